@@ -1,0 +1,90 @@
+"""Records to bytes and back: the only place that knows how a record is written.
+
+Plain fields go as JSON; long token columns as raw little-endian arrays, which a pool keeps in columns of their own.
+"""
+
+import sys
+from array import array
+from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
+from functools import cache
+from types import UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import orjson
+
+T = TypeVar("T")
+
+
+def to_json(record: Any) -> bytes:
+    """A record (or a tuple or list of them) as JSON; a float that JSON cannot hold is refused rather than written as null."""
+    return orjson.dumps(_plain(record))
+
+
+def from_json(kind: type[T], text: bytes | str) -> T:
+    """The record of type `kind` that `to_json` wrote."""
+    return _build(kind, orjson.loads(text))
+
+
+def pack_ints(values: Sequence[int]) -> bytes:
+    """Token ids or versions as little-endian int32."""
+    return _bytes(array("i", values))
+
+
+def unpack_ints(blob: bytes) -> tuple[int, ...]:
+    """What `pack_ints` wrote."""
+    return tuple(_array("i", blob))
+
+
+def pack_floats(values: Sequence[float]) -> bytes:
+    """Log-probabilities as little-endian float32: engines compute them in that precision or less."""
+    return _bytes(array("f", values))
+
+
+def unpack_floats(blob: bytes) -> tuple[float, ...]:
+    """What `pack_floats` wrote."""
+    return tuple(_array("f", blob))
+
+
+def _bytes(values: "array[Any]") -> bytes:
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values.tobytes()
+
+
+def _array(code: str, blob: bytes) -> "array[Any]":
+    values: array[Any] = array(code)
+    values.frombytes(blob)
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
+    if isinstance(value, (tuple, list)):
+        return [_plain(item) for item in value]  # pyright: ignore[reportUnknownVariableType]
+    if isinstance(value, float) and value - value != 0.0:
+        raise ValueError(f"{value} cannot be written as JSON")
+    return value
+
+
+@cache
+def _hints(kind: type[Any]) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
+def _build(kind: Any, value: Any) -> Any:
+    origin, args = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        return None if value is None else _build(next(a for a in args if a is not type(None)), value)
+    if origin is tuple:
+        inner = args if args[-1] is not Ellipsis else args[:1] * len(value)
+        return tuple(_build(a, v) for a, v in zip(inner, value, strict=True))
+    if is_dataclass(kind) and isinstance(kind, type):
+        hints = _hints(kind)
+        return kind(**{name: _build(hints[name], item) for name, item in value.items()})
+    if isinstance(kind, type) and origin is None and kind not in (dict, object) and not isinstance(value, kind):
+        return kind(value)  # an enum, or an int where a float is meant
+    return value

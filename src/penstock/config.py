@@ -1,0 +1,234 @@
+"""The one typed tree of a run: TOML plus dotted overrides, frozen once built; an unknown key is an error that names the nearest."""
+
+import difflib
+import os
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from penstock.errors import ConfigError
+
+T = TypeVar("T", bound=BaseModel)
+
+
+class Section(BaseModel):
+    """A table of the TOML file."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class RunSection(Section):
+    """`[run]`: what the run is called and where it is kept."""
+
+    name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    folder: Path = Path("runs")
+    seed: int = Field(default=0, ge=0)
+
+
+class ModelSection(Section):
+    """`[model]`: the start policy, as `penstock models pull` takes it."""
+
+    name: str = "smollm2-135m"
+
+
+class AgentSection(Section):
+    """`[agent]`: the file that holds the workflow and the grader, relative to the TOML file."""
+
+    entry: Path = Path("agent.py")
+
+
+class DatasetSection(Section):
+    """`[dataset]`: tasks to train on and tasks held out, relative to the TOML file."""
+
+    train: Path
+    eval: Path | None = None
+    eval_limit: int = Field(default=64, ge=1)
+    shuffle: bool = True
+
+
+class RolloutSection(Section):
+    """`[rollout]`: how tasks become rollouts."""
+
+    executor: str = "inline"
+    group_size: int = Field(default=8, ge=1)
+    groups_per_step: int = Field(default=4, ge=1)
+    concurrency: int = Field(default=32, ge=1)
+    max_staleness: int = Field(default=0, ge=0)
+    """How many policy versions old a group's tokens may be when it is trained. 0 is synchronous."""
+    agent_timeout_s: float = Field(default=120.0, gt=0)
+    grader_timeout_s: float = Field(default=30.0, gt=0)
+
+
+class SamplingSection(Section):
+    """`[sampling]`: what holds for calls that do not say otherwise."""
+
+    temperature: float = Field(default=1.0, ge=0)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=0, ge=0)
+    min_p: float = Field(default=0.0, ge=0, lt=1)
+    max_tokens: int = Field(default=256, ge=1)
+    """Default and cap of one reply."""
+    eval_temperature: float = Field(default=0.0, ge=0)
+    """Temperature of the held-out evaluation; greedy, so that before and after differ by the policy alone."""
+
+
+class TrainSection(Section):
+    """`[train]`: the algorithm."""
+
+    steps: int = Field(default=10, ge=0)
+    lr: float = Field(default=2e-5, ge=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    advantage: str = "grpo"
+    loss: str = "clip"
+    clip_low: float = Field(default=0.2, gt=0, lt=1)
+    clip_high: float = Field(default=0.28, gt=0)
+    """Wider above than below (DAPO's clip-higher): it keeps rare good tokens learning."""
+    importance_cap: float = Field(default=2.0, gt=0)
+    """Ceiling of the importance weight that corrects for stale or tempered behaviour."""
+    kl: float = Field(default=0.0, ge=0)
+    """Weight of the KL penalty to the start policy; 0 keeps no second model in memory."""
+    grad_clip: float = Field(default=1.0, gt=0)
+    updates_per_step: int = Field(default=1, ge=1)
+    """Optimizer steps on each batch of groups."""
+    tokens_per_pass: int = Field(default=4096, ge=1)
+    """How many tokens go through the model at once; bounds memory, changes no result."""
+    shared_prefix: bool = True
+    """Forward shared prompt prefixes once; false is the flat path, slower, with the same gradients."""
+    checkpoint_every: int = Field(default=1, ge=1)
+    """Steps between checkpoints. Groups trained since the last one are trained again after a kill, from that checkpoint."""
+    checkpoints_kept: int = Field(default=2, ge=2)
+
+
+class EngineSection(Section):
+    """`[engine]`: what samples."""
+
+    name: str = "embedded"
+    device: str = "auto"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    slots: int = Field(default=32, ge=1)
+    """Requests decoded together."""
+    queue: int = Field(default=1024, ge=1)
+    """Requests that may wait; one more is refused."""
+    cache_tokens: int = Field(default=65536, ge=1024)
+    """Bound on the tokens whose keys and values are kept."""
+
+
+class PoolSection(Section):
+    """`[pool]`: where everything is recorded."""
+
+    name: str = "sqlite"
+    lease_s: float = Field(default=3600.0, gt=0)
+
+
+class GatewaySection(Section):
+    """`[gateway]`: where agents send their calls."""
+
+    host: str = "127.0.0.1"
+    port: int = Field(default=0, ge=0, le=65535)
+    """0 takes a free one."""
+
+
+class RunConfig(Section):
+    """The whole file."""
+
+    run: RunSection = RunSection()
+    model: ModelSection = ModelSection()
+    agent: AgentSection = AgentSection()
+    dataset: DatasetSection
+    rollout: RolloutSection = RolloutSection()
+    sampling: SamplingSection = SamplingSection()
+    train: TrainSection = TrainSection()
+    engine: EngineSection = EngineSection()
+    pool: PoolSection = PoolSection()
+    gateway: GatewaySection = GatewaySection()
+    workflow: dict[str, Any] = Field(default_factory=dict[str, Any])
+    """Fields of the workflow's own config class."""
+    grader: dict[str, Any] = Field(default_factory=dict[str, Any])
+    """Fields of the grader's own config class."""
+
+
+def load_config(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
+    """Read `path`, apply overrides such as `train.lr=1e-5`, check everything; ConfigError says what to change.
+
+    Paths inside the file are taken from the file's folder, the run folder from the current one.
+    """
+    tree = _read_toml(path)
+    for override in overrides:
+        _apply(tree, override)
+    config = validate(RunConfig, tree, str(path))
+    base = path.parent
+    agent = config.agent.model_copy(update={"entry": base / config.agent.entry})
+    dataset = config.dataset.model_copy(
+        update={"train": base / config.dataset.train, "eval": config.dataset.eval and base / config.dataset.eval}
+    )
+    return config.model_copy(update={"agent": agent, "dataset": dataset})
+
+
+def validate(model: type[T], tree: Mapping[str, Any], where: str) -> T:
+    """Build `model` from `tree`; the first thing wrong becomes a one-line ConfigError."""
+    try:
+        return model.model_validate(tree)
+    except ValidationError as cause:
+        first = cause.errors()[0]
+        raise ConfigError(f"{where}: {_explain(model, first)}") from cause
+
+
+def cache_folder() -> Path:
+    """Where models are kept: $PENSTOCK_CACHE, else the user's cache folder."""
+    if chosen := os.environ.get("PENSTOCK_CACHE"):
+        return Path(chosen).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "penstock"
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as cause:
+        raise ConfigError(
+            f"{path}: no such file; give the path of a TOML file, for example examples/multiply/train.toml"
+        ) from cause
+    except (OSError, UnicodeDecodeError) as cause:
+        raise ConfigError(f"{path}: cannot be read: {cause}") from cause
+    except tomllib.TOMLDecodeError as cause:
+        raise ConfigError(f"{path}: not valid TOML: {cause}") from cause
+
+
+def _apply(tree: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(f"--set {override!r}: write it as section.key=value, for example train.lr=1e-5")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    *sections, last = [part.strip() for part in key.split(".")]
+    for section in sections:
+        tree = tree.setdefault(section, {})
+        if not isinstance(tree, dict):
+            raise ConfigError(f"--set {override!r}: {section!r} is a value, not a section")
+    tree[last] = value
+
+
+def _explain(model: type[BaseModel], error: Any) -> str:
+    path = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "extra_forbidden":
+        known = _fields_at(model, error["loc"][:-1])
+        near = difflib.get_close_matches(str(error["loc"][-1]), known, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(sorted(known))}"
+        return f"unknown key {path!r}; {hint}"
+    if error["type"] == "missing":
+        return f"key {path!r} is missing; add it"
+    message = error["msg"].removeprefix("Value error, ")
+    return f"{path} = {error['input']!r}: {message[:1].lower()}{message[1:]}"
+
+
+def _fields_at(model: type[BaseModel], loc: tuple[str | int, ...]) -> list[str]:
+    for part in loc:
+        annotation = model.model_fields[str(part)].annotation
+        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+            return []
+        model = annotation
+    return list(model.model_fields)

@@ -1,0 +1,92 @@
+"""Every error that penstock raises on purpose, and the boundary that names those of others.
+
+    PenstockError
+    ├── ConfigError      a file, key, flag or name that the user gave       → exit code 2
+    ├── DatasetError     a row that cannot be a task                        → exit code 2
+    ├── ModelError       a model that cannot be found, fetched or read      → exit code 2
+    ├── EngineError      the engine failed; the rollout ends, others go on
+    │   └── EngineBusy   its queue is full; try again later
+    ├── RenderError      messages that the chat template cannot take        → HTTP 400
+    ├── RequestError     a request that the gateway refuses                 → HTTP status and code of its own
+    ├── WorkflowError    the author's agent raised
+    ├── GraderError      the author's grader raised, or gave no finite reward
+    ├── PoolError        the store refused or failed
+    └── TrainError       no way to go on training
+
+Authors raise ordinary Python errors; `boundary` names them once. A message says what happened, to which thing, and what to do.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class PenstockError(Exception):
+    """Base of all errors that carry a message meant for a person."""
+
+
+class ConfigError(PenstockError):
+    """What the user gave cannot be used."""
+
+
+class DatasetError(ConfigError):
+    """A dataset or one of its rows cannot be used."""
+
+
+class ModelError(ConfigError):
+    """A model reference cannot be resolved, fetched or read."""
+
+
+class EngineError(PenstockError):
+    """The engine could not finish a request."""
+
+
+class EngineBusy(EngineError):
+    """The engine's queue is full."""
+
+
+class RenderError(PenstockError):
+    """The messages cannot be rendered for this model."""
+
+
+class RequestError(PenstockError):
+    """A request that the gateway refuses, with the HTTP status and the code a client can act on."""
+
+    def __init__(self, message: str, *, status: int = 400, code: str = "invalid_request_error", param: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.param = param
+
+
+class WorkflowError(PenstockError):
+    """The author's agent raised."""
+
+
+class GraderError(PenstockError):
+    """The author's grader raised or gave no usable reward."""
+
+
+class PoolError(PenstockError):
+    """The pool refused or failed."""
+
+
+class TrainError(PenstockError):
+    """Training cannot go on."""
+
+
+@contextmanager
+def boundary(error: type[PenstockError], what: str) -> Iterator[None]:
+    """Turn whatever foreign code raises into `error`, once, naming `what` was being done.
+
+    >>> with boundary(GraderError, "grader 'exact' on rollout r1"):
+    ...     1 / 0
+    Traceback (most recent call last):
+    penstock.errors.GraderError: grader 'exact' on rollout r1: ZeroDivisionError: division by zero
+    """
+    try:
+        yield
+    except PenstockError:
+        raise
+    except Exception as cause:
+        text = str(cause) or "no message"
+        raise error(f"{what}: {type(cause).__name__}: {text}") from cause

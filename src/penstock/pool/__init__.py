@@ -1,0 +1,5 @@
+"""Pools: where steps, grades and leases are kept. Each name opens one with `open(folder)`."""
+
+from penstock.registry import Registry
+
+POOLS = Registry("pool", {"sqlite": "penstock.pool.sqlite:open_pool", "memory": "penstock.pool.memory:open_pool"})

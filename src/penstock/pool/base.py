@@ -1,0 +1,104 @@
+"""The contract of every pool: what was sampled, graded and trained, each acknowledged write durable."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from penstock.records import Attempt, End, Grade, Group, Lease, Node, Rollout, Step, Task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolStats:
+    """Counts over one channel, or over all."""
+
+    groups: int = 0
+    groups_complete: int = 0
+    """All of whose places have ended, whether claimed or not."""
+    groups_leased: int = 0
+    groups_trained: int = 0
+    groups_stale: int = 0
+    """Complete, but dropped because their tokens were too old."""
+    rollouts: int = 0
+    steps: int = 0
+    tokens: int = 0
+    """Sampled tokens."""
+    prompt_tokens: int = 0
+    """Tokens of nodes, each shared prefix counted once."""
+    ends: dict[str, int] = field(default_factory=dict[str, int])
+    """How many rollouts ended in each way."""
+    breaks: dict[str, int] = field(default_factory=dict[str, int])
+    """How many nodes opened a new root, by reason."""
+    last_seq: int = -1
+    """Of the newest group; -1 where there is none."""
+    last_version: int = 0
+    """The highest policy version on any token or acknowledgement."""
+
+
+class Pool(Protocol):
+    """Every write returns once it is durable. Writes are idempotent by id; a different value under the same id is refused (PoolError)."""
+
+    async def open_group(self, task: Task, rollouts: Sequence[Rollout], *, seq: int) -> None:
+        """Make a group whose places are these rollouts; a group id that exists is left as it is."""
+        ...
+
+    async def replace(self, lost: Rollout, reason: str) -> Rollout:
+        """End `lost` as LOST, if it has no end yet, and open its successor in the same place."""
+        ...
+
+    async def append(self, step: Step, node: Node | None) -> None:
+        """Store a step and the node it added (None where the node was there). Refused once the rollout has ended."""
+        ...
+
+    async def grade(self, grade: Grade) -> None:
+        """Store a grade. Refused for an unknown rollout, one that has ended, or a reward that is not finite."""
+        ...
+
+    async def end(self, rollout_id: str, end: End, message: str = "") -> bool:
+        """Give the rollout its one end. False where it had one already: the first stays."""
+        ...
+
+    async def claim(self, count: int, *, channel: str = "train", version: int, max_staleness: int, lease_s: float) -> Lease | None:
+        """Lend the `count` oldest complete groups that are neither lent nor trained; None where fewer are ready.
+
+        A group with a token older than `version - max_staleness` is dropped for good and counted as stale.
+        """
+        ...
+
+    async def renew(self, lease_id: str, lease_s: float) -> None:
+        """Keep the lease for `lease_s` more seconds; PoolError where it expired."""
+        ...
+
+    async def release(self, lease_id: str | None = None) -> None:
+        """Give the groups of a lease back; of every open lease where None (a trainer that starts)."""
+        ...
+
+    async def ack(self, lease_id: str, policy_version: int) -> None:
+        """Mark the lease's groups as trained into `policy_version`, for good. Repeating it is harmless.
+
+        Works on an expired or released lease as long as no one else holds its groups; PoolError otherwise.
+        """
+        ...
+
+    async def attempt(self, rollout_id: str) -> Attempt:
+        """Everything recorded of one rollout; PoolError for an unknown one."""
+        ...
+
+    async def groups(self, channel: str, *, first_seq: int = 0, limit: int = 100) -> list[Group]:
+        """Groups by number, from `first_seq` on."""
+        ...
+
+    async def unfinished(self, channel: str) -> list[Group]:
+        """Groups in which some place has not ended: what a killed process left behind."""
+        ...
+
+    async def trained(self) -> list[tuple[str, int]]:
+        """The ledger: each trained group with its policy version, in the order of acknowledgement."""
+        ...
+
+    async def stats(self, channel: str | None = None) -> PoolStats:
+        """Counts for viewers."""
+        ...
+
+    async def close(self) -> None:
+        """Finish pending writes and let go of the files."""
+        ...

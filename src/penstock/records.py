@@ -1,0 +1,235 @@
+"""The records of the flow, in the order in which they come to be.
+
+    Task ──▶ Rollout ──▶ Node, Step (token graph) ──▶ Grade ──▶ Group ──▶ Sequence ──▶ PolicyVersion
+
+Each is made in one file: Task in `sdk/dataset`, Rollout in `rollout/scheduler`, Node and Step in `gateway/recorder`, Grade in
+`rollout/runner`, Group in `pool`, Sequence in `train/sequences`, PolicyVersion in `train/policy`. All are frozen; `codec`
+alone writes them out and reads them back.
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Literal
+
+Message = dict[str, Any]
+"""One chat message in the OpenAI form: role, content, tool_calls, tool_call_id."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One dataset row: what an agent is asked, and what only its grader may see."""
+
+    id: str
+    prompt: tuple[Message, ...]
+    label: str | None = None
+    metadata: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """One attempt at a task. A rollout that was lost is replaced by one with the same place and the next attempt."""
+
+    id: str
+    group_id: str
+    task_id: str
+    place: int
+    """Its place in the group, 0-based: the same for every attempt at it."""
+    attempt: int = 1
+    channel: str = "train"
+
+    @property
+    def successor(self) -> "Rollout":
+        """The next attempt at the same place of the same group."""
+        return make_rollout(self.group_id, self.task_id, self.place, attempt=self.attempt + 1, channel=self.channel)
+
+
+def make_rollout(group_id: str, task_id: str, place: int, *, attempt: int = 1, channel: str = "train") -> Rollout:
+    """A rollout whose id says where it belongs: `group.place.attempt`."""
+    name = f"{group_id}.{place}.{attempt}"
+    return Rollout(id=name, group_id=group_id, task_id=task_id, place=place, attempt=attempt, channel=channel)
+
+
+class End(StrEnum):
+    """How a rollout ended: exactly one of these, once."""
+
+    COMPLETED = "completed"
+    AGENT_ERROR = "agent_error"
+    TIMEOUT = "timeout"
+    CANCELLED = "cancelled"
+    LOST = "lost"
+    ENGINE_ERROR = "engine_error"
+    GRADER_ERROR = "grader_error"
+    REFUSED = "refused"
+    SUPERSEDED = "superseded"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How the engine is to sample one reply."""
+
+    max_tokens: int = 256
+    temperature: float = 1.0
+    """0 is greedy; its tokens are recorded but never trained."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 keeps every token."""
+    min_p: float = 0.0
+    stop_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    """Strings; the tokens that complete one are kept in the record and cut from the text."""
+    seed: int | None = None
+
+    @property
+    def truncated(self) -> bool:
+        """Whether some tokens could not be sampled at all."""
+        return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
+
+
+Finish = Literal["stop", "length", "cancelled", "error"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """What a caller's messages add to a path of the token graph: glue after the last reply, messages, generation prompt.
+
+    A path alternates nodes and steps: node, step (the reply), node (the next messages), step, …
+    """
+
+    rollout_id: str
+    id: int
+    parent: int | None
+    """Index of the step that it continues; None for a root, rendered from scratch."""
+    token_ids: tuple[int, ...]
+    chain: str
+    """Digest of all messages on the path up to here: what a later call is matched by."""
+    messages: tuple[Message, ...]
+    tools: tuple[dict[str, Any], ...] = ()
+    """Tool schemas, on a root only: they are the same along a path."""
+    reason: str | None = None
+    """Why this root had to be opened although the rollout had earlier steps; None where nothing broke."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One model call, as the engine saw it. Tokens are recorded, never re-derived from text."""
+
+    rollout_id: str
+    index: int
+    node: int
+    """The node whose path is this call's prompt."""
+    transcript: str
+    completion_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """Of `completion_ids`, under the distribution that they were sampled from; same length."""
+    full_logprobs: tuple[float, ...] | None = None
+    """The same under the untempered, untruncated distribution; None where the two are the same."""
+    versions: tuple[int, ...]
+    """Per token: the policy version that the engine served, not the one the caller hoped for."""
+    sampling: Sampling
+    finish: Finish
+    message: Message
+    """The assistant message as the agent saw it."""
+    chain: str
+    """Digest of all messages on the path, this reply included."""
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grade:
+    """A reward and where it came from."""
+
+    rollout_id: str
+    reward: float
+    source: str
+    transcript: str | None = None
+    """None: the reward is for the whole rollout."""
+    step: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """A rollout with all that was recorded of it."""
+
+    rollout: Rollout
+    end: End | None = None
+    """None while it runs."""
+    message: str = ""
+    nodes: tuple[Node, ...] = ()
+    steps: tuple[Step, ...] = ()
+    grades: tuple[Grade, ...] = ()
+
+    @property
+    def reward(self) -> float | None:
+        """The rollout's own grade, else the mean over its transcripts; None if it was not graded or did not complete."""
+        if self.end is not End.COMPLETED:
+            return None
+        whole = [g.reward for g in self.grades if g.transcript is None and g.step is None]
+        parts = [g.reward for g in self.grades if g.transcript is not None and g.step is None]
+        if whole:
+            return whole[-1]
+        return sum(parts) / len(parts) if parts else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """All attempts at one task that count: per place the last one."""
+
+    id: str
+    seq: int
+    """Its number in the channel: groups are made, claimed and trained in this order."""
+    task: Task
+    channel: str
+    attempts: tuple[Attempt, ...]
+
+    @property
+    def graded(self) -> tuple[Attempt, ...]:
+        """The attempts that a baseline may count: completed, with a reward."""
+        return tuple(a for a in self.attempts if a.reward is not None)
+
+    @property
+    def rewards(self) -> list[float]:
+        """Of `graded`, in the same order."""
+        return [a.reward for a in self.attempts if a.reward is not None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lease:
+    """Groups lent to a trainer until they are acknowledged or the lease expires."""
+
+    id: str
+    groups: tuple[Group, ...]
+    stale: int = 0
+    """How many complete groups were dropped on the way because their tokens were too old."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sequence:
+    """One training sequence: a path of the token graph with the credit of its sampled tokens."""
+
+    rollout_id: str
+    group_id: str
+    token_ids: tuple[int, ...]
+    trained: tuple[bool, ...]
+    """Per token: whether it was sampled and carries credit here. A reply on several paths is trained on one of them."""
+    logprobs: tuple[float, ...]
+    """Per token: the engine's, under the distribution sampled from; 0 where not trained."""
+    temperatures: tuple[float, ...]
+    """Per token: that it was sampled at; 1 where not trained."""
+    advantages: tuple[float, ...]
+    """Per token; 0 where not trained."""
+    weight: float
+    """Of each trained token in the loss: rollouts weigh the same, however many sequences they made."""
+    versions: tuple[int, ...] = field(default=())
+    """Per token: the policy version that sampled it; -1 where not trained."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyVersion:
+    """Numbered weights, saved with the leases that made them."""
+
+    number: int
+    step: int
+    """How many updates led to it."""
+    folder: str
+    leases: tuple[str, ...] = ()
+    """Leases trained since the checkpoint before; acknowledged once this one is on disk."""

@@ -1,0 +1,42 @@
+"""Tables from names to things, by strings: naming a thing imports it and nothing else does."""
+
+import difflib
+import importlib
+from collections.abc import Iterator
+from importlib.metadata import entry_points
+from typing import Any
+
+from penstock.errors import ConfigError
+
+
+class Registry:
+    """One table of a kind of thing ("advantage", "engine", …).
+
+    A name is looked up in the table, then among the entry points of group `penstock.<kind>`; `module:attr` names anything.
+    """
+
+    def __init__(self, kind: str, table: dict[str, str]) -> None:
+        self.kind = kind
+        self.table = table
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.table)
+
+    def load(self, name: str) -> Any:
+        """Import and return what `name` stands for."""
+        target = name if ":" in name else self.table.get(name) or self._plugins().get(name)
+        if target is None:
+            raise ConfigError(f"unknown {self.kind} {name!r}; {self._hint(name)}")
+        module, _, attribute = target.partition(":")
+        try:
+            return getattr(importlib.import_module(module), attribute)
+        except (ImportError, AttributeError) as cause:
+            raise ConfigError(f"{self.kind} {name!r} cannot be loaded from {target}: {cause}") from cause
+
+    def _plugins(self) -> dict[str, str]:
+        return {point.name: point.value for point in entry_points(group=f"penstock.{self.kind}")}
+
+    def _hint(self, name: str) -> str:
+        known = sorted({*self.table, *self._plugins()})
+        near = difflib.get_close_matches(name, known, n=1)
+        return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}, or module:attr"

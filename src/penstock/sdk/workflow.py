@@ -1,0 +1,46 @@
+"""AgentWorkflow: what an author subclasses to write an agent for penstock."""
+
+from abc import ABC, abstractmethod
+from typing import Any, Generic, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from penstock.sdk.context import AgentWorkflowContext
+
+
+class ConcurrencyConfig(BaseModel):
+    """How many of a thing may run at once."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    max_concurrent: int | None = Field(default=None, ge=1)
+    """None is unlimited."""
+
+
+class BaseConfig(BaseModel):
+    """Configuration of a workflow or grader: authors add their own fields, `[workflow]` and `[grader]` in the TOML file set them."""
+
+    model_config = ConfigDict(extra="allow", validate_assignment=True, arbitrary_types_allowed=True)
+
+    name: str
+    description: str | None = None
+
+
+class AgentWorkflowConfig(BaseConfig):
+    """Configuration of a workflow."""
+
+    concurrency: ConcurrencyConfig = Field(default_factory=ConcurrencyConfig)
+
+
+TConfig = TypeVar("TConfig", bound=BaseConfig)
+
+
+class AgentWorkflow(ABC, Generic[TConfig]):
+    """An agent. Each rollout gets an instance of its own; every model call goes through the rollout's context."""
+
+    def __init__(self, config: TConfig | None = None) -> None:
+        self.config = config
+
+    @abstractmethod
+    async def run(self, ctx: AgentWorkflowContext[TConfig]) -> Any:
+        """Work on `ctx.prompt`. What it returns is ignored: the gateway has recorded every call."""
