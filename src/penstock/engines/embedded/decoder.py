@@ -1,0 +1,162 @@
+"""The policy network: a Llama-family decoder that engine and trainer share, weights and all.
+
+How past tokens are remembered is not its business: each layer hands queries, keys and values to an `attend` function. The
+engine passes one that writes to its cache, the trainer one that shares prompt prefixes, a plain forward pass `causal`.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from penstock.errors import ModelError
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""(layer, queries [batch, heads, time, dim], keys and values [batch, kv_heads, time, dim]) → [batch, heads, time, dim]."""
+
+ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """The numbers of a decoder, from a model folder's `config.json`."""
+
+    vocab_size: int
+    hidden: int
+    inner: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    context_length: int
+    norm_eps: float
+    rope_theta: float
+    rope_scaling: dict[str, Any] | None
+    tied: bool
+    qkv_bias: bool
+    qk_norm: bool
+
+
+def read_shape(folder: Path) -> Shape:
+    """Read `config.json`; ModelError for a model that this decoder cannot be."""
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    kind = (config.get("architectures") or ["unknown"])[0]
+    if kind not in ARCHITECTURES:
+        raise ModelError(f"{folder}: the embedded engine cannot run a {kind}; it runs {', '.join(ARCHITECTURES)}")
+    rope: dict[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    scaling = rope if rope.get("rope_type", rope.get("type", "default")) != "default" else None
+    if scaling and scaling.get("rope_type") != "llama3":
+        raise ModelError(f"{folder}: rope scaling {scaling.get('rope_type')!r} is not supported by the embedded engine")
+    if config.get("use_sliding_window") or (kind == "MistralForCausalLM" and config.get("sliding_window")):
+        raise ModelError(f"{folder}: sliding-window attention is not supported by the embedded engine")
+    heads = config["num_attention_heads"]
+    return Shape(
+        vocab_size=config["vocab_size"],
+        hidden=config["hidden_size"],
+        inner=config["intermediate_size"],
+        layers=config["num_hidden_layers"],
+        heads=heads,
+        kv_heads=config.get("num_key_value_heads") or heads,
+        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+        context_length=config["max_position_embeddings"],
+        norm_eps=config["rms_norm_eps"],
+        rope_theta=float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
+        rope_scaling=scaling,
+        tied=bool(config.get("tie_word_embeddings")),
+        qkv_bias=kind == "Qwen2ForCausalLM" or bool(config.get("attention_bias")),
+        qk_norm=kind == "Qwen3ForCausalLM",
+    )
+
+
+class Layer(nn.Module):
+    """Attention and feed-forward, each behind a norm. Projections that read the same input are one matrix."""
+
+    def __init__(self, shape: Shape, index: int) -> None:
+        super().__init__()
+        self.shape, self.index = shape, index
+        width = shape.heads * shape.head_dim
+        self.split = [width, shape.kv_heads * shape.head_dim, shape.kv_heads * shape.head_dim]
+        self.norm1 = nn.RMSNorm(shape.hidden, eps=shape.norm_eps)
+        self.qkv = nn.Linear(shape.hidden, sum(self.split), bias=shape.qkv_bias)
+        self.q_norm = nn.RMSNorm(shape.head_dim, eps=shape.norm_eps) if shape.qk_norm else None
+        self.k_norm = nn.RMSNorm(shape.head_dim, eps=shape.norm_eps) if shape.qk_norm else None
+        self.out = nn.Linear(width, shape.hidden, bias=False)
+        self.norm2 = nn.RMSNorm(shape.hidden, eps=shape.norm_eps)
+        self.gate_up = nn.Linear(shape.hidden, 2 * shape.inner, bias=False)
+        self.down = nn.Linear(shape.inner, shape.hidden, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        """x [batch, time, hidden]; cos, sin [batch, 1, time, dim]."""
+        batch, time, _ = x.shape
+        q, k, v = self.qkv(self.norm1(x)).split(self.split, dim=-1)
+        q, k, v = (t.view(batch, time, -1, self.shape.head_dim) for t in (q, k, v))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        mixed = attend(self.index, _rotate(q, cos, sin), _rotate(k, cos, sin), v)
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, time, -1))
+        gate, up = self.gate_up(self.norm2(x)).chunk(2, dim=-1)
+        return x + self.down(F.silu(gate) * up)
+
+
+class Decoder(nn.Module):
+    """Token ids to hidden states; `logits` is apart, so that only the positions that need them pay for them."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.embed = nn.Embedding(shape.vocab_size, shape.hidden)
+        self.layers = nn.ModuleList(Layer(shape, index) for index in range(shape.layers))
+        self.norm = nn.RMSNorm(shape.hidden, eps=shape.norm_eps)
+        self.head = None if shape.tied else nn.Linear(shape.hidden, shape.vocab_size, bias=False)
+        cos, sin = _rope_table(shape)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+
+    def forward(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """ids, positions [batch, time] → hidden states after the last norm [batch, time, hidden]."""
+        x = self.embed(ids)
+        cos, sin = self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
+        for layer in self.layers:
+            x = layer(x, cos, sin, attend)
+        return self.norm(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Hidden states […, hidden] → float32 logits […, vocab]."""
+        return F.linear(hidden, self.embed.weight if self.head is None else self.head.weight).float()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.embed.weight.device
+
+
+def causal(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention over the whole sequence and nothing else: the plain forward pass, and the oracle of all others."""
+    return F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] > 1, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    a, b = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-b, a), dim=-1) * sin
+
+
+def _rope_table(shape: Shape) -> tuple[Tensor, Tensor]:
+    """cos and sin of each position's rotations, each [context_length, head_dim]."""
+    inverse = 1.0 / shape.rope_theta ** (torch.arange(0, shape.head_dim, 2, dtype=torch.float64) / shape.head_dim)
+    if (scaling := shape.rope_scaling) is not None:
+        length = scaling["original_max_position_embeddings"]
+        low, high, factor = scaling["low_freq_factor"], scaling["high_freq_factor"], scaling["factor"]
+        smooth = ((length * inverse / (2 * torch.pi) - low) / (high - low)).clamp(0, 1)
+        inverse = smooth * inverse + (1 - smooth) * inverse / factor
+    angles = torch.outer(torch.arange(shape.context_length, dtype=torch.float64), inverse)
+    angles = torch.cat((angles, angles), dim=-1)
+    return angles.cos().float(), angles.sin().float()

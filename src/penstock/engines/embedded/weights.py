@@ -1,0 +1,83 @@
+"""Decoder weights from and to model folders: safetensors under the names that every other tool knows."""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file  # pyright: ignore[reportUnknownVariableType]
+from torch import Tensor
+
+from penstock.engines.embedded.decoder import Decoder, Shape, read_shape
+from penstock.errors import ModelError
+
+FUSED = {
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "out": ("self_attn.o_proj",),
+    "down": ("mlp.down_proj",),
+    "norm1": ("input_layernorm",),
+    "norm2": ("post_attention_layernorm",),
+    "q_norm": ("self_attn.q_norm",),
+    "k_norm": ("self_attn.k_norm",),
+}
+"""Part of our layer → the parts of a public checkpoint that it holds, stacked."""
+
+TOP = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
+
+
+def load_decoder(folder: Path, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Decoder:
+    """The decoder that a model folder describes, with its weights."""
+    shape = read_shape(folder)
+    decoder = Decoder(shape)
+    public = _read(folder)
+    state: dict[str, Tensor] = {}
+    for name in decoder.state_dict():
+        names = public_names(name)
+        missing = [n for n in names if n not in public]
+        if missing:
+            raise ModelError(f"{folder}: its weights lack {missing[0]!r}; pull the model again")
+        state[name] = torch.cat([public[n] for n in names]) if len(names) > 1 else public[names[0]]
+    decoder.load_state_dict(state)
+    return decoder.to(device=device, dtype=dtype)
+
+
+def save_decoder(decoder: Decoder, folder: Path) -> None:
+    """Write `model.safetensors` into `folder`."""
+    save_file(public_state(decoder), folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def public_state(decoder: Decoder) -> dict[str, Tensor]:
+    """The weights by public name, contiguous, on the CPU."""
+    state: dict[str, Tensor] = {}
+    for name, value in decoder.state_dict().items():
+        names = public_names(name)
+        for part, piece in zip(names, value.split(_sizes(name, decoder.shape, value)), strict=True):
+            state[part] = piece.detach().cpu().contiguous()
+    return state
+
+
+def public_names(name: str) -> list[str]:
+    """Our parameter name → the public names of what it stacks, e.g. `layers.3.qkv.weight` → q_proj, k_proj, v_proj of layer 3."""
+    parts = name.split(".")
+    if parts[0] == "layers":
+        return [f"model.layers.{parts[1]}.{public}.{parts[3]}" for public in FUSED[parts[2]]]
+    return [f"{TOP[parts[0]]}.{parts[1]}"]
+
+
+def _sizes(name: str, shape: Shape, value: Tensor) -> list[int]:
+    if ".qkv." in name:
+        return [shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, shape.kv_heads * shape.head_dim]
+    return [shape.inner, shape.inner] if ".gate_up." in name else [value.shape[0]]
+
+
+def _read(folder: Path) -> dict[str, Tensor]:
+    index = folder / "model.safetensors.index.json"
+    try:
+        shards = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else ["model.safetensors"]
+        public: dict[str, Tensor] = {}
+        for shard in shards:
+            public.update(load_file(folder / shard))
+        return public
+    except (OSError, SafetensorError, ValueError) as cause:
+        raise ModelError(f"{folder}: weights cannot be read ({cause}); pull the model again") from cause
