@@ -65,6 +65,8 @@ def _plain(value: Any) -> Any:
         return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
     if isinstance(value, (tuple, list)):
         return [_plain(item) for item in value]  # pyright: ignore[reportUnknownVariableType]
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}  # pyright: ignore[reportUnknownVariableType]
     if isinstance(value, float) and value - value != 0.0:
         raise ValueError(f"{value} cannot be written as JSON")
     return value

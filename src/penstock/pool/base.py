@@ -35,22 +35,34 @@ class PoolStats:
 
 
 class Pool(Protocol):
-    """Every write returns once it is durable. Writes are idempotent by id; a different value under the same id is refused (PoolError)."""
+    """Every write returns once it is durable.
+
+    Writes are idempotent by id; a different value under the same id is refused (PoolError).
+    """
 
     async def open_group(self, task: Task, rollouts: Sequence[Rollout], *, seq: int) -> None:
         """Make a group whose places are these rollouts; a group id that exists is left as it is."""
         ...
 
     async def replace(self, lost: Rollout, reason: str) -> Rollout:
-        """End `lost` as LOST, if it has no end yet, and open its successor in the same place."""
+        """End `lost` as LOST, if it has no end yet, and open its successor in the same place. Repeating it is harmless.
+
+        Refused for a rollout that completed, and once its group was lent or dropped: what a trainer saw does not change.
+        """
         ...
 
     async def append(self, step: Step, node: Node | None) -> None:
-        """Store a step and the node it added (None where the node was there). Refused once the rollout has ended."""
+        """Store a step and the node it added (None where the node was there). Refused once the rollout has ended.
+
+        Also refused: token columns of different lengths, a log-probability that is not finite, a node or parent that is not there.
+        """
         ...
 
     async def grade(self, grade: Grade) -> None:
-        """Store a grade. Refused for an unknown rollout, one that has ended, or a reward that is not finite."""
+        """Store a grade: one per source, transcript and step.
+
+        Refused for an unknown rollout, one that has ended, or a reward that is not finite.
+        """
         ...
 
     async def end(self, rollout_id: str, end: End, message: str = "") -> bool:
@@ -60,7 +72,8 @@ class Pool(Protocol):
     async def claim(self, count: int, *, channel: str = "train", version: int, max_staleness: int, lease_s: float) -> Lease | None:
         """Lend the `count` oldest complete groups that are neither lent nor trained; None where fewer are ready.
 
-        A group with a token older than `version - max_staleness` is dropped for good and counted as stale.
+        A group with a token older than `version - max_staleness` is dropped for good and counted as stale, even where None is
+        returned: the lease that comes next tells of it.
         """
         ...
 

@@ -1,0 +1,163 @@
+"""What a pool refuses, and when a group is complete or stale: pure, and the same for every pool."""
+
+import math
+from collections.abc import Iterable, Sequence
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+from penstock.errors import PoolError
+from penstock.records import End, Grade, Node, Rollout, Step, Task
+
+
+class State(StrEnum):
+    """Where a group stands; `pool.claim` takes complete ones only."""
+
+    OPEN = "open"
+    COMPLETE = "complete"
+    LEASED = "leased"
+    TRAINED = "trained"
+    STALE = "stale"
+
+
+class Trained(NamedTuple):
+    """A line of the ledger: the lease that a group was trained under, and into which version."""
+
+    lease_id: str
+    version: int
+
+
+def check_group(task: Task, rollouts: Sequence[Rollout]) -> str:
+    """The id of the group that these rollouts make; PoolError where they do not make one."""
+    if not rollouts:
+        raise PoolError(f"a group for task {task.id!r} needs at least one rollout; give one per place")
+    group_id = rollouts[0].group_id
+    if len({(r.group_id, r.channel) for r in rollouts}) > 1 or any(r.task_id != task.id for r in rollouts):
+        raise PoolError(f"group {group_id!r}: its rollouts must share one group id, channel and task {task.id!r}")
+    if len({r.place for r in rollouts}) < len(rollouts) or len({r.id for r in rollouts}) < len(rollouts):
+        raise PoolError(f"group {group_id!r}: two rollouts have the same place or id; number the places 0, 1, 2, …")
+    return group_id
+
+
+def check_step(step: Step, node: Node | None) -> None:
+    """Refuse a step whose token columns are not aligned, or a node that is not the step's own."""
+    name, size = step_name(step), len(step.completion_ids)
+    columns = [step.logprobs, step.versions, *([] if step.full_logprobs is None else [step.full_logprobs])]
+    if any(len(column) != size for column in columns):
+        raise PoolError(
+            f"{name} has {size} tokens but {[len(c) for c in columns]} log-probabilities and versions; record one of each per token"
+        )
+    if not all(map(math.isfinite, (*step.logprobs, *(step.full_logprobs or ())))):
+        raise PoolError(
+            f"{name} has a log-probability that is not finite; no token is ever sampled at such odds, so look at the engine"
+        )
+    if node is not None and (node.rollout_id, node.id) != (step.rollout_id, step.node):
+        raise PoolError(f"{name} continues node {step.node}, but came with node {node.id} of rollout {node.rollout_id!r}")
+
+
+def check_grade(grade: Grade) -> None:
+    """Refuse a reward that nothing can be learnt from."""
+    reward: Any = grade.reward
+    if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
+        raise PoolError(f"{grade_name(grade)} is {reward!r}; a reward must be a finite number")
+
+
+def check_claim(count: int, lease_s: float) -> None:
+    """Refuse a claim that could never be served."""
+    if count < 1:
+        raise PoolError(f"cannot claim {count} groups; claim at least one")
+    check_lease_time(lease_s)
+
+
+def check_lease_time(lease_s: float) -> None:
+    """Refuse a time that is no time."""
+    if not lease_s >= 0.0:
+        raise PoolError(f"a lease cannot last {lease_s} seconds; give 0 or more")
+
+
+def check_replaceable(rollout: Rollout, end: End | None, state: State, *, lent: bool) -> None:
+    """Refuse a second attempt where the first one counts: it has completed, or a trainer may have used its group."""
+    if end is End.COMPLETED:
+        raise PoolError(f"rollout {rollout.id!r} has completed and counts; only one that failed or was lost can be replaced")
+    if lent or state not in (State.OPEN, State.COMPLETE):
+        raise PoolError(f"rollout {rollout.id!r} cannot be replaced: group {rollout.group_id!r} was lent to a trainer or dropped")
+
+
+def acknowledges(group_id: str, lease_id: str, version: int, *, holder: str | None, trained: Trained | None) -> bool:
+    """Whether an acknowledgement changes this group; False where it was made before, PoolError where another came between.
+
+    `holder` is the open lease that has the group now.
+    """
+    if trained == Trained(lease_id, version):
+        return False
+    if trained is not None:
+        raise PoolError(
+            f"lease {lease_id!r}: group {group_id!r} was trained into version {trained.version} by lease {trained.lease_id!r}"
+        )
+    if holder not in (None, lease_id):
+        raise PoolError(f"lease {lease_id!r} ran out and lease {holder!r} holds group {group_id!r} now; drop this update")
+    return True
+
+
+def oldest_version(versions: Iterable[int | None]) -> int | None:
+    """The oldest policy version among these; None where there is no token."""
+    return min((v for v in versions if v is not None), default=None)
+
+
+def is_stale(oldest: int | None, version: int, max_staleness: int) -> bool:
+    """Whether a group whose oldest token has this version must not be trained into `version + 1`."""
+    return oldest is not None and oldest < version - max_staleness
+
+
+def step_name(step: Step) -> str:
+    """The step, for a message."""
+    return f"step {step.index} of rollout {step.rollout_id!r}"
+
+
+def node_name(node: Node) -> str:
+    """The node, for a message."""
+    return f"node {node.id} of rollout {node.rollout_id!r}"
+
+
+def grade_name(grade: Grade) -> str:
+    """The grade, for a message."""
+    return f"the reward from {grade.source!r} for rollout {grade.rollout_id!r}"
+
+
+def unknown_rollout(rollout_id: str) -> PoolError:
+    """Nobody opened it."""
+    return PoolError(f"no rollout {rollout_id!r} in this pool; open its group first")
+
+
+def unknown_lease(lease_id: str) -> PoolError:
+    """Nobody gave it."""
+    return PoolError(f"no lease {lease_id!r} in this pool; claim groups first")
+
+
+def lease_is_over(lease_id: str) -> PoolError:
+    """It cannot be kept any longer."""
+    return PoolError(f"lease {lease_id!r} has expired or was given back; claim again")
+
+
+def missing_node(step: Step) -> PoolError:
+    """A step hangs in the air."""
+    return PoolError(f"{step_name(step)} continues node {step.node}, which is not stored; append it with its node")
+
+
+def missing_parent(node: Node) -> PoolError:
+    """A node hangs in the air."""
+    return PoolError(f"{node_name(node)} continues step {node.parent}, which is not stored; append that step first")
+
+
+def too_late(name: str, end: End) -> PoolError:
+    """A write of an attempt that is over."""
+    return PoolError(f"{name} came too late and was not stored: the rollout ended as {end}")
+
+
+def differs(name: str) -> PoolError:
+    """A second value under an id."""
+    return PoolError(f"{name} is stored with different content; the first one stays")
+
+
+def taken(rollout_id: str) -> PoolError:
+    """A rollout id in use elsewhere."""
+    return PoolError(f"rollout {rollout_id!r} belongs to another group already; ids are `group.place.attempt`")

@@ -1,0 +1,87 @@
+"""What is read of a pool, in SQL."""
+
+import sqlite3
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from penstock.pool import rules
+from penstock.pool.base import PoolStats
+from penstock.pool.rows import AttemptRows, Ending, Row, build_attempt, field_names, unseal
+from penstock.pool.rules import State
+from penstock.records import Attempt, Grade, Group, Node, Step, Task
+
+_NODES = f"SELECT {', '.join(field_names(Node))} FROM nodes WHERE rollout_id = ? ORDER BY id"
+_STEPS = f"SELECT {', '.join(field_names(Step))} FROM steps WHERE rollout_id = ? ORDER BY id"
+_GRADES = f"SELECT {', '.join(field_names(Grade))} FROM grades WHERE rollout_id = ? ORDER BY position"
+_GROUP = "SELECT id, seq, channel, record, crc FROM groups"
+
+
+def read_attempt(database: sqlite3.Connection, rollout_id: str) -> Attempt:
+    """Everything recorded of one rollout."""
+    found = database.execute("SELECT record, crc, ended, message FROM rollouts WHERE id = ?", (rollout_id,)).fetchone()
+    if found is None:
+        raise rules.unknown_rollout(rollout_id)
+    record, crc, ended, message = found
+    nodes, steps, grades = (_rows(database.execute(query, (rollout_id,))) for query in (_NODES, _STEPS, _GRADES))
+    return build_attempt(rollout_id, AttemptRows(Row(record, (), crc), Ending(ended, message), nodes, steps, grades))
+
+
+def read_groups(database: sqlite3.Connection, group_ids: Iterable[str]) -> list[Group]:
+    """These groups, in this order."""
+    return [_build_group(database, database.execute(f"{_GROUP} WHERE id = ?", (group_id,)).fetchone()) for group_id in group_ids]
+
+
+def list_groups(database: sqlite3.Connection, channel: str, *, first_seq: int, limit: int) -> list[Group]:
+    """Groups of a channel by number."""
+    query = f"{_GROUP} WHERE channel = ? AND seq >= ? ORDER BY seq, id LIMIT ?"
+    return [_build_group(database, row) for row in database.execute(query, (channel, first_seq, max(limit, 0))).fetchall()]
+
+
+def list_unfinished(database: sqlite3.Connection, channel: str) -> list[Group]:
+    """Groups of a channel with a place that has not ended."""
+    query = f"{_GROUP} WHERE channel = ? AND state = ? ORDER BY seq, id"
+    return [_build_group(database, row) for row in database.execute(query, (channel, State.OPEN)).fetchall()]
+
+
+def read_ledger(database: sqlite3.Connection) -> list[tuple[str, int]]:
+    """Trained groups with their versions."""
+    return database.execute("SELECT group_id, version FROM ledger ORDER BY position").fetchall()
+
+
+def read_stats(database: sqlite3.Connection, channel: str | None) -> PoolStats:
+    """The running counts of one channel, or of all together."""
+    query = "SELECT kind, name, sum(n), max(n) FROM tally WHERE ? IS NULL OR channel = ? GROUP BY kind, name"
+    counts: defaultdict[str, dict[str, int]] = defaultdict(dict)
+    for kind, name, total, highest in database.execute(query, (channel, channel)):
+        counts[kind][name] = highest if kind == "top" else total
+    state, plain, top = counts["state"], counts["count"], counts["top"]
+    groups = sum(state.values())
+    return PoolStats(
+        groups=groups,
+        groups_complete=groups - state.get(State.OPEN, 0),
+        groups_leased=state.get(State.LEASED, 0),
+        groups_trained=state.get(State.TRAINED, 0),
+        groups_stale=state.get(State.STALE, 0),
+        rollouts=plain.get("rollouts", 0),
+        steps=plain.get("steps", 0),
+        tokens=plain.get("tokens", 0),
+        prompt_tokens=plain.get("prompt_tokens", 0),
+        ends=counts["end"],
+        breaks=counts["break"],
+        last_seq=top.get("seq", -1),
+        last_version=max(top.get("version", 0), 0),
+    )
+
+
+def _build_group(database: sqlite3.Connection, row: tuple[Any, ...]) -> Group:
+    group_id, seq, channel, task, crc = row
+    query = "SELECT id FROM rollouts WHERE group_id = ? AND current = 1 ORDER BY place"
+    attempts = tuple(read_attempt(database, found[0]) for found in database.execute(query, (group_id,)).fetchall())
+    asked = unseal(Task, Row(task, (), crc), f"the task of group {group_id!r}")
+    return Group(id=group_id, seq=seq, task=asked, channel=channel, attempts=attempts)
+
+
+def _rows(cursor: sqlite3.Cursor) -> Iterator[Row]:
+    for record, *columns, crc in cursor:
+        yield Row(record, tuple(columns), crc)

@@ -1,0 +1,176 @@
+"""What is written of rollouts, in SQL: each function is one atomic change and may refuse it with PoolError."""
+
+import sqlite3
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from penstock.pool import rules
+from penstock.pool.rows import Row, field_names, grade_key, pack_message, seal
+from penstock.pool.rules import State
+from penstock.records import End, Grade, Node, Rollout, Step, Task
+
+
+def _insert(table: str, kind: type[Any]) -> str:
+    names = ["rollout_id", "id", *field_names(kind)]
+    return f"INSERT INTO {table} ({', '.join(names)}) VALUES ({', '.join('?' for _ in names)}) ON CONFLICT DO NOTHING"
+
+
+_TABLES: dict[str, type[Any]] = {"nodes": Node, "steps": Step, "grades": Grade}
+_INSERTS = {table: _insert(table, kind) for table, kind in _TABLES.items()}
+_READS = {
+    table: f"SELECT {', '.join(field_names(kind))} FROM {table} WHERE rollout_id = ? AND id = ?" for table, kind in _TABLES.items()
+}
+
+
+class Tally(NamedTuple):
+    """A change of a running count: added to it, except that a `top` keeps the highest."""
+
+    kind: str
+    name: str
+    n: int
+
+
+def count(database: sqlite3.Connection, channel: str, changes: Iterable[Tally]) -> None:
+    """Keep the running counts of a channel in step with what was written."""
+    database.executemany(
+        """INSERT INTO tally (channel, kind, name, n) VALUES (?, ?, ?, ?) ON CONFLICT DO UPDATE
+           SET n = CASE kind WHEN 'top' THEN max(n, excluded.n) ELSE n + excluded.n END""",
+        [(channel, *change) for change in changes if change.n or change.kind == "top"],
+    )
+
+
+def count_move(database: sqlite3.Connection, channel: str, before: str, after: str, n: int = 1) -> None:
+    """Count `n` groups that went from one state to another."""
+    count(database, channel, [Tally("state", str(before), -n), Tally("state", str(after), n)])
+
+
+class GroupRows(NamedTuple):
+    """A group and its first rollouts, sealed."""
+
+    id: str
+    channel: str
+    task: Row
+    rollouts: list[tuple[Rollout, Row]]
+
+
+def seal_group(task: Task, rollouts: Sequence[Rollout]) -> GroupRows:
+    """Check and write down what `open_group` stores."""
+    group_id = rules.check_group(task, rollouts)
+    rows = [(rollout, seal(rollout, f"rollout {rollout.id!r}")) for rollout in rollouts]
+    return GroupRows(group_id, rollouts[0].channel, seal(task, f"task {task.id!r}"), rows)
+
+
+def open_group(database: sqlite3.Connection, group: GroupRows, seq: int) -> None:
+    """Make the group unless it is there."""
+    if database.execute("SELECT 1 FROM groups WHERE id = ?", (group.id,)).fetchone():
+        return
+    database.execute(
+        "INSERT INTO groups (id, channel, seq, state, record, crc) VALUES (?, ?, ?, ?, ?, ?)",
+        (group.id, group.channel, seq, State.OPEN, group.task.record, group.task.crc),
+    )
+    for rollout, row in group.rollouts:
+        _open_rollout(database, rollout, row)
+    count(database, group.channel, [Tally("state", State.OPEN, 1), Tally("top", "seq", seq)])
+
+
+def append(database: sqlite3.Connection, step: Step, node: Node | None, *, row: Row, node_row: Row | None) -> None:
+    """Store a step and its node."""
+    channel, oldest = _running(database, step.rollout_id, rules.step_name(step))
+    changes: list[Tally] = []
+    if node is None or node_row is None:
+        if not _has(database, "nodes", step.rollout_id, step.node):
+            raise rules.missing_node(step)
+    elif _put(database, "nodes", (step.rollout_id, node.id), node_row, rules.node_name(node)):
+        if node.parent is not None and not _has(database, "steps", node.rollout_id, node.parent):
+            raise rules.missing_parent(node)
+        changes.append(Tally("count", "prompt_tokens", len(node.token_ids)))
+        changes += [] if node.reason is None else [Tally("break", node.reason, 1)]
+    if not _put(database, "steps", (step.rollout_id, step.index), row, rules.step_name(step)):
+        return
+    lowest = rules.oldest_version((oldest, *step.versions))
+    if lowest != oldest:
+        database.execute("UPDATE rollouts SET oldest = ? WHERE id = ?", (lowest, step.rollout_id))
+    changes += [Tally("count", "steps", 1), Tally("count", "tokens", len(step.completion_ids))]
+    count(database, channel, [*changes, Tally("top", "version", max(step.versions, default=0))])
+
+
+def grade(database: sqlite3.Connection, given: Grade, row: Row) -> None:
+    """Store a grade."""
+    _running(database, given.rollout_id, rules.grade_name(given))
+    _put(database, "grades", (given.rollout_id, grade_key(given)), row, rules.grade_name(given))
+
+
+def end(database: sqlite3.Connection, rollout_id: str, how: End, message: str) -> bool:
+    """Give the rollout its end, and with the last one its group its completeness."""
+    row = database.execute("SELECT ended, channel, group_id FROM rollouts WHERE id = ?", (rollout_id,)).fetchone()
+    if row is None:
+        raise rules.unknown_rollout(rollout_id)
+    ended, channel, group_id = row
+    if ended is not None:
+        return False
+    database.execute("UPDATE rollouts SET ended = ?, message = ? WHERE id = ?", (how, pack_message(message), rollout_id))
+    count(database, channel, [Tally("end", how, 1)])
+    places = database.execute("SELECT ended, oldest FROM rollouts WHERE group_id = ? AND current = 1", (group_id,)).fetchall()
+    if all(place[0] is not None for place in places):
+        oldest = rules.oldest_version(place[1] for place in places)
+        database.execute("UPDATE groups SET state = ?, oldest = ? WHERE id = ?", (State.COMPLETE, oldest, group_id))
+        count_move(database, channel, State.OPEN, State.COMPLETE)
+    return True
+
+
+def replace(database: sqlite3.Connection, lost: Rollout, reason: str, *, row: Row, successor_row: Row) -> None:
+    """End the one and open the other."""
+    stored = database.execute("SELECT record, ended FROM rollouts WHERE id = ?", (lost.id,)).fetchone()
+    if stored is None:
+        raise rules.unknown_rollout(lost.id)
+    if stored[0] != row.record:
+        raise rules.differs(f"rollout {lost.id!r}")
+    if database.execute("SELECT 1 FROM rollouts WHERE id = ?", (lost.successor.id,)).fetchone():
+        return
+    state, lease_id = database.execute("SELECT state, lease_id FROM groups WHERE id = ?", (lost.group_id,)).fetchone()
+    rules.check_replaceable(lost, End(stored[1]) if stored[1] else None, State(state), lent=lease_id is not None)
+    database.execute("UPDATE rollouts SET current = 0 WHERE id = ?", (lost.id,))
+    _open_rollout(database, lost.successor, successor_row)
+    end(database, lost.id, End.LOST, reason)
+    if state == State.COMPLETE:
+        database.execute("UPDATE groups SET state = ? WHERE id = ?", (State.OPEN, lost.group_id))
+        count_move(database, lost.channel, State.COMPLETE, State.OPEN)
+
+
+def _open_rollout(database: sqlite3.Connection, rollout: Rollout, row: Row) -> None:
+    if database.execute("SELECT 1 FROM rollouts WHERE id = ?", (rollout.id,)).fetchone():
+        raise rules.taken(rollout.id)
+    database.execute(
+        "INSERT INTO rollouts (id, group_id, place, channel, current, message, record, crc) VALUES (?, ?, ?, ?, 1, ?, ?, ?)",
+        (rollout.id, rollout.group_id, rollout.place, rollout.channel, b"", row.record, row.crc),
+    )
+    count(database, rollout.channel, [Tally("count", "rollouts", 1)])
+
+
+class _Running(NamedTuple):
+    channel: str
+    oldest: int | None
+
+
+def _running(database: sqlite3.Connection, rollout_id: str, name: str) -> _Running:
+    """The rollout that `name` is to be written to, which must not have ended."""
+    row = database.execute("SELECT ended, channel, oldest FROM rollouts WHERE id = ?", (rollout_id,)).fetchone()
+    if row is None:
+        raise rules.unknown_rollout(rollout_id)
+    if row[0] is not None:
+        raise rules.too_late(name, End(row[0]))
+    return _Running(row[1], row[2])
+
+
+def _has(database: sqlite3.Connection, table: str, rollout_id: str, key: int) -> bool:
+    return database.execute(f"SELECT 1 FROM {table} WHERE rollout_id = ? AND id = ?", (rollout_id, key)).fetchone() is not None
+
+
+def _put(database: sqlite3.Connection, table: str, key: tuple[str, Any], row: Row, name: str) -> bool:
+    """Insert a row; False where the very same is there, PoolError where another is."""
+    cursor = database.execute(_INSERTS[table], (*key, row.record, *row.columns, row.crc))
+    if cursor.rowcount:
+        return True
+    if database.execute(_READS[table], key).fetchone() != (row.record, *row.columns, row.crc):
+        raise rules.differs(name)
+    return False
