@@ -1,0 +1,113 @@
+import pytest
+from render_cases import ALTERNATING, DROPS_REASONING, MOVES_TOOLS, NATIVE_TOOLS, TOOLS
+from transformers import AutoTokenizer
+
+from penstock.errors import ModelError, RenderError
+from penstock.render.chat import ChatTemplate, canonical_json, digest, flatten, link, tools_digest
+from penstock.render.tokenizer import Tokenizer
+from penstock.testing import CHATML, write_tokenizer
+
+CALL = {"id": "call_1", "type": "function", "function": {"name": "multiply", "arguments": '{"a": 6, "b": "é"}'}}
+TALK = [
+    {"role": "user", "content": " What is\n6 times 7? 🙂"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "call_1", "content": "42"},
+    {"role": "assistant", "content": "It is 42."},
+    {"role": "user", "content": ""},
+]
+
+
+def for_transformers(messages):
+    """Templates expect arguments as a value."""
+    value = {"name": "multiply", "arguments": {"a": 6, "b": "é"}}
+    return [m | {"tool_calls": [{**CALL, "function": value}]} if "tool_calls" in m else m for m in messages]
+
+
+@pytest.mark.parametrize("generate", [True, False])
+@pytest.mark.parametrize("tools", [(), TOOLS])
+@pytest.mark.parametrize("template", [CHATML, NATIVE_TOOLS, DROPS_REASONING, MOVES_TOOLS])
+def test_text_and_ids_equal_those_of_transformers(tmp_path, template, tools, generate):
+    folder = write_tokenizer(tmp_path, template=template)
+    tokenizer, reference = Tokenizer.load(folder), AutoTokenizer.from_pretrained(folder)
+    ours = ChatTemplate(template, tokenizer.named).render(TALK, tools, generate=generate)
+    options = {"tools": list(tools) or None, "add_generation_prompt": generate}
+    assert ours == reference.apply_chat_template(for_transformers(TALK), tokenize=False, **options)
+    assert tokenizer.encode(ours) == reference.apply_chat_template(for_transformers(TALK), tokenize=True, return_dict=False, **options)
+
+
+def test_a_template_that_refuses_says_why():
+    template = ChatTemplate(ALTERNATING, {})
+    with pytest.raises(RenderError, match="roles must alternate"):
+        template.render([TALK[0], TALK[0]], generate=True)
+
+
+@pytest.mark.parametrize("attack", ["{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ 1/0 }}", "{{ nothing.at.all }}"])
+def test_a_hostile_template_is_refused_not_run(attack):
+    with pytest.raises(RenderError):
+        ChatTemplate(attack, {}).render(TALK, generate=True)
+
+
+def test_a_template_with_a_syntax_error_is_a_model_error():
+    with pytest.raises(ModelError, match="cannot be compiled"):
+        ChatTemplate("{% if %}", {})
+
+
+def test_generation_marks_dates_and_special_tokens_are_there():
+    source = "{{ bos_token }}{% generation %}{{ messages[0].content }}{% endgeneration %}{{ strftime_now('%Y') | length }}"
+    assert ChatTemplate(source, {"bos_token": "<s>"}).render([{"role": "user", "content": "hi"}], generate=True) == "<s>hi4"
+
+
+def test_tojson_escapes_no_html():
+    assert ChatTemplate("{{ messages[0].content | tojson }}", {}).render([{"role": "user", "content": "<é>"}], generate=True) == '"<é>"'
+
+
+def test_text_parts_are_joined_by_lines():
+    assert flatten([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]) == "a\nb"
+    assert flatten(None) == ""
+
+
+def reply(content="x", **more):
+    return {"role": "assistant", "content": content, **more}
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (reply(None), reply("")),
+        (reply(" x\n"), reply("x")),
+        (reply(), reply(name="planner")),
+        (reply([{"type": "text", "text": "x"}]), reply("x")),
+        (reply(tool_calls=[CALL]), reply(tool_calls=[CALL | {"id": "other"}])),
+        (reply(tool_calls=[CALL]), reply(tool_calls=[CALL | {"function": {"name": "multiply", "arguments": '{"b":"\\u00e9","a":6}'}}])),
+        (reply(tool_calls=[]), reply()),
+    ],
+)
+def test_messages_that_mean_the_same_have_one_digest(one, other):
+    assert digest(one) == digest(other)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (reply("x"), reply("y")),
+        (reply("x"), {"role": "user", "content": "x"}),
+        ({"role": "user", "content": "x"}, {"role": "user", "content": "x "}),
+        ({"role": "user", "content": "x"}, {"role": "user", "content": "x", "name": "ann"}),
+        (reply(tool_calls=[CALL]), reply()),
+        (reply(tool_calls=[CALL]), reply(tool_calls=[CALL, CALL])),
+        (reply(tool_calls=[CALL]), reply(tool_calls=[CALL | {"function": {"name": "multiply", "arguments": '{"a": 7}'}}])),
+    ],
+)
+def test_messages_that_differ_have_two(one, other):
+    assert digest(one) != digest(other)
+
+
+def test_chains_depend_on_order_and_on_tools():
+    a, b = digest(reply("a")), digest(reply("b"))
+    assert link(link("", a), b) != link(link("", b), a)
+    assert tools_digest(TOOLS) != tools_digest(())
+
+
+@pytest.mark.parametrize("arguments", ["{not json", "[" * 100_000, "9" * 10_000, {"a": float("nan")}])
+def test_arguments_that_are_no_json_have_a_canonical_form_too(arguments):
+    assert canonical_json(arguments)
