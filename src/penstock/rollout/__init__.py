@@ -1,0 +1,1 @@
+"""Tasks become rollouts, rollouts become graded records."""

@@ -1,0 +1,1 @@
+"""What an author imports to write an agent, its grader and its dataset."""

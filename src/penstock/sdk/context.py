@@ -2,8 +2,10 @@
 
 import contextvars
 import math
+import reprlib
 from copy import deepcopy
 from dataclasses import dataclass, field
+from numbers import Real
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
@@ -70,10 +72,24 @@ class AgentWorkflowContext(Generic[C]):
 
     def openai(self, transcript: str = "main") -> "AsyncOpenAI":
         """An `openai` client for the running rollout; the model's name may be anything."""
-        context = get_rollout_context()
-        if context is None:
-            raise ConfigError("ctx.openai() works inside a rollout only; run the workflow with `penstock train` or `penstock eval`")
-        return context.openai(transcript)
+        return _running("ctx.openai()").openai(transcript)
+
+    @property
+    def base_url(self) -> str:
+        """Where any other OpenAI-style client must send its calls, ending in `/v1`."""
+        return _running("ctx.base_url").base_url
+
+    @property
+    def api_key(self) -> str:
+        """The key such a client must use: it is this rollout's own and opens model routes only."""
+        return _running("ctx.api_key").api_key
+
+
+def _running(what: str) -> RolloutContext:
+    context = get_rollout_context()
+    if context is None:
+        raise ConfigError(f"{what} works inside a rollout only; run the workflow with `penstock train`")
+    return context
 
 
 @dataclass(kw_only=True)
@@ -124,6 +140,13 @@ class GraderContext:
 
 def finite_reward(reward: Any) -> float:
     """`reward` as a float; GraderError names a value that cannot be trained on."""
-    if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
-        raise GraderError(f"reward {reward!r} is not a finite number; return a finite float")
-    return float(reward)
+    refused = GraderError(f"reward {reprlib.repr(reward)} is not a finite number; give a finite float")
+    if isinstance(reward, bool) or not isinstance(reward, Real):
+        raise refused
+    try:
+        number = float(reward)
+    except OverflowError as cause:
+        raise refused from cause
+    if not math.isfinite(number):
+        raise refused
+    return number

@@ -18,9 +18,9 @@ class ConcurrencyConfig(BaseModel):
 
 
 class BaseConfig(BaseModel):
-    """Configuration of a workflow or grader: authors add their own fields, `[workflow]` and `[grader]` in the TOML file set them."""
+    """Configuration of a workflow or grader: authors add their own fields, `[workflow]` and `[grader]` in the TOML set them."""
 
-    model_config = ConfigDict(extra="allow", validate_assignment=True, arbitrary_types_allowed=True)
+    model_config = ConfigDict(extra="allow", validate_assignment=True, arbitrary_types_allowed=True, populate_by_name=True)
 
     name: str
     description: str | None = None

@@ -1,0 +1,126 @@
+"""Authors' coroutines as guests of our event loop: none outlives its deadline, hangs the run or takes it down."""
+
+import asyncio
+import traceback
+from collections.abc import Coroutine, Iterator
+from contextlib import AbstractAsyncContextManager, nullcontext
+from pathlib import Path
+from typing import Any, TypeVar
+
+from penstock.errors import EngineError, PenstockError
+from penstock.events import Events
+from penstock.sdk.workflow import ConcurrencyConfig
+
+T = TypeVar("T")
+
+OUR_CODES = frozenset({"engine_error", "engine_busy", "not_recorded", "internal_error"})
+"""Codes by which the gateway says that a call failed on its side, not the caller's."""
+
+_LONGEST = 500
+
+
+class Guests:
+    """Runs what an author wrote. `home` is the author's folder: an error is reported with the last line in it."""
+
+    def __init__(self, home: Path, events: Events, *, grace_s: float = 5.0) -> None:
+        self.abandoned = 0
+        """How many would not leave when asked to."""
+        self._home = home.resolve()
+        self._events = events
+        self._grace_s = grace_s
+        self._left: set[asyncio.Task[Any]] = set()
+
+    async def run(self, work: Coroutine[Any, Any, T], *, error: type[PenstockError], what: str, timeout_s: float) -> T:
+        """What `work` gives. Whatever it raises becomes `error`, or EngineError where the gateway took the blame.
+
+        Raises TimeoutError past the deadline. Late or cancelled work gets `grace_s` to leave and is then abandoned.
+        """
+        guest = asyncio.create_task(self._named(work, error, what))
+        guest.add_done_callback(_noted)
+        try:
+            await asyncio.wait({guest}, timeout=timeout_s)
+            late = not guest.done()
+        finally:
+            if not guest.done():
+                await self._dismiss(guest, what)
+        if late:
+            raise TimeoutError
+        if guest.cancelled():
+            raise error(f"{what}: cancelled itself; let it raise an error or return")
+        return guest.result()
+
+    async def _named(self, work: Coroutine[Any, Any, T], error: type[PenstockError], what: str) -> T:
+        try:
+            return await work
+        except SystemExit as cause:
+            raise error(f"{what}: called sys.exit({cause.code!r}); return or raise an error instead") from cause
+        except Exception as cause:  # the author's code: anything may come, and it ends this rollout alone
+            leaf = next(leaves(cause))
+            kind = EngineError if any(getattr(e, "code", None) in OUR_CODES for e in _chain(leaf)) else error
+            raise kind(f"{what}: {self._told(leaf)}") from cause
+
+    def _told(self, cause: BaseException) -> str:
+        frames = traceback.extract_tb(cause.__traceback__)
+        own = [f for f in frames if self._home in Path(f.filename).parents and "site-packages" not in f.filename]
+        where = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
+        return f"{one_line(cause)}{where}"
+
+    async def _dismiss(self, guest: asyncio.Task[Any], what: str) -> None:
+        guest.cancel()
+        try:
+            await asyncio.wait({guest}, timeout=self._grace_s)
+        finally:
+            if not guest.done():
+                self._abandon(guest, what)
+
+    def _abandon(self, guest: asyncio.Task[Any], what: str) -> None:
+        """Break off a guest that swallowed its cancellation, so that neither this run nor the loop's shutdown waits for it."""
+        self.abandoned += 1
+        self._events.emit("guest.abandoned", what=what, grace_s=self._grace_s)
+        self._left.add(guest)
+        guest.add_done_callback(self._left.discard)
+        try:
+            guest.get_coro().close()  # GeneratorExit, which only a bare `except` swallows too
+        except Exception:  # it did, or raised on its way out: the loop must forget it, or `asyncio.run` waits for it at the end
+            asyncio.tasks._unregister_task(guest)  # pyright: ignore[reportPrivateUsage]
+        guest.cancel()
+
+
+def _noted(guest: asyncio.Task[Any]) -> None:
+    """Look at what a guest raised, so that asyncio does not complain about one that was cancelled while it failed."""
+    _ = guest.cancelled() or guest.exception()
+
+
+def slots(limit: ConcurrencyConfig | None) -> AbstractAsyncContextManager[Any]:
+    """A place among those that may run at once."""
+    most = limit.max_concurrent if limit else None
+    return asyncio.Semaphore(most) if most else nullcontext()
+
+
+def one_line(cause: BaseException) -> str:
+    """An error as one short line that any store and terminal can take."""
+    if isinstance(cause, PenstockError):
+        text = str(cause)
+    else:
+        try:
+            text = f"{type(cause).__name__}: {str(cause) or 'no message'}"
+        except Exception:  # an author's error may fail even at this
+            text = f"{type(cause).__name__}: its message cannot be shown"
+    text = " ".join(text.split()).encode("utf-8", "backslashreplace").decode()
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
+
+
+def leaves(error: BaseException) -> Iterator[BaseException]:
+    """The errors inside nested groups, first come first."""
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
+            yield from leaves(inner)  # pyright: ignore[reportUnknownArgumentType]
+    else:
+        yield error
+
+
+def _chain(error: BaseException | None, longest: int = 16) -> Iterator[BaseException]:
+    """An error and what led to it."""
+    while error is not None and longest:
+        yield error
+        error, longest = error.__cause__ or error.__context__, longest - 1

@@ -1,0 +1,168 @@
+"""Which task is tried when: makes groups and their rollouts, no further ahead of the trainer than staleness allows."""
+
+import asyncio
+import hashlib
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import lru_cache
+
+from penstock.config import RolloutSection
+from penstock.events import Events
+from penstock.pool.base import Pool
+from penstock.records import Attempt, End, Rollout, Sampling, Task, make_rollout
+from penstock.rollout.guests import leaves
+from penstock.rollout.runner import Runner, settle
+
+LOST = "the process that ran it ended first"
+REOPENED = "the run stopped first"
+
+_RECHECK_S = 5.0
+"""How often a waiting scheduler asks whether groups were dropped as stale, which must then be made up for."""
+
+
+def task_at(tasks: Sequence[Task], seq: int, *, seed: int, shuffle: bool = True) -> Task:
+    """The task of group `seq`: every epoch takes each task once, in an order that only `seed` and the epoch decide."""
+    epoch, index = divmod(seq, len(tasks))
+    return tasks[_order(len(tasks), seed, epoch)[index] if shuffle else index]
+
+
+@lru_cache(maxsize=4)
+def _order(count: int, seed: int, epoch: int) -> tuple[int, ...]:
+    """A permutation by hash: the same in every process, and in every version of Python."""
+    return tuple(sorted(range(count), key=lambda index: hashlib.sha256(f"{seed}/{epoch}/{index}".encode()).digest()))
+
+
+class Scheduler:
+    """Opens groups in the order of their numbers and runs their rollouts, at most `limits.concurrency` at once.
+
+    Group `seq` may start while `seq // groups_per_step - steps_trained <= max_staleness`; the loop moves that on with `advance`.
+    """
+
+    def __init__(
+        self,
+        tasks: Sequence[Task],
+        runner: Runner,
+        *,
+        pool: Pool,
+        events: Events,
+        limits: RolloutSection,
+        sampling: Sampling,
+        seed: int,
+        shuffle: bool = True,
+        steps: int | None = None,
+        steps_trained: int = 0,
+        channel: str = "train",
+    ) -> None:
+        self._tasks, self._runner, self._pool, self._events = tasks, runner, pool, events
+        self._limits, self._sampling, self._channel = limits, sampling, channel
+        self._seed, self._shuffle = seed, shuffle
+        self._steps = steps
+        """Groups for no more than these are made; None goes on until `stop`."""
+        self._trained, self._stale = steps_trained, 0
+        self._moved, self._over = asyncio.Event(), asyncio.Event()
+        self._slots = asyncio.Semaphore(limits.concurrency)
+
+    def advance(self, steps_trained: int) -> None:
+        """Say how many steps have been trained; after the last one, `run` returns."""
+        self._trained = steps_trained
+        self._moved.set()
+        if self._steps is not None and steps_trained >= self._steps:
+            self._over.set()
+
+    def stop(self) -> None:
+        """Let `run` return: what still runs is cancelled and opened again, for a later run to take up."""
+        self._over.set()
+
+    async def run(self) -> None:
+        """Take up what an earlier process left, then make groups until all steps are trained or `stop` is called."""
+        self.advance(self._trained)
+        try:
+            async with asyncio.TaskGroup() as both:
+                work = both.create_task(self._make_groups())
+                await self._over.wait()
+                work.cancel()
+        except BaseExceptionGroup as group:  # one reason is enough to stop, and reads better alone
+            raise next(leaves(group)) from None
+
+    async def _make_groups(self) -> None:
+        self._stale = (await self._pool.stats(self._channel)).groups_stale
+        async with asyncio.TaskGroup() as running:
+            for group in sorted(await self._pool.unfinished(self._channel), key=lambda group: group.seq):
+                await self._admission(group.seq)
+                for attempt in group.attempts:
+                    if attempt.end is None:
+                        successor = await self._pool.replace(attempt.rollout, LOST)
+                        await self._start(running, successor, group.task)
+            seq = (await self._pool.stats(self._channel)).last_seq + 1
+            while True:
+                await self._admission(seq)
+                task = task_at(self._tasks, seq, seed=self._seed, shuffle=self._shuffle)
+                for rollout in await self._open(seq, task):
+                    await self._start(running, rollout, task)
+                seq += 1
+
+    async def _admission(self, seq: int) -> None:
+        """Wait until group `seq` may start."""
+        while not self._admits(seq):
+            self._moved.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_RECHECK_S):
+                    await self._moved.wait()
+            self._stale = (await self._pool.stats(self._channel)).groups_stale
+
+    def _admits(self, seq: int) -> bool:
+        step = (seq - self._stale) // self._limits.groups_per_step
+        return step - self._trained <= self._limits.max_staleness and (self._steps is None or step < self._steps)
+
+    async def _open(self, seq: int, task: Task) -> list[Rollout]:
+        name, channel = f"{self._channel}-{seq}", self._channel
+        rollouts = [make_rollout(name, task.id, place, channel=channel) for place in range(self._limits.group_size)]
+        await self._pool.open_group(task, rollouts, seq=seq)
+        self._events.emit("group.open", group_id=name, seq=seq, channel=channel, task_id=task.id, rollouts=len(rollouts))
+        return rollouts
+
+    async def _start(self, running: asyncio.TaskGroup, rollout: Rollout, task: Task) -> None:
+        await self._slots.acquire()
+        running.create_task(self._run(rollout, task))
+
+    async def _run(self, rollout: Rollout, task: Task) -> None:
+        try:
+            await self._runner.run(rollout, task, self._sampling)
+        except asyncio.CancelledError:
+            await settle(self._reopen(rollout))
+            raise
+        finally:
+            self._slots.release()
+
+    async def _reopen(self, rollout: Rollout) -> None:
+        """Keep a stopped run's group incomplete: the place gets a new attempt, which a later run finds unfinished."""
+        if (await self._pool.attempt(rollout.id)).end is End.CANCELLED:
+            await self._pool.replace(rollout, REOPENED)
+
+
+async def run_once(
+    tasks: Sequence[Task], runner: Runner, *, pool: Pool, sampling: Sampling, concurrency: int, channel: str = "val"
+) -> list[Attempt]:
+    """Try each task once, in groups of one, and return the attempts in the order of the tasks: a held-out evaluation.
+
+    One at a time per channel: what an earlier, killed one left without an end is ended as LOST.
+    """
+    for group in await pool.unfinished(channel):
+        for attempt in group.attempts:
+            await pool.end(attempt.rollout.id, End.LOST, LOST)
+    first = (await pool.stats(channel)).last_seq + 1
+    rollouts = [make_rollout(f"{channel}-{seq}", task.id, 0, channel=channel) for seq, task in enumerate(tasks, first)]
+    slots = asyncio.Semaphore(concurrency)
+
+    async def run(rollout: Rollout, task: Task) -> None:
+        try:
+            await runner.run(rollout, task, sampling)
+        finally:
+            slots.release()
+
+    async with asyncio.TaskGroup() as running:
+        for seq, (rollout, task) in enumerate(zip(rollouts, tasks, strict=True), first):
+            await slots.acquire()
+            await pool.open_group(task, [rollout], seq=seq)
+            running.create_task(run(rollout, task))
+    return [await pool.attempt(rollout.id) for rollout in rollouts]

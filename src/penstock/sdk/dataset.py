@@ -1,0 +1,141 @@
+"""Dataset rows to tasks: what is asked, what only the grader may see, and a clear line about any row that cannot be a task."""
+
+import difflib
+import hashlib
+import math
+import reprlib
+from collections import Counter
+from contextlib import closing
+from functools import lru_cache
+from itertools import islice
+from pathlib import Path
+from typing import Any, cast
+
+from penstock.codec import to_json
+from penstock.errors import DatasetError
+from penstock.records import Message, Task
+from penstock.sdk.rows import Row, parse_json, read_rows
+
+COLUMNS = ("system_prompt", "user_prompt", "prompt", "ground_truth", "label", "metadata")
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+_DEEPEST = 64
+"""Levels of nesting in metadata and messages; the JSON writer stops a little above that."""
+
+
+def load_tasks(path: Path, *, limit: int | None = None) -> list[Task]:
+    """The tasks of a dataset file, in its order; with `limit`, only that many rows are read.
+
+    A row asks with `prompt` (text, or a list of messages) or with `user_prompt` and, if it likes, `system_prompt`. `ground_truth`
+    or `label` is for the grader alone; `metadata` is an object (or one as JSON text). Other columns are left alone.
+    """
+    seen: Counter[str] = Counter()
+    with closing(read_rows(path)) as rows:
+        tasks = [_task(row, seen) for row in islice(rows, limit)]
+    if not tasks:
+        raise DatasetError(f"{path}: has no rows; add at least one task")
+    return tasks
+
+
+def _task(row: Row, seen: Counter[str]) -> Task:
+    if miss := _near_miss(tuple(row.columns)):
+        raise DatasetError(f"{row.where}: unknown column {miss[0]!r}; did you mean {miss[1]!r}?")
+    prompt, label, metadata = _prompt(row), _label(row), _metadata(row)
+    for name, value in (("prompt", prompt), ("label", label), ("metadata", metadata)):
+        if flaw := _flaw(value):
+            raise DatasetError(f"{row.where}: {name} holds {flaw}")
+    digest = hashlib.sha256(to_json((prompt, label, metadata))).hexdigest()[:16]
+    seen[digest] += 1
+    name = digest if seen[digest] == 1 else f"{digest}-{seen[digest]}"
+    return Task(id=name, prompt=prompt, label=label, metadata=metadata)
+
+
+@lru_cache(maxsize=64)
+def _near_miss(names: tuple[str, ...]) -> tuple[str, str] | None:
+    """A column that looks like a known one which the row lacks: its labels or prompts would be lost without a word."""
+    absent = [name for name in COLUMNS if name not in names]
+    for name in names:
+        near = [] if name in COLUMNS else difflib.get_close_matches(name.strip().lower(), absent, n=1, cutoff=0.85)
+        if near:
+            return name, near[0]
+    return None
+
+
+def _prompt(row: Row) -> tuple[Message, ...]:
+    prompt, user, system = (row.columns.get(name) for name in ("prompt", "user_prompt", "system_prompt"))
+    if prompt is not None and (user is not None or system is not None):
+        raise DatasetError(f"{row.where}: has both 'prompt' and 'user_prompt' or 'system_prompt'; keep one way of asking")
+    if isinstance(prompt, list):
+        return _messages(cast("list[Any]", prompt), row.where)
+    name, text = ("prompt", prompt) if prompt is not None else ("user_prompt", user)
+    if text is None or (isinstance(text, str) and not text.strip()):
+        raise DatasetError(f"{row.where}: no prompt; fill 'user_prompt' or 'prompt'")
+    asked: Message = {"role": "user", "content": _text(row, name, text)}
+    if system is None or system == "":
+        return (asked,)
+    return ({"role": "system", "content": _text(row, "system_prompt", system)}, asked)
+
+
+def _messages(prompt: list[Any], where: str) -> tuple[Message, ...]:
+    if not prompt:
+        raise DatasetError(f"{where}: no prompt; 'prompt' is an empty list of messages")
+    messages: list[Message] = []
+    for index, message in enumerate(prompt):
+        name = f"{where}: prompt[{index}]"
+        if not isinstance(message, dict):
+            raise DatasetError(f"{name} is {type(message).__name__}; write a message such as {{'role': 'user', 'content': '…'}}")
+        fields = cast("dict[str, Any]", message)
+        if fields.get("role") not in ROLES:
+            raise DatasetError(f"{name} has role {fields.get('role')!r}; use one of {', '.join(ROLES)}")
+        if not isinstance(fields.get("content"), str | list | None):
+            raise DatasetError(f"{name} has {type(fields['content']).__name__} content; write text or a list of parts")
+        messages.append({key: value for key, value in fields.items() if value is not None or key == "content"})
+    return tuple(messages)
+
+
+def _label(row: Row) -> str | None:
+    truth, label = row.columns.get("ground_truth"), row.columns.get("label")
+    if truth is not None and label is not None:
+        raise DatasetError(f"{row.where}: has both 'ground_truth' and 'label'; keep one")
+    name, value = ("label", label) if truth is None else ("ground_truth", truth)
+    return None if value is None else _text(row, name, value)
+
+
+def _metadata(row: Row) -> dict[str, Any] | None:
+    value = row.columns.get("metadata")
+    if isinstance(value, str):
+        value = parse_json(value, f"{row.where}: metadata") if value.strip() else None
+    if value is None or isinstance(value, dict):
+        return cast("dict[str, Any] | None", value)
+    raise DatasetError(f"{row.where}: metadata is {type(value).__name__}; write an object, or one as JSON text")
+
+
+def _text(row: Row, name: str, value: object) -> str:
+    if isinstance(value, str):
+        return value
+    raise DatasetError(f"{row.where}: {name} is {reprlib.repr(value)} ({type(value).__name__}); write it as text, in quotes")
+
+
+def _flaw(value: object, depth: int = 0) -> str | None:
+    """What keeps `value` from being stored as JSON and read back the same; None where nothing does."""
+    if depth > _DEEPEST:
+        return f"values nested deeper than {_DEEPEST} levels; flatten them"
+    if isinstance(value, dict):
+        items = cast("dict[str, object]", value)
+        return next((flaw for item in [*items, *items.values()] if (flaw := _flaw(item, depth + 1))), None)
+    if isinstance(value, list | tuple):
+        return next((flaw for item in cast("list[object]", value) if (flaw := _flaw(item, depth + 1))), None)
+    return _leaf_flaw(value)
+
+
+def _leaf_flaw(value: object) -> str | None:
+    if isinstance(value, str):
+        lone = any("\ud800" <= letter <= "\udfff" for letter in value) if not value.isascii() else False
+        return "a lone surrogate, which is half of a character; remove or complete it" if lone else None
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        return "an integer beyond 64 bits; write it as text"
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"{value}; write a finite number or null"
+    if value is None or isinstance(value, int | float):
+        return None
+    return f"a value of type {type(value).__name__}; write it as text or a number"

@@ -1,0 +1,183 @@
+"""The author's file to an Agent: its one workflow, its one grader, and their configs with the TOML tables applied."""
+
+import difflib
+import hashlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar, cast, get_args
+
+from pydantic import BaseModel
+
+from penstock.config import validate
+from penstock.errors import ConfigError
+from penstock.sdk.grader import Grader, GraderConfig
+from penstock.sdk.workflow import AgentWorkflow, AgentWorkflowConfig, BaseConfig
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agent:
+    """What an author's file holds, ready to run. Each rollout makes instances of its own, with a copy of the config."""
+
+    entry: Path
+    workflow: type[AgentWorkflow[Any]]
+    workflow_config: AgentWorkflowConfig | None
+    """None where the file has no config object and the TOML sets nothing."""
+    grader: type[Grader]
+    grader_config: GraderConfig | None
+
+
+def load_agent(entry: Path, workflow: Mapping[str, Any], grader: Mapping[str, Any]) -> Agent:
+    """Import `entry` and find its workflow and grader; `workflow` and `grader` are the TOML tables that set their config fields.
+
+    The file holds exactly one concrete AgentWorkflow subclass and one concrete Grader subclass, imported names included, and at
+    most one config object of each. Its folder is importable, so it may import its siblings.
+    """
+    module = _import(entry)
+    agent_class = _one_class(module, AgentWorkflow, entry)
+    grader_class = _one_class(module, Grader, entry)
+    _check_async(agent_class, "run", entry)
+    _check_async(grader_class, "grade", entry)
+    return Agent(
+        entry=entry,
+        workflow=agent_class,
+        workflow_config=_config(module, AgentWorkflowConfig, agent_class, "workflow", workflow, entry),
+        grader=grader_class,
+        grader_config=_config(module, GraderConfig, grader_class, "grader", grader, entry),
+    )
+
+
+def _import(entry: Path) -> ModuleType:
+    if entry.suffix != ".py" or not entry.is_file():
+        raise ConfigError(f"{entry}: no such Python file; set [agent] entry to the .py file that holds the workflow and the grader")
+    folder = entry.resolve().parent
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+    name = f"penstock_agent_{hashlib.sha256(str(folder).encode()).hexdigest()[:12]}"
+    package = ModuleType(name)
+    package.__path__ = [str(folder)]
+    spec = importlib.util.spec_from_file_location(f"{name}.{entry.stem}", entry.resolve())
+    assert spec is not None and spec.loader is not None  # a .py file always has both
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.update({name: package, module.__name__: module})
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as cause:  # whatever the author's file does on import, the user gets one line about it
+        raise ConfigError(_import_failure(entry, cause)) from cause
+    return module
+
+
+def _import_failure(entry: Path, cause: BaseException) -> str:
+    file, text = str(entry.resolve()), f"{type(cause).__name__}: {cause}"
+    lines = [frame.lineno for frame in traceback.extract_tb(cause.__traceback__) if frame.filename == file]
+    where = f"{entry}, line {lines[-1]}" if lines else str(entry)
+    if isinstance(cause, SyntaxError):
+        same = cause.filename == file
+        where = f"{entry if same else cause.filename}, line {cause.lineno}"
+        return f"{where}: SyntaxError: {cause.msg}; fix the file"
+    if isinstance(cause, ModuleNotFoundError):
+        return f"{where}: {text}; install it, or put it next to {entry.name}"
+    if isinstance(cause, SystemExit):
+        return f"{where}: the file exits when it is imported; keep that under `if __name__ == '__main__':`"
+    return f"{where}: {text.replace(chr(10), ' ')}; fix what the file does on import"
+
+
+def _members(module: ModuleType) -> Iterator[Any]:
+    """Each thing in the module once, however many names it has."""
+    yield from {id(value): value for value in vars(module).values()}.values()
+
+
+def _one_class(module: ModuleType, base: type[T], entry: Path) -> type[T]:
+    found = [m for m in _members(module) if inspect.isclass(m) and issubclass(m, base) and not inspect.isabstract(m)]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        names = ", ".join(sorted(cls.__name__ for cls in found))
+        raise ConfigError(
+            f"{entry}: several {base.__name__} subclasses: {names}; keep one, make the others abstract or move them out"
+        )
+    raise ConfigError(f"{entry}: no concrete {base.__name__} subclass; define one ({_remedy(module, base)})")
+
+
+def _remedy(module: ModuleType, base: type[Any]) -> str:
+    for member in _members(module):
+        if inspect.isclass(member) and issubclass(member, base) and member is not base:
+            return f"{member.__name__} still lacks {', '.join(sorted(getattr(member, '__abstractmethods__', ())))}"
+    return f"class My{base.__name__}({base.__name__}): …"
+
+
+def _check_async(cls: type[Any], method: str, entry: Path) -> None:
+    if not inspect.iscoroutinefunction(inspect.unwrap(getattr(cls, method))):
+        raise ConfigError(f"{entry}: {cls.__name__}.{method} is not async; write `async def {method}(self, ctx)`")
+
+
+C = TypeVar("C", bound=BaseConfig)
+
+
+def _config(module: ModuleType, base: type[C], owner: type[Any], section: str, table: Mapping[str, Any], entry: Path) -> C | None:
+    found = [member for member in _members(module) if isinstance(member, base)]
+    if len(found) > 1:
+        names = ", ".join(sorted(name for name, value in vars(module).items() if isinstance(value, base)))
+        raise ConfigError(f"{entry}: several {base.__name__} objects: {names}; keep one")
+    config = found[0] if found else None
+    if table:
+        cls = type(config) if config else _config_class(module, base, owner)
+        config = _apply(cls, config, table, owner.__name__, section)
+    if config is not None:
+        _check_copy(config, entry)
+    return config
+
+
+def _config_class(module: ModuleType, base: type[C], owner: type[Any]) -> type[C]:
+    """The class that `AgentWorkflow[Config]` names, else the only config class in the file, else the plain one."""
+    named = [arg for cls in owner.__mro__ for origin in vars(cls).get("__orig_bases__", ()) for arg in get_args(origin)]
+    own = [cls for cls in named if inspect.isclass(cls) and issubclass(cls, base)]
+    in_file = [m for m in _members(module) if inspect.isclass(m) and issubclass(m, base) and m is not base]
+    return own[0] if own else in_file[0] if len(in_file) == 1 else base
+
+
+def _apply(cls: type[C], config: C | None, table: Mapping[str, Any], default_name: str, section: str) -> C:
+    where = f"[{section}] for {cls.__name__}"
+    given: dict[str, Any] = dict(config) if config else {}
+    known = {*cls.model_fields, *given}
+    for key in table:
+        if key not in known and not _plain(cls, given):
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(sorted(known))}"
+            raise ConfigError(f"{where}: unknown key {key!r}; {hint}")
+    if cls.model_fields["name"].is_required():
+        given.setdefault("name", default_name)
+    return validate(cls, _merged(given, table), where)
+
+
+def _plain(cls: type[BaseConfig], given: Mapping[str, Any]) -> bool:
+    """Whether nothing says which fields there are: then any key of the TOML becomes one."""
+    return cls in (AgentWorkflowConfig, GraderConfig) and set(given) <= set(cls.model_fields)
+
+
+def _merged(given: Mapping[str, Any], table: Mapping[str, Any]) -> dict[str, Any]:
+    """`given` with the values of `table`; a nested table changes only the fields that it names."""
+    merged = dict(given)
+    for key, value in table.items():
+        old = merged.get(key)
+        nested = isinstance(value, Mapping) and isinstance(old, BaseModel)
+        merged[key] = _merged(dict(cast(BaseModel, old)), cast("Mapping[str, Any]", value)) if nested else value
+    return merged
+
+
+def _check_copy(config: BaseConfig, entry: Path) -> None:
+    try:
+        deepcopy(config)
+    except Exception as cause:  # a field's own type decides what copying it does
+        reason = f"{type(cause).__name__}: {cause}"
+        raise ConfigError(
+            f"{entry}: {type(config).__name__} cannot be copied for each rollout ({reason}); build such fields in run()"
+        ) from cause

@@ -1,0 +1,324 @@
+"""The scheduler: which groups are opened when, what is taken up again, and how it stops."""
+
+import asyncio
+import contextlib
+import dataclasses
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.config import RolloutSection
+from penstock.errors import PoolError
+from penstock.events import Events
+from penstock.pool.memory import open_pool
+from penstock.records import End, Sampling, Task, make_rollout
+from penstock.rollout.scheduler import Scheduler, run_once, task_at
+
+DEADLINE_S = 20
+
+
+def make_tasks(count):
+    return [Task(id=f"t{i}", prompt=({"role": "user", "content": str(i)},), label=str(i)) for i in range(count)]
+
+
+class FakeRunner:
+    """Ends each rollout as completed, once `gate` lets it; cancelled, it ends it so, as the real one does."""
+
+    def __init__(self, pool, gate=None):
+        self.pool, self.gate = pool, gate or asyncio.Event()
+        self.started, self.running, self.most = [], 0, 0
+        self.changed = asyncio.Condition()
+        if gate is None:
+            self.gate.set()
+
+    async def run(self, rollout, task, sampling):
+        await self._tell(+1, rollout)
+        try:
+            await self.gate.wait()
+            await self.pool.end(rollout.id, End.COMPLETED)
+        except asyncio.CancelledError:
+            await self.pool.end(rollout.id, End.CANCELLED)
+            raise
+        finally:
+            self.running -= 1
+        await self._tell(0)
+
+    async def _tell(self, change, rollout=None):
+        async with self.changed:
+            self.running += change
+            self.most = max(self.most, self.running)
+            self.started += [rollout] if rollout else []
+            self.changed.notify_all()
+
+    async def until(self, condition):
+        async with asyncio.timeout(DEADLINE_S), self.changed:
+            await self.changed.wait_for(condition)
+
+
+def scheduler(pool, runner, *, tasks=8, steps=None, trained=0, **limits):
+    section = RolloutSection(**{"group_size": 2, "groups_per_step": 2, "concurrency": 8, **limits})
+    return Scheduler(
+        make_tasks(tasks),
+        runner,
+        pool=pool,
+        events=Events(),
+        limits=section,
+        sampling=Sampling(),
+        seed=0,
+        steps=steps,
+        steps_trained=trained,
+    )
+
+
+@contextlib.asynccontextmanager
+async def at_work(made):
+    async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as group:
+        group.create_task(made.run())
+        yield
+        made.stop()
+
+
+async def idle():
+    """Let everything that is ready run, so that what has not happened by then will not happen by itself."""
+    for _ in range(200):
+        await asyncio.sleep(0)
+
+
+def new_pool():
+    return open_pool(Path())
+
+
+@given(st.integers(1, 40), st.integers(0, 5), st.integers(0, 3))
+def test_each_epoch_takes_every_task_once(count, seed, epoch):
+    tasks = make_tasks(count)
+    drawn = [task_at(tasks, seq, seed=seed).id for seq in range(epoch * count, (epoch + 1) * count)]
+    assert sorted(drawn) == sorted(task.id for task in tasks)
+
+
+def test_order_depends_on_seed_and_epoch_alone():
+    tasks = make_tasks(50)
+    first, second = ([task_at(tasks, seq, seed=1).id for seq in range(start, start + 50)] for start in (0, 50))
+    assert first != second
+    assert first != [task_at(tasks, seq, seed=2).id for seq in range(50)]
+    assert first[:3] == ["t5", "t23", "t41"]  # the same in every process and on every Python
+
+
+def test_without_shuffle_tasks_come_in_file_order():
+    assert [task_at(make_tasks(3), seq, seed=1, shuffle=False).id for seq in range(5)] == ["t0", "t1", "t2", "t0", "t1"]
+
+
+@pytest.mark.parametrize(("staleness", "ahead"), [(0, 2), (1, 4), (3, 8)])
+def test_groups_open_no_further_ahead_than_staleness_allows(staleness, ahead):
+    async def main():
+        pool = new_pool()
+        runner = FakeRunner(pool)
+        made = scheduler(pool, runner, max_staleness=staleness)
+        async with at_work(made):
+            await runner.until(lambda: len(runner.started) == 2 * ahead)
+            await idle()
+            assert len(await pool.groups("train")) == ahead
+            made.advance(1)
+            await runner.until(lambda: len(runner.started) == 2 * (ahead + 2))
+            await idle()
+            assert [group.seq for group in await pool.groups("train")] == list(range(ahead + 2))
+
+    asyncio.run(main())
+
+
+def test_run_returns_after_the_last_step_and_opens_no_group_beyond_it():
+    async def main():
+        pool = new_pool()
+        runner = FakeRunner(pool)
+        made = scheduler(pool, runner, steps=2, max_staleness=5)
+        async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as group:
+            group.create_task(made.run())
+            await runner.until(lambda: len(runner.started) == 8)
+            await idle()
+            made.advance(2)
+        assert (await pool.stats("train")).groups == 4
+        assert (await pool.stats("train")).ends == {"completed": 8}
+
+    asyncio.run(main())
+
+
+def test_no_more_rollouts_run_at_once_than_allowed():
+    async def main():
+        pool, gate = new_pool(), asyncio.Event()
+        runner = FakeRunner(pool, gate)
+        made = scheduler(pool, runner, group_size=4, concurrency=3, steps=1)
+        async with at_work(made):
+            await runner.until(lambda: runner.running == 3)
+            await idle()
+            assert runner.running == 3
+            gate.set()
+            await runner.until(lambda: len(runner.started) == 8 and runner.running == 0)
+        assert runner.most == 3
+
+    asyncio.run(main())
+
+
+def test_rollouts_of_a_group_share_its_task_and_have_places_in_order():
+    async def main():
+        pool = new_pool()
+        runner = FakeRunner(pool)
+        async with at_work(scheduler(pool, runner, steps=1)):
+            await runner.until(lambda: len(runner.started) == 4)
+        assert [r.id for r in runner.started] == ["train-0.0.1", "train-0.1.1", "train-1.0.1", "train-1.1.1"]
+        tasks = make_tasks(8)
+        assert [g.task for g in await pool.groups("train")] == [task_at(tasks, seq, seed=0) for seq in (0, 1)]
+
+    asyncio.run(main())
+
+
+async def open_half_finished_group(pool, seq):
+    task = task_at(make_tasks(8), seq, seed=0)
+    rollouts = [make_rollout(f"train-{seq}", task.id, place) for place in (0, 1)]
+    await pool.open_group(task, rollouts, seq=seq)
+    await pool.end(rollouts[0].id, End.COMPLETED)
+
+
+def test_unfinished_groups_come_first_and_only_their_open_places_run_again():
+    async def main():
+        pool = new_pool()
+        runner = FakeRunner(pool)
+        await open_half_finished_group(pool, 0)
+        async with at_work(scheduler(pool, runner, steps=1)):
+            await runner.until(lambda: len(runner.started) == 3)
+        assert [r.id for r in runner.started] == ["train-0.1.2", "train-1.0.1", "train-1.1.1"]
+        assert (await pool.attempt("train-0.1.1")).end is End.LOST
+
+    asyncio.run(main())
+
+
+def test_unfinished_group_of_a_later_step_waits_for_its_turn():
+    async def main():
+        pool = new_pool()
+        runner = FakeRunner(pool)
+        await open_half_finished_group(pool, 2)  # left by a process whose checkpoint of step 1 never reached the disk
+        made = scheduler(pool, runner, steps=4)
+        async with at_work(made):
+            await idle()
+            assert runner.started == []
+            made.advance(1)
+            await runner.until(lambda: len(runner.started) == 3)
+        assert [r.id for r in runner.started] == ["train-2.1.2", "train-3.0.1", "train-3.1.1"]
+
+    asyncio.run(main())
+
+
+def test_stop_cancels_what_runs_and_leaves_it_open_for_a_later_run():
+    async def main():
+        pool = new_pool()
+        runner = FakeRunner(pool, asyncio.Event())
+        async with at_work(scheduler(pool, runner, steps=1)):
+            await runner.until(lambda: runner.running == 4)
+        assert (await pool.stats("train")).ends == {"cancelled": 4}
+        assert [g.seq for g in await pool.unfinished("train")] == [0, 1]
+
+        later = FakeRunner(pool)
+        async with at_work(scheduler(pool, later, steps=1)):
+            await later.until(lambda: len(later.started) == 4 and later.running == 0)
+        assert [r.attempt for r in later.started] == [3, 3, 3, 3]
+        assert await pool.unfinished("train") == []
+
+    asyncio.run(main())
+
+
+def test_a_rollout_that_completed_while_the_run_stopped_stays_completed():
+    class CompletesFirst(FakeRunner):
+        async def run(self, rollout, task, sampling):
+            await self.pool.end(rollout.id, End.COMPLETED)
+            await super().run(rollout, task, sampling)
+
+    async def main():
+        pool = new_pool()
+        runner = CompletesFirst(pool, asyncio.Event())
+        async with at_work(scheduler(pool, runner, steps=1)):
+            await runner.until(lambda: runner.running == 4)
+        assert (await pool.stats("train")).ends == {"completed": 4}
+        assert await pool.unfinished("train") == []
+
+    asyncio.run(main())
+
+
+def test_cancelling_run_from_outside_also_leaves_it_resumable():
+    async def main():
+        pool = new_pool()
+        runner = FakeRunner(pool, asyncio.Event())
+        job = asyncio.create_task(scheduler(pool, runner, steps=1).run())
+        await runner.until(lambda: runner.running == 4)
+        job.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await job
+        assert len(await pool.unfinished("train")) == 2
+
+    asyncio.run(main())
+
+
+def test_failing_pool_stops_the_run_with_its_own_error():
+    class Broken(FakeRunner):
+        async def run(self, rollout, task, sampling):
+            raise PoolError("disk is full")
+
+    async def main():
+        pool = new_pool()
+        with pytest.raises(PoolError, match="disk is full"):
+            await asyncio.wait_for(scheduler(pool, Broken(pool)).run(), DEADLINE_S)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_groups_dropped_as_stale_are_made_up_for(monkeypatch, staleness):
+    monkeypatch.setattr("penstock.rollout.scheduler._RECHECK_S", 0.01)  # a constant with no seam: nobody turns it
+
+    class Stale:
+        def __init__(self, pool):
+            self.pool, self.dropped = pool, 0
+
+        def __getattr__(self, name):
+            return getattr(self.pool, name)
+
+        async def stats(self, channel):
+            return dataclasses.replace(await self.pool.stats(channel), groups_stale=self.dropped)
+
+    async def main():
+        pool = Stale(new_pool())
+        runner = FakeRunner(pool)
+        async with at_work(scheduler(pool, runner, steps=1, max_staleness=staleness)):
+            await runner.until(lambda: len(runner.started) == 4)
+            pool.dropped = 1
+            await runner.until(lambda: len(runner.started) == 6)
+        assert [group.seq for group in await pool.groups("train")] == [0, 1, 2]
+
+    asyncio.run(main())
+
+
+def test_run_once_tries_each_task_once_and_returns_attempts_in_order():
+    async def main():
+        pool = new_pool()
+        runner = FakeRunner(pool)
+        tasks = make_tasks(10)
+        first = await run_once(tasks, runner, pool=pool, sampling=Sampling(), concurrency=3)
+        second = await run_once(tasks[:2], runner, pool=pool, sampling=Sampling(), concurrency=3)
+        assert [a.rollout.task_id for a in first] == [task.id for task in tasks]
+        assert [a.rollout.id for a in second] == ["val-10.0.1", "val-11.0.1"]
+        assert Counter(a.end for a in first) == {End.COMPLETED: 10}
+        assert runner.most <= 3
+
+    asyncio.run(main())
+
+
+def test_run_once_ends_what_a_killed_evaluation_left():
+    async def main():
+        pool = new_pool()
+        task = make_tasks(1)[0]
+        await pool.open_group(task, [make_rollout("val-0", task.id, 0, channel="val")], seq=0)
+        (attempt,) = await run_once([task], FakeRunner(pool), pool=pool, sampling=Sampling(), concurrency=1)
+        assert attempt.rollout.id == "val-1.0.1"
+        assert (await pool.attempt("val-0.0.1")).end is End.LOST
+
+    asyncio.run(main())
