@@ -1,0 +1,5 @@
+"""Dialects: the wire formats in which agents call the model. Each name is a class that follows `Dialect`."""
+
+from penstock.registry import Registry
+
+DIALECTS = Registry("dialect", {"chat": "penstock.gateway.dialects.chat:ChatDialect"})

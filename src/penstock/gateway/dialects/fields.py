@@ -1,0 +1,174 @@
+"""Reading request fields: each is of its type and range, or refused by name."""
+
+from collections.abc import Iterable
+from typing import Any, cast
+
+from penstock.errors import RequestError
+from penstock.records import Message
+from penstock.render.chat import Tool, flatten
+
+DEEPEST = 64
+"""Levels of nesting that messages and tools may have; the store and the templates take no unbounded depth."""
+
+
+def entry(value: Any) -> dict[str, Any] | None:
+    """`value` if it is a JSON object."""
+    return cast("dict[str, Any]", value) if isinstance(value, dict) else None
+
+
+def entries(value: Any) -> list[Any] | None:
+    """`value` if it is a JSON list."""
+    return cast("list[Any]", value) if isinstance(value, list) else None
+
+
+def wrong(name: str, what: str) -> RequestError:
+    """A field whose value cannot be used."""
+    return RequestError(f"{name} {what}", code="invalid_value", param=name)
+
+
+def number(body: dict[str, Any], name: str, default: float, *, low: float, high: float = float("inf")) -> float:
+    """A number from `low` to `high`."""
+    value = body.get(name)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        raise wrong(name, f"must be a number from {low:g} to {high:g}, not {shown(value)}")
+    return float(value)
+
+
+def integer(body: dict[str, Any], name: str, default: int, *, low: int, high: int = 2**53) -> int:
+    """A whole number from `low` to `high`."""
+    value = body.get(name)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise wrong(name, f"must be a whole number from {low} to {high}, not {shown(value)}")
+    return value
+
+
+def flag(body: dict[str, Any], name: str) -> bool:
+    """True or false; absent is false."""
+    value = body.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise wrong(name, f"must be true or false, not {shown(value)}")
+    return bool(value)
+
+
+def strings(body: dict[str, Any], name: str, *, most: int = 16) -> tuple[str, ...]:
+    """A string or a list of them, none of them empty."""
+    values = _several(body.get(name))
+    if len(values) > most or not all(isinstance(each, str) and each for each in values):
+        raise wrong(name, f"must be a string or up to {most} strings, none of them empty")
+    return tuple(values)
+
+
+def integers(body: dict[str, Any], name: str) -> tuple[int, ...]:
+    """A list of token ids."""
+    values = _several(body.get(name))
+    if not all(isinstance(each, int) and not isinstance(each, bool) and 0 <= each < 2**31 for each in values):
+        raise wrong(name, "must be a list of token ids")
+    return tuple(values)
+
+
+def messages(value: Any, name: str = "messages") -> tuple[Message, ...]:
+    """Chat messages in the OpenAI form, with plain text content and nothing that neither a template nor a digest reads."""
+    given = entries(value)
+    if not given:
+        raise wrong(name, "must be a list with at least one message")
+    check_depth(given, name)
+    return tuple(_message(entry(each), f"{name}[{place}]") for place, each in enumerate(given))
+
+
+def tools(value: Any, name: str = "tools") -> tuple[Tool, ...]:
+    """Function tools; other kinds are refused."""
+    given = entries([] if value is None else value)
+    if given is None:
+        raise wrong(name, "must be a list of tools")
+    check_depth(given, name)
+    for place, each in enumerate(given):
+        tool = entry(each) or {}
+        function = entry(tool.get("function")) or {}
+        if tool.get("type") != "function" or not isinstance(function.get("name"), str):
+            raise wrong(f"{name}[{place}]", "must be a function tool with a name; other kinds are not supported")
+    return tuple(given)
+
+
+def check_depth(value: Any, name: str) -> None:
+    """Refuse JSON that is nested too deep."""
+    level: list[Any] = [value]
+    for _ in range(DEEPEST):
+        level = [item for each in level for item in _inside(each) if isinstance(item, dict | list)]
+        if not level:
+            return
+    raise wrong(name, f"is nested more than {DEEPEST} levels deep")
+
+
+def shown(value: Any) -> str:
+    """A value, short enough for a message."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}…"
+
+
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+
+
+def _several(value: Any) -> list[Any]:
+    return [] if value is None else [value] if entries(value) is None else value
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    return (entry(value) or {}).values() or entries(value) or ()
+
+
+def _message(given: dict[str, Any] | None, name: str) -> Message:
+    if given is None:
+        raise wrong(name, "must be an object")
+    role = given.get("role")
+    if not isinstance(role, str) or role not in ROLES:
+        raise wrong(f"{name}.role", f"must be one of {', '.join(ROLES)}, not {shown(role)}")
+    message: Message = {"role": ROLES[role], "content": _content(given.get("content"), f"{name}.content")}
+    if role == "assistant" and given.get("tool_calls"):
+        message["tool_calls"] = _calls(given["tool_calls"], f"{name}.tool_calls")
+    if role == "assistant" and (given.get("function_call") or given.get("audio")):
+        raise wrong(name, "has a function_call or audio, which are not supported; use tool_calls")
+    for key in ("name", "tool_call_id"):
+        if given.get(key) is not None:
+            message[key] = _text(given[key], f"{name}.{key}")
+    return message
+
+
+def _content(value: Any, name: str) -> str:
+    if value is None or isinstance(value, str):
+        return value or ""
+    parts = entries(value)
+    if parts is None:
+        raise wrong(name, f"must be a string or a list of text parts, not {shown(value)}")
+    return flatten([{"text": _part(entry(part) or {}, f"{name}[{place}]")} for place, part in enumerate(parts)])
+
+
+def _part(part: dict[str, Any], name: str) -> str:
+    kind = part.get("type")
+    if kind not in ("text", "refusal"):
+        raise wrong(name, f"must be a text part; {shown(kind)} is not supported")
+    return _text(part.get(kind), f"{name}.{kind}")
+
+
+def _calls(value: Any, name: str) -> list[dict[str, Any]]:
+    calls: list[dict[str, Any]] = []
+    for place, each in enumerate(entries(value) or [None]):
+        call = entry(each) or {}
+        function, where = entry(call.get("function")), f"{name}[{place}]"
+        if function is None:
+            raise wrong(where, "must be a function call")
+        arguments: Any = function.get("arguments", "{}")
+        if not isinstance(arguments, str | dict):
+            raise wrong(f"{where}.function.arguments", "must be JSON text")
+        named: dict[str, Any] = {"name": _text(function.get("name"), f"{where}.function.name"), "arguments": arguments}
+        calls.append({"id": _text(call.get("id") or "", f"{where}.id"), "type": "function", "function": named})
+    return calls
+
+
+def _text(value: Any, name: str) -> str:
+    if not isinstance(value, str):
+        raise wrong(name, f"must be a string, not {shown(value)}")
+    return value

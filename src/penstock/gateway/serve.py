@@ -1,0 +1,190 @@
+"""One model call from its messages to its recorded steps; all dialects go this way."""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from penstock.engines.base import Engine, Sampled
+from penstock.errors import EngineError, PenstockError, RequestError, boundary
+from penstock.events import Events
+from penstock.gateway.calls import Call, Caller, Prompt
+from penstock.gateway.graph import TokenGraph, whole
+from penstock.gateway.recorder import Recorder, settled
+from penstock.gateway.sessions import Session, make_prompt
+from penstock.gateway.stream import Delta, Reply, ReplyText, deltas_of
+from penstock.pool.base import Pool
+from penstock.records import Sampling, Step
+from penstock.render.renderer import Renderer
+
+
+class Outlet(Protocol):
+    """Where an answer goes. What says that a choice or the answer is complete may be sent from `close` and `done` only."""
+
+    async def open(self, prompt: Prompt) -> None:
+        """The engine has begun to answer."""
+        ...
+
+    async def add(self, choice: int, deltas: list[Delta], ids: Sequence[int], logprobs: Sequence[float]) -> None:
+        """A choice has grown by these tokens (with log-probabilities of the plain distribution), and what they make visible."""
+        ...
+
+    async def close(self, choice: int, step: Step) -> None:
+        """A choice is complete and durable."""
+        ...
+
+    async def done(self, prompt: Prompt, steps: list[Step]) -> None:
+        """All choices are, in this order."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Errand:
+    """What all choices of one call share."""
+
+    session: Session
+    caller: Caller
+    call: Call
+    prompt: Prompt
+    outlet: Outlet
+
+
+class Service:
+    """Samples, records, answers."""
+
+    def __init__(self, engine: Engine, renderer: Renderer, pool: Pool, events: Events) -> None:
+        self.engine = engine
+        self.renderer = renderer
+        self.counts: Counter[str] = Counter()
+        """What was not done as the caller asked, by name."""
+        self._pool = pool
+        self._events = events
+        self._recorder = Recorder(pool)
+
+    async def answer(self, session: Session, caller: Caller, call: Call, outlet: Outlet, *, replay: bool) -> None:
+        """Answer one call. With `replay`, an answer that was recorded but may not have arrived is given again."""
+        for name in call.ignored:
+            self.count(f"ignored_field:{name}")
+        graph = await session.graph(self._pool)
+        prompt = await make_prompt(graph, self.renderer, call.messages, call.tools)
+        samplings = self._samplings(call, session.sampling, prompt)
+        errand = Errand(session, caller, call, prompt, outlet)
+        steps = _recorded(graph, prompt, samplings, caller.transcript) if replay else None
+        if steps is not None:
+            await self._say_again(errand, steps)
+        elif len(samplings) == 1:
+            steps = [await self._sample(errand, samplings[0], 0)]
+        else:
+            steps = await self._sample_all(errand, samplings)
+        await outlet.done(prompt, steps)
+
+    def count(self, name: str) -> None:
+        """Count what was not done as asked; the first time, tell it as an event."""
+        self.counts[name] += 1
+        if self.counts[name] == 1:
+            self._events.emit("gateway.notice", name=name)
+
+    def _samplings(self, call: Call, defaults: Sampling, prompt: Prompt) -> list[Sampling]:
+        """How each choice is sampled: within the model's context and the run's cap, each with a seed of its own."""
+        room = self.engine.context_length - len(prompt.ids)
+        if room < 1:
+            text = f"the prompt has {len(prompt.ids)} tokens; the model's context holds {self.engine.context_length} with the reply"
+            raise RequestError(text, code="context_length_exceeded", param="messages")
+        asked = call.sampling
+        tokens = min(asked.max_tokens, defaults.max_tokens, room)
+        if tokens < asked.max_tokens:
+            self.count("capped:max_tokens")
+        ends = tuple(dict.fromkeys([*self.renderer.stop_ids, *asked.stop_ids]))
+        seeds = [None if asked.seed is None else asked.seed + choice for choice in range(call.choices)]
+        return [replace(asked, max_tokens=tokens, stop_ids=ends, seed=seed) for seed in seeds]
+
+    async def _sample_all(self, errand: Errand, samplings: list[Sampling]) -> list[Step]:
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._sample(errand, each, choice)) for choice, each in enumerate(samplings)]
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from errors
+        return [task.result() for task in tasks]
+
+    async def _sample(self, errand: Errand, sampling: Sampling, choice: int) -> Step:
+        """Sample one choice and record it, also where it breaks off: then it is kept, and never trained."""
+        parser = self.renderer.parser() if errand.call.reads_calls else None
+        text = ReplyText(self.renderer.tokenizer.decoder(), sampling.stop, parser)
+        reply = Reply(text, seed=f"{errand.session.rollout_id} {errand.prompt.chain} {choice}")
+        started = time.perf_counter()
+        try:
+            await self._generate(errand, sampling, reply, choice)
+        except asyncio.CancelledError:
+            reply.end("cancelled")
+            await self._keep(errand, sampling, reply, started)
+            raise
+        except EngineError:
+            reply.end("error")
+            await self._keep(errand, sampling, reply, started)
+            raise
+        step = await settled(self._record(errand, sampling, reply, started))
+        await errand.outlet.close(choice, step)
+        return step
+
+    async def _generate(self, errand: Errand, sampling: Sampling, reply: Reply, choice: int) -> None:
+        stream = self._chunks(errand.prompt, sampling, errand.session.rollout_id)
+        async with aclosing(stream):
+            async for chunk in stream:
+                size = len(reply.ids)
+                deltas = reply.take(chunk)
+                await errand.outlet.open(errand.prompt)
+                await errand.outlet.add(choice, deltas, reply.ids[size:], reply.full_logprobs[size:])
+                if reply.finish is not None:
+                    break
+        if reply.finish not in ("stop", "length"):
+            raise EngineError(f"engine {self.engine.model} broke off a reply after {len(reply.ids)} tokens")
+
+    async def _say_again(self, errand: Errand, steps: list[Step]) -> None:
+        self.count("replayed_call")
+        await errand.outlet.open(errand.prompt)
+        for choice, step in enumerate(steps):
+            logprobs = step.full_logprobs or step.logprobs
+            await errand.outlet.add(choice, deltas_of(step.message), step.completion_ids, logprobs)
+            await errand.outlet.close(choice, step)
+
+    async def _chunks(self, prompt: Prompt, sampling: Sampling, rollout_id: str) -> AsyncGenerator[Sampled, None]:
+        with boundary(EngineError, f"engine {self.engine.model}"):
+            async with aclosing(self.engine.generate(prompt.ids, sampling, rollout_id=rollout_id)) as stream:
+                async for chunk in stream:
+                    yield chunk
+
+    async def _record(self, errand: Errand, sampling: Sampling, reply: Reply, started: float) -> Step:
+        return await self._recorder.record(
+            errand.session,
+            errand.prompt,
+            reply,
+            sampling=sampling,
+            transcript=errand.caller.transcript,
+            seconds=round(time.perf_counter() - started, 4),
+        )
+
+    async def _keep(self, errand: Errand, sampling: Sampling, reply: Reply, started: float) -> None:
+        """Record what there is of a broken reply; a store that cannot take it is counted, the break itself matters more."""
+        if not reply.ids:
+            return
+        try:
+            await settled(self._record(errand, sampling, reply, started))
+        except PenstockError:
+            self.count("partial_reply_not_recorded")
+
+
+def _recorded(graph: TokenGraph, prompt: Prompt, samplings: list[Sampling], transcript: str) -> list[Step] | None:
+    """The last whole replies to just this call, one for each choice; None where it was not answered."""
+    node = graph.find(prompt.parent, prompt.chain, prompt.added)
+    left = [step for step in graph.replies(node) if whole(step) and step.transcript == transcript] if node else []
+    found: list[Step] = []
+    for sampling in samplings:
+        step = next((step for step in reversed(left) if step.sampling == sampling), None)
+        if step is None:
+            return None
+        left.remove(step)
+        found.append(step)
+    return found

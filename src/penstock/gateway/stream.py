@@ -1,0 +1,151 @@
+"""A reply as it is sampled: its token columns, and the text and calls that the agent may see so far."""
+
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+import orjson
+
+from penstock.codec import pack_ints
+from penstock.engines.base import Sampled
+from penstock.records import Finish, Message
+from penstock.render.tokenizer import Decoder
+from penstock.render.tools import Piece, Text, ToolCall, ToolParser
+
+
+class IssuedCall(NamedTuple):
+    """A tool call with what the agent needs to answer it."""
+
+    ordinal: int
+    id: str
+    name: str
+    arguments: str
+
+
+Delta = Text | IssuedCall
+
+
+class ReplyText:
+    """Token ids to pieces for the agent: whole characters only, cut at a stop string, tool markup held back."""
+
+    def __init__(self, decoder: Decoder, stops: Sequence[str], parser: ToolParser | None) -> None:
+        self._decoder = decoder
+        self._stops = stops
+        self._parser = parser
+        self._held = ""
+        self.stopped = False
+        """Whether a stop string was completed; nothing after it is shown."""
+
+    def push(self, token_id: int) -> list[Piece]:
+        """What one more token makes certain."""
+        text = self._decoder.push(token_id)
+        return self._parse(self._until_stop(text) if self._stops else text)
+
+    def finish(self) -> list[Piece]:
+        """What was held back to the end."""
+        text = "" if self.stopped else self._until_stop(self._decoder.finish()) + self._held
+        return [*self._parse(text), *(self._parser.finish() if self._parser else ())]
+
+    def _until_stop(self, text: str) -> str:
+        """`text` as far as it is certain to come before any stop string."""
+        if self.stopped:
+            return ""
+        held = self._held + text
+        found = [place for stop in self._stops if (place := held.find(stop)) >= 0]
+        if found:
+            self.stopped, self._held = True, ""
+            return held[: min(found)]
+        keep = max((_overlap(held, stop) for stop in self._stops), default=0)
+        self._held = held[len(held) - keep :]
+        return held[: len(held) - keep]
+
+    def _parse(self, text: str) -> list[Piece]:
+        if not text:
+            return []
+        return self._parser.push(text) if self._parser else [Text(text)]
+
+
+class Reply:
+    """One reply while it is sampled. `seed` tells its tool-call ids from those of other replies."""
+
+    def __init__(self, text: ReplyText, *, seed: str) -> None:
+        self.ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.full_logprobs: list[float] = []
+        self.versions: list[int] = []
+        self.finish: Finish | None = None
+        self._text = text
+        self._seed = seed
+        self._said: list[str] = []
+        self._calls: list[IssuedCall] = []
+
+    def take(self, chunk: Sampled) -> list[Delta]:
+        """Add what the engine sampled; tokens after a completed stop string are left out, as if never sampled."""
+        deltas: list[Delta] = []
+        for place, token_id in enumerate(chunk.ids):
+            self.ids.append(token_id)
+            self.logprobs.append(chunk.logprobs[place])
+            self.full_logprobs.append(chunk.full_logprobs[place])
+            self.versions.append(chunk.versions[place])
+            deltas += self._issue(self._text.push(token_id))
+            if self._text.stopped:
+                self.finish = "stop"
+                return [*deltas, *self._issue(self._text.finish())]
+        if chunk.finish is not None:
+            deltas += self.end(chunk.finish)
+        return deltas
+
+    def end(self, finish: Finish) -> list[Delta]:
+        """Nothing more comes; give out what was held back."""
+        self.finish = finish
+        return self._issue(self._text.finish())
+
+    def message(self) -> Message:
+        """The assistant message as the agent saw it."""
+        message: Message = {"role": "assistant", "content": "".join(self._said)}
+        if self._calls:
+            message["content"] = message["content"] or None
+            message["tool_calls"] = [tool_call(call) for call in self._calls]
+        return message
+
+    def _issue(self, pieces: list[Piece]) -> list[Delta]:
+        deltas: list[Delta] = []
+        for piece in pieces:
+            if isinstance(piece, ToolCall):
+                self._calls.append(IssuedCall(len(self._calls), self._call_id(), *piece))
+                deltas.append(self._calls[-1])
+            else:
+                self._said.append(piece.text)
+                deltas.append(piece)
+        return deltas
+
+    def _call_id(self) -> str:
+        """The same for the same tokens after the same prompt, and another one for the next call."""
+        key = self._seed.encode() + pack_ints([len(self._calls), *self.ids])
+        return f"call_{blake2b(key, digest_size=12).hexdigest()}"
+
+
+def tool_call(call: IssuedCall) -> dict[str, Any]:
+    """A call in the OpenAI form."""
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def deltas_of(message: Message) -> list[Delta]:
+    """A recorded reply as if it came at once."""
+    deltas: list[Delta] = [Text(message["content"])] if message["content"] else []
+    for ordinal, call in enumerate(message.get("tool_calls") or ()):
+        deltas.append(IssuedCall(ordinal, call["id"], call["function"]["name"], call["function"]["arguments"]))
+    return deltas
+
+
+def sse(event: Any) -> bytes:
+    """One server-sent event."""
+    return b"data: " + orjson.dumps(event) + b"\n\n"
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that `stop` begins with."""
+    for size in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:size]):
+            return size
+    return 0

@@ -1,0 +1,279 @@
+"""For tests, yours and ours: an engine that samples what you write, a tokenizer in a folder, and a gateway without a socket.
+
+engine = ScriptedEngine(["Hello!", Scripted("never said", busy=True)], renderer.tokenizer)
+async with workbench(engine, renderer) as bench:
+    session = await bench.rollout()
+    client = bench.openai(session)
+    answer = await client.chat.completions.create(model="any", messages=[{"role": "user", "content": "Hi"}])
+    attempt = await bench.attempt(session)  # every step, as it was recorded
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import orjson
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer as Core
+
+from penstock.engines.base import Sampled
+from penstock.errors import ConfigError, EngineBusy, EngineError
+from penstock.gateway import Gateway, Limits, Session
+from penstock.pool import POOLS
+from penstock.pool.base import Pool
+from penstock.records import Attempt, Finish, Rollout, Sampling, Task, make_rollout
+from penstock.render.renderer import Renderer
+from penstock.render.tokenizer import BYTE_OF, Tokenizer
+
+if TYPE_CHECKING:
+    from httpx2 import AsyncClient
+    from openai import AsyncOpenAI
+
+CHATML = (
+    "{% for message in messages %}"
+    "{% if loop.first and message['role'] != 'system' %}{{ '<|im_start|>system\nYou are helpful.<|im_end|>\n' }}{% endif %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""A chat template without tools, in the manner of small instruct models."""
+
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+
+
+@dataclass(frozen=True, slots=True)
+class Scripted:
+    """One reply of a ScriptedEngine: what is sampled, and what goes wrong."""
+
+    text: str = ""
+    """Encoded and ended with the tokenizer's first end-of-text id; unused where `ids` is given."""
+    ids: Sequence[int] | None = None
+    """Sampled as they are, whatever they spell. A stop id among them ends the reply."""
+    finish: Finish = "stop"
+    """Said after the last token, unless a stop id or `max_tokens` came first."""
+    busy: bool = False
+    """Refuse with EngineBusy."""
+    fail_after: int | None = None
+    """Raise EngineError after this many tokens."""
+    stall_after: int | None = None
+    """After this many tokens wait for `engine.release`; `engine.stalled` is set meanwhile."""
+    cut_after: int | None = None
+    """End without a word after this many tokens."""
+
+
+Reply = Scripted | str | Sequence[int]
+Script = Iterable[Reply] | Callable[[tuple[int, ...]], Reply]
+"""Replies in the order of requests, or a function of the prompt's ids."""
+
+
+@dataclass
+class ScriptedEngine:
+    """An `Engine` whose replies are written beforehand. Log-probabilities are made up, the same for the same token and place."""
+
+    script: Script
+    tokenizer: Tokenizer
+    model: str = "scripted"
+    context_length: int = 1 << 20
+    version: int = 0
+    chunk: int = 1
+    """Tokens in one chunk."""
+    prompts: list[tuple[int, ...]] = field(default_factory=list[tuple[int, ...]])
+    """The prompt ids of every request, in order."""
+    samplings: list[Sampling] = field(default_factory=list[Sampling])
+    """How every request was to be sampled."""
+    running: int = 0
+    cancelled: int = 0
+    """Requests that were closed before their end."""
+    stalled: asyncio.Event = field(default_factory=asyncio.Event)
+    idle: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set while no request runs."""
+
+    def __post_init__(self) -> None:
+        self._next = self.script if callable(self.script) else _in_order(self.script)
+        self._released = asyncio.Event()
+        self.idle.set()
+
+    def release(self) -> None:
+        """Let stalled requests go on."""
+        self.stalled.clear()
+        self._released.set()
+
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, rollout_id: str = ""
+    ) -> AsyncGenerator[Sampled, None]:
+        """See `Engine.generate`."""
+        prompt = tuple(prompt_ids)
+        self.prompts.append(prompt)
+        self.samplings.append(sampling)
+        reply = self._reply(self._next(prompt))
+        if reply.busy:
+            raise EngineBusy("the scripted engine is busy")
+        if len(prompt) >= self.context_length:
+            raise EngineError(f"a prompt of {len(prompt)} tokens does not fit into {self.context_length}")
+        self.running += 1
+        self.idle.clear()
+        finished = False
+        try:
+            async for chunk in self._play(reply, sampling):
+                finished = chunk.finish is not None
+                yield chunk
+        finally:
+            self.running -= 1
+            self.cancelled += not finished
+            if self.running == 0:
+                self.idle.set()
+
+    async def swap(self, version: int, change: Callable[[], None]) -> None:
+        """See `Engine.swap`."""
+        change()
+        self.version = version
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+    def _reply(self, reply: Reply) -> Scripted:
+        scripted = reply if isinstance(reply, Scripted) else Scripted(reply) if isinstance(reply, str) else Scripted(ids=reply)
+        if scripted.ids is not None:
+            return scripted
+        ids = [*self.tokenizer.encode(scripted.text), *self.tokenizer.eos_ids[:1]]
+        return replace(scripted, ids=ids)
+
+    async def _play(self, reply: Scripted, sampling: Sampling) -> AsyncGenerator[Sampled, None]:
+        ids, finish = _limited(reply.ids or (), sampling, reply.finish)
+        tempered = sampling.temperature != 1.0 or sampling.truncated
+        for start in range(0, max(len(ids), 1), self.chunk):
+            part: list[tuple[int, float, float, int]] = []
+            for place, token_id in enumerate(ids[start : start + self.chunk], start):
+                await self._misbehave(reply, place)
+                if reply.cut_after == place:
+                    return
+                full = -((token_id * 7919 + place * 104_729) % 4096 + 1) / 1024
+                part.append((token_id, full / 2 if tempered else full, full, self.version))
+            is_last = start + self.chunk >= len(ids)
+            columns = [tuple(column) for column in zip(*part, strict=True)] or [()] * 4
+            yield Sampled(*columns, finish=finish if is_last else None)  # pyright: ignore[reportArgumentType]
+            await asyncio.sleep(0)
+        await self._misbehave(reply, len(ids))
+
+    async def _misbehave(self, reply: Scripted, place: int) -> None:
+        if reply.stall_after == place:
+            self.stalled.set()
+            await self._released.wait()
+        if reply.fail_after == place:
+            raise EngineError(f"the scripted engine failed after {place} tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class Workbench:
+    """A gateway with a pool, and clients that reach it."""
+
+    gateway: Gateway
+    pool: Pool
+    serves: bool
+    _clients: AsyncExitStack
+
+    async def rollout(self, name: str = "train-0", *, sampling: Sampling | None = None) -> Session:
+        """A new rollout in a group of its own, opened on the gateway."""
+        task = Task(id=f"task-{name}", prompt=({"role": "user", "content": "?"},))
+        rollout = make_rollout(name, task.id, 0)
+        await self.pool.open_group(task, [rollout], seq=0)
+        return self.reopen(rollout, sampling=sampling)
+
+    def reopen(self, rollout: Rollout, *, sampling: Sampling | None = None) -> Session:
+        """A session for a rollout that the pool knows."""
+        return self.gateway.open(rollout, sampling or Sampling(max_tokens=1024))
+
+    async def attempt(self, session: Session) -> Attempt:
+        """Everything recorded of the rollout."""
+        return await self.pool.attempt(session.rollout_id)
+
+    def http(self, token: str = "") -> "AsyncClient":
+        """A plain HTTP client with this token, closed with the workbench; without a socket, answers arrive whole."""
+        try:
+            from httpx2 import ASGITransport, AsyncClient
+        except ImportError as cause:
+            raise ConfigError("the workbench needs the `httpx2` package: pip install httpx2") from cause
+        transport = None if self.serves else ASGITransport(app=self.gateway.app)  # pyright: ignore[reportArgumentType]
+        headers = {"authorization": f"Bearer {token}"} if token else {}
+        base_url = self.gateway.base_url.removesuffix("/v1")
+        client = AsyncClient(transport=transport, base_url=base_url, headers=headers, timeout=60, trust_env=False)
+        self._clients.push_async_callback(client.aclose)
+        return client
+
+    def openai(self, session: Session, transcript: str = "main") -> "AsyncOpenAI":
+        """An `openai` client whose calls are recorded in this rollout."""
+        from openai import AsyncOpenAI
+
+        headers = {"x-sample-id": transcript}
+        return AsyncOpenAI(
+            api_key=session.token, base_url=session.base_url, http_client=self.http(), default_headers=headers, max_retries=0
+        )
+
+
+@asynccontextmanager
+async def workbench(
+    engine: Any,
+    renderer: Renderer,
+    *,
+    pool: Pool | None = None,
+    serves: bool = False,
+    sampling: dict[str, Sampling] | None = None,
+    limits: Limits | None = None,
+) -> AsyncGenerator[Workbench, None]:
+    """A gateway in front of `engine`: over ASGI alone, or on a free port with `serves`. The pool is a new one in memory."""
+    async with AsyncExitStack() as stack:
+        if pool is None:
+            pool = memory_pool()
+            stack.push_async_callback(pool.close)
+        gateway = Gateway(engine, renderer, pool, secret=b"a secret for tests only", sampling=sampling, limits=limits)
+        if serves:
+            await stack.enter_async_context(gateway)
+        clients = await stack.enter_async_context(AsyncExitStack())
+        yield Workbench(gateway, pool, serves, clients)
+
+
+def memory_pool() -> Pool:
+    """A new, empty pool that forgets."""
+    return POOLS.load("memory")(Path())
+
+
+def write_tokenizer(folder: Path, *, corpus: Iterable[str] = (), vocab_size: int = 512, template: str = CHATML) -> Path:
+    """Write a byte-level tokenizer and a chat template into `folder`; with a corpus, merges are trained on it.
+
+    Without merges every byte is a token, so any text has one tokenization; with them most texts have many.
+    """
+    core = Core(models.BPE({char: place for place, char in enumerate(sorted(BYTE_OF))}, []))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    if corpus:
+        trainer = trainers.BpeTrainer(vocab_size=vocab_size, initial_alphabet=sorted(BYTE_OF), show_progress=False)
+        core.train_from_iterator(corpus, trainer)
+    core.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
+    folder.mkdir(parents=True, exist_ok=True)
+    core.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "chat_template": template}
+    (folder / "tokenizer_config.json").write_bytes(orjson.dumps(settings))
+    return folder
+
+
+def _in_order(replies: Iterable[Reply]) -> Callable[[tuple[int, ...]], Reply]:
+    rest = iter(replies)
+
+    def following(_: tuple[int, ...]) -> Reply:
+        try:
+            return next(rest)
+        except StopIteration:
+            raise EngineError("the script has no more replies; write one for each request") from None
+
+    return following
+
+
+def _limited(ids: Sequence[int], sampling: Sampling, finish: Finish) -> tuple[Sequence[int], Finish]:
+    """As much of `ids` as may be sampled, and how that ends."""
+    end = next((place + 1 for place, token_id in enumerate(ids) if token_id in sampling.stop_ids), None)
+    if end is not None and end <= sampling.max_tokens:
+        return ids[:end], "stop"
+    return (ids[: sampling.max_tokens], "length") if len(ids) >= sampling.max_tokens else (ids, finish)
