@@ -229,7 +229,6 @@ class PolicyVersion:
 
     number: int
     step: int
-    """How many updates led to it."""
-    folder: str
+    """How many steps of training led to it."""
     leases: tuple[str, ...] = ()
     """Leases trained since the checkpoint before; acknowledged once this one is on disk."""

@@ -1,0 +1,1 @@
+"""The trainer: from complete groups to the next policy version."""

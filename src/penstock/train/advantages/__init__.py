@@ -9,3 +9,8 @@ ADVANTAGES = Registry(
         "dr_grpo": "penstock.train.advantages.dr_grpo:dr_grpo",
     },
 )
+
+DIVISORS = {"dr_grpo": 128.0}
+"""Advantages whose loss sums a rollout's tokens over a constant, so that long replies are not discounted; all others take the
+mean over the rollout's own tokens. The constant sets the scale of the loss: near the tokens of a usual rollout, the gradient
+clip means the same under both."""

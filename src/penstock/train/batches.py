@@ -1,0 +1,223 @@
+"""Sequences become a batch: prefixes that they share are laid out once, in passes of bounded size.
+
+Sequences are sorted by their tokens, so that each one shares the most with the one before it. A *row* is what a sequence adds to
+the pass it is in; its earlier tokens lie in rows above, and, where a bundle needs several passes, in the *trunk* that is forwarded
+once for all of them:
+
+    trunk   [system text, tools, examples]
+    pass 1  [question A, reply, tool result, answer]      row 1
+                       [reply, tool result, answer]       row 2, after row 1's question
+    pass 2  [question B, …]                               row 1
+
+The last token of a sequence is predicted but never read, so it is not laid out at all.
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from penstock.records import Sequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """Consecutive tokens of a pass, each reading those before it in the row, the spans and the trunk."""
+
+    start: int
+    stop: int
+    spans: tuple[tuple[int, int], ...] = ()
+    """Where the sequence's tokens between trunk and row lie in the pass, in order: (start, stop) of each stretch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Term:
+    """One trained token: a term of the loss."""
+
+    at: int
+    """The place in the pass whose hidden state predicts it."""
+    target: int
+    temperature: float
+    logprob: float
+    """Under the distribution that the engine sampled from."""
+    advantage: float
+    weight: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pass:
+    """Tokens that go through the model at once."""
+
+    ids: tuple[int, ...]
+    positions: tuple[int, ...]
+    rows: tuple[Row, ...]
+    terms: tuple[Term, ...]
+    """By place, then temperature."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bundle:
+    """Passes that read the same trunk; no term of theirs is predicted inside it."""
+
+    trunk: tuple[int, ...]
+    passes: tuple[Pass, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """All that one update is computed from."""
+
+    bundles: tuple[Bundle, ...]
+    rollouts: int
+    """What the loss is a mean over, rollouts without a trained token included."""
+    flat: bool
+    """Whether every row is a whole sequence that reads nothing but itself."""
+
+    @property
+    def trained_tokens(self) -> int:
+        """Terms of the loss."""
+        return sum(len(one.terms) for bundle in self.bundles for one in bundle.passes)
+
+    @property
+    def forwarded_tokens(self) -> int:
+        """Tokens that go through the model, each shared prefix counted as often as it is forwarded."""
+        return _forwarded(self.bundles)
+
+
+def pack(sequences: Iterable[Sequence], *, rollouts: int, tokens_per_pass: int, shared_prefix: bool = True) -> Batch:
+    """Lay `sequences` out in whichever way forwards the fewest tokens: all in one bundle, or a bundle per group.
+
+    A pass holds at most `tokens_per_pass` tokens, or a single row. The same sequences in the same order give the same batch.
+    """
+    given = list(sequences)
+    if not shared_prefix:
+        return Batch(bundles=_flat(given, tokens_per_pass), rollouts=rollouts, flat=True)
+    groups: dict[str, list[Sequence]] = {}
+    for sequence in given:
+        groups.setdefault(sequence.group_id, []).append(sequence)
+    together = (_bundle(given, tokens_per_pass),) if given else ()
+    apart = tuple(_bundle(group, tokens_per_pass) for group in groups.values())
+    return Batch(bundles=min(together, apart, key=_forwarded), rollouts=rollouts, flat=False)
+
+
+def _forwarded(bundles: tuple[Bundle, ...]) -> int:
+    return sum(len(bundle.trunk) + sum(len(one.ids) for one in bundle.passes) for bundle in bundles)
+
+
+def _bundle(sequences: list[Sequence], limit: int) -> Bundle:
+    ordered = sorted(sequences, key=lambda sequence: sequence.token_ids)
+    passes = _passes(ordered, 0, limit)
+    if len(passes) == 1:
+        return Bundle(trunk=(), passes=passes)
+    shared = _common(ordered[0].token_ids, ordered[-1].token_ids)
+    trunk = min(shared, *(sequence.trained.index(True) - 1 for sequence in ordered))
+    return Bundle(trunk=ordered[0].token_ids[:trunk], passes=_passes(ordered, trunk, limit))
+
+
+def _passes(ordered: list[Sequence], trunk: int, limit: int) -> tuple[Pass, ...]:
+    done: list[Pass] = []
+    layout = _Layout(trunk)
+    for sequence in ordered:
+        new = len(sequence.token_ids) - 1 - layout.shared(sequence)
+        if layout.ids and new and len(layout.ids) + new > limit:
+            done.append(layout.finish())
+            layout = _Layout(trunk)
+        layout.add(sequence)
+    return (*done, layout.finish())
+
+
+def _flat(sequences: list[Sequence], limit: int) -> tuple[Bundle, ...]:
+    """Whole sequences, the longest first, as many to a pass as fit when padded to the same length."""
+    done: list[Pass] = []
+    layout, room = _Layout(0), 0
+    for sequence in sorted(sequences, key=lambda sequence: -len(sequence.token_ids)):
+        if layout.rows and room <= 0:
+            done.append(layout.finish())
+            layout = _Layout(0)
+        if not layout.rows:
+            room = max(1, limit // (len(sequence.token_ids) - 1))
+        layout.add(sequence, alone=True)
+        room -= 1
+    done += [layout.finish()] if layout.rows else []
+    return (Bundle(trunk=(), passes=tuple(done)),) if done else ()
+
+
+class _Layout:
+    """A pass in the making, below a trunk of the given length."""
+
+    def __init__(self, trunk: int) -> None:
+        self.trunk = trunk
+        self.ids: list[int] = []
+        self.positions: list[int] = []
+        self.rows: list[Row] = []
+        self.terms: list[Term] = []
+        self.above: tuple[int, ...] = ()
+        self.spans: list[tuple[int, int]] = []
+        """Where the tokens of `above`, the sequence added last, lie below the trunk."""
+
+    def shared(self, sequence: Sequence) -> int:
+        """How many of the sequence's tokens are laid out already, those of the trunk included."""
+        return max(self.trunk, _common(self.above, sequence.token_ids[:-1]))
+
+    def add(self, sequence: Sequence, *, alone: bool = False) -> None:
+        """Lay out what `sequence` does not share with the one before it; nothing is shared where it is to stand `alone`."""
+        known = 0 if alone else self.shared(sequence)
+        spans = _cut(self.spans, known - self.trunk)
+        start, inputs = len(self.ids), sequence.token_ids[:-1]
+        self.ids += inputs[known:]
+        self.positions += range(known, len(inputs))
+        if len(self.ids) > start:
+            self.rows.append(Row(start=start, stop=len(self.ids), spans=tuple(spans)))
+            spans.append((start, len(self.ids)))
+        self.above, self.spans = inputs, spans
+        self.terms += _terms(sequence, self.trunk, spans)
+
+    def finish(self) -> Pass:
+        """The pass, its terms in the order in which they are computed."""
+        terms = sorted(self.terms, key=lambda term: (term.at, term.temperature))
+        return Pass(ids=tuple(self.ids), positions=tuple(self.positions), rows=tuple(self.rows), terms=tuple(terms))
+
+
+def _terms(sequence: Sequence, trunk: int, spans: list[tuple[int, int]]) -> list[Term]:
+    starts: list[int] = []
+    depth = trunk
+    for start, stop in spans:
+        starts.append(depth)
+        depth += stop - start
+    made: list[Term] = []
+    for place, trained in enumerate(sequence.trained):
+        if trained:
+            span = bisect_right(starts, place - 1) - 1
+            made.append(
+                Term(
+                    at=spans[span][0] + place - 1 - starts[span],
+                    target=sequence.token_ids[place],
+                    temperature=sequence.temperatures[place],
+                    logprob=sequence.logprobs[place],
+                    advantage=sequence.advantages[place],
+                    weight=sequence.weight,
+                )
+            )
+    return made
+
+
+def _cut(spans: list[tuple[int, int]], length: int) -> list[tuple[int, int]]:
+    """The first `length` tokens of the spans."""
+    kept: list[tuple[int, int]] = []
+    for start, stop in spans:
+        if length <= 0:
+            break
+        kept.append((start, min(stop, start + length)))
+        length -= stop - start
+    return kept
+
+
+def _common(a: tuple[int, ...], b: tuple[int, ...]) -> int:
+    """Length of the longest common prefix; halving keeps the comparisons out of Python."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -1,0 +1,162 @@
+"""The run folder: everything a run leaves behind, in one place that can be zipped and sent to a colleague."""
+
+import fcntl
+import hashlib
+import os
+import secrets
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from penstock.config import RunConfig
+from penstock.errors import ConfigError
+
+MAY_CHANGE = {"train.steps", "run.folder", "gateway.host", "gateway.port", "train.checkpoint_every", "train.checkpoints_kept"}
+"""Keys that a resumed run may change: none of them changes what was trained so far."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """Paths and small files of one run."""
+
+    path: Path
+    resumed: bool
+
+    @property
+    def checkpoints(self) -> Path:
+        """Policy versions, one folder each."""
+        return self.path / "checkpoints"
+
+    @property
+    def events(self) -> Path:
+        """The event log."""
+        return self.path / "events.jsonl"
+
+    def secret(self) -> bytes:
+        """The key that signs this run's model tokens; made once, readable by the owner only."""
+        file = self.path / "secret"
+        if not file.exists():
+            descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(descriptor, "wb") as out:
+                out.write(secrets.token_bytes(32))
+        return file.read_bytes()
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """One entry per training step; a line that a kill cut short is left out."""
+        lines = _lines(self.path / "metrics.jsonl")
+        return [orjson.loads(line) for line in lines if line.endswith(b"}\n")]
+
+    def add_metrics(self, entry: dict[str, Any]) -> None:
+        """Append the metrics of one step."""
+        with (self.path / "metrics.jsonl").open("ab") as out:
+            out.write(orjson.dumps(entry, option=orjson.OPT_APPEND_NEWLINE))
+
+    def keep_metrics(self, steps: int) -> list[dict[str, Any]]:
+        """Forget the metrics of steps after `steps`, which a kill undid; return those kept."""
+        kept = [entry for entry in self.metrics() if entry["step"] <= steps]
+        text = b"".join(orjson.dumps(entry, option=orjson.OPT_APPEND_NEWLINE) for entry in kept)
+        write_atomic(self.path / "metrics.jsonl", text)
+        return kept
+
+    def evaluations(self) -> dict[str, float]:
+        """Held-out rewards by when they were measured."""
+        file = self.path / "evals.json"
+        return orjson.loads(file.read_bytes()) if file.exists() else {}
+
+    def add_evaluation(self, when: str, reward: float | None) -> None:
+        """Keep a held-out reward, so that a resumed run need not measure it again."""
+        write_atomic(self.path / "evals.json", orjson.dumps({**self.evaluations(), when: reward}))
+
+    def summary(self) -> bytes | None:
+        """What the run came to when it last ended, as JSON."""
+        file = self.path / "summary.json"
+        return file.read_bytes() if file.exists() else None
+
+    def write_summary(self, summary: bytes) -> None:
+        """Keep what the run came to."""
+        write_atomic(self.path / "summary.json", orjson.dumps(orjson.loads(summary), option=orjson.OPT_INDENT_2))
+
+
+def open_run_folder(config: RunConfig, *, fresh: bool) -> RunFolder:
+    """Make the folder, or take up the one that is there. Other settings than it was started with are refused."""
+    path = config.run.folder / config.run.name
+    settings = {"config": config.model_dump(mode="json"), "datasets": _digests(config)}
+    if fresh and path.exists():
+        with locked(path):
+            path.rename(_archive_name(path))
+    file = path / "config.json"
+    if file.exists():
+        _refuse_changes(path, orjson.loads(file.read_bytes()), settings)
+        return RunFolder(path, resumed=True)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        write_atomic(file, orjson.dumps(settings, option=orjson.OPT_INDENT_2))
+    except OSError as cause:
+        raise ConfigError(f"{path}: the run folder cannot be made: {cause.strerror}; set run.folder to a writable place") from cause
+    return RunFolder(path, resumed=False)
+
+
+@contextmanager
+def locked(path: Path) -> Generator[None]:
+    """Hold the run for this process alone; the lock dies with the process."""
+    with (path / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as cause:
+            raise ConfigError(f"{path}: another process is training this run; wait for it or pick another run.name") from cause
+        yield
+
+
+def write_atomic(path: Path, content: bytes) -> None:
+    """Replace a small file as a whole: after a kill it is the old one or the new one."""
+    draft = path.with_name(f"{path.name}.new")
+    with draft.open("wb") as out:
+        out.write(content)
+        out.flush()
+        os.fsync(out.fileno())
+    draft.replace(path)
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    if path.exists():
+        yield from path.read_bytes().splitlines(keepends=True)
+
+
+def _digests(config: RunConfig) -> dict[str, str]:
+    files = [config.dataset.train, config.dataset.eval]
+    return {str(f): hashlib.sha256(f.read_bytes()).hexdigest() for f in files if f is not None}
+
+
+def _archive_name(path: Path) -> Path:
+    number = 1
+    while (old := path.with_name(f"{path.name}.old{number}")).exists():
+        number += 1
+    return old
+
+
+def _refuse_changes(path: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
+    old, new = _flat(before["config"]), _flat(orjson.loads(orjson.dumps(now["config"])))
+    changed = [key for key in sorted({*old, *new} - MAY_CHANGE) if old.get(key) != new.get(key)]
+    if changed:
+        key = changed[0]
+        more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
+        raise ConfigError(
+            f"{path} was started with {key} = {old.get(key)!r}, now it is {new.get(key)!r}{more}; "
+            "change it back, set another run.name, or start over with --fresh (the old run is kept)"
+        )
+    if before["datasets"] != now["datasets"]:
+        raise ConfigError(f"{path} was started with other dataset rows; set another run.name, or start over with --fresh")
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{key}.")  # pyright: ignore[reportUnknownArgumentType]
+        else:
+            flat[prefix + key] = value
+    return flat

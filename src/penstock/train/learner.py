@@ -1,0 +1,218 @@
+"""The learner: a batch becomes gradients, gradients become the next weights, in place.
+
+Trainer and engine share the decoder's parameters. `compute` only reads them, so it may run in a thread while the engine decodes;
+`apply` alone writes, and belongs inside `engine.swap`.
+"""
+
+import copy
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from penstock.config import TrainSection
+from penstock.engines.embedded.decoder import Decoder
+from penstock.errors import TrainError
+from penstock.train.batches import Batch, Bundle, Pass
+from penstock.train.forward import hidden_states, score, stretches, trunk_states
+from penstock.train.losses import LOSSES, Loss, Tokens, k3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metrics:
+    """One update in numbers; means are over trained tokens."""
+
+    loss: float = 0.0
+    grad_norm: float = 0.0
+    """Before clipping."""
+    ratio: float = 1.0
+    importance: float = 1.0
+    clip_fraction: float = 0.0
+    kl_behaviour: float = 0.0
+    """Between the policy that sampled and the one trained: staleness, and what engine and trainer compute differently."""
+    kl_reference: float = 0.0
+    """To the start policy; 0 where `train.kl` is 0, as it is not measured then."""
+    logprob_gap: float = 0.0
+    """The largest difference between the engine's log-probability of a token and the trainer's."""
+    entropy: float = 0.0
+    trained_tokens: int = 0
+    forwarded_tokens: int = 0
+
+
+class Update(NamedTuple):
+    """What `compute` found: for the log, and for further updates on the same batch."""
+
+    metrics: Metrics
+    proximal: Tensor
+    """[trained tokens]: log-probabilities before the first update, to be given back for the next."""
+
+
+class Learner:
+    """AdamW over the decoder's parameters; weights in half precision are trained through a float32 copy, the masters.
+
+    With `train.kl` above 0 it keeps a copy of the decoder as it is now: make the learner before a checkpoint is restored.
+    """
+
+    def __init__(self, decoder: Decoder, section: TrainSection) -> None:
+        self.decoder, self.section = decoder, section
+        self._loss: Callable[[Tokens, TrainSection], Loss] = LOSSES.load(section.loss)
+        self._start = copy.deepcopy(decoder).requires_grad_(False) if section.kl > 0 else None
+        self._weights = dict(decoder.named_parameters())
+        self._masters = {name: _master(weight) for name, weight in self._weights.items()}
+        self._optimizer = torch.optim.AdamW(
+            list(self._masters.values()), lr=section.lr, betas=(0.9, 0.95), weight_decay=section.weight_decay, fused=True
+        )
+
+    def compute(self, batch: Batch, proximal: Tensor | None = None) -> Update:
+        """Gradients of the batch's loss, clipped and ready for `apply`; TrainError where they are not finite.
+
+        `proximal` is that of the first update on this batch; None makes this the first.
+        """
+        self.zero()
+        parts: list[_Part] = []
+        for bundle in batch.bundles:
+            parts += self._bundle(bundle, batch, proximal, done=sum(len(part.tokens.new) for part in parts))
+        if not parts:
+            return Update(Metrics(), torch.zeros(0))
+        norm = torch.nn.utils.clip_grad_norm_(self._weights.values(), self.section.grad_clip)
+        metrics = _metrics(parts, batch, grad_norm=float(norm))
+        if not (math.isfinite(metrics.loss) and math.isfinite(metrics.grad_norm)):
+            self.zero()
+            raise TrainError(
+                f"the update has loss {metrics.loss} and gradient norm {metrics.grad_norm}, so the weights were left as they are; "
+                "resume from the last checkpoint with a lower train.lr"
+            )
+        return Update(metrics, torch.cat([part.tokens.new for part in parts]) if proximal is None else proximal)
+
+    def apply(self) -> None:
+        """One optimizer step, in place; without gradients nothing changes."""
+        apart = [(weight, master) for weight, master in zip(*self._both(), strict=True) if master is not weight]
+        for weight, master in apart:
+            master.grad = None if weight.grad is None else weight.grad.float()
+        self._optimizer.step()
+        with torch.no_grad():
+            for weight, master in apart:
+                weight.copy_(master)
+        self.zero()
+
+    def zero(self) -> None:
+        """Forget gradients."""
+        for weight, master in zip(*self._both(), strict=True):
+            weight.grad = master.grad = None
+
+    def state(self) -> dict[str, Tensor]:
+        """What a checkpoint needs besides the weights: the optimizer's moments, and the masters where they are apart."""
+        tensors = {f"master.{name}": master for name, master in self._masters.items() if master is not self._weights[name]}
+        for name, master in self._masters.items():
+            for kind, value in self._optimizer.state[master].items():
+                tensors[f"{kind}.{name}"] = value
+        return tensors
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take up what `state` gave; the weights themselves are restored before."""
+        names = list(self._masters)
+        saved = self._optimizer.state_dict()
+        kinds = ("step", "exp_avg", "exp_avg_sq")
+        saved["state"] = {
+            at: {kind: tensors[f"{kind}.{name}"] for kind in kinds} for at, name in enumerate(names) if f"step.{name}" in tensors
+        }
+        self._optimizer.load_state_dict(saved)
+        with torch.no_grad():
+            for name, master in self._masters.items():
+                if master is not self._weights[name]:
+                    master.copy_(tensors[f"master.{name}"])
+
+    def _both(self) -> tuple[list[Tensor], list[Tensor]]:
+        return list(self._weights.values()), list(self._masters.values())
+
+    def _bundle(self, bundle: Bundle, batch: Batch, proximal: Tensor | None, *, done: int) -> "list[_Part]":
+        """Backward through a bundle: each pass into the trunk's keys and values, then once through the trunk itself.
+
+        The trunk's graph and that of one pass are in memory together, never two passes'.
+        """
+        references = self._references(bundle, flat=batch.flat)
+        trunk = trunk_states(self.decoder, bundle.trunk)
+        leaves = [(k.detach().requires_grad_(), v.detach().requires_grad_()) for k, v in trunk]
+        parts: list[_Part] = []
+        for at, one in enumerate(bundle.passes):
+            hidden = hidden_states(self.decoder, one, leaves, flat=batch.flat)
+            old = None if proximal is None else proximal[done : done + len(one.terms)]
+            parts += self._backward(hidden, one, old, references[at] if references else None, rollouts=batch.rollouts)
+            done += len(one.terms)
+        if trunk:
+            gradients = [leaf.grad for pair in leaves for leaf in pair]
+            torch.autograd.backward([end for pair in trunk for end in pair], gradients)
+        return parts
+
+    def _backward(
+        self, hidden: Tensor, one: Pass, proximal: Tensor | None, reference: Tensor | None, *, rollouts: int
+    ) -> "list[_Part]":
+        """Loss and gradients of one pass. Logits are made a stretch at a time; the hidden states collect what each sends back."""
+        leaf = hidden.detach().requires_grad_()
+        parts: list[_Part] = []
+        done = 0
+        for stretch in stretches(one, self.decoder.shape.vocab_size):
+            span = slice(done, done + len(stretch.terms))
+            done = span.stop
+            scores = score(self.decoder, leaf, stretch)
+            new = scores.logprobs  # [terms], as all below
+            columns = torch.tensor([(t.logprob, t.advantage, t.weight / rollouts) for t in stretch.terms], device=leaf.device)
+            behaviour, advantages, weights = columns.unbind(1)
+            tokens = Tokens(new, new.detach() if proximal is None else proximal[span], behaviour, advantages)
+            loss = self._loss(tokens, self.section)
+            penalty = torch.zeros_like(new) if reference is None else k3(new, reference[span])
+            total = weights @ (loss.values + self.section.kl * penalty)
+            total.backward()
+            parts.append(_Part(tokens._replace(new=new.detach()), loss, penalty.detach(), scores.entropy, total.detach()))
+        hidden.backward(leaf.grad)
+        return parts
+
+    def _references(self, bundle: Bundle, *, flat: bool) -> list[Tensor]:
+        """The start policy's log-probabilities of each pass's terms, [terms]; nothing where no penalty asks for them."""
+        if self._start is None:
+            return []
+        start, vocab = self._start, self._start.shape.vocab_size
+        with torch.no_grad():
+            trunk = trunk_states(start, bundle.trunk)
+            states = ((one, hidden_states(start, one, trunk, flat=flat)) for one in bundle.passes)
+            return [torch.cat([score(start, hidden, s).logprobs for s in stretches(one, vocab)]) for one, hidden in states]
+
+
+class _Part(NamedTuple):
+    """One stretch of terms, computed; every tensor [terms] but the last, without a gradient."""
+
+    tokens: Tokens
+    loss: Loss
+    penalty: Tensor
+    entropy: Tensor
+    total: Tensor
+    """[]: its share of the loss."""
+
+
+def _master(weight: Tensor) -> Tensor:
+    return weight if weight.dtype in (torch.float32, torch.float64) else weight.detach().float()
+
+
+def _metrics(parts: list[_Part], batch: Batch, *, grad_norm: float) -> Metrics:
+    new = torch.cat([part.tokens.new for part in parts])
+    gap = new - torch.cat([part.tokens.behaviour for part in parts])
+
+    def mean(values: list[Tensor]) -> float:
+        return float(torch.cat(values).mean())
+
+    return Metrics(
+        loss=float(torch.stack([part.total for part in parts]).sum()),
+        grad_norm=grad_norm,
+        ratio=mean([part.loss.ratio for part in parts]),
+        importance=mean([part.loss.importance for part in parts]),
+        clip_fraction=mean([part.loss.clipped for part in parts]),
+        kl_behaviour=mean([torch.exp(gap) - 1.0 - gap]),
+        kl_reference=mean([part.penalty for part in parts]),
+        logprob_gap=float(gap.abs().max()),
+        entropy=mean([part.entropy for part in parts]),
+        trained_tokens=batch.trained_tokens,
+        forwarded_tokens=batch.forwarded_tokens,
+    )

@@ -1,0 +1,178 @@
+"""The algorithm, as the trainer sees it: claim, credit, pack, update, publish, keep.
+
+    lease      = pool.claim(groups whose rollouts have all ended)      a lease: nobody else trains them meanwhile
+    sequences  = credit(lease.groups)                                  advantages, then the paths of each token graph
+    update     = learner.compute(pack(sequences))                      gradients; shared prefixes are forwarded once
+    engine.swap(version + 1, learner.apply)                            between two tokens the engine serves the new policy
+    save(checkpoint), pool.ack(lease)                                  from here on these groups are trained, for good
+
+Rollouts are made meanwhile by the scheduler, no further ahead than `rollout.max_staleness` allows. A kill anywhere leaves the last
+checkpoint and leases that were never acknowledged: the next run gives those back and trains their groups again, from there.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from penstock.errors import TrainError
+from penstock.records import Attempt, Group, Lease, PolicyVersion
+from penstock.records import Sequence as TrainingSequence
+from penstock.train import policy
+from penstock.train.batches import pack
+from penstock.train.learner import Metrics
+from penstock.train.sequences import exactness, sequences
+from penstock.train.stations import Stations
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Where training stands."""
+
+    step: int = 0
+    version: int = 0
+    last_version: int = 0
+    """The highest number ever served, also by weights that a kill undid: numbers are not used twice."""
+    leases: tuple[str, ...] = ()
+    """Trained, but not yet in a checkpoint."""
+
+
+class Credit(NamedTuple):
+    """What a lease's groups give to train on."""
+
+    sequences: list[TrainingSequence]
+    counts: Counter[str]
+
+
+async def train_steps(s: Stations, progress: Progress, stop: asyncio.Event) -> Progress:
+    """Train until `train.steps` are done or `stop` is set; what is trained is in a checkpoint when this returns."""
+    section = s.config.train
+    while progress.step < section.steps and not stop.is_set():
+        s.events.emit("step.start", step=progress.step + 1, version=progress.version)
+        clock = Stopwatch()
+        lease = await claim(s, progress.version)
+        rollout_s = clock.lap()
+        s.events.emit("train.start", step=progress.step + 1, groups=len(lease.groups))
+        credit = give_credit(lease.groups, s)
+        metrics, progress = await update(s, credit, progress)
+        progress = replace(progress, step=progress.step + 1, leases=(*progress.leases, lease.id))
+        entry = measure(s, lease, credit, metrics, progress, rollout_s=rollout_s, train_s=clock.lap())
+        s.folder.add_metrics(entry)
+        if progress.step % section.checkpoint_every == 0:
+            progress = await keep(s, progress)
+        s.events.emit("train.step", **entry)
+        s.scheduler.advance(progress.step)
+    return await keep(s, progress) if progress.leases else progress
+
+
+async def claim(s: Stations, version: int) -> Lease:
+    """Wait until a step's groups are complete, and borrow them."""
+    while True:
+        s.rollout_ended.clear()
+        lease = await s.pool.claim(
+            s.config.rollout.groups_per_step,
+            version=version,
+            max_staleness=s.config.rollout.max_staleness,
+            lease_s=s.config.pool.lease_s,
+        )
+        if lease is not None:
+            refuse_all_failed([attempt for group in lease.groups for attempt in group.attempts], "of this step")
+            return lease
+        await s.rollout_ended.wait()
+
+
+def give_credit(groups: Sequence[Group], s: Stations) -> Credit:
+    """Advantages within each group, then the sequences that carry them."""
+    made, counts = list[TrainingSequence](), Counter[str]()
+    for group in groups:
+        result = sequences(group, s.advantage(group))
+        made += result.sequences
+        counts.update(result.counts)
+    return Credit(made, counts)
+
+
+async def update(s: Stations, credit: Credit, progress: Progress) -> tuple[Metrics, Progress]:
+    """Improve the policy and let the engine serve it; where no group has anything to teach, nothing changes."""
+    if not credit.sequences:
+        return Metrics(), progress
+    section = s.config.train
+    batch = pack(
+        credit.sequences,
+        rollouts=credit.counts["rollouts"],
+        tokens_per_pass=section.tokens_per_pass,
+        shared_prefix=section.shared_prefix,
+    )
+    done = await asyncio.to_thread(s.learner.compute, batch)
+    first = done.metrics
+    version = max(progress.version, progress.last_version)
+    for remaining in range(section.updates_per_step - 1, -1, -1):
+        version += 1
+        await s.engine.swap(version, s.learner.apply)
+        if remaining:
+            done = await asyncio.to_thread(s.learner.compute, batch, done.proximal)
+    metrics = replace(done.metrics, kl_behaviour=first.kl_behaviour, logprob_gap=first.logprob_gap)
+    return metrics, replace(progress, version=version, last_version=version)
+
+
+async def keep(s: Stations, progress: Progress) -> Progress:
+    """Save a checkpoint; once it is on disk, the leases that led to it are acknowledged."""
+    version = PolicyVersion(number=progress.version, step=progress.step, leases=progress.leases)
+    folder = await asyncio.to_thread(
+        policy.save, s.folder.checkpoints, version, s.learner, s.inputs.folder, kept=s.config.train.checkpoints_kept
+    )
+    for lease in progress.leases:
+        await s.pool.ack(lease, progress.version)
+    s.events.emit("checkpoint", version=version.number, step=version.step, folder=str(folder))
+    return replace(progress, leases=())
+
+
+def measure(
+    s: Stations, lease: Lease, credit: Credit, metrics: Metrics, progress: Progress, *, rollout_s: float, train_s: float
+) -> dict[str, Any]:
+    """One step in numbers: a line of `metrics.jsonl`."""
+    attempts = [attempt for group in lease.groups for attempt in group.attempts]
+    rewards = [attempt.reward for attempt in attempts if attempt.reward is not None]
+    exact = [exactness(attempt) for attempt in attempts]
+    sampled = sum(e.sampled_tokens for e in exact)
+    return {
+        "step": progress.step,
+        "steps": s.config.train.steps,
+        "version": progress.version,
+        "reward": sum(rewards) / len(rewards),
+        "rewards": rewards,
+        "groups": len(lease.groups),
+        "groups_equal": credit.counts["groups_equal"],
+        "groups_stale": lease.stale,
+        "rollouts": len(attempts),
+        "ends": dict(Counter(str(attempt.end) for attempt in attempts)),
+        "masked": {key.removeprefix("masked."): n for key, n in credit.counts.items() if key.startswith("masked.")},
+        "exact_tokens": sum(e.exact_tokens for e in exact),
+        "sampled_tokens": sampled,
+        "exact_token_rate": sum(e.exact_tokens for e in exact) / sampled if sampled else 1.0,
+        **{name: getattr(metrics, name) for name in Metrics.__slots__},
+        "rollout_s": round(rollout_s, 3),
+        "train_s": round(train_s, 3),
+        "tokens_per_s": round(sampled / max(rollout_s, 1e-9), 1),
+    }
+
+
+def refuse_all_failed(attempts: list[Attempt], which: str) -> None:
+    """Training cannot go on where every rollout fails: say why, once."""
+    if any(attempt.reward is not None for attempt in attempts):
+        return
+    (end, message), count = Counter((str(a.end), a.message) for a in attempts).most_common(1)[0]
+    share = "each" if count == len(attempts) else f"{count} of them"
+    raise TrainError(f"all {len(attempts)} rollouts {which} failed, {share} with {end}: {message or 'no message'}")
+
+
+class Stopwatch:
+    """Seconds since the last look."""
+
+    def __init__(self) -> None:
+        self._last = asyncio.get_running_loop().time()
+
+    def lap(self) -> float:
+        """Seconds since it was made, or since the last lap."""
+        before, self._last = self._last, asyncio.get_running_loop().time()
+        return self._last - before

@@ -1,0 +1,182 @@
+"""Policy versions on disk: a folder appears whole or not at all, and gives back the trainer bit for bit.
+
+`checkpoints/000012/` is a model folder like any other (weights, config, tokenizer) that also holds the optimizer's state and
+`state.json`: the version with its leases, random states, and the size of every file. It is written under another name, brought
+to disk, then renamed. A folder that is not whole is passed over, and what a killed process left is removed by the next save.
+"""
+
+import os
+import random
+import shutil
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file  # pyright: ignore[reportUnknownVariableType]
+from torch import Tensor
+
+from penstock.codec import from_json, to_json
+from penstock.engines.embedded.weights import load_decoder, save_decoder
+from penstock.errors import ModelError, TrainError
+from penstock.records import PolicyVersion
+from penstock.train.learner import Learner
+
+OPTIMIZER, STATE = "optimizer.safetensors", "state.json"
+COPIED = (".jinja", ".json", ".model", ".txt")
+"""What makes weights a model folder: config, tokenizer, chat template."""
+PART = ".part"
+"""Ends the name of whatever is being written or removed."""
+
+OnDisk = Callable[[Path], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """`state.json`."""
+
+    version: PolicyVersion
+    files: dict[str, int]
+    """Name and size in bytes of every other file."""
+    python_random: tuple[int, ...]
+    python_gauss: float | None
+    torch_random: str
+    """In hexadecimal, as is the next."""
+    cuda_random: str | None
+
+
+def sync(path: Path) -> None:
+    """Bring a file, or a folder's list of names, to disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def folder_of(checkpoints: Path, version: PolicyVersion) -> Path:
+    """Where a version is, or would be, kept."""
+    return checkpoints / f"{version.number:06d}"
+
+
+def save(
+    checkpoints: Path, version: PolicyVersion, learner: Learner, model: Path, *, kept: int = 2, on_disk: OnDisk = sync
+) -> Path:
+    """Write `version`, then remove all but the newest `kept`; returns its folder. The weights must not change meanwhile.
+
+    Config and tokenizer come from the folder `model`. A number means the same weights for good: a version that is on disk already
+    (a step that had nothing to learn) gets a new state only. TrainError where the disk refuses; earlier versions are untouched.
+    `on_disk` is called after each thing written.
+    """
+    target = folder_of(checkpoints, version)
+    part = target.with_suffix(PART)
+    with _refusal(f"checkpoint {target} could not be written", part):
+        checkpoints.mkdir(parents=True, exist_ok=True)
+        _sweep(checkpoints)
+        if _whole(target):
+            _write_state(target, version, _read(target).files, on_disk)
+        else:
+            shutil.rmtree(target, ignore_errors=True)
+            part.mkdir()
+            _write(part, version, learner, model, on_disk)
+            part.rename(target)
+            on_disk(checkpoints)
+    with _refusal(f"checkpoint {target} is saved, but those before it could not be removed"):
+        for old in _complete(checkpoints)[:-kept]:
+            old.rename(old.with_suffix(PART))
+        _sweep(checkpoints)
+    return target
+
+
+def latest(checkpoints: Path) -> PolicyVersion | None:
+    """The newest whole version; None where there is none."""
+    complete = _complete(checkpoints)
+    return _read(complete[-1]).version if complete else None
+
+
+def restore(checkpoints: Path, version: PolicyVersion, learner: Learner) -> None:
+    """Put weights (in place), optimizer and random generators back to where `version` left them."""
+    folder = folder_of(checkpoints, version)
+    try:
+        saved = _read(folder)
+        learner.decoder.load_state_dict(load_decoder(folder).state_dict())
+        learner.load({name: value.clone() for name, value in load_file(folder / OPTIMIZER).items()})
+    except (OSError, SafetensorError, ModelError, ValueError, KeyError, RuntimeError) as cause:
+        raise TrainError(f"checkpoint {folder} cannot be read: {cause}; remove it to resume from the one before") from cause
+    random.setstate((3, saved.python_random, saved.python_gauss))
+    torch.set_rng_state(_from_hex(saved.torch_random))
+    if saved.cuda_random and torch.cuda.is_available():
+        torch.cuda.set_rng_state(_from_hex(saved.cuda_random))
+
+
+def _write(part: Path, version: PolicyVersion, learner: Learner, model: Path, on_disk: OnDisk) -> None:
+    for file in model.iterdir():
+        if file.suffix in COPIED and file.name not in (STATE, "model.safetensors.index.json"):
+            shutil.copyfile(file, part / file.name)
+    save_decoder(learner.decoder, part)
+    save_file({name: value.detach().cpu().contiguous() for name, value in learner.state().items()}, part / OPTIMIZER)
+    sizes: dict[str, int] = {}
+    for file in sorted(part.iterdir()):
+        on_disk(file)
+        sizes[file.name] = file.stat().st_size
+    _write_state(part, version, sizes, on_disk)
+
+
+def _write_state(folder: Path, version: PolicyVersion, sizes: dict[str, int], on_disk: OnDisk) -> None:
+    _, numbers, gauss = random.getstate()
+    saved = Saved(
+        version=version,
+        files=sizes,
+        python_random=numbers,
+        python_gauss=gauss,
+        torch_random=_to_hex(torch.get_rng_state()),
+        cuda_random=_to_hex(torch.cuda.get_rng_state()) if torch.cuda.is_available() else None,
+    )
+    part = folder / f"{STATE}{PART}"
+    part.write_bytes(to_json(saved))
+    on_disk(part)
+    part.replace(folder / STATE)
+    on_disk(folder)
+
+
+def _read(folder: Path) -> Saved:
+    return from_json(Saved, (folder / STATE).read_bytes())
+
+
+def _complete(checkpoints: Path) -> list[Path]:
+    """Folders of whole versions, the newest last."""
+    named = [path for path in checkpoints.glob("*") if path.name.isdecimal()]
+    return sorted((path for path in named if _whole(path)), key=lambda path: int(path.name))
+
+
+def _whole(folder: Path) -> bool:
+    try:
+        return all((folder / name).stat().st_size == size for name, size in _read(folder).files.items())
+    except (OSError, ValueError, TypeError, KeyError):
+        return False
+
+
+def _sweep(checkpoints: Path) -> None:
+    """Remove what a killed process left half-written or half-removed."""
+    for part in checkpoints.glob(f"*{PART}"):
+        shutil.rmtree(part)
+
+
+def _to_hex(state: Tensor) -> str:
+    return state.numpy().tobytes().hex()
+
+
+def _from_hex(text: str) -> Tensor:
+    return torch.tensor(list(bytes.fromhex(text)), dtype=torch.uint8)
+
+
+@contextmanager
+def _refusal(what: str, part: Path | None = None) -> Generator[None]:
+    try:
+        yield
+    except (OSError, SafetensorError) as cause:
+        if part is not None:
+            shutil.rmtree(part, ignore_errors=True)
+        raise TrainError(f"{what}: {cause}; free some disk space and resume from the last checkpoint") from cause

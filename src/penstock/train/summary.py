@@ -1,0 +1,85 @@
+"""What a run came to: the few numbers that its reader asks for first."""
+
+from dataclasses import dataclass, replace
+
+from penstock.codec import from_json
+from penstock.config import RunConfig
+from penstock.train import policy
+from penstock.train.folder import RunFolder
+from penstock.train.loop import Progress
+from penstock.train.stations import Stations
+
+FIRST, LAST = 32, 64
+"""Rollouts over which the first and the last reward are means."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """What a run came to."""
+
+    name: str
+    folder: str
+    status: str
+    """"finished", or "stopped" where it can be taken up again."""
+    steps: int
+    first_reward: float | None
+    """Mean over the first 32 graded rollouts."""
+    last_reward: float | None
+    """Mean over the last 64 graded rollouts."""
+    eval_before: float | None
+    eval_after: float | None
+    exact_token_rate: float | None
+    """Share of sampled tokens that are trained under exactly the context they were sampled under; None before the first."""
+    rollouts: int
+    sampled_tokens: int
+    trained_tokens: int
+    train_seconds: float
+    """Of rollouts and updates, evaluation and loading left out."""
+    policy_version: int
+    checkpoint: str | None
+    ends: dict[str, int]
+    """How the training rollouts ended, attempts that a kill cut off included."""
+    resumed: bool = False
+    already_finished: bool = False
+
+
+async def sum_up(s: Stations, progress: Progress, before: float | None, after: float | None) -> Summary:
+    """What the run came to so far."""
+    metrics = s.folder.metrics()
+    stats = await s.pool.stats("train")
+    rewards = [reward for entry in metrics for reward in entry["rewards"]]
+    sampled = sum(entry["sampled_tokens"] for entry in metrics)
+    saved = policy.latest(s.folder.checkpoints)
+    return Summary(
+        name=s.config.run.name,
+        folder=str(s.folder.path),
+        status="finished" if progress.step >= s.config.train.steps else "stopped",
+        steps=progress.step,
+        first_reward=mean(rewards[:FIRST]),
+        last_reward=mean(rewards[-LAST:]),
+        eval_before=before,
+        eval_after=after,
+        exact_token_rate=sum(entry["exact_tokens"] for entry in metrics) / sampled if sampled else None,
+        rollouts=stats.rollouts,
+        sampled_tokens=sampled,
+        trained_tokens=sum(entry["trained_tokens"] for entry in metrics),
+        train_seconds=round(sum(entry["rollout_s"] + entry["train_s"] for entry in metrics), 1),
+        policy_version=progress.version,
+        checkpoint=str(policy.folder_of(s.folder.checkpoints, saved)) if saved else None,
+        ends=stats.ends,
+        resumed=s.folder.resumed,
+    )
+
+
+def finished(folder: RunFolder, config: RunConfig) -> Summary | None:
+    """The summary of a run that has nothing left to do."""
+    written = folder.summary()
+    if written is None:
+        return None
+    done = from_json(Summary, written)
+    return replace(done, already_finished=True) if done.status == "finished" and done.steps >= config.train.steps else None
+
+
+def mean(values: list[float]) -> float | None:
+    """Of nothing, None."""
+    return sum(values) / len(values) if values else None

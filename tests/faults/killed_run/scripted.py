@@ -1,0 +1,32 @@
+"""An engine whose replies depend on the prompt and the rollout's place in its group, and on nothing else."""
+
+import random
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from pathlib import Path
+
+from penstock.config import EngineSection
+from penstock.engines.base import Sampled
+from penstock.records import Sampling
+from penstock.render.tokenizer import Tokenizer
+from penstock.testing import ScriptedEngine
+
+
+class ByPlace(ScriptedEngine):
+    """Replays: a second attempt at the same place gets the same replies as the first."""
+
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, rollout_id: str = ""
+    ) -> AsyncGenerator[Sampled, None]:
+        place = rollout_id.split(".")[1]
+        rng = random.Random(f"{place} {tuple(prompt_ids)}")
+        self._next = lambda prompt: "".join(rng.choices("abcdef ", k=rng.randrange(3, 9)))
+        async with aclosing(super().generate(prompt_ids, sampling, rollout_id=rollout_id)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+
+def open_engine(
+    folder: Path, *, name: str, section: EngineSection, seed: int, decode: Callable[[Sequence[int]], str] | None = None
+) -> ByPlace:
+    return ByPlace([], Tokenizer.load(folder), model=name)

@@ -1,0 +1,171 @@
+"""Training runs killed with SIGKILL at random points: what is resumed equals what was never killed."""
+
+import asyncio
+import hashlib
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.engines.embedded.decoder import Decoder, Shape
+from penstock.engines.embedded.weights import save_decoder
+from penstock.pool import POOLS
+from penstock.testing import write_tokenizer
+
+HERE = Path(__file__).parent / "killed_run"
+STEPS, GROUPS, SIZE = 5, 2, 4
+
+CONFIG = """
+[run]
+name = "{name}"
+folder = "{folder}"
+[model]
+name = "{model}"
+[agent]
+entry = "{agent}"
+[dataset]
+train = "tasks.jsonl"
+eval = "heldout.jsonl"
+[rollout]
+group_size = {size}
+groups_per_step = {groups}
+concurrency = 8
+[sampling]
+max_tokens = 16
+[engine]
+name = "scripted:open_engine"
+[train]
+steps = {steps}
+lr = 1e-3
+checkpoint_every = {every}
+"""
+
+
+def make_model(folder: Path) -> Path:
+    """A random network small enough to train in milliseconds, in an ordinary model folder."""
+    write_tokenizer(folder)
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 259,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    torch.manual_seed(7)
+    shape = Shape(
+        vocab_size=259,
+        hidden=32,
+        inner=64,
+        layers=2,
+        heads=4,
+        kv_heads=2,
+        head_dim=8,
+        context_length=512,
+        norm_eps=1e-5,
+        rope_theta=10000.0,
+        rope_scaling=None,
+        tied=True,
+        qkv_bias=False,
+        qk_norm=False,
+    )
+    save_decoder(Decoder(shape), folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("killed")
+    make_model(folder / "model")
+    rows = [{"prompt": f"Number {n}", "label": str(n)} for n in range(20)]
+    (folder / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "heldout.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:3]))
+    return folder
+
+
+def start(home: Path, name: str, *, every: int = 1) -> "subprocess.Popen[bytes]":
+    config = home / f"{name}.toml"
+    config.write_text(
+        CONFIG.format(
+            name=name,
+            folder=home / "runs",
+            model=home / "model",
+            agent=HERE / "agent.py",
+            size=SIZE,
+            groups=GROUPS,
+            steps=STEPS,
+            every=every,
+        )
+    )
+    environment = os.environ | {"PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", "from penstock.cli import main; main()", "train", str(config), "--json"]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
+
+
+def finish(home: Path, name: str, *, every: int = 1) -> dict[str, object]:
+    process = start(home, name, every=every)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err.decode()[-2000:]
+    return json.loads(out)
+
+
+def kill_after(home: Path, name: str, lines: int, *, every: int = 1) -> bool:
+    """Start or resume the run and kill it once it has told `lines` more events; False where it ended before that."""
+    log = home / "runs" / name / "events.jsonl"
+    goal = lines + (log.read_bytes().count(b"\n") if log.exists() else 0)
+    process = start(home, name, every=every)
+    deadline = time.monotonic() + 120
+    while process.poll() is None and time.monotonic() < deadline:
+        if log.exists() and log.read_bytes().count(b"\n") >= goal:
+            process.kill()
+            process.communicate(timeout=30)
+            return True
+        time.sleep(0.002)
+    process.communicate(timeout=30)
+    return False
+
+
+def weights(home: Path, name: str) -> str:
+    newest = max((home / "runs" / name / "checkpoints").glob("[0-9]*"))
+    return hashlib.sha256((newest / "model.safetensors").read_bytes()).hexdigest()
+
+
+def ledger(home: Path, name: str) -> list[str]:
+    async def read() -> list[str]:
+        pool = POOLS.load("sqlite")(home / "runs" / name)
+        try:
+            return [group_id for group_id, _ in await pool.trained()]
+        finally:
+            await pool.close()
+
+    return asyncio.run(read())
+
+
+@pytest.fixture(scope="module")
+def unkilled(home: Path) -> str:
+    summary = finish(home, "unkilled")
+    assert summary["exact_token_rate"] == 1.0
+    return weights(home, "unkilled")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("every", [1, 3])
+def test_run_killed_at_three_random_points_ends_with_the_same_weights(home: Path, unkilled: str, every: int) -> None:
+    name, rng = f"killed-{every}", random.Random()
+    points = [rng.randrange(1, 90) for _ in range(3)]
+    killed = [kill_after(home, name, lines, every=every) for lines in points]
+    finish(home, name, every=every)
+    trained = ledger(home, name)
+    assert weights(home, name) == unkilled, f"killed {killed} after {points} events"
+    assert len(trained) == len(set(trained)) == STEPS * GROUPS, f"killed {killed} after {points} events"

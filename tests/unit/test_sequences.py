@@ -1,0 +1,179 @@
+import math
+from dataclasses import replace
+
+import pytest
+
+from penstock.errors import TrainError
+from penstock.records import Attempt, End, Grade, Group, Node, Sampling, Step, Task, make_rollout
+from penstock.train.sequences import exactness, sequences
+
+NAN = math.nan
+
+
+def node(number: int, parent: int | None, *ids: int) -> Node:
+    return Node(rollout_id="r", id=number, parent=parent, token_ids=ids, chain="", messages=())
+
+
+def step(index: int, at: int, *ids: int, **changes: object) -> Step:
+    made = Step(
+        rollout_id="r",
+        index=index,
+        node=at,
+        transcript="main",
+        completion_ids=ids,
+        logprobs=tuple(-0.5 for _ in ids),
+        versions=tuple(3 for _ in ids),
+        sampling=Sampling(temperature=0.7),
+        finish="stop",
+        message={},
+        chain="",
+    )
+    return replace(made, **changes)  # pyright: ignore[reportArgumentType]
+
+
+def attempt(nodes: list[Node], steps: list[Step], *, place: int = 0, reward: float | None = 1.0) -> Attempt:
+    rollout = make_rollout("train-0", "t", place)
+    grades = () if reward is None else (Grade(rollout_id=rollout.id, reward=reward, source="test"),)
+    end = End.TIMEOUT if reward is None else End.COMPLETED
+    return Attempt(rollout=rollout, end=end, nodes=tuple(nodes), steps=tuple(steps), grades=grades)
+
+
+def group(*attempts: Attempt) -> Group:
+    return Group(id="train-0", seq=0, task=Task(id="t", prompt=()), channel="train", attempts=attempts)
+
+
+def two_turns(**changes: object) -> Attempt:
+    return attempt([node(0, None, 1, 2), node(1, 0, 5, 6)], [step(0, 0, 3, 4), step(1, 1, 7, **changes)])
+
+
+def branches() -> Attempt:
+    """Two tool results after the same reply: one root, three replies."""
+    return attempt(
+        [node(0, None, 1, 2), node(1, 0, 5), node(2, 0, 6)],
+        [step(0, 0, 3, 4), step(1, 1, 7), step(2, 2, 8, 9)],
+    )
+
+
+def test_a_conversation_is_one_sequence_that_trains_every_reply():
+    result = sequences(group(two_turns()), [2.0])
+    (only,) = result.sequences
+    assert only.token_ids == (1, 2, 3, 4, 5, 6, 7)
+    assert only.trained == (False, False, True, True, False, False, True)
+    assert only.logprobs == (0.0, 0.0, -0.5, -0.5, 0.0, 0.0, -0.5)
+    assert only.temperatures == (1.0, 1.0, 0.7, 0.7, 1.0, 1.0, 0.7)
+    assert only.advantages == (0.0, 0.0, 2.0, 2.0, 0.0, 0.0, 2.0)
+    assert only.versions == (-1, -1, 3, 3, -1, -1, 3)
+    assert result.counts["tokens"] == 3 and result.counts["rollouts"] == 1
+
+
+def test_a_reply_on_two_paths_is_trained_on_the_first_only():
+    first, second = sequences(group(branches()), [1.0]).sequences
+    assert (first.token_ids, second.token_ids) == ((1, 2, 3, 4, 5, 7), (1, 2, 3, 4, 6, 8, 9))
+    assert first.trained == (False, False, True, True, False, True)
+    assert second.trained == (False, False, False, False, False, True, True)
+
+
+def test_each_rollout_weighs_the_same_however_many_sequences_and_tokens():
+    short = attempt([node(0, None, 1)], [step(0, 0, 2)], place=1)
+    result = sequences(group(branches(), short), [1.0, -1.0])
+    share = {"train-0.0.1": 0.0, "train-0.1.1": 0.0}
+    for sequence in result.sequences:
+        share[sequence.rollout_id] += sequence.weight * sum(sequence.trained)
+    assert share == pytest.approx({"train-0.0.1": 1.0, "train-0.1.1": 1.0})
+
+
+def test_a_divisor_replaces_the_rollouts_own_token_count():
+    made = sequences(group(branches()), [1.0], divisor=50.0).sequences
+    assert [sequence.weight for sequence in made] == [1 / 50, 1 / 50]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"finish": "cancelled"}, "cancelled"),
+        ({"finish": "error"}, "error"),
+        ({"sampling": Sampling(temperature=0)}, "greedy"),
+        ({"completion_ids": (), "logprobs": (), "versions": ()}, "empty"),
+        ({"logprobs": ()}, "misaligned"),
+        ({"versions": (1, 2)}, "misaligned"),
+        ({"logprobs": (NAN,)}, "bad_logprob"),
+        ({"logprobs": (0.5,)}, "bad_logprob"),
+        ({"completion_ids": (-1,)}, "bad_token"),
+        ({"node": 9}, "context_missing"),
+    ],
+)
+def test_a_step_that_cannot_be_trained_is_masked_and_counted(changes: dict[str, object], reason: str):
+    result = sequences(group(two_turns(**changes)), [1.0])
+    assert result.counts[f"masked.{reason}"] == 1
+    assert [sequence.token_ids for sequence in result.sequences] == [(1, 2, 3, 4)]
+    assert result.counts["tokens"] == 2 and result.sequences[0].weight == 1 / 2
+
+
+def test_a_masked_reply_is_still_context_of_what_follows():
+    made = attempt([node(0, None, 1), node(1, 0, 4)], [step(0, 0, 2, 3, finish="cancelled"), step(1, 1, 5)])
+    (only,) = sequences(group(made), [1.0]).sequences
+    assert only.token_ids == (1, 2, 3, 4, 5)
+    assert only.trained == (False, False, False, False, True)
+
+
+def test_zero_advantage_rollouts_of_a_mixed_group_are_masked_but_counted_in_the_mean():
+    result = sequences(group(two_turns(), replace(two_turns(), rollout=make_rollout("train-0", "t", 1))), [0.0, 1.0])
+    assert {sequence.rollout_id for sequence in result.sequences} == {"train-0.1.1"}
+    assert result.counts["masked.zero_advantage"] == 2 and result.counts["rollouts"] == 2
+
+
+def test_a_group_without_any_advantage_is_skipped_and_counted():
+    result = sequences(group(two_turns(), two_turns()), [0.0, 0.0])
+    assert result.sequences == []
+    assert result.counts["groups_equal"] == 1 and result.counts["rollouts"] == 0
+
+
+def test_failed_rollouts_are_counted_and_leave_no_sequence():
+    failed = attempt([node(0, None, 1)], [step(0, 0, 2)], reward=None)
+    result = sequences(group(failed, two_turns()), [1.0])
+    assert result.counts["ungraded"] == 1 and len(result.sequences) == 1
+    assert sequences(group(failed), []).counts["groups_ungraded"] == 1
+
+
+def test_new_roots_in_one_rollout_are_sequences_of_their_own():
+    made = attempt([node(0, None, 1), node(1, None, 1, 9)], [step(0, 0, 2), step(1, 1, 3)])
+    assert [sequence.token_ids for sequence in sequences(group(made), [1.0]).sequences] == [(1, 2), (1, 9, 3)]
+
+
+def test_several_replies_to_one_prompt_are_branches():
+    made = attempt([node(0, None, 1)], [step(0, 0, 2), step(1, 0, 3), step(2, 0, 2)])
+    assert [sequence.token_ids for sequence in sequences(group(made), [1.0]).sequences] == [(1, 2), (1, 3), (1, 2)]
+
+
+@pytest.mark.parametrize("advantages", [[], [1.0, 2.0], [NAN]])
+def test_unusable_advantages_are_refused(advantages: list[float]):
+    with pytest.raises(TrainError, match="train-0"):
+        sequences(group(two_turns()), advantages)
+
+
+def test_a_sound_record_is_exact_in_every_token():
+    assert exactness(branches()) == (5, 5, {})
+
+
+def test_a_damaged_reply_spoils_itself_and_what_was_sampled_after_it():
+    made = branches()
+    steps = (replace(made.steps[0], logprobs=(-0.5,)), *made.steps[1:])
+    result = exactness(replace(made, steps=steps))
+    assert (result.exact_tokens, result.sampled_tokens) == (0, 5)
+    assert result.broken == {"misaligned": 2, "context_flawed": 3}
+
+
+def test_lost_ids_lower_exactness_although_they_are_gone():
+    made = two_turns()
+    result = exactness(replace(made, steps=(made.steps[0], replace(made.steps[1], completion_ids=()))))
+    assert (result.exact_tokens, result.sampled_tokens) == (2, 3)
+
+
+def test_a_reply_that_claims_to_follow_a_later_one_has_no_context():
+    made = attempt([node(0, None, 1), node(1, 5, 2)], [step(0, 1, 3), step(5, 0, 4)])
+    assert exactness(made).broken == {"context_missing": 1}
+    assert [sequence.token_ids for sequence in sequences(group(made), [1.0]).sequences] == [(1, 4)]
+
+
+def test_a_reply_without_any_prompt_is_not_trained():
+    assert exactness(attempt([node(0, None)], [step(0, 0, 3)])).broken == {"context_missing": 1}
