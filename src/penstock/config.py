@@ -172,7 +172,7 @@ def validate(model: type[T], tree: Mapping[str, Any], where: str) -> T:
     try:
         return model.model_validate(tree)
     except ValidationError as cause:
-        first = cause.errors()[0]
+        first = min(cause.errors(), key=lambda error: error["type"] != "extra_forbidden")  # a mistyped key explains a missing one
         raise ConfigError(f"{where}: {_explain(model, first)}") from cause
 
 
@@ -185,7 +185,7 @@ def cache_folder() -> Path:
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError as cause:
         raise ConfigError(
             f"{path}: no such file; give the path of a TOML file, for example examples/multiply/train.toml"
@@ -198,18 +198,25 @@ def _read_toml(path: Path) -> dict[str, Any]:
 
 def _apply(tree: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
-    if not equals or not key.strip():
-        raise ConfigError(f"--set {override!r}: write it as section.key=value, for example train.lr=1e-5")
-    try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = text
     *sections, last = [part.strip() for part in key.split(".")]
+    if not equals or not all([*sections, last]):
+        raise ConfigError(f"--set {override!r}: write it as section.key=value, for example train.lr=1e-5")
+    value = _value(text)
     for section in sections:
-        tree = tree.setdefault(section, {})
-        if not isinstance(tree, dict):
+        below: Any = tree.setdefault(section, {})
+        if not isinstance(below, dict):
             raise ConfigError(f"--set {override!r}: {section!r} is a value, not a section")
+        tree = below  # pyright: ignore[reportUnknownVariableType]
     tree[last] = value
+
+
+def _value(text: str) -> Any:
+    """`text` as a TOML value; as it stands where it is none."""
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    return parsed["value"] if len(parsed) == 1 else text
 
 
 def _explain(model: type[BaseModel], error: Any) -> str:
@@ -221,8 +228,11 @@ def _explain(model: type[BaseModel], error: Any) -> str:
         return f"unknown key {path!r}; {hint}"
     if error["type"] == "missing":
         return f"key {path!r} is missing; add it"
+    if error["type"] == "model_type":
+        return f"{path} = {error['input']!r}: write it as a table, [{path}]"
     message = error["msg"].removeprefix("Value error, ")
-    return f"{path} = {error['input']!r}: {message[:1].lower()}{message[1:]}"
+    remedy = "; write it in quotes" if error["type"] == "string_type" else ""
+    return f"{path} = {error['input']!r}: {message[:1].lower()}{message[1:]}{remedy}"
 
 
 def _fields_at(model: type[BaseModel], loc: tuple[str | int, ...]) -> list[str]:

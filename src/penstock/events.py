@@ -25,8 +25,7 @@ class Events:
     def emit(self, kind: str, **fields: Any) -> None:
         """Tell everybody. The wall time is a label; order is the order of lines."""
         if self._file:
-            line = orjson.dumps({"time": round(time.time(), 3), "kind": kind, **fields}, option=orjson.OPT_APPEND_NEWLINE)
-            self._file.write(line)
+            self._file.write(_line({"time": round(time.time(), 3), "kind": kind, **fields}))
         for listener in self._listeners:
             listener(kind, fields)
 
@@ -41,3 +40,20 @@ class Events:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+def _line(event: dict[str, Any]) -> bytes:
+    try:
+        return orjson.dumps(event, option=orjson.OPT_APPEND_NEWLINE)
+    except TypeError:  # half a character in an author's message must not end the run
+        return orjson.dumps(_whole_text(event), option=orjson.OPT_APPEND_NEWLINE)
+
+
+def _whole_text(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
+    if isinstance(value, dict):
+        return {key: _whole_text(item) for key, item in value.items()}  # pyright: ignore[reportUnknownVariableType]
+    if isinstance(value, list | tuple):
+        return [_whole_text(item) for item in value]  # pyright: ignore[reportUnknownVariableType]
+    return value

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from importlib.metadata import entry_points
 from typing import Any
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, boundary
 
 
 class Registry:
@@ -24,14 +24,26 @@ class Registry:
 
     def load(self, name: str) -> Any:
         """Import and return what `name` stands for."""
+        target = self._target(name)
+        module, _, attribute = target.partition(":")
+        what = f"{self.kind} {name!r} cannot be loaded from {target!r}"
+        try:
+            with boundary(ConfigError, what):
+                return getattr(importlib.import_module(module), attribute)
+        except ConfigError as error:
+            if isinstance(error.__cause__, ModuleNotFoundError):
+                raise ConfigError(f"{error}; `penstock doctor` says how to install what is missing") from error
+            raise
+
+    def check(self, name: str) -> None:
+        """ConfigError where nothing has this name. Imports nothing, so it can be asked before heavy work."""
+        self._target(name)
+
+    def _target(self, name: str) -> str:
         target = name if ":" in name else self.table.get(name) or self._plugins().get(name)
         if target is None:
             raise ConfigError(f"unknown {self.kind} {name!r}; {self._hint(name)}")
-        module, _, attribute = target.partition(":")
-        try:
-            return getattr(importlib.import_module(module), attribute)
-        except (ImportError, AttributeError) as cause:
-            raise ConfigError(f"{self.kind} {name!r} cannot be loaded from {target}: {cause}") from cause
+        return target
 
     def _plugins(self) -> dict[str, str]:
         return {point.name: point.value for point in entry_points(group=f"penstock.{self.kind}")}

@@ -1,0 +1,5 @@
+"""The command line: `penstock train`, `report`, `models`, `doctor`."""
+
+from penstock.cli.app import main
+
+__all__ = ["main"]

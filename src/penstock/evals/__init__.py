@@ -1,0 +1,1 @@
+"""Evaluation: what a run came to, for people."""

@@ -1,0 +1,90 @@
+"""The `penstock` command: its sub-commands, and the one place where errors become a line and an exit code."""
+
+import sys
+from typing import Annotated
+
+import orjson
+import typer
+
+from penstock import __version__
+from penstock.cli import doctor, models, report, train
+from penstock.errors import ConfigError, PenstockError
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+app.command("train")(train.train)
+app.command("report")(report.report)
+app.add_typer(models.app, name="models")
+app.command("doctor")(doctor.doctor)
+
+UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+"""What typer raises for a command line that it cannot read; it exports this child of it only."""
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"penstock {__version__}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.", callback=_show_version, is_eager=True)] = False,
+) -> None:
+    """Make any agent trainable: run it over tasks, record every token, grade, improve the policy.
+
+    Results go to stdout, progress to stderr; --json on any command prints one JSON object instead of text.
+
+    Exit codes: 0 done, 1 failed, 2 bad input, 130 stopped by Ctrl-C.
+    """
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+def main() -> None:
+    """The console script."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="replace")  # pyright: ignore[reportAttributeAccessIssue]  # model text may not fit the terminal
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: list[str]) -> int:
+    """Run one command line and return its exit code. A bug in penstock is not caught: it shows its traceback."""
+    as_json = "--json" in arguments
+    try:
+        code = app(arguments, prog_name="penstock", standalone_mode=False)
+    except PenstockError as error:
+        return _tell_error(error, as_json=as_json)
+    except ExceptionGroup as group:
+        ours, others = group.split(PenstockError)
+        if others or not ours:
+            raise
+        return _tell_error(_first(ours), as_json=as_json)
+    except UsageError as error:
+        message = f"{error.format_message().rstrip('.')}; see penstock --help"  # pyright: ignore[reportAttributeAccessIssue]
+        return _tell(message, code="usage", as_json=as_json, exit_code=2)
+    return code if isinstance(code, int) else 0
+
+
+def _tell_error(error: PenstockError, *, as_json: bool) -> int:
+    return _tell(str(error), code=_code(error), as_json=as_json, exit_code=2 if isinstance(error, ConfigError) else 1)
+
+
+def _first(group: ExceptionGroup[PenstockError]) -> PenstockError:
+    first = group.exceptions[0]
+    return _first(first) if isinstance(first, ExceptionGroup) else first
+
+
+def _tell(message: str, *, code: str, as_json: bool, exit_code: int) -> int:
+    line = " ".join(part.strip() for part in message.splitlines())
+    if as_json:
+        typer.echo(orjson.dumps({"error": {"code": code, "message": line}}).decode())
+    else:
+        typer.echo(f"penstock: {line}", err=True)
+    return exit_code
+
+
+def _code(error: PenstockError) -> str:
+    """`DatasetError` → `dataset_error`."""
+    name = type(error).__name__
+    return "".join(f"_{c.lower()}" if c.isupper() and i else c.lower() for i, c in enumerate(name))

@@ -1,0 +1,158 @@
+"""What `penstock doctor` looks at: one function per thing, each answers with a check and its remedy."""
+
+import os
+import platform
+import re
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+from penstock.config import ModelSection, cache_folder
+
+GB = 1024**3
+DISK_NEEDED, DISK_WANTED = 2 * GB, 8 * GB
+"""The embedded model is 0.5 GB and a checkpoint with its optimizer 1.6 GB; two are kept while a third is written."""
+MEMORY_NEEDED, MEMORY_WANTED = 2 * GB, 4 * GB
+"""Weights, gradients and optimizer of the embedded model are 2.1 GB; activations and the engine's cache come on top."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One thing looked at. A `note` does not hinder training, a `fail` does."""
+
+    name: str
+    state: Literal["ok", "note", "fail"]
+    found: str
+    remedy: str = ""
+
+
+def look() -> list[Check]:
+    """All checks, in the order in which a person would mend them."""
+    return [python(), *packages(), torch_device(), memory(), disk(), cache(), model(), loopback()]
+
+
+def python() -> Check:
+    """The interpreter; pip has refused one that is too old."""
+    return Check(name="python", state="ok", found=f"{platform.python_version()} in {sys.prefix}")
+
+
+def packages() -> Iterator[Check]:
+    """The core and every extra, from the installed package's own list of requirements; nothing is imported."""
+    yield Check(name="penstock", state="ok", found=metadata.version("penstock"))
+    wanted: dict[str, list[str]] = {}
+    for requirement in metadata.requires("penstock") or []:
+        extra = re.search(r"extra == ['\"]([^'\"]+)['\"]", requirement)
+        wanted.setdefault(extra.group(1) if extra else "", []).append(re.split(r"[^A-Za-z0-9._-]", requirement)[0])
+    for extra, names in wanted.items():
+        yield _extra(extra, names)
+
+
+def torch_device() -> Check:
+    """Where the embedded engine and the trainer compute."""
+    try:
+        import torch
+    except ImportError as cause:
+        return Check(name="device", state="fail", found=f"torch cannot be imported: {cause}", remedy=_pip("local"))
+    if torch.cuda.is_available():
+        return Check(name="device", state="ok", found=f"cuda: {torch.cuda.get_device_name()}")
+    return Check(name="device", state="ok", found=f"cpu, {torch.get_num_threads()} threads")
+
+
+def memory() -> Check:
+    """What is free now, in RAM."""
+    free = _free_memory()
+    if free is None:
+        return Check(name="memory", state="note", found="cannot be read on this system")
+    return _amount("memory", free, MEMORY_NEEDED, MEMORY_WANTED, remedy="close other programs, or train a smaller model")
+
+
+def disk() -> Check:
+    """What is free where runs are written: the current folder."""
+    return _amount(
+        "disk", shutil.disk_usage(Path.cwd()).free, DISK_NEEDED, DISK_WANTED, remedy="free some, or set run.folder elsewhere"
+    )
+
+
+def cache() -> Check:
+    """The folder that models are kept in."""
+    folder = cache_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as cause:
+        return Check(
+            name="cache",
+            state="fail",
+            found=f"{folder} cannot be written: {cause.strerror}",
+            remedy="set PENSTOCK_CACHE to a writable folder",
+        )
+    return Check(name="cache", state="ok", found=str(folder))
+
+
+def model() -> Check:
+    """The start policy of a config that names none."""
+    name = ModelSection().name
+    raise NotImplementedError
+
+
+def loopback() -> Check:
+    """Agents reach the gateway over the loopback interface."""
+    try:
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+    except OSError as cause:
+        return Check(
+            name="loopback",
+            state="fail",
+            found=f"no port of 127.0.0.1 can be bound: {cause.strerror}",
+            remedy="allow local sockets in this sandbox or container",
+        )
+    return Check(name="loopback", state="ok", found="a port of 127.0.0.1 can be bound")
+
+
+def _extra(extra: str, names: list[str]) -> Check:
+    versions = {name: _version(name) for name in names}
+    missing = [name for name, version in versions.items() if version is None]
+    label = extra or "core"
+    if not missing:
+        return Check(name=label, state="ok", found=", ".join(f"{name} {version}" for name, version in versions.items()))
+    needed = extra in ("", "local")
+    return Check(name=label, state="fail" if needed else "note", found=f"not installed: {', '.join(missing)}", remedy=_pip(extra))
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _pip(extra: str) -> str:
+    return f'pip install "penstock[{extra}]"' if extra else "pip install --force-reinstall penstock"
+
+
+def _amount(name: str, free: int, needed: int, wanted: int, *, remedy: str) -> Check:
+    found = f"{free / GB:.1f} GB free"
+    if free >= wanted:
+        return Check(name=name, state="ok", found=found)
+    return Check(
+        name=name, state="fail" if free < needed else "note", found=f"{found}; {wanted / GB:.0f} GB are comfortable", remedy=remedy
+    )
+
+
+def _free_memory() -> int | None:
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        available = re.search(r"MemAvailable:\s+(\d+) kB", meminfo.read_text())
+        return int(available.group(1)) * 1024 if available else None
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError):
+        return None

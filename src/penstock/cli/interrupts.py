@@ -1,0 +1,61 @@
+"""Ctrl-C: once is a safe stop after the running step, twice is now."""
+
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+GRACE_S = 3.0
+"""How long a second Ctrl-C waits for the run to let go before the process ends all the same."""
+INTERRUPTED = 130
+
+
+class Interrupts:
+    """Inside it, the first SIGINT or SIGTERM sets `stop` and calls `notify`; the second cancels the task that entered.
+
+    Whatever is on disk then is what a kill would leave, and a run can be taken up after a kill. So a process whose threads or whose
+    agent will not let go is ended after a short grace.
+    """
+
+    def __init__(self, stop: asyncio.Event, notify: Callable[[], None]) -> None:
+        self._stop = stop
+        self._notify = notify
+        self._before: dict[int, Any] = {}
+        self._count = 0
+
+    def __enter__(self) -> Self:
+        self._loop = asyncio.get_running_loop()
+        self._task = asyncio.current_task()
+        self._before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        # not loop.add_signal_handler: this runs even while an agent blocks the loop
+        self._count += 1
+        if self._count == 1:
+            self._loop.call_soon_threadsafe(self._stop.set)
+            self._loop.call_soon_threadsafe(self._notify)
+        elif self._count == 2:
+            self._loop.call_soon_threadsafe(self._cancel)
+            last = threading.Timer(GRACE_S, _quit)
+            last.daemon = True
+            last.start()
+        else:
+            _quit()
+
+    def _cancel(self) -> None:
+        if self._task:
+            self._task.cancel()
+
+
+def _quit() -> None:
+    if os.isatty(2):
+        os.write(2, b"\x1b[?25h\n")  # the live view hides the cursor
+    os._exit(INTERRUPTED)

@@ -1,0 +1,94 @@
+"""`penstock train`: run, watch, stop safely, sum up."""
+
+import asyncio
+import contextlib
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from penstock.cli.interrupts import INTERRUPTED, Interrupts
+from penstock.errors import PenstockError
+
+if TYPE_CHECKING:
+    from penstock.cli.live import LiveView
+    from penstock.config import RunConfig
+    from penstock.train.run import Summary
+
+
+def train(
+    file: Annotated[Path, typer.Argument(metavar="FILE.toml", help="The run's config file.")],
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override one key; may be repeated.")
+    ] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start over; a run of the same name is kept aside.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
+) -> None:
+    """Train the policy of an agent, or take up a run where it stopped.
+
+    Ctrl-C once stops after the running step (exit code 130); the same command then goes on from there.
+    """
+    from penstock.cli.live import LiveView
+    from penstock.cli.state import RunState
+    from penstock.config import load_config
+
+    config = load_config(file, overrides or ())
+    command = _command(file, overrides or [])
+    view = LiveView(RunState(rollouts_per_step=config.rollout.group_size * config.rollout.groups_per_step))
+    try:
+        # what an author's code prints is no result: it goes where progress goes
+        with contextlib.redirect_stdout(sys.stderr), view:
+            summary = asyncio.run(_train(config, view, fresh=fresh))
+    except asyncio.CancelledError:
+        typer.echo(f"penstock: quit; to go on: {command}", err=True)
+        raise typer.Exit(INTERRUPTED) from None
+    _show(summary, view, command, as_json=as_json)
+    if summary.status == "stopped":
+        raise typer.Exit(INTERRUPTED)
+
+
+async def _train(config: "RunConfig", view: "LiveView", *, fresh: bool) -> "Summary":
+    from penstock.train.run import train as run
+
+    stop = asyncio.Event()
+
+    def tell() -> None:
+        what = "evaluation" if view.state.evaluating else "step"
+        view.notice(f"Stopping after this {what}. Ctrl-C again quits now; both are safe, the same command goes on.")
+
+    with Interrupts(stop, tell):
+        return await run(config, listener=view, stop=stop, fresh=fresh)
+
+
+def _show(summary: "Summary", view: "LiveView", command: str, *, as_json: bool) -> None:
+    from penstock.cli.summary import Ending, as_object, as_text
+
+    ending = Ending(
+        summary=summary,
+        rewards=view.state.rewards,
+        reasons=view.state.reasons,
+        report=_report(Path(summary.folder)),
+        command=command,
+    )
+    typer.echo(as_object(ending) if as_json else as_text(ending))
+
+
+def _report(folder: Path) -> Path | None:
+    """The report's path; a report that cannot be written must not fail a run that was trained."""
+    from penstock.evals.report import write_report
+
+    try:
+        return asyncio.run(write_report(folder))
+    except PenstockError as error:
+        typer.echo(f"penstock: no report: {error}; try: penstock report {folder}", err=True)
+        return None
+
+
+def _command(file: Path, overrides: list[str]) -> str:
+    """The command that takes this run up again."""
+    parts = ["penstock", "train", str(file)]
+    for override in overrides:
+        parts += ["--set", override]
+    return shlex.join(parts)

@@ -1,0 +1,112 @@
+"""The rim of the command line: errors to one line, exit codes, JSON."""
+
+import json
+
+import pytest
+import typer
+
+from penstock import __version__
+from penstock.cli import app as edge
+from penstock.errors import DatasetError, EngineError, TrainError
+
+
+def run(capsys, *arguments: str) -> tuple[int, str, str]:
+    code = edge.run(list(arguments))
+    told = capsys.readouterr()
+    return code, told.out, told.err
+
+
+@pytest.fixture
+def failing(monkeypatch):
+    """An app whose `fail` command raises what it is told to."""
+
+    def use(error: BaseException) -> None:
+        app = typer.Typer(pretty_exceptions_enable=False)
+
+        @app.callback()
+        def root() -> None: ...
+
+        @app.command()
+        def fail(as_json: bool = typer.Option(False, "--json")) -> None:
+            raise error
+
+        monkeypatch.setattr(edge, "app", app)  # no command of ours raises all of these
+
+    return use
+
+
+def test_the_version_is_printed(capsys):
+    assert run(capsys, "--version") == (0, f"penstock {__version__}\n", "")
+
+
+@pytest.mark.parametrize("arguments", [(), ("--help",)])
+def test_help_names_every_command_and_the_exit_codes(capsys, arguments):
+    code, out, _ = run(capsys, *arguments)
+    assert code == 0
+    for shown in ("train", "report", "models", "doctor", "130"):
+        assert shown in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("train",), "Missing argument 'FILE.toml'"),
+        (("fly",), "No such command 'fly'"),
+        (("train", "a.toml", "--fast"), "No such option: --fast"),
+        (("train", "a.toml", "--set"), "--set"),
+    ],
+)
+def test_a_command_line_that_cannot_be_read_is_one_line_and_code_2(capsys, arguments, said):
+    code, out, err = run(capsys, *arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith("penstock: ")
+    assert said in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(DatasetError("row 3 is empty"), 2), (EngineError("out of memory"), 1), (TrainError("x"), 1)]
+)
+def test_an_error_of_ours_is_one_line_with_the_code_of_its_kind(capsys, failing, error, code):
+    failing(error)
+    assert run(capsys, "fail") == (code, "", f"penstock: {error}\n")
+
+
+def test_an_error_in_several_lines_is_told_in_one(capsys, failing):
+    failing(TrainError("first\n  second\n"))
+    assert run(capsys, "fail")[2] == "penstock: first second\n"
+
+
+def test_with_json_an_error_is_an_object_on_stdout(capsys, failing):
+    failing(DatasetError("row 3 is empty"))
+    code, out, err = run(capsys, "fail", "--json")
+    assert (code, err) == (2, "")
+    assert json.loads(out) == {"error": {"code": "dataset_error", "message": "row 3 is empty"}}
+
+
+def test_with_json_a_usage_error_is_an_object_too(capsys):
+    code, out, _ = run(capsys, "train", "--json")
+    assert code == 2
+    assert json.loads(out)["error"]["code"] == "usage"
+
+
+def test_ctrl_c_outside_of_training_is_130(capsys, failing):
+    failing(KeyboardInterrupt())
+    assert run(capsys, "fail")[0] == 130
+
+
+def test_a_bug_of_ours_is_not_hidden(capsys, failing):
+    failing(ZeroDivisionError("a bug"))
+    with pytest.raises(ZeroDivisionError):
+        edge.run(["fail"])
+
+
+def test_a_group_of_our_errors_is_told_as_its_first(capsys, failing):
+    failing(ExceptionGroup("tasks", [ExceptionGroup("inner", [TrainError("the disk is full")]), EngineError("closed")]))
+    assert run(capsys, "fail") == (1, "", "penstock: the disk is full\n")
+
+
+def test_a_group_with_a_bug_in_it_is_not_hidden(failing):
+    failing(ExceptionGroup("tasks", [TrainError("the disk is full"), ZeroDivisionError("a bug")]))
+    with pytest.raises(ExceptionGroup):
+        edge.run(["fail"])

@@ -1,0 +1,74 @@
+"""Ctrl-C: once is a safe stop, twice is now, and a stuck agent cannot prevent it."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from penstock.cli.interrupts import Interrupts
+
+SCRIPT = """
+import asyncio, os, signal, time
+from penstock.cli import interrupts
+
+interrupts.GRACE_S = {grace}
+
+async def main():
+    with interrupts.Interrupts(asyncio.Event(), lambda: print("told", flush=True)):
+        {body}
+
+try:
+    asyncio.run(main())
+except asyncio.CancelledError:
+    print("cancelled", flush=True)
+"""
+
+
+def ran(body: str, grace: float = 60.0) -> subprocess.CompletedProcess[str]:
+    code = SCRIPT.format(body=body, grace=grace)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_asks_to_stop_and_the_work_goes_on(number):
+    told: list[str] = []
+
+    async def work() -> str:
+        stop = asyncio.Event()
+        with Interrupts(stop, lambda: told.append("stopping")):
+            os.kill(os.getpid(), number)
+            await asyncio.wait_for(stop.wait(), 10)
+            await asyncio.sleep(0)
+            return "done"
+
+    assert asyncio.run(work()) == "done"
+    assert told == ["stopping"]
+
+
+def test_the_handlers_from_before_are_back_afterwards():
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+
+    async def work() -> None:
+        with Interrupts(asyncio.Event(), lambda: None):
+            assert signal.getsignal(signal.SIGINT) != before[0]
+
+    asyncio.run(work())
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+def test_the_second_signal_cancels_the_work():
+    result = ran("[os.kill(os.getpid(), signal.SIGINT) for _ in range(2)]; await asyncio.Event().wait()")
+    assert (result.returncode, result.stdout) == (0, "told\ncancelled\n")
+
+
+def test_work_that_blocks_the_loop_is_ended_after_a_short_grace():
+    result = ran("[os.kill(os.getpid(), signal.SIGINT) for _ in range(2)]; signal.pause()", grace=0.05)
+    assert (result.returncode, result.stdout) == (130, "")
+
+
+def test_a_third_signal_does_not_wait_for_the_grace():
+    result = ran("[os.kill(os.getpid(), signal.SIGINT) for _ in range(3)]; signal.pause()")
+    assert (result.returncode, result.stdout) == (130, "")

@@ -1,0 +1,76 @@
+"""What a person reads at the end of a run."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from penstock.cli.summary import Ending, as_object, as_text
+from penstock.train.run import Summary
+
+
+def ending(**changes: Any) -> Ending:
+    facts: dict[str, Any] = {"name": "demo", "folder": "runs/demo", "status": "finished", "steps": 10, "first_reward": 0.25}
+    facts |= {"last_reward": 1.0, "eval_before": 0.5, "eval_after": 0.875, "exact_token_rate": 1.0, "rollouts": 320}
+    facts |= {"sampled_tokens": 12345, "trained_tokens": 12000, "train_seconds": 192.4, "policy_version": 10}
+    facts |= {"checkpoint": "runs/demo/checkpoints/10", "ends": {"completed": 318, "timeout": 2}}
+    summary = Summary(**(facts | changes))
+    reasons = {"timeout": {"the workflow ran longer than 120 s": 2}}
+    return Ending(
+        summary=summary, rewards=[0.25, 1.0], reasons=reasons, report=Path("runs/demo/report.html"), command="penstock train a.toml"
+    )
+
+
+def test_the_last_words_name_results_places_and_the_next_command():
+    text = as_text(ending())
+    for said in (
+        "Run demo finished: 10 steps in 3:12.",
+        "0.250 → 1.000",
+        "0.500 → 0.875",
+        "100 % of 12,345 sampled tokens",
+        "320: 318 completed, 2 timeout",
+        "timeout (2x): the workflow ran longer than 120 s",
+        "runs/demo/report.html",
+        "runs/demo/checkpoints/10",
+        "penstock train a.toml --set train.steps=20",
+    ):
+        assert said in text
+
+
+def test_a_long_reason_is_wrapped_and_a_very_long_one_is_cut():
+    told = ending()
+    told.reasons["agent_error"] = {"a reason " * 200: 1}
+    lines = as_text(told).splitlines()
+    assert max(len(line) for line in lines) <= 80
+    assert any(line.endswith("…") for line in lines)
+
+
+def test_a_run_stopped_before_its_last_evaluation_shows_the_first():
+    assert "0.500 before training" in as_text(ending(status="stopped", eval_after=None))
+
+
+def test_a_stopped_run_names_the_command_that_goes_on():
+    text = as_text(ending(status="stopped", steps=3))
+    assert "stopped safely after step 3" in text
+    assert text.rstrip().endswith("penstock train a.toml")
+
+
+def test_a_run_that_had_finished_says_so_and_how_to_start_over():
+    text = as_text(ending(already_finished=True))
+    assert "finished earlier" in text
+    assert "penstock train a.toml --fresh" in text
+
+
+def test_a_run_without_evaluation_or_rollouts_still_sums_up():
+    text = as_text(
+        ending(eval_before=None, eval_after=None, first_reward=None, last_reward=None, exact_token_rate=None, ends={}, rollouts=0)
+    )
+    assert "held-out" not in text
+    assert "- → -" in text
+
+
+def test_the_summary_as_json_is_one_object_with_all_fields():
+    told = json.loads(as_object(ending()))
+    assert told["last_reward"] == 1.0
+    assert told["ends"] == {"completed": 318, "timeout": 2}
+    assert told["report"] == "runs/demo/report.html"
+    assert told["next"] == "penstock train a.toml --set train.steps=20"

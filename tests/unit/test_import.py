@@ -1,0 +1,35 @@
+"""What importing penstock costs: nothing heavy until it is used."""
+
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = ("torch", "transformers", "ray", "openai", "fastapi")
+
+
+def loaded_after(code: str) -> set[str]:
+    """The heavy modules that a fresh interpreter holds after running `code`."""
+    told = f"{code}\nimport sys\nprint('LOADED', *[name for name in {HEAVY!r} if name in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, check=True, timeout=60)
+    return set(result.stdout.rpartition("LOADED")[2].split())
+
+
+def test_import_loads_nothing_heavy():
+    assert loaded_after("import penstock") == set()
+
+
+def test_the_check_itself_sees_a_loaded_module():
+    assert loaded_after("import sys, types; sys.modules['ray'] = types.ModuleType('ray')") == {"ray"}
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["--help"], ["--version"], ["train", "--help"], ["models", "--help"], ["doctor", "--help"]]
+)
+def test_help_loads_nothing_heavy_and_no_server(arguments):
+    code = f"from penstock.cli.app import run; assert run({arguments!r}) == 0\nimport sys; assert 'aiohttp' not in sys.modules"
+    assert loaded_after(code) == set()
+
+
+def test_a_bad_config_is_refused_before_anything_heavy_is_loaded():
+    assert loaded_after("from penstock.cli.app import run; assert run(['train', 'absent.toml', '--json']) == 2") == set()
