@@ -3,8 +3,7 @@
 Plain fields go as JSON; long token columns as raw little-endian arrays, which a pool keeps in columns of their own.
 """
 
-import sys
-from array import array
+import struct
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from functools import cache
@@ -17,47 +16,54 @@ T = TypeVar("T")
 
 
 def to_json(record: Any) -> bytes:
-    """A record (or a tuple or list of them) as JSON; a float that JSON cannot hold is refused rather than written as null."""
-    return orjson.dumps(_plain(record))
+    """A record (or a tuple or list of them) as JSON; ValueError where it holds what JSON would change: nan, lone surrogates, …"""
+    try:
+        return orjson.dumps(_plain(record))
+    except (TypeError, RecursionError) as cause:
+        raise ValueError(f"not JSON: {cause}") from cause
 
 
 def from_json(kind: type[T], text: bytes | str) -> T:
-    """The record of type `kind` that `to_json` wrote."""
-    return _build(kind, orjson.loads(text))
+    """The record of type `kind` that `to_json` wrote; ValueError where `text` is none."""
+    value = orjson.loads(text)
+    try:
+        return _build(kind, value)
+    except (AttributeError, KeyError, TypeError) as cause:
+        raise ValueError(f"not a {kind.__name__}: {type(cause).__name__}: {cause}") from cause
 
 
 def pack_ints(values: Sequence[int]) -> bytes:
-    """Token ids or versions as little-endian int32."""
-    return _bytes(array("i", values))
+    """Token ids or versions as little-endian int32; ValueError for what is none."""
+    return _pack("i", values)
 
 
 def unpack_ints(blob: bytes) -> tuple[int, ...]:
     """What `pack_ints` wrote."""
-    return tuple(_array("i", blob))
+    return _unpack("i", blob)
 
 
 def pack_floats(values: Sequence[float]) -> bytes:
     """Log-probabilities as little-endian float32: engines compute them in that precision or less."""
-    return _bytes(array("f", values))
+    return _pack("f", values)
 
 
 def unpack_floats(blob: bytes) -> tuple[float, ...]:
     """What `pack_floats` wrote."""
-    return tuple(_array("f", blob))
+    return _unpack("f", blob)
 
 
-def _bytes(values: "array[Any]") -> bytes:
-    if sys.byteorder == "big":
-        values.byteswap()
-    return values.tobytes()
+def _pack(code: str, values: Sequence[Any]) -> bytes:
+    try:
+        return struct.pack(f"<{len(values)}{code}", *values)
+    except (struct.error, OverflowError) as cause:
+        raise ValueError(f"not a column of numbers: {cause}") from cause
 
 
-def _array(code: str, blob: bytes) -> "array[Any]":
-    values: array[Any] = array(code)
-    values.frombytes(blob)
-    if sys.byteorder == "big":
-        values.byteswap()
-    return values
+def _unpack(code: str, blob: bytes) -> tuple[Any, ...]:
+    try:
+        return struct.unpack(f"<{len(blob) // 4}{code}", blob)
+    except struct.error as cause:
+        raise ValueError(f"not a column of numbers: {cause}") from cause
 
 
 def _plain(value: Any) -> Any:

@@ -215,6 +215,7 @@ def test_a_lease_whose_groups_went_to_another_is_not_acknowledged(run) -> None:
         with pytest.raises(PoolError, match=f"{holder.id!r} holds group 'train-0' now"):
             await pool.ack(late.id, 1)
         await pool.release(late.id)
+        assert (await pool.stats()).groups_leased == 1
         await pool.ack(holder.id, 1)
         with pytest.raises(PoolError, match="was trained into version 1"):
             await pool.ack(late.id, 1)

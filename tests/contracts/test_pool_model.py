@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -16,14 +17,13 @@ from pool_cases import TASK, FakeClock, make_node, make_step, places
 from penstock.errors import PoolError
 from penstock.pool import POOLS
 from penstock.pool.base import Pool
-from penstock.records import End, Grade, Lease
+from penstock.records import End, Grade, Lease, Rollout
 
 REFUSED = "refused"
-CHANNELS = ["train", "val"]
 
-seqs, sizes, places_, attempts, versions = (st.integers(low, high) for low, high in ((0, 3), (1, 2), (0, 1), (1, 3), (0, 4)))
-channels = st.sampled_from(CHANNELS)
-rollout_ids = st.builds("{}-{}.{}.{}".format, channels, seqs, places_, attempts)
+numbers, versions, flags = st.integers(0, 99), st.integers(0, 4), st.booleans()
+channels = st.sampled_from(["train", "train", "val"])
+lease_times = st.sampled_from([0.0, 1e9])
 
 
 class PoolModel(RuleBasedStateMachine):
@@ -34,7 +34,11 @@ class PoolModel(RuleBasedStateMachine):
         self.clock = FakeClock()
         self.model: Pool = POOLS.load("memory")(self.folder, clock=self.clock)
         self.pool: Pool = POOLS.load("sqlite")(self.folder, clock=self.clock)
+        self.rollouts: list[Rollout] = []
         self.leases: list[tuple[str, str]] = []
+        for seq in range(3):
+            self.open_group(seq, 2, "train")
+            self.finish_group(2 * seq, seq)
 
     def teardown(self) -> None:
         if hasattr(self, "runner"):
@@ -56,54 +60,50 @@ class PoolModel(RuleBasedStateMachine):
         assert got == expected
         return got
 
-    @rule(seq=seqs, size=sizes, channel=channels)
-    def open_group(self, seq: int, size: int, channel: str) -> None:
-        self.both(lambda pool: pool.open_group(TASK, places(seq, size, channel), seq=seq))
+    def pick(self, number: int) -> Rollout:
+        return self.rollouts[number % len(self.rollouts)]
 
-    @rule(
-        rollout_id=rollout_ids,
-        index=st.integers(0, 2),
-        version=versions,
-        token=st.integers(0, 1),
-        with_node=st.booleans(),
-        branch=st.booleans(),
-    )
-    def append(self, rollout_id: str, index: int, version: int, token: int, with_node: bool, branch: bool) -> None:
-        step = make_step(rollout_id, index, version=version, completion_ids=(token, 8, 9))
-        parent = None if branch or not index else index - 1
-        node = make_node(rollout_id, index, parent=parent, reason="edited" if branch else None)
+    @rule(seq=st.integers(0, 3), size=st.integers(1, 2), channel=channels)
+    def open_group(self, seq: int, size: int, channel: str) -> None:
+        rollouts = places(seq, size, channel)
+        self.both(lambda pool: pool.open_group(TASK, rollouts, seq=seq))
+        self.rollouts += [rollout for rollout in rollouts if rollout not in self.rollouts]
+
+    @precondition(lambda self: self.rollouts)
+    @rule(number=numbers, index=st.integers(0, 2), version=versions, token=st.sampled_from([5, 5, 6]), with_node=flags, root=flags)
+    def append(self, number: int, index: int, version: int, token: int, with_node: bool, root: bool) -> None:
+        name = self.pick(number).id
+        step = make_step(name, index, version=version, completion_ids=(token, 8, 9))
+        node = make_node(name, index, parent=None if root or not index else index - 1, reason="edited" if root else None)
         self.both(lambda pool: pool.append(step, node if with_node else None))
 
-    @rule(rollout_id=rollout_ids, reward=st.sampled_from([0.0, 1.0, float("nan")]), step=st.sampled_from([None, 0]))
-    def grade(self, rollout_id: str, reward: float, step: int | None) -> None:
-        self.both(lambda pool: pool.grade(Grade(rollout_id=rollout_id, reward=reward, source="g", step=step)))
+    @precondition(lambda self: self.rollouts)
+    @rule(number=numbers, reward=st.sampled_from([0.0, 1.0, float("nan")]), step=st.sampled_from([None, 0]))
+    def grade(self, number: int, reward: float, step: int | None) -> None:
+        grade = Grade(rollout_id=self.pick(number).id, reward=reward, source="g", step=step)
+        self.both(lambda pool: pool.grade(grade))
 
-    @rule(rollout_id=rollout_ids, end=st.sampled_from(End))
-    def end(self, rollout_id: str, end: End) -> None:
-        self.both(lambda pool: pool.end(rollout_id, end, "because"))
+    @precondition(lambda self: self.rollouts)
+    @rule(number=numbers, end=st.sampled_from(End))
+    def end(self, number: int, end: End) -> None:
+        self.both(lambda pool: pool.end(self.pick(number).id, end, "because"))
 
-    @rule(channel=channels, seq=seqs)
-    def end_group(self, channel: str, seq: int) -> None:
-        for group in self.both(lambda pool: pool.unfinished(channel)):
-            for attempt in group.attempts if group.seq == seq else ():
-                self.both(lambda pool, name=attempt.rollout.id: pool.end(name, End.COMPLETED))
+    @precondition(lambda self: self.rollouts)
+    @rule(number=numbers, version=versions)
+    def finish_group(self, number: int, version: int) -> None:
+        for rollout in [other for other in self.rollouts if other.group_id == self.pick(number).group_id]:
+            self.both(lambda pool, name=rollout.id: pool.append(make_step(name, 9, version=version), make_node(name, 9)))
+            self.both(lambda pool, name=rollout.id: pool.end(name, End.COMPLETED))
 
-    @rule(channel=channels, seq=seqs, place=places_, attempt=attempts)
-    def replace(self, channel: str, seq: int, place: int, attempt: int) -> None:
-        lost = places(seq, 2, channel)[place]
-        for _ in range(attempt - 1):
-            lost = lost.successor
-        self.both(lambda pool: pool.replace(lost, "gone"))
+    @precondition(lambda self: self.rollouts)
+    @rule(number=numbers)
+    def replace(self, number: int) -> None:
+        lost = self.pick(number)
+        successor = self.both(lambda pool: pool.replace(lost, "gone"))
+        self.rollouts += [successor] if successor != REFUSED and successor not in self.rollouts else []
 
-    @rule(
-        count=st.integers(1, 2),
-        channel=channels,
-        version=versions,
-        max_staleness=st.integers(0, 3),
-        lease_s=st.sampled_from([0.0, 1e9]),
-    )
-    def claim(self, **wanted: Any) -> None:
-        count = wanted.pop("count")
+    @rule(count=st.sampled_from([1, 1, 2]), channel=channels, version=versions, max_staleness=versions, lease_s=lease_times)
+    def claim(self, count: int, **wanted: Any) -> None:
         expected, got = (self.outcome(pool, lambda pool: pool.claim(count, **wanted)) for pool in (self.model, self.pool))
         if isinstance(expected, Lease) and isinstance(got, Lease):
             self.leases.append((expected.id, got.id))
@@ -115,28 +115,31 @@ class PoolModel(RuleBasedStateMachine):
         assert self.outcome(self.pool, lambda pool: call(pool, theirs)) == self.outcome(self.model, lambda pool: call(pool, mine))
 
     @precondition(lambda self: self.leases)
-    @rule(which=st.integers(0, 9), lease_s=st.sampled_from([0.0, 1e9]))
+    @rule(which=numbers, lease_s=lease_times)
     def renew(self, which: int, lease_s: float) -> None:
         self.on_lease(which, lambda pool, lease_id: pool.renew(lease_id, lease_s))
 
     @precondition(lambda self: self.leases)
-    @rule(which=st.integers(0, 9))
+    @rule(which=numbers)
     def release(self, which: int) -> None:
         self.on_lease(which, lambda pool, lease_id: pool.release(lease_id))
 
     @precondition(lambda self: self.leases)
-    @rule(which=st.integers(0, 9), version=versions)
+    @rule(which=numbers, version=versions)
     def ack(self, which: int, version: int) -> None:
         self.on_lease(which, lambda pool, lease_id: pool.ack(lease_id, version))
 
+    @precondition(lambda self: self.leases)
     @rule()
     def release_all(self) -> None:
         self.both(lambda pool: pool.release())
 
-    @rule(rollout_id=rollout_ids)
-    def attempt(self, rollout_id: str) -> None:
-        self.both(lambda pool: pool.attempt(rollout_id))
+    @precondition(lambda self: self.rollouts)
+    @rule(number=numbers)
+    def attempt(self, number: int) -> None:
+        self.both(lambda pool: pool.attempt(self.pick(number).id))
 
+    @precondition(lambda self: self.rollouts)
     @rule()
     def reopen(self) -> None:
         self.runner.run(self.pool.close())
@@ -144,12 +147,14 @@ class PoolModel(RuleBasedStateMachine):
 
     @invariant()
     def same_contents(self) -> None:
-        for channel in CHANNELS:
-            self.both(lambda pool, channel=channel: pool.groups(channel))
-            self.both(lambda pool, channel=channel: pool.stats(channel))
-        trained = self.both(lambda pool: pool.trained())
-        assert len({group for group, _ in trained}) == len(trained)
+        async def look(pool: Pool) -> list[Any]:
+            seen = [(await pool.groups(channel), await pool.stats(channel)) for channel in ("train", "val")]
+            trained = await pool.trained()
+            assert len({group for group, _ in trained}) == len(trained)
+            return [seen, trained, await pool.unfinished("train")]
+
+        self.both(look)
 
 
-TestPoolModel = PoolModel.TestCase
-TestPoolModel.settings = settings(max_examples=25, stateful_step_count=40, deadline=None)
+PoolModel.TestCase.settings = settings(max_examples=20, stateful_step_count=40, deadline=None)
+TestPoolModel = pytest.mark.slow(PoolModel.TestCase)

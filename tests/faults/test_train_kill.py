@@ -160,12 +160,20 @@ def unkilled(home: Path) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("every", [1, 3])
-def test_run_killed_at_three_random_points_ends_with_the_same_weights(home: Path, unkilled: str, every: int) -> None:
-    name, rng = f"killed-{every}", random.Random()
-    points = [rng.randrange(1, 90) for _ in range(3)]
-    killed = [kill_after(home, name, lines, every=every) for lines in points]
-    finish(home, name, every=every)
-    trained = ledger(home, name)
-    assert weights(home, name) == unkilled, f"killed {killed} after {points} events"
+def test_run_killed_at_three_random_points_ends_with_the_same_weights(home: Path, unkilled: str) -> None:
+    points = [random.randrange(1, 90) for _ in range(3)]
+    killed = [kill_after(home, "killed", lines) for lines in points]
+    finish(home, "killed")
+    trained = ledger(home, "killed")
+    assert weights(home, "killed") == unkilled, f"killed {killed} after {points} events"
     assert len(trained) == len(set(trained)) == STEPS * GROUPS, f"killed {killed} after {points} events"
+
+
+@pytest.mark.slow
+def test_kill_between_checkpoints_trains_no_group_twice(home: Path) -> None:
+    points = [random.randrange(30, 90) for _ in range(2)]
+    killed = [kill_after(home, "sparse", lines, every=3) for lines in points]
+    summary = finish(home, "sparse", every=3)
+    trained = ledger(home, "sparse")
+    assert len(trained) == len(set(trained)) == STEPS * GROUPS, f"killed {killed} after {points} events"
+    assert summary["steps"] == STEPS

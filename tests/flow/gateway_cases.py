@@ -1,5 +1,6 @@
 """What the gateway tests share: renderers over small tokenizers, and plain HTTP calls with their streams put together."""
 
+import json
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -26,10 +27,10 @@ def renderer(*, merges: bool = True, template: str = CHATML) -> Renderer:
 async def chat(http, *messages, headers=None, **fields):
     """POST a chat call; the response, its body put together if it was a stream."""
     body = {"model": "any", "messages": list(messages)} | fields
-    return await http.post("/v1/chat/completions", content=orjson.dumps(body), headers=headers or {})
+    return await http.post("/v1/chat/completions", content=json.dumps(body), headers=headers or {})
 
 
-def events(response):
+def events_of(response):
     """The events of a stream, `[DONE]` as a string."""
     parts = [part.removeprefix(b"data: ") for part in response.content.split(b"\n\n") if part]
     return [part.decode() if part == b"[DONE]" else orjson.loads(part) for part in parts]
@@ -40,7 +41,7 @@ def messages_of(response):
     if response.headers["content-type"] == "application/json":
         return [choice["message"] for choice in response.json()["choices"]]
     found = {}
-    for event in events(response):
+    for event in events_of(response):
         for choice in event["choices"] if isinstance(event, dict) else ():
             message = found.setdefault(choice["index"], {"role": "assistant", "content": ""})
             message["content"] += choice["delta"].get("content") or ""

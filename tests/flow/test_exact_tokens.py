@@ -2,8 +2,11 @@
 
 import asyncio
 import json
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from itertools import groupby
 
+import pytest
 from gateway_cases import TOOL, chat, messages_of, renderer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -50,7 +53,7 @@ SCRAPS = [
     "\x00",
 ]
 MARKUP = ["<|im_end|>", "<|im_start|>user\n", "<tool_call>", "</tool_call>", "<tool_response>", "</s>", "{{ messages }}", "\ufffd"]
-texts = st.lists(st.sampled_from(SCRAPS + MARKUP) | st.text(max_size=3), max_size=8).map("".join)
+texts = st.lists(st.sampled_from(SCRAPS + MARKUP) | st.text(max_size=3), max_size=5).map("".join)
 calls = st.tuples(texts, st.dictionaries(st.sampled_from("ab"), texts | st.integers(), max_size=2)).map(
     lambda pair: f"{pair[0]}<tool_call>\n{json.dumps({'name': 'multiply', 'arguments': pair[1]}, ensure_ascii=False)}\n</tool_call>"
 )
@@ -77,7 +80,7 @@ turns = st.builds(
     back=st.integers(0, 9),
     new=texts,
     results=st.lists(texts, min_size=1, max_size=2),
-    reply=texts | calls | calls | st.lists(st.integers(0, 255), max_size=12),
+    reply=texts | calls | calls | st.lists(st.integers(0, 999), max_size=12),
     cuts=st.lists(st.integers(0, 99), max_size=8),
     end=st.sampled_from(["eos", "eos", "length", "other eos"]),
     stream=st.booleans(),
@@ -96,14 +99,16 @@ class Talk:
     def sampled(self, turn: Turn) -> tuple[int, ...]:
         """The reply's ids: as given, or its text cut anywhere and each part encoded alone, so not as a tokenizer would."""
         special = self.renderer.tokenizer.core.token_to_id
-        ids = turn.reply
-        if isinstance(turn.reply, str):
+        ends = {"eos": [special("<|im_end|>")], "other eos": [special("<|endoftext|>")], "length": []}
+        if isinstance(turn.reply, list):
+            allowed = [i for i in range(special("<|im_end|>")) if i != special("<|endoftext|>")]
+            ids = [allowed[i % len(allowed)] for i in turn.reply]
+        else:
             places = sorted({0, len(turn.reply), *(cut % (len(turn.reply) + 1) for cut in turn.cuts)})
             parts = [turn.reply[a:b] for a, b in zip(places, places[1:], strict=False)]
             shield, encode = self.renderer.tokenizer.shield, self.renderer.tokenizer.encode
             ids = [token_id for part in parts for token_id in encode(shield(part))]
-        ends = {"eos": [special("<|im_end|>")], "other eos": [special("<|endoftext|>")], "length": []}[turn.end]
-        return tuple(ids) + tuple(ends if ids or ends else [97])
+        return (*ids, *ends[turn.end])
 
     def messages(self, turn: Turn) -> tuple[list[dict], list[dict]]:
         """The history that the call goes on from, and the messages that it adds."""
@@ -120,7 +125,7 @@ class Talk:
                 {"role": "tool", "tool_call_id": call["id"], "content": text}
                 for call, text in zip(asked, turn.results, strict=False)
             ]
-            return history, [*results, {"role": "user", "content": turn.new}]
+            return history, results if turn.back % 2 else [*results, {"role": "user", "content": turn.new}]
         return history, [{"role": "user", "content": turn.new}]
 
 
@@ -136,16 +141,12 @@ def key(messages) -> str:
 
 def added_text(messages) -> str:
     """What new messages add after a closed reply, written out for ChatML by hand."""
-    text, results = "\n", []
-    for message in messages:
-        if message["role"] == "tool":
-            results.append(f"<tool_response>\n{message['content']}\n</tool_response>")
-            continue
-        if results:
-            joined = "\n".join(results)
-            text += f"<|im_start|>user\n{joined}<|im_end|>\n"
-            results = []
-        text += f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n"
+    text = "\n"
+    for role, group in groupby(messages, key=lambda message: message["role"]):
+        contents = [message["content"] for message in group]
+        if role == "tool":
+            role, contents = "user", ["\n".join(f"<tool_response>\n{content}\n</tool_response>" for content in contents)]
+        text += "".join(f"<|im_start|>{role}\n{content}<|im_end|>\n" for content in contents)
     return text + "<|im_start|>assistant\n"
 
 
@@ -187,18 +188,24 @@ async def converse(plan: list[Turn], talk: Talk) -> None:
     replies: list[Scripted] = []
     engine = ScriptedEngine(lambda _: replies[-1], talk.renderer.tokenizer, chunk=3)
     pool = memory_pool()
-    async with workbench(engine, talk.renderer, pool=pool) as bench, workbench(engine, talk.renderer, pool=pool) as other:
+    async with AsyncExitStack() as stack:
+        bench = await stack.enter_async_context(workbench(engine, talk.renderer, pool=pool))
         session = await bench.rollout()
-        gateways = [bench.http(session.token), other.http(session.token)]
+        http = bench.http(session.token)
         for turn in plan:
-            if turn.start == "restart":
-                gateways.reverse()
-                gateways[0] = (other if gateways[0] is gateways[0] else bench).http(session.token)
+            if turn.start == "restart":  # another gateway, which knows the rollout from the pool alone
+                http = (await stack.enter_async_context(workbench(engine, talk.renderer, pool=pool))).http(session.token)
             history, new = talk.messages(turn)
             ids = talk.sampled(turn)
             replies.append(Scripted(ids=ids, finish="stop" if turn.end != "length" else "length"))
             sent = [echoed(m, turn.echo) if m["role"] == "assistant" else m for m in strip(history + new)]
-            response = await chat(gateways[0], *sent, tools=[TOOL], stream=turn.stream, stop_token_ids=[256, 420])
+            response = await chat(
+                http,
+                *sent,
+                tools=[TOOL],
+                stream=turn.stream,
+                stop_token_ids=[talk.renderer.tokenizer.core.token_to_id("<|endoftext|>")],
+            )
             assert response.status_code == 200, response.text
             check_prompt(talk, engine.prompts[-1], history, new)
             reply = messages_of(response)[0] | {"_from": len(history)}
@@ -209,3 +216,14 @@ async def converse(plan: list[Turn], talk: Talk) -> None:
         assert list(prompts(attempt).values()) == engine.prompts
         assert [step.completion_ids for step in attempt.steps] == [tuple(reply.ids) for reply in replies]
         assert [step.message for step in attempt.steps] == [strip(h)[-1] for h in talk.histories[1:]]
+
+
+renderers = st.sampled_from([(True, CHATML), (True, NATIVE), (False, CHATML)])
+
+
+@pytest.mark.slow
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(kind=renderers, plan=st.lists(turns, min_size=2, max_size=7))
+def test_every_prompt_begins_with_the_exact_tokens_that_came_before(kind, plan):
+    merges, template = kind
+    asyncio.run(converse(plan, Talk(renderer(merges=merges, template=template))))

@@ -14,7 +14,7 @@ from penstock.events import Events
 from penstock.records import End, Sampling
 from penstock.render.renderer import Renderer
 from penstock.rollout.runner import open_runner
-from penstock.rollout.scheduler import run_once
+from penstock.rollout.scheduler import Scheduler, run_once, task_at
 from penstock.rollout.transcripts import transcripts
 from penstock.sdk.dataset import load_tasks
 from penstock.sdk.discovery import load_agent
@@ -46,18 +46,23 @@ def policy(renderer, call=written_call, answer=lambda result: result):
     return reply
 
 
-async def attempts(renderer, script, tasks, *, concurrency=8, pool=None):
-    """Every task tried once by the example's agent; and the engine, which knows its prompts."""
+@contextlib.asynccontextmanager
+async def stage(renderer, script, *, max_tokens=150, **limits):
+    """The example's agent on a gateway of its own: the runner, its pool, its limits, and the engine, which knows its prompts."""
     engine = ScriptedEngine(script, renderer.tokenizer, chunk=16)
-    config = load_config(EXAMPLE / "train.toml")
-    agent = load_agent(config.agent.entry, config.workflow, config.grader)
+    agent = load_agent(EXAMPLE / "agent.py", {"max_tokens": max_tokens}, {})
+    section = RolloutSection(agent_timeout_s=60, **limits)
     async with contextlib.AsyncExitStack() as stack:
         await stack.enter_async_context(asyncio.timeout(60))
         bench = await stack.enter_async_context(workbench(engine, renderer, serves=True))
-        runner = await stack.enter_async_context(
-            open_runner(agent, gateway=bench.gateway, pool=bench.pool, events=Events(), limits=RolloutSection(agent_timeout_s=60))
-        )
-        done = await run_once(tasks, runner, pool=bench.pool, sampling=Sampling(max_tokens=200), concurrency=concurrency)
+        opened = open_runner(agent, gateway=bench.gateway, pool=bench.pool, events=Events(), limits=section)
+        yield await stack.enter_async_context(opened), bench.pool, section, engine
+
+
+async def attempts(renderer, script, tasks, *, concurrency=8, max_tokens=150):
+    """Every task tried once; and the engine."""
+    async with stage(renderer, script, max_tokens=max_tokens) as (runner, pool, _, engine):
+        done = await run_once(tasks, runner, pool=pool, sampling=Sampling(max_tokens=200), concurrency=concurrency)
     return done, engine
 
 
@@ -94,6 +99,7 @@ def test_labels_are_right():
             assert (row["ground_truth"], 2 <= a <= 99, 2 <= b <= 99) == (str(a * b), True, True)
 
 
+@pytest.mark.slow
 def test_two_hundred_rollouts_at_once_each_get_their_own_answer(renderer):
     tasks = load_tasks(EXAMPLE / "tasks.jsonl", limit=200)
     done, _ = asyncio.run(attempts(renderer, policy(renderer), tasks, concurrency=200))
@@ -121,7 +127,7 @@ def test_tasks_share_their_prompt_up_to_the_question(renderer):
 
 
 def test_agent_leaves_sampling_to_the_run_but_for_its_token_limit(renderer):
-    _, engine = asyncio.run(attempts(renderer, policy(renderer), load_tasks(EXAMPLE / "tasks.jsonl", limit=1)))
+    _, engine = asyncio.run(attempts(renderer, policy(renderer), load_tasks(EXAMPLE / "tasks.jsonl", limit=1), max_tokens=40))
     assert {(sampling.temperature, sampling.max_tokens) for sampling in engine.samplings} == {(1.0, 40)}
 
 
@@ -164,3 +170,25 @@ def test_engine_that_fails_every_time_is_blamed_not_the_agent(renderer):
     assert attempt.end is End.ENGINE_ERROR
     assert "the scripted engine failed after 0 tokens" in attempt.message
     assert len(engine.prompts) == 3  # the client tried again, as such clients do
+
+
+def test_scheduled_groups_are_graded_and_ready_to_be_trained(renderer):
+    tasks = load_tasks(EXAMPLE / "tasks.jsonl")
+
+    async def main():
+        async with stage(renderer, policy(renderer), group_size=3, groups_per_step=2) as (runner, pool, limits, _):
+            events, sampling = runner.events, Sampling(max_tokens=200)
+            made = Scheduler(tasks, runner, pool=pool, events=events, limits=limits, sampling=sampling, seed=5, steps=2)
+            ended = asyncio.Queue()
+            events.listen(lambda kind, fields: ended.put_nowait(fields) if kind == "rollout.end" else None)
+            async with asyncio.TaskGroup() as group:
+                group.create_task(made.run())
+                for step in (1, 2):
+                    rewards = [(await ended.get())["reward"] for _ in range(6)]
+                    lease = await pool.claim(2, version=0, max_staleness=0, lease_s=60)
+                    assert [g.rewards for g in lease.groups] == [[1.0] * 3] * 2
+                    assert rewards == [1.0] * 6
+                    made.advance(step)
+            assert [g.task for g in await pool.groups("train")] == [task_at(tasks, seq, seed=5) for seq in range(4)]
+
+    asyncio.run(main())

@@ -12,6 +12,8 @@ from penstock.records import Sequence
 from penstock.train.batches import pack
 from penstock.train.learner import Learner, Update
 
+torch.set_num_threads(1)  # on matrices this small, threads only wait for each other
+
 VOCAB = 40
 SHAPE = Shape(
     vocab_size=VOCAB,
@@ -108,10 +110,10 @@ def plain_logprobs(decoder: Decoder, sequence: Sequence) -> Tensor:
 
 def on_policy(decoder: Decoder, sequences: list[Sequence]) -> list[Sequence]:
     """The same sequences, as if `decoder` had just sampled them."""
-    with torch.no_grad():
-        return [
-            replace(
-                s, logprobs=tuple(v if flag else 0.0 for v, flag in zip((0.0, *plain_logprobs(decoder, s).tolist()), s.trained))
-            )
-            for s in sequences
-        ]
+    made: list[Sequence] = []
+    for sequence in sequences:
+        with torch.no_grad():
+            values = [0.0, *plain_logprobs(decoder, sequence).tolist()]
+        logprobs = tuple(value if flag else 0.0 for value, flag in zip(values, sequence.trained, strict=True))
+        made.append(replace(sequence, logprobs=logprobs))
+    return made

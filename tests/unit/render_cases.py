@@ -5,7 +5,7 @@ from pathlib import Path
 from penstock.render.renderer import Renderer
 from penstock.testing import CHATML, write_tokenizer
 
-CORPUS = ["What is 6 times 7? It is 42. The user asks, the assistant answers: {\"name\": \"multiply\", \"arguments\": {\"a\": 6}}\n" * 40]
+CORPUS = ['What is 6 times 7? It is 42. The user asks, the assistant answers: {"name": "multiply", "arguments": {"a": 6}}\n' * 40]
 
 NATIVE_TOOLS = """
 {%- if tools %}{{ '<|im_start|>system\n' }}
@@ -72,7 +72,10 @@ PLAIN_TEXT = """
 """
 
 TOOLS = (
-    {"type": "function", "function": {"name": "multiply", "parameters": {"type": "object", "properties": {"a": {"type": "number"}}}}},
+    {
+        "type": "function",
+        "function": {"name": "multiply", "parameters": {"type": "object", "properties": {"a": {"type": "number"}}}},
+    },
 )
 
 

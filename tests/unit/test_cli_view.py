@@ -187,6 +187,16 @@ def test_without_a_terminal_each_event_that_matters_is_one_line():
     ]
 
 
+def test_on_a_terminal_the_panel_is_drawn_and_no_lines_are_printed():
+    out = io.StringIO()
+    with LiveView(RunState(rollouts_per_step=32), Console(file=out, width=80, force_terminal=True, force_interactive=True)) as view:
+        view("run.start", start())
+        view("stage", {"text": "loading tiny"})
+    assert "loading tiny" in out.getvalue()
+    assert "run demo in runs/demo" not in out.getvalue()
+    assert out.getvalue().rstrip().endswith("\x1b[2K"), "the panel is gone when the view closes"
+
+
 def test_without_a_terminal_a_way_to_fail_is_told_once():
     lines = plain_lines(*[("rollout.end", ended("timeout", "it ran\ntoo long"))] * 3, ("rollout.end", ended("lost")))
     assert lines == [

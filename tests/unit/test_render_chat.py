@@ -32,7 +32,9 @@ def test_text_and_ids_equal_those_of_transformers(tmp_path, template, tools, gen
     ours = ChatTemplate(template, tokenizer.named).render(TALK, tools, generate=generate)
     options = {"tools": list(tools) or None, "add_generation_prompt": generate}
     assert ours == reference.apply_chat_template(for_transformers(TALK), tokenize=False, **options)
-    assert tokenizer.encode(ours) == reference.apply_chat_template(for_transformers(TALK), tokenize=True, return_dict=False, **options)
+    assert tokenizer.encode(ours) == reference.apply_chat_template(
+        for_transformers(TALK), tokenize=True, return_dict=False, **options
+    )
 
 
 def test_a_template_that_refuses_says_why():
@@ -58,7 +60,10 @@ def test_generation_marks_dates_and_special_tokens_are_there():
 
 
 def test_tojson_escapes_no_html():
-    assert ChatTemplate("{{ messages[0].content | tojson }}", {}).render([{"role": "user", "content": "<é>"}], generate=True) == '"<é>"'
+    assert (
+        ChatTemplate("{{ messages[0].content | tojson }}", {}).render([{"role": "user", "content": "<é>"}], generate=True)
+        == '"<é>"'
+    )
 
 
 def test_text_parts_are_joined_by_lines():
@@ -78,7 +83,10 @@ def reply(content="x", **more):
         (reply(), reply(name="planner")),
         (reply([{"type": "text", "text": "x"}]), reply("x")),
         (reply(tool_calls=[CALL]), reply(tool_calls=[CALL | {"id": "other"}])),
-        (reply(tool_calls=[CALL]), reply(tool_calls=[CALL | {"function": {"name": "multiply", "arguments": '{"b":"\\u00e9","a":6}'}}])),
+        (
+            reply(tool_calls=[CALL]),
+            reply(tool_calls=[CALL | {"function": {"name": "multiply", "arguments": '{"b":"\\u00e9","a":6}'}}]),
+        ),
         (reply(tool_calls=[]), reply()),
     ],
 )

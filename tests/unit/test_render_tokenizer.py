@@ -27,10 +27,14 @@ def tokenizer(folder):
 @pytest.fixture(scope="module")
 def sentencepiece_like():
     """Spaces as ▁, a leading one stripped, unknown bytes as <0xNN>: what Llama 2 and its kin do."""
-    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)} | {piece: 256 + i for i, piece in enumerate(["▁a", "▁", "b", "é", "</s>"])}
+    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)} | {
+        piece: 256 + i for i, piece in enumerate(["▁a", "▁", "b", "é", "</s>"])
+    }
     core = Core(models.BPE(vocab, [], byte_fallback=True))
     core.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    core.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    core.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
     core.add_special_tokens(["</s>"])
     return Tokenizer(core)
 
@@ -40,7 +44,9 @@ def test_encode_and_decode_equal_those_of_transformers(folder, tokenizer, text):
     reference = AutoTokenizer.from_pretrained(folder)
     text = f"{text}<|im_end|>\n{text}"
     assert tokenizer.encode(text) == reference.encode(text, add_special_tokens=False)
-    assert tokenizer.decode(tokenizer.encode(text)) == reference.decode(reference.encode(text, add_special_tokens=False), skip_special_tokens=True)
+    assert tokenizer.decode(tokenizer.encode(text)) == reference.decode(
+        reference.encode(text, add_special_tokens=False), skip_special_tokens=True
+    )
 
 
 @given(ids=st.lists(st.integers(0, 330), max_size=30))

@@ -31,7 +31,11 @@ ONE = [ToolCall("multiply", '{"a": 6}')]
         (f"{CALL}\n{CALL}", "", ONE * 2),
         (f"a {CALL} b", "a b", ONE),
         ('<tool_call>{"name": "f", "arguments": {}}</tool_call>', "", [ToolCall("f", "{}")]),
-        ('<tool_call>{"name": "f", "arguments": {"n": 123456789012345678901234567890}}</tool_call>', "", [ToolCall("f", '{"n": 123456789012345678901234567890}')]),
+        (
+            '<tool_call>{"name": "f", "arguments": {"n": 123456789012345678901234567890}}</tool_call>',
+            "",
+            [ToolCall("f", '{"n": 123456789012345678901234567890}')],
+        ),
     ],
 )
 def test_calls_are_told_from_text(said, text, calls):
@@ -88,7 +92,9 @@ def test_tools_come_after_the_callers_own_system_text():
 def test_calls_become_text_and_results_in_a_row_share_a_turn():
     call = {"id": "1", "type": "function", "function": {"name": "multiply", "arguments": '{"a": 6}'}}
     results = [{"role": "tool", "tool_call_id": "1", "content": text} for text in ("42", "43")]
-    plain = Hermes().flatten([{"role": "assistant", "content": "Hm.", "tool_calls": [call]}, *results, {"role": "user", "content": "so?"}])
+    plain = Hermes().flatten(
+        [{"role": "assistant", "content": "Hm.", "tool_calls": [call]}, *results, {"role": "user", "content": "so?"}]
+    )
     assert [m["role"] for m in plain] == ["assistant", "user", "user"]
     assert plain[0]["content"] == f"Hm.\n{CALL}"
     assert plain[1]["content"] == "<tool_response>\n42\n</tool_response>\n<tool_response>\n43\n</tool_response>"

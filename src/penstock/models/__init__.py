@@ -1,0 +1,7 @@
+"""Models: references, download, conversion, cache, and the tiny policy of the tests."""
+
+from penstock.models.cache import Progress, kept
+from penstock.models.folder import ModelFolder
+from penstock.models.pull import cached, resolve
+
+__all__ = ["ModelFolder", "Progress", "cached", "kept", "resolve"]

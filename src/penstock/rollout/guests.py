@@ -1,6 +1,7 @@
 """Authors' coroutines as guests of our event loop: none outlives its deadline, hangs the run or takes it down."""
 
 import asyncio
+import reprlib
 import traceback
 from collections.abc import Coroutine, Iterator
 from contextlib import AbstractAsyncContextManager, nullcontext
@@ -52,18 +53,19 @@ class Guests:
     async def _named(self, work: Coroutine[Any, Any, T], error: type[PenstockError], what: str) -> T:
         try:
             return await work
+        except (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt):
+            raise
         except SystemExit as cause:
-            raise error(f"{what}: called sys.exit({cause.code!r}); return or raise an error instead") from cause
-        except Exception as cause:  # the author's code: anything may come, and it ends this rollout alone
+            raise error(f"{what}: called sys.exit({reprlib.repr(cause.code)}); return or raise an error instead") from cause
+        except BaseException as cause:  # the author's code: anything may come, and it ends this rollout alone
             leaf = next(leaves(cause))
-            kind = EngineError if any(getattr(e, "code", None) in OUR_CODES for e in _chain(leaf)) else error
+            kind = EngineError if any(map(_is_ours, _chain(leaf))) else error
             raise kind(f"{what}: {self._told(leaf)}") from cause
 
     def _told(self, cause: BaseException) -> str:
-        frames = traceback.extract_tb(cause.__traceback__)
-        own = [f for f in frames if self._home in Path(f.filename).parents and "site-packages" not in f.filename]
-        where = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
-        return f"{one_line(cause)}{where}"
+        lines = [(Path(frame.f_code.co_filename), number) for frame, number in traceback.walk_tb(cause.__traceback__)]
+        own = [(file.name, number) for file, number in lines if self._home in file.parents and "site-packages" not in file.parts]
+        return one_line(cause) + (f" ({own[-1][0]}, line {own[-1][1]})" if own else "")
 
     async def _dismiss(self, guest: asyncio.Task[Any], what: str) -> None:
         guest.cancel()
@@ -117,6 +119,13 @@ def leaves(error: BaseException) -> Iterator[BaseException]:
             yield from leaves(inner)  # pyright: ignore[reportUnknownArgumentType]
     else:
         yield error
+
+
+def _is_ours(error: BaseException) -> bool:
+    try:
+        return str(getattr(error, "code", "")) in OUR_CODES
+    except Exception:  # an author's error may have any attributes
+        return False
 
 
 def _chain(error: BaseException | None, longest: int = 16) -> Iterator[BaseException]:

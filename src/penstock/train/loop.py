@@ -73,7 +73,7 @@ async def claim(s: Stations, version: int) -> Lease:
         lease = await s.pool.claim(
             s.config.rollout.groups_per_step,
             version=version,
-            max_staleness=s.config.rollout.max_staleness,
+            max_staleness=s.config.rollout.max_staleness * s.config.train.updates_per_step,  # a step makes as many versions
             lease_s=s.config.pool.lease_s,
         )
         if lease is not None:

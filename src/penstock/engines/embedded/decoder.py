@@ -21,6 +21,8 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
+FEW = (4, 48)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
@@ -93,15 +95,15 @@ class Layer(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """x [batch, time, hidden]; cos, sin [batch, 1, time, dim]."""
         batch, time, _ = x.shape
-        q, k, v = self.qkv(self.norm1(x)).split(self.split, dim=-1)
+        q, k, v = _project(self.qkv, self.norm1(x)).split(self.split, dim=-1)
         q, k, v = (t.view(batch, time, -1, self.shape.head_dim) for t in (q, k, v))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         mixed = attend(self.index, _rotate(q, cos, sin), _rotate(k, cos, sin), v)
-        x = x + self.out(mixed.transpose(1, 2).reshape(batch, time, -1))
-        gate, up = self.gate_up(self.norm2(x)).chunk(2, dim=-1)
-        return x + self.down(F.silu(gate) * up)
+        x = x + _project(self.out, mixed.transpose(1, 2).reshape(batch, time, -1))
+        gate, up = _project(self.gate_up, self.norm2(x)).chunk(2, dim=-1)
+        return x + _project(self.down, F.silu(gate) * up)
 
 
 class Decoder(nn.Module):
@@ -142,6 +144,15 @@ class Decoder(nn.Module):
 def causal(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Attention over the whole sequence and nothing else: the plain forward pass, and the oracle of all others."""
     return F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] > 1, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def _project(linear: nn.Linear, x: Tensor) -> Tensor:
+    """`linear(x)`; for a few rows on a CPU computed as weight @ xᵀ, which spreads over cores where x @ weightᵀ does not."""
+    rows = x.shape[0] * x.shape[1]
+    if not FEW[0] <= rows <= FEW[1] or x.device.type != "cpu":
+        return linear(x)
+    y = torch.mm(linear.weight, x.view(rows, -1).t()).t()
+    return (y if linear.bias is None else y + linear.bias).view(x.shape[0], x.shape[1], -1)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -1,5 +1,7 @@
 """Runs workflows in our own event loop: the least overhead, for agents that await what they wait for."""
 
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack, asynccontextmanager
 from copy import deepcopy
 from types import TracebackType
 from typing import Any, Self
@@ -19,16 +21,16 @@ class InlineExecutor:
         self._agent = agent
         self._guests = guests
         self._slots = slots(agent.workflow_config and agent.workflow_config.concurrency)
+        self._open = AsyncExitStack()
         self._client: Any = None
 
     async def __aenter__(self) -> Self:
-        self._client = _shared_client()
+        self._client = await self._open.enter_async_context(_shared_client())
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        client, self._client = self._client, None
-        if client is not None:
-            await client.close()
+        self._client = None
+        await self._open.aclose()
 
     async def run(self, task: Task, session: Session, *, rollout_id: str, timeout_s: float) -> None:
         """See `Executor.run`."""
@@ -44,7 +46,8 @@ class InlineExecutor:
         await self._agent.workflow(config).run(context)
 
 
-def _shared_client() -> Any:
+@asynccontextmanager
+async def _shared_client() -> AsyncGenerator[Any, None]:
     """The client whose connections all rollouts share; None without the `openai` package, which not every agent needs.
 
     The gateway is in this process, so proxies from the environment are left out; the key is never used.
@@ -52,5 +55,20 @@ def _shared_client() -> Any:
     try:
         from openai import AsyncOpenAI, DefaultAsyncHttpxClient
     except ImportError:
-        return None
-    return AsyncOpenAI(api_key="none", base_url="http://127.0.0.1", http_client=DefaultAsyncHttpxClient(trust_env=False))
+        yield None
+        return
+
+    class Connections(DefaultAsyncHttpxClient):
+        """Stays open when a workflow closes its client, as it may: its neighbours are still calling."""
+
+        async def aclose(self) -> None:
+            pass
+
+        async def shut(self) -> None:
+            await super().aclose()
+
+    connections = Connections(trust_env=False)
+    try:
+        yield AsyncOpenAI(api_key="none", base_url="http://127.0.0.1", http_client=connections)
+    finally:
+        await connections.shut()

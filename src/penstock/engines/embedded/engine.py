@@ -1,0 +1,266 @@
+"""The embedded engine as the rest of penstock sees it: one thread owns the core, and asyncio sends it commands.
+
+Commands (submit, cancel, swap, close) are obeyed between two steps. What a step sampled goes back with a single call into each
+event loop, and a consumer that reads slowly gets what piled up as one chunk.
+"""
+
+import asyncio
+import math
+import queue
+import threading
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from itertools import count
+from random import Random
+
+from penstock.engines.base import Sampled
+from penstock.engines.embedded.core import Core, Request, Token
+from penstock.engines.embedded.decoder import Decoder
+from penstock.errors import EngineBusy, EngineError
+from penstock.records import Sampling
+
+FAILURES = 3
+"""Steps in a row that may fail before the engine gives up."""
+
+Command = Callable[[], None]
+"""What the engine's thread is to do between two steps."""
+
+
+class Mailbox:
+    """Where a request's tokens wait for its consumer. Lives in the consumer's event loop."""
+
+    def __init__(self, rollout_id: str) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.complete = False
+        """Whether the engine is done with the request."""
+        self._rollout_id = rollout_id
+        self._tokens: list[Token] = []
+        self._versions: list[int] = []
+        self._problem: str | None = None
+        self._filled = asyncio.Event()
+
+    def put(self, token: Token, version: int) -> None:
+        """Add a sampled token."""
+        if token.finish == "error":
+            self.fail(f"policy version {version}: {token.problem}")
+            return
+        self._tokens.append(token)
+        self._versions.append(version)
+        self.complete = token.finish is not None
+        self._filled.set()
+
+    def fail(self, problem: str) -> None:
+        """Let the consumer see an error after what is already here."""
+        self.complete, self._problem = True, problem
+        self._filled.set()
+
+    async def take(self) -> Sampled:
+        """All tokens that have come since the last call; waits for one if there are none."""
+        await self._filled.wait()
+        tokens, versions, self._tokens, self._versions = self._tokens, self._versions, [], []
+        if not tokens:
+            raise EngineError(f"rollout {self._rollout_id}: {self._problem}" if self._rollout_id else self._problem)
+        if self._problem is None:
+            self._filled.clear()
+        return Sampled(
+            ids=tuple(token.id for token in tokens),
+            logprobs=tuple(token.logprob for token in tokens),
+            full_logprobs=tuple(token.full_logprob for token in tokens),
+            versions=tuple(versions),
+            finish=tokens[-1].finish,
+        )
+
+
+class EmbeddedEngine:
+    """A decoder that is sampled from in this process. The trainer may share its weights: `decoder` is the very module."""
+
+    def __init__(self, core: Core, *, name: str, queue_limit: int, seed: int, stop_ids: Iterable[int] = ()) -> None:
+        self.decoder: Decoder = core.decoder
+        self._core, self._name, self._seed = core, name, seed
+        self._stop_ids = frozenset(stop_ids)
+        self._limit = core.slots + queue_limit
+        self._version = 0
+        self._keys = count()
+        self._mailboxes: dict[int, Mailbox] = {}
+        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._ended: str | None = None
+        """Why no more commands are obeyed."""
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name=f"penstock-engine-{name}", daemon=True)
+        self._thread.start()
+
+    @property
+    def model(self) -> str:
+        """The name that `/v1/models` shows."""
+        return self._name
+
+    @property
+    def context_length(self) -> int:
+        """Prompt and reply together must fit in this many tokens."""
+        return self.decoder.shape.context_length
+
+    @property
+    def version(self) -> int:
+        """The policy version that the next token will be sampled under."""
+        return self._version
+
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, rollout_id: str = ""
+    ) -> AsyncGenerator[Sampled, None]:
+        """Sample one reply; see `Engine.generate`."""
+        self._check(prompt_ids, sampling)
+        if len(self._mailboxes) >= self._limit:
+            raise EngineBusy(f"{self._limit} requests are already running or waiting; try again later, or raise engine.queue")
+        request = self._request(prompt_ids, sampling)
+        mailbox = self._mailboxes[request.key] = Mailbox(rollout_id)
+        try:
+            self._post(lambda: self._core.submit(request))
+            while True:
+                chunk = await mailbox.take()
+                yield chunk
+                if chunk.finish is not None:
+                    return
+        finally:
+            del self._mailboxes[request.key]
+            if not mailbox.complete:
+                with suppress(EngineError):  # it has ended by itself, and the request with it
+                    self._post(lambda: self._core.cancel(request))
+
+    async def swap(self, version: int, change: Callable[[], None]) -> None:
+        """Between two steps, run `change` and serve `version` from then on; if it raises, the version stays."""
+        done: Future[None] = Future()
+        self._post(lambda: self._swap(version, change, done))
+        await asyncio.wrap_future(done)
+
+    async def close(self) -> None:
+        """Fail what is running and end the thread."""
+        with self._lock:
+            if self._ended is None:
+                self._commands.put(self._stop)
+        await asyncio.to_thread(self._thread.join)
+
+    def _check(self, prompt_ids: Sequence[int], sampling: Sampling) -> None:
+        vocabulary, length, most = self.decoder.shape.vocab_size, len(prompt_ids), sampling.max_tokens
+        total, room = length + most, self._core.tree.capacity
+        if not length:
+            raise EngineError("the prompt has no tokens; send at least one")
+        if min(prompt_ids) < 0 or max(prompt_ids) >= vocabulary:
+            raise EngineError(f"the prompt has a token id outside 0..{vocabulary - 1}; is it of another model's tokenizer?")
+        if most < 1:
+            raise EngineError(f"max_tokens = {most}: ask for at least one token")
+        if total > self.context_length:
+            raise EngineError(
+                f"{length} prompt tokens and max_tokens = {most} exceed the context of {self.context_length}; shorten one of them"
+            )
+        if total > room:
+            raise EngineError(
+                f"{length} prompt tokens and max_tokens = {most} exceed the cache ({room}); raise engine.cache_tokens"
+            )
+        if not (sampling.temperature >= 0.0 and math.isfinite(sampling.temperature)):
+            raise EngineError(f"temperature = {sampling.temperature}: give 0 (greedy) or a positive number")
+        if not (0.0 < sampling.top_p <= 1.0 and 0.0 <= sampling.min_p <= 1.0 and sampling.top_k >= 0):
+            raise EngineError("give top_p in (0, 1], min_p in [0, 1] and top_k >= 0")
+        if sampling.stop and self._core.decode_text is None:
+            raise EngineError("stop strings need a tokenizer, and this engine was opened without one; use stop ids")
+
+    def _request(self, prompt_ids: Sequence[int], sampling: Sampling) -> Request:
+        key = next(self._keys)
+        seed = f"{self._seed}/{key}" if sampling.seed is None else sampling.seed
+        return Request(
+            key=key,
+            tokens=list(prompt_ids),
+            prompt_length=len(prompt_ids),
+            sampling=sampling,
+            stop_ids=self._stop_ids.union(sampling.stop_ids),
+            uniform=Random(seed).random,
+        )
+
+    def _post(self, command: Command) -> None:
+        with self._lock:  # so that no command slips in after the thread has looked for the last time
+            if self._ended is not None:
+                raise EngineError(self._ended)
+            self._commands.put(command)
+
+    # The rest runs in the engine's thread.
+
+    def _run(self) -> None:
+        ended = "the engine is closed"
+        try:
+            failures = 0
+            while not self._closing:
+                self._obey()
+                failures = 0 if self._advance() else failures + 1
+                if failures == FAILURES:
+                    ended = f"the engine has given up after {FAILURES} failed steps in a row; open a new one"
+                    return
+        except BaseException as cause:
+            ended = f"the engine has stopped: {type(cause).__name__}: {cause}; open a new one"
+        finally:
+            with self._lock:
+                self._ended = ended
+            self._fail(list(self._mailboxes), ended)
+            while not self._commands.empty():
+                self._commands.get()()
+
+    def _obey(self) -> None:
+        """Do what was asked since the last step; sleep while there is nothing at all to do."""
+        while not self._closing and (self._core.idle or not self._commands.empty()):
+            self._commands.get()()
+
+    def _advance(self) -> bool:
+        """One step; False if it failed. Then those who had a seat fail too, and those who wait are served next."""
+        if self._closing:
+            return True
+        try:
+            sampled = self._core.step()
+        except Exception as cause:
+            lost = self._core.drop()
+            self._fail([request.key for request in lost], f"a step of the engine failed: {type(cause).__name__}: {cause}")
+            return False
+        self._deliver(sampled)
+        return True
+
+    def _swap(self, version: int, change: Callable[[], None], done: "Future[None]") -> None:
+        if not done.set_running_or_notify_cancel():
+            return
+        try:
+            if self._ended is not None:
+                raise EngineError(self._ended)
+            change()
+        except Exception as cause:
+            self._core.reset()  # it may have changed some of the weights
+            done.set_exception(cause)
+        else:
+            self._core.reset()
+            self._version = version
+            done.set_result(None)
+
+    def _stop(self) -> None:
+        self._closing = True
+
+    def _deliver(self, sampled: Sequence[Token]) -> None:
+        batches: defaultdict[asyncio.AbstractEventLoop, list[tuple[Mailbox, Token]]] = defaultdict(list)
+        for token in sampled:
+            mailbox = self._mailboxes.get(token.request.key)
+            if mailbox is not None:
+                batches[mailbox.loop].append((mailbox, token))
+        for loop, batch in batches.items():
+            try:
+                loop.call_soon_threadsafe(_hand_out, batch, self._version)
+            except RuntimeError:  # the loop is closed: nobody is left to read these
+                for _, token in batch:
+                    self._core.cancel(token.request)
+
+    def _fail(self, keys: Iterable[int], problem: str) -> None:
+        for mailbox in [self._mailboxes.get(key) for key in keys]:
+            if mailbox is not None:
+                with suppress(RuntimeError):  # its loop is closed
+                    mailbox.loop.call_soon_threadsafe(mailbox.fail, problem)
+
+
+def _hand_out(batch: Sequence[tuple[Mailbox, Token]], version: int) -> None:
+    for mailbox, token in batch:
+        mailbox.put(token, version)

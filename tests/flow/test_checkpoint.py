@@ -1,0 +1,197 @@
+"""Checkpoints: whole or absent whatever is killed when, and bit for bit what was saved."""
+
+import errno
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from training_cases import SHAPE, compute, make_decoder, random_tree, section
+
+from penstock.engines.embedded.weights import load_decoder
+from penstock.errors import TrainError
+from penstock.records import PolicyVersion
+from penstock.train.learner import Learner
+from penstock.train.policy import latest, restore, save, sync
+
+
+class Killed(BaseException):
+    """Stands in for kill -9: nothing may catch it."""
+
+
+def fail_at(call: int, error: BaseException) -> Callable[[Path], None]:
+    """An `on_disk` that fails in place of the given call, counted from 0."""
+    calls = iter(range(1000))
+
+    def on_disk(path: Path) -> None:
+        if next(calls) == call:
+            raise error
+        sync(path)
+
+    return on_disk
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": SHAPE.vocab_size,
+        "hidden_size": SHAPE.hidden,
+        "intermediate_size": SHAPE.inner,
+        "num_hidden_layers": SHAPE.layers,
+        "num_attention_heads": SHAPE.heads,
+        "num_key_value_heads": SHAPE.kv_heads,
+        "head_dim": SHAPE.head_dim,
+        "max_position_embeddings": SHAPE.context_length,
+        "rms_norm_eps": SHAPE.norm_eps,
+        "rope_theta": SHAPE.rope_theta,
+        "tie_word_embeddings": True,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "model.safetensors.index.json").write_text("{}")
+    return folder
+
+
+def make_learner(seed: int = 0, dtype: torch.dtype = torch.float32) -> Learner:
+    return Learner(make_decoder(seed=seed).to(dtype), section(lr=1e-3, grad_clip=1.0))
+
+
+def step(learner: Learner, seed: int) -> None:
+    compute(learner, random_tree(seed), limit=60, shared=True)
+    learner.apply()
+
+
+def weights(learner: Learner) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in learner.decoder.state_dict().items()}
+
+
+def assert_equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
+    assert a.keys() == b.keys() and all(torch.equal(value, b[name]) for name, value in a.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_restored_learner_goes_on_bit_for_bit(tmp_path: Path, model: Path, dtype: torch.dtype):
+    learner, other = make_learner(0, dtype), make_learner(1, dtype)
+    step(learner, 0)
+    version = PolicyVersion(number=7, step=3, leases=("a", "b"))
+    save(tmp_path / "c", version, learner, model)
+    drawn = torch.rand(3).tolist(), random.random(), random.gauss(0, 1)
+    step(learner, 1)
+    step(other, 2)
+    assert latest(tmp_path / "c") == version
+    restore(tmp_path / "c", version, other)
+    assert (torch.rand(3).tolist(), random.random(), random.gauss(0, 1)) == drawn
+    step(other, 1)
+    assert_equal(weights(other), weights(learner))
+    assert_equal(other.state(), learner.state())
+
+
+def test_a_version_before_any_update_can_be_saved_and_restored(tmp_path: Path, model: Path):
+    learner, other = make_learner(0), make_learner(1)
+    step(other, 0)
+    save(tmp_path, PolicyVersion(number=0, step=0), learner, model)
+    restore(tmp_path, PolicyVersion(number=0, step=0), other)
+    assert_equal(weights(other), weights(learner))
+    assert other.state() == {}
+
+
+def test_a_checkpoint_is_a_model_folder(tmp_path: Path, model: Path):
+    learner = make_learner()
+    folder = save(tmp_path / "c", PolicyVersion(number=1, step=1), learner, model)
+    assert folder.name == "000001"
+    assert_equal(load_decoder(folder).state_dict(), weights(learner))
+    assert (folder / "tokenizer.json").exists() and not (folder / "model.safetensors.index.json").exists()
+    again = save(tmp_path / "d", PolicyVersion(number=2, step=2), learner, folder)
+    assert latest(tmp_path / "d") == PolicyVersion(number=2, step=2) and (again / "config.json").exists()
+
+
+def writes(checkpoints: Path, model: Path) -> int:
+    """How often a save reports something as written."""
+    seen: list[Path] = []
+    save(checkpoints, PolicyVersion(number=1, step=1), make_learner(), model, on_disk=seen.append)
+    return len(seen)
+
+
+def test_killed_at_any_write_the_version_before_remains(tmp_path: Path, model: Path):
+    learner = make_learner()
+    calls = writes(tmp_path / "count", model)
+    assert calls >= 6
+    for call in range(calls):
+        checkpoints = tmp_path / str(call)
+        before = PolicyVersion(number=1, step=1)
+        save(checkpoints, before, learner, model)
+        saved = weights(learner)
+        step(learner, call)
+        after = PolicyVersion(number=2, step=2)
+        with pytest.raises(Killed):
+            save(checkpoints, after, learner, model, on_disk=fail_at(call, Killed()))
+        assert latest(checkpoints) == (after if call == calls - 1 else before)  # the last call follows the rename
+        other = make_learner(1)
+        restore(checkpoints, before, other)
+        assert_equal(weights(other), saved)
+        save(checkpoints, after, learner, model)
+        assert sorted(path.name for path in checkpoints.iterdir()) == ["000001", "000002"]
+
+
+def test_a_full_disk_is_one_clear_line_and_leaves_no_litter(tmp_path: Path, model: Path):
+    learner = make_learner()
+    for call in range(writes(tmp_path / "count", model) - 1):
+        checkpoints = tmp_path / str(call)
+        save(checkpoints, PolicyVersion(number=1, step=1), learner, model)
+        full = OSError(errno.ENOSPC, "No space left on device")
+        with pytest.raises(TrainError, match=r"000002 could not be written.*No space left") as refused:
+            save(checkpoints, PolicyVersion(number=2, step=2), learner, model, on_disk=fail_at(call, full))
+        assert "\n" not in str(refused.value)
+        assert [path.name for path in checkpoints.iterdir()] == ["000001"]
+        assert latest(checkpoints) == PolicyVersion(number=1, step=1)
+
+
+@pytest.mark.parametrize("damage", ["state.json", "model.safetensors", "optimizer.safetensors", "config.json"])
+@pytest.mark.parametrize("how", ["missing", "short"])
+def test_a_damaged_version_is_passed_over(tmp_path: Path, model: Path, damage: str, how: str):
+    learner = make_learner()
+    for number in (1, 2):
+        folder = save(tmp_path / "c", PolicyVersion(number=number, step=number), learner, model)
+    file = folder / damage
+    file.unlink() if how == "missing" else file.write_bytes(file.read_bytes()[:-1])
+    assert latest(tmp_path / "c") == PolicyVersion(number=1, step=1)
+    save(tmp_path / "c", PolicyVersion(number=2, step=2), learner, model)
+    assert latest(tmp_path / "c") == PolicyVersion(number=2, step=2)
+
+
+def test_weights_damaged_in_place_are_refused_by_name(tmp_path: Path, model: Path):
+    learner = make_learner()
+    version = PolicyVersion(number=1, step=1)
+    file = save(tmp_path, version, learner, model) / "model.safetensors"
+    file.write_bytes(b"\xff" * file.stat().st_size)
+    with pytest.raises(TrainError, match="000001 cannot be read"):
+        restore(tmp_path, version, learner)
+
+
+def test_the_newest_versions_are_kept_and_foreign_files_left_alone(tmp_path: Path, model: Path):
+    checkpoints, learner = tmp_path / "c", make_learner()
+    assert latest(checkpoints) is None
+    checkpoints.mkdir()
+    (checkpoints / "notes.txt").write_text("mine")
+    for number in (8, 9, 10, 11):
+        save(checkpoints, PolicyVersion(number=number, step=number), learner, model, kept=3)
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["000009", "000010", "000011", "notes.txt"]
+
+
+def test_a_step_without_an_update_renews_the_state_only(tmp_path: Path, model: Path):
+    learner = make_learner()
+    first, second = PolicyVersion(number=4, step=4, leases=("a",)), PolicyVersion(number=4, step=5, leases=("b",))
+    folder = save(tmp_path, first, learner, model)
+    inode = (folder / "model.safetensors").stat().st_ino
+    for call in (0, 1):
+        with pytest.raises(Killed):
+            save(tmp_path, second, learner, model, on_disk=fail_at(call, Killed()))
+        assert latest(tmp_path) == (first, second)[call]
+    save(tmp_path, second, learner, model)
+    assert latest(tmp_path) == second and (folder / "model.safetensors").stat().st_ino == inode
