@@ -67,14 +67,18 @@ def _unpack(code: str, blob: bytes) -> tuple[Any, ...]:
 
 
 def _plain(value: Any) -> Any:
-    if is_dataclass(value) and not isinstance(value, type):
-        return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
+    if value is None or isinstance(value, (str, int)):
+        return value
+    if isinstance(value, float):
+        if value - value != 0.0:
+            raise ValueError(f"{value} cannot be written as JSON")
+        return value
     if isinstance(value, (tuple, list)):
         return [_plain(item) for item in value]  # pyright: ignore[reportUnknownVariableType]
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}  # pyright: ignore[reportUnknownVariableType]
-    if isinstance(value, float) and value - value != 0.0:
-        raise ValueError(f"{value} cannot be written as JSON")
+    if is_dataclass(value):
+        return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
     return value
 
 

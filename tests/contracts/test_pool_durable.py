@@ -137,7 +137,7 @@ def test_a_full_disk_refuses_writes_and_recovers_when_there_is_room(tmp_path: Pa
         await pool.append(big, make_node("train-0.0.1"))
         assert (await pool.attempt("train-0.0.1")).steps == (big,)
 
-    play("sqlite", tmp_path, act, max_pages=150)
+    play("sqlite", tmp_path, act, max_pages=100)
 
 
 def test_one_refused_write_does_not_fail_its_neighbours(tmp_path: Path) -> None:
@@ -255,7 +255,7 @@ def test_a_torn_file_gives_an_error_or_the_truth(whole: bytes, tmp_path: Path) -
         assert [group.rewards for group in await pool.groups("train")] == [[1.0, 1.0], [1.0, 1.0]]
 
     errors = 0
-    for cut in range(512, len(whole), 4096 + 512):
+    for cut in range(512, len(whole), 8192 + 512):
         (tmp_path / "pool.db").write_bytes(whole[:cut])
         try:
             play("sqlite", tmp_path, read)

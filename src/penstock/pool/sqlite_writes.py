@@ -31,11 +31,12 @@ class Tally(NamedTuple):
 
 
 def count(database: sqlite3.Connection, channel: str, changes: Iterable[Tally]) -> None:
-    """Keep the running counts of a channel in step with what was written."""
-    database.executemany(
-        """INSERT INTO tally (channel, kind, name, n) VALUES (?, ?, ?, ?) ON CONFLICT DO UPDATE
-           SET n = CASE kind WHEN 'top' THEN max(n, excluded.n) ELSE n + excluded.n END""",
-        [(channel, *change) for change in changes if change.n or change.kind == "top"],
+    """Keep the running counts of a channel in step with what was written, in one statement."""
+    values = [(channel, *change) for change in changes]
+    database.execute(
+        f"""INSERT INTO tally (channel, kind, name, n) VALUES {", ".join(["(?, ?, ?, ?)"] * len(values))} ON CONFLICT DO UPDATE
+            SET n = CASE kind WHEN 'top' THEN max(n, excluded.n) ELSE n + excluded.n END""",
+        [field for value in values for field in value],
     )
 
 
