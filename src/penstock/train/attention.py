@@ -59,7 +59,7 @@ class PrefixAttention:
             mixed = causal(0, q, k, v)
         else:  # the heads that read the same keys become one, longer: their keys are not copied for each
             folded = q.reshape(rows, heads // self.repeats, self.repeats * time, dim)
-            mixed = F.scaled_dot_product_attention(folded, k, v, attn_mask=block.mask).view(rows, heads, time, dim)
+            mixed = F.scaled_dot_product_attention(folded, k, v, attn_mask=block.mask).reshape(rows, heads, time, dim)
         return mixed.transpose(1, 2).reshape(rows * time, heads, dim)
 
 

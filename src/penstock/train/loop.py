@@ -20,6 +20,7 @@ from penstock.errors import TrainError
 from penstock.records import Attempt, Group, Lease, PolicyVersion
 from penstock.records import Sequence as TrainingSequence
 from penstock.train import policy
+from penstock.train.advantages import DIVISORS
 from penstock.train.batches import pack
 from penstock.train.learner import Metrics
 from penstock.train.sequences import exactness, sequences
@@ -85,8 +86,9 @@ async def claim(s: Stations, version: int) -> Lease:
 def give_credit(groups: Sequence[Group], s: Stations) -> Credit:
     """Advantages within each group, then the sequences that carry them."""
     made, counts = list[TrainingSequence](), Counter[str]()
+    divisor = DIVISORS.get(s.config.train.advantage)
     for group in groups:
-        result = sequences(group, s.advantage(group))
+        result = sequences(group, s.advantage(group), divisor=divisor)
         made += result.sequences
         counts.update(result.counts)
     return Credit(made, counts)
