@@ -124,7 +124,7 @@ class EmbeddedEngine:
                 if chunk.finish is not None:
                     return
         finally:
-            del self._mailboxes[request.key]
+            self._mailboxes.pop(request.key, None)
             if not mailbox.complete:
                 with suppress(EngineError):  # it has ended by itself, and the request with it
                     self._post(lambda: self._core.cancel(request))
@@ -253,6 +253,7 @@ class EmbeddedEngine:
             except RuntimeError:  # the loop is closed: nobody is left to read these
                 for _, token in batch:
                     self._core.cancel(token.request)
+                    self._mailboxes.pop(token.request.key, None)
 
     def _fail(self, keys: Iterable[int], problem: str) -> None:
         for mailbox in [self._mailboxes.get(key) for key in keys]:

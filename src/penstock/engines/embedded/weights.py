@@ -38,6 +38,9 @@ def load_decoder(folder: Path, *, device: torch.device | str = "cpu", dtype: tor
         if missing:
             raise ModelError(f"{folder}: its weights lack {missing[0]!r}; pull the model again")
         state[name] = torch.cat([public[n] for n in names]) if len(names) > 1 else public[names[0]]
+    known = {"lm_head.weight", *(public_name for name in state for public_name in public_names(name))}
+    if strange := sorted(name for name in public if name not in known and not name.endswith("rotary_emb.inv_freq")):
+        raise ModelError(f"{folder}: it has {strange[0]!r}, which the embedded engine would ignore; use another model or engine")
     decoder.load_state_dict(state)
     return decoder.to(device=device, dtype=dtype)
 
