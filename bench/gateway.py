@@ -32,7 +32,7 @@ from penstock.records import Sampling, Task, make_rollout
 from penstock.render.renderer import Renderer
 from penstock.testing import ScriptedEngine, write_tokenizer
 
-SECONDS, REPEATS, CALLERS, TURNS = 1.5, 2, 32, 8
+SECONDS, REPEATS, CALLERS, TURNS = 1.2, 2, 32, 8
 SECRET = b"a secret for benchmarks"
 SYSTEM = {"role": "system", "content": "You are a careful assistant who answers in one short sentence. " * 30}
 QUESTION = {"role": "user", "content": "Then tell me what comes next, and why it does, in a few plain words. " * 3}

@@ -87,19 +87,28 @@ class ScriptedEngine:
     running: int = 0
     cancelled: int = 0
     """Requests that were closed before their end."""
-    stalled: asyncio.Event = field(default_factory=asyncio.Event)
+    stalling: int = 0
+    """Requests that wait for `release`."""
     idle: asyncio.Event = field(default_factory=asyncio.Event)
     """Set while no request runs."""
+    stalled: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set while some request waits for `release`."""
 
     def __post_init__(self) -> None:
         self._next = self.script if callable(self.script) else _in_order(self.script)
         self._released = asyncio.Event()
-        self.idle.set()
+        self._changed = asyncio.Event()
+        self._count()
 
     def release(self) -> None:
-        """Let stalled requests go on."""
-        self.stalled.clear()
+        """Let stalled requests go on, and stall none from now on."""
         self._released.set()
+
+    async def until_stalling(self, count: int) -> None:
+        """Wait until this many requests wait for `release`."""
+        while self.stalling != count:
+            self._changed.clear()
+            await self._changed.wait()
 
     async def generate(
         self, prompt_ids: Sequence[int], sampling: Sampling, *, rollout_id: str = ""
@@ -113,18 +122,15 @@ class ScriptedEngine:
             raise EngineBusy("the scripted engine is busy")
         if len(prompt) >= self.context_length:
             raise EngineError(f"a prompt of {len(prompt)} tokens does not fit into {self.context_length}")
-        self.running += 1
-        self.idle.clear()
+        self._count(running=1)
         finished = False
         try:
             async for chunk in self._play(reply, sampling):
                 finished = chunk.finish is not None
                 yield chunk
         finally:
-            self.running -= 1
             self.cancelled += not finished
-            if self.running == 0:
-                self.idle.set()
+            self._count(running=-1)
 
     async def swap(self, version: int, change: Callable[[], None]) -> None:
         """See `Engine.swap`."""
@@ -160,10 +166,20 @@ class ScriptedEngine:
 
     async def _misbehave(self, reply: Scripted, place: int) -> None:
         if reply.stall_after == place:
-            self.stalled.set()
-            await self._released.wait()
+            self._count(stalling=1)
+            try:
+                await self._released.wait()
+            finally:
+                self._count(stalling=-1)
         if reply.fail_after == place:
             raise EngineError(f"the scripted engine failed after {place} tokens")
+
+    def _count(self, *, running: int = 0, stalling: int = 0) -> None:
+        self.running += running
+        self.stalling += stalling
+        self._changed.set()
+        for event, is_set in ((self.idle, self.running == 0), (self.stalled, self.stalling > 0)):
+            event.set() if is_set else event.clear()
 
 
 @dataclass(frozen=True, slots=True)

@@ -294,6 +294,26 @@ def test_a_prompt_over_the_context_is_refused_not_cut(room, status):
     run(["a long answer"], steps)
 
 
+def test_a_reply_may_fill_the_context_and_no_more():
+    async def steps(http, engine, bench, session):
+        engine.context_length = len(renderer().root([USER])) + 3
+        answer = (await chat(http, USER)).json()
+        assert (engine.samplings[0].max_tokens, answer["choices"][0]["finish_reason"]) == (3, "length")
+        assert bench.gateway.counts == {"capped:max_tokens": 1}
+
+    run(["a long answer, longer than three tokens"], steps)
+
+
+def test_a_reply_cut_after_a_whole_call_says_length():
+    call_ids = renderer().tokenizer.encode(CALL)
+
+    async def steps(http, engine, bench, session):
+        (choice,) = (await chat(http, USER, tools=[TOOL], max_tokens=len(call_ids))).json()["choices"]
+        assert (choice["finish_reason"], len(choice["message"]["tool_calls"])) == ("length", 1)
+
+    run([CALL], steps)
+
+
 def test_a_body_over_the_limit_is_a_413():
     async def steps(http, engine, bench, session):
         response = await chat(http, {"role": "user", "content": "x" * 2000})
@@ -334,8 +354,10 @@ def test_a_rollout_header_that_contradicts_the_token_is_refused():
 
 
 def test_a_template_that_rewrites_history_opens_counted_roots():
-    template = "{% for m in messages %}{{ '<|im_start|>' + m.role + (' last' if loop.last else '') + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
-    template += "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + (' last' if loop.last else '') + '\n' + m.content + '<|im_end|>\n' }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
 
     async def main():
         model = renderer(template=template)

@@ -20,7 +20,8 @@ NATIVE_TOOLS = """
         {{- '<|im_start|>assistant\n' + message['content'] }}
         {%- for call in message['tool_calls'] or [] %}
             {%- if message['content'] or not loop.first %}{{ '\n' }}{% endif %}
-            {{- '<tool_call>\n{"name": "' + call.function.name + '", "arguments": ' + call.function.arguments | tojson + '}\n</tool_call>' }}
+            {{- '<tool_call>\n{"name": "' + call.function.name + '", "arguments": ' }}
+            {{- call.function.arguments | tojson + '}\n</tool_call>' }}
         {%- endfor %}
         {{- '<|im_end|>\n' }}
     {%- elif message['role'] == 'tool' %}

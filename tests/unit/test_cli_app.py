@@ -64,6 +64,13 @@ def test_a_command_line_that_cannot_be_read_is_one_line_and_code_2(capsys, argum
     assert err.count("\n") == 1
 
 
+def test_a_group_of_commands_without_one_shows_its_help(capsys):
+    code, out, err = run(capsys, "models")
+    assert (code, out) == (2, "")
+    assert err.startswith("Usage: penstock models")
+    assert "\n  pull " in err
+
+
 @pytest.mark.parametrize(
     ("error", "code"), [(DatasetError("row 3 is empty"), 2), (EngineError("out of memory"), 1), (TrainError("x"), 1)]
 )

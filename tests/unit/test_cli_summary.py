@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.cli.summary import Ending, as_object, as_text
-from penstock.train.run import Summary
+from penstock.train.summary import Summary
 
 
 def ending(**changes: Any) -> Ending:

@@ -197,6 +197,13 @@ def test_on_a_terminal_the_panel_is_drawn_and_no_lines_are_printed():
     assert out.getvalue().rstrip().endswith("\x1b[2K"), "the panel is gone when the view closes"
 
 
+def test_a_stage_that_gets_further_is_one_line_and_a_percentage_in_the_panel():
+    steps = [("stage", {"text": "downloading", "done": done, "total": 8}) for done in (0, 1, 2)]
+    assert plain_lines(*steps) == ["downloading"]
+    assert followed(*steps).activity == "downloading, 25%"
+    assert followed(*steps, ("stage", {"text": "loading"})).activity == "loading"
+
+
 def test_without_a_terminal_a_way_to_fail_is_told_once():
     lines = plain_lines(*[("rollout.end", ended("timeout", "it ran\ntoo long"))] * 3, ("rollout.end", ended("lost")))
     assert lines == [

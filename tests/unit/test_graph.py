@@ -141,6 +141,12 @@ def test_a_root_that_breaks_a_path_says_why(scene, messages, tools, reason):
     assert (place.step, place.reason) == (None, reason)
 
 
+def test_tools_that_are_dropped_on_the_way_are_named(scene):
+    scene.call([ASK], "one", tools=(TOOL,))
+    scene.call([ASK, said("one"), MORE], "two", tools=(TOOL,))
+    assert scene.graph.match([ASK, said("one"), MORE, said("two"), MORE], ()).reason == TOOLS_CHANGED
+
+
 def test_a_node_is_shared_only_by_the_same_tokens_in_the_same_place(scene):
     scene.call([ASK], "one")
     node = scene.graph.nodes[0]

@@ -87,6 +87,15 @@ def test_special_token_text_in_new_messages_stays_text(chatml):
     assert [i for i in hostile if i in special] == [i for i in plain if i in special]
 
 
+@pytest.mark.parametrize("model", ["chatml", "native"])
+def test_special_token_text_in_tool_schemas_stays_text(model, request):
+    renderer = request.getfixturevalue(model)
+    hostile = [{"type": "function", "function": {"name": "multiply", "description": "<|im_end|>", "parameters": {"<|im_end|>": 1}}}]
+    special = renderer.tokenizer.special_ids
+    counts = [sum(i in special for i in renderer.root([USER], tools)) for tools in (hostile, TOOLS)]
+    assert counts[0] == counts[1]
+
+
 def proven(renderer):
     return {(s.tools, s.reply, s.follows) for s in renderer.bridge.result.proven}
 
@@ -116,6 +125,8 @@ def test_a_template_that_moves_tools_bridges_without_tools_only(tmp_path):
     renderer = make_renderer(tmp_path, MOVES_TOOLS)
     assert (False, "text", "user") in proven(renderer)
     assert (True, "text", "user") not in proven(renderer)
+    assert renderer.extend(REPLY, [MORE], last_id=None, tools=False) is not None
+    assert renderer.extend(REPLY, [MORE], last_id=None, tools=True) is None
 
 
 def test_a_template_that_refuses_some_roles_bridges_the_others(tmp_path):

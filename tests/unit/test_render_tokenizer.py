@@ -58,7 +58,7 @@ def test_any_ids_decode_as_the_library_decodes_them(tokenizer, ids):
 def test_streamed_text_is_a_growing_prefix_and_never_half_a_character(tokenizer, text):
     decoder, shown = tokenizer.decoder(), ""
     for token_id in tokenizer.encode(tokenizer.shield(text)):
-        shown += decoder.push(token_id)
+        shown += decoder.push([token_id])
         assert text.startswith(shown)
     assert shown + decoder.finish() == text
 
@@ -69,14 +69,14 @@ def test_streaming_works_for_vocabularies_that_are_not_byte_level(sentencepiece_
     whole = sentencepiece_like.core.decode(ids, skip_special_tokens=True)
     decoder, shown = sentencepiece_like.decoder(), ""
     for token_id in ids:
-        shown += decoder.push(token_id)
+        shown += decoder.push([token_id])
         assert whole.startswith(shown)
     assert shown + decoder.finish() == whole
 
 
 def test_bytes_that_never_make_a_character_do_not_wait_for_ever(sentencepiece_like):
     decoder = sentencepiece_like.decoder()
-    assert "\ufffd" in "".join(decoder.push(0xE2) for _ in range(100))
+    assert "\ufffd" in "".join(decoder.push([0xE2]) for _ in range(100))
 
 
 @given(before=st.text(max_size=5), after=st.text(max_size=5))

@@ -96,7 +96,7 @@ def test_a_finished_run_shows_its_numbers_curve_and_transcripts(tmp_path):
     )
     asyncio.run(record(tmp_path, 0, "it is 6", reward=1.0))
     page = Tags(written(tmp_path))
-    for said in ("0.25 → 1", "0.5 → 0.875", "100 %", "step 1: reward 0.25, 8 rollouts", "it is 6", "2 times 3?", "finished"):
+    for said in ("0.250 → 1.000", "0.500 → 0.875", "100 %", "step 1: reward 0.25, 8 rollouts", "it is 6", "2 times 3?", "finished"):
         assert said in page.text
     assert page.names.count("circle") == 2
 

@@ -48,9 +48,13 @@ class TokenGraph:
         self.nodes: dict[int, Node] = {}
         self.steps: dict[int, Step] = {}
         self._step_after: dict[str, int] = {}
+        """Chain digest of a path that ends with a reply, to the step that is that reply."""
         self._nodes_at: dict[str, list[int]] = {}
+        """Chain digest of a path that ends with the caller's messages, to its nodes."""
         self._replies: set[str] = set()
+        """Digests of all replies, wherever they stand."""
         self._tools: set[str] = set()
+        """Digests of the tools of all roots."""
         unused = {node.id: node for node in attempt.nodes}
         for step in sorted(attempt.steps, key=lambda step: step.index):
             self.add(step, unused.pop(step.node, None))
@@ -70,7 +74,8 @@ class TokenGraph:
         if node is not None:
             self.nodes[node.id] = node
             self._nodes_at.setdefault(node.chain, []).append(node.id)
-            self._tools.add(tools_digest(node.tools))
+            if node.parent is None:
+                self._tools.add(tools_digest(node.tools))
         self.steps[step.index] = step
         self._replies.add(digest(step.message))
         before = self._step_after.get(step.chain)
@@ -80,20 +85,14 @@ class TokenGraph:
     def match(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Place:
         """The longest known path that these messages continue."""
         digests = [digest(message) for message in messages]
-        seed = tools_digest(tools)
-        chains = [seed]
+        chains = [tools_digest(tools)]
         for each in digests:
             chains.append(link(chains[-1], each))
         for known in range(len(messages), 0, -1):
             if (step := self._step_after.get(chains[known])) is not None:
                 return Place(step, known, chains[-1], None)
         replies = {each for each, message in zip(digests, messages, strict=True) if message["role"] == "assistant"}
-        reason = None
-        if replies & self._replies:
-            reason = HISTORY_EDITED if seed in self._tools else TOOLS_CHANGED
-        elif any(each in self._nodes_at for each in chains[1:-1]):
-            reason = REPLY_EDITED
-        return Place(None, 0, chains[-1], reason)
+        return Place(None, 0, chains[-1], self._why_root(chains, replies))
 
     def find(self, parent: int | None, messages_chain: str, token_ids: Sequence[int]) -> Node | None:
         """The node that adds exactly these tokens there, if one does: the same call made again shares it."""
@@ -107,10 +106,8 @@ class TokenGraph:
         """The steps sampled after `node`, in order."""
         return [step for step in self.steps.values() if step.node == node.id]
 
-    def context(self, step: int | None) -> tuple[int, ...]:
-        """All tokens up to the end of `step`'s reply; none for a root."""
-        if step is None:
-            return ()
+    def context(self, step: int) -> tuple[int, ...]:
+        """All tokens up to the end of `step`'s reply."""
         reply = self.steps[step]
         return self.prompt(reply.node) + reply.completion_ids
 
@@ -125,6 +122,12 @@ class TokenGraph:
             if parent is not None:
                 parts.append(self.steps[parent].completion_ids)
         return tuple(chain.from_iterable(reversed(parts)))
+
+    def _why_root(self, chains: list[str], replies: set[str]) -> str | None:
+        """What broke, if the messages send back a reply of ours or replace one; a conversation of its own breaks nothing."""
+        if replies & self._replies:
+            return HISTORY_EDITED if chains[0] in self._tools else TOOLS_CHANGED
+        return REPLY_EDITED if any(each in self._nodes_at for each in chains[1:-1]) else None
 
 
 def whole(step: Step) -> bool:

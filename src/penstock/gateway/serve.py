@@ -181,10 +181,10 @@ def _recorded(graph: TokenGraph, prompt: Prompt, samplings: list[Sampling], tran
     node = graph.find(prompt.parent, prompt.chain, prompt.added)
     left = [step for step in graph.replies(node) if whole(step) and step.transcript == transcript] if node else []
     found: list[Step] = []
-    for sampling in samplings:
+    for sampling in reversed(samplings):
         step = next((step for step in reversed(left) if step.sampling == sampling), None)
         if step is None:
             return None
         left.remove(step)
         found.append(step)
-    return found
+    return found[::-1]

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from penstock.codec import pack_ints
 from penstock.engines.base import Sampled
 from penstock.records import Finish, Message
 from penstock.render.tokenizer import Decoder
@@ -25,6 +24,14 @@ class IssuedCall(NamedTuple):
 Delta = Text | IssuedCall
 
 
+class Pushed(NamedTuple):
+    """What some tokens came to."""
+
+    used: int
+    """How many of them belong to the reply: all, unless one completed a stop string."""
+    pieces: list[Piece]
+
+
 class ReplyText:
     """Token ids to pieces for the agent: whole characters only, cut at a stop string, tool markup held back."""
 
@@ -36,10 +43,16 @@ class ReplyText:
         self.stopped = False
         """Whether a stop string was completed; nothing after it is shown."""
 
-    def push(self, token_id: int) -> list[Piece]:
-        """What one more token makes certain."""
-        text = self._decoder.push(token_id)
-        return self._parse(self._until_stop(text) if self._stops else text)
+    def push(self, ids: Sequence[int]) -> Pushed:
+        """What these tokens make certain."""
+        if not self._stops:
+            return Pushed(len(ids), self._parse(self._decoder.push(ids)))
+        pieces: list[Piece] = []
+        for place, token_id in enumerate(ids):
+            pieces += self._parse(self._until_stop(self._decoder.push([token_id])))
+            if self.stopped:
+                return Pushed(place + 1, pieces)
+        return Pushed(len(ids), pieces)
 
     def finish(self) -> list[Piece]:
         """What was held back to the end."""
@@ -81,22 +94,19 @@ class Reply:
 
     def take(self, chunk: Sampled) -> list[Delta]:
         """Add what the engine sampled; tokens after a completed stop string are left out, as if never sampled."""
-        deltas: list[Delta] = []
-        for place, token_id in enumerate(chunk.ids):
-            self.ids.append(token_id)
-            self.logprobs.append(chunk.logprobs[place])
-            self.full_logprobs.append(chunk.full_logprobs[place])
-            self.versions.append(chunk.versions[place])
-            deltas += self._issue(self._text.push(token_id))
-            if self._text.stopped:
-                self.finish = "stop"
-                return [*deltas, *self._issue(self._text.finish())]
-        if chunk.finish is not None:
-            deltas += self.end(chunk.finish)
-        return deltas
+        used, pieces = self._text.push(chunk.ids)
+        self.ids += chunk.ids[:used]
+        self.logprobs += chunk.logprobs[:used]
+        self.full_logprobs += chunk.full_logprobs[:used]
+        self.versions += chunk.versions[:used]
+        deltas = self._issue(pieces)
+        finish = "stop" if self._text.stopped else chunk.finish
+        return deltas if finish is None else [*deltas, *self.end(finish)]
 
     def end(self, finish: Finish) -> list[Delta]:
-        """Nothing more comes; give out what was held back."""
+        """Nothing more comes; give out what was held back. A reply that has ended stays as it is."""
+        if self.finish is not None:
+            return []
         self.finish = finish
         return self._issue(self._text.finish())
 
@@ -112,17 +122,17 @@ class Reply:
         deltas: list[Delta] = []
         for piece in pieces:
             if isinstance(piece, ToolCall):
-                self._calls.append(IssuedCall(len(self._calls), self._call_id(), *piece))
+                self._calls.append(IssuedCall(len(self._calls), self._call_id(piece), *piece))
                 deltas.append(self._calls[-1])
             else:
                 self._said.append(piece.text)
                 deltas.append(piece)
         return deltas
 
-    def _call_id(self) -> str:
-        """The same for the same tokens after the same prompt, and another one for the next call."""
-        key = self._seed.encode() + pack_ints([len(self._calls), *self.ids])
-        return f"call_{blake2b(key, digest_size=12).hexdigest()}"
+    def _call_id(self, call: ToolCall) -> str:
+        """The same for the same call in the same place, and another one for the next call."""
+        key = "\0".join([self._seed, str(len(self._calls)), *call])
+        return f"call_{blake2b(key.encode(), digest_size=12).hexdigest()}"
 
 
 def tool_call(call: IssuedCall) -> dict[str, Any]:

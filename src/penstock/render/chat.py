@@ -72,7 +72,7 @@ def digest(message: Message) -> str:
 
 def tools_digest(tools: Sequence[Tool]) -> str:
     """What a path's tools are known by."""
-    return blake2b(json.dumps(list(tools), sort_keys=True).encode(), digest_size=16).hexdigest()
+    return blake2b(orjson.dumps(tools, option=orjson.OPT_SORT_KEYS), digest_size=16).hexdigest()
 
 
 def link(chain: str, message_digest: str) -> str:

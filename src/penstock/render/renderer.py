@@ -23,7 +23,10 @@ class Renderer:
             raise ModelError("the model has no chat template; add chat_template.jinja to its folder")
         self.tokenizer = tokenizer
         self.template = ChatTemplate(tokenizer.template, tokenizer.named)
-        self._format, self.native_tools = self._choose_format()
+        native = self._native_format()
+        self.native_tools = native is not None
+        """Whether the template renders tools itself, in a form that we can read back."""
+        self._format: ToolFormat = native or TOOL_FORMATS.load("hermes")()
         self.bridge = Bridge(self.template, tokenizer, native_tools=self.native_tools)
         end_of_turn = [i for i in self.bridge.close_ids if i in tokenizer.special_ids][:1]
         self.stop_ids = tuple(dict.fromkeys([*tokenizer.eos_ids, *end_of_turn]))
@@ -53,11 +56,9 @@ class Renderer:
         """Reads the tool calls of one reply."""
         return self._format.parser()
 
-    def _choose_format(self) -> tuple[ToolFormat, bool]:
+    def _native_format(self) -> ToolFormat | None:
         plain = self.template.render([PROBE_USER], generate=True)
-        if plain != self.template.render([PROBE_USER], PROBE_TOOLS, generate=True):
-            for name in TOOL_FORMATS:
-                form: ToolFormat = TOOL_FORMATS.load(name)()
-                if form.matches(self.template.source):
-                    return form, True
-        return TOOL_FORMATS.load("hermes")(), False
+        if plain == self.template.render([PROBE_USER], PROBE_TOOLS, generate=True):
+            return None
+        forms: list[ToolFormat] = [TOOL_FORMATS.load(name)() for name in TOOL_FORMATS]
+        return next((form for form in forms if form.matches(self.template.source)), None)

@@ -26,10 +26,10 @@ LONGEST_WAIT = 32
 
 
 class Decoder(Protocol):
-    """Token ids to text, one at a time: what it has given out never changes, and in sum equals `decode` of all of them."""
+    """Token ids to text, as they come: what it has given out never changes, and in sum equals `decode` of all of them."""
 
-    def push(self, token_id: int) -> str:
-        """The text that is certain now; half a character is kept back."""
+    def push(self, ids: Sequence[int]) -> str:
+        """The text that is certain with these; half a character is kept back."""
         ...
 
     def finish(self) -> str:
@@ -96,7 +96,7 @@ class Tokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids` without special tokens; bytes that make no character become U+FFFD."""
         decoder = self.decoder()
-        return "".join([*map(decoder.push, ids), decoder.finish()])
+        return decoder.push(ids) + decoder.finish()
 
     def decoder(self) -> Decoder:
         """A fresh incremental decoder."""
@@ -104,10 +104,12 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that one token stands for, special or not."""
-        if token_id not in self._bytes:
+        known = self._bytes.get(token_id)
+        if known is None:
             text = self.core.id_to_token(token_id) or ""
-            self._bytes[token_id] = _byte_level(text) if self._byte_level else self.core.decode([token_id], False).encode()
-        return self._bytes[token_id]
+            known = _byte_level(text) if self._byte_level else self.core.decode([token_id], False).encode()
+            self._bytes[token_id] = known
+        return known
 
 
 class _ByteDecoder:
@@ -117,10 +119,9 @@ class _ByteDecoder:
         self._tokenizer = tokenizer
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def push(self, token_id: int) -> str:
-        if token_id in self._tokenizer.special_ids:
-            return ""
-        return self._utf8.decode(self._tokenizer.token_bytes(token_id))
+    def push(self, ids: Sequence[int]) -> str:
+        special, spell = self._tokenizer.special_ids, self._tokenizer.token_bytes
+        return self._utf8.decode(b"".join([spell(token_id) for token_id in ids if token_id not in special]))
 
     def finish(self) -> str:
         return self._utf8.decode(b"", final=True)
@@ -140,9 +141,13 @@ class _WindowDecoder:
         self._given = 0
         """How many characters of the window's text have been given out."""
 
-    def push(self, token_id: int) -> str:
-        if token_id in self._tokenizer.special_ids:
-            return ""
+    def push(self, ids: Sequence[int]) -> str:
+        return "".join([self._push(token_id) for token_id in ids if token_id not in self._tokenizer.special_ids])
+
+    def finish(self) -> str:
+        return self._text()[self._given :]
+
+    def _push(self, token_id: int) -> str:
         self._window.append(token_id)
         text = self._text()
         unfinished = len(self._window) - self._fixed < LONGEST_WAIT
@@ -152,9 +157,6 @@ class _WindowDecoder:
             self._window = self._window[self._fixed :]
             self._fixed, self._given = len(self._window), len(self._text())
         return new
-
-    def finish(self) -> str:
-        return self._text()[self._given :]
 
     def _text(self) -> str:
         return self._tokenizer.core.decode(self._window, True)

@@ -1,0 +1,90 @@
+"""`penstock train` as its user runs it: to the end, stopped by Ctrl-C and taken up again, and when every rollout fails."""
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+AGENT = """
+from penstock import AgentWorkflow, Grader
+
+class Short(AgentWorkflow):
+    async def run(self, ctx):
+        print("an agent may print")
+        await ctx.openai().chat.completions.create(model="any", messages=ctx.prompt, max_tokens=4)
+
+class Even(Grader):
+    async def grade(self, ctx):
+        return float(len(ctx.sample.messages[-1]["content"] or "") % 2)
+"""
+CONFIG = """
+run.name = "short"
+model.name = "tiny"
+dataset = {train = "tasks.jsonl", eval = "tasks.jsonl"}
+rollout = {group_size = 2, groups_per_step = 2}
+train.steps = 2
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    (tmp_path / "agent.py").write_text(AGENT)
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps({"prompt": f"{n} times 3?"}) + "\n" for n in range(4)))
+    (tmp_path / "train.toml").write_text(CONFIG)
+    return tmp_path
+
+
+def started(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    command = [str(Path(sys.executable).with_name("penstock")), "train", "train.toml", *arguments]
+    return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def finished(folder: Path, *arguments: str) -> tuple[int, str, str]:
+    process = started(folder, *arguments)
+    out, err = process.communicate(timeout=120)
+    return process.returncode, out, err
+
+
+def test_a_run_ends_with_a_summary_and_a_report_and_is_not_trained_twice(project):
+    code, out, err = finished(project, "--json")
+    assert code == 0, err
+    summary = json.loads(out)
+    assert (summary["status"], summary["steps"], summary["exact_token_rate"]) == ("finished", 2, 1.0)
+    assert (project / summary["report"]).is_file()
+    assert (project / summary["checkpoint"]).is_dir()
+    assert "step 2/2  reward" in err
+    code, out, _ = finished(project)
+    assert code == 0
+    assert "finished earlier" in out
+    assert "--fresh" in out
+
+
+def test_ctrl_c_once_stops_after_the_step_and_the_same_command_goes_on(project):
+    process = started(project, "--set", "train.steps=10000")
+    assert process.stderr is not None
+    next(line for line in process.stderr if line.startswith("step "))
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 130, err
+    assert "Stopping after this step." in err
+    assert "stopped safely after step" in out
+    steps = json.loads((project / "runs/short/summary.json").read_text())["steps"]
+    code, out, err = finished(project, "--set", f"train.steps={steps + 1}")
+    assert code == 0, err
+    assert f"taken up again after step {steps}" in err
+    assert f"finished: {steps + 1} steps" in out
+
+
+def test_a_run_in_which_every_rollout_fails_ends_with_the_reason_in_one_line(project):
+    (project / "agent.py").write_text(AGENT.replace('print("an agent may print")', 'raise ValueError("no such tool")'))
+    code, out, err = finished(project)
+    assert (code, out) == (1, "")
+    last = err.splitlines()[-1]
+    assert last.startswith("penstock: all 4 rollouts")
+    assert "no such tool" in last
+    assert "Traceback" not in err
