@@ -16,7 +16,7 @@
 Authors raise ordinary Python errors; `boundary` names them once. A message says what happened, to which thing, and what to do.
 """
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 
@@ -75,7 +75,7 @@ class TrainError(PenstockError):
 
 
 @contextmanager
-def boundary(error: type[PenstockError], what: str) -> Iterator[None]:
+def boundary(error: type[PenstockError], what: str) -> Generator[None]:
     """Turn whatever foreign code raises into `error`, once, naming `what` was being done.
 
     >>> with boundary(GraderError, "grader 'exact' on rollout r1"):

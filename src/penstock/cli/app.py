@@ -61,13 +61,19 @@ def run(arguments: list[str]) -> int:
             raise
         return _tell_error(_first(ours), as_json=as_json)
     except UsageError as error:
-        message = f"{error.format_message().rstrip('.')}; see penstock --help"  # pyright: ignore[reportAttributeAccessIssue]
-        return _tell(message, code="usage", as_json=as_json, exit_code=2)
+        return _tell_usage(f"{error.format_message()}", as_json=as_json)  # pyright: ignore[reportAttributeAccessIssue]
     return code if isinstance(code, int) else 0
 
 
 def _tell_error(error: PenstockError, *, as_json: bool) -> int:
     return _tell(str(error), code=_code(error), as_json=as_json, exit_code=2 if isinstance(error, ConfigError) else 1)
+
+
+def _tell_usage(message: str, *, as_json: bool) -> int:
+    if message.startswith("Usage:"):  # a group of commands without one: its help
+        typer.echo(message, err=True)
+        return 2
+    return _tell(f"{message.rstrip('.')}; see penstock --help", code="usage", as_json=as_json, exit_code=2)
 
 
 def _first(group: ExceptionGroup[PenstockError]) -> PenstockError:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from penstock.config import ModelSection, cache_folder
+from penstock.models import cached
 
 GB = 1024**3
 DISK_NEEDED, DISK_WANTED = 2 * GB, 8 * GB
@@ -49,6 +50,7 @@ def packages() -> Iterator[Check]:
     for requirement in metadata.requires("penstock") or []:
         extra = re.search(r"extra == ['\"]([^'\"]+)['\"]", requirement)
         wanted.setdefault(extra.group(1) if extra else "", []).append(re.split(r"[^A-Za-z0-9._-]", requirement)[0])
+    wanted.pop("dev", None)  # for those who work on penstock itself
     for extra, names in wanted.items():
         yield _extra(extra, names)
 
@@ -99,7 +101,11 @@ def cache() -> Check:
 def model() -> Check:
     """The start policy of a config that names none."""
     name = ModelSection().name
-    raise NotImplementedError
+    found = cached(name)
+    if found is None:
+        remedy = f"the first run fetches it; or fetch it now: penstock models pull {name}"
+        return Check(name="model", state="note", found=f"{name} is not here yet", remedy=remedy)
+    return Check(name="model", state="ok", found=f"{name} in {found.path}")
 
 
 def loopback() -> Check:

@@ -1,6 +1,7 @@
 """`penstock doctor`: whether training can run on this machine, and what to do where it cannot."""
 
 from dataclasses import asdict
+from textwrap import wrap
 from typing import TYPE_CHECKING, Annotated
 
 import orjson
@@ -25,7 +26,9 @@ def as_text(checks: "list[Check]") -> str:
     width = max(len(check.name) for check in checks) + 2
     lines: list[str] = []
     for check in checks:
-        lines.append(f"{check.state:<6}{check.name:<{width}}{check.found}")
+        first, *more = wrap(check.found, 80 - width - 6, break_long_words=False, break_on_hyphens=False)
+        lines.append(f"{check.state:<6}{check.name:<{width}}{first}")
+        lines += [f"{'':<6}{'':<{width}}{line}" for line in more]
         if check.remedy:
             lines.append(f"{'':<6}{'':<{width}}→ {check.remedy}")
     failed = sum(check.state == "fail" for check in checks)

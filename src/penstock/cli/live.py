@@ -24,7 +24,7 @@ class LiveView:
         self.state = state
         self.console = console or Console(stderr=True, highlight=False)
         self.terminal = self.console.is_interactive
-        self._notice = ""
+        self._notice = self._said = ""
         self._lock = threading.Lock()  # the panel is drawn by a thread of its own, so that it moves while the loop is busy
         self._live: AbstractContextManager[Any] = nullcontext()
         if self.terminal:
@@ -37,7 +37,8 @@ class LiveView:
             if kind == "run.start" and fields["resumed"]:
                 self.state.rewards = [entry["reward"] for entry in RunFolder(Path(fields["folder"]), resumed=True).metrics()]
             line = None if self.terminal else event_line(kind, fields, self.state)
-        if line:
+        if line and line != self._said:  # a stage comes again each time it got further
+            self._said = line
             self._print(line)
 
     def notice(self, text: str) -> None:

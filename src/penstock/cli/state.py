@@ -36,6 +36,8 @@ class RunState:
     expected: int = 0
     """Rollouts that what is being done now will take; 0 where it is not about rollouts."""
     done: int = 0
+    share: float | None = None
+    """How far what is being done now is, where it is not about rollouts and somebody knows."""
     started_at: float = 0.0
     steps_from: int = 0
     """The step at which this process began, and when its first one did: what the estimate is made from."""
@@ -68,7 +70,9 @@ class RunState:
     @property
     def activity(self) -> str:
         """What is being done now, with how far it is."""
-        return f"{self.now}, {min(self.done, self.expected)}/{self.expected} rollouts" if self.expected else self.now
+        if self.expected:
+            return f"{self.now}, {min(self.done, self.expected)}/{self.expected} rollouts"
+        return self.now if self.share is None else f"{self.now}, {self.share:.0%}"
 
     def failure(self) -> str:
         """The most frequent reason among rollouts that did not complete."""
@@ -85,6 +89,7 @@ def _run_start(state: RunState, fields: dict[str, Any]) -> None:
 
 def _stage(state: RunState, fields: dict[str, Any]) -> None:
     _doing(state, fields["text"])
+    state.share = fields["done"] / fields["total"] if fields.get("total") else None
 
 
 def _eval_start(state: RunState, fields: dict[str, Any]) -> None:
@@ -137,7 +142,7 @@ def _train_step(state: RunState, fields: dict[str, Any]) -> None:
 
 
 def _doing(state: RunState, what: str, *, expected: int = 0) -> None:
-    state.now, state.expected, state.done = what, expected, 0
+    state.now, state.expected, state.done, state.share = what, expected, 0, None
 
 
 _CHANGES: dict[str, Callable[[RunState, dict[str, Any]], None]] = {

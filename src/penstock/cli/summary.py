@@ -10,7 +10,7 @@ import orjson
 from penstock.cli.figures import clock, counts, percent, reward, sparkline
 
 if TYPE_CHECKING:
-    from penstock.train.run import Summary
+    from penstock.train.summary import Summary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from penstock.errors import PenstockError
 if TYPE_CHECKING:
     from penstock.cli.live import LiveView
     from penstock.config import RunConfig
-    from penstock.train.run import Summary
+    from penstock.train.summary import Summary
 
 
 def train(

@@ -91,7 +91,7 @@ def render_page(facts: RunFacts) -> str:
 <h2>Mean reward per step</h2>
 {reward_curve([_point(entry) for entry in facts.metrics if entry["reward"] is not None])}
 {_steps(facts.metrics)}
-<h2>How rollouts ended</h2>
+<h2>How rollouts ended, held-out ones included</h2>
 {_table(["end", "rollouts"], facts.ends.items()) if facts.ends else "<p>None yet.</p>"}
 <h2>Transcripts</h2>
 <p class="dim">{escape(facts.picked_from)}</p>
@@ -109,10 +109,10 @@ def _tiles(facts: RunFacts) -> str:
     last = summary.get("last_reward", rewards[-1] if rewards else None)
     exact = summary.get("exact_token_rate", facts.metrics[-1]["exact_token_rate"] if facts.metrics else None)
     tiles = [
-        ("training reward", f"{_number(first)} → {_number(last)}"),
-        ("held-out reward", f"{_number(summary.get('eval_before'))} → {_number(summary.get('eval_after'))}"),
+        ("training reward", _change(first, last)),
+        ("held-out reward", _change(summary.get("eval_before"), summary.get("eval_after"))),
         ("exact tokens", "-" if exact is None else f"{int(exact * 10000) / 100:g} %"),
-        ("rollouts", f"{sum(facts.ends.values()):,}"),
+        ("rollouts", f"{summary.get('rollouts', sum(facts.ends.values())):,}"),
         ("seconds", _number(summary.get("train_seconds"))),
     ]
     return '<div class="tiles">' + "".join(f'<div class="tile">{escape(k)}<b>{escape(v)}</b></div>' for k, v in tiles) + "</div>"
@@ -171,6 +171,10 @@ def _json(value: object, *, indent: bool = False) -> str:
 
 def _cut(text: str) -> str:
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}… ({len(text) - LONGEST:,} more characters)"
+
+
+def _change(before: float | None, after: float | None) -> str:
+    return " → ".join("-" if value is None else f"{value:.3f}" for value in (before, after))
 
 
 def _number(value: Any) -> str:

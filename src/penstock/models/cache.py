@@ -1,8 +1,8 @@
 """Models kept on disk: each is made in a folder of its own, checked, synced and renamed into place, by one process at a time.
 
-    models/NAME/            whole, always: it appears by one rename
-    models/.making/NAME/    what a pull is working on; what a killed one left is swept by the next
-    models/.locks/NAME      held while NAME is being made
+models/NAME/            whole, always: it appears by one rename
+models/.making/NAME/    what a pull is working on; what a killed one left is swept by the next
+models/.locks/NAME      held while NAME is being made
 """
 
 import errno
@@ -42,9 +42,7 @@ def find(key: str, recipe: str) -> ModelFolder | None:
     return ModelFolder(name=manifest["name"], path=path)
 
 
-def keep(
-    key: str, *, name: str, recipe: str, make: Callable[[Path], None], space_bytes: int, progress: Progress
-) -> ModelFolder:
+def keep(key: str, *, name: str, recipe: str, make: Callable[[Path], None], space_bytes: int, progress: Progress) -> ModelFolder:
     """Have `make` fill an empty folder, and keep that as `key`; if it raises, or is killed, nothing is kept.
 
     `space_bytes` must be free on the disk. Where another process makes the same model, wait for it and take what it made.
@@ -111,8 +109,9 @@ def _workplace(key: str) -> Generator[Path]:
 def _publish(folder: Path, target: Path) -> None:
     """Sync every file, then show the folder under its name; what was there before is removed with the workplace."""
     for file in folder.iterdir():
-        shutil.copymode(folder / MANIFEST, file)  # some writers make private files; a cache may be shared
-        _sync(file)
+        if not file.is_symlink():
+            shutil.copymode(folder / MANIFEST, file)  # some writers make private files; a cache may be shared
+            _sync(file)
     _sync(folder)
     if target.exists():
         target.rename(folder.with_name("replaced"))

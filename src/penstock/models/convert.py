@@ -10,16 +10,15 @@ import zipfile
 from pathlib import Path
 from shutil import copyfileobj
 
-import orjson
-
 from penstock.errors import ModelError
 
+CHILD = "penstock.models.dequantize"
 NEEDS = ("torch", "transformers", "accelerate", "gguf", "safetensors")
 
 
 def convert_gguf(file: Path, folder: Path) -> None:
     """Fill `folder` with the model in `file`; ModelError says why it cannot be."""
-    command = [sys.executable, "-P", "-m", __name__, str(file), str(folder)]
+    command = [sys.executable, "-P", "-m", CHILD, str(file), str(folder)]
     result = subprocess.run(
         command, capture_output=True, text=True, stdin=subprocess.DEVNULL, env={**os.environ, "HF_HUB_OFFLINE": "1"}, check=False
     )
@@ -36,32 +35,3 @@ def unzip(archive: Path, member: str, target: Path) -> Path:
     with zipfile.ZipFile(archive) as opened, opened.open(member) as source, target.open("wb") as copy:
         copyfileobj(source, copy, 1 << 20)
     return target
-
-
-def main(file: Path, folder: Path) -> None:
-    """Convert, in the process that `convert_gguf` starts."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-
-    place, name = str(file.parent), file.name
-    AutoTokenizer.from_pretrained(place, gguf_file=name).save_pretrained(folder)
-    plain = GgufConfig(dequantize=True)
-    model = AutoModelForCausalLM.from_pretrained(place, gguf_file=name, dtype=torch.float32, quantization_config=plain)
-    model.save_pretrained(folder, max_shard_size="1TB")
-    tidy_tokenizer(folder)
-
-
-def tidy_tokenizer(folder: Path) -> None:
-    """Put the chat template into `tokenizer_config.json`, where every tool looks, and drop what only told of the loading."""
-    file, template = folder / "tokenizer_config.json", folder / "chat_template.jinja"
-    settings = orjson.loads(file.read_bytes())
-    for key in ("is_local", "local_files_only"):
-        settings.pop(key, None)
-    if template.is_file():
-        settings["chat_template"] = template.read_text(encoding="utf-8")
-        template.unlink()
-    file.write_bytes(orjson.dumps(settings, option=orjson.OPT_INDENT_2))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))

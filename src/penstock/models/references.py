@@ -49,7 +49,9 @@ def parse(text: str) -> Reference:
 def _parse_hub(text: str) -> Reference:
     found = _HUB.fullmatch(text)
     if found is None:
-        raise ModelError(f"{text!r} is not a model on the hub: write hf:ORG/NAME or hf:ORG/NAME@REV, for example hf:Qwen/Qwen3-0.6B")
+        raise ModelError(
+            f"{text!r} is not a model on the hub: write hf:ORG/NAME or hf:ORG/NAME@REV, for example hf:Qwen/Qwen3-0.6B"
+        )
     return Reference(kind="hub", name=text, repository=found["repository"], revision=found["revision"])
 
 

@@ -1,0 +1,152 @@
+"""The tiny policy: a byte model of half a million weights that calls a multiply tool and is often wrong, for fast tests.
+
+Its task takes two turns of a byte model, a hundred tokens or so:
+
+    user       3*7
+    assistant  <tool_call>
+               {"name": "multiply", "arguments": {"a": 3, "b": 7}}
+               </tool_call>
+    user       <tool_response>
+               21
+               </tool_response>
+    assistant  21
+
+Everything here is plain text and numbers; `pretrain` makes the weights. Operands are such that every product has two digits.
+"""
+
+import json
+import random
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import orjson
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from penstock.models.cache import Progress
+from penstock.records import Message
+
+VERSION = "1"
+"""Raise it with every change that makes other weights or another tokenizer."""
+
+START, END, PAD = 256, 257, 258
+"""Ids of the special tokens; a byte's id is its value."""
+SPECIAL = ("<|im_start|>", "<|im_end|>", "<|pad|>")
+CONTEXT_LENGTH = 1024
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+TASKS = tuple(product(range(2, 10), range(5, 10)))
+"""All pairs (a, b) that the policy is asked for."""
+
+TOOL_NAMES = ("multiply", "subtract", "division")
+"""The right one, and those that the policy mistakes for it; of one length, since a model this small counts places."""
+
+REFUSED = "no"
+"""What the tool says to a call that it cannot take."""
+
+
+def tiny_task(a: int, b: int) -> list[Message]:
+    """The prompt."""
+    return [{"role": "user", "content": f"{a}*{b}"}]
+
+
+def tiny_call(a: int, b: int, name: str = "multiply") -> Message:
+    """The assistant's call, as text in the Hermes form."""
+    call = json.dumps({"name": name, "arguments": {"a": a, "b": b}})
+    return {"role": "assistant", "content": f"<tool_call>\n{call}\n</tool_call>"}
+
+
+def tiny_tool(name: str, arguments: Any) -> str:
+    """What the tool says to a call: the product, or REFUSED. Arguments are JSON text or its value."""
+    try:
+        values = json.loads(arguments) if isinstance(arguments, str) else arguments
+        return str(int(values["a"]) * int(values["b"])) if name == "multiply" else REFUSED
+    except (ValueError, LookupError, TypeError):
+        return REFUSED
+
+
+def tiny_result(result: str) -> Message:
+    """The tool's answer as the model reads it: what a message of role `tool` becomes."""
+    return {"role": "user", "content": f"<tool_response>\n{result}\n</tool_response>"}
+
+
+def tiny_reward(answer: str | None, a: int, b: int) -> float:
+    """1 where the last reply is the product and nothing else."""
+    return float(answer is not None and answer.strip() == str(a * b))
+
+
+def conversation(a: int, b: int) -> list[Message]:
+    """The task, solved."""
+    result = tiny_tool("multiply", {"a": a, "b": b})
+    return [*tiny_task(a, b), tiny_call(a, b), tiny_result(result), {"role": "assistant", "content": result}]
+
+
+def copied(rng: random.Random) -> list[Message]:
+    """Call and answer right, with any number as the result: what is to be learnt is to copy it."""
+    a, b = rng.choice(TASKS)
+    number = str(rng.randrange(10, 100))
+    return [*tiny_task(a, b), tiny_call(a, b), tiny_result(number), {"role": "assistant", "content": number}]
+
+
+def mistaken(rng: random.Random, *, wrong_call: float, wrong_answer: float) -> list[Message]:
+    """A conversation that goes wrong with these probabilities: another tool, another operand; any number as the answer."""
+    a, b = rng.choice(TASKS)
+    name, x, y = "multiply", a, b
+    if rng.random() < wrong_call:
+        fault = rng.choice(("name", "a", "b"))
+        name = rng.choice(TOOL_NAMES[1:]) if fault == "name" else name
+        x = rng.choice([other for other in range(2, 10) if other != a]) if fault == "a" else x
+        y = rng.choice([other for other in range(5, 10) if other != b]) if fault == "b" else y
+    result = tiny_tool(name, {"a": x, "b": y})
+    guesses = result == REFUSED or rng.random() < wrong_answer
+    answer = str(rng.randrange(10, 100)) if guesses else result
+    return [*tiny_task(a, b), tiny_call(x, y, name), tiny_result(result), {"role": "assistant", "content": answer}]
+
+
+def encode(messages: list[Message]) -> tuple[list[int], list[bool]]:
+    """Token ids of a conversation, as the chat template renders it, and which of them the assistant wrote."""
+    ids: list[int] = []
+    written: list[bool] = []
+    for message in messages:
+        own = message["role"] == "assistant"
+        head, body = [START, *f"{message['role']}\n".encode()], [*message["content"].encode(), END]
+        ids += [*head, *body, *b"\n"]
+        written += [*[False] * len(head), *[own] * len(body), False]
+    return ids, written
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Write `tokenizer.json` and `tokenizer_config.json`."""
+    tokenizer = Tokenizer(models.BPE(vocab={char: byte for byte, char in enumerate(_alphabet())}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": SPECIAL[1],
+        "pad_token": SPECIAL[2],
+        "model_max_length": CONTEXT_LENGTH,
+        "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (folder / "tokenizer_config.json").write_bytes(orjson.dumps(settings, option=orjson.OPT_INDENT_2))
+
+
+def make(folder: Path, progress: Progress) -> None:
+    """Fill `folder` with the tiny policy."""
+    from penstock.models.pretrain import pretrain
+
+    write_tokenizer(folder)
+    pretrain(folder, progress)
+
+
+def _alphabet() -> list[str]:
+    """The printable character that a byte-level tokenizer writes each byte as, in byte order."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
