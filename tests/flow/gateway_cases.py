@@ -3,7 +3,7 @@
 import json
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
 
 import orjson
 
@@ -20,8 +20,8 @@ USER = {"role": "user", "content": "What is 6 times 7?"}
 
 @cache
 def renderer(*, merges: bool = True, template: str = CHATML) -> Renderer:
-    folder = Path(mkdtemp(prefix="penstock-test-"))
-    return Renderer.load(write_tokenizer(folder, corpus=CORPUS if merges else (), vocab_size=420, template=template))
+    with TemporaryDirectory() as folder:
+        return Renderer.load(write_tokenizer(Path(folder), corpus=CORPUS if merges else (), vocab_size=420, template=template))
 
 
 @cache
