@@ -24,14 +24,14 @@ demo: $(STAMP)
 	$(BIN)/penstock train examples/multiply/train.toml
 
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest -m "not slow" tests/unit tests/contracts
+	$(BIN)/python -m pytest -n 2 -m "not slow" tests/unit tests/contracts
 
 bench: $(STAMP)
 	$(BIN)/python -m bench

@@ -2,17 +2,14 @@
 
 import asyncio
 import json
-import shutil
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from penstock.config import load_config
-from penstock.train.run import read_inputs, train
+from penstock.train.inputs import read_inputs
+from penstock.train.run import train
 from penstock.train.summary import Summary
 
 HERE = Path(__file__).parent / "tiny_run"

@@ -71,7 +71,7 @@ def test_files_of_the_example_fit_together():
     agent = load_agent(config.agent.entry, config.workflow, config.grader)
     assert (agent.workflow.__name__, agent.workflow_config.max_tokens) == ("MultiplyWorkflow", 40)
     assert len(load_tasks(config.dataset.train)) == 256
-    assert len(load_tasks(config.dataset.eval, limit=config.dataset.eval_limit)) == 64
+    assert len(load_tasks(config.dataset.eval)) == 64
 
 
 def test_tasks_are_those_that_the_generator_makes():

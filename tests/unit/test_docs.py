@@ -36,7 +36,9 @@ def test_guide_sample_takes_its_settings_from_the_toml_table(tmp_path: Path) -> 
     assert getattr(agent.workflow_config, "tries") == 2  # noqa: B009
 
 
-@pytest.mark.parametrize("section", [name for name, field in RunConfig.model_fields.items() if hasattr(field.annotation, "model_fields")])
+@pytest.mark.parametrize(
+    "section", [name for name, field in RunConfig.model_fields.items() if hasattr(field.annotation, "model_fields")]
+)
 def test_guide_lists_every_setting_with_its_default(section: str) -> None:
     guide = (ROOT / "docs/guide.md").read_text()
     for key, field in RunConfig.model_fields[section].annotation.model_fields.items():  # type: ignore[union-attr]
@@ -47,4 +49,3 @@ def test_guide_lists_every_setting_with_its_default(section: str) -> None:
 def test_every_link_in_the_readme_leads_somewhere() -> None:
     links = re.findall(r"\]\(([^)#]+)\)", (ROOT / "README.md").read_text())
     assert links and [link for link in links if not (ROOT / link).exists()] == []
-

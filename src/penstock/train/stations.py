@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 from penstock.config import RunConfig
 from penstock.engines import ENGINES
@@ -14,26 +13,14 @@ from penstock.events import Events
 from penstock.gateway.app import Gateway
 from penstock.pool import POOLS
 from penstock.pool.base import Pool
-from penstock.records import Group, Sampling, Task
+from penstock.records import Group, Sampling
 from penstock.render.renderer import Renderer
 from penstock.rollout.runner import Runner, open_runner
 from penstock.rollout.scheduler import Scheduler
-from penstock.sdk.discovery import Agent
 from penstock.train.advantages import ADVANTAGES
 from penstock.train.folder import RunFolder
+from penstock.train.inputs import Inputs
 from penstock.train.learner import Learner
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Inputs:
-    """What the user gave, read and checked before anything heavy is loaded."""
-
-    tasks: list[Task]
-    heldout: list[Task]
-    agent: Agent
-    model: str
-    folder: Path
-    """The start policy's files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

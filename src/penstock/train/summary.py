@@ -50,10 +50,11 @@ async def sum_up(s: Stations, progress: Progress, before: float | None, after: f
     rewards = [reward for entry in metrics for reward in entry["rewards"]]
     sampled = sum(entry["sampled_tokens"] for entry in metrics)
     saved = policy.latest(s.folder.checkpoints)
+    done = progress.step >= s.config.train.steps and (after is not None or not s.inputs.heldout)
     return Summary(
         name=s.config.run.name,
         folder=str(s.folder.path),
-        status="finished" if progress.step >= s.config.train.steps else "stopped",
+        status="finished" if done else "stopped",
         steps=progress.step,
         first_reward=mean(rewards[:FIRST]),
         last_reward=mean(rewards[-LAST:]),

@@ -25,8 +25,11 @@ from penstock.engines.embedded.tails import Tails
 from penstock.errors import ConfigError
 from penstock.records import Finish, Sampling
 
-ABSORBED = 128
-"""Tokens at the end of a path that a request copies to its tail: tails are read all at once, segments one by one."""
+ABSORBED = 384
+"""Tokens at the end of a path that a request copies to its tail, as tails are read all at once and segments one by one.
+
+What several requests read counts that often: reading a segment once for all of them is better than many copies of it.
+"""
 
 LONGEST_TAIL = 512
 """A tail of this many tokens moves to the tree: tails are read at the width of the longest."""

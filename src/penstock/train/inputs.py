@@ -1,0 +1,66 @@
+"""What the user gave, read and checked before anything heavy is loaded: a mistake costs a moment and leaves no run folder."""
+
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.config import RunConfig
+from penstock.engines import ENGINES
+from penstock.errors import ConfigError
+from penstock.events import Listener
+from penstock.models import ModelFolder, cached, resolve
+from penstock.pool import POOLS
+from penstock.records import Task
+from penstock.rollout.executors import EXECUTORS
+from penstock.sdk.dataset import load_tasks
+from penstock.sdk.discovery import Agent, load_agent
+from penstock.train import LOSSES
+from penstock.train.advantages import ADVANTAGES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """Tasks, agent and start policy of a run."""
+
+    tasks: list[Task]
+    heldout: list[Task]
+    agent: Agent
+    model: str
+    folder: Path
+    """The start policy's files."""
+
+
+def read_inputs(config: RunConfig, listener: Listener) -> Inputs:
+    """Read and check all of it, the cheap first; ConfigError names the first thing that is wrong."""
+    _check_names(config)
+    _check_port(config.gateway.host, config.gateway.port)
+    tasks = load_tasks(config.dataset.train)
+    heldout = load_tasks(config.dataset.eval, limit=config.dataset.eval_limit) if config.dataset.eval else []
+    agent = load_agent(config.agent.entry, config.workflow, config.grader)
+    model = cached(config.model.name) or _pull(config.model.name, listener)
+    return Inputs(tasks=tasks, heldout=heldout, agent=agent, model=model.name, folder=model.path)
+
+
+def _check_names(config: RunConfig) -> None:
+    ENGINES.check(config.engine.name)
+    POOLS.check(config.pool.name)
+    EXECUTORS.check(config.rollout.executor)
+    ADVANTAGES.check(config.train.advantage)
+    LOSSES.check(config.train.loss)
+
+
+def _pull(name: str, listener: Listener) -> ModelFolder:
+    def tell(stage: str, done: int = 0, total: int | None = None) -> None:
+        listener("stage", {"text": stage, "done": done, "total": total})
+
+    return resolve(name, tell)
+
+
+def _check_port(host: str, port: int) -> None:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as cause:
+            text = f"gateway.port = {port} on {host} cannot be used: {cause.strerror}; set another, or 0 for any free one"
+            raise ConfigError(text) from cause
