@@ -24,51 +24,70 @@ class RunSection(Section):
     """`[run]`: what the run is called and where it is kept."""
 
     name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Of the run's folder."""
     folder: Path = Path("runs")
+    """Where run folders are, from where the command is run."""
     seed: int = Field(default=0, ge=0)
+    """Of the order of tasks and of sampling."""
 
 
 class ModelSection(Section):
     """`[model]`: the start policy, as `penstock models pull` takes it."""
 
     name: str = "smollm2-135m"
+    """`smollm2-135m`, `tiny`, `hf:ORG/NAME[@REV]`, or the path of a model folder or GGUF file."""
 
 
 class AgentSection(Section):
     """`[agent]`: the file that holds the workflow and the grader, relative to the TOML file."""
 
     entry: Path = Path("agent.py")
+    """The file."""
 
 
 class DatasetSection(Section):
     """`[dataset]`: tasks to train on and tasks held out, relative to the TOML file."""
 
     train: Path
+    """JSONL, CSV or parquet."""
     eval: Path | None = None
+    """Evaluated before and after training; None leaves that out."""
     eval_limit: int = Field(default=64, ge=1)
+    """How many of them, from the first on."""
     shuffle: bool = True
+    """Another order of tasks in each epoch, decided by the seed."""
 
 
 class RolloutSection(Section):
     """`[rollout]`: how tasks become rollouts."""
 
     executor: str = "inline"
+    """Where agents run: `inline` is in this process."""
     group_size: int = Field(default=8, ge=1)
+    """Attempts at each task: what they are compared with is each other."""
     groups_per_step: int = Field(default=4, ge=1)
+    """Tasks in each training step."""
     concurrency: int = Field(default=32, ge=1)
+    """Rollouts that run at once."""
     max_staleness: int = Field(default=0, ge=0)
     """How many policy versions old a group's tokens may be when it is trained. 0 is synchronous."""
     agent_timeout_s: float = Field(default=120.0, gt=0)
+    """Deadline of a workflow; past it the rollout ends as `timeout`."""
     grader_timeout_s: float = Field(default=30.0, gt=0)
+    """Deadline of a grader; past it the rollout ends as `grader_error`."""
 
 
 class SamplingSection(Section):
     """`[sampling]`: what holds for calls that do not say otherwise."""
 
     temperature: float = Field(default=1.0, ge=0)
+    """The trainer divides its logits by it too."""
     top_p: float = Field(default=1.0, gt=0, le=1)
+    """Below 1, tokens get importance weights below 1: the trainer does not replay what was cut off."""
     top_k: int = Field(default=0, ge=0)
+    """0 keeps every token."""
     min_p: float = Field(default=0.0, ge=0, lt=1)
+    """Relative to the likeliest token."""
     max_tokens: int = Field(default=256, ge=1)
     """Default and cap of one reply."""
     eval_temperature: float = Field(default=0.0, ge=0)
@@ -79,11 +98,17 @@ class TrainSection(Section):
     """`[train]`: the algorithm."""
 
     steps: int = Field(default=10, ge=0)
+    """Training steps of the whole run; raise it to go on."""
     lr: float = Field(default=2e-5, ge=0)
+    """Of AdamW."""
     weight_decay: float = Field(default=0.0, ge=0)
+    """Of AdamW."""
     advantage: str = "grpo"
+    """`grpo` or `dr_grpo`."""
     loss: str = "clip"
+    """`clip`: PPO's, with a truncated importance weight."""
     clip_low: float = Field(default=0.2, gt=0, lt=1)
+    """How far a token's probability may fall, on one batch, before its gradient stops."""
     clip_high: float = Field(default=0.28, gt=0)
     """Wider above than below (DAPO's clip-higher): it keeps rare good tokens learning."""
     importance_cap: float = Field(default=2.0, gt=0)
@@ -91,6 +116,7 @@ class TrainSection(Section):
     kl: float = Field(default=0.0, ge=0)
     """Weight of the KL penalty to the start policy; 0 keeps no second model in memory."""
     grad_clip: float = Field(default=1.0, gt=0)
+    """Largest norm of the gradient."""
     updates_per_step: int = Field(default=1, ge=1)
     """Optimizer steps on each batch of groups."""
     tokens_per_pass: int = Field(default=1024, ge=1)
@@ -100,14 +126,18 @@ class TrainSection(Section):
     checkpoint_every: int = Field(default=1, ge=1)
     """Steps between checkpoints. Groups trained since the last one are trained again after a kill, from that checkpoint."""
     checkpoints_kept: int = Field(default=2, ge=2)
+    """The newest ones; at least two."""
 
 
 class EngineSection(Section):
     """`[engine]`: what samples."""
 
     name: str = "embedded"
+    """`embedded`: in this process, on the CPU or a GPU."""
     device: str = "auto"
+    """`cpu`, `cuda`, `cuda:1`; `auto` takes a GPU where there is one."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """`auto` is float32 on a CPU and bfloat16 on a GPU."""
     slots: int = Field(default=32, ge=1)
     """Requests decoded together."""
     queue: int = Field(default=1024, ge=1)
@@ -120,13 +150,16 @@ class PoolSection(Section):
     """`[pool]`: where everything is recorded."""
 
     name: str = "sqlite"
+    """`sqlite`, or `memory`, which forgets and cannot be resumed."""
     lease_s: float = Field(default=3600.0, gt=0)
+    """How long a trainer may hold groups without a word."""
 
 
 class GatewaySection(Section):
     """`[gateway]`: where agents send their calls."""
 
     host: str = "127.0.0.1"
+    """Loopback unless agents run elsewhere."""
     port: int = Field(default=0, ge=0, le=65535)
     """0 takes a free one."""
 

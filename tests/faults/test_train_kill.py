@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import time
@@ -13,12 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.engines.embedded.decoder import Decoder, Shape
+from penstock.engines.embedded.decoder import Decoder, read_shape
 from penstock.engines.embedded.weights import save_decoder
 from penstock.pool import POOLS
 from penstock.testing import write_tokenizer
 
 HERE = Path(__file__).parent / "killed_run"
+TINY = Path(__file__).parents[1] / "flow" / "tiny_run"
 STEPS, GROUPS, SIZE = 5, 2, 4
 
 CONFIG = """
@@ -64,23 +66,7 @@ def make_model(folder: Path) -> Path:
     }
     (folder / "config.json").write_text(json.dumps(config))
     torch.manual_seed(7)
-    shape = Shape(
-        vocab_size=259,
-        hidden=32,
-        inner=64,
-        layers=2,
-        heads=4,
-        kv_heads=2,
-        head_dim=8,
-        context_length=512,
-        norm_eps=1e-5,
-        rope_theta=10000.0,
-        rope_scaling=None,
-        tied=True,
-        qkv_bias=False,
-        qk_norm=False,
-    )
-    save_decoder(Decoder(shape), folder)
+    save_decoder(Decoder(read_shape(folder)), folder)
     return folder
 
 
@@ -96,18 +82,19 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def start(home: Path, name: str, *, every: int = 1) -> "subprocess.Popen[bytes]":
     config = home / f"{name}.toml"
-    config.write_text(
-        CONFIG.format(
-            name=name,
-            folder=home / "runs",
-            model=home / "model",
-            agent=HERE / "agent.py",
-            size=SIZE,
-            groups=GROUPS,
-            steps=STEPS,
-            every=every,
+    if not config.exists():
+        config.write_text(
+            CONFIG.format(
+                name=name,
+                folder=home / "runs",
+                model=home / "model",
+                agent=HERE / "agent.py",
+                size=SIZE,
+                groups=GROUPS,
+                steps=STEPS,
+                every=every,
+            )
         )
-    )
     environment = os.environ | {"PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", "from penstock.cli import main; main()", "train", str(config), "--json"]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
@@ -177,3 +164,25 @@ def test_kill_between_checkpoints_trains_no_group_twice(home: Path) -> None:
     trained = ledger(home, "sparse")
     assert len(trained) == len(set(trained)) == STEPS * GROUPS, f"killed {killed} after {points} events"
     assert summary["steps"] == STEPS
+
+
+@pytest.mark.slow
+def test_killed_run_of_the_tiny_policy_still_learns_and_trains_no_rollout_twice(tmp_path: Path) -> None:
+    steps, groups = 12, 4
+    text = (TINY / "train.toml").read_text().replace("[agent]\n", "").replace('"tasks.jsonl"', f'"{TINY / "tasks.jsonl"}"')
+    text = re.sub(r"(?m)^(steps|groups_per_step|checkpoint_every) = .*$", "", text)
+    text = text.replace("[train]", f"[train]\nsteps = {steps}\ncheckpoint_every = 2").replace(
+        "[rollout]", f"[rollout]\ngroups_per_step = {groups}"
+    )
+    text = text.replace("[run]", f'[agent]\nentry = "{TINY / "agent.py"}"\n[run]\nfolder = "{tmp_path / "runs"}"')
+    (tmp_path / "tiny.toml").write_text(text)
+    points = [random.randrange(50, 350) for _ in range(3)]
+    killed = [kill_after(tmp_path, "tiny", lines) for lines in points]
+    finish(tmp_path, "tiny")
+    lines = (tmp_path / "runs" / "tiny" / "metrics.jsonl").read_text().splitlines()
+    rewards = [reward for line in lines for reward in json.loads(line)["rewards"]]
+    first, last = sum(rewards[:64]) / 64, sum(rewards[-64:]) / 64
+    trained = ledger(tmp_path, "tiny")
+    print(f"killed {killed} after {points} events; mean reward {first:.2f} -> {last:.2f}")
+    assert len(trained) == len(set(trained)) == steps * groups
+    assert last > first + 0.15, f"mean reward {first:.2f} -> {last:.2f}, killed {killed} after {points} events"

@@ -54,6 +54,11 @@ def test_top_p_counts_what_top_k_left():
     assert drawn(Sampling(top_k=2, top_p=0.57), 0.99) == (1, pytest.approx(1.0), pytest.approx(0.4))
 
 
+def test_top_p_counts_what_min_p_drops_later():
+    # of the three best, 0.4 alone is 0.44 of the mass; without the third, which min-p drops, it would be 0.57
+    assert drawn(Sampling(top_k=3, top_p=0.5, min_p=0.7), 0.99) == (3, pytest.approx(0.3 / 0.7), pytest.approx(0.3))
+
+
 def test_min_p_drops_what_is_unlikely_next_to_the_best():
     assert drawn(Sampling(min_p=0.6), 0.99) == (3, pytest.approx(0.3 / 0.7), pytest.approx(0.3))
     assert drawn(Sampling(min_p=1.0), 0.99) == (1, pytest.approx(1.0), pytest.approx(0.4))

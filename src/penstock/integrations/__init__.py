@@ -1,0 +1,1 @@
+"""Integrations: one file per agent framework."""

@@ -2,14 +2,15 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 from penstock.config import RolloutSection
 from penstock.errors import EngineError, GraderError, WorkflowError
 from penstock.events import Events
+from penstock.gateway.recorder import settled
 from penstock.pool.base import Pool
 from penstock.records import Attempt, End, Grade, Rollout, Sampling, Task
 from penstock.rollout.executors import EXECUTORS
@@ -18,13 +19,8 @@ from penstock.rollout.grading import Judge, Reward
 from penstock.rollout.guests import Guests
 from penstock.sdk.discovery import Agent
 
-T = TypeVar("T")
-
 NO_CALL = "the workflow made no model call through penstock; use ctx.openai(), or ctx.base_url and ctx.api_key with another client"
 STOPPED = "stopped before it ended"
-
-_SETTLE_S = 30.0
-"""Bound on the writes that give a rollout its end while the run is being cancelled."""
 
 
 class Gateway(Protocol):
@@ -67,9 +63,9 @@ class Runner:
         try:
             verdict = await self._attempt(rollout, task, sampling)
         except asyncio.CancelledError:
-            await settle(self._end(rollout, Verdict(End.CANCELLED, STOPPED), started))
+            await settled(self._end(rollout, Verdict(End.CANCELLED, STOPPED), started))
             raise
-        await settle(self._end(rollout, verdict, started))
+        await settled(self._end(rollout, verdict, started))
 
     async def _attempt(self, rollout: Rollout, task: Task, sampling: Sampling) -> Verdict:
         session, limit_s = self.gateway.open(rollout, sampling), self.limits.agent_timeout_s
@@ -129,13 +125,3 @@ async def open_runner(
     guests = Guests(agent.entry.parent, events)
     async with EXECUTORS.load(limits.executor)(agent, guests) as executor:
         yield Runner(executor=executor, judge=Judge(agent, guests), gateway=gateway, pool=pool, events=events, limits=limits)
-
-
-async def settle(work: Coroutine[Any, Any, T]) -> T:
-    """Await short work to its end; a cancellation that comes meanwhile goes on afterwards."""
-    job = asyncio.create_task(work)
-    try:
-        return await asyncio.shield(job)
-    except asyncio.CancelledError:
-        await asyncio.wait({job}, timeout=_SETTLE_S)
-        raise

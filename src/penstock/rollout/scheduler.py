@@ -8,10 +8,11 @@ from functools import lru_cache
 
 from penstock.config import RolloutSection
 from penstock.events import Events
+from penstock.gateway.recorder import settled
 from penstock.pool.base import Pool
 from penstock.records import Attempt, End, Rollout, Sampling, Task, make_rollout
 from penstock.rollout.guests import leaves
-from penstock.rollout.runner import Runner, settle
+from penstock.rollout.runner import Runner
 
 LOST = "the process that ran it ended first"
 REOPENED = "the run stopped first"
@@ -129,7 +130,7 @@ class Scheduler:
         try:
             await self._runner.run(rollout, task, self._sampling)
         except asyncio.CancelledError:
-            await settle(self._reopen(rollout))
+            await settled(self._reopen(rollout))
             raise
         finally:
             self._slots.release()

@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -89,7 +89,7 @@ class Norm(nn.RMSNorm):
         """x […, size]."""
         if torch.is_grad_enabled() or x.dtype != torch.float32:
             return super().forward(x)
-        length = torch.linalg.vector_norm(x, 2, -1, True)
+        length = cast(Tensor, torch.linalg.vector_norm(x, 2, -1, True))
         return (x * torch.addcmul(self.floor, length, length, value=1.0 / x.shape[-1]).rsqrt_()).mul_(self.weight)
 
 

@@ -83,8 +83,8 @@ def _truncated(shifted: Tensor, samplings: Sequence[Sampling], uniform: Tensor) 
     top_p, min_p = (_column([getattr(s, name) for s in samplings], shifted).double() for name in ("top_p", "min_p"))
     scaled = shifted / _column([s.temperature for s in samplings], shifted)
     mass = scaled.exp().sum(-1, keepdim=True).double()
-    # Tokens below an even share of what top-p drops are dropped all together: only those above are worth sorting.
-    floor = torch.where(ranks < vocab, min_p, torch.maximum(min_p, 0.999 * (1.0 - top_p) * mass / vocab))
+    # Without top-k, tokens below an even share of what top-p drops are all dropped: only those above are worth sorting.
+    floor = torch.where(ranks < vocab, 0.0, torch.maximum(min_p, 0.999 * (1.0 - top_p) * mass / vocab))
     likely = (scaled >= floor.log()).sum(-1, keepdim=True)
     scaled, order = scaled.topk(max(1, int(torch.minimum(likely, ranks).max())))  # [rows, kept], best first
     rank = torch.arange(scaled.shape[-1], device=shifted.device)
