@@ -283,6 +283,23 @@ def test_nothing_is_held_once_everybody_is_served():
     assert all(work.sampled[request] for request in work.requests[-3:])
 
 
+def test_bfloat16_weights_are_served_with_float32_sums():
+    decoder = Decoder(SHAPE)
+    decoder.load_state_dict(make_weights(0))
+    decoder.bfloat16()
+    core, prompt = Core(decoder, slots=2, cache_tokens=20_000), list(range(1, 40))
+    for key in range(2):
+        core.submit(
+            Request(key, [*prompt, *range(key, 40)], 39 + 40 - key, Sampling(max_tokens=20), frozenset(), random.Random(key).random)
+        )
+    while not core.idle:
+        for token in core.step():
+            ids = torch.tensor([token.request.tokens])
+            with torch.inference_mode():
+                logits = decoder.logits(decoder(ids, torch.arange(ids.shape[1])[None], causal))[0, -2]
+            assert token.full_logprob == pytest.approx(logits.log_softmax(-1)[token.id].item(), abs=0.15)
+
+
 def test_the_oracle_notices_a_cache_of_old_weights():
     work = Workload(random.Random(9), slots=2, cache_tokens=20_000)
     work.ask([*work.system, 1, 2], Sampling(max_tokens=30))

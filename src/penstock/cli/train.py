@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import shlex
+import shutil
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -90,8 +91,10 @@ def _report(folder: Path) -> Path | None:
 
 
 def _command(file: Path, overrides: list[str]) -> str:
-    """The command that takes this run up again."""
-    parts = ["penstock", "train", str(file)]
+    """The command that takes this run up again, as it can be typed where this one was."""
+    known = shutil.which("penstock")
+    here = known is not None and Path(known).resolve() == Path(sys.argv[0]).resolve()
+    parts = ["penstock" if here or not Path(sys.argv[0]).name.startswith("penstock") else sys.argv[0], "train", str(file)]
     for override in overrides:
         parts += ["--set", override]
     return shlex.join(parts)

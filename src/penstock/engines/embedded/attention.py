@@ -144,9 +144,8 @@ class Decode:
         if self._dense:
             self._read_keys = keys[:, self._range, :, :, :width].flatten(1, 2).unbind(0)  # per layer [slots * kv_heads, dim, width]
             self._read_values = values[:, self._range, :, :width].flatten(1, 2).unbind(0)
-        seen = (
-            torch.arange(width, device=device) <= (self._at if self._row_of_slot is None else self._at[self._row_of_slot])[:, None]
-        )
+        in_slots = self._at if self._row_of_slot is None else self._at[self._row_of_slot]
+        seen = torch.arange(width, device=device) <= in_slots[:, None]
         mask = torch.where(seen, 0.0, -torch.inf)[:, None, None]
         self._mask = mask.expand(-1, shape.kv_heads, 1, -1).reshape(-1, 1, width)  # [slots * kv_heads, 1, width]
         size = (shape.kv_heads, rows * self._shared.group, self._columns + width)

@@ -57,11 +57,6 @@ class Request:
     uniform: Callable[[], float]
     """The request's own random numbers in [0, 1)."""
 
-    @property
-    def reply(self) -> list[int]:
-        """The tokens sampled so far."""
-        return self.tokens[self.prompt_length :]
-
 
 class Token(NamedTuple):
     """One sampled token."""
@@ -120,7 +115,7 @@ class Core:
         self.running: list[Seat] = []
         self._free = list(range(slots))
         self._attend: Decode | None = None
-        """None after every change of rows or paths."""
+        """None after every change of rows or of what they read."""
 
     @property
     def idle(self) -> bool:
@@ -168,7 +163,6 @@ class Core:
             leaf = self.tree.plan(self.waiting[0].tokens[:-1])
             if leaf is None:
                 return  # somebody must finish first
-            self._attend = None  # a new path may have split segments that are being read
             self.planned.append(Seat(self.waiting.popleft(), self._free.pop(0), leaf))
 
     def _prefill(self) -> None:
@@ -203,11 +197,10 @@ class Core:
         return sorted(chosen, key=lambda segment: _order(segment.path()))
 
     def _absorb(self, seat: Seat, readers: "Counter[Segment]") -> None:
+        most = min(ABSORBED, 3 * self._longest_tail // 4)
         seat.base = seat.leaf.end
         for segment in reversed(seat.leaf.path()):
-            if len(segment.tokens) * readers[segment] > ABSORBED or seat.leaf.end - segment.start > min(
-                ABSORBED, self._longest_tail
-            ):
+            if len(segment.tokens) * readers[segment] > most or seat.leaf.end - segment.start > most:
                 break
             seat.base = segment.start
         for segment in seat.leaf.path():
