@@ -1,8 +1,12 @@
 """Penstock makes any agent trainable: run it over a dataset, record every model call token by token, grade, improve the policy."""
 
-from penstock.sdk.context import AgentWorkflowContext, GraderContext, RolloutContext, get_rollout_context
-from penstock.sdk.grader import Grader, GraderConfig
-from penstock.sdk.workflow import AgentWorkflow, AgentWorkflowConfig, BaseConfig, ConcurrencyConfig
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from penstock.sdk.context import AgentWorkflowContext, GraderContext, RolloutContext, get_rollout_context
+    from penstock.sdk.grader import Grader, GraderConfig
+    from penstock.sdk.workflow import AgentWorkflow, AgentWorkflowConfig, BaseConfig, ConcurrencyConfig
 
 __version__ = "0.1.0"
 
@@ -18,3 +22,17 @@ __all__ = [
     "RolloutContext",
     "get_rollout_context",
 ]
+
+_HOMES = {
+    "context": ("AgentWorkflowContext", "GraderContext", "RolloutContext", "get_rollout_context"),
+    "grader": ("Grader", "GraderConfig"),
+    "workflow": ("AgentWorkflow", "AgentWorkflowConfig", "BaseConfig", "ConcurrencyConfig"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import what an author asks for, when it is asked for: `penstock --help` needs none of it."""
+    for module, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(f"penstock.sdk.{module}"), name)
+    raise AttributeError(f"module 'penstock' has no attribute {name!r}")

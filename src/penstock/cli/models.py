@@ -2,14 +2,13 @@
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import orjson
 import typer
 
-from penstock.config import ModelSection
-from penstock.models import ModelFolder, Progress, cached, kept, resolve
-from penstock.models.references import BUILT_IN
+if TYPE_CHECKING:
+    from penstock.models import ModelFolder, Progress
 
 app = typer.Typer(no_args_is_help=True, help="Pull models, and list those that are here.")
 
@@ -17,11 +16,13 @@ app = typer.Typer(no_args_is_help=True, help="Pull models, and list those that a
 @app.command()
 def pull(
     reference: Annotated[
-        str, typer.Argument(metavar="REF", help=f"{', '.join(BUILT_IN)}, hf:ORG/NAME[@REV], or the path of a folder or .gguf file.")
+        str, typer.Argument(metavar="REF", help="smollm2-135m, tiny, hf:ORG/NAME[@REV], or the path of a folder or .gguf file.")
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Print the model as JSON.")] = False,
 ) -> None:
     """Fetch a model, convert it if need be, and keep it; one that is here already needs no network."""
+    from penstock.models import resolve
+
     with pull_progress() as progress:
         model = resolve(reference, progress)
     if as_json:
@@ -34,6 +35,9 @@ def pull(
 @app.command("list")
 def list_models(as_json: Annotated[bool, typer.Option("--json", help="Print the models as JSON.")] = False) -> None:
     """List the models that are here, and the built-in ones that can be pulled."""
+    from penstock.models import cached, kept
+    from penstock.models.references import BUILT_IN
+
     here = [_row(model.name, model) for model in kept()]
     absent = [_row(name, None) for name in BUILT_IN if cached(name) is None]
     if as_json:
@@ -46,7 +50,7 @@ def list_models(as_json: Annotated[bool, typer.Option("--json", help="Print the 
 
 
 @contextmanager
-def pull_progress() -> Generator[Progress]:
+def pull_progress() -> "Generator[Progress]":
     """Shows a pull on stderr: a bar on a terminal, elsewhere one line for each stage."""
     from rich.console import Console
     from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
@@ -85,7 +89,9 @@ class _StageBars:
         self._bars.update(self._bar, completed=done, total=total)
 
 
-def _row(name: str, model: ModelFolder | None) -> dict[str, Any]:
+def _row(name: str, model: "ModelFolder | None") -> dict[str, Any]:
+    from penstock.config import ModelSection
+
     return {
         "name": name,
         "bytes": model.size_bytes if model else None,
