@@ -23,7 +23,6 @@ from penstock.models import resolve
 from penstock.records import Sampling
 
 PROMPT, SHARED, REPLY = 375, 360, 32
-REPEATS = 3
 
 
 class Row(NamedTuple):
@@ -32,13 +31,14 @@ class Row(NamedTuple):
     batch: int
     shared: int
     """Tokens that all prompts have in common."""
+    repeats: int = 3
 
     @property
     def name(self) -> str:
         return f"batch {self.batch}" + ("" if self.shared else ", distinct prompts")
 
 
-ROWS = (Row(1, SHARED), Row(8, SHARED), Row(32, SHARED), Row(8, 0))
+ROWS = (Row(1, SHARED, repeats=9), Row(8, SHARED), Row(32, SHARED), Row(8, 0))
 
 
 def main() -> None:
@@ -57,7 +57,7 @@ async def _compare(folder: Path) -> None:
         peer.prepare(prompts)
         ours: list[float] = []
         theirs: list[float] = []
-        for _ in range(REPEATS):
+        for _ in range(row.repeats):
             theirs.append(_timed(peer.generate))
             started = time.perf_counter()
             await _generate(engine, prompts, REPLY)

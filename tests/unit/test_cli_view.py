@@ -187,11 +187,22 @@ def test_without_a_terminal_each_event_that_matters_is_one_line():
     ]
 
 
-def test_on_a_terminal_the_panel_is_drawn_and_no_lines_are_printed():
-    out = io.StringIO()
-    with LiveView(RunState(rollouts_per_step=32), Console(file=out, width=80, force_terminal=True, force_interactive=True)) as view:
+def on_terminal(kind: str) -> io.StringIO:
+    """What a run's first events leave on a terminal of this kind, whatever the tests themselves run on."""
+    out, environment = io.StringIO(), {"TERM": kind}
+    console = Console(file=out, width=80, force_terminal=True, force_interactive=True, _environ=environment)
+    with LiveView(RunState(rollouts_per_step=32), console) as view:
         view("run.start", start())
         view("stage", {"text": "loading tiny"})
+    return out
+
+
+def test_on_a_terminal_that_cannot_move_its_cursor_lines_are_printed():
+    assert "loading tiny\n" in on_terminal("dumb").getvalue()
+
+
+def test_on_a_terminal_the_panel_is_drawn_and_no_lines_are_printed():
+    out = on_terminal("xterm-256color")
     assert "loading tiny" in out.getvalue()
     assert "run demo in runs/demo" not in out.getvalue()
     assert out.getvalue().rstrip().endswith("\x1b[2K"), "the panel is gone when the view closes"

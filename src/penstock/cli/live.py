@@ -23,7 +23,7 @@ class LiveView:
     def __init__(self, state: RunState, console: Console | None = None) -> None:
         self.state = state
         self.console = console or Console(stderr=True, highlight=False)
-        self.terminal = self.console.is_interactive
+        self.terminal = self.console.is_interactive and not self.console.is_dumb_terminal
         self._notice = self._said = ""
         self._lock = threading.Lock()  # the panel is drawn by a thread of its own, so that it moves while the loop is busy
         self._live: AbstractContextManager[Any] = nullcontext()

@@ -57,7 +57,7 @@ def pull_progress() -> "Generator[Progress]":
     from rich.progress import Progress as Bars
 
     console = Console(stderr=True, highlight=False)
-    if not console.is_interactive:
+    if not console.is_interactive or console.is_dumb_terminal:
         yield _StageLines(console)
         return
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
