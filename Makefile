@@ -29,9 +29,11 @@ test: $(STAMP)
 check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/pyright
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest -n 2 -m "not slow" tests/unit tests/contracts
+	@echo "types and fast tests, side by side"; \
+	$(BIN)/pyright & types=$$!; \
+	$(BIN)/python -m pytest -n 2 -m "not slow" tests/unit tests/contracts; tests=$$?; \
+	wait $$types && exit $$tests
 
 bench: $(STAMP)
 	$(BIN)/python -m bench
