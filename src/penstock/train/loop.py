@@ -132,7 +132,7 @@ async def keep(s: Stations, progress: Progress) -> Progress:
 def measure(
     s: Stations, lease: Lease, credit: Credit, metrics: Metrics, progress: Progress, *, rollout_s: float, train_s: float
 ) -> dict[str, Any]:
-    """One step in numbers: a line of `metrics.jsonl`."""
+    """One step in numbers: a line of `metrics.jsonl`. Tokens per second are sampled ones over the step's whole time."""
     attempts = [attempt for group in lease.groups for attempt in group.attempts]
     rewards = [attempt.reward for attempt in attempts if attempt.reward is not None]
     exact = [exactness(attempt) for attempt in attempts]
@@ -155,7 +155,7 @@ def measure(
         **{name: getattr(metrics, name) for name in Metrics.__slots__},
         "rollout_s": round(rollout_s, 3),
         "train_s": round(train_s, 3),
-        "tokens_per_s": round(sampled / max(rollout_s, 1e-9), 1),
+        "tokens_per_s": round(sampled / (rollout_s + train_s), 1),
     }
 
 
