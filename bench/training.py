@@ -27,12 +27,7 @@ SHAPE = Shape(
     kv_heads=3,
     head_dim=64,
     context_length=2048,
-    norm_eps=1e-5,
     rope_theta=100000.0,
-    rope_scaling=None,
-    tied=True,
-    qkv_bias=False,
-    qk_norm=False,
 )
 SYSTEM, QUESTION, REPLY, RESULT, ANSWER = 360, 15, 30, 25, 5
 GROUPS, ROLLOUTS = 4, 8

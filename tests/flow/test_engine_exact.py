@@ -27,10 +27,6 @@ SHAPE = Shape(
     kv_heads=2,
     head_dim=8,
     context_length=4096,
-    norm_eps=1e-5,
-    rope_theta=10000.0,
-    rope_scaling=None,
-    tied=True,
     qkv_bias=True,
     qk_norm=True,
 )

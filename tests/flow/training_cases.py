@@ -24,12 +24,6 @@ SHAPE = Shape(
     kv_heads=2,
     head_dim=8,
     context_length=128,
-    norm_eps=1e-5,
-    rope_theta=10000.0,
-    rope_scaling=None,
-    tied=True,
-    qkv_bias=False,
-    qk_norm=False,
 )
 UNTIED = replace(SHAPE, tied=False, qkv_bias=True, qk_norm=True, kv_heads=4)
 

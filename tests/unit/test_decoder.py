@@ -96,12 +96,8 @@ def test_few_rows_and_many_rows_give_the_same():
         kv_heads=2,
         head_dim=8,
         context_length=64,
-        norm_eps=1e-5,
-        rope_theta=1e4,
-        rope_scaling=None,
         tied=False,
         qkv_bias=True,
-        qk_norm=False,
     )
     decoder = Decoder(shape)
     ids = torch.randint(0, 50, (FEW_ROWS[1] + 1, 1))

@@ -37,12 +37,13 @@ class Shape:
     kv_heads: int
     head_dim: int
     context_length: int
-    norm_eps: float
-    rope_theta: float
-    rope_scaling: dict[str, Any] | None
-    tied: bool
-    qkv_bias: bool
-    qk_norm: bool
+    norm_eps: float = 1e-5
+    rope_theta: float = 10_000.0
+    rope_scaling: dict[str, Any] | None = None
+    tied: bool = True
+    """Whether the embedding is also the head."""
+    qkv_bias: bool = False
+    qk_norm: bool = False
 
 
 def read_shape(folder: Path) -> Shape:
