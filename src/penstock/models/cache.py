@@ -111,15 +111,16 @@ def _publish(folder: Path, target: Path) -> None:
     for file in folder.iterdir():
         if not file.is_symlink():
             shutil.copymode(folder / MANIFEST, file)  # some writers make private files; a cache may be shared
-            _sync(file)
-    _sync(folder)
+            sync(file)
+    sync(folder)
     if target.exists():
         target.rename(folder.with_name("replaced"))
     folder.rename(target)
-    _sync(target.parent)
+    sync(target.parent)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Bring a file, or a folder's list of names, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

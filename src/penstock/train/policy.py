@@ -5,7 +5,6 @@
 to disk, then renamed. A folder that is not whole is passed over, and what a killed process left is removed by the next save.
 """
 
-import os
 import random
 import shutil
 from collections.abc import Callable, Generator
@@ -21,6 +20,7 @@ from torch import Tensor
 from penstock.codec import from_json, to_json
 from penstock.engines.embedded.weights import load_decoder, save_decoder
 from penstock.errors import ModelError, TrainError
+from penstock.models.cache import sync
 from penstock.records import PolicyVersion
 from penstock.train.learner import Learner
 
@@ -45,15 +45,6 @@ class Saved:
     torch_random: str
     """In hexadecimal, as is the next."""
     cuda_random: str | None
-
-
-def sync(path: Path) -> None:
-    """Bring a file, or a folder's list of names, to disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def folder_of(checkpoints: Path, version: PolicyVersion) -> Path:
