@@ -195,7 +195,9 @@ async def _no_route(request: Request, error: Exception) -> Response:
 def _bind(host: str, port: int) -> socket.socket:
     """A listening socket, before anybody is told of it."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    bound = socket.socket(family, socket.SOCK_STREAM)
+    bound = socket.socket(
+        family, socket.SOCK_STREAM, socket.IPPROTO_TCP
+    )  # asyncio sets TCP_NODELAY only where the protocol is named
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         bound.bind((host, port))
