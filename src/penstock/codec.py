@@ -4,11 +4,12 @@ Plain fields go as JSON; long token columns as raw little-endian arrays, which a
 """
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cache
-from types import UnionType
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from hashlib import blake2b
+from types import NoneType, UnionType
+from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 import orjson
 
@@ -18,7 +19,8 @@ T = TypeVar("T")
 def to_json(record: Any) -> bytes:
     """A record (or a tuple or list of them) as JSON; ValueError where it holds what JSON would change: nan, lone surrogates, …"""
     try:
-        return orjson.dumps(_plain(record))
+        _check(record)
+        return orjson.dumps(record)
     except (TypeError, RecursionError) as cause:
         raise ValueError(f"not JSON: {cause}") from cause
 
@@ -40,6 +42,25 @@ def pack_ints(values: Sequence[int]) -> bytes:
 def unpack_ints(blob: bytes) -> tuple[int, ...]:
     """What `pack_ints` wrote."""
     return _unpack("i", blob)
+
+
+def ids_hash(previous: blake2b | None, ids: Sequence[int]) -> blake2b:
+    """The hash of the ids that `previous` has seen and of `ids` after them; `previous` stays as it is, so that paths may fork.
+
+    `hexdigest()` of it is what `Step.context` holds, whoever computes it and in however many parts.
+    """
+    grown = blake2b(digest_size=16) if previous is None else previous.copy()
+    grown.update(pack_ints(ids))
+    return grown
+
+
+def context_digest(ids: Sequence[int]) -> str:
+    """What `Step.context` holds for a context of these token ids.
+
+    >>> context_digest([1, 2, 3]) == ids_hash(ids_hash(None, [1]), [2, 3]).hexdigest()
+    True
+    """
+    return ids_hash(None, ids).hexdigest()
 
 
 def pack_floats(values: Sequence[float]) -> bytes:
@@ -66,20 +87,35 @@ def _unpack(code: str, blob: bytes) -> tuple[Any, ...]:
         raise ValueError(f"not a column of numbers: {cause}") from cause
 
 
-def _plain(value: Any) -> Any:
-    if value is None or isinstance(value, (str, int)):
-        return value
+def _check(value: Any) -> None:
+    """Refuse a float that JSON has no word for: orjson would write null and say nothing."""
+    kind: Any = value.__class__
+    if kind in _SAFE:
+        return
     if isinstance(value, float):
         if value - value != 0.0:
             raise ValueError(f"{value} cannot be written as JSON")
-        return value
-    if isinstance(value, (tuple, list)):
-        return [_plain(item) for item in value]  # pyright: ignore[reportUnknownVariableType]
+        return
+    for item in _inside(kind, value):
+        if item.__class__ not in _SAFE:
+            _check(item)
+
+
+_SAFE = frozenset({str, int, bool, NoneType})
+
+
+def _inside(kind: Any, value: Any) -> Iterable[Any]:
+    if is_dataclass(kind):
+        return [getattr(value, name) for name in field_names(kind)]
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}  # pyright: ignore[reportUnknownVariableType]
-    if is_dataclass(value):
-        return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
-    return value
+        return cast("dict[Any, Any]", value).values()
+    return cast("Iterable[Any]", value) if isinstance(value, (tuple, list)) else ()
+
+
+@cache
+def field_names(kind: Any) -> tuple[str, ...]:
+    """Of a record's type, in the order in which they are written."""
+    return tuple(field.name for field in fields(kind))
 
 
 @cache

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock import records
-from penstock.codec import from_json, pack_floats, pack_ints, to_json, unpack_floats, unpack_ints
+from penstock.codec import context_digest, from_json, ids_hash, pack_floats, pack_ints, to_json, unpack_floats, unpack_ints
 from penstock.records import Grade, Message, Task
 
 names = st.text(st.characters(codec="utf-8"), max_size=8)
@@ -114,3 +114,19 @@ def test_what_is_no_token_is_refused(values: tuple[Any, ...]) -> None:
 def test_a_torn_column_is_refused() -> None:
     with pytest.raises(ValueError, match="not a column"):
         unpack_ints(b"\0\0\0\0\0")
+
+
+@given(st.lists(st.integers(0, 2**31 - 1), max_size=20), st.integers(0, 20))
+def test_a_context_has_one_digest_in_however_many_parts_it_is_hashed(ids: list[int], cut: int) -> None:
+    before = ids_hash(None, ids[:cut])
+    assert ids_hash(before, ids[cut:]).hexdigest() == context_digest(ids)
+    assert before.hexdigest() == context_digest(ids[:cut])
+
+
+def test_the_digest_of_a_context_never_changes() -> None:
+    assert context_digest([1, 2, 3]) == "b30a3c159d7e8193559a42a84f1fcae1"
+
+
+@pytest.mark.parametrize("other", [[], [1], [1, 2], [1, 2, 4], [2, 1, 3], [1, 2, 3, 0], [0, 1, 2, 3]])
+def test_other_ids_have_another_digest(other: list[int]) -> None:
+    assert context_digest(other) != context_digest([1, 2, 3])

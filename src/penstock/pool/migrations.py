@@ -46,7 +46,7 @@ MIGRATIONS = [
 
 def open_database(path: Path, *, max_pages: int | None = None) -> sqlite3.Connection:
     """A connection in which a commit is on disk when it returns; it may be handed from thread to thread."""
-    database = sqlite3.connect(path, timeout=30.0, isolation_level=None, check_same_thread=False)
+    database = sqlite3.connect(path, timeout=30.0, isolation_level=None, check_same_thread=False, cached_statements=512)
     try:
         _recognise(database, path)
         _configure(database, max_pages)

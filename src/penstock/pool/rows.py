@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
-from penstock.codec import from_json, pack_floats, pack_ints, to_json, unpack_floats, unpack_ints
+from penstock.codec import field_names, from_json, pack_floats, pack_ints, to_json, unpack_floats, unpack_ints
 from penstock.errors import PoolError, boundary
 from penstock.records import Attempt, End, Grade, Node, Rollout, Step
 
@@ -42,7 +42,7 @@ COLUMNS: dict[type[Any], tuple[Column, ...]] = {
 }
 
 
-def field_names(kind: type[Any]) -> list[str]:
+def column_names(kind: type[Any]) -> list[str]:
     """What the columns of a table for `kind` are called, in the order of a `Row`."""
     return ["record", *(column.name for column in COLUMNS.get(kind, ())), "crc"]
 
@@ -52,8 +52,7 @@ def seal(record: Any, name: str) -> Row:
     with boundary(PoolError, f"{name} cannot be stored"):
         columns = COLUMNS.get(record.__class__, ())
         packed = tuple(_pack(column, getattr(record, column.name)) for column in columns)
-        bare = replace(record, **{column.name: column.empty for column in columns}) if columns else record
-        text = to_json(bare)
+        text = to_json(_without(record, columns) if columns else record)
         return Row(text, packed, _checksum(text, packed))
 
 
@@ -111,6 +110,12 @@ def build_attempt(rollout_id: str, rows: AttemptRows) -> Attempt:
         steps=tuple(unseal(Step, row, f"a step {name}") for row in steps),
         grades=tuple(unseal(Grade, row, f"a grade {name}") for row in grades),
     )
+
+
+def _without(record: Any, columns: tuple[Column, ...]) -> dict[str, Any]:
+    """The record's fields, those of `columns` emptied."""
+    empty = {column.name: column.empty for column in columns}
+    return {name: empty[name] if name in empty else getattr(record, name) for name in field_names(record.__class__)}
 
 
 def _pack(column: Column, values: Sequence[Any] | None) -> bytes | None:

@@ -17,7 +17,7 @@ from penstock.pool.migrations import FAULTS, explain, migrate, open_database
 from penstock.pool.reader import Reader
 from penstock.pool.rows import seal
 from penstock.pool.sqlite_leases import Wanted
-from penstock.pool.writer import Writer
+from penstock.pool.writer import Bulk, Writer
 from penstock.records import Attempt, End, Grade, Group, Lease, Node, Rollout, Step, Task
 
 READERS = 2
@@ -62,9 +62,10 @@ class SqlitePool:
 
     async def append(self, step: Step, node: Node | None) -> None:
         """See `Pool.append`."""
-        rules.check_step(step, node)
-        row, node_row = seal(step, rules.step_name(step)), node and seal(node, rules.node_name(node))
-        await self._writer.submit(lambda database: sqlite_writes.append(database, step, node, row=row, node_row=node_row))
+        given = sqlite_writes.seal_append(step, node)
+        await self._writer.submit(
+            lambda database: sqlite_writes.append(database, given), Bulk(given, together=sqlite_writes.append_all)
+        )
 
     async def grade(self, grade: Grade) -> None:
         """See `Pool.grade`."""

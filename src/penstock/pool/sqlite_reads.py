@@ -7,13 +7,13 @@ from typing import Any
 
 from penstock.pool import rules
 from penstock.pool.base import PoolStats
-from penstock.pool.rows import AttemptRows, Ending, Row, build_attempt, field_names, unseal
+from penstock.pool.rows import AttemptRows, Ending, Row, build_attempt, column_names, unseal
 from penstock.pool.rules import State
 from penstock.records import Attempt, Grade, Group, Node, Step, Task
 
-_NODES = f"SELECT {', '.join(field_names(Node))} FROM nodes WHERE rollout_id = ? ORDER BY id"
-_STEPS = f"SELECT {', '.join(field_names(Step))} FROM steps WHERE rollout_id = ? ORDER BY id"
-_GRADES = f"SELECT {', '.join(field_names(Grade))} FROM grades WHERE rollout_id = ? ORDER BY position"
+_NODES = f"SELECT {', '.join(column_names(Node))} FROM nodes WHERE rollout_id = ? ORDER BY id"
+_STEPS = f"SELECT {', '.join(column_names(Step))} FROM steps WHERE rollout_id = ? ORDER BY id"
+_GRADES = f"SELECT {', '.join(column_names(Grade))} FROM grades WHERE rollout_id = ? ORDER BY position"
 _GROUP = "SELECT id, seq, channel, record, crc FROM groups"
 
 

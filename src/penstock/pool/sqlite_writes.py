@@ -1,24 +1,25 @@
 """What is written of rollouts, in SQL: each function is one atomic change and may refuse it with PoolError."""
 
 import sqlite3
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from penstock.pool import rules
-from penstock.pool.rows import Row, field_names, grade_key, pack_message, seal
+from penstock.pool.rows import Row, column_names, grade_key, pack_message, seal
 from penstock.pool.rules import State
 from penstock.records import End, Grade, Node, Rollout, Step, Task
 
 
 def _insert(table: str, kind: type[Any]) -> str:
-    names = ["rollout_id", "id", *field_names(kind)]
+    names = ["rollout_id", "id", *column_names(kind)]
     return f"INSERT INTO {table} ({', '.join(names)}) VALUES ({', '.join('?' for _ in names)}) ON CONFLICT DO NOTHING"
 
 
 _TABLES: dict[str, type[Any]] = {"nodes": Node, "steps": Step, "grades": Grade}
 _INSERTS = {table: _insert(table, kind) for table, kind in _TABLES.items()}
 _READS = {
-    table: f"SELECT {', '.join(field_names(kind))} FROM {table} WHERE rollout_id = ? AND id = ?" for table, kind in _TABLES.items()
+    table: f"SELECT {', '.join(column_names(kind))} FROM {table} WHERE rollout_id = ? AND id = ?" for table, kind in _TABLES.items()
 }
 
 
@@ -74,8 +75,24 @@ def open_group(database: sqlite3.Connection, group: GroupRows, seq: int) -> None
     count(database, group.channel, [Tally("state", State.OPEN, 1), Tally("top", "seq", seq)])
 
 
-def append(database: sqlite3.Connection, step: Step, node: Node | None, *, row: Row, node_row: Row | None) -> None:
+class Append(NamedTuple):
+    """A step and the node that it added, sealed."""
+
+    step: Step
+    node: Node | None
+    row: Row
+    node_row: Row | None
+
+
+def seal_append(step: Step, node: Node | None) -> Append:
+    """Check and write down what `append` stores."""
+    rules.check_step(step, node)
+    return Append(step, node, seal(step, rules.step_name(step)), node and seal(node, rules.node_name(node)))
+
+
+def append(database: sqlite3.Connection, given: Append) -> None:
     """Store a step and its node."""
+    step, node, row, node_row = given
     channel, oldest = _running(database, step.rollout_id, rules.step_name(step))
     changes: list[Tally] = []
     if node is None or node_row is None:
@@ -84,15 +101,83 @@ def append(database: sqlite3.Connection, step: Step, node: Node | None, *, row: 
     elif _put(database, "nodes", (step.rollout_id, node.id), node_row, rules.node_name(node)):
         if node.parent is not None and not _has(database, "steps", node.rollout_id, node.parent):
             raise rules.missing_parent(node)
-        changes.append(Tally("count", "prompt_tokens", len(node.token_ids)))
-        changes += [] if node.reason is None else [Tally("break", node.reason, 1)]
+        changes = _of_node(node)
     if not _put(database, "steps", (step.rollout_id, step.index), row, rules.step_name(step)):
         return
-    lowest = rules.oldest_version((oldest, *step.versions))
+    _lower(database, step.rollout_id, oldest, step.versions)
+    count(database, channel, [*changes, *_of_step(step)])
+
+
+def append_all(database: sqlite3.Connection, given: Sequence[Append]) -> bool:
+    """Store several at once, in few statements; False where one of them is not plainly new, whatever was written till then.
+
+    Each statement lets other threads in and has to wait for its turn again, so fewer statements cost more than their number saves.
+    """
+    rollouts = {each.step.rollout_id for each in given}
+    found = database.execute(f"SELECT id, ended, channel, oldest FROM rollouts WHERE id IN ({_marks(rollouts)})", [*rollouts])
+    running = {name: _Running(channel, oldest) for name, ended, channel, oldest in found if ended is None}
+    nodes = [(each.node, each.node_row) for each in given if each.node is not None and each.node_row is not None]
+    if len(running) < len(rollouts):
+        return False
+    stored = _put_all(database, "nodes", [((node.rollout_id, node.id), row) for node, row in nodes])
+    stored = stored and _put_all(database, "steps", [((each.step.rollout_id, each.step.index), each.row) for each in given])
+    parents = {(node.rollout_id, node.parent) for node, _ in nodes if node.parent is not None}
+    if not stored or not _have_all(database, "steps", parents):
+        return False
+    if not _have_all(database, "nodes", {(each.step.rollout_id, each.step.node) for each in given if each.node is None}):
+        return False
+    changes: dict[str, Counter[tuple[str, str]]] = {}
+    for step, node, _, _ in given:
+        channel, oldest = running[step.rollout_id]
+        running[step.rollout_id] = _Running(channel, _lower(database, step.rollout_id, oldest, step.versions))
+        tally = changes.setdefault(channel, Counter())
+        for kind, name, n in [*(_of_node(node) if node else ()), *_of_step(step)]:
+            tally[kind, name] = max(tally[kind, name], n) if kind == "top" else tally[kind, name] + n
+    for channel, tally in changes.items():
+        count(database, channel, [Tally(kind, name, n) for (kind, name), n in tally.items()])
+    return True
+
+
+def _of_node(node: Node) -> list[Tally]:
+    return [
+        Tally("count", "prompt_tokens", len(node.token_ids)),
+        *([] if node.reason is None else [Tally("break", node.reason, 1)]),
+    ]
+
+
+def _of_step(step: Step) -> list[Tally]:
+    counts = [Tally("count", "steps", 1), Tally("count", "tokens", len(step.completion_ids))]
+    return [*counts, Tally("top", "version", max(step.versions, default=0))]
+
+
+def _lower(database: sqlite3.Connection, rollout_id: str, oldest: int | None, versions: Sequence[int]) -> int | None:
+    """Keep the oldest version on any token of the rollout."""
+    lowest = rules.oldest_version((oldest, *versions))
     if lowest != oldest:
-        database.execute("UPDATE rollouts SET oldest = ? WHERE id = ?", (lowest, step.rollout_id))
-    changes += [Tally("count", "steps", 1), Tally("count", "tokens", len(step.completion_ids))]
-    count(database, channel, [*changes, Tally("top", "version", max(step.versions, default=0))])
+        database.execute("UPDATE rollouts SET oldest = ? WHERE id = ?", (lowest, rollout_id))
+    return lowest
+
+
+def _put_all(database: sqlite3.Connection, table: str, rows: list[tuple[tuple[str, Any], Row]]) -> bool:
+    """Insert rows; False where one of them, whatever its content, was there."""
+    if not rows:
+        return True
+    head, _, one = _INSERTS[table].partition(" VALUES ")
+    marks, _, conflict = one.partition(" ON ")
+    values = [value for key, row in rows for value in (*key, row.record, *row.columns, row.crc)]
+    return database.execute(f"{head} VALUES {', '.join([marks] * len(rows))} ON {conflict}", values).rowcount == len(rows)
+
+
+def _have_all(database: sqlite3.Connection, table: str, keys: set[tuple[str, int]]) -> bool:
+    if not keys:
+        return True
+    pairs = ", ".join(["(?, ?)"] * len(keys))
+    query = f"SELECT count(*) FROM {table} WHERE (rollout_id, id) IN (VALUES {pairs})"
+    return database.execute(query, [field for key in keys for field in key]).fetchone()[0] == len(keys)
+
+
+def _marks(values: Collection[Any]) -> str:
+    return ", ".join("?" * len(values))
 
 
 def grade(database: sqlite3.Connection, given: Grade, row: Row) -> None:

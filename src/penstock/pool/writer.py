@@ -3,9 +3,10 @@
 import asyncio
 import sqlite3
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from itertools import groupby
+from typing import Any, NamedTuple, TypeVar
 
 from penstock.errors import PoolError
 
@@ -13,10 +14,19 @@ T = TypeVar("T")
 Explain = Callable[[Exception], Exception]
 
 
+class Bulk(NamedTuple):
+    """A write that may be carried out together with its like."""
+
+    value: Any
+    together: Callable[[sqlite3.Connection, list[Any]], bool]
+    """Writes the values of several; False where they must be written one by one, and then what it did is undone."""
+
+
 @dataclass(slots=True, eq=False)
 class _Job:
     write: Callable[[sqlite3.Connection], Any]
     done: asyncio.Future[Any]
+    bulk: Bulk | None = None
     result: Any = None
     error: Exception | None = None
 
@@ -49,9 +59,12 @@ class Writer:
         self._thread = threading.Thread(target=self._run, name="penstock-pool-writer", daemon=True)
         self._thread.start()
 
-    async def submit(self, write: Callable[[sqlite3.Connection], T]) -> T:
-        """Run `write` in a transaction and return its result once that is on disk. It may raise: then it has changed nothing."""
-        job = _Job(write, asyncio.get_running_loop().create_future())
+    async def submit(self, write: Callable[[sqlite3.Connection], T], bulk: Bulk | None = None) -> T:
+        """Run `write` in a transaction and return its result once that is on disk. It may raise: then it has changed nothing.
+
+        With `bulk`, it may be left to that function to do the same for several, where `write` returns nothing.
+        """
+        job = _Job(write, asyncio.get_running_loop().create_future(), bulk)
         while (room := self._offer(job)) is not None:
             await room
         return await job.done
@@ -98,13 +111,30 @@ class Writer:
             self._fail(batch, cause)
             return
         try:
-            for job in batch:
-                self._carry_out(job)
+            for alike in _runs(batch):
+                if len(alike) == 1 or not self._carry_out_together(alike):
+                    for job in alike:
+                        self._carry_out(job)
             self._database.execute("COMMIT")
         except Exception as cause:
             if self._database.in_transaction:
                 self._database.execute("ROLLBACK")
             self._retry(batch, cause)
+
+    def _carry_out_together(self, jobs: list[_Job]) -> bool:
+        """Several writes of one kind; False, and nothing changed, where one of them needs care."""
+        assert jobs[0].bulk is not None
+        self._database.execute("SAVEPOINT many")
+        try:
+            done = jobs[0].bulk.together(self._database, [job.bulk.value for job in jobs if job.bulk])
+        except sqlite3.Error:
+            if not self._database.in_transaction:
+                raise
+            done = False
+        if not done:
+            self._database.execute("ROLLBACK TO many")
+        self._database.execute("RELEASE many")
+        return done
 
     def _carry_out(self, job: _Job) -> None:
         """One write, alone in a savepoint: if it fails, its neighbours do not."""
@@ -129,6 +159,18 @@ class Writer:
     def _fail(self, batch: list[_Job], cause: Exception) -> None:
         for job in batch:
             job.error = self._explain(cause)
+
+
+def _runs(batch: list[_Job]) -> Iterator[list[_Job]]:
+    """The batch in its order, cut into runs that can be written together."""
+    for together, jobs in groupby(batch, key=lambda job: job.bulk and job.bulk.together):
+        alike = list(jobs)
+        size = TOGETHER if together else 1
+        yield from (alike[start : start + size] for start in range(0, len(alike), size))
+
+
+TOGETHER = 64
+"""How many writes one statement may carry: their SQL differs by number, and SQLite remembers a limited number of statements."""
 
 
 def _settle(batch: list[_Job]) -> None:
