@@ -162,6 +162,28 @@ class GatewaySection(Section):
     """Loopback unless agents run elsewhere."""
     port: int = Field(default=0, ge=0, le=65535)
     """0 takes a free one."""
+    hosts: tuple[str, ...] = ()
+    """Further names that agents call it by; a request under another name is refused, so that no web page can reach it."""
+    rollout_calls: int = Field(default=256, ge=1)
+    """Calls of one rollout that may run at once."""
+    rollout_calls_per_s: float = Field(default=1000.0, gt=0)
+    """Calls of one rollout in a second, sustained."""
+    rollout_steps: int = Field(default=100_000, ge=1)
+    """Calls of one rollout in all."""
+    rollout_tokens: int = Field(default=100_000_000, ge=1)
+    """Tokens sampled for one rollout in all."""
+    body_mb: int = Field(default=64, ge=1, le=1024)
+    """Largest request."""
+    first_token_s: float = Field(default=600.0, gt=0)
+    """Longest wait for the first token of a reply, queueing included."""
+    stall_s: float = Field(default=120.0, gt=0)
+    """Longest silence of the engine within a reply; the call then fails, and its step is not trained."""
+    reader_s: float = Field(default=60.0, gt=0)
+    """Longest wait for an agent to take what was sent; it is then cut off."""
+    keep_alive_s: float = Field(default=5.0, gt=0)
+    """Silence after which a stream gets an event that says nothing."""
+    drain_s: float = Field(default=5.0, ge=0)
+    """How long a stopping gateway waits for answers under way."""
 
 
 class RunConfig(Section):

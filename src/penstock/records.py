@@ -106,7 +106,8 @@ class Node:
     tools: tuple[dict[str, Any], ...] = ()
     """Tool schemas, on a root only: they are the same along a path."""
     reason: str | None = None
-    """Why this root had to be opened although the rollout had earlier steps; None where nothing broke."""
+    """Why the rollout's earlier tokens could not go on here: a root opened anew, or a branch with a reply that was not sampled;
+    None where nothing broke."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +133,12 @@ class Step:
     chain: str
     """Digest of all messages on the path, this reply included."""
     seconds: float = 0.0
+    answer: str = ""
+    """Names the answer that it was a choice of: the digest of the request, a dash, and how often that had been sampled before."""
+    created: float = 0.0
+    """When the answer began, in seconds since 1970: a label, never compared."""
+    context: str = ""
+    """Digest of the token ids that the engine saw and sampled, from the first of the prompt to the last of the reply."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

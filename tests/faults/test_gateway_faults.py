@@ -12,6 +12,7 @@ from openai import APIError, AsyncOpenAI
 from penstock.errors import ConfigError, PoolError
 from penstock.gateway import Gateway, Limits
 from penstock.gateway.auth import Tokens
+from penstock.gateway.recorder import settled
 from penstock.pool import POOLS
 from penstock.records import End, Sampling, Task, make_rollout
 from penstock.render.renderer import Renderer
@@ -39,6 +40,9 @@ class GatedPool:
         return getattr(self.inner, name)
 
     async def append(self, step, node):
+        await settled(self._append(step, node))
+
+    async def _append(self, step, node):
         self.waiting.set()
         await self.open.wait()
         if self.full:
@@ -60,7 +64,7 @@ class Client:
             "method": "POST",
             "path": path,
             "query_string": b"",
-            "headers": [token, *headers],
+            "headers": [(b"host", b"localhost"), token, *headers],
             "http_version": "1.1",
         }
         self.task = asyncio.create_task(gateway.app(scope, self._receive, self._send))
@@ -143,11 +147,11 @@ def test_a_full_disk_stops_answers_and_they_come_again_when_there_is_room(render
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_busy_engine_is_a_429(renderer, stream):
+def test_a_busy_engine_is_a_503_that_says_when_to_come_again(renderer, stream):
     async def steps(bench, session, engine):
         client = Client(bench.gateway, session, stream=stream)
         status, body = await client.answer()
-        assert (status, client.headers[b"retry-after"]) == (429, b"1")
+        assert (status, client.headers[b"retry-after"]) == (503, b"1")
         assert json.loads(body)["error"]["code"] == "engine_busy"
         assert (await bench.attempt(session)).steps == ()
 
@@ -343,7 +347,7 @@ def test_the_same_call_again_that_is_no_retry_is_sampled_again(renderer):
 def test_a_retry_after_a_refusal_is_sampled(renderer):
     async def steps(bench, session, engine):
         await Client(bench.gateway, session).answer()
-        assert (await Client(bench.gateway, session).answer())[0] == 429
+        assert (await Client(bench.gateway, session).answer())[0] == 503
         assert b"three" in (await Client(bench.gateway, session, headers=[RETRY]).answer())[1]
 
     run(renderer, ["one", Scripted(busy=True), "three"], steps)
@@ -380,7 +384,7 @@ def test_a_stopped_gateway_answers_its_calls_and_lets_go_of_its_port(renderer):
         rollout = make_rollout("train-0", "t", 0)
         await pool.open_group(Task(id="t", prompt=(USER,)), [rollout], seq=0)
         async with AsyncClient(trust_env=False) as http:
-            async with Gateway(engine, renderer, pool, secret=b"x" * 16) as gateway:
+            async with Gateway(engine, renderer, pool, secret=b"x" * 16, limits=Limits(drain_s=0)) as gateway:
                 session = gateway.open(rollout, Sampling())
                 url, headers = f"{session.base_url}/chat/completions", {"x-api-key": session.token}
                 call = asyncio.create_task(http.post(url, json={"messages": [USER]}, headers=headers))

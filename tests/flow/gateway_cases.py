@@ -50,8 +50,14 @@ def messages_of(response):
         for choice in event["choices"] if isinstance(event, dict) else ():
             message = found.setdefault(choice["index"], {"role": "assistant", "content": ""})
             message["content"] += choice["delta"].get("content") or ""
+            if choice["delta"].get("reasoning_content"):
+                message["reasoning_content"] = message.get("reasoning_content", "") + choice["delta"]["reasoning_content"]
             for call in choice["delta"].get("tool_calls") or ():
-                message.setdefault("tool_calls", []).append({key: value for key, value in call.items() if key != "index"})
+                calls = message.setdefault("tool_calls", [])
+                if "id" in call:
+                    calls.append({key: value for key, value in call.items() if key != "index"})
+                else:
+                    calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
     for message in found.values():
         if "tool_calls" in message:
             message["content"] = message["content"] or None

@@ -3,10 +3,8 @@ import hmac
 
 import pytest
 from gateway_cases import USER, chat, renderer
-from starlette.routing import Route
 
 from penstock.errors import RequestError
-from penstock.gateway.app import Guarded
 from penstock.gateway.auth import Needs, Tokens
 from penstock.records import End
 from penstock.testing import ScriptedEngine, workbench
@@ -22,33 +20,97 @@ def run(steps, script=()):
 
 def routes(bench):
     """Every route of the app with its method; a new one is in this list by itself."""
-    for route in bench.gateway.app.routes:
-        assert isinstance(route, Route), f"{route} is not a plain route: say here how it is guarded"
-        assert isinstance(route.endpoint, Guarded), f"{route.path} says nothing of what it needs"
-        yield next(iter(route.methods - {"HEAD"})), route.path.replace("{rollout_id}", "train-0.0.1"), route.endpoint.needs
+    for route in bench.gateway.app.listed:
+        yield route.method, route.path.replace("{rollout_id}", "train-0.0.1").replace("{model}", "scripted"), route.needs
+
+
+async def held_by_whom(bench, session):
+    """What a caller may hold, by name."""
+    foreign = Tokens(b"another secret of another run")
+    ended = await bench.rollout("train-9")
+    await bench.pool.end(ended.rollout_id, End.COMPLETED)
+    bench.gateway.close(ended.rollout_id)
+    return {
+        "none": "",
+        "garbage": "sk-1234",
+        "not ascii": "mk-é.ü",
+        "foreign model": foreign.model(session.rollout_id),
+        "foreign control": foreign.control,
+        "foreign admin": foreign.admin,
+        "signature of another rollout": session.token.replace("train-0.0.1", "train-0.1.1"),
+        "expired": ended.token,
+        "model": session.token,
+        "control": bench.gateway.tokens.control,
+        "admin": bench.gateway.tokens.admin,
+    }
+
+
+def expected_status(needs, name):
+    """What a route answers to what it does not need; None where it is served."""
+    if needs is Needs.NOTHING or name == needs.value:
+        return None
+    if name == "expired":
+        return 409 if needs is Needs.MODEL else 403
+    return 403 if name in ("model", "control", "admin") else 401
 
 
 def test_every_route_is_closed_to_all_but_the_token_it_needs():
     async def steps(bench, session):
-        foreign = Tokens(b"another secret of another run")
-        held = {
-            "none": "",
-            "garbage": "sk-1234",
-            "not ascii": "mk-é.ü",
-            "foreign model": foreign.model(session.rollout_id),
-            "foreign control": foreign.control,
-            "signature of another rollout": session.token.replace("train-0.0.1", "train-0.1.1"),
-            "model": session.token,
-            "control": bench.gateway.tokens.control,
-        }
-        allowed = {Needs.NOTHING: set(held), Needs.MODEL: {"model"}, Needs.CONTROL: {"control"}}
+        held, checked = await held_by_whom(bench, session), 0
         for method, path, needs in routes(bench):
             for name, token in held.items():
                 headers = {"authorization": f"Bearer {token}".encode()} if token else {}
                 status = (await bench.http().request(method, path, headers=headers)).status_code
-                expected = {"model": 403, "control": 403}.get(name, 401)
-                assert (status in (401, 403)) == (name not in allowed[needs]), (path, name, status)
-                assert name in allowed[needs] or status == expected, (path, name, status)
+                expected = expected_status(needs, name)
+                if expected == 409 and method == "GET":
+                    expected = None  # what the model is called is no secret to whoever once held a token
+                assert status == expected or (expected is None and status not in (401, 403)), (method, path, name, status)
+                checked += 1
+        assert checked == len(held) * len(bench.gateway.app.listed)
+
+    run(steps)
+
+
+def test_a_token_in_the_path_opens_the_same_routes_as_one_in_a_header():
+    async def steps(bench, session):
+        held = await held_by_whom(bench, session)
+        for method, path, needs in routes(bench):
+            for name in ("model", "control", "admin", "foreign model", "expired"):
+                status = (await bench.http().request(method, f"/{held[name]}{path}")).status_code
+                if needs is not Needs.MODEL:
+                    assert status in (404, 405), (path, name, status)
+                elif name == "model":
+                    assert status not in (401, 403, 404, 405), (path, name, status)
+                else:
+                    assert status in (401, 403, 409) or method == "GET", (path, name, status)
+
+    run(steps)
+
+
+@pytest.mark.parametrize("before", ["", "/v1", "/v1/v1", "/{token}", "/{token}/v1", "/{token}/v1/v1", "/{token}/planner/v1"])
+def test_base_urls_may_have_a_token_a_transcript_and_any_number_of_v1(before):
+    async def steps(bench, session):
+        headers = {} if "token" in before else {"authorization": f"Bearer {session.token}"}
+        path = before.format(token=session.token) + "/chat/completions"
+        response = await bench.http().post(path, json={"messages": [USER]}, headers=headers)
+        assert response.status_code == 200
+        assert (await bench.attempt(session)).steps[0].transcript == ("planner" if "planner" in before else "main")
+
+    run(steps, ["Hi."])
+
+
+def test_a_key_that_is_none_of_ours_gives_way_to_the_token_in_the_path():
+    async def steps(bench, session):
+        http = bench.http("sk-some-key-that-the-client-insists-on")
+        assert (await http.get(f"/{session.token}/v1/models")).status_code == 200
+
+    run(steps)
+
+
+@pytest.mark.parametrize(("host", "status"), [("127.0.0.1:80", 200), ("localhost", 200), ("[::1]:9", 200), ("evil.example", 421)])
+def test_a_request_under_a_name_that_is_not_ours_is_refused(host, status):
+    async def steps(bench, session):
+        assert (await bench.http().get("/health", headers={"host": host})).status_code == status
 
     run(steps)
 
@@ -109,7 +171,7 @@ def test_tokens_are_compared_in_constant_time(monkeypatch):
     monkeypatch.setattr(hmac, "compare_digest", lambda a, b: compared.append(a) or real(a, b))  # no seam shows timing
     with pytest.raises(RequestError):
         Tokens(b"0123456789abcdef").admit(Needs.MODEL, [(b"x-api-key", b"guess")])
-    assert compared == [b"guess", b"guess"]
+    assert compared == [b"guess"] * 3
 
 
 def test_a_runner_elsewhere_opens_grades_and_ends_a_rollout():

@@ -137,15 +137,31 @@ def test_markup_without_tools_is_text():
     run([CALL], steps)
 
 
-def test_call_ids_differ_between_turns_and_repeat_with_the_same_tokens():
+def test_every_reply_has_call_ids_of_its_own():
     async def steps(http, engine, bench, session):
-        both = messages_of(await chat(http, USER, tools=[TOOL]))[0]["tool_calls"]
-        again = messages_of(await chat(http, USER, tools=[TOOL]))[0]["tool_calls"]
-        other = messages_of(await chat(http, USER, USER, tools=[TOOL]))[0]["tool_calls"]
-        assert len({call["id"] for call in both + other}) == 4
-        assert both == again
+        talks = [[USER], [USER], [USER, USER]]
+        replies = [messages_of(await chat(http, *talk, tools=[TOOL]))[0] for talk in talks]
+        assert len({call["id"] for reply in replies for call in reply["tool_calls"]}) == 6
 
     run([CALL * 2] * 3, steps)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "multiply"}}])
+def test_a_call_that_is_asked_for_is_begun_in_the_prompt_and_goes_on_token_by_token(choice, stream):
+    rest = '{"a": 6}}\n</tool_call>' if isinstance(choice, dict) else 'multiply", "arguments": {"a": 6}}\n</tool_call>'
+
+    async def steps(http, engine, bench, session):
+        (message,) = messages_of(await chat(http, USER, tools=[TOOL], tool_choice=choice, stream=stream))
+        assert (message["content"], message["tool_calls"][0]["function"]["name"]) == (None, "multiply")
+        result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "42"}
+        await chat(http, USER, message, result, tools=[TOOL])
+        attempt = await bench.attempt(session)
+        assert "assistant\n<tool_call>\n" in renderer().tokenizer.decode(engine.prompts[0])
+        assert engine.prompts[1][: len(engine.prompts[0])] == engine.prompts[0]
+        assert [node.parent for node in attempt.nodes] == [None, 0]
+
+    run([rest, "42."], steps)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -168,7 +184,7 @@ def test_unknown_fields_pass_and_are_counted():
     async def steps(http, engine, bench, session):
         for _ in range(2):
             assert (await chat(http, USER, wild_idea=1, user="ann", parallel_tool_calls=True)).status_code == 200
-        assert bench.gateway.counts == {"ignored_field:wild_idea": 2}
+        assert bench.gateway.counts == {"ignored:wild_idea": 2}
 
     run(["a", "b"], steps)
 
@@ -203,8 +219,9 @@ BAD = [
     ({"stream_options": 1}, "stream_options"),
     ({"tools": [{"type": "web_search"}]}, "tools[0]"),
     ({"tools": "all"}, "tools"),
-    ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
-    ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "multiply"}}}, "tool_choice"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"tools": [TOOL], "tool_choice": "perhaps"}, "tool_choice"),
+    ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "divide"}}}, "tool_choice"),
     ({"response_format": {"type": "json_object"}}, "response_format"),
     ({"frequency_penalty": 0.5}, "frequency_penalty"),
     ({"logit_bias": {"1": 5}}, "logit_bias"),

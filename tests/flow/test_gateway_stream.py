@@ -54,7 +54,7 @@ def test_streamed_or_not_the_record_and_the_message_are_the_same(reply):
         http, options = bench.http(session.token), {"tools": [TOOL], "stop": "STOP"}
         whole, streamed = await chat(http, USER, **options), await chat(http, USER, stream=True, **options)
         one, other = (await bench.attempt(session)).steps
-        assert replace(other, index=one.index, seconds=one.seconds) == one
+        assert replace(other, index=0, seconds=one.seconds, answer=one.answer, created=one.created) == one
         assert messages_of(whole) == messages_of(streamed) == [one.message]
         assert whole.json()["choices"][0]["finish_reason"] == events_of(streamed)[-2]["choices"][0]["finish_reason"]
 
@@ -138,7 +138,8 @@ def test_a_real_openai_client_streams_tools_over_a_socket():
             delta = event.choices[0].delta
             text += delta.content or ""
             for call in delta.tool_calls or ():
-                calls[call.index] = call
+                begun = calls.setdefault(call.index, call)
+                begun.function.arguments += "" if begun is call else call.function.arguments
         assert (text, calls[0].function.name, calls[0].function.arguments) == ("Hm.", "multiply", '{"a": 6}')
         reply = {"role": "assistant", "content": text, "tool_calls": [calls[0].model_dump(exclude={"index"})]}
         result = {"role": "tool", "tool_call_id": calls[0].id, "content": "42"}

@@ -1,6 +1,7 @@
 import pytest
 
 from penstock.gateway.graph import HISTORY_EDITED, REPLY_EDITED, TOOLS_CHANGED, TokenGraph, prompts
+from penstock.gateway.talks import Talk
 from penstock.records import Attempt, Node, Sampling, Step, make_rollout
 from penstock.render.chat import digest, link
 
@@ -22,7 +23,7 @@ class Scene:
         self.next_token = 0
 
     def call(self, messages, reply, *, tools=(), finish="stop"):
-        place = self.graph.match(messages, tools)
+        place = self.match(messages, tools)
         new = tuple(messages[place.known :])
         same = [n for n in self.graph.nodes.values() if n.chain == place.chain and n.parent == place.step]
         node = same[0] if same else self._node(place, new, tools)
@@ -41,6 +42,9 @@ class Scene:
         )
         self.graph.add(step, None if same else node)
         return step
+
+    def match(self, messages, tools=()):
+        return self.graph.match(messages, Talk().chains(messages, tuple(tools)))
 
     def attempt(self):
         return Attempt(rollout=ROLLOUT, nodes=tuple(self.graph.nodes.values()), steps=tuple(self.graph.steps.values()))
@@ -69,13 +73,13 @@ def scene():
 
 
 def test_a_first_call_opens_a_root(scene):
-    place = scene.graph.match([ASK], ())
+    place = scene.match([ASK])
     assert (place.step, place.known, place.reason) == (None, 0, None)
 
 
 def test_a_second_turn_goes_on_from_the_reply(scene):
     scene.call([ASK], "one")
-    place = scene.graph.match([ASK, said("one"), MORE], ())
+    place = scene.match([ASK, said("one"), MORE])
     assert (place.step, place.known) == (0, 2)
     assert scene.graph.context(place.step) == (0, 1, 2, 3, 4)
 
@@ -91,40 +95,40 @@ def test_two_replies_to_one_prompt_share_its_node(scene):
     scene.call([ASK], "one")
     scene.call([ASK], "two")
     assert len(scene.graph.nodes) == 1
-    assert scene.graph.match([ASK, said("one"), MORE], ()).step == 0
-    assert scene.graph.match([ASK, said("two"), MORE], ()).step == 1
+    assert scene.match([ASK, said("one"), MORE]).step == 0
+    assert scene.match([ASK, said("two"), MORE]).step == 1
 
 
 def test_of_two_equal_replies_the_last_whole_one_goes_on(scene):
     scene.call([ASK], "same")
     scene.call([ASK], "same")
     scene.call([ASK], "same", finish="cancelled")
-    assert scene.graph.match([ASK, said("same"), MORE], ()).step == 1
+    assert scene.match([ASK, said("same"), MORE]).step == 1
 
 
 def test_a_broken_reply_goes_on_where_there_is_no_other(scene):
     scene.call([ASK], "half", finish="cancelled")
-    assert scene.graph.match([ASK, said("half"), MORE], ()).step == 0
+    assert scene.match([ASK, said("half"), MORE]).step == 0
 
 
 def test_a_branch_leaves_the_path_where_it_differs(scene):
     scene.call([ASK], "one")
     scene.call([ASK, said("one"), MORE], "two")
-    place = scene.graph.match([ASK, said("one"), ASK], ())
+    place = scene.match([ASK, said("one"), ASK])
     assert (place.step, place.known) == (0, 2)
 
 
 def test_an_edited_reply_later_on_is_rendered_after_the_known_part(scene):
     scene.call([ASK], "one")
     scene.call([ASK, said("one"), MORE], "two")
-    place = scene.graph.match([ASK, said("one"), MORE, said("TWO"), MORE], ())
-    assert (place.step, place.known, place.reason) == (0, 2, None)
+    place = scene.match([ASK, said("one"), MORE, said("TWO"), MORE])
+    assert (place.step, place.known, place.reason) == (0, 2, REPLY_EDITED)
 
 
 def test_a_fresh_conversation_breaks_nothing(scene):
     scene.call([ASK], "one")
-    assert scene.graph.match([MORE], ()).reason is None
-    assert scene.graph.match([MORE, said("a worked example"), ASK], ()).reason is None
+    assert scene.match([MORE]).reason is None
+    assert scene.match([MORE, said("a worked example"), ASK]).reason is None
 
 
 @pytest.mark.parametrize(
@@ -137,14 +141,14 @@ def test_a_fresh_conversation_breaks_nothing(scene):
 )
 def test_a_root_that_breaks_a_path_says_why(scene, messages, tools, reason):
     scene.call([ASK], "one")
-    place = scene.graph.match(messages, tools)
+    place = scene.match(messages, tools)
     assert (place.step, place.reason) == (None, reason)
 
 
 def test_tools_that_are_dropped_on_the_way_are_named(scene):
     scene.call([ASK], "one", tools=(TOOL,))
     scene.call([ASK, said("one"), MORE], "two", tools=(TOOL,))
-    assert scene.graph.match([ASK, said("one"), MORE, said("two"), MORE], ()).reason == TOOLS_CHANGED
+    assert scene.match([ASK, said("one"), MORE, said("two"), MORE]).reason == TOOLS_CHANGED
 
 
 def test_a_node_is_shared_only_by_the_same_tokens_in_the_same_place(scene):
@@ -163,4 +167,5 @@ def test_a_graph_read_from_the_pool_is_the_same_graph(scene):
     again = TokenGraph(scene.attempt())
     assert (again.next_node, again.next_step) == (3, 3)
     for messages in ([ASK, said("one"), ASK], [MORE, said("sub-agent"), ASK], [ASK, said("x"), MORE]):
-        assert again.match(messages, ()) == scene.graph.match(messages, ())
+        chains = Talk().chains(messages, ())
+        assert again.match(messages, chains) == scene.graph.match(messages, chains)

@@ -15,6 +15,8 @@ from penstock.render.bridge import Bridge, Situation
 from penstock.render.renderer import Renderer
 from penstock.render.tokenizer import Tokenizer
 from penstock.testing import CHATML, write_tokenizer
+from templates.template_cases import FAMILIES
+from templates.template_cases import renderer as family_renderer
 
 USER = {"role": "user", "content": "What is 6 times 7?"}
 REPLY = {"role": "assistant", "content": "It is 42."}
@@ -96,72 +98,101 @@ def test_special_token_text_in_tool_schemas_stays_text(model, request):
     assert counts[0] == counts[1]
 
 
-def proven(renderer):
-    return {(s.tools, s.reply, s.follows) for s in renderer.bridge.result.proven}
+def case(renderer, reply="text", follows="user", *, tools=False, system=False, reasoning=False):
+    """Whether a situation is proven."""
+    return Situation(tools, system, reasoning, reply, follows) in renderer.bridge.result.proven
+
+
+PLAINLY = {"system": False, "thought": False}
+"""A path without a system text or earlier reasoning."""
 
 
 def test_everything_is_proven_for_templates_that_only_append(chatml, native):
     assert chatml.bridge.result.unproven == {}
     assert native.bridge.result.unproven == {}
-    assert Situation(True, "calls", "tool") in native.bridge.result.proven
+    assert case(native, "calls", "tool", tools=True, system=True, reasoning=True)
 
 
 def test_a_template_that_drops_reasoning_bridges_replies_without_any(tmp_path):
     renderer = make_renderer(tmp_path, DROPS_REASONING)
     thought = {"role": "assistant", "content": "<think>\nSix sevens.\n</think>\n\nIt is 42."}
-    assert renderer.extend(REPLY, [MORE], last_id=None, tools=False) is not None
-    assert renderer.extend(thought, [MORE], last_id=None, tools=False) is None
-    assert (False, "reasoning", "user") not in proven(renderer)
+    assert renderer.extend(REPLY, [MORE], last_id=None, tools=False, **PLAINLY) is not None
+    assert renderer.extend(thought, [MORE], last_id=None, tools=False, **PLAINLY) is None
+    assert case(renderer)
+    assert not case(renderer, reasoning=True)
 
 
-def test_a_template_that_frames_the_last_reply_otherwise_is_never_bridged(tmp_path):
+def test_a_template_that_frames_the_last_reply_otherwise_is_bridged(tmp_path):
     renderer = make_renderer(tmp_path, EMPTY_REASONING)
-    assert proven(renderer) == set()
-    assert renderer.extend(REPLY, [MORE], last_id=None, tools=False) is None
-    assert all(renderer.bridge.result.unproven.values())
+    head, reply = renderer.root([USER]), sampled(renderer, REPLY["content"])
+    glue = renderer.extend(REPLY, [MORE], last_id=reply[-1], tools=False, **PLAINLY)
+    assert head + reply + glue == renderer.root([USER, REPLY, MORE])
 
 
 def test_a_template_that_moves_tools_bridges_without_tools_only(tmp_path):
     renderer = make_renderer(tmp_path, MOVES_TOOLS)
-    assert (False, "text", "user") in proven(renderer)
-    assert (True, "text", "user") not in proven(renderer)
+    assert case(renderer)
+    assert not case(renderer, tools=True)
     assert renderer.extend(REPLY, [MORE], last_id=None, tools=False) is not None
     assert renderer.extend(REPLY, [MORE], last_id=None, tools=True) is None
 
 
 def test_a_template_that_refuses_some_roles_bridges_the_others(tmp_path):
     renderer = make_renderer(tmp_path, ALTERNATING)
-    assert (False, "text", "user") in proven(renderer)
-    assert renderer.bridge.result.unproven[Situation(False, "text", "system")].startswith("refused")
-    trimmed = renderer.extend(REPLY, [{"role": "user", "content": " hi \n"}], last_id=None, tools=False)
+    assert case(renderer)
+    assert renderer.bridge.result.unproven[Situation(False, False, False, "text", "system")].startswith("refused")
+    trimmed = renderer.extend(REPLY, [{"role": "user", "content": " hi \n"}], last_id=None, tools=False, **PLAINLY)
     assert renderer.tokenizer.decode(trimmed) == "\nuser\nhi\nassistant\n"
 
 
-def test_glue_that_would_merge_with_the_reply_is_not_proven(tmp_path):
-    template = PLAIN_TEXT.replace("message['content'] + '", "message['content'] + '..")
-    folder = write_tokenizer(tmp_path, corpus=["It is 42...\nuser: It is 42...\n"] * 50, vocab_size=300, template=template)
-    unproven = Renderer.load(folder).bridge.result.unproven
-    assert set(unproven.values()) == {"the glue's tokens merge with those of the reply"}
+def test_what_is_not_known_of_the_path_must_be_proven_both_ways(tmp_path):
+    renderer = make_renderer(tmp_path, ALTERNATING)  # takes no system text
+    assert renderer.bridge.glue(REPLY, [MORE], last_id=None, tools=False, system=None, thought=False) is None
+    assert renderer.bridge.glue(REPLY, [MORE], last_id=None, tools=False, system=False, thought=False) is not None
+
+
+def test_a_template_whose_turns_no_token_ends_is_not_bridged(tmp_path):
+    unproven = make_renderer(tmp_path, PLAIN_TEXT).bridge.result.unproven
+    assert set(unproven.values()) == {"no token ends a reply's turn"}
+
+
+def test_a_template_that_dates_every_turn_is_not_bridged(tmp_path):
+    template = CHATML.replace("'<|im_start|>assistant\n'", "'<|im_start|>assistant\n' + strftime_now('%H:%M') + '\n'")
+    renderer = make_renderer(tmp_path, template)
+    assert not renderer.bridge.result.proven
+
+
+def test_a_template_that_repeats_the_tools_in_every_turn_is_not_bridged_with_tools(tmp_path):
+    template = CHATML.replace("message['content'] +", "message['content'] + ('<tool_call>' + tools | tojson if tools else '') +")
+    renderer = make_renderer(tmp_path, template)
+    assert renderer.native_tools
+    assert case(renderer)
+    assert not case(renderer, tools=True)
+
+
+def test_an_unforeseen_row_of_roles_is_not_bridged(chatml):
+    new = [MORE, REPLY, MORE, REPLY, MORE]
+    assert chatml.extend(REPLY, new, last_id=None, tools=False) is None
 
 
 class DropsAToken(Bridge):
-    def _after(self, last_id, text):
-        return super()._after(last_id, text)[:-1]
+    def after(self, last_id, kind, tail):
+        return super().after(last_id, kind, tail)[:-1]
 
 
 class DropsTheFirstToken(Bridge):
-    def _after(self, last_id, text):
-        return super()._after(last_id, text)[1:]
+    def after(self, last_id, kind, tail):
+        return super().after(last_id, kind, tail)[1:]
 
 
 class AddsAToken(Bridge):
-    def _after(self, last_id, text):
-        return (*super()._after(last_id, text), 0)
+    def after(self, last_id, kind, tail):
+        return (*super().after(last_id, kind, tail), 0)
 
 
 class ForgetsTheClose(Bridge):
-    def _added(self, reply, new):
-        return super()._added(reply, new).removeprefix(self._close)
+    def tail(self, reply, kind, new):
+        return super().tail(reply, kind, new).partition("\n")[2]
 
 
 @pytest.mark.parametrize("mutant", [DropsAToken, DropsTheFirstToken, AddsAToken, ForgetsTheClose])
@@ -179,3 +210,98 @@ def test_a_model_without_a_template_is_refused(tmp_path):
 def test_the_default_template_of_the_tests_is_chatml(chatml):
     assert chatml.template.source == CHATML
     assert chatml.tokenizer.decode(chatml.root([USER])) == "system\nYou are helpful.\nuser\nWhat is 6 times 7?\nassistant\n"
+
+
+def table(name):
+    """What the check proved of a family, for the situations that agents meet most."""
+    renderer = family_renderer(name)
+    tools = renderer.native_tools
+    return {
+        "text, user": case(renderer, tools=tools),
+        "text, user, with a system text": case(renderer, tools=tools, system=True),
+        "reasoning, user": case(renderer, tools=tools, reasoning=True),
+        "call, result": case(renderer, "call", "tool", tools=tools),
+        "reasoning and call, result": case(renderer, "call", "tool", tools=tools, reasoning=True),
+        "calls, results": case(renderer, "calls", "tool", tools=tools),
+    }
+
+
+EXPECTED = {  # text, with system, reasoning, call, reasoning and call, calls
+    "chatml": (True, True, True, False, False, False),  # its calls are text
+    "smollm2": (True, True, True, False, False, False),
+    "qwen2.5": (True, True, True, True, True, True),
+    "qwen3": (True, True, False, True, True, True),
+    "qwen3 without thinking": (False, False, False, False, False, False),
+    "llama3": (True, True, True, True, False, False),  # text beside a call is dropped; one call at a time
+    "mistral v3": (False, False, False, True, False, True),  # tools move with the last user turn
+    "mistral v7": (True, True, True, True, True, True),
+    "gemma": (True, True, True, False, False, False),
+    "deepseek v3": (True, True, False, True, False, True),
+    "deepseek r1": (False, False, False, False, False, False),  # the prompt opens reasoning that history drops
+    "harmony": (True, True, False, True, True, False),  # one call at a time
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_each_family_is_bridged_where_its_template_only_appends(name):
+    assert tuple(table(name).values()) == EXPECTED[name]
+
+
+def test_reasoning_is_kept_inside_a_tool_loop_and_dropped_once_the_user_speaks():
+    renderer = family_renderer("qwen3")
+    calling = {**CALLING, "tool_calls": CALLS[:1], "reasoning_content": "I need a tool."}
+    text = f"<think>\nI need a tool.\n</think>\n\n{HERMES_CALL}"
+    path = renderer.root([USER], TOOLS) + sampled(renderer, text)
+    glue = renderer.extend(calling, RESULTS[:1], last_id=path[-1], tools=True, **PLAINLY)
+    assert path + glue == renderer.root([USER, calling, RESULTS[0]], TOOLS)
+    asked = {"last_id": path[-1], "tools": True, "system": False}
+    assert renderer.extend(calling, [RESULTS[0], MORE], thought=False, **asked) is None
+    assert renderer.extend(REPLY, [MORE], thought=True, **asked) is None
+    assert renderer.extend(REPLY, [MORE], thought=False, **asked) is not None
+
+
+HERMES_CALL = '<tool_call>\n{"name": "multiply", "arguments": {"a": 6}}\n</tool_call>'
+
+
+def test_a_final_answer_whose_end_the_template_replaces_is_not_bridged():
+    renderer = family_renderer("harmony")
+    end, final = (renderer.tokenizer.core.token_to_id(text) for text in ("<|end|>", "<|return|>"))
+    assert renderer.extend(REPLY, [MORE], last_id=final, tools=False, **PLAINLY) is None
+    cut = renderer.extend(REPLY, [MORE], last_id=None, tools=False, **PLAINLY)
+    assert cut[0] == end
+    path = renderer.root([USER]) + tuple(renderer.tokenizer.encode("<|channel|>final<|message|>It is 42."))
+    assert path + cut == renderer.root([USER, REPLY, MORE])
+
+
+def test_system_text_that_moves_with_the_last_user_turn_is_not_bridged():
+    renderer = family_renderer("mistral v3")
+    asked = {"last_id": None, "tools": False, "thought": False}
+    assert renderer.extend(REPLY, [MORE], system=False, **asked) is not None
+    assert renderer.extend(REPLY, [MORE], system=True, **asked) is None
+
+
+def test_results_are_named_after_the_reply_s_own_calls():
+    renderer = family_renderer("harmony")
+    call = {**CALLS[0], "function": {"name": "look_up", "arguments": "{}"}}
+    calling = {"role": "assistant", "content": None, "tool_calls": [call]}
+    glue = renderer.extend(calling, RESULTS[:1], last_id=renderer.bridge.close_ids[1], tools=True, **PLAINLY)
+    assert "functions.look_up to=assistant" in renderer.tokenizer.core.decode(glue, skip_special_tokens=False)
+
+
+HEADS = {"mistral v3": " ", "harmony": "<|channel|>final<|message|>"}
+"""What a model of the family writes before its text."""
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_long_conversation_of_bridged_turns_equals_its_whole_rendering(name):
+    renderer = family_renderer(name)
+    messages, path, bridged = [USER], renderer.root([USER]), 0
+    for turn in range(6):
+        reply, new = {"role": "assistant", "content": f"Réponse {turn} 🙂"}, [{"role": "user", "content": f"Et {turn}?\n"}]
+        spoken = tuple(renderer.tokenizer.encode(HEADS.get(name, "") + reply["content"]))
+        glue = renderer.extend(reply, new, last_id=None, tools=False, system=False, thought=False)
+        messages = [*messages, reply, *new]
+        path = path + spoken + glue if glue is not None else renderer.root(messages)
+        bridged += glue is not None
+        assert path == renderer.root(messages)
+    assert bridged == 6 * case(renderer)

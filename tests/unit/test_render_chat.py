@@ -1,9 +1,11 @@
+from datetime import datetime
+
 import pytest
 from render_cases import ALTERNATING, DROPS_REASONING, MOVES_TOOLS, NATIVE_TOOLS, TOOLS
 from transformers import AutoTokenizer
 
 from penstock.errors import ModelError, RenderError
-from penstock.render.chat import ChatTemplate, canonical_json, digest, flatten, link, tools_digest
+from penstock.render.chat import ChatTemplate, canonical_json, digest, flatten, link, reasons, tools_digest
 from penstock.render.tokenizer import Tokenizer
 from penstock.testing import CHATML, write_tokenizer
 
@@ -59,6 +61,29 @@ def test_generation_marks_dates_and_special_tokens_are_there():
     assert ChatTemplate(source, {"bos_token": "<s>"}).render([{"role": "user", "content": "hi"}], generate=True) == "<s>hi4"
 
 
+def test_the_time_can_be_given():
+    template = ChatTemplate("{{ strftime_now('%d %b %Y') }}", {})
+    assert template.render([{"role": "user", "content": "hi"}], generate=True, now=datetime(2024, 7, 26)) == "26 Jul 2024"
+
+
+def test_reasoning_has_both_the_names_that_templates_use():
+    template = ChatTemplate("{{ messages[0].reasoning_content + '|' + messages[0].thinking }}", {})
+    assert template.render([reply(reasoning_content="hm")], generate=False) == "hm|hm"
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ({"content": "x"}, False),
+        ({"content": None, "reasoning_content": ""}, False),
+        ({"content": "", "reasoning_content": "hm"}, True),
+        ({"content": "hm</think>x"}, True),
+    ],
+)
+def test_a_reply_reasons_in_its_own_field_or_in_its_text(message, expected):
+    assert reasons({"role": "assistant", **message}) is expected
+
+
 def test_tojson_escapes_no_html():
     assert (
         ChatTemplate("{{ messages[0].content | tojson }}", {}).render([{"role": "user", "content": "<é>"}], generate=True)
@@ -81,6 +106,7 @@ def reply(content="x", **more):
         (reply(None), reply("")),
         (reply(" x\n"), reply("x")),
         (reply(), reply(name="planner")),
+        (reply(), reply(reasoning_content="First, …")),
         (reply([{"type": "text", "text": "x"}]), reply("x")),
         (reply(tool_calls=[CALL]), reply(tool_calls=[CALL | {"id": "other"}])),
         (

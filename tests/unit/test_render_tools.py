@@ -1,27 +1,24 @@
 import json
-from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from render_cases import MOVES_TOOLS, NATIVE_TOOLS, TOOLS, make_renderer
+from reply_cases import added_up, cut_at, parse
 
-from penstock.render.hermes import Hermes, HermesParser
-from penstock.render.tools import Text, ToolCall
+from penstock.render.hermes import Hermes
+from penstock.render.tools import Arguments, Marks, Reading, Text, ToolCall
 
 CALL = '<tool_call>\n{"name": "multiply", "arguments": {"a": 6}}\n</tool_call>'
+ONE = [("multiply", '{"a": 6}')]
+THINK = Marks("<think>", "</think>")
 
 
-def parse(*pushes):
-    parser = HermesParser()
-    pieces = [piece for text in pushes for piece in parser.push(text)] + parser.finish()
-    text = "".join(piece.text for piece in pieces if isinstance(piece, Text))
-    return text, [piece for piece in pieces if isinstance(piece, ToolCall)]
+def hermes(*, calls=True, eager=False, marks=None, thinking=False):
+    return Hermes().parser(Reading(calls, eager, marks, thinking))
 
 
-ONE = [ToolCall("multiply", '{"a": 6}')]
-
-
+@pytest.mark.parametrize("eager", [False, True])
 @pytest.mark.parametrize(
     ("said", "text", "calls"),
     [
@@ -31,54 +28,149 @@ ONE = [ToolCall("multiply", '{"a": 6}')]
         (f"Let me see.\n\n{CALL}", "Let me see.", ONE),
         (f"{CALL}\n{CALL}", "", ONE * 2),
         (f"a {CALL} b", "a b", ONE),
-        ('<tool_call>{"name": "f", "arguments": {}}</tool_call>', "", [ToolCall("f", "{}")]),
+        (CALL.removesuffix("</tool_call>"), "", ONE),
+        ('<tool_call>{"name": "f", "arguments": {}}</tool_call>', "", [("f", "{}")]),
+        ('<tool_call>{"arguments": {"a":1} , "id": 7, "name": "f"}</tool_call>', "", [("f", '{"a":1}')]),
+        (
+            '<tool_call>{"name": "f", "arguments": {"s": "}\\"</tool_call>\\\\"}}</tool_call>',
+            "",
+            [("f", '{"s": "}\\"</tool_call>\\\\"}')],
+        ),
         (
             '<tool_call>{"name": "f", "arguments": {"n": 123456789012345678901234567890}}</tool_call>',
             "",
-            [ToolCall("f", '{"n": 123456789012345678901234567890}')],
+            [("f", '{"n": 123456789012345678901234567890}')],
         ),
+        ('<tool_call>{} <tool_call>{"name": "f", "arguments": {}}</tool_call>', "<tool_call>{}", [("f", "{}")]),
     ],
 )
-def test_calls_are_told_from_text(said, text, calls):
-    assert parse(said) == (text, calls)
+def test_calls_are_told_from_text_and_arguments_are_the_models_own(said, text, calls, eager):
+    assert parse(hermes(eager=eager), said) == ("", text, calls)
+
+
+MALFORMED = [
+    "<tool_call>",
+    "<tool_call>{}",
+    "text <tool_call>{}</tool_call> more ",
+    "<tool_call>[1]</tool_call>",
+    '<tool_call>{"name": "f"}</tool_call>',
+    '<tool_call>{"name": "", "arguments": {}}</tool_call>',
+    '<tool_call>{"name": "f", "arguments": "x"}</tool_call>',
+    '<tool_call>{"name": 1, "arguments": {}}</tool_call>',
+    '<tool_call>{"name": "f", "name": "g", "arguments": {}}</tool_call>',
+    f"<tool_call>{'[' * 5000}</tool_call>",
+    "a </tool_call> b <tool_ca",
+]
+BROKEN_LATE = [
+    '<tool_call>{"name": "f", "arguments": {"x": NaN}}</tool_call>',
+    '<tool_call>{"name": "f", "arguments": {"x": "\\ud800"}}</tool_call>',
+    '<tool_call>{"name": "f", "arguments": {"x": 1}, "y": NaN}</tool_call>',
+    '<tool_call>{"name": "f", "arguments": {"x": 1}</tool_call>',
+    '<tool_call>{"name": "f", "arguments": {"x": 1}} so</tool_call>',
+    '<tool_call>{"name": "f", "arguments": {"x": "',
+    '<tool_call>{"name": "f", "arguments": {"x": ' + "[" * 5000 + "</tool_call>",
+]
+
+
+@pytest.mark.parametrize("said", [*MALFORMED, *BROKEN_LATE])
+def test_what_is_no_call_stays_text_to_the_letter(said):
+    assert parse(hermes(), said) == ("", said, [])
+
+
+@pytest.mark.parametrize("said", MALFORMED)
+def test_a_malformed_head_is_text_for_an_eager_reader_too(said):
+    assert parse(hermes(eager=True), said) == ("", said, [])
+
+
+@pytest.mark.parametrize("said", BROKEN_LATE)
+def test_a_call_that_breaks_after_its_head_stays_a_call_for_an_eager_reader(said):
+    _, _, calls = parse(hermes(eager=True), said)
+    assert [name for name, _ in calls] == ["f"]
+    assert calls[0][1].startswith('{"x": ')
+
+
+def test_without_calls_markup_is_text():
+    assert parse(hermes(calls=False), f" {CALL}\n") == ("", f" {CALL}\n", [])
 
 
 @pytest.mark.parametrize(
-    "said",
+    ("said", "thinking", "expected"),
     [
-        "<tool_call>",
-        "<tool_call>{}",
-        "text <tool_call>{}</tool_call> more ",
-        "<tool_call>[1]</tool_call>",
-        '<tool_call>{"name": "f"}</tool_call>',
-        '<tool_call>{"name": "", "arguments": {}}</tool_call>',
-        '<tool_call>{"name": "f", "arguments": "x"}</tool_call>',
-        '<tool_call>{"name": 1, "arguments": {}}</tool_call>',
-        '<tool_call>{"name": "f", "arguments": {"x": NaN}}</tool_call>',
-        '<tool_call>{"name": "f", "arguments": {"x": "\\ud800"}}</tool_call>',
-        f"<tool_call>{'[' * 5000}</tool_call>",
-        "a </tool_call> b <tool_ca",
+        ("<think>\nSix sevens.\n</think>\n\nIt is 42.", False, ("Six sevens.", "It is 42.", [])),
+        ("Six sevens.\n</think>\n\nIt is 42.", True, ("Six sevens.", "It is 42.", [])),
+        ("<think>a</think>b", True, ("a", "b", [])),
+        ("\n<think>\n\n</think>\n\nb", False, ("", "b", [])),
+        ("</think>\n\nb", False, ("", "b", [])),
+        ("never closed\n", True, ("never closed\n", "", [])),
+        (f"draft {CALL}\n</think>\n{CALL}", True, (f"draft {CALL}", "", ONE)),
+        ("It is <think>", False, ("", "It is <think>", [])),
+        ("  <thin", False, ("", "  <thin", [])),
     ],
 )
-def test_what_is_no_call_stays_text_to_the_letter(said):
-    assert parse(said) == (said, [])
+@pytest.mark.parametrize("eager", [False, True])
+def test_reasoning_is_told_from_text(said, thinking, expected, eager):
+    assert parse(hermes(marks=THINK, thinking=thinking, eager=eager), said) == expected
 
 
-SCRAPS = [CALL, "<tool_call>", "</tool_call>", "<tool", "_call>", " ", "\n", "x", "<", "{}", "é"]
+def test_a_model_without_reasoning_may_speak_of_it():
+    assert parse(hermes(), "<think>x</think>") == ("", "<think>x</think>", [])
 
 
-@given(scraps=st.lists(st.sampled_from(SCRAPS), max_size=8), cuts=st.lists(st.integers(0, 200), max_size=6))
-def test_however_the_text_is_cut_it_says_the_same(scraps, cuts):
+SCRAPS = [
+    *(CALL, "<tool_call>", "</tool_call>", "<tool", "_call>", " ", "\n", "x", "<", "{}", "é", "<think>", "</think>", "\n\n"),
+    *('{"name": "f", "arguments": ', '{"a": ["}', '"', "\\", "}", "}}", ", "),
+]
+
+
+@given(
+    scraps=st.lists(st.sampled_from(SCRAPS), max_size=10),
+    cuts=st.lists(st.integers(0, 300), max_size=8),
+    eager=st.booleans(),
+    thinking=st.booleans(),
+)
+def test_however_the_text_is_cut_it_says_the_same(scraps, cuts, eager, thinking):
     said = "".join(scraps)
-    places = sorted({0, len(said), *(cut % (len(said) + 1) for cut in cuts)})
-    assert parse(*(said[a:b] for a, b in pairwise(places))) == parse(said)
+    whole = parse(hermes(eager=eager, marks=THINK, thinking=thinking), said)
+    assert parse(hermes(eager=eager, marks=THINK, thinking=thinking), *cut_at(said, cuts)) == whole
+    assert parse(hermes(eager=eager, marks=THINK, thinking=thinking), *said) == whole
+
+
+@given(scraps=st.lists(st.sampled_from(SCRAPS), max_size=10), eager=st.booleans())
+def test_a_reply_without_a_call_is_all_text_to_the_letter(scraps, eager):
+    said = "".join(scraps)
+    read = parse(hermes(eager=eager), said)
+    assert read.calls or read.text == said
+
+
+@given(parts=st.lists(st.sampled_from(["", "a", "b <c>", "{}", "</tool_call>"]), min_size=1, max_size=5), eager=st.booleans())
+def test_text_between_calls_is_all_there(parts, eager):
+    read = parse(hermes(eager=eager), CALL.join(parts))
+    assert read == ("", "".join(parts), ONE * (len(parts) - 1))
 
 
 def test_text_that_cannot_become_a_call_is_not_held_back():
-    parser = HermesParser()
+    parser = hermes()
     assert parser.push("hello <b") == [Text("hello <b")]
     assert parser.push(" <tool") == []
     assert parser.push("s>") == [Text(" <tools>")]
+
+
+def test_an_eager_reader_gives_out_arguments_while_they_are_written():
+    parser = hermes(eager=True)
+    assert parser.push('<tool_call>\n{"name": "wri') == []
+    assert parser.push('te", "arguments":') == []
+    assert parser.push(' {"te') == [ToolCall("write", '{"te')]
+    assert parser.push('xt": "a}b\\') == [Arguments('xt": "a}b\\')]
+    assert parser.push('"c"') == [Arguments('"c"')]
+    assert parser.push("}}\n</tool_call>") == [Arguments("}")]
+    assert parser.finish() == []
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_a_call_that_was_begun_for_the_model_is_read_on(eager):
+    rest = ' {"a": 6}}\n</tool_call>'
+    assert parse(hermes(eager=eager), Hermes().begin("multiply"), rest) == ("", "", ONE)
+    assert parse(hermes(eager=eager), Hermes().begin(""), f'multiply", "arguments":{rest}') == ("", "", ONE)
 
 
 def test_tools_come_after_the_callers_own_system_text():
@@ -90,21 +182,28 @@ def test_tools_come_after_the_callers_own_system_text():
     assert Hermes().offer(messages, ()) == messages
 
 
+def test_tools_go_into_the_first_turn_of_templates_without_a_system_role():
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
+    [turn] = Hermes().offer(messages, TOOLS, system=False)
+    assert turn["role"] == "user"
+    assert turn["content"].startswith("Be brief.\n\n")
+    assert turn["content"].endswith("\n\nhi")
+
+
 def test_calls_become_text_and_results_in_a_row_share_a_turn():
     call = {"id": "1", "type": "function", "function": {"name": "multiply", "arguments": '{"a": 6}'}}
     results = [{"role": "tool", "tool_call_id": "1", "content": text} for text in ("42", "43")]
-    plain = Hermes().flatten(
-        [{"role": "assistant", "content": "Hm.", "tool_calls": [call]}, *results, {"role": "user", "content": "so?"}]
-    )
+    reply = {"role": "assistant", "content": "Hm.", "reasoning_content": "So.", "tool_calls": [call]}
+    plain = Hermes().flatten([reply, *results, {"role": "user", "content": "so?"}])
     assert [m["role"] for m in plain] == ["assistant", "user", "user"]
-    assert plain[0]["content"] == f"Hm.\n{CALL}"
+    assert plain[0] == {"role": "assistant", "content": f"Hm.\n{CALL}", "reasoning_content": "So."}
     assert plain[1]["content"] == "<tool_response>\n42\n</tool_response>\n<tool_response>\n43\n</tool_response>"
 
 
 def test_a_call_that_was_written_is_read_back_as_it_was():
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"é": [1, {"x": "</s>"}]}'}}
     text = Hermes().flatten([{"role": "assistant", "content": None, "tool_calls": [call]}])[0]["content"]
-    assert parse(text) == ("", [ToolCall("f", '{"é": [1, {"x": "</s>"}]}')])
+    assert parse(hermes(), text) == ("", "", [("f", '{"é": [1, {"x": "</s>"}]}')])
 
 
 def test_templates_that_render_tools_keep_them_and_others_get_the_hermes_form(tmp_path):
@@ -120,3 +219,8 @@ def test_a_native_format_that_nobody_can_read_gets_the_hermes_form(tmp_path):
     renderer = make_renderer(tmp_path, template)
     assert not renderer.native_tools
     assert "<tool_call>" in renderer.tokenizer.decode(renderer.root([{"role": "user", "content": "hi"}], TOOLS))
+
+
+def test_pieces_add_up_to_one_message():
+    pieces = [Text("a"), ToolCall("f", "{"), Arguments("}"), Text("b"), ToolCall("g", "{}")]
+    assert added_up(pieces) == ("", "ab", [("f", "{}"), ("g", "{}")])

@@ -1,44 +1,40 @@
-"""The gateway: every route with what it needs of its caller, and the server that they run on."""
+"""The gateway: what is served where, and the server that it runs on."""
 
 import socket
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Collection, Mapping
 from types import TracebackType
 from typing import Self
 
 import uvicorn
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from penstock.engines.base import Engine
-from penstock.errors import ConfigError, PenstockError, RequestError
+from penstock.errors import ConfigError, RequestError
 from penstock.events import Events
 from penstock.gateway.auth import Needs, Tokens
 from penstock.gateway.calls import Limits
-from penstock.gateway.control import Control, reply
+from penstock.gateway.control import Control
 from penstock.gateway.dialects import DIALECTS
 from penstock.gateway.dialects.base import Dialect
-from penstock.gateway.dialects.chat import error_body
-from penstock.gateway.endpoint import Line, ModelRoute, as_refusal
+from penstock.gateway.endpoint import CountRoute, ModelRoute
+from penstock.gateway.flights import Told
+from penstock.gateway.redact import Redactor
+from penstock.gateway.routes import Plain, Route, Routes, reply
 from penstock.gateway.serve import Service
 from penstock.gateway.sessions import Session, Sessions
 from penstock.pool.base import Pool
 from penstock.records import Rollout, Sampling
 from penstock.render.renderer import Renderer
 
-Endpoint = Callable[[Request], Awaitable[Response]]
-
-GRACE_S = 5
-"""How long a stopping server waits for answers that are being sent."""
+LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 
 
 class Gateway:
     """Where agents send their calls. `async with` serves it on a socket; `app` is the same without one.
 
-    `sampling` gives defaults by channel for rollouts that were opened by another process; `open` gives them otherwise.
+    `sampling` gives defaults by channel for rollouts that were opened by another process; `open` gives them otherwise. `hosts` are
+    further names that clients may call it by; `secrets` are values that must not be kept in any text.
     """
 
     def __init__(
@@ -53,16 +49,19 @@ class Gateway:
         events: Events | None = None,
         sampling: Mapping[str, Sampling] | None = None,
         limits: Limits | None = None,
+        hosts: Collection[str] = (),
+        secrets: Collection[str] = (),
     ) -> None:
-        limits = limits or Limits()
+        self._limits = limits = limits or Limits()
         self.tokens = Tokens(secret)
         self._events = events or Events()
         self._address = (host, port)
-        self._service = Service(engine, renderer, pool, self._events)
+        redactor = Redactor([self.tokens.control, self.tokens.admin, *secrets])
+        self._service = Service(engine, renderer, pool, self._events, limits=limits, redactor=redactor)
         base_url = f"http://{_reachable(host)}:{port}/v1"
         self._sessions = Sessions(pool, self.tokens, defaults=sampling or {}, limits=limits, base_url=base_url)
         self._server: uvicorn.Server | None = None
-        self.app = self._make_app(pool, limits)
+        self.app = Routes(self._routes(pool), self.tokens, hosts=_known_names(host, hosts))
 
     @property
     def base_url(self) -> str:
@@ -93,7 +92,8 @@ class Gateway:
             server_header=False,
             date_header=False,
             backlog=4096,
-            timeout_graceful_shutdown=GRACE_S,
+            timeout_graceful_shutdown=max(1, round(self._limits.drain_s)),
+            proxy_headers=False,
         )
         config.load()
         server = uvicorn.Server(config)
@@ -106,6 +106,7 @@ class Gateway:
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        await self._sessions.drain(self._limits.drain_s if kind is None else 0.0)
         self._sessions.close_all()
         if self._server is not None:
             await self._server.shutdown()
@@ -119,77 +120,54 @@ class Gateway:
         ]
         return {"bridge_proven": len(result.proven), "bridge_unproven": unproven}
 
-    def _make_app(self, pool: Pool, limits: Limits) -> Starlette:
-        control = Control(pool, self._sessions, limits)
-        dialects: list[Dialect] = [DIALECTS.load(name)(self._service.renderer.tokenizer) for name in DIALECTS]
-        routes = [
-            Route(
-                each.path,
-                Guarded(ModelRoute(each, self._service, self._sessions, limits), Needs.MODEL, self.tokens),
-                methods=["POST"],
-            )
-            for each in dialects
+    def _routes(self, pool: Pool) -> list[Route]:
+        limits, sessions, service, told = self._limits, self._sessions, self._service, Told()
+        routes: list[Route] = []
+        dialects: list[Dialect] = [DIALECTS.load(name)(service.renderer.tokenizer) for name in DIALECTS]
+        for each in dialects:
+            model = ModelRoute(each, service, sessions, limits=limits, told=told)
+            routes.append(Route("POST", each.path, Needs.MODEL, model, each.error))
+            if each.count_path is not None:
+                count = CountRoute(each, service, sessions, limits=limits)
+                routes.append(Route("POST", each.count_path, Needs.MODEL, count, each.error))
+        control = Control(pool, sessions, limits)
+        return [
+            *routes,
+            Route("GET", "/v1/models", Needs.MODEL, Plain(self._models)),
+            Route("GET", "/v1/models/{model}", Needs.MODEL, Plain(self._model)),
+            Route("GET", "/", Needs.NOTHING, Plain(self._health)),
+            Route("GET", "/health", Needs.NOTHING, Plain(self._health)),
+            Route("POST", "/rollouts", Needs.CONTROL, Plain(control.open)),
+            Route("POST", "/rollouts/{rollout_id}/grade", Needs.CONTROL, Plain(control.grade)),
+            Route("POST", "/rollouts/{rollout_id}/end", Needs.CONTROL, Plain(control.end)),
         ]
-        plain: list[tuple[str, str, Needs, Endpoint]] = [
-            ("GET", "/v1/models", Needs.MODEL, self._models),
-            ("GET", "/health", Needs.NOTHING, self._health),
-            ("POST", "/rollouts", Needs.CONTROL, control.open),
-            ("POST", "/rollouts/{rollout_id}/grade", Needs.CONTROL, control.grade),
-            ("POST", "/rollouts/{rollout_id}/end", Needs.CONTROL, control.end),
-        ]
-        routes += [
-            Route(path, Guarded(_Plain(serve), needs, self.tokens), methods=[method]) for method, path, needs, serve in plain
-        ]
-        return Starlette(routes=routes, exception_handlers={HTTPException: _no_route})
 
     async def _models(self, request: Request) -> Response:
+        model = self._describe()
+        return reply({"object": "list", "data": [model], "has_more": False, "first_id": model["id"], "last_id": model["id"]})
+
+    async def _model(self, request: Request) -> Response:
+        if request.path_params["model"] != self._service.engine.model:
+            text = f"there is no model {request.path_params['model']!r}; this gateway serves {self._service.engine.model!r}"
+            raise RequestError(text, status=404, code="model_not_found", param="model")
+        return reply(self._describe())
+
+    def _describe(self) -> dict[str, object]:
+        """The model in a form that clients of every dialect read."""
         engine = self._service.engine
-        model = {
-            "id": engine.model,
-            "object": "model",
-            "created": 0,
-            "owned_by": "penstock",
-            "max_model_len": engine.context_length,
-        }
-        return reply({"object": "list", "data": [model]})
+        own = {"id": engine.model, "object": "model", "created": 0, "owned_by": "penstock", "max_model_len": engine.context_length}
+        return own | {"type": "model", "display_name": engine.model, "created_at": "1970-01-01T00:00:00Z"}
 
     async def _health(self, request: Request) -> Response:
         engine = self._service.engine
         return reply({"status": "ok", "model": engine.model, "policy_version": engine.version, "rollouts": len(self._sessions)})
 
 
-class Guarded:
-    """An endpoint behind what it needs: nothing of it runs for a caller who may not."""
-
-    def __init__(self, endpoint: ASGIApp, needs: Needs, tokens: Tokens) -> None:
-        self.needs = needs
-        self._endpoint = endpoint
-        self._tokens = tokens
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Admit, then serve."""
-        try:
-            scope["rollout_id"] = self._tokens.admit(self.needs, scope["headers"])
-            await self._endpoint(scope, receive, send)
-        except PenstockError as error:
-            await Line(send, error_body).refuse(as_refusal(error))
-
-
-class _Plain:
-    """A request-response function as an ASGI endpoint."""
-
-    def __init__(self, endpoint: Endpoint) -> None:
-        self._endpoint = endpoint
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        response = await self._endpoint(Request(scope, receive, send))
-        await response(scope, receive, send)
-
-
-async def _no_route(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    text = f"{request.method} {request.url.path}: {error.detail}"
-    return reply(error_body(RequestError(text, status=error.status_code, code="no_such_route")), error.status_code)
+def _known_names(host: str, others: Collection[str]) -> frozenset[str] | None:
+    """What clients may call us; any name where we listen on every interface and none is given."""
+    if host in LOOPBACK or others:
+        return LOOPBACK | {host, *others}
+    return None
 
 
 def _bind(host: str, port: int) -> socket.socket:

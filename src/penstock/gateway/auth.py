@@ -1,7 +1,8 @@
-"""Who may call what: a model token for the agent, a control token for the runner, and nothing for anybody else.
+"""Who may call what: a model token for the agent, a control token for the runner, an admin token for who operates the gateway.
 
 A model token is the rollout's id and its signature under the run's secret, so any gateway of the run can tell whose it is
-without looking anything up. Every route says what it needs; one that says nothing cannot be made.
+without looking anything up. Every route says what it needs; one that says nothing cannot be made, and no token opens more than
+its own kind of route.
 """
 
 import hmac
@@ -21,6 +22,7 @@ class Needs(StrEnum):
     NOTHING = "nothing"
     MODEL = "model"
     CONTROL = "control"
+    ADMIN = "admin"
 
 
 class Tokens:
@@ -29,41 +31,55 @@ class Tokens:
     def __init__(self, secret: bytes) -> None:
         if len(secret) < 16:
             raise ConfigError(f"the gateway's secret has {len(secret)} bytes; give at least 16 random ones")
-        self._secret = secret
+        self._key = hmac.new(secret, digestmod=sha256)
         self.control = f"ck-{self._sign('control')}"
         """Opens the control routes; the runner holds it, an agent never sees it."""
+        self.admin = f"ak-{self._sign('admin')}"
+        """Opens the routes by which a gateway is watched."""
 
     def model(self, rollout_id: str) -> str:
         """Opens the model routes for this rollout, nothing else."""
         return f"mk-{rollout_id}.{self._sign(f'model:{rollout_id}')}"
 
-    def admit(self, needs: Needs, headers: Headers) -> str:
-        """The rollout that the caller's token names, empty where none is needed; RequestError 401 or 403."""
+    def admit(self, needs: Needs, headers: Headers, in_path: str = "") -> str:
+        """The rollout that the caller's token names, empty where none is needed; RequestError 401 or 403.
+
+        A token in a header goes before one in the path: a client that must send some key may send any, and be known by the path.
+        """
         if needs is Needs.NOTHING:
             return ""
-        token = _presented(headers)
-        rollout_id = self._rollout(token)
-        is_control = hmac.compare_digest(token.encode(), self.control.encode())
-        if rollout_id is None and not is_control:
-            what = "is not valid" if token else "is missing"
+        tokens = [token for token in (_presented(headers), in_path) if token]
+        held = [(kind, rollout_id) for token in tokens for kind, rollout_id in [self._recognise(token)] if kind is not None]
+        if not held:
+            what = "is not valid" if tokens else "is missing"
             message = f"the {needs} token {what}; send it as `Authorization: Bearer …` or `x-api-key`"
             raise RequestError(message, status=401, code="invalid_api_key")
-        if is_control != (needs is Needs.CONTROL):
-            held = "control" if is_control else "model"
-            raise RequestError(f"a {held} token does not open this route; it needs a {needs} token", status=403, code="forbidden")
-        return rollout_id or ""
+        kind, rollout_id = held[0]
+        if kind is not needs:
+            raise RequestError(f"a {kind} token does not open this route; it needs a {needs} token", status=403, code="forbidden")
+        return rollout_id
 
-    def _rollout(self, token: str) -> str | None:
+    def _recognise(self, token: str) -> tuple[Needs | None, str]:
+        """What kind of token it is, and whose; each comparison takes the same time wherever they differ."""
         rollout_id, _, _ = token.removeprefix("mk-").rpartition(".")
-        return rollout_id if hmac.compare_digest(token.encode(), self.model(rollout_id).encode()) else None
+        given, found = token.encode("utf-8", "replace"), None
+        for kind, known in ((Needs.MODEL, self.model(rollout_id)), (Needs.CONTROL, self.control), (Needs.ADMIN, self.admin)):
+            if hmac.compare_digest(given, known.encode("utf-8", "replace")):
+                found = kind
+        return found, rollout_id if found is Needs.MODEL else ""
 
     def _sign(self, text: str) -> str:
-        return hmac.new(self._secret, text.encode(), sha256).hexdigest()[:40]
+        signing = self._key.copy()
+        signing.update(text.encode("utf-8", "replace"))
+        return signing.hexdigest()[:40]
 
 
 def header(headers: Headers, name: bytes) -> str:
     """The value of a header; empty where it is absent."""
-    return next((value.decode("latin-1") for key, value in headers if key == name), "")
+    for key, value in headers:
+        if key == name:
+            return value.decode("latin-1")
+    return ""
 
 
 def _presented(headers: Headers) -> str:

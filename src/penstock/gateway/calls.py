@@ -1,19 +1,40 @@
 """What the gateway's parts hand to each other about one model call: who makes it, what it asks, what its prompt is."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
+from penstock.config import GatewaySection
+from penstock.gateway.talks import Talk
 from penstock.records import Message, Sampling
 from penstock.render.chat import Tool
 
 
 class Caller(NamedTuple):
-    """Where a call comes from, by its token and headers."""
+    """Where a call comes from, by its token, path and headers."""
 
     rollout_id: str
     transcript: str = "main"
     is_retry: bool = False
-    """Whether the client says that it sends the same call again because it got no answer."""
+    """Whether the client says that it may have sent this call before: a retry mark, or an idempotency key."""
+    key: str = ""
+    """The client's idempotency key."""
+
+
+class Past(Protocol):
+    """What a dialect may know of the rollout's earlier calls."""
+
+    @property
+    def talk(self) -> Talk:
+        """The last call of the same transcript: what is sent again need not be read again."""
+        ...
+
+    def messages(self, answer: str) -> tuple[Message, ...] | None:
+        """All messages of the path that ends with the first choice of this answer (`Step.answer`); None where there is none."""
+        ...
+
+    def tools(self, answer: str) -> tuple[Tool, ...] | None:
+        """The tools of that path; None where there is none."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,15 +45,21 @@ class Call:
     messages: tuple[Message, ...]
     sampling: Sampling
     tools: tuple[Tool, ...] = ()
+    raw: str | tuple[int, ...] | None = None
+    """A prompt that no chat template touches, as text or token ids; `messages` is empty then."""
     reads_calls: bool = False
     """Whether tool calls in the reply are parsed."""
+    forced: str | None = None
+    """The tool that the reply must call, empty for any of them; None where the model is free."""
     choices: int = 1
     stream: bool = False
     usage_in_stream: bool = False
     logprobs: bool = False
     token_ids: bool = False
+    echo: tuple[tuple[str, object], ...] = ()
+    """Fields of the request that the dialect's answer repeats."""
     ignored: tuple[str, ...] = ()
-    """Fields that the dialect does not know; they change nothing and are counted."""
+    """What was asked for and is not done, such as fields that the dialect does not know; they are counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,12 +75,38 @@ class Prompt:
     tools: tuple[Tool, ...]
     chain: str
     reason: str | None = None
+    begun: str = ""
+    """The beginning of a forced call, which `ids` end with: the reply is read as if it had been sampled too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What one rollout may ask for; more is refused, never cut silently."""
+    """What one rollout may ask for and how long anything may take; see `GatewaySection`. More is refused, never cut quietly."""
 
     concurrent_calls: int = 256
+    calls_per_s: float = 1000.0
+    """A burst of as many is served at once."""
     steps: int = 100_000
+    tokens: int = 100_000_000
     body_bytes: int = 64 << 20
+    first_token_s: float = 600.0
+    stall_s: float = 120.0
+    reader_s: float = 60.0
+    keep_alive_s: float = 5.0
+    drain_s: float = 5.0
+
+    @classmethod
+    def of(cls, section: GatewaySection) -> "Limits":
+        """The limits that a run's config sets."""
+        return cls(
+            concurrent_calls=section.rollout_calls,
+            calls_per_s=section.rollout_calls_per_s,
+            steps=section.rollout_steps,
+            tokens=section.rollout_tokens,
+            body_bytes=section.body_mb << 20,
+            first_token_s=section.first_token_s,
+            stall_s=section.stall_s,
+            reader_s=section.reader_s,
+            keep_alive_s=section.keep_alive_s,
+            drain_s=section.drain_s,
+        )

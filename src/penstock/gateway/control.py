@@ -1,6 +1,6 @@
 """The control routes: what a runner elsewhere may do with a rollout. An agent's token opens none of them."""
 
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
@@ -11,6 +11,7 @@ from penstock.codec import from_json
 from penstock.errors import PoolError, RequestError
 from penstock.gateway.calls import Limits
 from penstock.gateway.endpoint import read_body
+from penstock.gateway.routes import reply
 from penstock.gateway.sessions import Sessions
 from penstock.pool.base import Pool
 from penstock.records import End, Grade
@@ -88,8 +89,3 @@ class Control:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"])) or "the body"
             raise RequestError(f"{where}: {first['msg']}", code="invalid_value", param=where) from error
-
-
-def reply(body: dict[str, Any], status: int = 200) -> Response:
-    """JSON."""
-    return Response(orjson.dumps(body), status, media_type="application/json")

@@ -1,9 +1,8 @@
 """The model routes over ASGI: read a request, answer it as JSON or as a stream, and notice when the caller is gone."""
 
 import asyncio
-import time
-import uuid
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from hashlib import blake2b
 from typing import Any
 
@@ -13,104 +12,108 @@ from starlette.types import Receive, Scope, Send
 from penstock.errors import EngineBusy, EngineError, PenstockError, PoolError, RenderError, RequestError
 from penstock.gateway.auth import header
 from penstock.gateway.calls import Call, Caller, Limits, Prompt
-from penstock.gateway.dialects.base import Answer, Dialect, Fresh
+from penstock.gateway.dialects.base import Answer, Dialect, EventWriter, Fresh
+from penstock.gateway.flights import Flight, Told
 from penstock.gateway.serve import Service
-from penstock.gateway.sessions import Session, Sessions, has_ended
+from penstock.gateway.sessions import Session, Sessions
 from penstock.gateway.stream import Delta
 from penstock.records import Step
 
-JSON = (b"content-type", b"application/json")
-EVENTS = (b"content-type", b"text/event-stream; charset=utf-8")
-RETRY_AFTER_S = b"1"
-
 
 class ModelRoute:
-    """One dialect's endpoint."""
+    """One dialect's endpoint. `scope["rollout_id"]` is whose token a request carried, `scope["transcript"]` what its path says."""
 
-    def __init__(self, dialect: Dialect, service: Service, sessions: Sessions, limits: Limits) -> None:
+    def __init__(self, dialect: Dialect, service: Service, sessions: Sessions, *, limits: Limits, told: Told) -> None:
+        self._dialect = dialect
+        self._service = service
+        self._sessions = sessions
+        self._limits = limits
+        self._told = told
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request, or join or repeat the answer to the one that it repeats."""
+        flight = Flight("", self._dialect, send)
+        try:
+            caller = _caller(scope)
+            body = await read_body(receive, self._limits.body_bytes)
+            if body is None:
+                return
+            session = await self._sessions.get(caller.rollout_id)
+            flight.request = _request(caller, self._dialect.path, body)
+            if flight.request in session.refused:
+                caller = caller._replace(is_retry=False)
+            elif caller.is_retry and await self._repeat(session, flight.request, receive, send):
+                return
+            call = self._dialect.parse(parse_json(body), session.sampling, await self._service.past(session, caller.transcript))
+        except PenstockError as error:
+            await flight.refuse(as_refusal(error))
+            return
+        await self._answer(session, caller, call, flight, receive)
+
+    async def _repeat(self, session: Session, request: str, receive: Receive, send: Send) -> bool:
+        """Join the call that this one repeats, or send its answer again; False where neither is there."""
+        if (flight := session.flights.get(request)) is not None:
+            self._service.count("joined_call")
+            with suppress(Left):
+                await attended(flight.follow(send), receive, flight.leave)
+            return True
+        if (sent := self._told.find(request)) is not None:
+            self._service.count("replayed_call")
+            for message in sent:
+                await send(message)
+        return sent is not None
+
+    async def _answer(self, session: Session, caller: Caller, call: Call, flight: Flight, receive: Receive) -> None:
+        try:
+            with session.flying(flight), session.running(), suppress(Left):
+                await attended(self._work(session, caller, call, flight), receive, flight.leave, flight.is_given_up)
+            session.refused.discard(flight.request)
+        except PenstockError as error:
+            session.refuse(flight.request)
+            await flight.refuse(as_refusal(error))
+        finally:
+            flight.land()
+        self._told.keep(flight)
+
+    async def _work(self, session: Session, caller: Caller, call: Call, flight: Flight) -> None:
+        outlet = (StreamOutlet if call.stream else WholeOutlet)(self._dialect, flight, call, self._service.engine.model)
+        if call.stream:
+            flight.keep_alive(self._limits.keep_alive_s)
+        await self._service.answer(session, caller, call, outlet, flight)
+
+
+class CountRoute:
+    """Counts the tokens of a request's prompt; nothing is sampled and nothing recorded."""
+
+    def __init__(self, dialect: Dialect, service: Service, sessions: Sessions, *, limits: Limits) -> None:
         self._dialect = dialect
         self._service = service
         self._sessions = sessions
         self._limits = limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request; `scope["rollout_id"]` is whose token it carried."""
-        line = Line(send, self._dialect.error)
+        """Answer one request."""
+        flight = Flight("", self._dialect, send)
         try:
-            await self._serve(scope, receive, line)
+            caller = _caller(scope)
+            body = await read_body(receive, self._limits.body_bytes)
+            if body is None:
+                return
+            session = await self._sessions.get(caller.rollout_id)
+            call = self._dialect.parse(parse_json(body), session.sampling, await self._service.past(session, caller.transcript))
+            tokens = await self._service.count_tokens(session, caller, call)
         except PenstockError as error:
-            await line.refuse(as_refusal(error))
-
-    async def _serve(self, scope: Scope, receive: Receive, line: "Line") -> None:
-        caller = _caller(scope)
-        body = await read_body(receive, self._limits.body_bytes)
-        if body is None:
+            await flight.refuse(as_refusal(error))
             return
-        session = await self._sessions.get(caller.rollout_id)
-        key = blake2b(body, digest_size=16).digest()
-        try:
-            call = self._dialect.parse(parse_json(body), session.sampling)
-            replay = caller.is_retry and key not in session.refused
-            work = self._answer(session, caller, call, line, replay=replay)
-            if await attended(work, receive) and session.closed:
-                raise has_ended(session.rollout_id)
-        except PenstockError:
-            session.refuse(key)
-            raise
-        session.refused.discard(key)
-
-    async def _answer(self, session: Session, caller: Caller, call: Call, line: "Line", *, replay: bool) -> None:
-        outlet = (StreamOutlet if call.stream else WholeOutlet)(self._dialect, line, call, self._service.engine.model)
-        with session.running():
-            await self._service.answer(session, caller, call, outlet, replay=replay)
-
-
-class Line:
-    """The way back to one caller. What cannot be sent because it hung up is dropped: `attended` deals with that."""
-
-    def __init__(self, send: Send, error_body: Callable[[RequestError], dict[str, Any]]) -> None:
-        self._send = send
-        self._error_body = error_body
-        self._started = False
-
-    async def whole(self, status: int, body: bytes, headers: tuple[tuple[bytes, bytes], ...] = (JSON,)) -> None:
-        """A whole answer."""
-        length = (b"content-length", str(len(body)).encode())
-        self._started = True
-        await self._write({"type": "http.response.start", "status": status, "headers": [*headers, length]})
-        await self._write({"type": "http.response.body", "body": body})
-
-    async def part(self, body: bytes, *, last: bool = False) -> None:
-        """More of a stream, which the first part begins."""
-        if not self._started:
-            self._started = True
-            headers = [EVENTS, (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
-            await self._write({"type": "http.response.start", "status": 200, "headers": headers})
-        await self._write({"type": "http.response.body", "body": body, "more_body": not last})
-
-    async def refuse(self, error: RequestError) -> None:
-        """An error: as the answer, or as the last event of a stream that has begun, which then has no end mark."""
-        body = orjson.dumps(self._error_body(error))
-        if self._started:
-            await self.part(b"data: " + body + b"\n\n", last=True)
-            return
-        again = error.status in (429, 502, 503)
-        headers = (JSON, (b"x-should-retry", b"true" if again else b"false"))
-        await self.whole(error.status, body, (*headers, (b"retry-after", RETRY_AFTER_S)) if again else headers)
-
-    async def _write(self, message: dict[str, Any]) -> None:
-        try:
-            await self._send(message)
-        except OSError:
-            return
+        await flight.whole(200, orjson.dumps(self._dialect.count(tokens)))
 
 
 class WholeOutlet:
     """Says nothing until everything is durable."""
 
-    def __init__(self, dialect: Dialect, line: Line, call: Call, model: str) -> None:
+    def __init__(self, dialect: Dialect, flight: Flight, call: Call, model: str) -> None:
         self._dialect = dialect
-        self._line = line
+        self._flight = flight
         self._call = call
         self._model = model
 
@@ -125,79 +128,89 @@ class WholeOutlet:
 
     async def done(self, prompt: Prompt, steps: list[Step]) -> None:
         """Now."""
-        answer = _answer(self._model, self._call, prompt, steps)
-        await self._line.whole(200, self._dialect.whole(answer))
+        answer = Answer(self._flight.name, self._flight.created, self._model, self._call, prompt, steps)
+        await self._flight.whole(200, self._dialect.whole(answer))
 
 
 class StreamOutlet:
     """Tells of tokens as they come; what ends a choice or the stream waits until it is durable."""
 
-    def __init__(self, dialect: Dialect, line: Line, call: Call, model: str) -> None:
+    def __init__(self, dialect: Dialect, flight: Flight, call: Call, model: str) -> None:
         self._dialect = dialect
-        self._line = line
+        self._flight = flight
         self._call = call
         self._model = model
-        self._answer: Answer | None = None
+        self._events: EventWriter | None = None
         self._untold: list[list[tuple[int, float]]] = [[] for _ in range(call.choices)]
 
     async def open(self, prompt: Prompt) -> None:
         """Begin the stream, once."""
-        if self._answer is None:
-            self._answer = _answer(self._model, self._call, prompt)
-            await self._line.part(self._dialect.opening(self._answer))
+        if self._events is None:
+            answer = Answer(self._flight.name, self._flight.created, self._model, self._call, prompt)
+            self._events = self._dialect.events(answer)
+            await self._flight.part(self._events.opening())
 
     async def add(self, choice: int, deltas: list[Delta], ids: Sequence[int], logprobs: Sequence[float]) -> None:
         """Send what the agent may see; tokens whose text is held back are told of with the next text."""
         self._untold[choice] += zip(ids, logprobs, strict=True)
-        events = self._dialect.grown(self._begun, choice, deltas, self._fresh(choice))
+        events = self._begun.grown(choice, deltas, self._fresh(choice))
         if events:
             self._untold[choice] = []
-            await self._line.part(events)
+            await self._flight.part(events)
 
     async def close(self, choice: int, step: Step) -> None:
         """End a choice."""
-        await self._line.part(self._dialect.closing(self._begun, choice, step, self._fresh(choice)))
+        await self._flight.part(self._begun.closing(choice, step, self._fresh(choice)))
 
     async def done(self, prompt: Prompt, steps: list[Step]) -> None:
         """End the stream."""
-        self._begun.steps = steps
-        await self._line.part(self._dialect.ending(self._begun), last=True)
+        await self._flight.part(self._begun.ending(steps), last=True)
 
     @property
-    def _begun(self) -> Answer:
-        assert self._answer is not None, "a stream is opened before it grows"
-        return self._answer
+    def _begun(self) -> EventWriter:
+        assert self._events is not None, "a stream is opened before it grows"
+        return self._events
 
     def _fresh(self, choice: int) -> Fresh:
         untold = self._untold[choice]
         return Fresh([token_id for token_id, _ in untold], [logprob for _, logprob in untold])
 
 
-async def attended(work: Coroutine[Any, Any, None], receive: Receive) -> bool:
-    """Do `work` while the caller is there; False where it hung up and the work was cancelled for it, True otherwise."""
-    present = True
+class Left(Exception):
+    """The caller hung up, and with it the reason to go on."""
 
-    async def watch(task: asyncio.Task[None]) -> None:
-        nonlocal present
+
+async def attended(
+    work: Coroutine[Any, Any, None], receive: Receive, leave: Callable[[], None], given_up: Callable[[], bool] | None = None
+) -> None:
+    """Do `work` while somebody waits for it; raises Left where nobody does any more.
+
+    When this caller hangs up, `leave` is called. With `given_up`, the work goes on as long as that is false, and `leave` cancels
+    it when it no longer is; without, it is cancelled at once.
+    """
+    task = asyncio.current_task()
+    assert task is not None
+    left = False
+
+    async def watch() -> None:
+        nonlocal left
         while (await receive())["type"] != "http.disconnect":
             pass
-        present = task.done()
-        task.cancel()
+        left = True
+        leave()
+        if given_up is None:
+            task.cancel()
 
-    async def attend() -> None:
-        try:
-            await work
-        except PenstockError as error:
-            errors.append(error)
-
-    errors: list[PenstockError] = []
-    async with asyncio.TaskGroup() as group:
-        task = group.create_task(attend())
-        watcher = group.create_task(watch(task))
-        task.add_done_callback(lambda _: watcher.cancel())
-    if errors:
-        raise errors[0]
-    return present
+    watcher = asyncio.create_task(watch())
+    try:
+        await work
+    except asyncio.CancelledError:
+        if not (left if given_up is None else given_up()):
+            raise
+        task.uncancel()
+        raise Left from None
+    finally:
+        watcher.cancel()
 
 
 async def read_body(receive: Receive, limit: int) -> bytes | None:
@@ -231,7 +244,7 @@ def as_refusal(error: PenstockError) -> RequestError:
     if isinstance(error, RequestError):
         return error
     known: list[tuple[type[PenstockError], int, str]] = [
-        (EngineBusy, 429, "engine_busy"),
+        (EngineBusy, 503, "engine_busy"),
         (EngineError, 502, "engine_error"),
         (RenderError, 400, "invalid_messages"),
         (PoolError, 503, "not_recorded"),
@@ -245,11 +258,14 @@ def _caller(scope: Scope) -> Caller:
     rollout_id, named = scope["rollout_id"], header(headers, b"x-rollout-id")
     if named and named != rollout_id:
         raise RequestError(f"x-rollout-id names {named}, but the token is that of {rollout_id}", code="rollout_mismatch")
-    transcript = header(headers, b"x-sample-id") or "main"
-    if len(transcript) > 200:
-        raise RequestError("x-sample-id is longer than 200 characters", code="invalid_value", param="x-sample-id")
-    return Caller(rollout_id, transcript, header(headers, b"x-stainless-retry-count") not in ("", "0"))
+    transcript, key = header(headers, b"x-sample-id") or scope["transcript"] or "main", header(headers, b"idempotency-key")
+    for name, value in (("x-sample-id", transcript), ("idempotency-key", key)):
+        if len(value) > 200:
+            raise RequestError(f"{name} is longer than 200 characters", code="invalid_value", param=name)
+    return Caller(rollout_id, transcript, bool(key) or header(headers, b"x-stainless-retry-count") not in ("", "0"), key)
 
 
-def _answer(model: str, call: Call, prompt: Prompt, steps: Sequence[Step] = ()) -> Answer:
-    return Answer(uuid.uuid4().hex, int(time.time()), model, call, prompt, list(steps))
+def _request(caller: Caller, path: str, body: bytes) -> str:
+    """What a request is known by when it comes again."""
+    who = f"{caller.rollout_id}\0{caller.transcript}\0{caller.key}\0{path}\0"
+    return blake2b(who.encode("utf-8", "surrogatepass") + body, digest_size=12).hexdigest()

@@ -12,11 +12,15 @@ The graph changes only when a step has been stored, so it can be built again fro
 """
 
 from collections.abc import Sequence
-from itertools import chain
-from typing import NamedTuple
+from itertools import chain, takewhile
+from typing import TYPE_CHECKING, NamedTuple
 
+from penstock.codec import ids_hash
 from penstock.records import Attempt, Message, Node, Step
-from penstock.render.chat import Tool, digest, link, tools_digest
+from penstock.render.chat import Tool, digest, flatten, reasons, tools_digest
+
+if TYPE_CHECKING:
+    from hashlib import blake2b
 
 HISTORY_EDITED = "history_edited"
 """The caller changed messages before a reply that it sent back."""
@@ -38,7 +42,7 @@ class Place(NamedTuple):
     chain: str
     """Digest of all messages."""
     reason: str | None
-    """Why a root must be opened although replies were sent back; None where nothing broke."""
+    """What broke, if a root must be opened although replies were sent back, or a path goes on with other replies; or None."""
 
 
 class TokenGraph:
@@ -47,10 +51,26 @@ class TokenGraph:
     def __init__(self, attempt: Attempt) -> None:
         self.nodes: dict[int, Node] = {}
         self.steps: dict[int, Step] = {}
+        self.tokens = 0
+        """Sampled so far, in all steps."""
+        self.next_node = 0
+        """The id that the next node gets."""
+        self.next_step = 0
+        """The index that the next step gets."""
         self._step_after: dict[str, int] = {}
         """Chain digest of a path that ends with a reply, to the step that is that reply."""
         self._nodes_at: dict[str, list[int]] = {}
         """Chain digest of a path that ends with the caller's messages, to its nodes."""
+        self._steps_of: dict[str, list[int]] = {}
+        """Name of an answer, to its steps."""
+        self._answers_to: dict[str, list[str]] = {}
+        """Digest of a request, to the names of its answers."""
+        self._raw: dict[int, str] = {}
+        """Step on a path that no template touched, to all text up to its end."""
+        self._hashes: dict[int, blake2b] = {}
+        """Step, to the running hash of all tokens up to its end."""
+        self._thoughtful: set[int] = set()
+        """Steps with tokens of reasoning on their path, their own included."""
         self._replies: set[str] = set()
         """Digests of all replies, wherever they stand."""
         self._tools: set[str] = set()
@@ -59,40 +79,45 @@ class TokenGraph:
         for step in sorted(attempt.steps, key=lambda step: step.index):
             self.add(step, unused.pop(step.node, None))
 
-    @property
-    def next_node(self) -> int:
-        """The id that the next node gets."""
-        return max(self.nodes, default=-1) + 1
-
-    @property
-    def next_step(self) -> int:
-        """The index that the next step gets."""
-        return max(self.steps, default=-1) + 1
-
     def add(self, step: Step, node: Node | None) -> None:
         """Take in a stored step, and the node that was stored with it."""
         if node is not None:
             self.nodes[node.id] = node
+            self.next_node = max(self.next_node, node.id + 1)
             self._nodes_at.setdefault(node.chain, []).append(node.id)
             if node.parent is None:
                 self._tools.add(tools_digest(node.tools))
         self.steps[step.index] = step
+        self.next_step = max(self.next_step, step.index + 1)
+        self.tokens += len(step.completion_ids)
+        self._hashes[step.index] = self.context_hash(self.nodes[step.node], step.completion_ids)
         self._replies.add(digest(step.message))
+        self._file(step)
+        if self._thinks(step):
+            self._thoughtful.add(step.index)
         before = self._step_after.get(step.chain)
         if before is None or whole(step) or not whole(self.steps[before]):
             self._step_after[step.chain] = step.index  # of two equal replies, the last whole one is what the agent saw
 
-    def match(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Place:
-        """The longest known path that these messages continue."""
-        digests = [digest(message) for message in messages]
-        chains = [tools_digest(tools)]
-        for each in digests:
-            chains.append(link(chains[-1], each))
+    def match(self, messages: Sequence[Message], chains: Sequence[str]) -> Place:
+        """The longest known path that these messages continue; `chains` are their digests, from that of the tools on."""
         for known in range(len(messages), 0, -1):
             if (step := self._step_after.get(chains[known])) is not None:
-                return Place(step, known, chains[-1], None)
-        replies = {each for each, message in zip(digests, messages, strict=True) if message["role"] == "assistant"}
-        return Place(None, 0, chains[-1], self._why_root(chains, replies))
+                return Place(step, known, chains[-1], self._why_branch(messages[known:]))
+        return Place(None, 0, chains[-1], self._why_root(messages, chains))
+
+    def match_raw(self, raw: str | tuple[int, ...]) -> int | None:
+        """The step with the longest path that an untemplated prompt continues, by its text or by its tokens."""
+        if isinstance(raw, str):
+            sizes = {step: len(text) for step, text in self._raw.items() if text and raw.startswith(text)}
+        else:
+            contexts = {step: self.context(step) for step in self._raw}
+            sizes = {step: len(ids) for step, ids in contexts.items() if raw[: len(ids)] == ids}
+        return max(sizes, key=lambda step: (sizes[step], step), default=None)
+
+    def raw_text(self, step: int) -> str:
+        """All text up to the end of a step that `match_raw` gave."""
+        return self._raw[step]
 
     def find(self, parent: int | None, messages_chain: str, token_ids: Sequence[int]) -> Node | None:
         """The node that adds exactly these tokens there, if one does: the same call made again shares it."""
@@ -102,14 +127,53 @@ class TokenGraph:
                 return node
         return None
 
-    def replies(self, node: Node) -> list[Step]:
-        """The steps sampled after `node`, in order."""
-        return [step for step in self.steps.values() if step.node == node.id]
+    def times(self, request: str) -> int:
+        """How often a request was answered, wholly or not."""
+        return len(self._answers_to.get(request, ()))
+
+    def answer(self, request: str, choices: int) -> list[Step] | None:
+        """The last whole answer to a request, all its choices; None where there is none."""
+        for name in reversed(self._answers_to.get(request, ())):
+            steps = [self.steps[index] for index in self._steps_of[name]]
+            if len(steps) == choices and all(map(whole, steps)):
+                return steps
+        return None
+
+    def messages(self, answer: str) -> tuple[Message, ...] | None:
+        """All messages on the path of an answer's first choice, that reply included; None where there is no such answer."""
+        steps = self._steps_of.get(answer)
+        parts: list[tuple[Message, ...]] = []
+        at = steps[0] if steps else None
+        while at is not None:
+            step = self.steps[at]
+            node = self.nodes[step.node]
+            parts += [(step.message,), node.messages]
+            at = node.parent
+        return tuple(chain.from_iterable(reversed(parts))) or None
+
+    def tools(self, answer: str) -> tuple[Tool, ...] | None:
+        """The tools on that path, which stand at its root; None where there is no such answer."""
+        steps = self._steps_of.get(answer)
+        if not steps:
+            return None
+        node = self.nodes[self.steps[steps[0]].node]
+        while node.parent is not None:
+            node = self.nodes[self.steps[node.parent].node]
+        return node.tools
+
+    def thoughtful(self, step: int) -> bool:
+        """Whether tokens of reasoning stand on the path up to the end of `step`'s reply: a template may drop them later."""
+        return step in self._thoughtful
 
     def context(self, step: int) -> tuple[int, ...]:
         """All tokens up to the end of `step`'s reply."""
         reply = self.steps[step]
         return self.prompt(reply.node) + reply.completion_ids
+
+    def context_hash(self, node: Node, completion_ids: Sequence[int]) -> "blake2b":
+        """The running hash of all tokens up to the end of a reply to `node`; only what the two add is hashed."""
+        before = None if node.parent is None else self._hashes[node.parent]
+        return ids_hash(ids_hash(before, node.token_ids), completion_ids)
 
     def prompt(self, node: int) -> tuple[int, ...]:
         """The prompt that ends with `node`, as the engine saw it."""
@@ -123,11 +187,39 @@ class TokenGraph:
                 parts.append(self.steps[parent].completion_ids)
         return tuple(chain.from_iterable(reversed(parts)))
 
-    def _why_root(self, chains: list[str], replies: set[str]) -> str | None:
+    def _file(self, step: Step) -> None:
+        """Note which answer the step is part of, and the text that it ends if no template touched it."""
+        steps = self._steps_of.setdefault(step.answer, [])
+        if not steps:
+            self._answers_to.setdefault(step.answer.rpartition("-")[0], []).append(step.answer)
+        steps.append(step.index)
+        node = self.nodes[step.node]
+        if node.chain.startswith(RAW):
+            before = "" if node.parent is None else self._raw[node.parent]
+            self._raw[step.index] = before + flatten(node.messages[0]["content"]) + flatten(step.message["content"])
+
+    def _thinks(self, step: Step) -> bool:
+        node = self.nodes[step.node]
+        unasked = takewhile(lambda message: message["role"] != "user", reversed(node.messages))
+        replies = [step.message, *(message for message in unasked if message["role"] == "assistant")]
+        return node.parent in self._thoughtful or any(map(reasons, replies))
+
+    def _why_branch(self, new: Sequence[Message]) -> str | None:
+        """What broke, if replies are among the messages that a path goes on with: they are not the ones sampled there."""
+        replies = [digest(message) for message in new if message["role"] == "assistant"]
+        if not replies:
+            return None
+        return REPLY_EDITED if self._replies.isdisjoint(replies) else HISTORY_EDITED
+
+    def _why_root(self, messages: Sequence[Message], chains: Sequence[str]) -> str | None:
         """What broke, if the messages send back a reply of ours or replace one; a conversation of its own breaks nothing."""
-        if replies & self._replies:
+        if any(message["role"] == "assistant" and digest(message) in self._replies for message in messages):
             return HISTORY_EDITED if chains[0] in self._tools else TOOLS_CHANGED
         return REPLY_EDITED if any(each in self._nodes_at for each in chains[1:-1]) else None
+
+
+RAW = "raw:"
+"""What the chain digest of a prompt that no template touched begins with."""
 
 
 def whole(step: Step) -> bool:

@@ -2,10 +2,13 @@
 
 import asyncio
 from collections.abc import Coroutine
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from penstock.errors import PoolError, RequestError
 from penstock.gateway.calls import Prompt
+from penstock.gateway.graph import TokenGraph
+from penstock.gateway.redact import Redactor
 from penstock.gateway.sessions import Session
 from penstock.gateway.stream import Reply
 from penstock.pool.base import Pool
@@ -18,62 +21,90 @@ SETTLE_S = 30.0
 """Bound on a write that is finished although its caller was cancelled."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Label:
+    """What is recorded of a step beside its tokens."""
+
+    sampling: Sampling
+    transcript: str
+    answer: str
+    created: float
+    seconds: float
+
+
 class Recorder:
     """Stores steps; what it returns is durable, and in the session's graph."""
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: Pool, redactor: Redactor) -> None:
         self._pool = pool
+        self._redactor = redactor
 
-    async def record(
-        self, session: Session, prompt: Prompt, reply: Reply, *, sampling: Sampling, transcript: str, seconds: float
-    ) -> Step:
+    async def record(self, session: Session, prompt: Prompt, reply: Reply, label: Label) -> Step:
         """Store the reply as the rollout's next step; RequestError 503 where the store fails, 409 where the rollout has ended."""
         async with session.recording:
             graph = await session.graph(self._pool)
             known = graph.find(prompt.parent, prompt.chain, prompt.added)
-            node = known or Node(
-                rollout_id=session.rollout_id,
-                id=graph.next_node,
-                parent=prompt.parent,
-                token_ids=prompt.added,
-                chain=prompt.chain,
-                messages=prompt.messages,
-                tools=prompt.tools,
-                reason=prompt.reason,
-            )
-            message = reply.message()
-            step = Step(
-                rollout_id=session.rollout_id,
-                index=graph.next_step,
-                node=node.id,
-                transcript=transcript,
-                completion_ids=tuple(reply.ids),
-                logprobs=tuple(reply.logprobs),
-                full_logprobs=None if reply.full_logprobs == reply.logprobs else tuple(reply.full_logprobs),
-                versions=tuple(reply.versions),
-                sampling=sampling,
-                finish=reply.finish or "error",
-                message=message,
-                chain=link(prompt.chain, digest(message)),
-                seconds=seconds,
-            )
+            node = known or _node(session.rollout_id, graph, prompt)
+            step = _step(graph, node, reply, label)
             await self._store(session, step, None if known else node)
             graph.add(step, None if known else node)
             return step
 
     async def _store(self, session: Session, step: Step, node: Node | None) -> None:
+        """Append both to the pool, without the secrets in their texts."""
+        message = self._redactor.message(step.message)
+        clean_step = step if message is step.message else replace(step, message=message)
+        clean_node = None if node is None else replace(node, messages=tuple(map(self._redactor.message, node.messages)))
         try:
-            await self._pool.append(step, node)
+            await self._pool.append(clean_step, clean_node)
         except PoolError as error:
             session.forget()
             await self._refuse_if_ended(session)
             raise RequestError(f"the reply could not be recorded: {error}", status=503, code="not_recorded") from error
+        except asyncio.CancelledError:
+            session.forget()  # the pool has the step or not: it is asked before the next call
+            raise
 
     async def _refuse_if_ended(self, session: Session) -> None:
         try:
             await session.graph(self._pool)
         except PoolError:
             return  # the store cannot even be read: it says so with the first error
+
+
+def _node(rollout_id: str, graph: TokenGraph, prompt: Prompt) -> Node:
+    return Node(
+        rollout_id=rollout_id,
+        id=graph.next_node,
+        parent=prompt.parent,
+        token_ids=prompt.added,
+        chain=prompt.chain,
+        messages=prompt.messages,
+        tools=prompt.tools,
+        reason=prompt.reason,
+    )
+
+
+def _step(graph: TokenGraph, node: Node, reply: Reply, label: Label) -> Step:
+    message = reply.message()
+    return Step(
+        rollout_id=node.rollout_id,
+        index=graph.next_step,
+        node=node.id,
+        transcript=label.transcript,
+        completion_ids=tuple(reply.ids),
+        logprobs=tuple(reply.logprobs),
+        full_logprobs=None if reply.full_logprobs == reply.logprobs else tuple(reply.full_logprobs),
+        versions=tuple(reply.versions),
+        sampling=label.sampling,
+        finish=reply.finish or "error",
+        message=message,
+        chain=link(node.chain, digest(message)),
+        seconds=label.seconds,
+        answer=label.answer,
+        created=label.created,
+        context=graph.context_hash(node, reply.ids).hexdigest(),
+    )
 
 
 async def settled(work: Coroutine[Any, Any, T]) -> T:

@@ -11,14 +11,21 @@ from typing import Protocol
 from penstock.engines.base import Engine, Sampled
 from penstock.errors import EngineError, PenstockError, RequestError, boundary
 from penstock.events import Events
-from penstock.gateway.calls import Call, Caller, Prompt
-from penstock.gateway.graph import TokenGraph, whole
-from penstock.gateway.recorder import Recorder, settled
-from penstock.gateway.sessions import Session, make_prompt
+from penstock.gateway.calls import Call, Caller, Limits, Prompt
+from penstock.gateway.flights import Flight
+from penstock.gateway.prompts import make_prompt
+from penstock.gateway.recorder import Label, Recorder, settled
+from penstock.gateway.redact import Redactor
+from penstock.gateway.sessions import Session, SessionPast
 from penstock.gateway.stream import Delta, Reply, ReplyText, deltas_of
+from penstock.gateway.watch import Watch
 from penstock.pool.base import Pool
 from penstock.records import Sampling, Step
 from penstock.render.renderer import Renderer
+from penstock.render.tools import ReplyParser
+
+NAMES = 500
+"""How many different things are counted by name."""
 
 
 class Outlet(Protocol):
@@ -50,29 +57,32 @@ class Errand:
     call: Call
     prompt: Prompt
     outlet: Outlet
+    flight: Flight
 
 
 class Service:
     """Samples, records, answers."""
 
-    def __init__(self, engine: Engine, renderer: Renderer, pool: Pool, events: Events) -> None:
+    def __init__(
+        self, engine: Engine, renderer: Renderer, pool: Pool, events: Events, *, limits: Limits, redactor: Redactor | None = None
+    ) -> None:
         self.engine = engine
         self.renderer = renderer
         self.counts: Counter[str] = Counter()
         """What was not done as the caller asked, by name."""
         self._pool = pool
         self._events = events
-        self._recorder = Recorder(pool)
+        self._limits = limits
+        self._recorder = Recorder(pool, redactor or Redactor())
 
-    async def answer(self, session: Session, caller: Caller, call: Call, outlet: Outlet, *, replay: bool) -> None:
-        """Answer one call. With `replay`, an answer that was recorded but may not have arrived is given again."""
+    async def answer(self, session: Session, caller: Caller, call: Call, outlet: Outlet, flight: Flight) -> None:
+        """Answer one call. A retry whose answer was recorded but may not have arrived is given it again."""
         for name in call.ignored:
-            self.count(f"ignored_field:{name}")
-        graph = await session.graph(self._pool)
-        prompt = await make_prompt(graph, self.renderer, call.messages, call.tools)
+            self.count(f"ignored:{name}")
+        prompt = await self._prompt(session, caller, call)
         samplings = self._samplings(call, session.sampling, prompt)
-        errand = Errand(session, caller, call, prompt, outlet)
-        steps = _recorded(graph, prompt, samplings, caller.transcript) if replay else None
+        errand = Errand(session, caller, call, prompt, outlet, flight)
+        steps = (await session.graph(self._pool)).answer(flight.request, call.choices) if caller.is_retry else None
         if steps is not None:
             await self._say_again(errand, steps)
         elif len(samplings) == 1:
@@ -81,8 +91,22 @@ class Service:
             steps = await self._sample_all(errand, samplings)
         await outlet.done(prompt, steps)
 
+    async def past(self, session: Session, transcript: str) -> SessionPast:
+        """What a dialect may know of the rollout's earlier calls."""
+        return SessionPast(session.talk(transcript), await session.graph(self._pool))
+
+    async def count_tokens(self, session: Session, caller: Caller, call: Call) -> int:
+        """How many tokens the call's prompt has."""
+        return len((await self._prompt(session, caller, call)).ids)
+
+    async def _prompt(self, session: Session, caller: Caller, call: Call) -> Prompt:
+        graph = await session.graph(self._pool)
+        return await make_prompt(graph, self.renderer, call, session.talk(caller.transcript).chains(call.messages, call.tools))
+
     def count(self, name: str) -> None:
-        """Count what was not done as asked; the first time, tell it as an event."""
+        """Count what was not done as asked; the first time, tell it as an event. Callers choose names: there is an end to them."""
+        if name not in self.counts and len(self.counts) >= NAMES:
+            name = "other"
         self.counts[name] += 1
         if self.counts[name] == 1:
             self._events.emit("gateway.notice", name=name)
@@ -111,9 +135,9 @@ class Service:
 
     async def _sample(self, errand: Errand, sampling: Sampling, choice: int) -> Step:
         """Sample one choice and record it, also where it breaks off: then it is kept, and never trained."""
-        parser = self.renderer.parser() if errand.call.reads_calls else None
-        text = ReplyText(self.renderer.tokenizer.decoder(), sampling.stop, parser)
-        reply = Reply(text, seed=f"{errand.session.rollout_id} {errand.prompt.chain} {choice}")
+        prompt = errand.prompt
+        text = ReplyText(self.renderer.decoder(), sampling.stop, self._parser(errand), prompt.begun)
+        reply = Reply(text, seed=f"{errand.session.rollout_id} {prompt.chain} {errand.flight.name.rpartition('-')[2]} {choice}")
         started = time.perf_counter()
         try:
             await self._generate(errand, sampling, reply, choice)
@@ -125,25 +149,41 @@ class Service:
             reply.end("error")
             await self._keep(errand, sampling, reply, started)
             raise
-        step = await settled(self._record(errand, sampling, reply, started))
+        step = await self._record(errand, sampling, reply, started)
         await errand.outlet.close(choice, step)
         return step
 
+    def _parser(self, errand: Errand) -> ReplyParser | None:
+        """What reads calls and reasoning off the reply; nothing does after a prompt that no template touched."""
+        call = errand.call
+        if call.raw is not None:
+            return None
+        return self.renderer.parser(calls=call.reads_calls, eager=call.stream, tools=call.tools, prompt=errand.prompt.ids)
+
     async def _generate(self, errand: Errand, sampling: Sampling, reply: Reply, choice: int) -> None:
-        stream = self._chunks(errand.prompt, sampling, errand.session.rollout_id)
-        async with aclosing(stream):
-            async for chunk in stream:
-                size = len(reply.ids)
-                deltas = reply.take(chunk)
-                await errand.outlet.open(errand.prompt)
-                await errand.outlet.add(choice, deltas, reply.ids[size:], reply.full_logprobs[size:])
-                if reply.finish is not None:
-                    break
+        watch = Watch(first_s=self._limits.first_token_s, stall_s=self._limits.stall_s)
+        try:
+            async with aclosing(self._chunks(errand.prompt, sampling, errand.session.rollout_id)) as stream:
+                async for chunk in stream:
+                    watch.beat()
+                    size = len(reply.ids)
+                    deltas = reply.take(chunk)
+                    await errand.outlet.open(errand.prompt)
+                    await errand.outlet.add(choice, deltas, reply.ids[size:], reply.full_logprobs[size:])
+                    if reply.finish is not None:
+                        break
+        except asyncio.CancelledError:
+            if stalled := watch.stalled():
+                raise stalled from None
+            raise
+        finally:
+            watch.stop()
         if reply.finish not in ("stop", "length"):
             raise EngineError(f"engine {self.engine.model} broke off a reply after {len(reply.ids)} tokens")
 
     async def _say_again(self, errand: Errand, steps: list[Step]) -> None:
         self.count("replayed_call")
+        errand.flight.name, errand.flight.created = steps[0].answer, steps[0].created
         await errand.outlet.open(errand.prompt)
         for choice, step in enumerate(steps):
             logprobs = step.full_logprobs or step.logprobs
@@ -157,14 +197,14 @@ class Service:
                     yield chunk
 
     async def _record(self, errand: Errand, sampling: Sampling, reply: Reply, started: float) -> Step:
-        return await self._recorder.record(
-            errand.session,
-            errand.prompt,
-            reply,
+        label = Label(
             sampling=sampling,
             transcript=errand.caller.transcript,
+            answer=errand.flight.name,
+            created=errand.flight.created,
             seconds=round(time.perf_counter() - started, 4),
         )
+        return await self._recorder.record(errand.session, errand.prompt, reply, label)
 
     async def _keep(self, errand: Errand, sampling: Sampling, reply: Reply, started: float) -> None:
         """Record what there is of a broken reply; a store that cannot take it is counted, the break itself matters more."""
@@ -174,17 +214,3 @@ class Service:
             await settled(self._record(errand, sampling, reply, started))
         except PenstockError:
             self.count("partial_reply_not_recorded")
-
-
-def _recorded(graph: TokenGraph, prompt: Prompt, samplings: list[Sampling], transcript: str) -> list[Step] | None:
-    """The last whole replies to just this call, one for each choice; None where it was not answered."""
-    node = graph.find(prompt.parent, prompt.chain, prompt.added)
-    left = [step for step in graph.replies(node) if whole(step) and step.transcript == transcript] if node else []
-    found: list[Step] = []
-    for sampling in reversed(samplings):
-        step = next((step for step in reversed(left) if step.sampling == sampling), None)
-        if step is None:
-            return None
-        left.remove(step)
-        found.append(step)
-    return found[::-1]

@@ -1,21 +1,20 @@
 """Open rollouts: each with its token graph, its sampling defaults and its running calls."""
 
 import asyncio
-from collections.abc import Generator, Mapping, Sequence
+import time
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from penstock.errors import PoolError, RequestError
 from penstock.gateway.auth import Tokens
-from penstock.gateway.calls import Limits, Prompt
-from penstock.gateway.graph import REWRITTEN, TokenGraph
+from penstock.gateway.calls import Limits
+from penstock.gateway.flights import Flight
+from penstock.gateway.graph import TokenGraph
+from penstock.gateway.talks import Talk
 from penstock.pool.base import Pool
 from penstock.records import Message, Rollout, Sampling
-from penstock.render.chat import Tool, flatten
-from penstock.render.renderer import Renderer
-
-LONG_TEXT = 8_000
-"""Characters from which tokenizing (about 0.5 ms per thousand) is handed to a thread."""
+from penstock.render.chat import Tool
 
 
 class Session:
@@ -31,17 +30,24 @@ class Session:
         """What holds for calls that do not say otherwise; its `max_tokens` is a cap too."""
         self.recording = asyncio.Lock()
         """Held while a step is stored, so that steps are numbered in the order in which they became durable."""
-        self.refused: set[bytes] = set()
-        """Calls that got an error for an answer: sent again, they are sampled, not answered from the record."""
+        self.flights: dict[str, Flight] = {}
+        """Calls that are being answered, by the digest of their request: a retry joins the one that it repeats."""
+        self.refused: set[str] = set()
+        """Requests whose last answer was an error: sent again they are sampled, whatever was answered before."""
         self.closed = False
         self._limits = limits
         self._graph: TokenGraph | None = None
         self._running: set[asyncio.Task[Any]] = set()
+        self._talks: dict[str, Talk] = {}
+        self._named: set[str] = set()
+        """Names of the answers on their way."""
+        self._allowance = limits.calls_per_s
+        self._counted_at = time.monotonic()
 
     @property
-    def is_idle(self) -> bool:
-        """Whether no call is running."""
-        return not self._running
+    def tasks(self) -> frozenset[asyncio.Task[Any]]:
+        """The calls that run."""
+        return frozenset(self._running)
 
     async def graph(self, pool: Pool) -> TokenGraph:
         """The rollout's token graph, read from the pool on the first call."""
@@ -56,35 +62,99 @@ class Session:
         """Read the graph again before the next call: a write failed, so the pool may know more or less than we do."""
         self._graph = None
 
-    def refuse(self, call: bytes) -> None:
-        """Remember that a call got an error for an answer."""
+    def talk(self, transcript: str) -> Talk:
+        """What the transcript's last call said; the least recent one is forgotten where there are many."""
+        talk = self._talks.pop(transcript, None) or Talk()
+        while len(self._talks) >= TALKS:
+            del self._talks[next(iter(self._talks))]
+        self._talks[transcript] = talk
+        return talk
+
+    def refuse(self, request: str) -> None:
+        """Remember that a request got an error for an answer."""
         if len(self.refused) >= 1000:
             self.refused.clear()
-        self.refused.add(call)
+        self.refused.add(request)
+
+    @contextmanager
+    def flying(self, flight: Flight) -> Generator[None, None, None]:
+        """Name the flight's answer, and let retries of its request join it until it is over."""
+        request, times = flight.request, self._graph.times(flight.request) if self._graph else 0
+        while f"{request}-{times}" in self._named:
+            times += 1
+        flight.name = f"{request}-{times}"
+        self._named.add(flight.name)
+        self.flights[request] = flight
+        try:
+            yield
+        finally:
+            self._named.discard(flight.name)
+            if self.flights.get(request) is flight:
+                del self.flights[request]
 
     @contextmanager
     def running(self) -> Generator[None, None, None]:
-        """Count the current task as one of the rollout's calls: closing the session cancels it."""
-        if self.closed:
-            raise has_ended(self.rollout_id)
-        if len(self._running) >= self._limits.concurrent_calls:
-            text = f"rollout {self.rollout_id} has {len(self._running)} calls running; wait for one to end"
-            raise RequestError(text, status=429, code="too_many_calls")
-        if self._graph and self._graph.next_step >= self._limits.steps:
-            raise RequestError(f"rollout {self.rollout_id} has made {self._limits.steps} calls; end it", code="too_many_steps")
+        """Count the current task as one of the rollout's calls: closing the session ends it with RequestError 409."""
+        self._check_limits()
         task = asyncio.current_task()
         assert task is not None
         self._running.add(task)
         try:
             yield
+        except asyncio.CancelledError:
+            if not self.closed:
+                raise
+            task.uncancel()
+            raise has_ended(self.rollout_id) from None
         finally:
             self._running.discard(task)
+
+    def _check_limits(self) -> None:
+        """Refuse a call that would be one too many, saying of what."""
+        if self.closed:
+            raise has_ended(self.rollout_id)
+        limits, who = self._limits, f"rollout {self.rollout_id}"
+        if len(self._running) >= limits.concurrent_calls:
+            text = f"{who} has {len(self._running)} calls running; wait for one to end"
+            raise RequestError(text, status=429, code="too_many_calls")
+        if not self._spend():
+            text = f"{who} makes more than {limits.calls_per_s:g} calls a second; slow down"
+            raise RequestError(text, status=429, code="rate_limit_exceeded")
+        if self._graph and self._graph.next_step >= limits.steps:
+            raise RequestError(f"{who} has made {limits.steps} calls; end it", code="too_many_steps")
+        if self._graph and self._graph.tokens >= limits.tokens:
+            raise RequestError(f"{who} has sampled {self._graph.tokens} tokens; end it", code="too_many_tokens")
+
+    def _spend(self) -> bool:
+        """Take one call off the allowance, which fills up again with time."""
+        rate, now = self._limits.calls_per_s, time.monotonic()
+        self._allowance = min(max(rate, 1.0), self._allowance + (now - self._counted_at) * rate)
+        self._counted_at = now
+        if self._allowance < 1.0:
+            return False
+        self._allowance -= 1.0
+        return True
 
     def close(self) -> None:
         """Refuse further calls and cancel those that run."""
         self.closed = True
         for task in self._running:
             task.cancel()
+
+
+class SessionPast(NamedTuple):
+    """See `Past`."""
+
+    talk: Talk
+    graph: TokenGraph
+
+    def messages(self, answer: str) -> tuple[Message, ...] | None:
+        """See `Past.messages`."""
+        return self.graph.messages(answer)
+
+    def tools(self, answer: str) -> tuple[Tool, ...] | None:
+        """See `Past.tools`."""
+        return self.graph.tools(answer)
 
 
 class Sessions:
@@ -99,6 +169,7 @@ class Sessions:
         self._open: dict[str, Session] = {}
         self._taken: dict[str, Session] = {}
         self._closed: dict[str, None] = {}
+        self._stopping = False
 
     def __len__(self) -> int:
         return len(self._open) + len(self._taken)
@@ -118,13 +189,22 @@ class Sessions:
         _bound(self._closed, REMEMBERED)
         self._closed[rollout_id] = None
 
+    async def drain(self, within_s: float) -> None:
+        """Take no more calls and wait for those that run, but not longer than that."""
+        self._stopping = True
+        running = {task for session in [*self._open.values(), *self._taken.values()] for task in session.tasks}
+        if running:
+            await asyncio.wait(running, timeout=within_s)
+
     def close_all(self) -> None:
-        """Refuse all calls: the gateway stops."""
+        """Refuse all calls and cancel those that run."""
         for rollout_id in [*self._open, *self._taken]:
             self.close(rollout_id)
 
     async def get(self, rollout_id: str) -> Session:
-        """The rollout's session; RequestError 409 where it has ended, 404 where the pool does not know it."""
+        """The rollout's session; RequestError 409 where it has ended, 404 where the pool does not know it, 503 when we stop."""
+        if self._stopping:
+            raise RequestError("the gateway is stopping; try again at the next one", status=503, code="stopping")
         if rollout_id in self._closed:
             raise has_ended(rollout_id)
         session = self._open.get(rollout_id) or self._taken.get(rollout_id)
@@ -138,7 +218,7 @@ class Sessions:
         if attempt.end is not None:
             raise has_ended(rollout_id, attempt.end)
         sampling = self._defaults.get(attempt.rollout.channel, Sampling())
-        for idle in [key for key, session in self._taken.items() if session.is_idle][: max(0, len(self._taken) - TAKEN)]:
+        for idle in [key for key, session in self._taken.items() if not session.tasks][: max(0, len(self._taken) - TAKEN)]:
             del self._taken[idle]
         return self._taken.setdefault(rollout_id, self._make(attempt.rollout, sampling))
 
@@ -146,33 +226,12 @@ class Sessions:
         return Session(rollout, sampling, token=self._tokens.model(rollout.id), base_url=self.base_url, limits=self._limits)
 
 
+TALKS = 8
+"""How many transcripts' last calls a rollout keeps; one that is forgotten is read from the beginning again."""
 REMEMBERED = 100_000
 """How many closed rollouts are known by heart; the pool knows the others."""
 TAKEN = 10_000
 """How many rollouts of other processes are kept; an idle one is read again when it calls."""
-
-
-async def make_prompt(graph: TokenGraph, renderer: Renderer, messages: tuple[Message, ...], tools: tuple[Tool, ...]) -> Prompt:
-    """The prompt of a call: the tokens of the longest known path and what is new, or a root rendered from scratch."""
-    place = graph.match(messages, tools)
-    reason = place.reason
-    if place.step is not None:
-        reply, new = graph.steps[place.step], messages[place.known :]
-        last_id = reply.completion_ids[-1] if reply.completion_ids else None
-        added = await _work(new, renderer.extend, reply.message, new, last_id=last_id, tools=bool(tools))
-        if added is not None:
-            ids = graph.context(place.step) + added
-            return Prompt(ids=ids, parent=place.step, added=added, messages=new, tools=(), chain=place.chain)
-        reason = REWRITTEN
-    root = await _work(messages, renderer.root, messages, tools)
-    return Prompt(ids=root, parent=None, added=root, messages=messages, tools=tools, chain=place.chain, reason=reason)
-
-
-async def _work(messages: Sequence[Message], render: Any, *arguments: Any, **options: Any) -> Any:
-    """Run `render` here, or in a thread where there is much to tokenize."""
-    if sum(len(flatten(message.get("content"))) for message in messages) > LONG_TEXT:
-        return await asyncio.to_thread(render, *arguments, **options)
-    return render(*arguments, **options)
 
 
 def has_ended(rollout_id: str, end: str | None = None) -> RequestError:

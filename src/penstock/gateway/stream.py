@@ -9,19 +9,21 @@ import orjson
 from penstock.engines.base import Sampled
 from penstock.records import Finish, Message
 from penstock.render.tokenizer import Decoder
-from penstock.render.tools import Piece, Text, ToolCall, ToolParser
+from penstock.render.tools import Arguments, Piece, Reasoning, ReplyParser, Text, ToolCall
 
 
-class IssuedCall(NamedTuple):
-    """A tool call with what the agent needs to answer it."""
+class CallDelta(NamedTuple):
+    """A tool call begins, or its arguments grow."""
 
     ordinal: int
     id: str
     name: str
     arguments: str
+    """What is new of them."""
+    begins: bool = True
 
 
-Delta = Text | IssuedCall
+Delta = Text | Reasoning | CallDelta
 
 
 class Pushed(NamedTuple):
@@ -33,21 +35,25 @@ class Pushed(NamedTuple):
 
 
 class ReplyText:
-    """Token ids to pieces for the agent: whole characters only, cut at a stop string, tool markup held back."""
+    """Token ids to pieces for the agent: whole characters only, cut at a stop string, markup held back.
 
-    def __init__(self, decoder: Decoder, stops: Sequence[str], parser: ToolParser | None) -> None:
+    `begun` is the beginning of the reply that stands in the prompt already.
+    """
+
+    def __init__(self, decoder: Decoder, stops: Sequence[str], parser: ReplyParser | None, begun: str = "") -> None:
         self._decoder = decoder
         self._stops = stops
         self._parser = parser
         self._held = ""
+        self._begun = self._parse(begun)
         self.stopped = False
         """Whether a stop string was completed; nothing after it is shown."""
 
     def push(self, ids: Sequence[int]) -> Pushed:
         """What these tokens make certain."""
+        pieces, self._begun = self._begun, []
         if not self._stops:
-            return Pushed(len(ids), self._parse(self._decoder.push(ids)))
-        pieces: list[Piece] = []
+            return Pushed(len(ids), [*pieces, *self._parse(self._decoder.push(ids))])
         for place, token_id in enumerate(ids):
             pieces += self._parse(self._until_stop(self._decoder.push([token_id])))
             if self.stopped:
@@ -57,7 +63,7 @@ class ReplyText:
     def finish(self) -> list[Piece]:
         """What was held back to the end."""
         text = "" if self.stopped else self._until_stop(self._decoder.finish()) + self._held
-        return [*self._parse(text), *(self._parser.finish() if self._parser else ())]
+        return [*self._begun, *self._parse(text), *(self._parser.finish() if self._parser else ())]
 
     def _until_stop(self, text: str) -> str:
         """`text` as far as it is certain to come before any stop string."""
@@ -90,14 +96,15 @@ class Reply:
         self._text = text
         self._seed = seed
         self._said: list[str] = []
-        self._calls: list[IssuedCall] = []
+        self._thought: list[str] = []
+        self._calls: list[CallDelta] = []
 
     def take(self, chunk: Sampled) -> list[Delta]:
         """Add what the engine sampled; tokens after a completed stop string are left out, as if never sampled."""
         used, pieces = self._text.push(chunk.ids)
         self.ids += chunk.ids[:used]
         self.logprobs += chunk.logprobs[:used]
-        self.full_logprobs += chunk.full_logprobs[:used]
+        self.full_logprobs += (chunk.full_logprobs or chunk.logprobs)[:used]
         self.versions += chunk.versions[:used]
         deltas = self._issue(pieces)
         finish = "stop" if self._text.stopped else chunk.finish
@@ -113,6 +120,8 @@ class Reply:
     def message(self) -> Message:
         """The assistant message as the agent saw it."""
         message: Message = {"role": "assistant", "content": "".join(self._said)}
+        if self._thought:
+            message["reasoning_content"] = "".join(self._thought)
         if self._calls:
             message["content"] = message["content"] or None
             message["tool_calls"] = [tool_call(call) for call in self._calls]
@@ -122,29 +131,35 @@ class Reply:
         deltas: list[Delta] = []
         for piece in pieces:
             if isinstance(piece, ToolCall):
-                self._calls.append(IssuedCall(len(self._calls), self._call_id(piece), *piece))
+                self._calls.append(CallDelta(len(self._calls), self._call_id(piece.name), *piece))
                 deltas.append(self._calls[-1])
+            elif isinstance(piece, Arguments):
+                last = self._calls[-1]
+                self._calls[-1] = last._replace(arguments=last.arguments + piece.text)
+                deltas.append(last._replace(arguments=piece.text, begins=False))
             else:
-                self._said.append(piece.text)
+                (self._said if isinstance(piece, Text) else self._thought).append(piece.text)
                 deltas.append(piece)
         return deltas
 
-    def _call_id(self, call: ToolCall) -> str:
-        """The same for the same call in the same place, and another one for the next call."""
-        key = "\0".join([self._seed, str(len(self._calls)), *call])
+    def _call_id(self, name: str) -> str:
+        """The same for the same place of the same reply, and another one for the next call."""
+        key = f"{self._seed}\0{len(self._calls)}\0{name}"
         return f"call_{blake2b(key.encode(), digest_size=12).hexdigest()}"
 
 
-def tool_call(call: IssuedCall) -> dict[str, Any]:
+def tool_call(call: CallDelta) -> dict[str, Any]:
     """A call in the OpenAI form."""
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 def deltas_of(message: Message) -> list[Delta]:
     """A recorded reply as if it came at once."""
-    deltas: list[Delta] = [Text(message["content"])] if message["content"] else []
+    deltas: list[Delta] = [Reasoning(message["reasoning_content"])] if message.get("reasoning_content") else []
+    if message["content"]:
+        deltas.append(Text(message["content"]))
     for ordinal, call in enumerate(message.get("tool_calls") or ()):
-        deltas.append(IssuedCall(ordinal, call["id"], call["function"]["name"], call["function"]["arguments"]))
+        deltas.append(CallDelta(ordinal, call["id"], call["function"]["name"], call["function"]["arguments"]))
     return deltas
 
 

@@ -37,7 +37,8 @@ class PoolStats:
 class Pool(Protocol):
     """Every write returns once it is durable.
 
-    Writes are idempotent by id; a different value under the same id is refused (PoolError).
+    Writes are idempotent by id; a different value under the same id is refused (PoolError). A write whose caller is cancelled is
+    finished or refused before the cancellation goes on.
     """
 
     async def open_group(self, task: Task, rollouts: Sequence[Rollout], *, seq: int) -> None:

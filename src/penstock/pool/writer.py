@@ -45,7 +45,7 @@ class Writer:
 
     The first write is committed alone; those that come while it goes to disk share the next commit, so many concurrent callers
     cost few syncs and a single one waits for nobody. There is no timer. A write that was handed over is carried out even if its
-    caller is cancelled meanwhile.
+    caller is cancelled meanwhile; the cancellation goes on once it is done.
     """
 
     def __init__(self, database: sqlite3.Connection, explain: Explain, *, limit: int = 1024) -> None:
@@ -67,7 +67,11 @@ class Writer:
         job = _Job(write, asyncio.get_running_loop().create_future(), bulk)
         while (room := self._offer(job)) is not None:
             await room
-        return await job.done
+        try:
+            return await asyncio.shield(job.done)
+        except asyncio.CancelledError:
+            await asyncio.wait({job.done})
+            raise
 
     async def close(self) -> None:
         """Finish what waits, then close the connection."""

@@ -2,4 +2,17 @@
 
 from penstock.registry import Registry
 
-TOOL_FORMATS = Registry("tool format", {"hermes": "penstock.render.hermes:Hermes"})
+TOOL_FORMATS = Registry(
+    "tool format",
+    {
+        "hermes": "penstock.render.hermes:Hermes",
+        "qwen_xml": "penstock.render.qwen_xml:QwenXml",
+        "llama": "penstock.render.llama:Llama",
+        "mistral": "penstock.render.mistral:Mistral",
+        "mistral_named": "penstock.render.mistral:MistralNamed",
+        "deepseek": "penstock.render.deepseek:DeepSeek",
+        "deepseek_plain": "penstock.render.deepseek:DeepSeekPlain",
+        "harmony": "penstock.render.harmony:Harmony",
+        "pythonic": "penstock.render.pythonic:Pythonic",
+    },
+)

@@ -1,45 +1,37 @@
 """The bridge: what comes between a sampled reply and the next one, found without touching what came before.
 
-A chat template only knows how to render a whole conversation. To learn what new messages add, it is rendered twice over a
-short conversation, a probe question and the reply, with and without them; the difference, after the text that closes a reply, is
-the glue. Whether the same text would have followed *any* history is checked once per model, over many histories, replies and
-kinds of messages, down to the token ids. Where a template rewrites history (drops reasoning, moves the tools), the check
-fails for that situation and the call is rendered from scratch instead.
+A chat template only knows how to render a whole conversation. To learn what new messages add, they are rendered once after a
+probe question and a probe reply; the glue is everything from the token that ends the probe's turn on. Whether the same would
+have followed *any* history and reply is checked once per model, over many of them, down to the token ids. Where a template
+rewrites history (drops reasoning, moves the tools, ends a turn otherwise once more follows), the check fails for that situation
+and the call is rendered from scratch instead.
 """
 
-import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from collections.abc import Sequence
+from datetime import datetime
+from typing import NamedTuple
 
 from penstock.errors import RenderError
 from penstock.records import Message
-from penstock.render.chat import ChatTemplate, Tool, flatten
+from penstock.render.chat import ChatTemplate, reasons
+from penstock.render.probes import MARK, PROBE_TEXT, PROBE_TOOLS, PROBE_USER, ReplyKind, Situation, call_probe, kind_of, roles_of
 from penstock.render.tokenizer import Tokenizer
+from penstock.render.trial import BridgeCheck, Trial
 
-ReplyKind = Literal["text", "reasoning", "calls"]
+MOMENT = datetime(2025, 1, 1)
+"""When glue is rendered. A date stands in what came before it; a template that writes one after a reply is not bridged."""
 
-
-class Situation(NamedTuple):
-    """What a template may treat in a way of its own."""
-
-    tools: bool
-    """Whether the conversation has tools that the template renders."""
-    reply: ReplyKind
-    """What kind of reply is being continued."""
-    follows: str
-    """Role of the first new message; empty where there is none."""
+__all__ = ["PROBE_TOOLS", "PROBE_USER", "Bridge", "BridgeCheck", "Situation"]
 
 
-@dataclass(frozen=True, slots=True)
-class BridgeCheck:
-    """What the start-up check found."""
+class End(NamedTuple):
+    """How a template ends the turn of a reply."""
 
-    close: str | None
-    """The text after a reply's own, such as `<|im_end|>` and a line break; None where a reply cannot be told from its frame."""
-    proven: frozenset[Situation]
-    unproven: dict[Situation, str]
-    """Situations in which calls are rendered from scratch, with the first thing that went wrong."""
+    text: str
+    token_id: int
+    """The one token that `text` is."""
+    final: int
+    """The token that ends the last reply of a conversation. Where it is another one, a template that goes on rewrites it."""
 
 
 class Bridge:
@@ -49,167 +41,96 @@ class Bridge:
         self._template = template
         self._tokenizer = tokenizer
         self._native_tools = native_tools
-        self._close = self._find_close()
-        self.close_ids = tuple(tokenizer.encode(self._close or ""))
-        """Tokens that close a reply; the first special one is how a reply of this model ends."""
+        self._start = len(self._probe([PROBE_USER], generate=False) or "")
+        """Where the probe reply begins in a rendering: nothing before it can end its turn."""
+        self._ends = self._find_ends()
+        self.close_ids = tuple(dict.fromkeys(end.final for end in self._ends.values()))
+        """The tokens at which replies of this model end: first that of plain text, then that of calls."""
         self.result = self.check()
 
-    def glue(self, reply: Message, new: Sequence[Message], *, last_id: int | None, tools: bool) -> tuple[int, ...] | None:
+    def glue(
+        self,
+        reply: Message,
+        new: Sequence[Message],
+        *,
+        last_id: int | None,
+        tools: bool,
+        system: bool | None = None,
+        thought: bool | None = None,
+    ) -> tuple[int, ...] | None:
         """Tokens from the end of a sampled reply to where the next one begins; None where that is not proven.
 
         `last_id` is the reply's last token. A reply that ended its turn itself is not closed twice; one that was cut is closed.
+        `system` says whether the conversation begins with a system text, `thought` whether an earlier reply whose tokens are on
+        the path holds reasoning; with None, the glue must be proven both ways.
         """
-        situation = Situation(tools, _kind(reply), new[0]["role"] if new else "")
-        if situation not in self.result.proven:
-            return None
+        kind, follows, own = kind_of(reply), roles_of(new), reasons(reply)
+        proven = self.result.proven
+        for is_system in (False, True) if system is None else (system,):
+            for is_thought in (True,) if own else (False, True) if thought is None else (thought,):
+                if Situation(tools, is_system, is_thought, kind, follows) not in proven:
+                    return None
         try:
-            text = self._added(reply, new)
+            tail = self.tail(reply, kind, new)
         except RenderError:
             return None
-        return self._after(last_id, text) if text is not None else None
+        return None if tail is None else self.after(last_id, kind, tail)
 
     def check(self) -> BridgeCheck:
-        """Compare the glue with whole renderings over every situation; a situation is proven if it always agrees."""
-        agreed: set[Situation] = set()
-        failed: dict[Situation, str] = {}
-        for situation, history, reply, new in _cases(self._native_tools):
-            try:
-                trouble = self._compare(situation, history, reply, new)
-            except RenderError as refusal:
-                if situation not in failed and situation not in agreed:
-                    failed[situation] = f"refused: {refusal}"
-                continue
-            if trouble is None:
-                agreed.add(situation)
-            elif situation not in failed or failed[situation].startswith("refused"):
-                failed[situation] = trouble
-        broken = {s: why for s, why in failed.items() if s not in agreed or not why.startswith("refused")}
-        return BridgeCheck(self._close, frozenset(agreed - broken.keys()), broken)
+        """Compare the glue with whole renderings over every situation."""
+        return Trial(self._template, self._tokenizer, self).run(native_tools=self._native_tools)
 
-    def _find_close(self) -> str | None:
-        text = PROBE_REPLIES["text"]["content"]
+    def tail(self, reply: Message, kind: ReplyKind, new: Sequence[Message]) -> str | None:
+        """Text from the end of a reply's turn on: the close, the new messages, the head of the next reply."""
+        if kind not in self._ends:
+            return None
+        text = self._template.render([PROBE_USER, _stand_in(reply, kind), *new], generate=True, now=MOMENT)
+        place = text.find(self._ends[kind].text, self._start)
+        return text[place:] if place >= 0 else None
+
+    def after(self, last_id: int | None, kind: ReplyKind, tail: str) -> tuple[int, ...] | None:
+        """The tail's tokens after the reply's last one; None where the template would replace that one."""
+        end = self._ends[kind]
+        if last_id == end.final != end.token_id:
+            return None
+        ids = self._tokenizer.encode(tail)
+        return tuple(ids[1:] if last_id == end.token_id else ids)
+
+    def end_id(self, kind: ReplyKind) -> int:
+        """The token that ends a reply's turn when more follows."""
+        return self._ends[kind].token_id
+
+    def _find_ends(self) -> dict[ReplyKind, End]:
+        """How turns end, by kind of reply; nothing where no token does it."""
+        text = self._find_end(PROBE_TEXT, PROBE_TEXT["content"], {"role": "user", "content": MARK})
+        ends: dict[ReplyKind, End] = {} if text is None else {"text": text}
+        result: Message = {"role": "tool", "tool_call_id": "call00000", "name": "multiply", "content": MARK}
+        call = self._find_end(call_probe(), MARK, result) if self._native_tools else None
+        return ends if call is None else {**ends, "call": call, "calls": call, "text call": call, "text calls": call}
+
+    def _find_end(self, reply: Message, said: str, follower: Message) -> End | None:
+        """The first token after what was `said` that ends a text, or else is special."""
+        final = (self._probe([PROBE_USER, reply], generate=False) or "").rpartition(said)[2]
+        amid = (self._probe([PROBE_USER, reply, follower], generate=True) or "")[self._start :].partition(said)[2]
+        token_id, last = self._first_end(amid.partition(MARK)[0]), self._first_end(final)
+        text = None if token_id is None else self._tokenizer.core.id_to_token(token_id)
+        return End(text, token_id, token_id if last is None else last) if text is not None and token_id is not None else None
+
+    def _first_end(self, text: str) -> int | None:
+        ids = self._tokenizer.encode(text)
+        sorts = (self._tokenizer.eos_ids, self._tokenizer.special_ids)
+        return next((token_id for sort in sorts for token_id in ids if token_id in sort), None)
+
+    def _probe(self, messages: Sequence[Message], *, generate: bool) -> str | None:
         try:
-            prompt = self._template.render([PROBE_USER], generate=True)
-            whole = self._template.render([PROBE_USER, PROBE_REPLIES["text"]], generate=False)
+            return self._template.render(messages, generate=generate, now=MOMENT)
         except RenderError:
             return None
-        return whole[len(prompt + text) :] if whole.startswith(prompt + text) else None
-
-    def _added(self, reply: Message, new: Sequence[Message]) -> str | None:
-        """Text that follows a reply: its close, the new messages, the head of the next reply."""
-        before = self._template.render([PROBE_USER, reply], generate=False)
-        after = self._template.render([PROBE_USER, reply, *new], generate=True)
-        if self._close is None or not before.endswith(self._close) or not after.startswith(before):
-            return None
-        return self._close + after[len(before) :]
-
-    def _after(self, last_id: int | None, text: str) -> tuple[int, ...]:
-        ids = self._tokenizer.encode(text)
-        if last_id in self._tokenizer.special_ids and last_id in self.close_ids:
-            return tuple(ids[ids.index(last_id) + 1 :])
-        return tuple(ids)
-
-    def _compare(self, situation: Situation, history: list[Message], reply: Message, new: list[Message]) -> str | None:
-        """What differs between the glue and the whole rendering; None where nothing does."""
-        tools = PROBE_TOOLS if situation.tools else ()
-        prompt = self._template.render(history, tools, generate=True)
-        alone = self._template.render([*history, reply], tools, generate=False)
-        whole = self._template.render([*history, reply, *new], tools, generate=True)
-        added = self._added(reply, new)
-        if self._close is None or added is None:
-            return "the frame around a reply depends on what follows it"
-        if not alone.startswith(prompt) or not alone.endswith(self._close):
-            return "a reply in the history does not begin where the prompt ended, or is not closed as usual"
-        body = alone[len(prompt) : len(alone) - len(self._close)]
-        if situation.reply != "calls" and body != reply["content"]:
-            return "the reply's text is changed"
-        if whole != prompt + body + added:
-            return "the history is rewritten once more messages follow"
-        head, ids = tuple(self._tokenizer.encode(prompt + body)), tuple(self._tokenizer.encode(whole))
-        ends = [i for i in self.close_ids if i in self._tokenizer.special_ids][:1]
-        if head + self._after(None, added) != ids or any((*head, end, *self._after(end, added)) != ids for end in ends):
-            return "the glue's tokens merge with those of the reply"
-        return None
 
 
-PROBE_USER: Message = {"role": "user", "content": "What is 6 times 7?"}
-PROBE_TOOLS: tuple[Tool, ...] = (
-    {
-        "type": "function",
-        "function": {
-            "name": "multiply",
-            "description": "Multiply two numbers.",
-            "parameters": {
-                "type": "object",
-                "properties": {"a": {"type": "number"}, "b": {"type": "number"}},
-                "required": ["a", "b"],
-            },
-        },
-    },
-)
-
-
-def _call(ordinal: int) -> dict[str, object]:
-    arguments = json.dumps({"a": 6, "b": ordinal})
-    return {"id": f"call{ordinal:05d}", "type": "function", "function": {"name": "multiply", "arguments": arguments}}
-
-
-def _result(ordinal: int, content: str = "42") -> Message:
-    return {"role": "tool", "tool_call_id": f"call{ordinal:05d}", "name": "multiply", "content": content}
-
-
-PROBE_REPLIES: dict[ReplyKind, Message] = {
-    "text": {"role": "assistant", "content": "It is 42."},
-    "reasoning": {"role": "assistant", "content": "<think>\nSix sevens.\n</think>\n\nIt is 42."},
-    "calls": {"role": "assistant", "content": "", "tool_calls": [_call(0)]},
-}
-
-HISTORIES: tuple[list[Message], ...] = (
-    [PROBE_USER],
-    [{"role": "system", "content": "Be brief."}, PROBE_USER],
-    [PROBE_USER, PROBE_REPLIES["text"], {"role": "user", "content": "Sûr? 日本 🙂"}],
-    [PROBE_USER, PROBE_REPLIES["calls"], _result(0), PROBE_REPLIES["text"], {"role": "user", "content": ""}],
-)
-
-FOLLOWERS: tuple[list[Message], ...] = (
-    [],
-    [{"role": "user", "content": "And 8 times 9?"}],
-    [{"role": "user", "content": ""}],
-    [{"role": "user", "content": "  e\u0301 🙂\r\n\n"}],
-    [{"role": "user", "content": "Good."}, PROBE_REPLIES["text"], {"role": "user", "content": "More."}],
-    [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Go on."}],
-    [PROBE_REPLIES["text"], {"role": "user", "content": "Go on."}],
-    [_result(0)],
-    [_result(0, ""), _result(1, '{"π": "é"}')],
-    [_result(0), {"role": "user", "content": "Go on."}],
-)
-
-
-def _kind(reply: Message) -> ReplyKind:
-    if "</think>" in flatten(reply.get("content")):
-        return "reasoning"
-    return "calls" if reply.get("tool_calls") else "text"
-
-
-def _reply_before(new: list[Message], kind: ReplyKind) -> Message:
-    """A reply of this kind that the new messages may follow: as many calls as there are results."""
-    if kind != "calls":
-        return PROBE_REPLIES[kind]
-    results = sum(message["role"] == "tool" for message in new)
-    return {**PROBE_REPLIES["calls"], "tool_calls": [_call(place) for place in range(max(results, 1))]}
-
-
-def _cases(native_tools: bool) -> Iterator[tuple[Situation, list[Message], Message, list[Message]]]:
-    """Every situation with the conversations that it is tried on.
-
-    Tool results follow calls only, and a template that knows no tools never sees either.
-    """
-    kinds: tuple[ReplyKind, ...] = ("text", "reasoning", "calls") if native_tools else ("text", "reasoning")
-    histories = HISTORIES if native_tools else HISTORIES[:-1]
-    for tools in (False, True) if native_tools else (False,):
-        for history in histories:
-            for kind in kinds:
-                for new in FOLLOWERS:
-                    follows = new[0]["role"] if new else ""
-                    if follows != "tool" or kind == "calls":
-                        yield Situation(tools, kind, follows), history, _reply_before(new, kind), new
+def _stand_in(reply: Message, kind: ReplyKind) -> Message:
+    """A short reply of the same kind, with the names and ids of the calls, which results refer to."""
+    if kind == "text":
+        return PROBE_TEXT
+    calls = [{**call, "function": {**call["function"], "arguments": "{}"}} for call in reply["tool_calls"]]
+    return {"role": "assistant", "content": PROBE_TEXT["content"] if kind.startswith("text") else "", "tool_calls": calls}

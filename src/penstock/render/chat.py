@@ -32,8 +32,14 @@ class ChatTemplate:
         self._named = dict(named)
         self.source = source
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, generate: bool) -> str:
-        """The prompt's text; with `generate`, up to where the reply begins. RenderError where the template refuses."""
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, generate: bool, now: datetime | None = None
+    ) -> str:
+        """The prompt's text; with `generate`, up to where the reply begins. RenderError where the template refuses.
+
+        `now` is the time for templates that write the date; None is the clock's.
+        """
+        clock = {} if now is None else {"strftime_now": now.strftime}
         with boundary(RenderError, "the chat template does not take these messages"):
             return self._template.render(
                 messages=[_for_template(message) for message in messages],
@@ -41,6 +47,7 @@ class ChatTemplate:
                 documents=None,
                 add_generation_prompt=generate,
                 **self._named,
+                **clock,
             )
 
 
@@ -52,12 +59,17 @@ def flatten(content: Any) -> str:
     return "\n".join(part["text"] for part in parts)
 
 
+def reasons(message: Message) -> bool:
+    """Whether a reply holds reasoning, parsed out of its text or still in it."""
+    return bool(message.get("reasoning_content")) or "</think>" in flatten(message.get("content"))
+
+
 def digest(message: Message) -> str:
     """Equal for messages that mean the same: role, text, tool calls with canonical arguments.
 
-    Ids of tool calls do not count, since agents make their own. Nor does white space around a reply or a name given to its
-    author: many agents strip the one and add the other when they send the history back. The tokens are the recorded ones
-    all the same.
+    Ids of tool calls do not count, since agents make their own. Nor does a reply's reasoning, white space around it, or a name
+    given to its author: many agents drop the first, strip the second and add the third when they send the history back. The
+    tokens are the recorded ones all the same.
     """
     role, text = message["role"], flatten(message.get("content"))
     if role == "assistant":
@@ -89,8 +101,12 @@ def canonical_json(arguments: Any) -> str:
 
 
 def _for_template(message: Message) -> Message:
-    """As templates expect it: plain text content, and tool arguments as a value, not as JSON text."""
+    """As templates expect it: plain text content, tool arguments as a value, not as JSON text, reasoning by both its names."""
+    if isinstance(message.get("content"), str) and "tool_calls" not in message and "reasoning_content" not in message:
+        return message
     plain: Message = {**message, "content": flatten(message.get("content"))}
+    if plain.get("reasoning_content"):
+        plain["thinking"] = plain["reasoning_content"]
     calls: list[dict[str, Any]] = plain.pop("tool_calls", None) or []
     if calls:
         plain["tool_calls"] = [{**call, "function": _with_value(call["function"])} for call in calls]

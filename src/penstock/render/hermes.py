@@ -1,4 +1,7 @@
-"""Tool calls in the Hermes form, which Qwen models share: a JSON object inside `<tool_call>` tags."""
+"""Tool calls in the Hermes form, which Qwen models share: a JSON object inside `<tool_call>` tags.
+
+It is also the form in which tools are offered to models whose template knows none.
+"""
 
 import json
 from collections.abc import Sequence
@@ -6,9 +9,14 @@ from typing import Any
 
 from penstock.records import Message
 from penstock.render.chat import Tool, flatten, json_value
-from penstock.render.tools import Piece, Text, ToolCall, ToolParser
+from penstock.render.json_calls import read_call
+from penstock.render.reply import CallDraft, CallParser, Family
+from penstock.render.source import Read
+from penstock.render.tools import Reading, ReplyParser
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
+OTHERS = ("<function=", "<arg_key>")
+"""What other forms write inside the same tags."""
 
 SYSTEM = """You can call functions to help with the request. Their JSON schemas are inside <tools></tools>:
 <tools>
@@ -22,23 +30,29 @@ To call a function, write its name and arguments as a JSON object inside <tool_c
 Write one <tool_call> for each call. The results come back inside <tool_response></tool_response>; use them in your answer."""
 
 
-class Hermes:
+class Hermes(Family):
     """See `ToolFormat`."""
 
-    def matches(self, template: str) -> bool:
-        """Whether the template itself speaks of `<tool_call>`."""
-        return OPEN in template
+    special: tuple[str, ...] = (OPEN, CLOSE)
 
-    def offer(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
-        """The caller's system text comes first, the tools after it."""
+    def matches(self, template: str) -> bool:
+        """Whether the template itself speaks of `<tool_call>`, and of nothing but JSON inside it."""
+        return OPEN in template and not any(other in template for other in OTHERS)
+
+    def offer(self, messages: Sequence[Message], tools: Sequence[Tool], *, system: bool = True) -> list[Message]:
+        """The conversation with the tools described in its system text, after the caller's own.
+
+        Without `system`, for templates that refuse that role, all of it goes before the text of the first message after it.
+        """
         plain = self.flatten(messages)
         if not tools:
             return plain
-        text = SYSTEM.format(schemas="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+        texts = [SYSTEM.format(schemas="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))]
         if plain and plain[0]["role"] == "system":
-            own = flatten(plain[0].get("content"))
-            return [{"role": "system", "content": f"{own}\n\n{text}" if own else text}, *plain[1:]]
-        return [{"role": "system", "content": text}, *plain]
+            texts.insert(0, flatten(plain.pop(0).get("content")))
+        if system or not plain:
+            return [{"role": "system", "content": _joined(texts)}, *plain]
+        return [{**plain[0], "content": _joined([*texts, flatten(plain[0].get("content"))])}, *plain[1:]]
 
     def flatten(self, messages: Sequence[Message]) -> list[Message]:
         """Calls become the text that the model would have written; results in a row share one user turn."""
@@ -56,84 +70,32 @@ class Hermes:
             in_results = message["role"] == "tool"
         return plain
 
-    def parser(self) -> ToolParser:
+    def begin(self, name: str) -> str:
+        """Up to where the arguments, or the name, come."""
+        return f'{OPEN}\n{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments":' if name else f'{OPEN}\n{{"name": "'
+
+    def parser(self, reading: Reading) -> ReplyParser:
         """A fresh parser."""
-        return HermesParser()
+        return HermesParser(reading)
 
 
-class HermesParser:
-    """Holds back what may be a call; white space before a call, and after the last one, belongs to nothing."""
+class HermesParser(CallParser):
+    """A call whose closing tag is missing at the reply's very end is one all the same: the tag may have been a stop string."""
 
-    def __init__(self) -> None:
-        self._held = ""
-        self._gap = ""
-        """White space before the open call: dropped if it is one, given out if it turns out to be text."""
-        self._inside = False
-        self._searched = 0
-        self._after_call = False
+    opens: tuple[str, ...] = (OPEN,)
 
-    def push(self, text: str) -> list[Piece]:
-        """See `ToolParser.push`."""
-        self._held += text
-        pieces: list[Piece] = []
-        while self._close_call(pieces) if self._inside else self._open_call(pieces):
-            pass
-        return pieces
+    def calls(self, opener: str) -> Read[bool]:
+        """One call in each pair of tags."""
+        return self.attempt(self._call)
 
-    def finish(self) -> list[Piece]:
-        """See `ToolParser.finish`."""
-        rest = self._gap + OPEN + self._held if self._inside else self._held
-        return [Text(rest)] if rest and not (self._after_call and rest.isspace()) else []
-
-    def _open_call(self, pieces: list[Piece]) -> bool:
-        """Give out text up to the next opening tag, or to where one may begin."""
-        start = self._held.find(OPEN)
-        end = start if start >= 0 else _safe_length(self._held)
-        text = self._held[:end].rstrip() if start >= 0 else self._held[:end]
-        if text:
-            pieces.append(Text(text))
-            self._after_call = False
-        if start < 0:
-            self._held = self._held[end:]
-            return False
-        self._gap = self._held[len(text) : start]
-        self._held, self._inside, self._searched = self._held[start + len(OPEN) :], True, 0
-        return True
-
-    def _close_call(self, pieces: list[Piece]) -> bool:
-        """Turn what is inside the tags into a call, or back into text if it is none."""
-        end = self._held.find(CLOSE, self._searched)
-        if end < 0:
-            self._searched = max(0, len(self._held) - len(CLOSE) + 1)
-            return False
-        body = self._held[:end]
-        call = _parse(body)
-        pieces.append(call or Text(self._gap + OPEN + body + CLOSE))
-        self._after_call = call is not None
-        self._held, self._inside, self._gap = self._held[end + len(CLOSE) :], False, ""
-        return True
+    def _call(self, draft: CallDraft) -> Read[bool]:
+        whole = yield from read_call(self.source, draft)
+        closed = yield from self.source.token(CLOSE)
+        return whole and (closed or self.source.is_spent)
 
 
-def _safe_length(text: str) -> int:
-    """How much of `text` cannot be white space before an opening tag, or the beginning of one."""
-    for size in range(min(len(OPEN) - 1, len(text)), 0, -1):
-        if OPEN.startswith(text[-size:]):
-            return len(text[:-size].rstrip())
-    return len(text.rstrip())
-
-
-def _parse(body: str) -> ToolCall | None:
-    """The call that `body` is; None where it is not an object with a name and an object of arguments."""
-    try:
-        call: Any = json.loads(body)
-        name, arguments = call["name"], call["arguments"]
-        if not isinstance(name, str) or not name or not isinstance(arguments, dict):
-            return None
-        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-        (name + text).encode()  # a lone surrogate is no text
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return None
-    return ToolCall(name, text)
+def _joined(texts: Sequence[str]) -> str:
+    return "\n\n".join(text for text in texts if text)
 
 
 def _spoken(message: Message) -> Message:
@@ -142,7 +104,8 @@ def _spoken(message: Message) -> Message:
         return message
     calls = [_written(call["function"]) for call in message["tool_calls"]]
     text = flatten(message.get("content"))
-    return {"role": message["role"], "content": "\n".join([*([text] if text else []), *calls])}
+    rest = {key: value for key, value in message.items() if key != "tool_calls"}
+    return {**rest, "content": "\n".join([*([text] if text else []), *calls])}
 
 
 def _written(function: dict[str, Any]) -> str:

@@ -8,7 +8,7 @@ every special token written out in them apart; the template's own special tokens
 import codecs
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -79,9 +79,9 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, special tokens parsed except where `shield` broke them; nothing is added or cut."""
         with boundary(RenderError, "the tokenizer cannot take this text"):
-            if self._break not in text:
-                return self.core.encode(text, add_special_tokens=False).ids
-            return [i for part in text.split(self._break) if part for i in self.core.encode(part, add_special_tokens=False).ids]
+            parts = [part for part in text.split(self._break) if part] if self._break in text else [text]
+            encodings = self.core.encode_batch_fast(parts, add_special_tokens=False)  # `encode` would find offsets too
+            return encodings[0].ids if len(encodings) == 1 else [i for encoding in encodings for i in encoding.ids]
 
     def shield(self, value: Any) -> Any:
         """`value` (a string, or JSON with strings in it) with every special token's text broken apart, for `encode`."""
@@ -98,9 +98,10 @@ class Tokenizer:
         decoder = self.decoder()
         return decoder.push(ids) + decoder.finish()
 
-    def decoder(self) -> Decoder:
-        """A fresh incremental decoder."""
-        return _ByteDecoder(self) if self._byte_level else _WindowDecoder(self)
+    def decoder(self, *, hidden: Set[int] | None = None) -> Decoder:
+        """A fresh incremental decoder. Tokens that are `hidden` have no text: the special ones, unless others are named."""
+        unseen = self.special_ids if hidden is None else hidden
+        return _ByteDecoder(self, unseen) if self._byte_level else _WindowDecoder(self, unseen)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that one token stands for, special or not."""
@@ -115,13 +116,14 @@ class Tokenizer:
 class _ByteDecoder:
     """For byte-level vocabularies: a token is bytes, and only an unfinished character waits."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, hidden: Set[int]) -> None:
         self._tokenizer = tokenizer
+        self._hidden = hidden
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, ids: Sequence[int]) -> str:
-        special, spell = self._tokenizer.special_ids, self._tokenizer.token_bytes
-        return self._utf8.decode(b"".join([spell(token_id) for token_id in ids if token_id not in special]))
+        hidden, spell = self._hidden, self._tokenizer.token_bytes
+        return self._utf8.decode(b"".join([spell(token_id) for token_id in ids if token_id not in hidden]))
 
     def finish(self) -> str:
         return self._utf8.decode(b"", final=True)
@@ -133,8 +135,9 @@ class _WindowDecoder:
     The window begins at the token before the unfinished ones, since some decoders treat the first token in a special way.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, hidden: Set[int]) -> None:
         self._tokenizer = tokenizer
+        self._hidden = hidden
         self._window: list[int] = []
         self._fixed = 0
         """How many tokens of the window had been given out when it began."""
@@ -142,12 +145,16 @@ class _WindowDecoder:
         """How many characters of the window's text have been given out."""
 
     def push(self, ids: Sequence[int]) -> str:
-        return "".join([self._push(token_id) for token_id in ids if token_id not in self._tokenizer.special_ids])
+        return "".join([self._push(token_id) for token_id in ids if token_id not in self._hidden])
 
     def finish(self) -> str:
         return self._text()[self._given :]
 
     def _push(self, token_id: int) -> str:
+        if token_id in self._tokenizer.special_ids:  # the library's decoder would leave it out, or treat it as a word
+            rest = self.finish()
+            self._given += len(rest)
+            return rest + (self._tokenizer.core.id_to_token(token_id) or "")
         self._window.append(token_id)
         text = self._text()
         unfinished = len(self._window) - self._fixed < LONGEST_WAIT

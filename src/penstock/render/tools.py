@@ -1,4 +1,4 @@
-"""How a model family writes tool calls: the seam, and what comes out of a parsed reply. One family is one file."""
+"""How a model family writes reasoning and tool calls: the seam, and what comes out of a parsed reply. One family is one file."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
@@ -13,19 +13,54 @@ class Text(NamedTuple):
     text: str
 
 
+class Reasoning(NamedTuple):
+    """What the model thinks before it speaks: shown apart from the text."""
+
+    text: str
+
+
 class ToolCall(NamedTuple):
-    """A call that was written out whole and well-formed."""
+    """A call begins: its name, and as much of its arguments as is known."""
 
     name: str
     arguments: str
-    """JSON text of an object."""
+    """JSON text of an object, as the model wrote it, or the beginning of it."""
 
 
-Piece = Text | ToolCall
+class Arguments(NamedTuple):
+    """More of the arguments of the call that began last."""
+
+    text: str
 
 
-class ToolParser(Protocol):
-    """Sampled text to pieces, as it comes. However the text is cut into pushes, the pieces say the same."""
+Piece = Text | Reasoning | ToolCall | Arguments
+
+
+class Marks(NamedTuple):
+    """What stands around the reasoning of a model, such as `<think>` and `</think>`."""
+
+    opening: str
+    closing: str
+
+
+class Reading(NamedTuple):
+    """How one reply is to be read."""
+
+    calls: bool
+    """Without, markup of calls is text."""
+    eager: bool
+    """Whether arguments are given out while they are written: a call that then turns out malformed stays a call. Otherwise a
+    call comes whole, and one that is malformed is text."""
+    marks: Marks | None = None
+    """None where the model writes no reasoning, or has a form of its own for it."""
+    thinking: bool = False
+    """Whether the prompt's end has opened the reasoning."""
+    tools: Sequence[Tool] = ()
+    """What may be called: forms that write arguments without JSON need the schemas to tell a text from a number."""
+
+
+class ReplyParser(Protocol):
+    """Sampled text to pieces, as it comes. However the text is cut into pushes, the pieces add up to the same."""
 
     def push(self, text: str) -> list[Piece]:
         """What is certain now; markup that may yet become a call is kept back."""
@@ -37,20 +72,25 @@ class ToolParser(Protocol):
 
 
 class ToolFormat(Protocol):
-    """One way to offer tools to a model and to read its calls."""
+    """One way in which models that know tools write their reasoning and calls."""
+
+    special: tuple[str, ...]
+    """Special tokens that the markup is made of: the parser must see them as text."""
+    ends: tuple[str, ...]
+    """Special tokens that end a reply of this family; where there are none, what closes a turn in the template does."""
 
     def matches(self, template: str) -> bool:
         """Whether a chat template that renders tools itself asks for calls in this form."""
         ...
 
-    def offer(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
-        """The conversation with the tools described in its system text, for templates that know no tools."""
+    def prepare(self, messages: Sequence[Message]) -> list[Message]:
+        """Messages as this family's own template takes them, such as ids of the length that it asks for."""
         ...
 
-    def flatten(self, messages: Sequence[Message]) -> list[Message]:
-        """Calls and results as plain text turns, for templates that know no tools."""
+    def begin(self, name: str) -> str | None:
+        """How a call of this tool (of any, where the name is empty) begins: what a forced call's prompt ends with. None: cannot."""
         ...
 
-    def parser(self) -> ToolParser:
+    def parser(self, reading: Reading) -> ReplyParser:
         """A fresh parser for one reply."""
         ...

@@ -11,6 +11,7 @@ from penstock.engines.base import Engine
 from penstock.engines.embedded.weights import load_decoder
 from penstock.events import Events
 from penstock.gateway.app import Gateway
+from penstock.gateway.calls import Limits
 from penstock.pool import POOLS
 from penstock.pool.base import Pool
 from penstock.records import Group, Sampling
@@ -53,7 +54,15 @@ async def open_stations(config: RunConfig, inputs: Inputs, folder: RunFolder, ev
         stack.push_async_callback(engine.close)
         gateway = await stack.enter_async_context(
             Gateway(
-                engine, renderer, pool, secret=folder.secret(), host=config.gateway.host, port=config.gateway.port, events=events
+                engine,
+                renderer,
+                pool,
+                secret=folder.secret(),
+                host=config.gateway.host,
+                port=config.gateway.port,
+                hosts=config.gateway.hosts,
+                events=events,
+                limits=Limits.of(config.gateway),
             )
         )
         runner = await stack.enter_async_context(

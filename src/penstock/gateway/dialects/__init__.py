@@ -2,4 +2,12 @@
 
 from penstock.registry import Registry
 
-DIALECTS = Registry("dialect", {"chat": "penstock.gateway.dialects.chat:ChatDialect"})
+DIALECTS = Registry(
+    "dialect",
+    {
+        "chat": "penstock.gateway.dialects.chat:ChatDialect",
+        "responses": "penstock.gateway.dialects.responses:ResponsesDialect",
+        "completions": "penstock.gateway.dialects.completions:CompletionsDialect",
+        "messages": "penstock.gateway.dialects.messages:MessagesDialect",
+    },
+)

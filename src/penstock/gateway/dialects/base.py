@@ -1,11 +1,11 @@
-"""What a dialect offers: one wire format, both ways. It is pure; sampling, recording and sending are done elsewhere."""
+"""What a dialect offers: one wire format, both ways. It does no I/O; sampling, recording and sending are done elsewhere."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from penstock.errors import RequestError
-from penstock.gateway.calls import Call, Prompt
+from penstock.gateway.calls import Call, Past, Prompt
 from penstock.gateway.stream import Delta
 from penstock.records import Sampling, Step
 
@@ -15,8 +15,9 @@ class Answer:
     """What is known of an answer while it is written."""
 
     id: str
-    created: int
-    """Seconds since 1970, for show."""
+    """As `Step.answer` keeps it; a dialect puts its own prefix before it."""
+    created: float
+    """Seconds since 1970."""
     model: str
     call: Call
     prompt: Prompt
@@ -32,13 +33,37 @@ class Fresh(NamedTuple):
     """Of the model's plain distribution."""
 
 
+class EventWriter(Protocol):
+    """Writes the events of one streamed answer; it may remember what it has told."""
+
+    def opening(self) -> bytes:
+        """The first events of the stream."""
+        ...
+
+    def grown(self, choice: int, deltas: list[Delta], fresh: Fresh) -> bytes:
+        """Events for what a choice has grown by; empty where there is nothing to tell."""
+        ...
+
+    def closing(self, choice: int, step: Step, fresh: Fresh) -> bytes:
+        """Events that end a choice, which is durable now."""
+        ...
+
+    def ending(self, steps: list[Step]) -> bytes:
+        """Events that end the stream, after all choices."""
+        ...
+
+
 class Dialect(Protocol):
     """One wire format."""
 
     path: str
-    """Its route."""
+    """Its route, from `/v1` on."""
+    count_path: str | None
+    """The route that only counts a request's tokens; None where the dialect has none."""
+    ping: bytes
+    """An event that says nothing, sent while the engine is silent so that nobody on the way gives the connection up."""
 
-    def parse(self, body: dict[str, Any], defaults: Sampling) -> Call:
+    def parse(self, body: dict[str, Any], defaults: Sampling, past: Past) -> Call:
         """The call that a request body makes. A field is honoured, refused by name, or listed as ignored."""
         ...
 
@@ -46,22 +71,18 @@ class Dialect(Protocol):
         """The body of an answer that is not streamed."""
         ...
 
-    def opening(self, answer: Answer) -> bytes:
-        """The first events of a stream."""
+    def events(self, answer: Answer) -> EventWriter:
+        """A writer for an answer that is."""
         ...
 
-    def grown(self, answer: Answer, choice: int, deltas: list[Delta], fresh: Fresh) -> bytes:
-        """Events for what a choice has grown by; empty where there is nothing to tell."""
-        ...
-
-    def closing(self, answer: Answer, choice: int, step: Step, fresh: Fresh) -> bytes:
-        """Events that end a choice."""
-        ...
-
-    def ending(self, answer: Answer) -> bytes:
-        """Events that end the stream, after all choices."""
+    def count(self, tokens: int) -> dict[str, Any]:
+        """What `count_path` answers for a prompt of this many tokens."""
         ...
 
     def error(self, error: RequestError) -> dict[str, Any]:
-        """An error in this dialect's form: the body of a refusal, or the last event of a broken stream."""
+        """The body of a refusal."""
+        ...
+
+    def broken(self, error: RequestError) -> bytes:
+        """The last event of a stream that breaks off."""
         ...

@@ -1,22 +1,24 @@
 """The OpenAI chat dialect: `/v1/chat/completions`, with vLLM's `return_token_ids`."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import orjson
 
 from penstock.errors import RequestError
-from penstock.gateway.calls import Call
+from penstock.gateway.calls import Call, Past
 from penstock.gateway.dialects import fields
 from penstock.gateway.dialects.base import Answer, Fresh
-from penstock.gateway.stream import Delta, IssuedCall, sse, tool_call
+from penstock.gateway.dialects.sampling import SAMPLING, refuse, sampling
+from penstock.gateway.stream import CallDelta, Delta, sse, tool_call
 from penstock.records import Sampling, Step
 from penstock.render.tokenizer import Tokenizer
+from penstock.render.tools import Reasoning
 
 HONOURED = frozenset(
     {"model", "messages", "tools", "tool_choice", "n", "stream", "stream_options", "logprobs", "return_token_ids"}
-    | {"temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "seed", "max_tokens", "max_completion_tokens"}
+    | {"max_tokens", "max_completion_tokens"}
+    | SAMPLING
 )
 LABELS = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"})
 """Fields that say who asks or how to keep the answer; sampling does not depend on them."""
@@ -63,29 +65,28 @@ class ChatDialect:
     """See `Dialect`."""
 
     path = "/v1/chat/completions"
+    count_path = None
+    ping = b": still sampling\n\n"
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
-    def parse(self, body: dict[str, Any], defaults: Sampling) -> Call:
+    def parse(self, body: dict[str, Any], defaults: Sampling, past: Past) -> Call:
         """See `Dialect.parse`."""
-        for name, neutral in NEUTRAL.items():
-            value = body.get(name)
-            if value is not None and value not in neutral:
-                raise RequestError(
-                    f"{name}={fields.shown(value)} is not supported; leave it out", code="unsupported_parameter", param=name
-                )
-        tools = fields.tools(body.get("tools"))
+        refuse(body, NEUTRAL)
+        tools = fields.tools(body.get("tools"), past.talk)
         options = fields.entry(body.get("stream_options") or {})
         if options is None:
             raise fields.wrong("stream_options", "must be an object")
         model = body.get("model", "")
+        limit = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
         return Call(
             model=model if isinstance(model, str) else "",
-            messages=fields.messages(body.get("messages")),
-            sampling=_sampling(body, defaults),
+            messages=fields.messages(body.get("messages"), past.talk),
+            sampling=sampling(body, defaults, limit),
             tools=tools,
-            reads_calls=_may_call(body.get("tool_choice")) and bool(tools),
+            reads_calls=bool(tools) and body.get("tool_choice") != "none",
+            forced=fields.choice(body.get("tool_choice"), tools),
             choices=fields.integer(body, "n", 1, low=1, high=MOST_CHOICES),
             stream=fields.flag(body, "stream"),
             usage_in_stream=fields.flag(options, "include_usage"),
@@ -97,74 +98,89 @@ class ChatDialect:
     def whole(self, answer: Answer) -> bytes:
         """See `Dialect.whole`."""
         choices = [self._choice(answer, place, step) for place, step in enumerate(answer.steps)]
-        body = self._head(answer, "chat.completion") | {"choices": choices, "usage": _usage(answer)}
+        body = _head(answer, "chat.completion") | {"choices": choices, "usage": _usage(answer, answer.steps)}
         if answer.call.token_ids:
             body["prompt_token_ids"] = answer.prompt.ids
         return orjson.dumps(body)
 
-    def opening(self, answer: Answer) -> bytes:
-        """See `Dialect.opening`."""
-        choices = [_entry(choice, {"role": "assistant", "content": ""}) for choice in range(answer.call.choices)]
-        event = self._head(answer, "chat.completion.chunk") | {"choices": choices}
-        if answer.call.token_ids:
-            event["prompt_token_ids"] = answer.prompt.ids
-        return sse(event)
+    def events(self, answer: Answer) -> "ChatEvents":
+        """See `Dialect.events`."""
+        return ChatEvents(answer, self._tokenizer)
 
-    def grown(self, answer: Answer, choice: int, deltas: list[Delta], fresh: Fresh) -> bytes:
-        """See `Dialect.grown`."""
-        changes: list[dict[str, Any]] = [_change(delta) for delta in deltas]
-        if not changes and fresh.ids and (answer.call.token_ids or answer.call.logprobs):
-            changes = [{}]
-        parts = [self._event(answer, choice, change) for change in changes[:-1]]
-        if changes:
-            parts.append(self._event(answer, choice, changes[-1], fresh=fresh))
-        return b"".join(parts)
-
-    def closing(self, answer: Answer, choice: int, step: Step, fresh: Fresh) -> bytes:
-        """See `Dialect.closing`."""
-        return self._event(answer, choice, {}, finish=_finish(step), fresh=fresh)
-
-    def ending(self, answer: Answer) -> bytes:
-        """See `Dialect.ending`."""
-        usage = b""
-        if answer.call.usage_in_stream:
-            usage = sse(self._head(answer, "chat.completion.chunk") | {"choices": [], "usage": _usage(answer)})
-        return usage + b"data: [DONE]\n\n"
+    def count(self, tokens: int) -> dict[str, Any]:
+        """See `Dialect.count`."""
+        return {"total_tokens": tokens}
 
     def error(self, error: RequestError) -> dict[str, Any]:
         """See `Dialect.error`."""
         return error_body(error)
 
-    def _head(self, answer: Answer, kind: str) -> dict[str, Any]:
-        return {"id": f"chatcmpl-{answer.id}", "object": kind, "created": answer.created, "model": answer.model}
-
-    def _event(
-        self, answer: Answer, choice: int, delta: dict[str, Any], *, finish: str | None = None, fresh: Fresh | None = None
-    ) -> bytes:
-        entry = _entry(choice, delta, finish)
-        if fresh and answer.call.logprobs:
-            entry["logprobs"] = self._logprobs(*fresh)
-        if fresh and answer.call.token_ids:
-            entry["token_ids"] = fresh.ids
-        return sse(self._head(answer, "chat.completion.chunk") | {"choices": [entry]})
+    def broken(self, error: RequestError) -> bytes:
+        """See `Dialect.broken`."""
+        return sse(error_body(error))
 
     def _choice(self, answer: Answer, place: int, step: Step) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": place, "message": step.message, "finish_reason": _finish(step), "logprobs": None}
         if answer.call.logprobs:
-            choice["logprobs"] = self._logprobs(step.completion_ids, step.full_logprobs or step.logprobs)
+            choice["logprobs"] = logprobs(self._tokenizer, step.completion_ids, step.full_logprobs or step.logprobs)
         if answer.call.token_ids:
             choice["token_ids"] = step.completion_ids
         return choice
 
-    def _logprobs(self, ids: Sequence[int], logprobs: Sequence[float]) -> dict[str, Any]:
-        """Of the model's plain distribution, as vLLM gives them; the ones sampled from are in the record."""
-        content: list[dict[str, Any]] = []
-        for token_id, logprob in zip(ids, logprobs, strict=True):
-            spelt = self._tokenizer.token_bytes(token_id)
-            content.append(
-                {"token": spelt.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(spelt), "top_logprobs": []}
-            )
-        return {"content": content, "refusal": None}
+
+class ChatEvents:
+    """See `EventWriter`."""
+
+    def __init__(self, answer: Answer, tokenizer: Tokenizer) -> None:
+        self._answer = answer
+        self._tokenizer = tokenizer
+        self._head = _head(answer, "chat.completion.chunk")
+
+    def opening(self) -> bytes:
+        """See `EventWriter.opening`."""
+        choices = [_entry(choice, {"role": "assistant", "content": ""}) for choice in range(self._answer.call.choices)]
+        event = self._head | {"choices": choices}
+        if self._answer.call.token_ids:
+            event["prompt_token_ids"] = self._answer.prompt.ids
+        return sse(event)
+
+    def grown(self, choice: int, deltas: list[Delta], fresh: Fresh) -> bytes:
+        """See `EventWriter.grown`."""
+        changes: list[dict[str, Any]] = [_change(delta) for delta in deltas]
+        if not changes and fresh.ids and (self._answer.call.token_ids or self._answer.call.logprobs):
+            changes = [{}]
+        parts = [self._event(choice, change) for change in changes[:-1]]
+        if changes:
+            parts.append(self._event(choice, changes[-1], fresh=fresh))
+        return b"".join(parts)
+
+    def closing(self, choice: int, step: Step, fresh: Fresh) -> bytes:
+        """See `EventWriter.closing`."""
+        return self._event(choice, {}, finish=_finish(step), fresh=fresh)
+
+    def ending(self, steps: list[Step]) -> bytes:
+        """See `EventWriter.ending`."""
+        usage = b""
+        if self._answer.call.usage_in_stream:
+            usage = sse(self._head | {"choices": [], "usage": _usage(self._answer, steps)})
+        return usage + b"data: [DONE]\n\n"
+
+    def _event(self, choice: int, delta: dict[str, Any], *, finish: str | None = None, fresh: Fresh | None = None) -> bytes:
+        entry = _entry(choice, delta, finish)
+        if fresh and self._answer.call.logprobs:
+            entry["logprobs"] = logprobs(self._tokenizer, *fresh)
+        if fresh and self._answer.call.token_ids:
+            entry["token_ids"] = fresh.ids
+        return sse(self._head | {"choices": [entry]})
+
+
+def logprobs(tokenizer: Tokenizer, ids: Sequence[int], values: Sequence[float]) -> dict[str, Any]:
+    """Of the model's plain distribution, as vLLM gives them; the ones sampled from are in the record."""
+    content: list[dict[str, Any]] = []
+    for token_id, logprob in zip(ids, values, strict=True):
+        spelt = tokenizer.token_bytes(token_id)
+        content.append({"token": spelt.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(spelt), "top_logprobs": []})
+    return {"content": content, "refusal": None}
 
 
 def error_body(error: RequestError) -> dict[str, Any]:
@@ -174,31 +190,8 @@ def error_body(error: RequestError) -> dict[str, Any]:
     return {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}}
 
 
-def _sampling(body: dict[str, Any], defaults: Sampling) -> Sampling:
-    limit = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
-    top_k = fields.integer(body, "top_k", defaults.top_k, low=-1)
-    seed = body.get("seed")
-    return replace(
-        defaults,
-        max_tokens=fields.integer(body, limit, defaults.max_tokens, low=1),
-        temperature=fields.number(body, "temperature", defaults.temperature, low=0, high=100),
-        top_p=fields.number(body, "top_p", defaults.top_p, low=1e-6, high=1),
-        top_k=max(top_k, 0),
-        min_p=fields.number(body, "min_p", defaults.min_p, low=0, high=1),
-        stop=fields.strings(body, "stop") or defaults.stop,
-        stop_ids=(*defaults.stop_ids, *fields.integers(body, "stop_token_ids")),
-        seed=defaults.seed if seed is None else fields.integer(body, "seed", 0, low=-(2**53)),
-    )
-
-
-def _may_call(choice: Any) -> bool:
-    if choice in (None, "auto", "none"):
-        return choice != "none"
-    raise RequestError(
-        f"tool_choice={fields.shown(choice)} is not supported; use 'auto' or 'none'",
-        code="unsupported_parameter",
-        param="tool_choice",
-    )
+def _head(answer: Answer, kind: str) -> dict[str, Any]:
+    return {"id": f"chatcmpl-{answer.id}", "object": kind, "created": int(answer.created), "model": answer.model}
 
 
 def _entry(choice: int, delta: dict[str, Any], finish: str | None = None) -> dict[str, Any]:
@@ -206,8 +199,12 @@ def _entry(choice: int, delta: dict[str, Any], finish: str | None = None) -> dic
 
 
 def _change(delta: Delta) -> dict[str, Any]:
-    if isinstance(delta, IssuedCall):
+    if isinstance(delta, Reasoning):
+        return {"reasoning_content": delta.text}
+    if isinstance(delta, CallDelta) and delta.begins:
         return {"tool_calls": [{"index": delta.ordinal, **tool_call(delta)}]}
+    if isinstance(delta, CallDelta):
+        return {"tool_calls": [{"index": delta.ordinal, "function": {"arguments": delta.arguments}}]}
     return {"content": delta.text}
 
 
@@ -215,6 +212,6 @@ def _finish(step: Step) -> str:
     return "tool_calls" if step.message.get("tool_calls") and step.finish == "stop" else step.finish
 
 
-def _usage(answer: Answer) -> dict[str, int]:
-    prompt, sampled = len(answer.prompt.ids), sum(len(step.completion_ids) for step in answer.steps)
+def _usage(answer: Answer, steps: list[Step]) -> dict[str, int]:
+    prompt, sampled = len(answer.prompt.ids), sum(len(step.completion_ids) for step in steps)
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}

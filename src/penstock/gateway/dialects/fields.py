@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from typing import Any, cast
 
 from penstock.errors import RequestError
+from penstock.gateway.talks import Talk
 from penstock.records import Message
 from penstock.render.chat import Tool, flatten
 
@@ -70,27 +71,29 @@ def integers(body: dict[str, Any], name: str) -> tuple[int, ...]:
     return tuple(values)
 
 
-def messages(value: Any, name: str = "messages") -> tuple[Message, ...]:
+def messages(value: Any, talk: Talk, name: str = "messages") -> tuple[Message, ...]:
     """Chat messages in the OpenAI form, with plain text content and nothing that neither a template nor a digest reads."""
     given = entries(value)
     if not given:
         raise wrong(name, "must be a list with at least one message")
-    check_depth(given, name)
-    return tuple(_message(entry(each), f"{name}[{place}]") for place, each in enumerate(given))
+    return talk.messages(given, lambda place, each: _message(each, f"{name}[{place}]"))
 
 
-def tools(value: Any, name: str = "tools") -> tuple[Tool, ...]:
+def tools(value: Any, talk: Talk, name: str = "tools") -> tuple[Tool, ...]:
     """Function tools; other kinds are refused."""
-    given = entries([] if value is None else value)
-    if given is None:
-        raise wrong(name, "must be a list of tools")
-    check_depth(given, name)
-    for place, each in enumerate(given):
-        tool = entry(each) or {}
-        function = entry(tool.get("function")) or {}
-        if tool.get("type") != "function" or not isinstance(function.get("name"), str):
-            raise wrong(f"{name}[{place}]", "must be a function tool with a name; other kinds are not supported")
-    return tuple(given)
+    return talk.tools(value, lambda given: _tools(given, name))
+
+
+def choice(value: Any, tools: tuple[Tool, ...], name: str = "tool_choice") -> str | None:
+    """The tool that must be called, empty for any of them; None where the model is free (`auto`, or absent)."""
+    if value in (None, "auto", "none"):
+        return None
+    named = entry(value) or {}
+    wanted = "" if value == "required" else (entry(named.get("function")) or named).get("name")
+    known = {tool["function"]["name"] for tool in tools}
+    if not isinstance(wanted, str) or (wanted and wanted not in known) or not known:
+        raise wrong(name, f"must be 'auto', 'none', 'required' or one of the tools given, not {shown(value)}")
+    return wanted
 
 
 def check_depth(value: Any, name: str) -> None:
@@ -120,9 +123,24 @@ def _inside(value: Any) -> Iterable[Any]:
     return (entry(value) or {}).values() or entries(value) or ()
 
 
-def _message(given: dict[str, Any] | None, name: str) -> Message:
+def _tools(value: Any, name: str) -> tuple[Tool, ...]:
+    given = entries([] if value is None else value)
+    if given is None:
+        raise wrong(name, "must be a list of tools")
+    check_depth(given, name)
+    for place, each in enumerate(given):
+        tool = entry(each) or {}
+        function = entry(tool.get("function")) or {}
+        if tool.get("type") != "function" or not isinstance(function.get("name"), str):
+            raise wrong(f"{name}[{place}]", "must be a function tool with a name; other kinds are not supported")
+    return tuple(given)
+
+
+def _message(value: Any, name: str) -> Message:
+    given = entry(value)
     if given is None:
         raise wrong(name, "must be an object")
+    check_depth(given, name)
     role = given.get("role")
     if not isinstance(role, str) or role not in ROLES:
         raise wrong(f"{name}.role", f"must be one of {', '.join(ROLES)}, not {shown(role)}")
@@ -131,9 +149,12 @@ def _message(given: dict[str, Any] | None, name: str) -> Message:
         message["tool_calls"] = _calls(given["tool_calls"], f"{name}.tool_calls")
     if role == "assistant" and (given.get("function_call") or given.get("audio")):
         raise wrong(name, "has a function_call or audio, which are not supported; use tool_calls")
+    thought = (given.get("reasoning_content") or given.get("reasoning")) if role == "assistant" else None
+    if isinstance(thought, str):
+        message["reasoning_content"] = thought
     for key in ("name", "tool_call_id"):
         if given.get(key) is not None:
-            message[key] = _text(given[key], f"{name}.{key}")
+            message[key] = text(given[key], f"{name}.{key}")
     return message
 
 
@@ -150,7 +171,7 @@ def _part(part: dict[str, Any], name: str) -> str:
     kind = part.get("type")
     if kind not in ("text", "refusal"):
         raise wrong(name, f"must be a text part; {shown(kind)} is not supported")
-    return _text(part.get(kind), f"{name}.{kind}")
+    return text(part.get(kind), f"{name}.{kind}")
 
 
 def _calls(value: Any, name: str) -> list[dict[str, Any]]:
@@ -163,12 +184,13 @@ def _calls(value: Any, name: str) -> list[dict[str, Any]]:
         arguments: Any = function.get("arguments", "{}")
         if not isinstance(arguments, str | dict):
             raise wrong(f"{where}.function.arguments", "must be JSON text")
-        named: dict[str, Any] = {"name": _text(function.get("name"), f"{where}.function.name"), "arguments": arguments}
-        calls.append({"id": _text(call.get("id") or "", f"{where}.id"), "type": "function", "function": named})
+        named: dict[str, Any] = {"name": text(function.get("name"), f"{where}.function.name"), "arguments": arguments}
+        calls.append({"id": text(call.get("id") or "", f"{where}.id"), "type": "function", "function": named})
     return calls
 
 
-def _text(value: Any, name: str) -> str:
+def text(value: Any, name: str) -> str:
+    """A string."""
     if not isinstance(value, str):
         raise wrong(name, f"must be a string, not {shown(value)}")
     return value

@@ -1,0 +1,5 @@
+"""`python -m bench.gateway [--quick] [--json]`"""
+
+from bench.gateway import main
+
+main()

@@ -1,0 +1,153 @@
+"""Callers in a closed loop over raw sockets, so that the load generator costs as little as it can."""
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from statistics import median
+from urllib.parse import urlsplit
+
+import orjson
+import psutil
+
+from bench.gateway.servers import SECRET
+from penstock.gateway.auth import Tokens
+from penstock.records import make_rollout
+
+WORDS_TOKENS = 13
+"""About how many tokens the words have that a conversation is filled with."""
+QUESTION = {"role": "user", "content": "Then tell me what comes next, and why it does, in a few plain words. " * 3}
+TOKENS = Tokens(SECRET)
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One kind of load."""
+
+    callers: int
+    context: int = 500
+    """Tokens that a conversation begins with, about."""
+    stream: bool = False
+    wait_ms: int = 0
+    """How long the engine takes before it answers."""
+    between_ms: int = 0
+    """How long it takes between two tokens of a stream."""
+    seconds: float = 1.0
+
+
+@dataclass(slots=True)
+class Result:
+    """What one server managed in one cell."""
+
+    calls: int = 0
+    errors: int = 0
+    events: int = 0
+    seconds: float = 0.0
+    cpu_s: float = 0.0
+    latencies: list[float] = field(default_factory=list[float])
+
+    @property
+    def cpu_us(self) -> float:
+        """Processor time of the server per call, in microseconds."""
+        return self.cpu_s / max(self.calls, 1) * 1e6
+
+    @property
+    def p50_ms(self) -> float:
+        """Median latency."""
+        return median(self.latencies) * 1e3 if self.latencies else float("nan")
+
+
+class Connection:
+    """One keep-alive connection."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+
+    @classmethod
+    async def open(cls, url: str) -> "Connection":
+        """To the server at `url`."""
+        at = urlsplit(url)
+        return cls(*await asyncio.open_connection(at.hostname, at.port, limit=1 << 22))
+
+    async def post(self, token: str, body: bytes) -> tuple[int, bytes]:
+        """Status and body of a call, chunks put together."""
+        head = (
+            f"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {token}\r\n"
+            f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        )
+        self._writer.write(head.encode() + body)
+        lines = (await self._reader.readuntil(b"\r\n\r\n")).lower().split(b"\r\n")
+        status = int(lines[0].split()[1])
+        for line in lines:
+            if line.startswith(b"content-length:"):
+                return status, await self._reader.readexactly(int(line[15:]))
+        parts: list[bytes] = []
+        while size := int(await self._reader.readline(), 16):
+            parts.append((await self._reader.readexactly(size + 2))[:-2])
+        await self._reader.readline()
+        return status, b"".join(parts)
+
+    def close(self) -> None:
+        """Hang up."""
+        self._writer.close()
+
+
+async def load(url: str, process: psutil.Process, cell: Cell) -> Result:
+    """Load a server as `cell` says. Every conversation is opened before anything is counted: what is measured is going on."""
+    result = Result()
+    callers = [Caller(await Connection.open(url), place, cell) for place in range(cell.callers)]
+    try:
+        async with asyncio.TaskGroup() as group:
+            for caller in callers:
+                group.create_task(caller.begin())
+        before, start = process.cpu_times(), time.perf_counter()
+        async with asyncio.TaskGroup() as group:
+            for caller in callers:
+                group.create_task(caller.go_on(start + cell.seconds, result))
+        result.seconds, after = time.perf_counter() - start, process.cpu_times()
+    finally:
+        for caller in callers:
+            caller.line.close()
+    result.cpu_s = after.user + after.system - before.user - before.system
+    return result
+
+
+class Caller:
+    """One agent with its own rollout and a conversation that grows."""
+
+    def __init__(self, line: Connection, place: int, cell: Cell) -> None:
+        self.line = line
+        self._place = place
+        self._cell = cell
+        self._token = TOKENS.model(make_rollout("train-0", "t", place).id)
+        self._talk: list[dict[str, str]] = []
+
+    async def begin(self) -> None:
+        """Open a conversation that nobody had before."""
+        nonce = f"{self._place} {time.perf_counter_ns()} "
+        filler = "because the thing before it came as it always has, " * (self._cell.context // WORDS_TOKENS)
+        self._talk = [{"role": "system", "content": nonce + filler}, QUESTION]
+        await self._call(Result(), quick=True)
+
+    async def go_on(self, end: float, result: Result) -> None:
+        """Make calls until the time is over."""
+        while time.perf_counter() < end:
+            await self._call(result)
+
+    async def _call(self, result: Result, *, quick: bool = False) -> None:
+        cell = self._cell
+        seed = 0 if quick else cell.wait_ms * 1000 + cell.between_ms
+        body = orjson.dumps({"model": "any", "messages": self._talk, "seed": seed, "stream": cell.stream and not quick})
+        begun = time.perf_counter()
+        status, answer = await self.line.post(self._token, body)
+        result.latencies.append(time.perf_counter() - begun)
+        result.calls += 1
+        result.errors += status != 200
+        result.events += answer.count(b"data: ")
+        if status == 200:
+            said = orjson.loads(answer)["choices"][0]["message"] if answer[:1] == b"{" else _said(answer)
+            self._talk += [said, QUESTION]
+
+
+def _said(answer: bytes) -> dict[str, str]:
+    events = [orjson.loads(part[6:]) for part in answer.split(b"\n\n") if part.startswith(b"data: {")]
+    return {"role": "assistant", "content": "".join(event["choices"][0]["delta"].get("content") or "" for event in events)}

@@ -1,0 +1,216 @@
+"""The legacy completions dialect: `/v1/completions`, a prompt that no chat template touches, with vLLM's `return_token_ids`."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import orjson
+
+from penstock.errors import RequestError
+from penstock.gateway.calls import Call, Past
+from penstock.gateway.dialects import fields
+from penstock.gateway.dialects.base import Answer, Fresh
+from penstock.gateway.dialects.chat import error_body
+from penstock.gateway.dialects.sampling import SAMPLING, refuse, sampling, unsupported
+from penstock.gateway.stream import CallDelta, Delta, sse
+from penstock.records import Sampling, Step
+from penstock.render.tokenizer import Tokenizer
+
+HONOURED = SAMPLING | frozenset(
+    {"model", "prompt", "max_tokens", "n", "best_of", "echo", "logprobs", "stream", "stream_options", "return_token_ids"}
+)
+LABELS = frozenset({"user"})
+"""Fields that say who asks; sampling does not depend on them."""
+
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "suffix": ("",),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "logprobs": (0, False),
+    "prompt_logprobs": (),
+    "use_beam_search": (False,),
+    "ignore_eos": (False,),
+    "min_tokens": (0,),
+    "skip_special_tokens": (True,),
+    "include_stop_str_in_output": (False,),
+    "add_special_tokens": (False,),
+    "prompt_embeds": (),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+}
+"""Fields that would change the sampling in a way that is not offered, with the values that change nothing.
+
+`logprobs` counts the likeliest other tokens: 0 gives those of the sampled tokens alone.
+"""
+
+MOST_CHOICES = 128
+
+
+class CompletionsDialect:
+    """See `Dialect`."""
+
+    path = "/v1/completions"
+    count_path = None
+    ping = b": still sampling\n\n"
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._ids = tokenizer.core.get_vocab_size()
+
+    def parse(self, body: dict[str, Any], defaults: Sampling, past: Past) -> Call:
+        """See `Dialect.parse`."""
+        refuse(body, NEUTRAL)
+        choices = fields.integer(body, "n", 1, low=1, high=MOST_CHOICES)
+        if body.get("best_of") not in (None, choices):
+            raise unsupported("best_of", body["best_of"])
+        tells = body.get("logprobs") is not None and body["logprobs"] is not False
+        if tells and fields.flag(body, "echo"):
+            raise RequestError("echo with logprobs is not supported; leave one out", code="unsupported_parameter", param="echo")
+        options = fields.entry({} if body.get("stream_options") is None else body["stream_options"])
+        if options is None:
+            raise fields.wrong("stream_options", "must be an object")
+        model = body.get("model", "")
+        return Call(
+            model=model if isinstance(model, str) else "",
+            messages=(),
+            raw=self._prompt(body.get("prompt")),
+            sampling=sampling(body, defaults, "max_tokens"),
+            choices=choices,
+            stream=fields.flag(body, "stream"),
+            usage_in_stream=fields.flag(options, "include_usage"),
+            logprobs=tells,
+            token_ids=fields.flag(body, "return_token_ids"),
+            echo=(("echo", fields.flag(body, "echo")),),
+            ignored=tuple(sorted(name for name in body.keys() - HONOURED - LABELS - NEUTRAL.keys() if body[name] is not None)),
+        )
+
+    def whole(self, answer: Answer) -> bytes:
+        """See `Dialect.whole`."""
+        head = head_text(answer, self._tokenizer)
+        choices: list[dict[str, Any]] = []
+        for place, step in enumerate(answer.steps):
+            choice = entry(place, head + (step.message["content"] or ""), finish=step.finish)
+            if answer.call.logprobs:
+                choice["logprobs"] = logprobs(self._tokenizer, step.completion_ids, step.full_logprobs or step.logprobs)
+            if answer.call.token_ids:
+                choice |= {"token_ids": step.completion_ids, "prompt_token_ids": answer.prompt.ids}
+            choices.append(choice)
+        return orjson.dumps(head_of(answer) | {"choices": choices, "usage": usage(answer, answer.steps)})
+
+    def events(self, answer: Answer) -> "CompletionEvents":
+        """See `Dialect.events`."""
+        return CompletionEvents(answer, self._tokenizer)
+
+    def count(self, tokens: int) -> dict[str, Any]:
+        """See `Dialect.count`."""
+        return {"total_tokens": tokens}
+
+    def error(self, error: RequestError) -> dict[str, Any]:
+        """See `Dialect.error`."""
+        return error_body(error)
+
+    def broken(self, error: RequestError) -> bytes:
+        """See `Dialect.broken`."""
+        return sse(error_body(error))
+
+    def _prompt(self, value: Any) -> str | tuple[int, ...]:
+        """One prompt: text or token ids, by itself or alone in a list."""
+        listed = fields.entries(value)
+        if listed and not isinstance(listed[0], int):
+            if len(listed) > 1:
+                raise fields.wrong("prompt", f"holds {len(listed)} prompts; send one in each request")
+            value = listed[0]
+        if isinstance(value, str) and value:
+            return value
+        ids = fields.integers({"prompt": value}, "prompt") if fields.entries(value) else ()
+        if not ids:
+            raise fields.wrong("prompt", f"must be text or a list of token ids, and not empty; not {fields.shown(value)}")
+        if max(ids) >= self._ids:
+            raise fields.wrong("prompt", f"holds token {max(ids)}; this model has {self._ids} of them, counted from 0")
+        return ids
+
+
+class CompletionEvents:
+    """See `EventWriter`."""
+
+    def __init__(self, answer: Answer, tokenizer: Tokenizer) -> None:
+        self._answer = answer
+        self._tokenizer = tokenizer
+        self._head = head_of(answer)
+        self._told = [0] * answer.call.choices
+        """Characters that have been told of, by choice: where the next token's text begins."""
+
+    def opening(self) -> bytes:
+        """See `EventWriter.opening`."""
+        text = head_text(self._answer, self._tokenizer)
+        if not text and not self._answer.call.token_ids:
+            return b""
+        choices = [entry(place, text) for place in range(self._answer.call.choices)]
+        if self._answer.call.token_ids:
+            choices = [choice | {"token_ids": [], "prompt_token_ids": self._answer.prompt.ids} for choice in choices]
+        return sse(self._head | {"choices": choices})
+
+    def grown(self, choice: int, deltas: list[Delta], fresh: Fresh) -> bytes:
+        """See `EventWriter.grown`."""
+        text = "".join([delta.text for delta in deltas if not isinstance(delta, CallDelta)])
+        tells = self._answer.call.token_ids or self._answer.call.logprobs
+        return self._event(choice, text, fresh) if text or (fresh.ids and tells) else b""
+
+    def closing(self, choice: int, step: Step, fresh: Fresh) -> bytes:
+        """See `EventWriter.closing`."""
+        return self._event(choice, "", fresh, finish=step.finish)
+
+    def ending(self, steps: list[Step]) -> bytes:
+        """See `EventWriter.ending`."""
+        counted = b""
+        if self._answer.call.usage_in_stream:
+            counted = sse(self._head | {"choices": [], "usage": usage(self._answer, steps)})
+        return counted + b"data: [DONE]\n\n"
+
+    def _event(self, choice: int, text: str, fresh: Fresh, *, finish: str | None = None) -> bytes:
+        told = entry(choice, text, finish=finish)
+        if self._answer.call.logprobs:
+            told["logprobs"] = logprobs(self._tokenizer, *fresh, start=self._told[choice])
+            self._told[choice] += sum(map(len, told["logprobs"]["tokens"]))
+        if self._answer.call.token_ids:
+            told["token_ids"] = fresh.ids
+        return sse(self._head | {"choices": [told]})
+
+
+def head_of(answer: Answer) -> dict[str, Any]:
+    """What the answer and every event of it begin with."""
+    return {"id": f"cmpl-{answer.id}", "object": "text_completion", "created": int(answer.created), "model": answer.model}
+
+
+def head_text(answer: Answer, tokenizer: Tokenizer) -> str:
+    """The prompt, where the caller wants it before the completion."""
+    if not dict(answer.call.echo).get("echo"):
+        return ""
+    raw = answer.call.raw
+    return raw if isinstance(raw, str) else tokenizer.decode(answer.prompt.ids)
+
+
+def entry(place: int, text: str, *, finish: str | None = None) -> dict[str, Any]:
+    """One choice, or what it has grown by."""
+    return {"index": place, "text": text, "logprobs": None, "finish_reason": finish}
+
+
+def logprobs(tokenizer: Tokenizer, ids: Sequence[int], values: Sequence[float], *, start: int = 0) -> dict[str, Any]:
+    """Of the model's plain distribution; the ones sampled from are in the record."""
+    tokens = [tokenizer.token_bytes(token_id).decode("utf-8", "replace") for token_id in ids]
+    offsets: list[int] = []
+    for token in tokens:
+        offsets.append(start)
+        start += len(token)
+    return {"tokens": tokens, "token_logprobs": list(values), "top_logprobs": None, "text_offset": offsets}
+
+
+def usage(answer: Answer, steps: Sequence[Step]) -> dict[str, int]:
+    """Tokens of the prompt, and of all choices."""
+    prompt, sampled = len(answer.prompt.ids), sum(len(step.completion_ids) for step in steps)
+    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}

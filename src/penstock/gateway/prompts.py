@@ -1,0 +1,77 @@
+"""The prompt of a call: the tokens of the longest known path and what is new, or a root rendered from scratch."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from hashlib import blake2b
+from typing import Any
+
+from penstock.codec import pack_ints
+from penstock.errors import RequestError
+from penstock.gateway.calls import Call, Prompt
+from penstock.gateway.graph import RAW, REWRITTEN, TokenGraph
+from penstock.records import Message
+from penstock.render.chat import flatten
+from penstock.render.renderer import Renderer
+
+LONG_TEXT = 8_000
+"""Characters from which tokenizing (about 0.5 ms per thousand) is handed to a thread."""
+
+
+async def make_prompt(graph: TokenGraph, renderer: Renderer, call: Call, chains: Sequence[str]) -> Prompt:
+    """The prompt of `call`; `chains` are the digests of its tools and messages."""
+    if call.raw is not None:
+        return _continue_raw(graph, renderer, call.raw)
+    prompt = await _render(graph, renderer, call, chains)
+    return prompt if call.forced is None else _begin_call(prompt, renderer, call.forced)
+
+
+async def _render(graph: TokenGraph, renderer: Renderer, call: Call, chains: Sequence[str]) -> Prompt:
+    messages, place = call.messages, graph.match(call.messages, chains)
+    reason = place.reason
+    if place.step is not None:
+        reply, new = graph.steps[place.step], messages[place.known :]
+        last_id = reply.completion_ids[-1] if reply.completion_ids else None
+        system, thought = messages[0]["role"] == "system", graph.thoughtful(place.step)
+        extend = partial(
+            renderer.extend, reply.message, new, last_id=last_id, tools=bool(call.tools), system=system, thought=thought
+        )
+        added = await _work(new, extend)
+        if added is not None:
+            ids = graph.context(place.step) + added
+            return Prompt(ids=ids, parent=place.step, added=added, messages=new, tools=(), chain=place.chain, reason=reason)
+        reason = reason or REWRITTEN
+    root = await _work(messages, lambda: renderer.root(messages, call.tools))
+    return Prompt(ids=root, parent=None, added=root, messages=messages, tools=call.tools, chain=place.chain, reason=reason)
+
+
+def _continue_raw(graph: TokenGraph, renderer: Renderer, raw: str | tuple[int, ...]) -> Prompt:
+    """An untemplated prompt, after the longest path that it goes on from."""
+    parent = graph.match_raw(raw)
+    if isinstance(raw, str):
+        rest = raw if parent is None else raw[len(graph.raw_text(parent)) :]
+        added, chain = tuple(renderer.encode_raw(rest)), blake2b(raw.encode(), digest_size=16).hexdigest()
+    else:
+        added = raw if parent is None else raw[len(graph.context(parent)) :]
+        rest, chain = renderer.tokenizer.decode(added), blake2b(pack_ints(raw), digest_size=16).hexdigest()
+    before = () if parent is None else graph.context(parent)
+    said: tuple[Message, ...] = ({"role": "user", "content": rest},)
+    return Prompt(ids=before + added, parent=parent, added=added, messages=said, tools=(), chain=RAW + chain)
+
+
+def _begin_call(prompt: Prompt, renderer: Renderer, name: str) -> Prompt:
+    """The prompt with the beginning of the call that is asked for: the model can only go on with it."""
+    begun = renderer.begin(name, prompt=prompt.ids)
+    if begun is None:
+        message = "this model's form of tool calls cannot be forced; use tool_choice 'auto' or 'none'"
+        raise RequestError(message, code="unsupported_parameter", param="tool_choice")
+    ids, text = begun
+    return replace(prompt, ids=prompt.ids + ids, added=prompt.added + ids, begun=text)
+
+
+async def _work(messages: Sequence[Message], render: Callable[[], Any]) -> Any:
+    """Run `render` here, or in a thread where there is much to tokenize."""
+    if sum(len(flatten(message.get("content"))) for message in messages) > LONG_TEXT:
+        return await asyncio.to_thread(render)
+    return render()

@@ -1,0 +1,142 @@
+"""Every route with what it needs of its caller; whatever is not listed is refused.
+
+Model routes may carry the token in the path, before `/v1`, for clients that cannot send a key of their own, and after it the
+transcript: `/{token}/v1/…`, `/{token}/{transcript}/v1/…`. A client whose base URL has no `/v1`, or adds one itself, is served too.
+"""
+
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from penstock.errors import PenstockError, RequestError
+from penstock.gateway.auth import Needs, Tokens, header
+from penstock.gateway.dialects.chat import error_body
+from penstock.gateway.endpoint import as_refusal
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+ErrorBody = Callable[[RequestError], dict[str, Any]]
+
+
+class Route(NamedTuple):
+    """One method and path. A segment in braces takes any value, which `scope["path_params"]` then has."""
+
+    method: str
+    path: str
+    needs: Needs
+    endpoint: ASGIApp
+    error: ErrorBody = error_body
+    """How this route's clients expect to be refused."""
+
+
+class Routes:
+    """The gateway as an ASGI application."""
+
+    def __init__(self, routes: Iterable[Route], tokens: Tokens, *, hosts: frozenset[str] | None) -> None:
+        self.listed = tuple(routes)
+        self._tokens = tokens
+        self._hosts = hosts
+        """Names under which clients may know us; None takes any."""
+        self._exact = {(route.method, _segments(route.path)): route for route in self.listed}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Find the route, admit the caller, serve."""
+        if scope["type"] != "http":
+            return
+        route: Route | None = None
+        try:
+            self._check_host(scope)
+            method = "GET" if scope["method"] == "HEAD" else scope["method"]
+            found = self._find(method, _segments(scope["path"]))
+            route, scope["path_params"], token, scope["transcript"] = found
+            scope["rollout_id"] = self._tokens.admit(route.needs, scope["headers"], token)
+            await route.endpoint(scope, receive, send)
+        except PenstockError as error:
+            refusal = as_refusal(error)
+            body = (route.error if route else error_body)(refusal)
+            await reply(body, refusal.status)(scope, receive, send)
+
+    def _check_host(self, scope: Scope) -> None:
+        """Refuse a request that a web page was tricked into sending: its Host is a name that we do not go by."""
+        if self._hosts is None:
+            return
+        name = urlsplit(f"//{header(scope['headers'], b'host')}").hostname or ""
+        if name not in self._hosts:
+            text = f"this gateway is not called {name!r}; add the name to gateway.hosts if it is yours"
+            raise RequestError(text, status=421, code="wrong_host")
+
+    def _find(self, method: str, segments: tuple[str, ...]) -> "Found":
+        """The route, and what its path says; RequestError 404 or 405."""
+        if (route := self._exact.get((method, segments))) is not None:
+            return Found(route, {}, "", "")
+        others: set[str] = set()
+        for route in self.listed:
+            found = _match(route, segments)
+            if found is not None and route.method == method:
+                return found
+            others |= {route.method} if found is not None else set()
+        path = "/" + "/".join(segments)
+        if others:
+            raise RequestError(f"{method} {path}: use {', '.join(sorted(others))}", status=405, code="wrong_method")
+        raise RequestError(f"{method} {path}: there is no such route", status=404, code="no_such_route")
+
+
+class Found(NamedTuple):
+    """A route and what a path says to it."""
+
+    route: Route
+    params: dict[str, str]
+    token: str
+    transcript: str
+
+
+class Plain:
+    """A request-response function as an ASGI endpoint."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        response = await self._endpoint(Request(scope, receive, send))
+        await response(scope, receive, send)
+
+
+def reply(body: dict[str, Any], status: int = 200) -> Response:
+    """JSON."""
+    return Response(orjson.dumps(body), status, media_type="application/json")
+
+
+def _segments(path: str) -> tuple[str, ...]:
+    return tuple(part for part in path.split("/") if part)
+
+
+def _match(route: Route, segments: tuple[str, ...]) -> Found | None:
+    pattern = _segments(route.path)
+    token, transcript = "", ""
+    if route.needs is Needs.MODEL:
+        pattern = pattern[1:]
+        before, segments = segments[: len(segments) - len(pattern)], segments[max(0, len(segments) - len(pattern)) :]
+        while before and before[-1] == "v1":
+            before = before[:-1]
+        if len(before) > 2:
+            return None
+        token, transcript = (*before, "", "")[:2]
+    params = _params(pattern, segments)
+    return None if params is None else Found(route, params, token, transcript)
+
+
+def _params(pattern: Sequence[str], segments: Sequence[str]) -> dict[str, str] | None:
+    if len(pattern) != len(segments):
+        return None
+    params: dict[str, str] = {}
+    for expected, given in zip(pattern, segments, strict=True):
+        if expected.startswith("{"):
+            params[expected.strip("{}")] = given
+        elif expected != given:
+            return None
+    return params

@@ -1,0 +1,278 @@
+import asyncio
+import warnings
+
+import orjson
+import pytest
+from gateway_cases import renderer
+
+from penstock.gateway.graph import prompts
+from penstock.testing import Scripted, ScriptedEngine, workbench
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import anthropic
+    from anthropic import beta_async_tool, beta_tool
+
+CALL = '<tool_call>\n{"name": "multiply", "arguments": {"a": 6}}\n</tool_call>'
+TOOL = {"name": "multiply", "input_schema": {"type": "object", "properties": {"a": {"type": "number"}}}}
+USER = {"role": "user", "content": "What is 6 times 7?"}
+ASKED = {"model": "any", "max_tokens": 100}
+
+
+def run(script, steps, **options):
+    """Run `steps(client, engine, bench, session)` against a gateway whose engine plays `script`."""
+
+    async def main():
+        engine = options.pop("engine", None) or ScriptedEngine(script, renderer().tokenizer)
+        async with workbench(engine, renderer(), **options) as bench:
+            session = await bench.rollout()
+            await steps(made_client(bench, session), engine, bench, session)
+
+    asyncio.run(main())
+
+
+def made_client(bench, session, **options):
+    options = {"api_key": session.token, "http_client": bench.http(), "max_retries": 0} | options
+    return anthropic.AsyncAnthropic(base_url=session.base_url, **options)
+
+
+async def ask(client, *messages, stream=False, **fields):
+    """A call by the SDK, put together by the SDK where it is streamed."""
+    body = ASKED | {"messages": list(messages)} | fields
+    if not stream:
+        return await client.messages.create(**body)
+    async with client.messages.stream(**body) as events:
+        return await events.get_final_message()
+
+
+async def post(bench, session, body, **headers):
+    return await bench.http(session.token).post("/v1/messages?beta=true", content=orjson.dumps(ASKED | body), headers=headers)
+
+
+async def is_one_path(bench, session, engine):
+    """Whether every prompt but the first goes on from the tokens of the one before, as they were sampled."""
+    attempt = await bench.attempt(session)
+    assert set(prompts(attempt).values()) == set(engine.prompts)
+    before = [prompt + step.completion_ids for prompt, step in zip(engine.prompts, attempt.steps, strict=True)]
+    assert [node.reason for node in attempt.nodes] == [None] * len(attempt.nodes)
+    return all(now[: len(then)] == then for then, now in zip(before, engine.prompts[1:], strict=False))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_sdk_reads_an_answer_and_its_step_is_recorded(stream):
+    async def steps(client, engine, bench, session):
+        answer = await ask(client, USER, stream=stream, system="Be brief.")
+        (step,) = (await bench.attempt(session)).steps
+        assert [(block.type, block.text) for block in answer.content] == [("text", "42.")]
+        assert (answer.role, answer.model, answer.stop_reason, answer.stop_sequence) == ("assistant", "scripted", "end_turn", None)
+        assert (answer.usage.input_tokens, answer.usage.output_tokens) == (len(engine.prompts[0]), len(step.completion_ids))
+        assert answer.id == f"msg_{step.answer}"
+        assert "Be brief." in renderer().tokenizer.decode(engine.prompts[0])
+
+    run(["42."], steps)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_tool_conversation_goes_on_token_by_token(stream):
+    async def steps(client, engine, bench, session):
+        history = [USER]
+        while (answer := await ask(client, *history, tools=[TOOL], stream=stream)).stop_reason == "tool_use":
+            results = [
+                {"type": "tool_result", "tool_use_id": block.id, "content": [{"type": "text", "text": str(block.input["a"] * 7)}]}
+                for block in answer.content
+                if block.type == "tool_use"
+            ]
+            reminder = {"type": "text", "text": "<system-reminder>go on</system-reminder>"}
+            history += [answer.to_param(), {"role": "user", "content": [*results, reminder]}]
+        assert answer.content[0].text == "42."
+        assert len(engine.prompts) == 3
+        assert await is_one_path(bench, session, engine)
+
+    run([f"I see.\n{CALL}", f"{CALL}\n{CALL}", "42."], steps)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_sequence_is_named(stream):
+    async def steps(client, engine, bench, session):
+        answer = await ask(client, USER, stop_sequences=["no", "STOP"], stream=stream)
+        assert (answer.stop_reason, answer.stop_sequence, answer.content[0].text) == ("stop_sequence", "STOP", "go ")
+
+    run(["go STOP and on"], steps)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_reply_cut_short_says_so(stream):
+    async def steps(client, engine, bench, session):
+        assert (await ask(client, USER, max_tokens=2, stream=stream)).stop_reason == "max_tokens"
+
+    run(["The answer is 42."], steps)
+
+
+def test_tokens_are_counted_as_the_call_itself_would():
+    async def steps(client, engine, bench, session):
+        body = {"system": "Be brief.", "tools": [TOOL], "messages": [USER]}
+        counted = await client.messages.count_tokens(model="any", **body)
+        answer = await client.messages.create(**ASKED | body)
+        assert counted.input_tokens == answer.usage.input_tokens == len(engine.prompts[0])
+        assert len((await bench.attempt(session)).steps) == 1
+
+    run(["42."], steps)
+
+
+@pytest.mark.parametrize("options", [{}, {"thread": False}])
+def test_the_tool_runner_works_over_threads_and_without(options):
+    @beta_async_tool
+    async def multiply(a: float) -> str:
+        """Multiply a by 7."""
+        return str(a * 7)
+
+    async def steps(client, engine, bench, session):
+        runner = client.beta.messages.tool_runner(**ASKED, tools=[multiply], messages=[USER], system="Be brief.", **options)
+        answer = await runner.until_done()
+        assert answer.content[0].text == "42."
+        assert await is_one_path(bench, session, engine)
+        assert len((await bench.attempt(session)).nodes) == 3
+        assert not bench.gateway.counts
+
+    run([CALL, CALL, "42."], steps)
+
+
+def test_a_thread_may_be_gone_on_from_at_any_answer_and_one_that_is_not_known_is_not_found():
+    async def steps(client, engine, bench, session):
+        first = await ask(client, USER, system="Be brief.", tools=[TOOL])
+        for _ in range(2):
+            await client.beta.messages.create(
+                **ASKED, messages=[USER], thread={"type": "continue", "previous_message_id": first.id}
+            )
+        assert engine.prompts[1] == engine.prompts[2]
+        assert engine.prompts[1][: len(engine.prompts[0])] == engine.prompts[0]
+        with pytest.raises(anthropic.NotFoundError) as caught:
+            await client.beta.messages.create(
+                **ASKED, messages=[USER], thread={"type": "continue", "previous_message_id": "msg_none"}
+            )
+        assert caught.value.error_code == "thread_not_found"
+
+    run(["42.", "43.", "44."], steps)
+
+
+def test_the_synchronous_sdk_streams_runs_tools_and_counts():
+    @beta_tool
+    def multiply(a: float) -> str:
+        """Multiply a by 7."""
+        return str(a * 7)
+
+    def calls(client):
+        runner = client.beta.messages.tool_runner(**ASKED, tools=[multiply], messages=[USER], stream=True)
+        finals = [stream.get_final_message() for stream in runner]
+        with client.messages.stream(**ASKED, messages=[USER]) as stream:
+            said = "".join(stream.text_stream)
+        return finals, said, client.messages.count_tokens(model="any", messages=[USER]).input_tokens
+
+    async def steps(_, engine, bench, session):
+        with anthropic.Anthropic(api_key=session.token, base_url=session.base_url, max_retries=0) as client:
+            finals, said, counted = await asyncio.to_thread(calls, client)
+        assert [final.stop_reason for final in finals] == ["tool_use", "end_turn"]
+        assert (said, counted) == ("Hello.", len(engine.prompts[2]))
+
+    run([CALL, "42.", "Hello."], steps, serves=True)
+
+
+def test_events_arrive_while_the_engine_still_samples():
+    async def steps(client, engine, bench, session):
+        async with client.messages.stream(**ASKED, messages=[USER]) as events:
+            running = [(event.text, engine.running, engine.release()) async for event in events if event.type == "text"]
+            assert running[0][1] == 1
+            assert "".join(text for text, *_ in running) == "The answer is 42."
+            assert (await events.get_final_message()).content[0].text == "The answer is 42."
+
+    engine = ScriptedEngine([Scripted("The answer is 42.", stall_after=5)], renderer().tokenizer)
+    run(None, steps, engine=engine, serves=True)
+
+
+def test_a_forced_call_is_made():
+    async def steps(client, engine, bench, session):
+        answer = await ask(client, USER, tools=[TOOL], tool_choice={"type": "tool", "name": "multiply"})
+        assert [(block.type, block.name, block.input) for block in answer.content] == [("tool_use", "multiply", {"a": 6})]
+
+    async def unforced(client, engine, bench, session):
+        await ask(client, USER, tools=[TOOL])
+
+    begun = renderer().begin("multiply")[1]
+    assert CALL.startswith(begun)
+    run([CALL[len(begun) :]], steps)
+    run([CALL], unforced)
+
+
+def test_what_a_coding_agent_sends_is_one_path():
+    """Labels move, single blocks become strings, the vendor's header changes, and a system message stands among the turns."""
+
+    def body(number, *turns):
+        system = [
+            {"type": "text", "text": f"x-anthropic-billing-header: v=1; cch={number};"},
+            {"type": "text", "text": "Be brief."},
+        ]
+        agent = {"thinking": {"type": "adaptive"}, "output_config": {"effort": "high"}, "metadata": {"user_id": "u"}}
+        return agent | {"system": system, "tools": [TOOL], "messages": list(turns), "max_tokens": 32000, "stream": True}
+
+    def marked(text):
+        return [{"type": "text", "text": text, "cache_control": {"type": "ephemeral"}}]
+
+    async def steps(client, engine, bench, session):
+        among = {"role": "system", "content": "You may use tools."}
+        await post(bench, session, body(1, {"role": "user", "content": marked("go")}, among))
+        (step,) = (await bench.attempt(session)).steps
+        use = {"type": "tool_use", "id": step.message["tool_calls"][0]["id"], "name": "multiply", "input": {"a": 6}}
+        made = [{"role": "user", "content": "go"}, among, {"role": "assistant", "content": [use]}]
+        result = {"type": "tool_result", "tool_use_id": use["id"], "content": "42", "is_error": False}
+        answer = await post(bench, session, body(2, *made, {"role": "user", "content": [result, *marked("and?")]}))
+        assert b"message_stop" in answer.content
+        assert await is_one_path(bench, session, engine)
+        expected = {"thinking": 2, "output_config.effort": 2, "system:billing_header": 2}
+        assert {name: bench.gateway.counts[f"ignored:{name}"] for name in expected} == expected
+
+    run([CALL, "42."], steps)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_retry_gets_the_same_bytes(stream):
+    async def steps(client, engine, bench, session):
+        first = await post(bench, session, {"messages": [USER], "stream": stream})
+        again = await post(bench, session, {"messages": [USER], "stream": stream}, **{"x-stainless-retry-count": "1"})
+        assert first.content == again.content
+        assert len((await bench.attempt(session)).steps) == 1
+
+    run(["42."], steps)
+
+
+def test_refusals_are_the_sdks_own_errors():
+    async def steps(client, engine, bench, session):
+        with pytest.raises(anthropic.BadRequestError) as caught:
+            await ask(client, {"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "x"}}]})
+        assert (caught.value.type, caught.value.error_code) == ("invalid_request_error", "invalid_value")
+        assert "messages[0].content[0]" in caught.value.api_message
+        with pytest.raises(anthropic.AuthenticationError) as denied:
+            await ask(made_client(bench, session, api_key="wrong"), USER)
+        assert denied.value.type == "authentication_error"
+        with pytest.raises(anthropic.ServiceUnavailableError) as busy:
+            await ask(client, USER)
+        assert (busy.value.type, busy.value.error_code) == ("api_error", "engine_busy")
+        assert not (await bench.attempt(session)).steps
+
+    run([Scripted(busy=True)], steps)
+
+
+def test_a_prompt_that_does_not_fit_is_refused_in_words_that_agents_act_on():
+    async def steps(client, engine, bench, session):
+        with pytest.raises(anthropic.BadRequestError, match=r"prompt is too long: \d+ tokens > 16 maximum"):
+            await ask(client, USER)
+
+    run(None, steps, engine=ScriptedEngine(["42."], renderer().tokenizer, context_length=16))
+
+
+def test_a_stream_that_breaks_off_raises_in_the_sdk():
+    async def steps(client, engine, bench, session):
+        with pytest.raises(anthropic.APIStatusError) as caught:
+            await ask(client, USER, stream=True)
+        assert caught.value.type == "api_error"
+
+    run([Scripted("The answer is 42.", fail_after=4)], steps)
