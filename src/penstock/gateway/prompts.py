@@ -19,15 +19,37 @@ LONG_TEXT = 8_000
 """Characters from which tokenizing (about 0.5 ms per thousand) is handed to a thread."""
 
 
-async def make_prompt(graph: TokenGraph, renderer: Renderer, call: Call, chains: Sequence[str]) -> Prompt:
+class Roots:
+    """The last roots by the digest of their messages: all rollouts of a group begin with the same one."""
+
+    def __init__(self, renderer: Renderer, most_tokens: int = 2_000_000) -> None:
+        self._renderer = renderer
+        self._left = most_tokens
+        self._known: dict[str, tuple[int, ...]] = {}
+
+    async def render(self, call: Call, chain: str) -> tuple[int, ...]:
+        """Ids of the call's whole conversation; only one that its digest tells wholly, without any reply, is known again."""
+        known = self._known.get(chain)
+        if known is not None:
+            return known
+        ids = await _work(call.messages, lambda: self._renderer.root(call.messages, call.tools))
+        if all(message["role"] in ("system", "user") for message in call.messages) and chain not in self._known:
+            self._known[chain] = ids
+            self._left -= len(ids)
+            while self._left < 0:
+                self._left += len(self._known.pop(next(iter(self._known))))
+        return ids
+
+
+async def make_prompt(graph: TokenGraph, renderer: Renderer, roots: Roots, call: Call, chains: Sequence[str]) -> Prompt:
     """The prompt of `call`; `chains` are the digests of its tools and messages."""
     if call.raw is not None:
         return _continue_raw(graph, renderer, call.raw)
-    prompt = await _render(graph, renderer, call, chains)
+    prompt = await _render(graph, renderer, roots, call, chains)
     return prompt if call.forced is None else _begin_call(prompt, renderer, call.forced)
 
 
-async def _render(graph: TokenGraph, renderer: Renderer, call: Call, chains: Sequence[str]) -> Prompt:
+async def _render(graph: TokenGraph, renderer: Renderer, roots: Roots, call: Call, chains: Sequence[str]) -> Prompt:
     messages, place = call.messages, graph.match(call.messages, chains)
     reason = place.reason
     if place.step is not None:
@@ -42,7 +64,7 @@ async def _render(graph: TokenGraph, renderer: Renderer, call: Call, chains: Seq
             ids = graph.context(place.step) + added
             return Prompt(ids=ids, parent=place.step, added=added, messages=new, tools=(), chain=place.chain, reason=reason)
         reason = reason or REWRITTEN
-    root = await _work(messages, lambda: renderer.root(messages, call.tools))
+    root = await roots.render(call, place.chain)
     return Prompt(ids=root, parent=None, added=root, messages=messages, tools=call.tools, chain=place.chain, reason=reason)
 
 

@@ -13,7 +13,7 @@ from penstock.errors import EngineError, PenstockError, RequestError, boundary
 from penstock.events import Events
 from penstock.gateway.calls import Call, Caller, Limits, Prompt
 from penstock.gateway.flights import Flight
-from penstock.gateway.prompts import make_prompt
+from penstock.gateway.prompts import Roots, make_prompt
 from penstock.gateway.recorder import Label, Recorder, settled
 from penstock.gateway.redact import Redactor
 from penstock.gateway.sessions import Session, SessionPast
@@ -73,6 +73,7 @@ class Service:
         self._pool = pool
         self._events = events
         self._limits = limits
+        self._roots = Roots(renderer)
         self._recorder = Recorder(pool, redactor or Redactor())
 
     async def answer(self, session: Session, caller: Caller, call: Call, outlet: Outlet, flight: Flight) -> None:
@@ -101,7 +102,8 @@ class Service:
 
     async def _prompt(self, session: Session, caller: Caller, call: Call) -> Prompt:
         graph = await session.graph(self._pool)
-        return await make_prompt(graph, self.renderer, call, session.talk(caller.transcript).chains(call.messages, call.tools))
+        chains = session.talk(caller.transcript).chains(call.messages, call.tools)
+        return await make_prompt(graph, self.renderer, self._roots, call, chains)
 
     def count(self, name: str) -> None:
         """Count what was not done as asked; the first time, tell it as an event. Callers choose names: there is an end to them."""
