@@ -6,97 +6,21 @@ import sys
 from collections import Counter
 
 import pytest
+from gateway_client import RETRY, USER, Client, GatedPool
 from httpx2 import AsyncClient
 from openai import APIError, AsyncOpenAI
 
-from penstock.errors import ConfigError, PoolError
+from penstock.errors import ConfigError
 from penstock.gateway import Gateway, Limits
 from penstock.gateway.auth import Tokens
-from penstock.gateway.recorder import settled
 from penstock.pool import POOLS
 from penstock.records import End, Sampling, Task, make_rollout
 from penstock.render.renderer import Renderer
 from penstock.testing import Scripted, ScriptedEngine, memory_pool, workbench, write_tokenizer
 
-USER = {"role": "user", "content": "What is 6 times 7?"}
-
-
 @pytest.fixture(scope="module")
 def renderer(tmp_path_factory):
     return Renderer.load(write_tokenizer(tmp_path_factory.mktemp("model")))
-
-
-class GatedPool:
-    """A pool whose appends wait at a gate, or are refused."""
-
-    def __init__(self, inner):
-        self.inner = inner
-        self.open = asyncio.Event()
-        self.open.set()
-        self.waiting = asyncio.Event()
-        self.full = False
-
-    def __getattr__(self, name):
-        return getattr(self.inner, name)
-
-    async def append(self, step, node):
-        await settled(self._append(step, node))
-
-    async def _append(self, step, node):
-        self.waiting.set()
-        await self.open.wait()
-        if self.full:
-            raise PoolError("the disk is full; make room")
-        await self.inner.append(step, node)
-
-
-class Client:
-    """One raw ASGI request: shows what was sent at any moment, and can hang up."""
-
-    def __init__(self, gateway, session, *, headers=(), **fields):
-        self.sent = []
-        self._gone = asyncio.Event()
-        self._body = json.dumps({"model": "any", "messages": [USER]} | fields).encode()
-        token = (b"authorization", f"Bearer {session.token}".encode())
-        path = "/v1/chat/completions"
-        scope = {
-            "type": "http",
-            "method": "POST",
-            "path": path,
-            "query_string": b"",
-            "headers": [(b"host", b"localhost"), token, *headers],
-            "http_version": "1.1",
-        }
-        self.task = asyncio.create_task(gateway.app(scope, self._receive, self._send))
-
-    def hang_up(self):
-        self._gone.set()
-
-    async def answer(self):
-        await asyncio.wait_for(self.task, 20)
-        return self.status, self.body
-
-    @property
-    def status(self):
-        return self.sent[0]["status"]
-
-    @property
-    def headers(self):
-        return dict(self.sent[0]["headers"])
-
-    @property
-    def body(self):
-        return b"".join(message.get("body", b"") for message in self.sent)
-
-    async def _receive(self):
-        if self._body is None:
-            await self._gone.wait()
-            return {"type": "http.disconnect"}
-        body, self._body = self._body, None
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    async def _send(self, message):
-        self.sent.append(message)
 
 
 def run(renderer, script, steps, *, pool=None, **options):
@@ -297,9 +221,6 @@ def test_too_many_calls_at_once_are_refused(renderer):
         assert (await first.answer())[0] == 200
 
     run(renderer, [Scripted(REPLY, stall_after=1), "42."], steps, limits=Limits(concurrent_calls=1))
-
-
-RETRY = (b"x-stainless-retry-count", b"1")
 
 
 @pytest.mark.parametrize("stream", [False, True])
