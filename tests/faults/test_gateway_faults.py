@@ -18,6 +18,7 @@ from penstock.records import End, Sampling, Task, make_rollout
 from penstock.render.renderer import Renderer
 from penstock.testing import Scripted, ScriptedEngine, memory_pool, workbench, write_tokenizer
 
+
 @pytest.fixture(scope="module")
 def renderer(tmp_path_factory):
     return Renderer.load(write_tokenizer(tmp_path_factory.mktemp("model")))

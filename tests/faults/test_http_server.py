@@ -1,0 +1,372 @@
+"""The HTTP server as its callers meet it, on real sockets."""
+
+import asyncio
+import json
+import logging
+
+import pytest
+from http_cases import CHUNKED, GET, POST, echo, read, reply, run, serving, stream, turns
+
+from penstock.gateway import connection, intake
+
+
+def told(answer):
+    assert answer.status == 200
+    return json.loads(answer.body)["body"]
+
+
+def test_one_connection_serves_many_requests():
+    async def main():
+        async with serving(echo) as site:
+            caller = await site.call()
+            assert [told(await caller.ask(request)) for request in (GET, POST, CHUNKED, GET)] == ["", "hello", "hello", ""]
+
+    run(main)
+
+
+@pytest.mark.parametrize("request_", [GET, POST, CHUNKED])
+def test_a_request_may_come_byte_by_byte(request_):
+    async def main():
+        async with serving(echo) as site:
+            caller = await site.call()
+            whole = await caller.ask(request_)
+            assert await caller.ask(*(bytes([byte]) for byte in request_)) == whole
+
+    run(main)
+
+
+def test_answers_keep_the_order_of_requests_sent_ahead():
+    async def main():
+        go, seen = asyncio.Event(), []
+
+        async def app(scope, receive, send):
+            seen.append(scope["path"])
+            if scope["path"] == "/0":
+                await go.wait()
+            await echo(scope, receive, send)
+
+        async with serving(app) as site:
+            caller = await site.call()
+            await caller.say(b"".join(POST.replace(b"/path", b"/%d" % i) for i in range(50)))
+            assert seen == ["/0"]
+            go.set()
+            assert [json.loads((await caller.answer()).body)["path"] for _ in range(50)] == [f"/{i}" for i in range(50)]
+
+    run(main)
+
+
+def test_requests_too_far_ahead_are_refused_after_the_others_are_answered():
+    async def main():
+        async with serving(echo) as site:
+            caller = await site.call()
+            caller.writer.write(GET * (connection.AHEAD_AT_MOST + 50))
+            answers = [await caller.answer() for _ in range(connection.AHEAD_AT_MOST + 2)]
+            assert [answer.status for answer in answers] == [200] * (connection.AHEAD_AT_MOST + 1) + [400]
+            assert (answers[-1].code, await caller.rest()) == ("too_far_ahead", b"")
+
+    run(main)
+
+
+def test_a_stream_is_chunked():
+    async def main():
+        async with serving(stream) as site:
+            caller = await site.call()
+            for _ in range(2):
+                answer = await caller.ask(POST)
+                assert (answer.body, answer.headers["transfer-encoding"]) == (b"onetwothree", "chunked")
+
+    run(main)
+
+
+def test_the_old_version_gets_a_stream_that_ends_with_the_connection():
+    async def main():
+        async with serving(stream) as site:
+            answer = await (await site.call()).ask(b"GET / HTTP/1.0\r\nConnection: keep-alive\r\n\r\n")
+            assert (answer.body, answer.headers["connection"]) == (b"onetwothree", "close")
+
+    run(main)
+
+
+@pytest.mark.parametrize("app", [echo, stream])
+def test_a_caller_who_asks_for_the_end_gets_it_and_what_follows_is_ignored(app):
+    async def main():
+        async with serving(app) as site:
+            caller = await site.call()
+            answer = await caller.ask(GET.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n") + b"\r\nmore" + GET)
+            assert (answer.status, answer.headers["connection"], await caller.rest()) == (200, "close", b"")
+
+    run(main)
+
+
+@pytest.mark.parametrize(("method", "status"), [("HEAD", 200), ("GET", 204), ("GET", 304)])
+def test_an_answer_without_a_body_has_none(method, status):
+    async def main():
+        async def app(scope, receive, send):
+            await read(receive)
+            await reply(send, b"never sent", status)
+
+        async with serving(app) as site:
+            caller = await site.call()
+            for _ in range(2):
+                await caller.say(method.encode() + GET[3:])
+                assert (await caller.answer(bodiless=True)).status == status
+            assert caller.reader._buffer == b""
+
+    run(main)
+
+
+def test_a_caller_who_asks_first_is_told_to_go_on():
+    async def main():
+        async with serving(echo) as site:
+            caller = await site.call()
+            await caller.say(b"POST / HTTP/1.1\r\nExpect: 100-Continue\r\nContent-Length: 5\r\n\r\n")
+            assert await caller.reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+            assert told(await caller.ask(b"hello")) == "hello"
+            assert told(await caller.ask(POST)) == "hello"
+
+    run(main)
+
+
+def test_a_caller_who_asks_first_is_refused_before_it_sends():
+    async def main():
+        async def app(scope, receive, send):
+            await reply(send, b"no", 413)
+
+        async with serving(app) as site:
+            caller = await site.call()
+            answer = await caller.ask(b"POST / HTTP/1.1\r\nExpect: 100-continue\r\nContent-Length: 5000000\r\n\r\n")
+            assert (answer.status, answer.headers["connection"], await caller.rest()) == (413, "close", b"")
+
+    run(main)
+
+
+def test_a_caller_who_is_refused_while_it_sends_gets_to_read_why():
+    async def main():
+        async def app(scope, receive, send):
+            await receive()
+            await reply(send, b"no", 413)
+
+        async with serving(app) as site:
+            caller = await site.call()
+            caller.writer.write(b"POST / HTTP/1.1\r\nContent-Length: 20000000\r\n\r\n" + bytes(20_000_000))
+            assert (await caller.answer()).status == 413
+            assert await caller.rest() == b""
+
+    run(main)
+
+
+def test_an_offer_of_another_protocol_is_declined_and_the_body_is_kept():
+    offer = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AA\r\n"
+
+    async def main():
+        async with serving(echo) as site:
+            caller = await site.call()
+            for request in (POST, CHUNKED, GET):
+                head, _, body = request.partition(b"\r\n\r\n")
+                whole = head + b"\r\n" + offer + b"\r\n" + body
+                assert told(await caller.ask(whole)) == ("" if request is GET else "hello")
+                assert told(await caller.ask(*(bytes([byte]) for byte in whole))) == ("" if request is GET else "hello")
+                assert told(await caller.ask(whole + POST)) == ("" if request is GET else "hello")
+                assert told(await caller.answer()) == "hello"
+
+    run(main)
+
+
+BAD = {
+    "garbage": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(300), 400, "malformed_request"),
+    "both lengths": (
+        b"POST / HTTP/1.1\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        400,
+        "malformed_request",
+    ),
+    "both, turned": (
+        b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\nContent-Length: 3\r\n\r\n0\r\n\r\n",
+        400,
+        "malformed_request",
+    ),
+    "two lengths": (b"POST / HTTP/1.1\r\nContent-Length: 3\r\nContent-Length: 4\r\n\r\nabcd", 400, "malformed_request"),
+    "a list of lengths": (b"POST / HTTP/1.1\r\nContent-Length: 3, 3\r\n\r\nabc", 400, "malformed_request"),
+    "a signed length": (b"POST / HTTP/1.1\r\nContent-Length: +3\r\n\r\nabc", 400, "malformed_request"),
+    "zipped": (b"POST / HTTP/1.1\r\nTransfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n", 501, "transfer_encoding"),
+    "chunks of old": (b"POST / HTTP/1.0\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 501, "transfer_encoding"),
+    "folded": (b"GET / HTTP/1.1\r\nA: b\r\n c\r\n\r\n", 400, "malformed_request"),
+    "a space before the colon": (b"POST / HTTP/1.1\r\nContent-Length : 3\r\n\r\nabc", 400, "malformed_request"),
+    "bare newlines": (b"GET / HTTP/1.1\nA: b\n\n", 400, "malformed_request"),
+    "a null": (b"GET / HTTP/1.1\r\nA: \0\r\n\r\n", 400, "malformed_request"),
+    "too new": (b"GET / HTTP/2.0\r\n\r\n", 505, "http_version"),
+    "preface": (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400, "malformed_request"),
+    "too old": (b"GET /\r\n\r\n", 505, "http_version"),
+    "no method": (b"FETCH / HTTP/1.1\r\n\r\n", 400, "malformed_request"),
+    "a tunnel": (b"CONNECT here:80 HTTP/1.1\r\n\r\n", 400, "malformed_request"),
+    "another scheme": (b"GET ftp://here/ HTTP/1.1\r\n\r\n", 400, "malformed_request"),
+    "a long target": (b"GET /" + b"x" * intake.TARGET_BYTES + b" HTTP/1.1\r\n\r\n", 414, "target_too_long"),
+    "many headers": (b"GET / HTTP/1.1\r\n" + b"A: b\r\n" * (intake.HEADERS + 1) + b"\r\n", 431, "headers_too_large"),
+    "large headers": (b"GET / HTTP/1.1\r\n" + (b"A: " + b"b" * 1000 + b"\r\n") * 70 + b"\r\n", 431, "headers_too_large"),
+    "an endless header": (b"GET / HTTP/1.1\r\nA: " + b"b" * 5_000_000, 431, "headers_too_large"),
+    "endless headers": (b"GET / HTTP/1.1\r\n" + b"A: b\r\n" * 500_000, 431, "headers_too_large"),
+    "no chunk": (CHUNKED.replace(b"3;ext=1", b"three"), 400, "malformed_request"),
+    "a cut chunk": (CHUNKED.replace(b"hel\r\n", b"helxx"), 400, "malformed_request"),
+    "an endless chunk size": (CHUNKED.replace(b"3;ext=1", b"f" * 40), 400, "malformed_request"),
+    "an endless trailer": (CHUNKED[:-4] + b"x" * 5_000_000, 431, "headers_too_large"),
+    "an endless extension": (CHUNKED.replace(b"ext=1", b"x" * 5_000_000), 431, "headers_too_large"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+@pytest.mark.parametrize("before", [0, 2])
+def test_what_is_no_request_is_refused_once_those_before_it_are_answered(kind, before):
+    request, status, code = BAD[kind]
+
+    async def main():
+        async with serving(echo) as site:
+            caller = await site.call()
+            caller.writer.write(POST * before + request)
+            answers = [await caller.answer() for _ in range(before + 1)]
+            assert [answer.status for answer in answers] == [200] * before + [status]
+            assert (answers[-1].code, answers[-1].headers["connection"], await caller.rest()) == (code, "close", b"")
+            assert b"\n" not in answers[-1].body
+
+    run(main)
+
+
+def test_an_app_whose_request_breaks_hears_that_its_caller_left():
+    async def main():
+        heard = asyncio.Event()
+
+        async def app(scope, receive, send):
+            assert await read(receive) == (b"hel", False)
+            heard.set()
+            await reply(send, b"dropped")
+
+        async with serving(app) as site:
+            caller = await site.call()
+            await caller.say(CHUNKED[: CHUNKED.index(b"\r\n2\r\n")])
+            assert (await caller.ask(b"\r\nwhat?\r\n")).status == 400
+            await heard.wait()
+            assert await caller.rest() == b""
+
+    run(main)
+
+
+async def raises(scope, receive, send):
+    raise KeyError("a secret")
+
+
+async def raises_late(scope, receive, send):
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    raise KeyError("a secret")
+
+
+async def says_nothing(scope, receive, send):
+    await receive()
+
+
+async def breaks_lines(scope, receive, send):
+    await reply(send, b"", headers=[(b"x", b"1\r\nset-cookie: y")])
+
+
+async def says_too_much(scope, receive, send):
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"3")]})
+    await send({"type": "http.response.body", "body": b"four"})
+
+
+async def says_no_start(scope, receive, send):
+    await send({"type": "http.response.body", "body": b"four"})
+
+
+async def cancels_itself(scope, receive, send):
+    raise asyncio.CancelledError
+
+
+APPS = [raises, raises_late, says_nothing, breaks_lines, says_too_much, says_no_start, cancels_itself]
+
+
+@pytest.mark.parametrize("app", APPS, ids=lambda app: app.__name__)
+def test_an_app_that_fails_before_it_answers_is_a_500(app, caplog):
+    async def main():
+        async with serving(app) as site:
+            caller = await site.call()
+            answer = await caller.ask(POST)
+            assert (answer.status, answer.code, await caller.rest()) == (500, "internal_error", b"")
+            assert b"secret" not in answer.body
+
+    run(main)
+    assert app is cancels_itself or [record.levelno for record in caplog.records] == [logging.ERROR]
+
+
+async def raises_midway(scope, receive, send):
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b"half", "more_body": True})
+    raise KeyError("gone")
+
+
+async def says_too_little(scope, receive, send):
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"30")]})
+    await send({"type": "http.response.body", "body": b"half", "more_body": True})
+    await send({"type": "http.response.body", "body": b""})
+
+
+@pytest.mark.parametrize("version", [b"1.1", b"1.0"])
+@pytest.mark.parametrize("app", [raises_midway, says_too_little])
+def test_an_app_that_fails_midway_leaves_an_answer_that_nobody_takes_for_whole(app, version, caplog):
+    async def main():
+        async with serving(app) as site:
+            caller = await site.call()
+            await caller.say(GET.replace(b"1.1", version))
+            with pytest.raises((asyncio.IncompleteReadError, ConnectionResetError)):
+                await caller.answer()
+                await caller.answer()
+
+    run(main)
+    assert caplog.records
+
+
+def test_a_caller_who_says_no_more_is_still_answered():
+    async def main():
+        async with serving(echo) as site:
+            caller = await site.call()
+            caller.writer.write(POST + POST)
+            caller.writer.write_eof()
+            assert [told(await caller.answer()) for _ in range(2)] == ["hello", "hello"]
+            assert await caller.rest() == b""
+
+    run(main)
+
+
+def test_parts_arrive_while_the_app_still_works():
+    async def main():
+        go = asyncio.Event()
+
+        async def app(scope, receive, send):
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b"", "more_body": True})
+            await send({"type": "http.response.body", "body": b"part", "more_body": True})
+            await go.wait()
+            await send({"type": "http.response.body", "body": b"end"})
+
+        async with serving(app) as site:
+            caller = await site.call()
+            await caller.say(GET)
+            assert (await caller.reader.readuntil(b"part\r\n")).endswith(b"\r\n4\r\npart\r\n")
+            go.set()
+            assert await caller.reader.readuntil(b"0\r\n\r\n") == b"3\r\nend\r\n0\r\n\r\n"
+
+    run(main)
+
+
+def test_the_next_request_is_served_while_the_app_of_the_last_still_works():
+    async def main():
+        go = asyncio.Event()
+
+        async def app(scope, receive, send):
+            await echo(scope, receive, send)
+            assert (await receive())["type"] == "http.disconnect"
+            await go.wait()
+
+        async with serving(app) as site:
+            caller = await site.call()
+            assert [told(await caller.ask(POST)) for _ in range(3)] == ["hello"] * 3
+            await turns()
+            go.set()
+
+    run(main)

@@ -1,0 +1,85 @@
+"""The gateway in front of a vLLM server that fails: what is recorded, and what the agent hears."""
+
+import asyncio
+from collections.abc import Coroutine
+
+import pytest
+from openai import APIError
+from upstream_cases import Act, FakeVllm, engine_over
+
+from penstock.records import Sampling
+from penstock.render.renderer import Renderer
+from penstock.testing import workbench, write_tokenizer
+
+BODY = {"model": "any", "messages": [{"role": "user", "content": "What is 6 times 7?"}], "max_tokens": 12, "seed": 5}
+
+
+@pytest.fixture(scope="module")
+def renderer(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
+    return Renderer.load(write_tokenizer(tmp_path_factory.mktemp("model")))
+
+
+def run(case: Coroutine[None, None, None]) -> None:
+    """Run with a deadline, so that a hang is a failure."""
+
+    async def bounded() -> None:
+        async with asyncio.timeout(60):
+            await case
+
+    asyncio.run(bounded())
+
+
+def test_a_busy_server_costs_the_agent_nothing_and_one_step_is_recorded(renderer: Renderer):
+    async def case():
+        async with FakeVllm([Act(status=429)] * 2) as server, engine_over(server) as engine, workbench(engine, renderer) as bench:
+            session = await bench.rollout()
+            await bench.openai(session).chat.completions.create(**BODY)
+            [step] = (await bench.attempt(session)).steps
+        assert (step.finish, len(step.completion_ids), set(step.versions)) == ("length", 12, {0})
+        assert step.full_logprobs is None
+        assert len(server.requests) == 3
+
+    run(case())
+
+
+def test_a_reply_cut_at_any_event_is_recorded_as_an_error(renderer: Renderer):
+    async def case():
+        async with FakeVllm() as server, engine_over(server) as engine, workbench(engine, renderer, serves=True) as bench:
+            session = await bench.rollout()
+            for cut in range(1, 12):
+                server.acts.append(Act(cut_after=cut))
+                with pytest.raises(APIError):
+                    stream = await bench.openai(session).chat.completions.create(**BODY, stream=True)
+                    async for _ in stream:
+                        pass
+            steps = (await bench.attempt(session)).steps
+        assert [step.finish for step in steps] == ["error"] * 11
+        assert all(len(step.completion_ids) <= cut for cut, step in enumerate(steps, 1))
+
+    run(case())
+
+
+def test_tempered_tokens_are_recorded_with_the_one_probability_that_is_known(renderer: Renderer):
+    async def case():
+        async with FakeVllm() as server, engine_over(server) as engine, workbench(engine, renderer) as bench:
+            session = await bench.rollout(sampling=Sampling(max_tokens=12, temperature=0.5))
+            await bench.openai(session).chat.completions.create(**BODY, logprobs=True)
+            [step] = (await bench.attempt(session)).steps
+        assert len(step.logprobs) == len(step.completion_ids) == 12
+        assert step.full_logprobs is None
+
+    run(case())
+
+
+def test_an_agent_that_hangs_up_frees_the_server_within_a_second(renderer: Renderer):
+    async def case():
+        server = FakeVllm([Act(stall_after=3)])
+        async with server, engine_over(server) as engine, workbench(engine, renderer, serves=True) as bench:
+            session = await bench.rollout()
+            client, body = bench.http(session.token), {**BODY, "stream": True}
+            async with client.stream("POST", f"{session.base_url}/chat/completions", json=body):
+                await server.stalled.wait()
+            async with asyncio.timeout(1):
+                await server.gone.wait()
+
+    run(case())
