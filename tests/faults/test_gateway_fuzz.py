@@ -7,7 +7,7 @@ from collections import Counter
 
 import orjson
 import pytest
-from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from penstock.records import Sampling, Task, make_rollout

@@ -226,6 +226,28 @@ def test_calls_under_way_end_and_idle_connections_close_when_the_server_stops():
     run(main)
 
 
+def test_a_stream_that_ends_while_the_server_stops_is_the_last_on_its_connection():
+    async def main():
+        go = asyncio.Event()
+
+        async def app(scope, receive, send):
+            await send(START)
+            await send({"type": "http.response.body", "body": b"part", "more_body": True})
+            await go.wait()
+            await send({"type": "http.response.body", "body": b"end"})
+
+        async with asyncio.TaskGroup() as group:
+            async with serving(app, drain_s=1000) as site:
+                caller = await site.call()
+                await caller.say(GET)
+                await caller.reader.readuntil(b"part\r\n")
+                rest = group.create_task(caller.rest())
+                asyncio.get_running_loop().call_soon(go.set)
+            assert (await rest).endswith(b"end\r\n0\r\n\r\n")
+
+    run(main)
+
+
 def test_calls_that_do_not_end_in_time_are_cancelled(caplog):
     async def main():
         app, stuck = Watched(), asyncio.Event()

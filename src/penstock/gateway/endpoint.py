@@ -1,9 +1,10 @@
 """The model routes over ASGI: read a request, answer it as JSON or as a stream, and notice when the caller is gone."""
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
-from hashlib import blake2b
+from hashlib import sha256
 from typing import Any
 
 import orjson
@@ -16,6 +17,7 @@ from penstock.gateway.dialects.base import Answer, Dialect, EventWriter, Fresh
 from penstock.gateway.flights import Flight, Told
 from penstock.gateway.serve import Service
 from penstock.gateway.sessions import Session, Sessions
+from penstock.gateway.spans import Spans
 from penstock.gateway.stream import Delta
 from penstock.records import Step
 
@@ -23,18 +25,34 @@ from penstock.records import Step
 class ModelRoute:
     """One dialect's endpoint. `scope["rollout_id"]` is whose token a request carried, `scope["transcript"]` what its path says."""
 
-    def __init__(self, dialect: Dialect, service: Service, sessions: Sessions, *, limits: Limits, told: Told) -> None:
+    def __init__(
+        self, dialect: Dialect, service: Service, sessions: Sessions, *, name: str, limits: Limits, told: Told, spans: Spans | None
+    ) -> None:
         self._dialect = dialect
+        self._name = name
+        self._spans = spans
         self._service = service
         self._sessions = sessions
         self._limits = limits
         self._told = told
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request, or join or repeat the answer to the one that it repeats."""
+        """Answer one request, or join or repeat the answer to the one that it repeats; count it and tell of it."""
         flight = Flight("", self._dialect, send)
+        started, metrics = time.perf_counter(), self._service.metrics
+        with metrics.flying():
+            try:
+                await self._serve(flight, scope, receive, send)
+            finally:
+                seconds = time.perf_counter() - started
+                metrics.end(self._name, flight.status, flight.account, seconds=seconds)
+                if self._spans is not None:
+                    self._spans.tell(self._name, flight.account, scope["headers"], seconds=seconds)
+
+    async def _serve(self, flight: Flight, scope: Scope, receive: Receive, send: Send) -> None:
+        account = flight.account
         try:
-            caller = _caller(scope)
+            caller = account.caller = _caller(scope)
             body = await read_body(receive, self._limits.body_bytes)
             if body is None:
                 return
@@ -42,23 +60,26 @@ class ModelRoute:
             flight.request = _request(caller, self._dialect.path, body)
             if flight.request in session.refused:
                 caller = caller._replace(is_retry=False)
-            elif caller.is_retry and await self._repeat(session, flight.request, receive, send):
+            elif caller.is_retry and await self._repeat(session, flight, receive, send):
                 return
-            call = self._dialect.parse(parse_json(body), session.sampling, await self._service.past(session, caller.transcript))
+            past = await self._service.past(session, caller.transcript)
+            call = account.call = self._dialect.parse(parse_json(body), session.sampling, past)
         except PenstockError as error:
             await flight.refuse(as_refusal(error))
             return
         await self._answer(session, caller, call, flight, receive)
 
-    async def _repeat(self, session: Session, request: str, receive: Receive, send: Send) -> bool:
+    async def _repeat(self, session: Session, again: Flight, receive: Receive, send: Send) -> bool:
         """Join the call that this one repeats, or send its answer again; False where neither is there."""
-        if (flight := session.flights.get(request)) is not None:
+        if (flight := session.flights.get(again.request)) is not None:
             self._service.count("joined_call")
+            again.sent = flight.sent
             with suppress(Left):
                 await attended(flight.follow(send), receive, flight.leave)
             return True
-        if (sent := self._told.find(request)) is not None:
+        if (sent := self._told.find(again.request)) is not None:
             self._service.count("replayed_call")
+            again.sent = sent
             for message in sent:
                 await send(message)
         return sent is not None
@@ -266,6 +287,8 @@ def _caller(scope: Scope) -> Caller:
 
 
 def _request(caller: Caller, path: str, body: bytes) -> str:
-    """What a request is known by when it comes again."""
+    """What a request is known by when it comes again. SHA-256, since processors compute it themselves: bodies may be large."""
     who = f"{caller.rollout_id}\0{caller.transcript}\0{caller.key}\0{path}\0"
-    return blake2b(who.encode("utf-8", "surrogatepass") + body, digest_size=12).hexdigest()
+    digest = sha256(who.encode("utf-8", "surrogatepass"))
+    digest.update(body)
+    return digest.hexdigest()[:24]

@@ -71,16 +71,23 @@ class TokenGraph:
         """Step, to the running hash of all tokens up to its end."""
         self._thoughtful: set[int] = set()
         """Steps with tokens of reasoning on their path, their own included."""
+        self._last_prompt: tuple[int, tuple[int, ...]] = (-1, ())
         self._replies: set[str] = set()
         """Digests of all replies, wherever they stand."""
         self._tools: set[str] = set()
         """Digests of the tools of all roots."""
-        unused = {node.id: node for node in attempt.nodes}
+        self.grow(attempt)
+
+    def grow(self, attempt: Attempt) -> None:
+        """Take in what is stored: all of it, or what others added since, from `next_step` and `next_node` on."""
+        unused = {node.id: node for node in attempt.nodes if node.id not in self.nodes}
         for step in sorted(attempt.steps, key=lambda step: step.index):
             self.add(step, unused.pop(step.node, None))
 
     def add(self, step: Step, node: Node | None) -> None:
-        """Take in a stored step, and the node that was stored with it."""
+        """Take in a stored step, and the node that was stored with it; one that is here is left as it is."""
+        if step.index in self.steps:
+            return
         if node is not None:
             self.nodes[node.id] = node
             self.next_node = max(self.next_node, node.id + 1)
@@ -168,7 +175,12 @@ class TokenGraph:
     def context(self, step: int) -> tuple[int, ...]:
         """All tokens up to the end of `step`'s reply."""
         reply = self.steps[step]
-        return self.prompt(reply.node) + reply.completion_ids
+        node, prompt = self._last_prompt
+        return (prompt if node == reply.node else self.prompt(reply.node)) + reply.completion_ids
+
+    def keep_prompt(self, node: int, ids: tuple[int, ...]) -> None:
+        """Remember the prompt that ends with `node`: the next call most likely goes on from a reply to it."""
+        self._last_prompt = (node, ids)
 
     def context_hash(self, node: Node, completion_ids: Sequence[int]) -> "blake2b":
         """The running hash of all tokens up to the end of a reply to `node`; only what the two add is hashed."""

@@ -1,11 +1,12 @@
 """Makes the Step and Node of a sampled reply and stores them, before anyone is told that the reply is complete."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Coroutine
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from penstock.errors import PoolError, RequestError
+from penstock.errors import PoolConflict, PoolError, RequestError
 from penstock.gateway.calls import Prompt
 from penstock.gateway.graph import TokenGraph
 from penstock.gateway.redact import Redactor
@@ -17,6 +18,8 @@ from penstock.render.chat import digest, link
 
 T = TypeVar("T")
 
+CONFLICTS = 100
+"""How often a step may lose its number to another worker's."""
 SETTLE_S = 30.0
 """Bound on a write that is finished although its caller was cancelled."""
 
@@ -35,20 +38,30 @@ class Label:
 class Recorder:
     """Stores steps; what it returns is durable, and in the session's graph."""
 
-    def __init__(self, pool: Pool, redactor: Redactor) -> None:
+    def __init__(self, pool: Pool, redactor: Redactor, breaks: Counter[str]) -> None:
         self._pool = pool
+        self._breaks = breaks
+        """Counted up by the reasons of new nodes."""
         self._redactor = redactor
 
     async def record(self, session: Session, prompt: Prompt, reply: Reply, label: Label) -> Step:
         """Store the reply as the rollout's next step; RequestError 503 where the store fails, 409 where the rollout has ended."""
         async with session.recording:
-            graph = await session.graph(self._pool)
-            known = graph.find(prompt.parent, prompt.chain, prompt.added)
-            node = known or _node(session.rollout_id, graph, prompt)
-            step = _step(graph, node, reply, label)
-            await self._store(session, step, None if known else node)
-            graph.add(step, None if known else node)
-            return step
+            for _ in range(CONFLICTS):
+                graph = await session.graph(self._pool)
+                known = graph.find(prompt.parent, prompt.chain, prompt.added)
+                node = known or _node(session.rollout_id, graph, prompt)
+                step = _step(graph, node, reply, label)
+                try:
+                    await self._store(session, step, None if known else node)
+                except PoolConflict:  # another worker took the number: the next one is tried
+                    await session.catch_up(self._pool)
+                    continue
+                graph.add(step, None if known else node)
+                self._breaks.update([node.reason] if node.reason and not known else ())
+                return step
+        text = f"the reply could not be recorded: other workers took {CONFLICTS} numbers before it"
+        raise RequestError(text, status=503, code="not_recorded")
 
     async def _store(self, session: Session, step: Step, node: Node | None) -> None:
         """Append both to the pool, without the secrets in their texts."""
@@ -58,6 +71,8 @@ class Recorder:
         try:
             await self._pool.append(clean_step, clean_node)
         except PoolError as error:
+            if session.shared and isinstance(error, PoolConflict):
+                raise
             session.forget()
             await self._refuse_if_ended(session)
             raise RequestError(f"the reply could not be recorded: {error}", status=503, code="not_recorded") from error
