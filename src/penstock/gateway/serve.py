@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -13,6 +12,7 @@ from penstock.errors import EngineError, PenstockError, RequestError, boundary
 from penstock.events import Events
 from penstock.gateway.calls import Call, Caller, Limits, Prompt
 from penstock.gateway.flights import Flight
+from penstock.gateway.metrics import Metrics
 from penstock.gateway.prompts import Roots, make_prompt
 from penstock.gateway.recorder import Label, Recorder, settled
 from penstock.gateway.redact import Redactor
@@ -24,8 +24,8 @@ from penstock.records import Sampling, Step
 from penstock.render.renderer import Renderer
 from penstock.render.tools import ReplyParser
 
-NAMES = 500
-"""How many different things are counted by name."""
+NAMES, NAME_CHARACTERS = 500, 100
+"""Of what is counted by name: how many different things, and how long a name may be."""
 
 
 class Outlet(Protocol):
@@ -68,13 +68,12 @@ class Service:
     ) -> None:
         self.engine = engine
         self.renderer = renderer
-        self.counts: Counter[str] = Counter()
-        """What was not done as the caller asked, by name."""
+        self.metrics = Metrics()
         self._pool = pool
         self._events = events
         self._limits = limits
         self._roots = Roots(renderer)
-        self._recorder = Recorder(pool, redactor or Redactor())
+        self._recorder = Recorder(pool, redactor or Redactor(), self.metrics.breaks)
 
     async def answer(self, session: Session, caller: Caller, call: Call, outlet: Outlet, flight: Flight) -> None:
         """Answer one call. A retry whose answer was recorded but may not have arrived is given it again."""
@@ -107,10 +106,11 @@ class Service:
 
     def count(self, name: str) -> None:
         """Count what was not done as asked; the first time, tell it as an event. Callers choose names: there is an end to them."""
-        if name not in self.counts and len(self.counts) >= NAMES:
+        counts, name = self.metrics.notices, name[:NAME_CHARACTERS]
+        if name not in counts and len(counts) >= NAMES:
             name = "other"
-        self.counts[name] += 1
-        if self.counts[name] == 1:
+        counts[name] += 1
+        if counts[name] == 1:
             self._events.emit("gateway.notice", name=name)
 
     def _samplings(self, call: Call, defaults: Sampling, prompt: Prompt) -> list[Sampling]:
@@ -138,9 +138,11 @@ class Service:
     async def _sample(self, errand: Errand, sampling: Sampling, choice: int) -> Step:
         """Sample one choice and record it, also where it breaks off: then it is kept, and never trained."""
         prompt = errand.prompt
-        text = ReplyText(self.renderer.decoder(), sampling.stop, self._parser(errand), prompt.begun)
+        decoder = self.renderer.decoder() if errand.call.raw is None else self.renderer.tokenizer.decoder()
+        text = ReplyText(decoder, sampling.stop, self._parser(errand), prompt.begun)
         reply = Reply(text, seed=f"{errand.session.rollout_id} {prompt.chain} {errand.flight.name.rpartition('-')[2]} {choice}")
         started = time.perf_counter()
+        errand.flight.account.prompt_tokens = len(prompt.ids)
         try:
             await self._generate(errand, sampling, reply, choice)
         except asyncio.CancelledError:
@@ -180,6 +182,8 @@ class Service:
             raise
         finally:
             watch.stop()
+            account = errand.flight.account
+            account.first_token_s = account.first_token_s or watch.first_s
         if reply.finish not in ("stop", "length"):
             raise EngineError(f"engine {self.engine.model} broke off a reply after {len(reply.ids)} tokens")
 
@@ -206,7 +210,11 @@ class Service:
             created=errand.flight.created,
             seconds=round(time.perf_counter() - started, 4),
         )
-        return await self._recorder.record(errand.session, errand.prompt, reply, label)
+        account = errand.flight.account
+        account.sampled_tokens += len(reply.ids)
+        step = await self._recorder.record(errand.session, errand.prompt, reply, label)
+        account.steps.append(step)
+        return step
 
     async def _keep(self, errand: Errand, sampling: Sampling, reply: Reply, started: float) -> None:
         """Record what there is of a broken reply; a store that cannot take it is counted, the break itself matters more."""

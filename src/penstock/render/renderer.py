@@ -10,6 +10,7 @@ from penstock.render import TOOL_FORMATS
 from penstock.render.bridge import PROBE_TOOLS, PROBE_USER, Bridge
 from penstock.render.chat import ChatTemplate, Tool, reasons
 from penstock.render.hermes import Hermes
+from penstock.render.merge import milder
 from penstock.render.reasoning import closed, is_open, marks_of
 from penstock.render.tokenizer import Decoder, Tokenizer
 from penstock.render.tools import Reading, ReplyParser, ToolFormat
@@ -55,14 +56,14 @@ class Renderer:
         return cls(Tokenizer.load(folder))
 
     def root(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> tuple[int, ...]:
-        """Prompt ids of a whole conversation, rendered from scratch."""
+        """Prompt ids of a whole conversation, rendered from scratch; one that the template refuses is told in a milder form."""
         plain: list[Message] = self.tokenizer.shield(messages)
         schemas: list[Tool] = self.tokenizer.shield(tools)
-        if self.native_tools:
-            plain = self._format.prepare(plain)
-        else:
-            plain, schemas = self._hermes.offer(plain, schemas, system=self._takes_system), []
-        return tuple(self.tokenizer.encode(self.template.render(plain, schemas, generate=True)))
+        try:
+            text = self._whole(plain, schemas)
+        except RenderError as refusal:
+            text = self._told_mildly(plain, schemas, refusal)
+        return tuple(self.tokenizer.encode(text))
 
     def extend(
         self,
@@ -116,6 +117,19 @@ class Renderer:
             return self._thinking
         decoder = self.tokenizer.decoder(hidden=frozenset())
         return is_open(decoder.push(prompt[-TAIL:]) + decoder.finish(), self._marks)
+
+    def _whole(self, messages: list[Message], tools: list[Tool]) -> str:
+        if self.native_tools:
+            return self.template.render(self._format.prepare(messages), tools, generate=True)
+        return self.template.render(self._hermes.offer(messages, tools, system=self._takes_system), generate=True)
+
+    def _told_mildly(self, messages: list[Message], tools: list[Tool], refusal: RenderError) -> str:
+        for milder_one in milder(messages):
+            try:
+                return self._whole(milder_one, tools)
+            except RenderError:
+                continue
+        raise refusal
 
     def _renders(self, messages: Sequence[Message]) -> bool:
         try:
