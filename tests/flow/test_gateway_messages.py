@@ -6,7 +6,7 @@ import pytest
 from gateway_cases import renderer
 
 from penstock.gateway.graph import prompts
-from penstock.testing import Scripted, ScriptedEngine, workbench
+from penstock.testing import CHATML, Scripted, ScriptedEngine, workbench
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -19,12 +19,13 @@ USER = {"role": "user", "content": "What is 6 times 7?"}
 ASKED = {"model": "any", "max_tokens": 100}
 
 
-def run(script, steps, **options):
+def run(script, steps, *, template=CHATML, **options):
     """Run `steps(client, engine, bench, session)` against a gateway whose engine plays `script`."""
 
     async def main():
-        engine = options.pop("engine", None) or ScriptedEngine(script, renderer().tokenizer)
-        async with workbench(engine, renderer(), **options) as bench:
+        rendering = renderer(template=template)
+        engine = options.pop("engine", None) or ScriptedEngine(script, rendering.tokenizer)
+        async with workbench(engine, rendering, **options) as bench:
             session = await bench.rollout()
             await steps(made_client(bench, session), engine, bench, session)
 
@@ -119,6 +120,34 @@ def test_tokens_are_counted_as_the_call_itself_would():
     run(["42."], steps)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_thinking_is_shown_apart_and_may_come_back_or_not(stream):
+    async def steps(client, engine, bench, session):
+        first = await ask(client, USER, stream=stream)
+        assert [block.type for block in first.content] == ["thinking", "text"]
+        assert (first.content[0].thinking.strip(), first.content[1].text.strip()) == ("easy", "42.")
+        second = await ask(client, USER, first.to_param(), USER, stream=stream)
+        dropped = [
+            {"role": "assistant", "content": [block for block in each.content if block.type == "text"]} for each in (first, second)
+        ]
+        await ask(client, USER, dropped[0], USER, dropped[1], USER, stream=stream)
+        assert await is_one_path(bench, session, engine)
+
+    run(["<think>\neasy\n</think>\n\n42."] * 3, steps, template=CHATML + "{# reasons inside <think></think> #}")
+
+
+def test_a_malformed_call_neither_breaks_the_sdk_nor_the_path():
+    async def steps(client, engine, bench, session):
+        answer = await ask(client, USER, tools=[TOOL], stream=True)
+        (use,) = answer.content
+        assert use.input == {"a": None, "INVALID_JSON": '{"a": }'}
+        result = {"type": "tool_result", "tool_use_id": use.id, "content": "no JSON", "is_error": True}
+        await ask(client, USER, answer.to_param(), {"role": "user", "content": [result]}, tools=[TOOL], stream=True)
+        assert await is_one_path(bench, session, engine)
+
+    run([CALL.replace("6", ""), "42."], steps)
+
+
 @pytest.mark.parametrize("options", [{}, {"thread": False}])
 def test_the_tool_runner_works_over_threads_and_without(options):
     @beta_async_tool
@@ -126,10 +155,18 @@ def test_the_tool_runner_works_over_threads_and_without(options):
         """Multiply a by 7."""
         return str(a * 7)
 
-    async def steps(client, engine, bench, session):
+    async def steps(_, engine, bench, session):
+        sent, http = [], bench.http()
+
+        async def note(request):
+            sent.append(orjson.loads(request.content))
+
+        http.event_hooks = {"request": [note]}
+        client = made_client(bench, session, http_client=http)
         runner = client.beta.messages.tool_runner(**ASKED, tools=[multiply], messages=[USER], system="Be brief.", **options)
         answer = await runner.until_done()
         assert answer.content[0].text == "42."
+        assert [len(body["messages"]) for body in sent] == ([1, 3, 5] if options else [1, 1, 1])
         assert await is_one_path(bench, session, engine)
         assert len((await bench.attempt(session)).nodes) == 3
         assert not bench.gateway.counts

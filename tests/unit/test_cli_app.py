@@ -43,7 +43,7 @@ def test_the_version_is_printed(capsys):
 def test_help_names_every_command_and_the_exit_codes(capsys, arguments):
     code, out, _ = run(capsys, *arguments)
     assert code == 0
-    for shown in ("train", "report", "models", "doctor", "130"):
+    for shown in ("train", "report", "verify", "models", "doctor", "130"):
         assert shown in out
 
 

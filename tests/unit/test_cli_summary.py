@@ -36,6 +36,16 @@ def test_the_last_words_name_results_places_and_the_next_command():
         assert said in text
 
 
+def test_what_is_not_exact_is_told_by_reason():
+    told = {"inexact": {"context_differs": 12}, "masked": {"greedy": 2, "zero_advantage": 9}, "breaks": {"history_edited": 3}}
+    text = as_text(ending(exact_token_rate=0.99902, unhashed_tokens=1000, **told))
+    assert "99.9 % of 12,345 sampled tokens, 1,000 without a digest" in text
+    for said in ("not exact   tokens: 12 context_differs", "masked      steps: 2 greedy", "breaks      3 history_edited"):
+        assert said in text
+    assert "zero_advantage" not in text
+    assert json.loads(as_object(ending(**told)))["masked"] == told["masked"]
+
+
 def test_a_long_reason_is_wrapped_and_a_very_long_one_is_cut():
     told = ending()
     told.reasons["agent_error"] = {"a reason " * 200: 1}

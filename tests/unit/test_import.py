@@ -24,12 +24,14 @@ def test_the_check_itself_sees_a_loaded_module():
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["--help"], ["--version"], ["train", "--help"], ["models", "--help"], ["doctor", "--help"]]
+    "arguments",
+    [[], ["--help"], ["--version"], ["train", "--help"], ["verify", "--help"], ["models", "--help"], ["doctor", "--help"]],
 )
 def test_help_loads_nothing_heavy_and_no_server(arguments):
     code = f"from penstock.cli.app import run; assert run({arguments!r}) == 0\nimport sys; assert 'aiohttp' not in sys.modules"
     assert loaded_after(code) == set()
 
 
-def test_a_bad_config_is_refused_before_anything_heavy_is_loaded():
-    assert loaded_after("from penstock.cli.app import run; assert run(['train', 'absent.toml', '--json']) == 2") == set()
+@pytest.mark.parametrize("arguments", [["train", "absent.toml", "--json"], ["verify", "absent", "--json"]])
+def test_bad_input_is_refused_before_anything_heavy_is_loaded(arguments):
+    assert loaded_after(f"from penstock.cli.app import run; assert run({arguments!r}) == 2") == set()

@@ -21,7 +21,8 @@ TASK = Task(id="t", prompt=({"role": "user", "content": "2 times 3?"},), label="
 
 def metrics(step: int, reward: float | None) -> dict[str, Any]:
     counts = {"rollouts": 8, "groups": 2, "groups_equal": 1, "groups_stale": 0}
-    return {"step": step, "steps": 3, "reward": reward, "exact_token_rate": 1.0, "ends": {"completed": 8}, **counts}
+    exact = {"exact_token_rate": 1.0, "exact_tokens": 100, "sampled_tokens": 100}
+    return {"step": step, "steps": 3, "reward": reward, "ends": {"completed": 8}, **counts, **exact}
 
 
 def run_folder(folder: Path, *entries: dict[str, Any], **summary: Any) -> Path:
@@ -33,13 +34,13 @@ def run_folder(folder: Path, *entries: dict[str, Any], **summary: Any) -> Path:
     return folder
 
 
-async def record(folder: Path, seq: int, reply: str, *, reward: float | None) -> None:
+async def record(folder: Path, seq: int, reply: str, *, reward: float | None, reason: str | None = None) -> None:
     """One group of one rollout: a reply and its reward, or a failure where the reward is None."""
     pool = open_pool(folder)
     rollout = make_rollout(f"train-{seq}", "t", 0)
     await pool.open_group(TASK, [rollout], seq=seq)
     message = {"role": "assistant", "content": reply, "tool_calls": [{"function": {"name": EVIL, "arguments": "{}"}}]}
-    node = Node(rollout_id=rollout.id, id=0, parent=None, token_ids=(1, 2), chain="a", messages=TASK.prompt)
+    node = Node(rollout_id=rollout.id, id=0, parent=None, token_ids=(1, 2), chain="a", messages=TASK.prompt, reason=reason)
     columns = {"completion_ids": (3,), "logprobs": (-0.5,), "versions": (0,)}
     step = Step(
         rollout_id=rollout.id,
@@ -99,6 +100,16 @@ def test_a_finished_run_shows_its_numbers_curve_and_transcripts(tmp_path):
     for said in ("0.250 → 1.000", "0.500 → 0.875", "100 %", "step 1: reward 0.25, 8 rollouts", "it is 6", "2 times 3?", "finished"):
         assert said in page.text
     assert page.names.count("circle") == 2
+
+
+def test_what_is_not_exact_is_shown_by_reason_over_all_steps(tmp_path):
+    flawed = {"exact_tokens": 90, "unhashed_tokens": 1234, "inexact": {"context_differs": 10}, "masked": {"greedy": 3}}
+    run_folder(tmp_path, metrics(1, 0.5), metrics(2, 0.5) | flawed, metrics(3, 0.5) | {"masked": {"greedy": 4}})
+    asyncio.run(record(tmp_path, 0, "it is 6", reward=1.0, reason="history_edited"))
+    text = Tags(written(tmp_path)).text
+    assert "96.66 % of 300 sampled tokens are exact, 1,234 of them unhashed." in text
+    for row in ("tokens not exactcontext_differs10", "steps maskedgreedy7", "breakshistory_edited1"):
+        assert row in text
 
 
 def test_text_of_a_model_never_becomes_markup(tmp_path):

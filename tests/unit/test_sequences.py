@@ -3,9 +3,11 @@ from dataclasses import replace
 
 import pytest
 
+from penstock.codec import context_digest
 from penstock.errors import TrainError
 from penstock.records import Attempt, End, Grade, Group, Node, Sampling, Step, Task, make_rollout
-from penstock.train.sequences import exactness, sequences
+from penstock.train.exactness import breaks, exactness
+from penstock.train.sequences import sequences
 
 NAN = math.nan
 
@@ -52,6 +54,16 @@ def branches() -> Attempt:
         [node(0, None, 1, 2), node(1, 0, 5), node(2, 0, 6)],
         [step(0, 0, 3, 4), step(1, 1, 7), step(2, 2, 8, 9)],
     )
+
+
+def hashed(made: Attempt, *contexts: tuple[int, ...]) -> Attempt:
+    """With the digest of what the engine saw and sampled in each step."""
+    steps = tuple(replace(s, context=context_digest(ids)) for s, ids in zip(made.steps, contexts, strict=True))
+    return replace(made, steps=steps)
+
+
+def sound() -> Attempt:
+    return hashed(branches(), (1, 2, 3, 4), (1, 2, 3, 4, 5, 7), (1, 2, 3, 4, 6, 8, 9))
 
 
 def test_a_conversation_is_one_sequence_that_trains_every_reply():
@@ -152,7 +164,7 @@ def test_unusable_advantages_are_refused(advantages: list[float]):
 
 
 def test_a_sound_record_is_exact_in_every_token():
-    assert exactness(branches()) == (5, 5, {})
+    assert exactness(branches()) == (5, 5, {}, 5)
 
 
 def test_a_damaged_reply_spoils_itself_and_what_was_sampled_after_it():
@@ -160,7 +172,7 @@ def test_a_damaged_reply_spoils_itself_and_what_was_sampled_after_it():
     steps = (replace(made.steps[0], logprobs=(-0.5,)), *made.steps[1:])
     result = exactness(replace(made, steps=steps))
     assert (result.exact_tokens, result.sampled_tokens) == (0, 5)
-    assert result.broken == {"misaligned": 2, "context_flawed": 3}
+    assert result.inexact == {"misaligned": 2, "context_flawed": 3}
 
 
 def test_lost_ids_lower_exactness_although_they_are_gone():
@@ -171,9 +183,67 @@ def test_lost_ids_lower_exactness_although_they_are_gone():
 
 def test_a_reply_that_claims_to_follow_a_later_one_has_no_context():
     made = attempt([node(0, None, 1), node(1, 5, 2)], [step(0, 1, 3), step(5, 0, 4)])
-    assert exactness(made).broken == {"context_missing": 1}
+    assert exactness(made).inexact == {"context_missing": 1}
     assert [sequence.token_ids for sequence in sequences(group(made), [1.0]).sequences] == [(1, 4)]
 
 
 def test_a_reply_without_any_prompt_is_not_trained():
-    assert exactness(attempt([node(0, None)], [step(0, 0, 3)])).broken == {"context_missing": 1}
+    assert exactness(attempt([node(0, None)], [step(0, 0, 3)])).inexact == {"context_missing": 1}
+
+
+def test_contexts_that_are_the_recorded_ones_are_exact_on_every_branch():
+    assert exactness(sound()) == (5, 5, {}, 0)
+    assert sequences(group(sound()), [1.0]).counts["tokens"] == 5
+
+
+@pytest.mark.parametrize("where", ["prompt", "reply", "glue"])
+def test_one_id_changed_after_sampling_masks_every_reply_that_it_is_context_of(where: str):
+    made = sound()
+    nodes, steps = list(made.nodes), list(made.steps)
+    if where == "reply":
+        steps[0] = replace(steps[0], completion_ids=(3, 5))
+    else:
+        at, ids = (0, (1, 3)) if where == "prompt" else (2, (7,))
+        nodes[at] = replace(nodes[at], token_ids=ids)
+    changed = replace(made, nodes=tuple(nodes), steps=tuple(steps))
+    lost = 2 if where == "glue" else 5
+    assert exactness(changed).inexact == {"context_differs": lost}
+    counts = sequences(group(changed), [1.0]).counts
+    assert counts["masked.context_differs"] == (1 if where == "glue" else 3) and counts["tokens"] == 5 - lost
+
+
+def test_a_reply_moved_to_another_prompt_is_masked():
+    made = sound()
+    moved = replace(made, steps=(*made.steps[:2], replace(made.steps[2], node=1)))
+    assert exactness(moved).inexact == {"context_differs": 2}
+
+
+def test_steps_recorded_without_a_digest_are_checked_by_structure_and_shown():
+    made = sound()
+    older = replace(made, steps=(replace(made.steps[0], context=""), *made.steps[1:]))
+    assert exactness(older) == (5, 5, {}, 2)
+    assert sequences(group(older), [1.0]).counts["tokens"] == 5
+
+
+def test_what_follows_a_damaged_reply_is_exact_where_its_own_digest_says_so():
+    made = sound()
+    damaged = replace(made, steps=(replace(made.steps[0], logprobs=(NAN, -0.5)), *made.steps[1:]))
+    assert exactness(damaged) == (3, 5, {"bad_logprob": 2}, 0)
+    assert [sequence.trained.count(True) for sequence in sequences(group(damaged), [1.0]).sequences] == [1, 2]
+
+
+@pytest.mark.parametrize("bad", [-1, 2**31, 2**70])
+def test_numbers_that_are_no_ids_are_refused_and_so_is_what_follows(bad: int):
+    made = sound()
+    changed = replace(made, steps=(replace(made.steps[0], completion_ids=(3, bad)), *made.steps[1:]))
+    assert exactness(changed).inexact == {"bad_token": 2, "context_missing": 3}
+
+
+def test_breaks_are_counted_by_reason_and_leave_tokens_exact():
+    made = attempt([node(0, None, 1), replace(node(1, None, 1, 9), reason="history_edited")], [step(0, 0, 2), step(1, 1, 3)])
+    assert breaks(made, made) == {"history_edited": 2}
+    assert exactness(made, made) == (4, 4, {}, 4) and exactness(made).rate == 1.0
+
+
+def test_where_nothing_was_sampled_there_is_no_rate():
+    assert exactness().rate is None

@@ -1,4 +1,4 @@
-"""The command line: `penstock train`, `report`, `models`, `doctor`."""
+"""The command line: `penstock train`, `report`, `verify`, `models`, `doctor`."""
 
 from penstock.cli.app import main
 

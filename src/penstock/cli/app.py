@@ -7,12 +7,13 @@ import orjson
 import typer
 
 from penstock import __version__
-from penstock.cli import doctor, models, report, train
+from penstock.cli import doctor, models, report, train, verify
 from penstock.errors import ConfigError, PenstockError
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 app.command("train")(train.train)
 app.command("report")(report.report)
+app.command("verify")(verify.verify)
 app.add_typer(models.app, name="models")
 app.command("doctor")(doctor.doctor)
 

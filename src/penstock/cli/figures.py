@@ -1,6 +1,6 @@
 """Numbers as short text: sparklines, clock times, counts."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
 SPARKS = "▁▂▃▄▅▆▇█"
@@ -48,6 +48,17 @@ def rate(per_second: float | None) -> str:
 def counts(numbers: Mapping[str, int]) -> str:
     """`3 timeout, 1 lost`: the largest first."""
     return ", ".join(f"{count:,} {name}" for name, count in sorted(numbers.items(), key=lambda item: -item[1]))
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """`0, 3-17, 20`."""
+    spans: list[list[int]] = []
+    for number in sorted(numbers):
+        if spans and number == spans[-1][-1] + 1:
+            spans[-1] = [spans[-1][0], number]
+        else:
+            spans.append([number])
+    return ", ".join("-".join(map(str, span)) for span in spans)
 
 
 def _block(height: float) -> str:

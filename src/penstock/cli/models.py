@@ -1,14 +1,14 @@
 """`penstock models`: pull a model, list those that are here."""
 
-from collections.abc import Generator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import orjson
 import typer
 
+from penstock.cli.progress import stage_progress
+
 if TYPE_CHECKING:
-    from penstock.models import ModelFolder, Progress
+    from penstock.models import ModelFolder
 
 app = typer.Typer(no_args_is_help=True, help="Pull models, and list those that are here.")
 
@@ -23,7 +23,7 @@ def pull(
     """Fetch a model, convert it if need be, and keep it; one that is here already needs no network."""
     from penstock.models import resolve
 
-    with pull_progress() as progress:
+    with stage_progress() as progress:
         model = resolve(reference, progress)
     if as_json:
         typer.echo(orjson.dumps(_row(model.name, model)))
@@ -47,46 +47,6 @@ def list_models(as_json: Annotated[bool, typer.Option("--json", help="Print the 
         typer.echo(_line(row))
     if absent:
         typer.echo(f"next: penstock models pull {absent[0]['name']}", err=True)
-
-
-@contextmanager
-def pull_progress() -> "Generator[Progress]":
-    """Shows a pull on stderr: a bar on a terminal, elsewhere one line for each stage."""
-    from rich.console import Console
-    from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
-    from rich.progress import Progress as Bars
-
-    console = Console(stderr=True, highlight=False)
-    if not console.is_interactive or console.is_dumb_terminal:
-        yield _StageLines(console)
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    with Bars(*columns, console=console, transient=True) as bars:
-        yield _StageBars(bars)
-
-
-class _StageLines:
-    def __init__(self, console: Any) -> None:
-        self._console, self._stage = console, ""
-
-    def __call__(self, stage: str, done: int = 0, total: int | None = None) -> None:
-        if stage != self._stage:
-            self._stage = stage
-            self._console.print(stage, markup=False, soft_wrap=True)
-
-
-class _StageBars:
-    """One bar, begun again at each stage; without a total it only shows that something moves."""
-
-    def __init__(self, bars: Any) -> None:
-        self._bars, self._stage, self._bar = bars, "", None
-
-    def __call__(self, stage: str, done: int = 0, total: int | None = None) -> None:
-        if stage != self._stage:
-            if self._bar is not None:
-                self._bars.remove_task(self._bar)
-            self._stage, self._bar = stage, self._bars.add_task(stage, total=total)
-        self._bars.update(self._bar, completed=done, total=total)
 
 
 def _row(name: str, model: "ModelFolder | None") -> dict[str, Any]:

@@ -65,7 +65,7 @@ def _result_rows(ending: Ending) -> list[tuple[str, str]]:
         rows.append(("held-out", _change(summary.eval_before, summary.eval_after)))
     elif summary.eval_before is not None:
         rows.append(("held-out", f"{reward(summary.eval_before)} before training"))
-    rows.append(("exact", f"{percent(summary.exact_token_rate)} of {summary.sampled_tokens:,} sampled tokens"))
+    rows += _exact_rows(summary)
     rows.append(("rollouts", f"{summary.rollouts:,}: {counts(summary.ends)}" if summary.ends else f"{summary.rollouts:,}"))
     for end, messages in ending.reasons.items():
         message, count = max(messages.items(), key=lambda item: item[1])
@@ -73,6 +73,14 @@ def _result_rows(ending: Ending) -> list[tuple[str, str]]:
         rows += [("", line) for line in wrap(reason, 66, break_long_words=False, subsequent_indent="  ")]
     rows.append(("seconds", f"{summary.train_seconds:.0f}"))
     return rows
+
+
+def _exact_rows(summary: "Summary") -> list[tuple[str, str]]:
+    unhashed = f", {summary.unhashed_tokens:,} without a digest of their context" if summary.unhashed_tokens else ""
+    rows = [("exact", f"{percent(summary.exact_token_rate)} of {summary.sampled_tokens:,} sampled tokens{unhashed}")]
+    masked = {reason: count for reason, count in summary.masked.items() if reason != "zero_advantage"}  # that is no fault
+    named = [("not exact", "tokens: ", summary.inexact), ("masked", "steps: ", masked), ("breaks", "", summary.breaks)]
+    return rows + [(label, f"{of}{counts(numbers)}") for label, of, numbers in named if numbers]
 
 
 def _place_rows(ending: Ending) -> list[tuple[str, str]]:

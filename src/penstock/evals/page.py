@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from html import escape
@@ -64,6 +65,8 @@ class RunFacts:
     summary: dict[str, Any]
     """Empty until the run has stopped or finished."""
     ends: dict[str, int] = field(default_factory=dict[str, int])
+    breaks: dict[str, int] = field(default_factory=dict[str, int])
+    """How often messages were rendered anew although the rollout had earlier steps, by reason."""
     picks: list[Pick] = field(default_factory=list[Pick])
     picked_from: str = ""
     """Which rollouts the picks were chosen among."""
@@ -91,6 +94,8 @@ def render_page(facts: RunFacts) -> str:
 <h2>Mean reward per step</h2>
 {reward_curve([_point(entry) for entry in facts.metrics if entry["reward"] is not None])}
 {_steps(facts.metrics)}
+<h2>Exact tokens</h2>
+{_exactness(facts)}
 <h2>How rollouts ended, held-out ones included</h2>
 {_table(["end", "rollouts"], facts.ends.items()) if facts.ends else "<p>None yet.</p>"}
 <h2>Transcripts</h2>
@@ -107,15 +112,34 @@ def _tiles(facts: RunFacts) -> str:
     summary, rewards = facts.summary, [entry["reward"] for entry in facts.metrics]
     first = summary.get("first_reward", rewards[0] if rewards else None)
     last = summary.get("last_reward", rewards[-1] if rewards else None)
-    exact = summary.get("exact_token_rate", facts.metrics[-1]["exact_token_rate"] if facts.metrics else None)
+    exact = _exact_rate(facts.metrics)
     tiles = [
         ("training reward", _change(first, last)),
         ("held-out reward", _change(summary.get("eval_before"), summary.get("eval_after"))),
-        ("exact tokens", "-" if exact is None else f"{int(exact * 10000) / 100:g} %"),
+        ("exact tokens", _percent(exact)),
         ("rollouts", f"{summary.get('rollouts', sum(facts.ends.values())):,}"),
         ("seconds", _number(summary.get("train_seconds"))),
     ]
     return '<div class="tiles">' + "".join(f'<div class="tile">{escape(k)}<b>{escape(v)}</b></div>' for k, v in tiles) + "</div>"
+
+
+def _exact_rate(metrics: list[dict[str, Any]]) -> float | None:
+    sampled = sum(entry["sampled_tokens"] for entry in metrics)
+    return sum(entry["exact_tokens"] for entry in metrics) / sampled if sampled else None
+
+
+def _exactness(facts: RunFacts) -> str:
+    """What keeps tokens from being trained as they were sampled, or at all, by reason; entries of old runs may lack some of it."""
+    totals: dict[str, Counter[str]] = {"inexact": Counter(), "masked": Counter()}
+    for entry in facts.metrics:
+        for name, total in totals.items():
+            total.update(entry.get(name, {}))
+    named = [("tokens not exact", totals["inexact"]), ("steps masked", totals["masked"]), ("breaks", facts.breaks)]
+    rows = [(what, reason, f"{count:,}") for what, counted in named for reason, count in counted.items()]
+    sampled = sum(entry["sampled_tokens"] for entry in facts.metrics)
+    unhashed = sum(entry.get("unhashed_tokens", 0) for entry in facts.metrics)
+    said = f"{_percent(_exact_rate(facts.metrics))} of {sampled:,} sampled tokens are exact, {unhashed:,} of them unhashed."
+    return f'<p class="dim">{escape(said)}</p>' + (_table(["what", "reason", "count"], rows) if rows else "")
 
 
 def _point(entry: dict[str, Any]) -> Point:
@@ -175,6 +199,11 @@ def _cut(text: str) -> str:
 
 def _change(before: float | None, after: float | None) -> str:
     return " → ".join("-" if value is None else f"{value:.3f}" for value in (before, after))
+
+
+def _percent(share: float | None) -> str:
+    """Never rounded up to 100."""
+    return "-" if share is None else f"{int(share * 10000) / 100:g} %"
 
 
 def _number(value: Any) -> str:

@@ -52,7 +52,7 @@ def _run_config(folder: Path) -> dict[str, Any]:
 
 
 async def _recorded(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """What the pool adds: ends and transcripts."""
+    """What the pool adds: ends, breaks and transcripts."""
     name = config["pool"]["name"]
     if name == "memory" or (name == "sqlite" and not (folder / "pool.db").exists()):
         return {"picked_from": "This run kept no transcripts."}
@@ -66,7 +66,7 @@ async def _recorded(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
     finally:
         await pool.close()
     scanned = "all training groups" if stats.last_seq < 2 * SCANNED else f"the first and the last {SCANNED} training groups"
-    return {"ends": ends, "picks": choose(groups), "picked_from": f"Chosen among {scanned}."}
+    return {"ends": ends, "breaks": stats.breaks, "picks": choose(groups), "picked_from": f"Chosen among {scanned}."}
 
 
 def _read_object(path: Path) -> dict[str, Any]:

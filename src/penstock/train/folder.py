@@ -12,7 +12,7 @@ from typing import Any
 
 import orjson
 
-from penstock.config import RunConfig
+from penstock.config import RunConfig, validate
 from penstock.errors import ConfigError
 
 MAY_CHANGE = {"train.steps", "run.folder", "gateway.host", "gateway.port", "train.checkpoint_every", "train.checkpoints_kept"}
@@ -35,6 +35,10 @@ class RunFolder:
     def events(self) -> Path:
         """The event log."""
         return self.path / "events.jsonl"
+
+    def config(self) -> RunConfig:
+        """What the run was started with."""
+        return validate(RunConfig, orjson.loads((self.path / "config.json").read_bytes())["config"], str(self.path / "config.json"))
 
     def secret(self) -> bytes:
         """The key that signs this run's model tokens; made once, readable by the owner only."""
@@ -98,6 +102,17 @@ def open_run_folder(config: RunConfig, *, fresh: bool) -> RunFolder:
     except OSError as cause:
         raise ConfigError(f"{path}: the run folder cannot be made: {cause.strerror}; set run.folder to a writable place") from cause
     return RunFolder(path, resumed=False)
+
+
+def find_run_folder(path: Path) -> RunFolder:
+    """The folder of a run that was started, for reading; ConfigError where it is none."""
+    try:
+        settings: Any = orjson.loads((path / "config.json").read_bytes())
+    except (OSError, ValueError):
+        settings = None
+    if not (isinstance(settings, dict) and {"config", "datasets"} <= settings.keys()):  # a checkpoint has a config.json too
+        raise ConfigError(f"{path}: not a run folder; give one that `penstock train` made, such as runs/multiply")
+    return RunFolder(path, resumed=True)
 
 
 @contextmanager

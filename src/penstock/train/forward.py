@@ -92,6 +92,13 @@ def score(decoder: Decoder, hidden: Tensor, stretch: Stretch) -> Scores:
     return Scores(logprobs[rows, targets], entropy[rows])
 
 
+@torch.no_grad()
+def pass_logprobs(decoder: Decoder, one: Pass, trunk: KeysValues, *, flat: bool) -> Tensor:
+    """Log-probabilities of all terms of a pass, [terms], for reading only."""
+    hidden = hidden_states(decoder, one, trunk, flat=flat)
+    return torch.cat([score(decoder, hidden, stretch).logprobs for stretch in stretches(one, decoder.shape.vocab_size)])
+
+
 def _stretch(terms: tuple[Term, ...], rows: dict[tuple[int, float], int]) -> Stretch:
     places, temperatures = zip(*rows, strict=True)
     return Stretch(terms, places, temperatures, tuple(rows[term.at, term.temperature] for term in terms))

@@ -18,7 +18,7 @@ from penstock.engines.embedded.decoder import Decoder
 from penstock.errors import TrainError
 from penstock.train import LOSSES
 from penstock.train.batches import Batch, Bundle, Pass
-from penstock.train.forward import hidden_states, score, stretches, trunk_states
+from penstock.train.forward import hidden_states, pass_logprobs, score, stretches, trunk_states
 from penstock.train.losses import Loss, Tokens, k3
 
 
@@ -175,11 +175,9 @@ class Learner:
         """The start policy's log-probabilities of each pass's terms, [terms]; nothing where no penalty asks for them."""
         if self._start is None:
             return []
-        start, vocab = self._start, self._start.shape.vocab_size
         with torch.no_grad():
-            trunk = trunk_states(start, bundle.trunk)
-            states = ((one, hidden_states(start, one, trunk, flat=flat)) for one in bundle.passes)
-            return [torch.cat([score(start, hidden, s).logprobs for s in stretches(one, vocab)]) for one, hidden in states]
+            trunk = trunk_states(self._start, bundle.trunk)
+        return [pass_logprobs(self._start, one, trunk, flat=flat) for one in bundle.passes]
 
 
 class _Part(NamedTuple):

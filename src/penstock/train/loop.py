@@ -22,8 +22,9 @@ from penstock.records import Sequence as TrainingSequence
 from penstock.train import policy
 from penstock.train.advantages import DIVISORS
 from penstock.train.batches import pack
+from penstock.train.exactness import breaks, exactness
 from penstock.train.learner import Metrics
-from penstock.train.sequences import exactness, sequences
+from penstock.train.sequences import sequences
 from penstock.train.stations import Stations
 
 
@@ -135,8 +136,7 @@ def measure(
     """One step in numbers: a line of `metrics.jsonl`. Tokens per second are sampled ones over the step's whole time."""
     attempts = [attempt for group in lease.groups for attempt in group.attempts]
     rewards = [attempt.reward for attempt in attempts if attempt.reward is not None]
-    exact = [exactness(attempt) for attempt in attempts]
-    sampled = sum(e.sampled_tokens for e in exact)
+    exact = exactness(*attempts)
     return {
         "step": progress.step,
         "steps": s.config.train.steps,
@@ -149,13 +149,16 @@ def measure(
         "rollouts": len(attempts),
         "ends": dict(Counter(str(attempt.end) for attempt in attempts)),
         "masked": {key.removeprefix("masked."): n for key, n in credit.counts.items() if key.startswith("masked.")},
-        "exact_tokens": sum(e.exact_tokens for e in exact),
-        "sampled_tokens": sampled,
-        "exact_token_rate": sum(e.exact_tokens for e in exact) / sampled if sampled else 1.0,
+        "breaks": dict(breaks(*attempts)),
+        "inexact": dict(exact.inexact),
+        "exact_tokens": exact.exact_tokens,
+        "sampled_tokens": exact.sampled_tokens,
+        "unhashed_tokens": exact.unhashed_tokens,
+        "exact_token_rate": exact.rate,
         **{name: getattr(metrics, name) for name in Metrics.__slots__},
         "rollout_s": round(rollout_s, 3),
         "train_s": round(train_s, 3),
-        "tokens_per_s": round(sampled / (rollout_s + train_s), 1),
+        "tokens_per_s": round(exact.sampled_tokens / (rollout_s + train_s), 1),
     }
 
 

@@ -11,7 +11,9 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import orjson
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file  # pyright: ignore[reportUnknownVariableType]
@@ -85,6 +87,21 @@ def latest(checkpoints: Path) -> PolicyVersion | None:
     """The newest whole version; None where there is none."""
     complete = _complete(checkpoints)
     return _read(complete[-1]).version if complete else None
+
+
+def find(checkpoints: Path, number: int) -> Path | None:
+    """The folder of a version; None where it is not there, or not whole."""
+    folder = folder_of(checkpoints, PolicyVersion(number=number, step=0))
+    return folder if _whole(folder) else None
+
+
+def is_half(checkpoints: Path) -> bool:
+    """Whether the newest whole version was saved in half precision: the one that trainer and engine computed in."""
+    for folder in _complete(checkpoints)[-1:]:
+        with (folder / "model.safetensors").open("rb") as file:
+            header: dict[str, dict[str, Any]] = orjson.loads(file.read(int.from_bytes(file.read(8), "little")))
+        return all(tensor["dtype"] in ("BF16", "F16") for name, tensor in header.items() if name != "__metadata__")
+    return False
 
 
 def restore(checkpoints: Path, version: PolicyVersion, learner: Learner) -> None:

@@ -12,6 +12,7 @@ from penstock.engines.embedded.weights import load_decoder
 from penstock.events import Events
 from penstock.gateway.app import Gateway
 from penstock.gateway.calls import Limits
+from penstock.gateway.spans import open_spans
 from penstock.pool import POOLS
 from penstock.pool.base import Pool
 from penstock.records import Group, Sampling
@@ -52,6 +53,7 @@ async def open_stations(config: RunConfig, inputs: Inputs, folder: RunFolder, ev
         renderer = await asyncio.to_thread(Renderer.load, inputs.folder)
         engine = await _open_engine(config, inputs, renderer)
         stack.push_async_callback(engine.close)
+        spans = await stack.enter_async_context(open_spans(config.gateway.otel, model=engine.model))
         gateway = await stack.enter_async_context(
             Gateway(
                 engine,
@@ -63,6 +65,7 @@ async def open_stations(config: RunConfig, inputs: Inputs, folder: RunFolder, ev
                 hosts=config.gateway.hosts,
                 events=events,
                 limits=Limits.of(config.gateway),
+                spans=spans,
             )
         )
         runner = await stack.enter_async_context(

@@ -1,6 +1,8 @@
 """What a run came to: the few numbers that its reader asks for first."""
 
-from dataclasses import dataclass, replace
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from penstock.codec import from_json
 from penstock.config import RunConfig
@@ -39,6 +41,14 @@ class Summary:
     checkpoint: str | None
     ends: dict[str, int]
     """How the training rollouts ended, attempts that a kill cut off included."""
+    inexact: dict[str, int] = field(default_factory=dict[str, int])
+    """The sampled tokens that are not exact, by reason."""
+    unhashed_tokens: int = 0
+    """Of the exact ones, those recorded without a digest of their context."""
+    masked: dict[str, int] = field(default_factory=dict[str, int])
+    """Steps of graded rollouts that were not trained, by reason."""
+    breaks: dict[str, int] = field(default_factory=dict[str, int])
+    """How often a caller's messages were rendered anew although the rollout had earlier steps, by reason."""
     resumed: bool = False
     already_finished: bool = False
 
@@ -68,6 +78,10 @@ async def sum_up(s: Stations, progress: Progress, before: float | None, after: f
         policy_version=progress.version,
         checkpoint=str(policy.folder_of(s.folder.checkpoints, saved)) if saved else None,
         ends=stats.ends,
+        inexact=_added(metrics, "inexact"),
+        unhashed_tokens=sum(entry.get("unhashed_tokens", 0) for entry in metrics),
+        masked=_added(metrics, "masked"),
+        breaks=stats.breaks,
         resumed=s.folder.resumed,
     )
 
@@ -84,3 +98,11 @@ def finished(folder: RunFolder, config: RunConfig) -> Summary | None:
 def mean(values: list[float]) -> float | None:
     """Of nothing, None."""
     return sum(values) / len(values) if values else None
+
+
+def _added(metrics: list[dict[str, Any]], name: str) -> dict[str, int]:
+    """Counts by reason over all steps; those of an earlier penstock may lack them."""
+    total: Counter[str] = Counter()
+    for entry in metrics:
+        total.update(entry.get(name, {}))
+    return dict(total)

@@ -1,6 +1,7 @@
 """A call's arguments on their way to clients that parse them as they come, and give up where they are no JSON."""
 
 import re
+from math import isfinite
 from typing import Any
 
 import orjson
@@ -25,7 +26,7 @@ class InputText:
     """Arguments in parts: what was given out is always the beginning of a JSON object, and in the end a whole one.
 
     Text that no object goes on with is held back, and told in the end under `INVALID_JSON`, beside the members that were given
-    out already. The parser behind it only counts brackets, so what stands between them may be anything.
+    out already. The parser behind it only counts brackets, so what stands between them may be anything; nothing comes after.
     """
 
     def __init__(self) -> None:
@@ -45,7 +46,7 @@ class InputText:
     def push(self, text: str) -> str:
         """What can be given out now."""
         self._parts.append(text)
-        self._rest += text
+        self._rest += "" if self._wrong else text
         while not self._wrong and self._at < len(self._rest) and self._token():
             pass
         given, self._rest, self._at = self._rest[: self._at], self._rest[self._at :], 0
@@ -53,8 +54,7 @@ class InputText:
 
     def finish(self, *, cut: bool) -> str:
         """What makes it an object where it is none; nothing where the reply was cut short, which clients are told and expect."""
-        ended = cut or self._want == "nothing" or not any(self._parts)
-        if ended and not self._wrong:
+        if self._want == "nothing" or not any(self._parts) or (cut and not self._wrong):
             return ""
         told = f'"{INVALID_JSON}":{orjson.dumps("".join(self._parts)).decode()}}}'
         return "{" + told if self._want == "object" else self._closed() + told
@@ -106,11 +106,16 @@ class InputText:
         word = WORD.match(self._rest, self._at) if self._want in VALUES else None
         if word is not None and word.end() == len(self._rest):
             return False
-        if word is None or SCALAR.fullmatch(word.group()) is None:
+        if word is None or not _is_scalar(word.group()):
             self._wrong = True
             return False
         self._at, self._want = word.end(), "end"
         return True
+
+
+def _is_scalar(word: str) -> bool:
+    """Whether a word is a JSON value that stays the same when it is read and written again."""
+    return SCALAR.fullmatch(word) is not None and (word in ("true", "false", "null") or isfinite(float(word)))
 
 
 def as_input(arguments: str) -> Any:
