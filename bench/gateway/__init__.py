@@ -12,7 +12,6 @@ import sys
 import tempfile
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -21,6 +20,7 @@ import orjson
 import psutil
 
 from bench.gateway.load import Cell, Result, load
+from bench.gateway.peer import against
 from bench.gateway.servers import serving
 from bench.gateway.turns import turns
 
@@ -52,11 +52,12 @@ class Pair(NamedTuple):
 
 def main() -> None:
     """Print a table, or one JSON object with `--json`; `--quick` leaves out the cells that say the least."""
-    parser = argparse.ArgumentParser(prog="python -m bench.gateway", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m bench.gateway", description="The gateway against a bare pass-through.")
     parser.add_argument("--quick", action="store_true", help="under five minutes")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    parser.add_argument("--litellm", metavar="PROGRAM", help="compare with this `litellm` too, from a venv with litellm[proxy]")
     options, _ = parser.parse_known_args()
-    found = asyncio.run(measure(QUICK if options.quick else tuple(CELLS)))
+    found = asyncio.run(measure(QUICK if options.quick else tuple(CELLS), litellm=options.litellm))
     if options.json:
         print(orjson.dumps(found, option=orjson.OPT_INDENT_2 | orjson.OPT_SERIALIZE_NUMPY).decode())
         return
@@ -64,7 +65,7 @@ def main() -> None:
         print(f"{name:32} {value:10.3f}" if isinstance(value, float) else f"{name:32} {value:>10}")
 
 
-async def measure(names: tuple[str, ...]) -> dict[str, float | int]:
+async def measure(names: tuple[str, ...], *, litellm: str | None = None) -> dict[str, float | int]:
     """All figures, by name."""
     found: dict[str, float | int] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -74,6 +75,8 @@ async def measure(names: tuple[str, ...]) -> dict[str, float | int]:
                 found |= {f"{name}.{key}": value for key, value in figures(pairs).items()}
                 _say(f"{name}: {found[f'{name}.per_core']:.2f}x the calls per core")
             found |= await crowd(ours, upstream)
+            if litellm:
+                found |= await against(litellm, Path(folder), ours, upstream[0])
         found |= await asyncio.to_thread(turns, Path(folder))
     headline = {"durable_over_passthrough": found["c32.per_core"], "added_p50_ms": found["c1.added_p50_ms"]}
     return headline | {"cpu_per_event_over_passthrough": found["c32_stream.cpu_per_event"]} | found
@@ -116,7 +119,7 @@ async def crowd(ours: Server, upstream: Server) -> dict[str, float | int]:
     peak = asyncio.create_task(_peak(ours[1]))
     through = await load(*ours, CROWD)
     peak.cancel()
-    grown = max(0, await _settled(peak) - before)
+    grown = max(0, await peak - before)
     return {
         "crowd.calls": CROWD.callers,
         "crowd.errors": through.errors,
@@ -135,16 +138,9 @@ async def _peak(process: psutil.Process) -> int:
         return most
 
 
-async def _settled(task: "asyncio.Task[int]") -> int:
-    return await task
-
-
 def _event_us(result: Result) -> float:
     return result.cpu_s / max(result.events, 1) * 1e6
 
 
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
-
-
-__all__ = ["CELLS", "main", "replace"]

@@ -91,10 +91,13 @@ class Connection:
         self._writer.close()
 
 
-async def load(url: str, process: psutil.Process, cell: Cell) -> Result:
-    """Load a server as `cell` says. Every conversation is opened before anything is counted: what is measured is going on."""
+async def load(url: str, process: psutil.Process, cell: Cell, *, token: str = "") -> Result:
+    """Load a server as `cell` says. Every conversation is opened before anything is counted: what is measured is going on.
+
+    Each caller has the token of a rollout of its own, unless one is given for all.
+    """
     result = Result()
-    callers = [Caller(await Connection.open(url), place, cell) for place in range(cell.callers)]
+    callers = [Caller(await Connection.open(url), place, cell, token) for place in range(cell.callers)]
     try:
         async with asyncio.TaskGroup() as group:
             for caller in callers:
@@ -114,11 +117,11 @@ async def load(url: str, process: psutil.Process, cell: Cell) -> Result:
 class Caller:
     """One agent with its own rollout and a conversation that grows."""
 
-    def __init__(self, line: Connection, place: int, cell: Cell) -> None:
+    def __init__(self, line: Connection, place: int, cell: Cell, token: str) -> None:
         self.line = line
         self._place = place
         self._cell = cell
-        self._token = TOKENS.model(make_rollout("train-0", "t", place).id)
+        self._token = token or TOKENS.model(make_rollout("train-0", "t", place).id)
         self._talk: list[dict[str, str]] = []
 
     async def begin(self) -> None:

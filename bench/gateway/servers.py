@@ -75,7 +75,9 @@ async def serve_gateway(folder: str) -> None:
     engine = ReadyEngine([], renderer.tokenizer)
     engine.answer(renderer.tokenizer.encode(SAID * 50)[: REPLY_TOKENS - 1] + list(renderer.stop_ids[:1]))
     limits = Limits(calls_per_s=1e9)
-    async with Gateway(engine, renderer, pool, secret=SECRET, sampling={"train": Sampling(max_tokens=1024)}, limits=limits) as gateway:
+    async with Gateway(
+        engine, renderer, pool, secret=SECRET, sampling={"train": Sampling(max_tokens=1024)}, limits=limits
+    ) as gateway:
         await say_and_wait(gateway.base_url)
 
 
@@ -114,7 +116,11 @@ async def serve_upstream() -> None:
         pace = Pace(asked["seed"])
         if pace.wait_s:
             await asyncio.sleep(pace.wait_s)
-        return StreamingResponse(events(pace), media_type="text/event-stream") if asked["stream"] else Response(whole, media_type="application/json")
+        return (
+            StreamingResponse(events(pace), media_type="text/event-stream")
+            if asked["stream"]
+            else Response(whole, media_type="application/json")
+        )
 
     await serve(Starlette(routes=[Route("/v1/chat/completions", answer, methods=["POST"])]))
 
