@@ -123,7 +123,7 @@ class Step:
     logprobs: tuple[float, ...]
     """Of `completion_ids`, under the distribution that they were sampled from; same length."""
     full_logprobs: tuple[float, ...] | None = None
-    """The same under the untempered, untruncated distribution; None where the two are the same."""
+    """The same under the untempered, untruncated distribution; None where the two are the same, or the engine cannot tell it."""
     versions: tuple[int, ...]
     """Per token: the policy version that the engine served, not the one the caller hoped for."""
     sampling: Sampling

@@ -238,13 +238,15 @@ async def workbench(
     serves: bool = False,
     sampling: dict[str, Sampling] | None = None,
     limits: Limits | None = None,
+    secrets: Sequence[str] = (),
 ) -> AsyncGenerator[Workbench, None]:
     """A gateway in front of `engine`: over ASGI alone, or on a free port with `serves`. The pool is a new one in memory."""
     async with AsyncExitStack() as stack:
         if pool is None:
             pool = memory_pool()
             stack.push_async_callback(pool.close)
-        gateway = Gateway(engine, renderer, pool, secret=b"a secret for tests only", sampling=sampling, limits=limits)
+        secret = b"a secret for tests only"
+        gateway = Gateway(engine, renderer, pool, secret=secret, sampling=sampling, limits=limits, secrets=secrets)
         if serves:
             await stack.enter_async_context(gateway)
         clients = await stack.enter_async_context(AsyncExitStack())

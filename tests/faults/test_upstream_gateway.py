@@ -7,6 +7,7 @@ import pytest
 from openai import APIError
 from upstream_cases import Act, FakeVllm, engine_over
 
+from penstock.engines.upstream import Patience
 from penstock.records import Sampling
 from penstock.render.renderer import Renderer
 from penstock.testing import workbench, write_tokenizer
@@ -44,7 +45,8 @@ def test_a_busy_server_costs_the_agent_nothing_and_one_step_is_recorded(renderer
 
 def test_a_reply_cut_at_any_event_is_recorded_as_an_error(renderer: Renderer):
     async def case():
-        async with FakeVllm() as server, engine_over(server) as engine, workbench(engine, renderer, serves=True) as bench:
+        server, patience = FakeVllm(), Patience(failures=100)
+        async with server, engine_over(server, patience=patience) as engine, workbench(engine, renderer, serves=True) as bench:
             session = await bench.rollout()
             for cut in range(1, 12):
                 server.acts.append(Act(cut_after=cut))

@@ -2,4 +2,19 @@
 
 from penstock.registry import Registry
 
-ENGINES = Registry("engine", {"embedded": "penstock.engines.embedded:open_engine"})
+ENGINES = Registry(
+    "engine",
+    {
+        "embedded": "penstock.engines.embedded:open_engine",
+        "vllm": "penstock.engines.vllm:open_engine",
+    },
+)
+
+SECTIONS = Registry(
+    "engine section",
+    {
+        "embedded": "penstock.config:EngineSection",
+        "vllm": "penstock.engines.vllm:VllmSection",
+    },
+)
+"""What each takes under `[engine]`; one that is not listed takes what the embedded one does."""

@@ -15,7 +15,7 @@ class Sampled:
     logprobs: tuple[float, ...]
     """Under the distribution actually sampled from: after temperature, top-k, top-p and min-p."""
     full_logprobs: tuple[float, ...]
-    """Under the plain softmax of the logits."""
+    """Under the plain softmax of the logits; empty where they differ from `logprobs` and the engine cannot tell."""
     versions: tuple[int, ...]
     finish: Finish | None = None
 

@@ -43,6 +43,8 @@ def read_inputs(config: RunConfig, listener: Listener) -> Inputs:
 
 def _check_names(config: RunConfig) -> None:
     ENGINES.check(config.engine.name)
+    if config.engine.name == "vllm":
+        raise ConfigError("engine.name = 'vllm' samples but cannot be trained yet: its weights are not ours; use 'embedded'")
     POOLS.check(config.pool.name)
     EXECUTORS.check(config.rollout.executor)
     ADVANTAGES.check(config.train.advantage)

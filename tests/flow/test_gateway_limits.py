@@ -1,0 +1,101 @@
+import asyncio
+
+import pytest
+from gateway_cases import TOOL, USER, chat, renderer
+
+from penstock.gateway import Limits
+from penstock.pool import POOLS
+from penstock.records import Sampling, Task, make_rollout
+from penstock.testing import Scripted, ScriptedEngine, workbench
+
+PINGS = {
+    "/v1/chat/completions": b": still sampling\n\n",
+    "/v1/completions": b": still sampling\n\n",
+    "/v1/responses": b": still sampling\n\n",
+    "/v1/messages": b'event: ping\ndata: {"type":"ping"}\n\n',
+}
+
+
+def run(script, steps, **options):
+    async def main():
+        engine = ScriptedEngine(script, renderer().tokenizer)
+        async with workbench(engine, renderer(), **options) as bench:
+            await steps(bench, await bench.rollout(), engine)
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def asked(path):
+    if path.endswith("responses"):
+        return {"input": "?", "stream": True}
+    return {"prompt": "?", "stream": True} if path == "/v1/completions" else {"messages": [USER], "max_tokens": 64, "stream": True}
+
+
+@pytest.mark.parametrize("path", PINGS)
+@pytest.mark.parametrize("silent_after", [0, 3])
+def test_a_stream_whose_engine_is_silent_is_kept_alive(path, silent_after):
+    async def steps(bench, session, engine):
+        url, headers = f"{session.base_url.removesuffix('/v1')}{path}", {"authorization": f"Bearer {session.token}"}
+        got = b""
+        async with bench.http().stream("POST", url, json=asked(path), headers=headers) as response:
+            assert response.status_code == 200
+            async for part in response.aiter_raw():
+                got += part
+                if got.count(PINGS[path]) >= 2:
+                    engine.release()
+        assert b"42" in got.replace(b'"', b"")
+        (step,) = (await bench.attempt(session)).steps
+        assert (step.finish, step.message["content"]) == ("stop", "42 it is.")
+
+    run([Scripted("42 it is.", stall_after=silent_after)], steps, serves=True, limits=Limits(keep_alive_s=0.02))
+
+
+@pytest.mark.parametrize(
+    ("limits", "code", "status"),
+    [
+        (Limits(steps=2), "too_many_steps", 400),
+        (Limits(tokens=4), "too_many_tokens", 400),
+        (Limits(calls_per_s=2, concurrent_calls=1), "rate_limit_exceeded", 429),
+    ],
+)
+def test_a_rollout_that_asks_for_more_than_its_share_is_told_which(limits, code, status):
+    async def steps(bench, session, engine):
+        answers = [await chat(bench.http(session.token), USER) for _ in range(6)]
+        refused = [answer for answer in answers if answer.status_code != 200]
+        assert 1 <= len(refused) < 6
+        assert {(answer.status_code, answer.json()["error"]["code"]) for answer in refused} == {(status, code)}
+        assert len((await bench.attempt(session)).steps) == 6 - len(refused)
+
+    run(["42."] * 6, steps, limits=limits)
+
+
+SECRETS = [
+    "sk-proj-abcdefghijklmnopqrstuvwx",
+    "AKIAABCDEFGHIJKLMNOP",
+    "hf_abcdefghijklmnopqrstuvwxyzabcdefgh",
+    "a-secret-known-by-value",
+]
+
+
+@pytest.mark.parametrize("secret", SECRETS)
+def test_a_secret_that_an_agent_sends_is_in_no_byte_that_is_kept(tmp_path, secret):
+    async def main():
+        pool, engine = POOLS.load("sqlite")(tmp_path), ScriptedEngine([f"It is {secret}.", "Yes."], renderer().tokenizer)
+        rollout = make_rollout("train-0", "t", 0)
+        await pool.open_group(Task(id="t", prompt=(USER,)), [rollout], seq=0)
+        async with workbench(engine, renderer(), pool=pool, secrets=[SECRETS[-1]]) as bench:
+            session = bench.gateway.open(rollout, Sampling(max_tokens=256))
+            ask = {"role": "user", "content": f"My key is {secret}, the gateway's is {bench.gateway.tokens.control}."}
+            answer = (await chat(bench.http(session.token), ask, tools=[TOOL])).json()["choices"][0]["message"]
+            assert secret in answer["content"]
+            await chat(bench.http(session.token), ask, answer, USER, tools=[TOOL])
+            attempt = await bench.attempt(session)
+        await pool.close()
+        assert [node.parent for node in attempt.nodes] == [None, 0]
+        assert attempt.steps[0].message["content"] == "It is [redacted]."
+        kept = b"".join(file.read_bytes() for file in tmp_path.rglob("*") if file.is_file())
+        assert secret.encode() not in kept
+        assert bench.gateway.tokens.control.encode() not in kept
+        assert session.token.encode() not in kept
+
+    asyncio.run(main())

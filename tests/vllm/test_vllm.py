@@ -1,0 +1,164 @@
+"""A real vLLM server on the CPU against the embedded engine; runs where $PENSTOCK_VLLM names the folder that `install.py` made."""
+
+import asyncio
+import os
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import aclosing, closing
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.config import EngineSection
+from penstock.engines import ENGINES
+from penstock.engines.base import Engine, Sampled
+from penstock.engines.embedded.decoder import causal
+from penstock.engines.embedded.engine import EmbeddedEngine
+from penstock.engines.vllm import VllmSection
+from penstock.errors import EngineError
+from penstock.models.folder import ModelFolder
+from penstock.models.pull import resolve
+from penstock.records import Sampling
+from penstock.render.tokenizer import Tokenizer
+
+HOME = os.environ.get("PENSTOCK_VLLM", "")
+PYTHON = Path(HOME).expanduser() / "bin" / "python"
+CLOSE = 1e-3
+"""Of two float32 implementations of one model; measured: 3e-5."""
+START_S = 900
+
+Case = Callable[[Engine, EmbeddedEngine, list[int]], Coroutine[None, None, None]]
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800), pytest.mark.skipif(not HOME, reason="$PENSTOCK_VLLM is not set")]
+
+
+@pytest.fixture(scope="module")
+def model() -> ModelFolder:
+    return resolve("smollm2-135m")
+
+
+@pytest.fixture(scope="module", params=["processed_logprobs", "raw_logprobs"])
+def server(request: pytest.FixtureRequest, model: ModelFolder, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    port, log = free_port(), tmp_path_factory.mktemp("vllm") / "server.log"
+    command = [PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", model.path, "--host", "127.0.0.1", "--port", port]
+    command += ["--max-model-len", 1024, "--dtype", "float32", "--enforce-eager", "--logprobs-mode", request.param]
+    quiet = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    with log.open("wb") as out:
+        process = subprocess.Popen([str(part) for part in command], stdout=out, stderr=out, env={**os.environ, **quiet})
+    try:
+        until_up(f"http://127.0.0.1:{port}", process, log)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def test_greedy_tokens_and_their_probabilities_are_those_of_the_embedded_engine(server: str, model: ModelFolder):
+    async def case(vllm: Engine, embedded: EmbeddedEngine, prompt: list[int]) -> None:
+        sampling = Sampling(max_tokens=16, temperature=0.0)
+        one, other = await read(vllm, prompt, sampling), await read(embedded, prompt, sampling)
+        assert (one.ids, one.finish) == (other.ids, other.finish)
+        assert one.full_logprobs == pytest.approx(other.full_logprobs, abs=CLOSE)
+        assert set(one.logprobs) == set(other.logprobs) == {0.0}
+
+    compare(case, server, model)
+
+
+def test_sampled_tokens_have_the_probabilities_that_the_embedded_engine_gives_them(server: str, model: ModelFolder):
+    async def case(vllm: Engine, embedded: EmbeddedEngine, prompt: list[int]) -> None:
+        reply = await read(vllm, prompt, Sampling(max_tokens=12, seed=3))
+        assert reply.logprobs == reply.full_logprobs
+        assert reply.logprobs == pytest.approx(scores(embedded, prompt, reply.ids), abs=CLOSE)
+
+    compare(case, server, model)
+
+
+def test_tempered_tokens_are_drawn_from_a_processed_server_alone(server: str, model: ModelFolder, request: pytest.FixtureRequest):
+    async def case(vllm: Engine, embedded: EmbeddedEngine, prompt: list[int]) -> None:
+        tempered = read(vllm, prompt, Sampling(max_tokens=8, seed=3, temperature=0.7))
+        if request.node.callspec.params["server"] == "processed_logprobs":
+            reply = await tempered
+            assert (len(reply.logprobs), reply.full_logprobs) == (8, ())
+        else:
+            with pytest.raises(EngineError, match="processed_logprobs"):
+                await tempered
+
+    compare(case, server, model)
+
+
+def test_seeds_stops_and_hanging_up(server: str, model: ModelFolder):
+    async def case(vllm: Engine, embedded: EmbeddedEngine, prompt: list[int]) -> None:
+        free = await read(vllm, prompt, Sampling(max_tokens=10, seed=3))
+        assert (await read(vllm, prompt, Sampling(max_tokens=10, seed=3))).ids == free.ids
+        stopped = await read(vllm, prompt, Sampling(max_tokens=10, seed=3, stop_ids=(free.ids[5],)))
+        assert (stopped.ids, stopped.finish) == (free.ids[: free.ids.index(free.ids[5]) + 1], "stop")
+        async with aclosing(vllm.generate(prompt, Sampling(max_tokens=900))) as reply:
+            await anext(reply)
+        async with asyncio.timeout(30):  # far less than 900 tokens take here
+            while await asyncio.to_thread(running, server):
+                pass
+
+    compare(case, server, model)
+
+
+def compare(case: Case, server: str, model: ModelFolder) -> None:
+    """Run `case` with both engines and a prompt."""
+    tokenizer = Tokenizer.load(model.path)
+    prompt = list(tokenizer.encode("<|im_start|>user\nWrite a short poem about rain.<|im_end|>\n<|im_start|>assistant\n"))
+
+    async def bounded() -> None:
+        section = VllmSection(name="vllm", url=(server,))
+        vllm = await asyncio.to_thread(ENGINES.load("vllm"), model.path, name="any", section=section, seed=0)
+        embedded = ENGINES.load("embedded")(model.path, name="any", section=EngineSection(device="cpu"), seed=0)
+        try:
+            await case(vllm, embedded, prompt)
+        finally:
+            await vllm.close()
+            await embedded.close()
+
+    asyncio.run(bounded())
+
+
+async def read(engine: Engine, prompt: Sequence[int], sampling: Sampling) -> Sampled:
+    """The whole reply as one chunk."""
+    chunks = [chunk async for chunk in engine.generate(prompt, sampling)]
+    columns = [sum((getattr(c, name) for c in chunks), ()) for name in ("ids", "logprobs", "full_logprobs", "versions")]
+    return Sampled(*columns, finish=chunks[-1].finish)
+
+
+@torch.no_grad()
+def scores(embedded: EmbeddedEngine, prompt: list[int], ids: tuple[int, ...]) -> list[float]:
+    """The log-probabilities that the embedded engine's weights give to `ids` after `prompt`."""
+    every = torch.tensor([*prompt, *ids])
+    hidden = embedded.decoder(every[None], torch.arange(len(every))[None], causal)
+    logprobs = embedded.decoder.logits(hidden[0, len(prompt) - 1 : -1]).log_softmax(-1)
+    return logprobs.gather(-1, every[len(prompt) :, None])[:, 0].tolist()
+
+
+def running(server: str) -> bool:
+    """Whether the server has a request under way."""
+    with urllib.request.urlopen(f"{server}/metrics") as answer:
+        lines = answer.read().decode().splitlines()
+    return any(line.startswith("vllm:num_requests_running") and not line.endswith(" 0.0") for line in lines)
+
+
+def free_port() -> int:
+    with closing(socket.socket()) as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+def until_up(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    """Wait for the server; where it ends instead, show its last words."""
+    end = time.monotonic() + START_S
+    while time.monotonic() < end and process.poll() is None:
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=5):
+                return
+        except OSError:
+            time.sleep(1)
+    pytest.fail(f"vLLM did not start: {log.read_text(errors='replace')[-2000:]}")
