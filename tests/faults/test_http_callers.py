@@ -56,6 +56,18 @@ def test_a_caller_may_leave_at_any_byte(leave, size):
     run(main)
 
 
+def test_an_app_that_ends_because_its_caller_left_is_no_failure(caplog):
+    async def main():
+        async with serving(echo) as site:
+            caller = await site.call()
+            await caller.say(POST[:-1])
+            caller.writer.write_eof()
+            assert await caller.rest() == b""
+
+    run(main)
+    assert not caplog.records
+
+
 def test_a_caller_may_leave_while_its_answer_waits_for_it_to_read():
     async def main():
         over = asyncio.Event()

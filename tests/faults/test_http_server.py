@@ -314,6 +314,7 @@ def test_an_app_that_fails_before_it_answers_is_a_500(app, caplog):
 async def raises_midway(scope, receive, send):
     await send({"type": "http.response.start", "status": 200, "headers": []})
     await send({"type": "http.response.body", "body": b"half", "more_body": True})
+    await turns()
     raise KeyError("gone")
 
 
