@@ -5,11 +5,12 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check bench clean
+.PHONY: help install demo test test-clients check bench clean
 
 help:
 	@echo "make demo    train the multiply agent on this machine (minutes, no GPU)"
 	@echo "make test    run the tests"
+	@echo "make test-clients   install real clients and coding agents (pip, npm) and run them against the gateway"
 	@echo "make check   format, lint, types, layers, fast tests"
 	@echo "make bench   print performance ratios"
 
@@ -25,6 +26,10 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+test-clients: $(STAMP)
+	$(BIN)/python tests/clients/environments.py
+	PENSTOCK_TEST_CLIENTS=1 $(BIN)/python -m pytest tests/clients
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

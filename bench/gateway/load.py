@@ -15,6 +15,8 @@ from penstock.records import make_rollout
 
 WORDS_TOKENS = 13
 """About how many tokens the words have that a conversation is filled with."""
+TURNS = 20
+"""After which a caller goes back to the beginning of its conversation."""
 QUESTION = {"role": "user", "content": "Then tell me what comes next, and why it does, in a few plain words. " * 3}
 TOKENS = Tokens(SECRET)
 
@@ -146,7 +148,9 @@ class Caller:
         result.calls += 1
         result.errors += status != 200
         result.events += answer.count(b"data: ")
-        if status == 200:
+        if len(self._talk) >= 2 * TURNS:
+            self._talk = self._talk[:2]
+        elif status == 200:
             said = orjson.loads(answer)["choices"][0]["message"] if answer[:1] == b"{" else _said(answer)
             self._talk += [said, QUESTION]
 

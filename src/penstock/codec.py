@@ -90,26 +90,30 @@ def _unpack(code: str, blob: bytes) -> tuple[Any, ...]:
 def _check(value: Any) -> None:
     """Refuse a float that JSON has no word for: orjson would write null and say nothing."""
     kind: Any = value.__class__
-    if kind in _SAFE:
-        return
-    if isinstance(value, float):
+    if kind is float:
         if value - value != 0.0:
             raise ValueError(f"{value} cannot be written as JSON")
-        return
-    for item in _inside(kind, value):
-        if item.__class__ not in _SAFE:
-            _check(item)
+    elif kind not in _SAFE:
+        for item in _inside(kind, value):
+            if item.__class__ not in _SAFE:
+                _check(item)
 
 
 _SAFE = frozenset({str, int, bool, NoneType})
 
 
 def _inside(kind: Any, value: Any) -> Iterable[Any]:
+    if kind is dict:
+        return value.values()
+    if kind is tuple or kind is list:
+        return value
     if is_dataclass(kind):
         return [getattr(value, name) for name in field_names(kind)]
     if isinstance(value, dict):
         return cast("dict[Any, Any]", value).values()
-    return cast("Iterable[Any]", value) if isinstance(value, (tuple, list)) else ()
+    if isinstance(value, (tuple, list)):
+        return cast("Iterable[Any]", value)
+    return [float(value)] if isinstance(value, float) else ()
 
 
 @cache

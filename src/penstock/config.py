@@ -184,6 +184,8 @@ class GatewaySection(Section):
     """Silence after which a stream gets an event that says nothing."""
     drain_s: float = Field(default=5.0, ge=0)
     """How long a stopping gateway waits for answers under way."""
+    otel: bool = False
+    """Tell OpenTelemetry of every call, over OTLP as its environment variables say; needs `penstock[otel]`."""
 
 
 class RunConfig(Section):
@@ -211,8 +213,7 @@ def load_config(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
     Paths inside the file are taken from the file's folder, the run folder from the current one.
     """
     tree = _read_toml(path)
-    for override in overrides:
-        _apply(tree, override)
+    override(tree, overrides)
     config = validate(RunConfig, tree, str(path))
     base = path.parent
     agent = config.agent.model_copy(update={"entry": base / config.agent.entry})
@@ -220,6 +221,12 @@ def load_config(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
         update={"train": base / config.dataset.train, "eval": config.dataset.eval and base / config.dataset.eval}
     )
     return config.model_copy(update={"agent": agent, "dataset": dataset})
+
+
+def override(tree: dict[str, Any], overrides: Iterable[str]) -> None:
+    """Set keys of `tree`, each given as `section.key=value`."""
+    for each in overrides:
+        _apply(tree, each)
 
 
 def validate(model: type[T], tree: Mapping[str, Any], where: str) -> T:

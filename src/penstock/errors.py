@@ -11,13 +11,13 @@
     ├── WorkflowError    the author's agent raised
     ├── GraderError      the author's grader raised, or gave no finite reward
     ├── PoolError        the store refused or failed
+    │   └── PoolConflict another value is stored under the same id
     └── TrainError       no way to go on training
 
 Authors raise ordinary Python errors; `boundary` names them once. A message says what happened, to which thing, and what to do.
 """
 
-from collections.abc import Generator
-from contextlib import contextmanager
+from types import TracebackType
 
 
 class PenstockError(Exception):
@@ -70,12 +70,15 @@ class PoolError(PenstockError):
     """The pool refused or failed."""
 
 
+class PoolConflict(PoolError):
+    """Another value is stored under the same id, and stays."""
+
+
 class TrainError(PenstockError):
     """Training cannot go on."""
 
 
-@contextmanager
-def boundary(error: type[PenstockError], what: str) -> Generator[None]:
+class boundary:
     """Turn whatever foreign code raises into `error`, once, naming `what` was being done.
 
     >>> with boundary(GraderError, "grader 'exact' on rollout r1"):
@@ -83,10 +86,16 @@ def boundary(error: type[PenstockError], what: str) -> Generator[None]:
     Traceback (most recent call last):
     penstock.errors.GraderError: grader 'exact' on rollout r1: ZeroDivisionError: division by zero
     """
-    try:
-        yield
-    except PenstockError:
-        raise
-    except Exception as cause:
-        text = str(cause) or "no message"
-        raise error(f"{what}: {type(cause).__name__}: {text}") from cause
+
+    __slots__ = ("_error", "_what")
+
+    def __init__(self, error: type[PenstockError], what: str) -> None:
+        self._error = error
+        self._what = what
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, cause: BaseException | None, trace: TracebackType | None) -> None:
+        if isinstance(cause, Exception) and not isinstance(cause, PenstockError):
+            raise self._error(f"{self._what}: {type(cause).__name__}: {str(cause) or 'no message'}") from cause

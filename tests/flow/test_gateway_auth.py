@@ -178,7 +178,8 @@ def test_a_runner_elsewhere_opens_grades_and_ends_a_rollout():
     async def steps(bench, session):
         control = bench.http(bench.gateway.tokens.control)
         opened = (await control.post("/rollouts", json={"rollout_id": session.rollout_id})).json()
-        assert opened == {"rollout_id": "train-0.0.1", "token": session.token, "base_url": session.base_url}
+        urls = {"base_url": session.base_url, "anthropic_base_url": session.base_url.removesuffix("/v1")}
+        assert opened == {"rollout_id": "train-0.0.1", "token": session.token, **urls}
         await chat(bench.http(opened["token"]), USER)
         graded = await control.post("/rollouts/train-0.0.1/grade", json={"reward": 1})
         assert graded.json() == {"rollout_id": "train-0.0.1", "reward": 1.0}
@@ -198,9 +199,14 @@ def test_a_runner_elsewhere_opens_grades_and_ends_a_rollout():
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        ("/rollouts", b"{}"),
+        ("/rollouts", b"[]"),
         ("/rollouts", b"not json"),
         ("/rollouts", b'{"rollout_id": 1}'),
+        ("/rollouts", b'{"rollout_id": "a/b"}'),
+        ("/rollouts", b'{"group_id": ""}'),
+        ("/rollouts", b'{"sampling": {"temperature": -1}}'),
+        ("/rollouts", b'{"sampling": {"top_p": 0}}'),
+        ("/rollouts", b'{"sampling": {"heat": 1}}'),
         ("/rollouts/train-0.0.1/grade", b"{}"),
         ("/rollouts/train-0.0.1/grade", b'{"reward": NaN}'),
         ("/rollouts/train-0.0.1/grade", b'{"reward": 1e999}'),

@@ -229,6 +229,7 @@ def table(name):
 EXPECTED = {  # text, with system, reasoning, call, reasoning and call, calls
     "chatml": (True, True, True, False, False, False),  # its calls are text
     "smollm2": (True, True, True, False, False, False),
+    "smollm2 itself": (True, True, True, False, False, False),
     "qwen2.5": (True, True, True, True, True, True),
     "qwen3": (True, True, False, True, True, True),
     "qwen3 without thinking": (False, False, False, False, False, False),

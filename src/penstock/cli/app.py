@@ -1,17 +1,21 @@
 """The `penstock` command: its sub-commands, and the one place where errors become a line and an exit code."""
 
 import sys
+from itertools import takewhile
 from typing import Annotated
 
 import orjson
 import typer
 
 from penstock import __version__
-from penstock.cli import doctor, models, report, train, verify
+from penstock.cli import doctor, gateway, models, report, train, verify
+from penstock.cli import run as recording
 from penstock.errors import ConfigError, PenstockError
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 app.command("train")(train.train)
+app.command("gateway")(gateway.gateway)
+app.command("run", context_settings={"allow_interspersed_args": False})(recording.run)
 app.command("report")(report.report)
 app.command("verify")(verify.verify)
 app.add_typer(models.app, name="models")
@@ -51,7 +55,7 @@ def main() -> None:
 
 def run(arguments: list[str]) -> int:
     """Run one command line and return its exit code. A bug in penstock is not caught: it shows its traceback."""
-    as_json = "--json" in arguments
+    as_json = "--json" in takewhile(lambda argument: argument != "--", arguments)
     try:
         code = app(arguments, prog_name="penstock", standalone_mode=False)
     except PenstockError as error:

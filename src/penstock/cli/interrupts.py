@@ -25,6 +25,8 @@ class Interrupts:
         self._notify = notify
         self._before: dict[int, Any] = {}
         self._count = 0
+        self.first: int | None = None
+        """The first signal that came."""
 
     def __enter__(self) -> Self:
         self._loop = asyncio.get_running_loop()
@@ -39,6 +41,7 @@ class Interrupts:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         # not loop.add_signal_handler: this runs even while an agent blocks the loop
         self._count += 1
+        self.first = self.first or number
         if self._count == 1:
             self._loop.call_soon_threadsafe(self._stop.set)
             self._loop.call_soon_threadsafe(self._notify)

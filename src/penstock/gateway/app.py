@@ -1,16 +1,16 @@
 """The gateway: what is served where, and the server that it runs on."""
 
 import socket
+import sys
 from collections.abc import Collection, Mapping
 from types import TracebackType
 from typing import Self
 
-import uvicorn
 from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.engines.base import Engine
-from penstock.errors import ConfigError, RequestError
+from penstock.errors import RequestError
 from penstock.events import Events
 from penstock.gateway.auth import Needs, Tokens
 from penstock.gateway.calls import Limits
@@ -19,22 +19,32 @@ from penstock.gateway.dialects import DIALECTS
 from penstock.gateway.dialects.base import Dialect
 from penstock.gateway.endpoint import CountRoute, ModelRoute
 from penstock.gateway.flights import Told
+from penstock.gateway.http import HttpServer
+from penstock.gateway.listening import base_url, bind, known_names
+from penstock.gateway.metrics import CONTENT_TYPE, Samples, as_text
+from penstock.gateway.peers import Peers
 from penstock.gateway.redact import Redactor
 from penstock.gateway.routes import Plain, Route, Routes, reply
 from penstock.gateway.serve import Service
 from penstock.gateway.sessions import Session, Sessions
+from penstock.gateway.spans import Spans
 from penstock.pool.base import Pool
 from penstock.records import Rollout, Sampling
 from penstock.render.renderer import Renderer
 
-LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
+SWITCH_S = 0.0005
+"""How long one thread may keep the others waiting. The thread that writes to the pool asks for its turn with every statement: at
+Python's usual 5 ms a busy gateway would keep each commit waiting for many times as long as the disk does."""
+LAST_BYTES_S = 1.0
+"""How long a stopping gateway lets callers take the answers that are written."""
 
 
 class Gateway:
     """Where agents send their calls. `async with` serves it on a socket; `app` is the same without one.
 
     `sampling` gives defaults by channel for rollouts that were opened by another process; `open` gives them otherwise. `hosts` are
-    further names that clients may call it by; `secrets` are values that must not be kept in any text.
+    further names that clients may call it by; `secrets` are values that must not be kept in any text. A `sock` that is bound goes
+    before host and port. `spans` are told of every call; `peers` are the other workers on the same port.
     """
 
     def __init__(
@@ -51,17 +61,31 @@ class Gateway:
         limits: Limits | None = None,
         hosts: Collection[str] = (),
         secrets: Collection[str] = (),
+        sock: socket.socket | None = None,
+        spans: Spans | None = None,
+        peers: Peers | None = None,
     ) -> None:
         self._limits = limits = limits or Limits()
         self.tokens = Tokens(secret)
         self._events = events or Events()
         self._address = (host, port)
+        self._names = tuple(hosts)
+        self._sock = sock
+        self._spans = spans
+        self._peers = peers = peers or Peers()
         redactor = Redactor([self.tokens.control, self.tokens.admin, *secrets])
         self._service = Service(engine, renderer, pool, self._events, limits=limits, redactor=redactor)
-        base_url = f"http://{_reachable(host)}:{port}/v1"
-        self._sessions = Sessions(pool, self.tokens, defaults=sampling or {}, limits=limits, base_url=base_url)
-        self._server: uvicorn.Server | None = None
-        self.app = Routes(self._routes(pool), self.tokens, hosts=_known_names(host, hosts))
+        self._sessions = Sessions(
+            pool,
+            self.tokens,
+            defaults=sampling or {},
+            limits=limits,
+            base_url=base_url(host, port, hosts),
+            share=(peers.number, peers.of),
+        )
+        self._server: HttpServer | None = None
+        refused = self._service.metrics.refused
+        self.app = Routes(self._routes(pool), self.tokens, hosts=known_names(host, hosts), refused=refused)
 
     @property
     def base_url(self) -> str:
@@ -71,7 +95,12 @@ class Gateway:
     @property
     def counts(self) -> Mapping[str, int]:
         """What was not done as callers asked, by name: ignored fields, capped lengths, answers given again."""
-        return self._service.counts
+        return self._service.metrics.notices
+
+    def samples(self) -> Samples:
+        """What this process has counted."""
+        engine = self._service.engine
+        return self._service.metrics.samples(model=engine.model, version=engine.version, rollouts=len(self._sessions))
 
     def open(self, rollout: Rollout, sampling: Sampling) -> Session:
         """Let a rollout of the pool call the model; `sampling` holds for calls that do not say otherwise."""
@@ -82,26 +111,10 @@ class Gateway:
         self._sessions.close(rollout_id)
 
     async def __aenter__(self) -> Self:
-        bound = _bind(*self._address)
-        config = uvicorn.Config(
-            self.app,
-            log_config=None,
-            access_log=False,
-            lifespan="off",
-            ws="none",
-            server_header=False,
-            date_header=False,
-            backlog=4096,
-            timeout_graceful_shutdown=max(1, round(self._limits.drain_s)),
-            proxy_headers=False,
-        )
-        config.load()
-        server = uvicorn.Server(config)
-        server.lifespan = config.lifespan_class(config)
-        await server.startup(sockets=[bound])  # without `serve`: signals and the loop are the caller's
-        self._server = server
-        port = bound.getsockname()[1]
-        self._sessions.base_url = f"http://{_reachable(self._address[0])}:{port}/v1"
+        bound = self._sock or bind(*self._address)
+        sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_S))
+        self._server = await HttpServer(self.app, bound, drain_s=LAST_BYTES_S, reader_s=self._limits.reader_s).__aenter__()
+        self._sessions.base_url = base_url(self._address[0], bound.getsockname()[1], self._names)
         self._events.emit("gateway.start", base_url=self.base_url, model=self._service.engine.model, **self._bridge_report())
         return self
 
@@ -109,7 +122,7 @@ class Gateway:
         await self._sessions.drain(self._limits.drain_s if kind is None else 0.0)
         self._sessions.close_all()
         if self._server is not None:
-            await self._server.shutdown()
+            await self._server.__aexit__(kind, error, trace)
             self._server = None
         self._events.emit("gateway.stop", counts=dict(self.counts))
 
@@ -123,9 +136,9 @@ class Gateway:
     def _routes(self, pool: Pool) -> list[Route]:
         limits, sessions, service, told = self._limits, self._sessions, self._service, Told()
         routes: list[Route] = []
-        dialects: list[Dialect] = [DIALECTS.load(name)(service.renderer.tokenizer) for name in DIALECTS]
-        for each in dialects:
-            model = ModelRoute(each, service, sessions, limits=limits, told=told)
+        dialects: dict[str, Dialect] = {name: DIALECTS.load(name)(service.renderer.tokenizer) for name in DIALECTS}
+        for name, each in dialects.items():
+            model = ModelRoute(each, service, sessions, name=name, limits=limits, told=told, spans=self._spans)
             routes.append(Route("POST", each.path, Needs.MODEL, model, each.error))
             if each.count_path is not None:
                 count = CountRoute(each, service, sessions, limits=limits)
@@ -137,6 +150,7 @@ class Gateway:
             Route("GET", "/v1/models/{model}", Needs.MODEL, Plain(self._model)),
             Route("GET", "/", Needs.NOTHING, Plain(self._health)),
             Route("GET", "/health", Needs.NOTHING, Plain(self._health)),
+            Route("GET", "/metrics", Needs.ADMIN, Plain(self._metrics)),
             Route("POST", "/rollouts", Needs.CONTROL, Plain(control.open)),
             Route("POST", "/rollouts/{rollout_id}/grade", Needs.CONTROL, Plain(control.grade)),
             Route("POST", "/rollouts/{rollout_id}/end", Needs.CONTROL, Plain(control.end)),
@@ -155,39 +169,18 @@ class Gateway:
     def _describe(self) -> dict[str, object]:
         """The model in a form that clients of every dialect read."""
         engine = self._service.engine
-        own = {"id": engine.model, "object": "model", "created": 0, "owned_by": "penstock", "max_model_len": engine.context_length}
+        own: dict[str, object] = {
+            "id": engine.model,
+            "object": "model",
+            "created": 0,
+            "owned_by": "penstock",
+            "max_model_len": engine.context_length,
+        }
         return own | {"type": "model", "display_name": engine.model, "created_at": "1970-01-01T00:00:00Z"}
+
+    async def _metrics(self, request: Request) -> Response:
+        return Response(as_text(await self._peers.together(self.samples())), media_type=CONTENT_TYPE)
 
     async def _health(self, request: Request) -> Response:
         engine = self._service.engine
         return reply({"status": "ok", "model": engine.model, "policy_version": engine.version, "rollouts": len(self._sessions)})
-
-
-def _known_names(host: str, others: Collection[str]) -> frozenset[str] | None:
-    """What clients may call us; any name where we listen on every interface and none is given."""
-    if host in LOOPBACK or others:
-        return LOOPBACK | {host, *others}
-    return None
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    """A listening socket, before anybody is told of it."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    bound = socket.socket(
-        family, socket.SOCK_STREAM, socket.IPPROTO_TCP
-    )  # asyncio sets TCP_NODELAY only where the protocol is named
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        bound.bind((host, port))
-    except OSError as error:
-        bound.close()
-        why = f"the gateway cannot listen on {host}:{port}: {error.strerror or error}"
-        raise ConfigError(f"{why}; set gateway.port to another port, or to 0 for a free one") from error
-    return bound
-
-
-def _reachable(host: str) -> str:
-    """Where a client on this machine finds a server on `host`."""
-    if host in ("0.0.0.0", "::", ""):
-        return "127.0.0.1"
-    return f"[{host}]" if ":" in host else host

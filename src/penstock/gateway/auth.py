@@ -16,6 +16,9 @@ Headers = Iterable[tuple[bytes, bytes]]
 """As ASGI gives them: names in lower case."""
 
 
+SEEN = 10_000
+
+
 class Needs(StrEnum):
     """What a route asks of its caller."""
 
@@ -32,6 +35,8 @@ class Tokens:
         if len(secret) < 16:
             raise ConfigError(f"the gateway's secret has {len(secret)} bytes; give at least 16 random ones")
         self._key = hmac.new(secret, digestmod=sha256)
+        self._seen: dict[str, str] = {}
+        """Model tokens that proved right, with their rollouts: an agent sends the same one with each call."""
         self.control = f"ck-{self._sign('control')}"
         """Opens the control routes; the runner holds it, an agent never sees it."""
         self.admin = f"ak-{self._sign('admin')}"
@@ -61,12 +66,19 @@ class Tokens:
 
     def _recognise(self, token: str) -> tuple[Needs | None, str]:
         """What kind of token it is, and whose; each comparison takes the same time wherever they differ."""
+        if (rollout_id := self._seen.get(token)) is not None:
+            return Needs.MODEL, rollout_id
         rollout_id, _, _ = token.removeprefix("mk-").rpartition(".")
         given, found = token.encode("utf-8", "replace"), None
         for kind, known in ((Needs.MODEL, self.model(rollout_id)), (Needs.CONTROL, self.control), (Needs.ADMIN, self.admin)):
             if hmac.compare_digest(given, known.encode("utf-8", "replace")):
                 found = kind
-        return found, rollout_id if found is Needs.MODEL else ""
+        if found is not Needs.MODEL:
+            return found, ""
+        while len(self._seen) >= SEEN:
+            del self._seen[next(iter(self._seen))]
+        self._seen[token] = rollout_id
+        return found, rollout_id
 
     def _sign(self, text: str) -> str:
         signing = self._key.copy()

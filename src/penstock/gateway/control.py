@@ -1,6 +1,7 @@
 """The control routes: what a runner elsewhere may do with a rollout. An agent's token opens none of them."""
 
-from typing import TypeVar
+from contextlib import suppress
+from typing import Annotated, TypeVar
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
@@ -9,6 +10,7 @@ from starlette.responses import Response
 
 from penstock.codec import from_json
 from penstock.errors import PoolError, RequestError
+from penstock.gateway import adhoc
 from penstock.gateway.calls import Limits
 from penstock.gateway.endpoint import read_body
 from penstock.gateway.routes import reply
@@ -23,10 +25,28 @@ class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-class OpenBody(_Body):
-    """`POST /rollouts`"""
+Id = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]{0,199}$")]
+"""What may stand in a token, a path and a header."""
 
-    rollout_id: str
+
+class SamplingBody(_Body):
+    """What is to be sampled otherwise than the gateway's defaults say."""
+
+    max_tokens: int | None = Field(default=None, ge=1)
+    temperature: FiniteFloat | None = Field(default=None, ge=0)
+    top_p: FiniteFloat | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=0)
+    min_p: FiniteFloat | None = Field(default=None, ge=0, lt=1)
+
+
+class OpenBody(_Body):
+    """`POST /rollouts`: a rollout that is there by its id, else a new one."""
+
+    rollout_id: Id | None = None
+    group_id: Id | None = None
+    task_id: str = Field(default=adhoc.CHANNEL, min_length=1, max_length=1000)
+    channel: Id = adhoc.CHANNEL
+    sampling: SamplingBody = SamplingBody()
 
 
 class GradeBody(_Body):
@@ -54,10 +74,20 @@ class Control:
         self._limits = limits
 
     async def open(self, request: Request) -> Response:
-        """Let a rollout of the pool call the model; gives its model token and where to call."""
+        """Let a rollout call the model, which is made if it is not there; gives its model token and where to call.
+
+        The same body with an id in it gives the same rollout again.
+        """
         body = await self._read(request, OpenBody)
-        session = await self._sessions.get(body.rollout_id)
-        return reply({"rollout_id": session.rollout_id, "token": session.token, "base_url": session.base_url})
+        session = await self._sessions.get(await self._find(body) or await self._make(body))
+        return reply(
+            {
+                "rollout_id": session.rollout_id,
+                "token": session.token,
+                "base_url": session.base_url,
+                "anthropic_base_url": session.base_url.removesuffix("/v1"),
+            }
+        )
 
     async def grade(self, request: Request) -> Response:
         """Reward a rollout, one of its transcripts or one of its steps."""
@@ -80,6 +110,33 @@ class Control:
             raise RequestError(str(error), status=404, code="unknown_rollout") from error
         self._sessions.close(rollout_id)
         return reply({"rollout_id": rollout_id, "end": end, "first": first})
+
+    async def _find(self, body: OpenBody) -> str | None:
+        """The rollout of that id, where nothing else is asked for; None where there is none."""
+        if body.rollout_id is None or body.model_fields_set != {"rollout_id"}:
+            return None
+        with suppress(PoolError):
+            return (await self._pool.attempt(body.rollout_id)).rollout.id
+        return None
+
+    async def _make(self, body: OpenBody) -> str:
+        sampling = body.sampling.model_dump(exclude_none=True)
+        try:
+            rollout = await adhoc.open_adhoc(
+                self._pool,
+                rollout_id=body.rollout_id or "",
+                group_id=body.group_id or "",
+                task_id=body.task_id,
+                channel=body.channel,
+                sampling=sampling,
+            )
+            same = await self._pool.task(rollout.id) == adhoc.make_task(body.task_id, sampling)
+        except PoolError as error:
+            raise RequestError(str(error), status=409, code="rollout_exists") from error
+        if not same:
+            text = f"rollout {rollout.id} is there with another task or sampling; leave them out, or give another id"
+            raise RequestError(text, status=409, code="rollout_exists")
+        return rollout.id
 
     async def _read(self, request: Request, kind: type[T]) -> T:
         body = await read_body(request.receive, self._limits.body_bytes)

@@ -12,6 +12,7 @@ from starlette.types import Message as AsgiMessage
 from starlette.types import Send
 
 from penstock.errors import RequestError
+from penstock.gateway.account import Account
 from penstock.gateway.dialects.base import Dialect
 
 JSON = (b"content-type", b"application/json")
@@ -31,6 +32,7 @@ class Flight:
         self.sent: list[AsgiMessage] = []
         self.complete = False
         """Whether the answer is whole and not a refusal."""
+        self.account = Account()
         self._dialect = dialect
         self._send = send
         self._listeners = 1
@@ -55,8 +57,14 @@ class Flight:
         self.complete = last
         await self._write({"type": "http.response.body", "body": body, "more_body": not last})
 
+    @property
+    def status(self) -> str:
+        """Of the answer; `left` where the caller hung up before it began."""
+        return str(self.sent[0]["status"]) if self.sent else "left"
+
     async def refuse(self, error: RequestError) -> None:
         """An error: as the answer, or as the last event of a stream that has begun, which then has no end mark."""
+        self.account.error = error
         if self.sent:
             await self.part(self._dialect.broken(error), last=True)
             self.complete = False

@@ -58,6 +58,7 @@ class Recorder:
                     await session.catch_up(self._pool)
                     continue
                 graph.add(step, None if known else node)
+                graph.keep_prompt(node.id, prompt.ids)
                 self._breaks.update([node.reason] if node.reason and not known else ())
                 return step
         text = f"the reply could not be recorded: other workers took {CONFLICTS} numbers before it"
@@ -65,11 +66,8 @@ class Recorder:
 
     async def _store(self, session: Session, step: Step, node: Node | None) -> None:
         """Append both to the pool, without the secrets in their texts."""
-        message = self._redactor.message(step.message)
-        clean_step = step if message is step.message else replace(step, message=message)
-        clean_node = None if node is None else replace(node, messages=tuple(map(self._redactor.message, node.messages)))
         try:
-            await self._pool.append(clean_step, clean_node)
+            await self._pool.append(self._clean_step(step), node and self._clean_node(node))
         except PoolError as error:
             if session.shared and isinstance(error, PoolConflict):
                 raise
@@ -79,6 +77,15 @@ class Recorder:
         except asyncio.CancelledError:
             session.forget()  # the pool has the step or not: it is asked before the next call
             raise
+
+    def _clean_step(self, step: Step) -> Step:
+        message = self._redactor.message(step.message)
+        return step if message is step.message else replace(step, message=message)
+
+    def _clean_node(self, node: Node) -> Node:
+        messages = tuple(map(self._redactor.message, node.messages))
+        same = all(one is other for one, other in zip(messages, node.messages, strict=True))
+        return node if same else replace(node, messages=messages)
 
     async def _refuse_if_ended(self, session: Session) -> None:
         try:

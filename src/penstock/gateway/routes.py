@@ -4,6 +4,7 @@ Model routes may carry the token in the path, before `/v1`, for clients that can
 transcript: `/{token}/v1/…`, `/{token}/{transcript}/v1/…`. A client whose base URL has no `/v1`, or adds one itself, is served too.
 """
 
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -36,8 +37,9 @@ class Route(NamedTuple):
 class Routes:
     """The gateway as an ASGI application."""
 
-    def __init__(self, routes: Iterable[Route], tokens: Tokens, *, hosts: frozenset[str] | None) -> None:
+    def __init__(self, routes: Iterable[Route], tokens: Tokens, *, hosts: frozenset[str] | None, refused: Counter[str]) -> None:
         self.listed = tuple(routes)
+        self._refused = refused
         self._tokens = tokens
         self._hosts = hosts
         """Names under which clients may know us; None takes any."""
@@ -57,6 +59,7 @@ class Routes:
             await route.endpoint(scope, receive, send)
         except PenstockError as error:
             refusal = as_refusal(error)
+            self._refused[refusal.code] += 1
             body = (route.error if route else error_body)(refusal)
             await reply(body, refusal.status)(scope, receive, send)
 

@@ -2,12 +2,12 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from penstock.engines.base import Engine, Sampled
+from penstock.engines.base import Engine
 from penstock.errors import EngineError, PenstockError, RequestError, boundary
 from penstock.events import Events
 from penstock.gateway.calls import Call, Caller, Limits, Prompt
@@ -73,6 +73,7 @@ class Service:
         self._events = events
         self._limits = limits
         self._roots = Roots(renderer)
+        self._crossing = boundary(EngineError, f"engine {engine.model}")
         self._recorder = Recorder(pool, redactor or Redactor(), self.metrics.breaks)
 
     async def answer(self, session: Session, caller: Caller, call: Call, outlet: Outlet, flight: Flight) -> None:
@@ -167,15 +168,18 @@ class Service:
     async def _generate(self, errand: Errand, sampling: Sampling, reply: Reply, choice: int) -> None:
         watch = Watch(first_s=self._limits.first_token_s, stall_s=self._limits.stall_s)
         try:
-            async with aclosing(self._chunks(errand.prompt, sampling, errand.session.rollout_id)) as stream:
-                async for chunk in stream:
+            asked = self.engine.generate(errand.prompt.ids, sampling, rollout_id=errand.session.rollout_id)
+            async with aclosing(asked) as stream:
+                while reply.finish is None:
+                    with self._crossing:
+                        chunk = await anext(stream, None)
+                    if chunk is None:
+                        break
                     watch.beat()
                     size = len(reply.ids)
                     deltas = reply.take(chunk)
                     await errand.outlet.open(errand.prompt)
                     await errand.outlet.add(choice, deltas, reply.ids[size:], reply.full_logprobs[size:])
-                    if reply.finish is not None:
-                        break
         except asyncio.CancelledError:
             if stalled := watch.stalled():
                 raise stalled from None
@@ -195,12 +199,6 @@ class Service:
             logprobs = step.full_logprobs or step.logprobs
             await errand.outlet.add(choice, deltas_of(step.message), step.completion_ids, logprobs)
             await errand.outlet.close(choice, step)
-
-    async def _chunks(self, prompt: Prompt, sampling: Sampling, rollout_id: str) -> AsyncGenerator[Sampled, None]:
-        with boundary(EngineError, f"engine {self.engine.model}"):
-            async with aclosing(self.engine.generate(prompt.ids, sampling, rollout_id=rollout_id)) as stream:
-                async for chunk in stream:
-                    yield chunk
 
     async def _record(self, errand: Errand, sampling: Sampling, reply: Reply, started: float) -> Step:
         label = Label(

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from penstock.errors import PoolError, RequestError
+from penstock.gateway.adhoc import sampling_of
 from penstock.gateway.auth import Tokens
 from penstock.gateway.calls import Limits
 from penstock.gateway.flights import Flight
@@ -18,9 +19,11 @@ from penstock.render.chat import Tool
 
 
 class Session:
-    """One rollout's way into the gateway."""
+    """One rollout's way into the gateway; `share` is which of how many workers this is."""
 
-    def __init__(self, rollout: Rollout, sampling: Sampling, *, token: str, base_url: str, limits: Limits) -> None:
+    def __init__(
+        self, rollout: Rollout, sampling: Sampling, *, token: str, base_url: str, limits: Limits, share: tuple[int, int] = (0, 1)
+    ) -> None:
         self.rollout_id = rollout.id
         self.token = token
         """The model token: opens model routes for this rollout, nothing else."""
@@ -36,6 +39,9 @@ class Session:
         """Requests whose last answer was an error: sent again they are sampled, whatever was answered before."""
         self.closed = False
         self._limits = limits
+        self.shared = share[1] > 1
+        """Whether other workers may record steps of it."""
+        self._share = share
         self._graph: TokenGraph | None = None
         self._running: set[asyncio.Task[Any]] = set()
         self._talks: dict[str, Talk] = {}
@@ -58,6 +64,15 @@ class Session:
             self._graph = self._graph or TokenGraph(attempt)
         return self._graph
 
+    async def catch_up(self, pool: Pool) -> None:
+        """Take in what other workers have recorded; RequestError 409 where one of them ended the rollout."""
+        if (graph := self._graph) is None:
+            return
+        attempt = await pool.attempt(self.rollout_id, first_step=graph.next_step, first_node=graph.next_node)
+        if attempt.end is not None:
+            raise has_ended(self.rollout_id, attempt.end)
+        graph.grow(attempt)
+
     def forget(self) -> None:
         """Read the graph again before the next call: a write failed, so the pool may know more or less than we do."""
         self._graph = None
@@ -79,9 +94,10 @@ class Session:
     @contextmanager
     def flying(self, flight: Flight) -> Generator[None, None, None]:
         """Name the flight's answer, and let retries of its request join it until it is over."""
-        request, times = flight.request, self._graph.times(flight.request) if self._graph else 0
+        worker, workers = self._share
+        request, times = flight.request, (self._graph.times(flight.request) if self._graph else 0) * workers + worker
         while f"{request}-{times}" in self._named:
-            times += 1
+            times += workers
         flight.name = f"{request}-{times}"
         self._named.add(flight.name)
         self.flights[request] = flight
@@ -158,14 +174,27 @@ class SessionPast(NamedTuple):
 
 
 class Sessions:
-    """The rollouts that this gateway serves. One that nobody opened here is taken over from the pool."""
+    """The rollouts that this gateway serves. One that nobody opened here is taken over from the pool.
 
-    def __init__(self, pool: Pool, tokens: Tokens, *, defaults: Mapping[str, Sampling], limits: Limits, base_url: str) -> None:
+    `defaults` are by channel, "" for the others; `share` is which of how many workers this is.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        tokens: Tokens,
+        *,
+        defaults: Mapping[str, Sampling],
+        limits: Limits,
+        base_url: str,
+        share: tuple[int, int] = (0, 1),
+    ) -> None:
         self.base_url = base_url
         self._pool = pool
         self._tokens = tokens
         self._defaults = defaults
         self._limits = limits
+        self._share = share
         self._open: dict[str, Session] = {}
         self._taken: dict[str, Session] = {}
         self._closed: dict[str, None] = {}
@@ -208,22 +237,36 @@ class Sessions:
         if rollout_id in self._closed:
             raise has_ended(rollout_id)
         session = self._open.get(rollout_id) or self._taken.get(rollout_id)
-        return session or await self._take_over(rollout_id)
+        if session is None:
+            return await self._take_over(rollout_id)
+        if session.shared:
+            await self._catch_up(session)
+        return session
+
+    async def _catch_up(self, session: Session) -> None:
+        try:
+            await session.catch_up(self._pool)
+        except RequestError:
+            self.close(session.rollout_id)
+            raise
 
     async def _take_over(self, rollout_id: str) -> Session:
         try:
             attempt = await self._pool.attempt(rollout_id)
+            task = await self._pool.task(rollout_id)
         except PoolError as error:
             raise RequestError(str(error), status=404, code="unknown_rollout") from error
         if attempt.end is not None:
             raise has_ended(rollout_id, attempt.end)
-        sampling = self._defaults.get(attempt.rollout.channel, Sampling())
+        default = self._defaults.get(attempt.rollout.channel) or self._defaults.get("") or Sampling()
+        sampling = sampling_of(task, default)
         for idle in [key for key, session in self._taken.items() if not session.tasks][: max(0, len(self._taken) - TAKEN)]:
             del self._taken[idle]
         return self._taken.setdefault(rollout_id, self._make(attempt.rollout, sampling))
 
     def _make(self, rollout: Rollout, sampling: Sampling) -> Session:
-        return Session(rollout, sampling, token=self._tokens.model(rollout.id), base_url=self.base_url, limits=self._limits)
+        token = self._tokens.model(rollout.id)
+        return Session(rollout, sampling, token=token, base_url=self.base_url, limits=self._limits, share=self._share)
 
 
 TALKS = 8

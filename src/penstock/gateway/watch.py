@@ -16,11 +16,15 @@ class Watch:
         self._last = self._loop.time()
         self._timer = self._loop.call_at(self._last + first_s, self._look)
         self._barked = False
+        self._began = self._last
+        self.first_s: float | None = None
+        """How long the engine took to say something; None while it has not."""
 
     def beat(self) -> None:
         """The engine has said something."""
         self._last = self._loop.time()
-        if self._allowed_s is not self._stall_s:
+        if self.first_s is None:
+            self.first_s = self._last - self._began
             self._allowed_s = self._stall_s
             self._timer.cancel()
             self._timer = self._loop.call_at(self._last + self._stall_s, self._look)

@@ -37,12 +37,15 @@ class PoolStats:
 class Pool(Protocol):
     """Every write returns once it is durable.
 
-    Writes are idempotent by id; a different value under the same id is refused (PoolError). A write whose caller is cancelled is
+    Writes are idempotent by id; a different value under the same id is refused (PoolConflict). A write whose caller is cancelled is
     finished or refused before the cancellation goes on.
     """
 
-    async def open_group(self, task: Task, rollouts: Sequence[Rollout], *, seq: int) -> None:
-        """Make a group whose places are these rollouts; a group id that exists is left as it is."""
+    async def open_group(self, task: Task, rollouts: Sequence[Rollout], *, seq: int | None) -> None:
+        """Make a group whose places are these rollouts; a group id that exists is left as it is.
+
+        `seq` None takes the number after the channel's highest, whoever else opens groups there at the same time.
+        """
         ...
 
     async def replace(self, lost: Rollout, reason: str) -> Rollout:
@@ -93,8 +96,12 @@ class Pool(Protocol):
         """
         ...
 
-    async def attempt(self, rollout_id: str) -> Attempt:
-        """Everything recorded of one rollout; PoolError for an unknown one."""
+    async def attempt(self, rollout_id: str, *, first_step: int = 0, first_node: int = 0) -> Attempt:
+        """Everything recorded of one rollout, or only its steps and nodes from these numbers on; PoolError for an unknown one."""
+        ...
+
+    async def task(self, rollout_id: str) -> Task:
+        """The task that the rollout is an attempt at; PoolError for an unknown one."""
         ...
 
     async def groups(self, channel: str, *, first_seq: int = 0, limit: int = 100) -> list[Group]:

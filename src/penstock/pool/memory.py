@@ -72,7 +72,7 @@ class MemoryPool:
         self._unreported: Counter[str] = Counter()
         self._clock = LeaseClock(clock)
 
-    async def open_group(self, task: Task, rollouts: Sequence[Rollout], *, seq: int) -> None:
+    async def open_group(self, task: Task, rollouts: Sequence[Rollout], *, seq: int | None) -> None:
         """See `Pool.open_group`."""
         group_id = rules.check_group(task, rollouts)
         if group_id in self._groups:
@@ -81,8 +81,10 @@ class MemoryPool:
             raise rules.taken(known[0])
         sealed = seal(task, f"task {task.id!r}")
         entries = [_Entry(rollout, seal(rollout, f"rollout {rollout.id!r}")) for rollout in rollouts]
-        places = {entry.rollout.place: entry for entry in entries}
-        self._groups[group_id] = _Group(group_id, seq, rollouts[0].channel, sealed, places)
+        places, channel = {entry.rollout.place: entry for entry in entries}, rollouts[0].channel
+        if seq is None:
+            seq = max((group.seq for group in self._groups.values() if group.channel == channel), default=-1) + 1
+        self._groups[group_id] = _Group(group_id, seq, channel, sealed, places)
         self._entries |= {entry.rollout.id: entry for entry in entries}
 
     async def replace(self, lost: Rollout, reason: str) -> Rollout:
@@ -120,7 +122,7 @@ class MemoryPool:
         if step.index not in entry.steps:
             entry.steps[step.index] = row
             entry.tokens += len(step.completion_ids)
-            entry.oldest = rules.oldest_version((entry.oldest, *step.versions))
+            entry.oldest = rules.oldest_version((entry.oldest, min(step.versions, default=None)))
             entry.newest = max(entry.newest, *step.versions, 0)
 
     async def grade(self, grade: Grade) -> None:
@@ -180,9 +182,14 @@ class MemoryPool:
             group.state, group.trained = State.TRAINED, Trained(lease_id, policy_version)
             self._ledger.append((group.id, policy_version))
 
-    async def attempt(self, rollout_id: str) -> Attempt:
+    async def attempt(self, rollout_id: str, *, first_step: int = 0, first_node: int = 0) -> Attempt:
         """See `Pool.attempt`."""
-        return _read_attempt(self._entry(rollout_id))
+        return _read_attempt(self._entry(rollout_id), first_step=first_step, first_node=first_node)
+
+    async def task(self, rollout_id: str) -> Task:
+        """See `Pool.task`."""
+        group = self._groups[self._entry(rollout_id).rollout.group_id]
+        return unseal(Task, group.task, f"the task of rollout {rollout_id!r}")
 
     async def groups(self, channel: str, *, first_seq: int = 0, limit: int = 100) -> list[Group]:
         """See `Pool.groups`."""
@@ -265,8 +272,9 @@ class MemoryPool:
                 group.state = State.COMPLETE
 
 
-def _read_attempt(entry: _Entry) -> Attempt:
-    nodes, steps = ([rows[index] for index in sorted(rows)] for rows in (entry.nodes, entry.steps))
+def _read_attempt(entry: _Entry, *, first_step: int = 0, first_node: int = 0) -> Attempt:
+    wanted = ((entry.nodes, first_node), (entry.steps, first_step))
+    nodes, steps = ([rows[index] for index in sorted(rows) if index >= first] for rows, first in wanted)
     ending = Ending(entry.end, entry.message)
     return build_attempt(entry.rollout.id, AttemptRows(entry.row, ending, nodes, steps, entry.grades.values()))
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-from penstock.errors import PoolError
+from penstock.errors import PoolConflict, PoolError
 from penstock.records import End, Grade, Node, Rollout, Step, Task
 
 
@@ -153,9 +153,9 @@ def too_late(name: str, end: End) -> PoolError:
     return PoolError(f"{name} came too late and was not stored: the rollout ended as {end}")
 
 
-def differs(name: str) -> PoolError:
+def differs(name: str) -> PoolConflict:
     """A second value under an id."""
-    return PoolError(f"{name} is stored with different content; the first one stays")
+    return PoolConflict(f"{name} is stored with different content; the first one stays")
 
 
 def taken(rollout_id: str) -> PoolError:

@@ -49,7 +49,7 @@ class SqlitePool:
         self._writer = Writer(writing, partial(explain, path=path))
         self._reader = Reader(reading, partial(explain, path=path))
 
-    async def open_group(self, task: Task, rollouts: Sequence[Rollout], *, seq: int) -> None:
+    async def open_group(self, task: Task, rollouts: Sequence[Rollout], *, seq: int | None) -> None:
         """See `Pool.open_group`."""
         group = sqlite_writes.seal_group(task, rollouts)
         await self._writer.submit(lambda database: sqlite_writes.open_group(database, group, seq))
@@ -105,9 +105,15 @@ class SqlitePool:
         """See `Pool.ack`."""
         await self._writer.submit(lambda database: sqlite_leases.ack(database, lease_id, policy_version))
 
-    async def attempt(self, rollout_id: str) -> Attempt:
+    async def attempt(self, rollout_id: str, *, first_step: int = 0, first_node: int = 0) -> Attempt:
         """See `Pool.attempt`."""
-        return await self._reader.run(lambda database: sqlite_reads.read_attempt(database, rollout_id))
+        return await self._reader.run(
+            lambda database: sqlite_reads.read_attempt(database, rollout_id, first_step=first_step, first_node=first_node)
+        )
+
+    async def task(self, rollout_id: str) -> Task:
+        """See `Pool.task`."""
+        return await self._reader.run(lambda database: sqlite_reads.read_task(database, rollout_id))
 
     async def groups(self, channel: str, *, first_seq: int = 0, limit: int = 100) -> list[Group]:
         """See `Pool.groups`."""

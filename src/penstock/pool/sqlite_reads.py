@@ -11,20 +11,31 @@ from penstock.pool.rows import AttemptRows, Ending, Row, build_attempt, column_n
 from penstock.pool.rules import State
 from penstock.records import Attempt, Grade, Group, Node, Step, Task
 
-_NODES = f"SELECT {', '.join(column_names(Node))} FROM nodes WHERE rollout_id = ? ORDER BY id"
-_STEPS = f"SELECT {', '.join(column_names(Step))} FROM steps WHERE rollout_id = ? ORDER BY id"
+_NODES = f"SELECT {', '.join(column_names(Node))} FROM nodes WHERE rollout_id = ? AND id >= ? ORDER BY id"
+_STEPS = f"SELECT {', '.join(column_names(Step))} FROM steps WHERE rollout_id = ? AND id >= ? ORDER BY id"
 _GRADES = f"SELECT {', '.join(column_names(Grade))} FROM grades WHERE rollout_id = ? ORDER BY position"
 _GROUP = "SELECT id, seq, channel, record, crc FROM groups"
 
 
-def read_attempt(database: sqlite3.Connection, rollout_id: str) -> Attempt:
-    """Everything recorded of one rollout."""
+def read_attempt(database: sqlite3.Connection, rollout_id: str, *, first_step: int = 0, first_node: int = 0) -> Attempt:
+    """Everything recorded of one rollout, from a step and a node on."""
     found = database.execute("SELECT record, crc, ended, message FROM rollouts WHERE id = ?", (rollout_id,)).fetchone()
     if found is None:
         raise rules.unknown_rollout(rollout_id)
     record, crc, ended, message = found
-    nodes, steps, grades = (_rows(database.execute(query, (rollout_id,))) for query in (_NODES, _STEPS, _GRADES))
+    wanted = ((_NODES, (rollout_id, first_node)), (_STEPS, (rollout_id, first_step)), (_GRADES, (rollout_id,)))
+    nodes, steps, grades = (_rows(database.execute(query, values)) for query, values in wanted)
     return build_attempt(rollout_id, AttemptRows(Row(record, (), crc), Ending(ended, message), nodes, steps, grades))
+
+
+def read_task(database: sqlite3.Connection, rollout_id: str) -> Task:
+    """The task of a rollout's group."""
+    query = "SELECT record, crc FROM groups WHERE id = (SELECT group_id FROM rollouts WHERE id = ?)"
+    found = database.execute(query, (rollout_id,)).fetchone()
+    if found is None:
+        raise rules.unknown_rollout(rollout_id)
+    record, crc = found
+    return unseal(Task, Row(record, (), crc), f"the task of rollout {rollout_id!r}")
 
 
 def read_groups(database: sqlite3.Connection, group_ids: Iterable[str]) -> list[Group]:

@@ -62,17 +62,20 @@ def seal_group(task: Task, rollouts: Sequence[Rollout]) -> GroupRows:
     return GroupRows(group_id, rollouts[0].channel, seal(task, f"task {task.id!r}"), rows)
 
 
-def open_group(database: sqlite3.Connection, group: GroupRows, seq: int) -> None:
+def open_group(database: sqlite3.Connection, group: GroupRows, seq: int | None) -> None:
     """Make the group unless it is there."""
     if database.execute("SELECT 1 FROM groups WHERE id = ?", (group.id,)).fetchone():
         return
+    number = seq
+    if number is None:
+        (number,) = database.execute("SELECT coalesce(max(seq), -1) + 1 FROM groups WHERE channel = ?", (group.channel,)).fetchone()
     database.execute(
         "INSERT INTO groups (id, channel, seq, state, record, crc) VALUES (?, ?, ?, ?, ?, ?)",
-        (group.id, group.channel, seq, State.OPEN, group.task.record, group.task.crc),
+        (group.id, group.channel, number, State.OPEN, group.task.record, group.task.crc),
     )
     for rollout, row in group.rollouts:
         _open_rollout(database, rollout, row)
-    count(database, group.channel, [Tally("state", State.OPEN, 1), Tally("top", "seq", seq)])
+    count(database, group.channel, [Tally("state", State.OPEN, 1), Tally("top", "seq", int(number))])
 
 
 class Append(NamedTuple):
@@ -152,7 +155,7 @@ def _of_step(step: Step) -> list[Tally]:
 
 def _lower(database: sqlite3.Connection, rollout_id: str, oldest: int | None, versions: Sequence[int]) -> int | None:
     """Keep the oldest version on any token of the rollout."""
-    lowest = rules.oldest_version((oldest, *versions))
+    lowest = rules.oldest_version((oldest, min(versions, default=None)))
     if lowest != oldest:
         database.execute("UPDATE rollouts SET oldest = ? WHERE id = ?", (lowest, rollout_id))
     return lowest

@@ -34,6 +34,26 @@ class End(NamedTuple):
     """The token that ends the last reply of a conversation. Where it is another one, a template that goes on rewrites it."""
 
 
+class Frame(NamedTuple):
+    """The text around a user's words, from the end of a reply before them to the head of the one after."""
+
+    before: str
+    after: str
+
+
+WORDS = (
+    "",
+    " \n two spaces and lines \n\n",
+    "é 日本 🙂 \r\n\t\u00a0",
+    "<tool_response>\n42\n</tool_response>",
+    "<think>\nhm\n</think>\n\nso",
+    '[INST] {"name": "f", "arguments": {}} [/INST] {{ 1 }} {% x %}',
+    "1. " * 300,
+)
+"""What users may say that a template might treat in a way of its own."""
+PLAIN = {"role", "content"}
+
+
 class Bridge:
     """Glue for one model; `check` runs when it is made."""
 
@@ -46,6 +66,8 @@ class Bridge:
         self._ends = self._find_ends()
         self.close_ids = tuple(dict.fromkeys(end.final for end in self._ends.values()))
         """The tokens at which replies of this model end: first that of plain text, then that of calls."""
+        self._frame: Frame | None = None
+        self._frame = self._find_frame()
         self.result = self.check()
 
     def glue(
@@ -84,6 +106,8 @@ class Bridge:
         """Text from the end of a reply's turn on: the close, the new messages, the head of the next reply."""
         if kind not in self._ends:
             return None
+        if self._frame is not None and kind == "text" and len(new) == 1 and new[0].keys() == PLAIN and new[0]["role"] == "user":
+            return self._frame.before + new[0]["content"] + self._frame.after
         text = self._template.render([PROBE_USER, _stand_in(reply, kind), *new], generate=True, now=MOMENT)
         place = text.find(self._ends[kind].text, self._start)
         return text[place:] if place >= 0 else None
@@ -99,6 +123,21 @@ class Bridge:
     def end_id(self, kind: ReplyKind) -> int:
         """The token that ends a reply's turn when more follows."""
         return self._ends[kind].token_id
+
+    def _find_frame(self) -> "Frame | None":
+        """What stands around a user's words, if the words change nothing in it: then most calls need no template."""
+        if "text" not in self._ends:
+            return None
+        try:
+            tails = {words: self._tail_of(words) for words in (MARK, *WORDS)}
+        except RenderError:
+            return None
+        before, _, after = (tails[MARK] or "").partition(MARK)
+        is_plain = all(tail == before + words + after for words, tail in tails.items())
+        return Frame(before, after) if is_plain else None
+
+    def _tail_of(self, words: str) -> str | None:
+        return self.tail(PROBE_TEXT, "text", [{"role": "user", "content": words}])
 
     def _find_ends(self) -> dict[ReplyKind, End]:
         """How turns end, by kind of reply; nothing where no token does it."""

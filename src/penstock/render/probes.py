@@ -112,6 +112,7 @@ PLAIN_FOLLOWERS: tuple[tuple[Message, ...], ...] = (
     (_user("Good."), PROBE_TEXT, _user("More.")),
     ({"role": "system", "content": "Be brief."},),
     ({"role": "system", "content": "Be brief."}, _user("Go on.")),
+    (_user("Go on."), {"role": "system", "content": "Be brief."}),
     (PROBE_TEXT,),
     (PROBE_TEXT, _user("Go on.")),
 )
@@ -124,6 +125,7 @@ CALLING_FOLLOWERS: tuple[tuple[Message, ...], ...] = (
 RESULT_FOLLOWERS: tuple[tuple[Message, ...], ...] = (
     (_result(),),
     (_result(), _user("Go on.")),
+    (_result(), {"role": "system", "content": "Be brief."}),
     (_result(), PROBE_TEXT),
     (_result(), PROBE_TEXT, _user("Go on.")),
     (_result(), call_probe(7), _result(7)),

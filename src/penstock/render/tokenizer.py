@@ -21,6 +21,8 @@ from penstock.errors import ModelError, RenderError, boundary
 UNFINISHED = "\ufffd"
 """What a decoder shows for bytes that are no whole character, or not yet."""
 
+_UTF8 = codecs.getincrementaldecoder("utf-8")
+
 LONGEST_WAIT = 32
 """Tokens after which bytes that make no character are taken to be none; four would do for UTF-8."""
 
@@ -58,6 +60,8 @@ class Tokenizer:
         self._break = f"~{secrets.token_hex(8)}~"
         self._byte_level = isinstance(core.decoder, decoders.ByteLevel)
         self._bytes: dict[int, bytes] = {}
+        self._spellings: dict[frozenset[int], _Spelling] = {}
+        """By what is hidden: a model has one or two such sets."""
 
     @classmethod
     def load(cls, folder: Path) -> "Tokenizer":
@@ -101,7 +105,12 @@ class Tokenizer:
     def decoder(self, *, hidden: Set[int] | None = None) -> Decoder:
         """A fresh incremental decoder. Tokens that are `hidden` have no text: the special ones, unless others are named."""
         unseen = self.special_ids if hidden is None else hidden
-        return _ByteDecoder(self, unseen) if self._byte_level else _WindowDecoder(self, unseen)
+        if not self._byte_level:
+            return _WindowDecoder(self, unseen)
+        key = frozenset(unseen)
+        if key not in self._spellings:
+            self._spellings[key] = _Spelling(self, key)
+        return _ByteDecoder(self._spellings[key])
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that one token stands for, special or not."""
@@ -113,17 +122,27 @@ class Tokenizer:
         return known
 
 
+class _Spelling(dict[int, bytes]):
+    """The bytes of each token, found when it is first asked for; hidden ones have none."""
+
+    def __init__(self, tokenizer: Tokenizer, hidden: Set[int]) -> None:
+        super().__init__(dict.fromkeys(hidden, b""))
+        self._tokenizer = tokenizer
+
+    def __missing__(self, token_id: int) -> bytes:
+        self[token_id] = known = self._tokenizer.token_bytes(token_id)
+        return known
+
+
 class _ByteDecoder:
     """For byte-level vocabularies: a token is bytes, and only an unfinished character waits."""
 
-    def __init__(self, tokenizer: Tokenizer, hidden: Set[int]) -> None:
-        self._tokenizer = tokenizer
-        self._hidden = hidden
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+    def __init__(self, spelling: _Spelling) -> None:
+        self._spell = spelling.__getitem__
+        self._utf8 = _UTF8("replace")
 
     def push(self, ids: Sequence[int]) -> str:
-        hidden, spell = self._hidden, self._tokenizer.token_bytes
-        return self._utf8.decode(b"".join([spell(token_id) for token_id in ids if token_id not in hidden]))
+        return self._utf8.decode(b"".join(map(self._spell, ids)))
 
     def finish(self) -> str:
         return self._utf8.decode(b"", final=True)

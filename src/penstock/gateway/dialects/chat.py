@@ -42,7 +42,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "use_beam_search": (False,),
     "echo": (False,),
-    "reasoning_effort": ("none",),
     "audio": (),
     "functions": (),
     "function_call": ("none",),

@@ -1,0 +1,67 @@
+"""A command of the user's in a process group of its own, which is ended as a whole; the terminal is lent to it meanwhile."""
+
+import asyncio
+import os
+import signal
+from asyncio.subprocess import Process
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+
+STDIN = 0
+GRACE_S = 5.0
+"""For a group that was asked to end; then it is killed."""
+
+
+async def run_command(command: Sequence[str], environment: Mapping[str, str], stop: asyncio.Event) -> int:
+    """Run it to its end and return its exit code, 128 and the signal's number where one ended it; `stop` ends the whole group."""
+    process = await asyncio.create_subprocess_exec(*command, env=dict(environment), process_group=0)
+    try:
+        with _terminal(process.pid):
+            over, stopped = asyncio.ensure_future(process.wait()), asyncio.ensure_future(stop.wait())
+            try:
+                await asyncio.wait({over, stopped}, return_when=asyncio.FIRST_COMPLETED)
+                if not over.done():
+                    await _end(process, over)
+            finally:
+                stopped.cancel()
+    finally:
+        if process.returncode is None or stop.is_set():
+            _signal(process, signal.SIGKILL)
+    code = await process.wait()
+    return code if code >= 0 else 128 - code
+
+
+async def _end(process: Process, over: "asyncio.Future[int]") -> None:
+    _signal(process, signal.SIGTERM)
+    await asyncio.wait({over}, timeout=GRACE_S)
+
+
+def _signal(process: Process, number: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, number)
+
+
+@contextmanager
+def _terminal(group: int) -> Generator[None]:
+    """Let the group read from the terminal and get its Ctrl-C, where we could; it is ours again afterwards."""
+    ours = os.getpgrp()
+    if not _is_foreground(ours):
+        yield
+        return
+    before = signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # who asks for it back is in the background
+    try:
+        with suppress(OSError):
+            os.tcsetpgrp(STDIN, group)
+            os.killpg(group, signal.SIGCONT)  # it may have tried to read before
+        yield
+    finally:
+        with suppress(OSError):
+            os.tcsetpgrp(STDIN, ours)
+        signal.signal(signal.SIGTTOU, before)
+
+
+def _is_foreground(group: int) -> bool:
+    try:
+        return os.tcgetpgrp(STDIN) == group
+    except OSError:  # no terminal
+        return False

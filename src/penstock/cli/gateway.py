@@ -1,0 +1,169 @@
+"""`penstock gateway`: a gateway that stands alone."""
+
+import asyncio
+import os
+import signal
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import orjson
+import typer
+
+from penstock.cli.interrupts import INTERRUPTED, Interrupts
+from penstock.errors import ConfigError
+
+if TYPE_CHECKING:
+    from penstock.gateway.standalone import ModelFiles, Settings
+
+Engine = Annotated[str, typer.Option(help="embedded, in this process; or vllm, servers that --url names.")]
+Model = Annotated[str, typer.Option(help="As `penstock models pull` takes it.")]
+Urls = Annotated[list[str] | None, typer.Option("--url", metavar="URL", help="Of a vLLM server; may be repeated.")]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override one key of any section; may be repeated.")
+]
+
+
+def gateway(
+    engine: Engine = "embedded",
+    model: Model = "smollm2-135m",
+    url: Urls = None,
+    pool: Annotated[str, typer.Option(help="sqlite; or memory, which forgets.")] = "sqlite",
+    folder: Annotated[Path, typer.Option(help="Where everything is recorded.")] = Path("runs/gateway"),
+    host: Annotated[str, typer.Option(help="The interface to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 0,
+    workers: Annotated[int, typer.Option(min=1, metavar="N", help="Processes on the port; for engines behind --url.")] = 1,
+    otel: Annotated[bool, typer.Option("--otel", help="Tell OpenTelemetry of every call.")] = False,
+    overrides: Overrides = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Say nothing but JSON, errors too.")] = False,
+) -> None:
+    """Serve a model to agents anywhere, and record every call.
+
+    Prints one line of JSON once it serves. SIGTERM or Ctrl-C stop it: calls under way may end first (gateway.drain_s).
+    """
+    from penstock.gateway.listening import bind
+    from penstock.gateway.standalone import alone, load_secret, make_folder, write_tokens
+
+    given = {"pool": {"name": pool}, "gateway": {"host": host, "port": port} | ({"otel": True} if otel else {})}
+    settings = make_settings(engine, model, url or [], overrides or [], given)
+    refuse_crowd(settings, workers)
+    place = settings.gateway
+    if workers > 1 and place.port:
+        bind(place.host, place.port).close()  # a port that others share could be bound, and would not be ours
+    with bind(place.host, place.port, shared=workers > 1) as sock:
+        found = get_model(settings)
+        make_folder(folder, settings, found)
+        with alone(folder):
+            tokens = write_tokens(folder, load_secret(folder))
+            ready = Ready(settings, found, folder=folder, port=sock.getsockname()[1], tokens=tokens, quiet=as_json)
+            try:
+                first = asyncio.run(_serve(ready, sock) if workers == 1 else _supervise(ready, workers))
+            except asyncio.CancelledError:
+                first = signal.SIGINT
+    raise typer.Exit(INTERRUPTED if first == signal.SIGINT else 0)
+
+
+def make_settings(engine: str, model: str, urls: list[str], overrides: list[str], given: dict[str, Any]) -> "Settings":
+    """Settings from the options of a command line, checked."""
+    from penstock.gateway.standalone import read_settings
+
+    if engine == "vllm" and not urls:
+        raise ConfigError("--engine vllm needs the address of a server: --url http://127.0.0.1:8000")
+    if engine == "embedded" and urls:
+        raise ConfigError("--url names a vLLM server; add --engine vllm")
+    tree = {"model": {"name": model}, "engine": {"name": engine} | ({"url": urls} if urls else {}), **given}
+    return read_settings(tree, overrides)
+
+
+def get_model(settings: "Settings") -> "ModelFiles":
+    """The model's folder, pulled where it is not here. An engine behind HTTP needs no weights here: a tokenizer is enough."""
+    from penstock.cli.progress import stage_progress
+    from penstock.gateway.standalone import ModelFiles
+    from penstock.models import cached, resolve
+
+    name = settings.model.name
+    path = Path(name).expanduser().resolve()
+    if settings.engine.name != "embedded" and (path / "tokenizer.json").is_file():
+        return ModelFiles(path.name, path)
+    if (found := cached(name)) is None:
+        with stage_progress() as progress:
+            found = resolve(name, progress)
+    return ModelFiles(found.name, found.path)
+
+
+def refuse_crowd(settings: "Settings", workers: int) -> None:
+    """Refuse several workers where each would have what they must share."""
+    if workers > 1 and settings.engine.name == "embedded":
+        raise ConfigError("--workers: each process would hold weights of its own; use one, or --engine vllm --url …")
+    if workers > 1 and settings.pool.name == "memory":
+        raise ConfigError("--workers: a pool in memory cannot be shared; use --pool sqlite")
+
+
+class Ready:
+    """What is told, to programs on stdout and to persons on stderr."""
+
+    def __init__(self, settings: "Settings", model: "ModelFiles", *, folder: Path, port: int, tokens: Path, quiet: bool) -> None:
+        from penstock.gateway.listening import base_url
+
+        self.settings, self.model, self.folder, self.port = settings, model, folder, port
+        self._base_url = base_url(settings.gateway.host, port, settings.gateway.hosts)
+        self._tokens = tokens
+        self._quiet = quiet
+
+    def say(self, pid: int, **more: object) -> None:
+        """It serves."""
+        from penstock.gateway.listening import LOOPBACK
+
+        line = {
+            "event": "ready",
+            "base_url": self._base_url,
+            "anthropic_base_url": self._base_url.removesuffix("/v1"),
+            "model": self.model.name,
+            "engine": self.settings.engine.name,
+            "pool": self.settings.pool.name,
+            "folder": str(self.folder),
+            "tokens": str(self._tokens),
+            "pid": pid,
+        }
+        typer.echo(orjson.dumps(line | more).decode())
+        self.tell(f"serving {self.model.name} at {self._base_url}, recording into {self.folder}; tokens are in {self._tokens}")
+        if self.settings.gateway.host not in LOOPBACK:
+            self.tell(
+                f"it can be reached from other machines at {self.settings.gateway.host}: without TLS, but for none without a token"
+            )
+
+    def tell(self, text: str) -> None:
+        """To a person."""
+        if not self._quiet:
+            typer.echo(f"penstock: {text}", err=True)
+
+    def stopping(self) -> None:
+        """It was asked to stop."""
+        self.tell(f"stopping: calls under way have {self.settings.gateway.drain_s:g} s; Ctrl-C again quits at once")
+
+
+async def _serve(ready: Ready, sock: socket.socket) -> int | None:
+    """Serve in this process until a signal comes; which one that was."""
+    from penstock.gateway.standalone import load_secret, open_gateway
+
+    stop, secret = asyncio.Event(), load_secret(ready.folder)
+    with Interrupts(stop, ready.stopping) as interrupts:
+        async with open_gateway(ready.settings, ready.model, folder=ready.folder, secret=secret, sock=sock):
+            ready.say(os.getpid(), workers=1)
+            await stop.wait()
+        return interrupts.first
+
+
+async def _supervise(ready: Ready, workers: int) -> int | None:
+    """Keep several processes serving until a signal comes; which one that was."""
+    from penstock.gateway.workers import Crew, make_orders
+
+    orders = make_orders(ready.settings, ready.model, folder=ready.folder, port=ready.port, workers=workers)
+    stop = asyncio.Event()
+
+    def serving(pids: list[int]) -> None:
+        ready.say(os.getpid(), workers=workers, worker_pids=pids)
+
+    with Interrupts(stop, ready.stopping) as interrupts:
+        await Crew(orders, drain_s=ready.settings.gateway.drain_s, ready=serving, tell=ready.tell).run(stop)
+        return interrupts.first

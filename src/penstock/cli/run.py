@@ -1,0 +1,157 @@
+"""`penstock run`: record any program that speaks the OpenAI or the Anthropic API."""
+
+import asyncio
+import os
+import secrets
+import shlex
+import shutil
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import orjson
+import typer
+
+from penstock.cli.figures import clock, counts, percent
+from penstock.cli.gateway import Engine, Model, Overrides, Urls, get_model, make_settings
+from penstock.cli.interrupts import INTERRUPTED, Interrupts
+from penstock.errors import ConfigError
+from penstock.records import Attempt, End
+
+if TYPE_CHECKING:
+    from penstock.gateway import Session
+    from penstock.gateway.standalone import ModelFiles, Settings
+
+
+def run(
+    command: Annotated[list[str], typer.Argument(metavar="COMMAND [ARGS]...", help="After --, as you would type it.")],
+    engine: Engine = "embedded",
+    model: Model = "smollm2-135m",
+    url: Urls = None,
+    folder: Annotated[Path | None, typer.Option(help="Where it is recorded; a new one under runs/ by default.")] = None,
+    overrides: Overrides = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Sum up as JSON, on stderr: stdout is the command's.")] = False,
+) -> None:
+    """Run a command with its model calls sent here, and record them as one rollout.
+
+    It finds the model by OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY. Its exit code is ours.
+    """
+    from penstock.gateway.standalone import make_folder
+
+    if shutil.which(command[0]) is None:
+        raise ConfigError(f"{command[0]}: no such command; write it as you would without `penstock run --`")
+    settings = make_settings(engine, model, url or [], overrides or [], {})
+    place = folder or Path("runs") / time.strftime("recorded-%Y%m%d-%H%M%S")
+    found = get_model(settings)
+    make_folder(place, settings, found)
+    try:
+        outcome = asyncio.run(_record(command, settings, found, place))
+    except asyncio.CancelledError:
+        raise typer.Exit(INTERRUPTED) from None
+    typer.echo(orjson.dumps(as_object(outcome)).decode() if as_json else as_text(outcome), err=True)
+    raise typer.Exit(outcome.code)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a recorded command came to."""
+
+    attempt: Attempt
+    code: int
+    folder: Path
+    seconds: float
+    engine: str
+
+    @property
+    def verify(self) -> str | None:
+        """The command that checks the record; None where there is nothing that it could check."""
+        if not self.attempt.steps or self.engine != "embedded":
+            return None
+        return shlex.join(["penstock", "verify", str(self.folder), "--channel", self.attempt.rollout.channel])
+
+
+async def _record(command: list[str], settings: "Settings", model: "ModelFiles", folder: Path) -> Outcome:
+    from penstock.cli.command import run_command
+    from penstock.gateway.adhoc import open_adhoc
+    from penstock.gateway.listening import bind
+    from penstock.gateway.standalone import open_gateway
+
+    stop, started = asyncio.Event(), time.monotonic()
+    secret, sock = secrets.token_bytes(32), bind(settings.gateway.host, settings.gateway.port)
+    with Interrupts(stop, lambda: None) as interrupts:
+        async with open_gateway(settings, model, folder=folder, secret=secret, sock=sock) as opened:
+            rollout = await open_adhoc(opened.pool, task_id=shlex.join(command)[:200], sampling={})
+            session = opened.gateway.open(rollout, settings.defaults())
+            try:
+                code = await run_command(command, environment(session), stop)
+            except BaseException:
+                await opened.pool.end(rollout.id, End.CANCELLED, "penstock was stopped")
+                raise
+            opened.gateway.close(rollout.id)
+            end, message = ending(code, interrupts.first)
+            await opened.pool.end(rollout.id, end, message)
+            attempt = await opened.pool.attempt(rollout.id)
+    seconds = time.monotonic() - started
+    return Outcome(attempt=attempt, code=code, folder=folder, seconds=seconds, engine=settings.engine.name)
+
+
+def environment(session: "Session") -> dict[str, str]:
+    """Ours, with what leads clients of both APIs to the session; none of the tokens that open more than it."""
+    openai, anthropic = session.base_url, session.base_url.removesuffix("/v1")
+    direct = "127.0.0.1,localhost,::1"
+    known = os.environ.get("NO_PROXY") or os.environ.get("no_proxy")
+    no_proxy = f"{known},{direct}" if known else direct
+    return os.environ | {
+        "OPENAI_BASE_URL": openai,
+        "OPENAI_API_BASE": openai,
+        "OPENAI_API_KEY": session.token,
+        "ANTHROPIC_BASE_URL": anthropic,
+        "ANTHROPIC_API_KEY": session.token,
+        "ANTHROPIC_AUTH_TOKEN": session.token,
+        "PENSTOCK_ROLLOUT_ID": session.rollout_id,
+        "NO_PROXY": no_proxy,
+        "no_proxy": no_proxy,
+    }
+
+
+def ending(code: int, interrupt: int | None) -> tuple[End, str]:
+    """How a rollout ends whose command ended like this."""
+    if interrupt is not None or code == 128 + signal.SIGINT:
+        return End.CANCELLED, f"stopped by {signal.Signals(interrupt or signal.SIGINT).name}"
+    return (End.COMPLETED, "") if code == 0 else (End.AGENT_ERROR, f"the command ended with exit code {code}")
+
+
+def as_object(outcome: Outcome) -> dict[str, Any]:
+    """For programs."""
+    from penstock.train.exactness import breaks, exactness
+
+    attempt, exact = outcome.attempt, exactness(outcome.attempt)
+    return {
+        "rollout_id": attempt.rollout.id,
+        "end": attempt.end,
+        "message": attempt.message,
+        "exit_code": outcome.code,
+        "calls": len({step.answer for step in attempt.steps}),
+        "steps": len(attempt.steps),
+        "sampled_tokens": exact.sampled_tokens,
+        "exact_tokens": exact.exact_tokens,
+        "exact_token_rate": exact.rate,
+        "breaks": dict(breaks(attempt)),
+        "seconds": round(outcome.seconds, 3),
+        "folder": str(outcome.folder),
+        "channel": attempt.rollout.channel,
+        "next": outcome.verify,
+    }
+
+
+def as_text(outcome: Outcome) -> str:
+    """For persons."""
+    told = as_object(outcome)
+    rows = [("calls", f"{told['calls']:,} in {clock(outcome.seconds)}, ended as {told['end']}")]
+    rows.append(("exact", f"{percent(told['exact_token_rate'])} of {told['sampled_tokens']:,} sampled tokens"))
+    rows += [("breaks", counts(told["breaks"]))] if told["breaks"] else []
+    rows.append(("record", f"{told['folder']} (rollout {told['rollout_id']})"))
+    rows += [("next", told["next"])] if told["next"] else []
+    return "\n".join(["", *(f"  {label:<12}{text}" for label, text in rows), ""])

@@ -1,0 +1,193 @@
+"""What the gateway counts, and how Prometheus reads it: its text format 0.0.4, written here."""
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager
+from itertools import accumulate
+from typing import NamedTuple
+
+from penstock.gateway.account import Account
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+
+Samples = dict[str, dict[str, float]]
+"""Of each family, its values by the text that stands before them: `penstock_refused_total{code="stopping"}` → 3."""
+
+
+class Family(NamedTuple):
+    """One metric."""
+
+    kind: str
+    text: str
+    labels: tuple[str, ...] = ()
+
+
+FAMILIES = {
+    "penstock_gateway_info": Family("gauge", "Always 1; its labels say what is served.", ("model",)),
+    "penstock_policy_version": Family("gauge", "The policy version that the next token is sampled under."),
+    "penstock_open_rollouts": Family("gauge", "Rollouts that a worker holds open."),
+    "penstock_calls_in_flight": Family("gauge", "Model calls that are being answered."),
+    "penstock_calls_total": Family("counter", "Model calls by HTTP status; left: the caller hung up first.", ("dialect", "status")),
+    "penstock_refused_total": Family("counter", "Requests that got an error, by its code.", ("code",)),
+    "penstock_repeated_calls_total": Family("counter", "Retries that joined a call in flight or got its answer again.", ("how",)),
+    "penstock_ignored_total": Family("counter", "What calls asked for and is not done, by name.", ("name",)),
+    "penstock_notices_total": Family("counter", "What else was not done as asked, by name.", ("name",)),
+    "penstock_steps_total": Family("counter", "Steps recorded, by how they finished.", ("finish",)),
+    "penstock_prompt_tokens_total": Family("counter", "Prompt tokens that the engine got."),
+    "penstock_sampled_tokens_total": Family("counter", "Tokens that the engine sampled."),
+    "penstock_exact_tokens_total": Family("counter", "Sampled tokens that are recorded with the digest of their context."),
+    "penstock_breaks_total": Family("counter", "Prompts in which earlier tokens could not go on, by reason.", ("reason",)),
+    "penstock_call_seconds": Family("histogram", "Duration of model calls.", ("dialect",)),
+    "penstock_first_token_seconds": Family("histogram", "Time until the engine's first token."),
+}
+TOPPED = frozenset({"penstock_gateway_info", "penstock_policy_version"})
+"""Of several workers the highest value counts; of all others their sum."""
+
+
+class Histogram:
+    """How often a time fell between two bounds."""
+
+    __slots__ = ("counts", "sum")
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(BOUNDS_S) + 1)
+        self.sum = 0.0
+
+    def add(self, seconds: float) -> None:
+        """Count one."""
+        self.counts[bisect_left(BOUNDS_S, seconds)] += 1
+        self.sum += seconds
+
+
+class Metrics:
+    """The counts of one process. A call costs some increments; everything else is done when somebody reads."""
+
+    def __init__(self) -> None:
+        self.in_flight = 0
+        self.refused: Counter[str] = Counter()
+        self.breaks: Counter[str] = Counter()
+        self.notices: Counter[str] = Counter()
+        """What was not done as callers asked, by name; names of one kind begin alike: `ignored:seed`."""
+        self._calls: Counter[tuple[str, str]] = Counter()
+        self._steps: Counter[str] = Counter()
+        self._prompt_tokens = self._sampled_tokens = self._exact_tokens = 0
+        self._seconds: dict[str, Histogram] = {}
+        self._first_token = Histogram()
+
+    def end(self, dialect: str, status: str, account: Account, *, seconds: float) -> None:
+        """Count a model call that is over."""
+        self._calls[dialect, status] += 1
+        self._seconds.setdefault(dialect, Histogram()).add(seconds)
+        self._prompt_tokens += account.prompt_tokens
+        self._sampled_tokens += account.sampled_tokens
+        if account.first_token_s is not None:
+            self._first_token.add(account.first_token_s)
+        if account.error is not None:
+            self.refused[account.error.code] += 1
+        for step in account.steps:
+            self._steps[step.finish] += 1
+            self._exact_tokens += len(step.completion_ids) if step.context else 0
+
+    @contextmanager
+    def flying(self) -> Generator[None]:
+        """While a call is being answered."""
+        self.in_flight += 1
+        try:
+            yield
+        finally:
+            self.in_flight -= 1
+
+    def samples(self, *, model: str, version: int, rollouts: int) -> Samples:
+        """Everything as it is now."""
+        kinds = {kind: Counter[str]() for kind in ("ignored", "repeated", "noticed")}
+        for notice, count in self.notices.items():
+            kind, name = _kind(notice)
+            kinds[kind][name] += count
+        found: Samples = {
+            "penstock_gateway_info": _lines("penstock_gateway_info", [((model,), 1)]),
+            "penstock_call_seconds": _all_buckets("penstock_call_seconds", {(k,): v for k, v in self._seconds.items()}),
+            "penstock_first_token_seconds": _all_buckets("penstock_first_token_seconds", {(): self._first_token}),
+            "penstock_calls_total": _lines("penstock_calls_total", self._calls.items()),
+        }
+        plain = {
+            "policy_version": version,
+            "open_rollouts": rollouts,
+            "calls_in_flight": self.in_flight,
+            "prompt_tokens_total": self._prompt_tokens,
+            "sampled_tokens_total": self._sampled_tokens,
+            "exact_tokens_total": self._exact_tokens,
+        }
+        named = {
+            "refused": self.refused,
+            "repeated_calls": kinds["repeated"],
+            "ignored": kinds["ignored"],
+            "notices": kinds["noticed"],
+            "steps": self._steps,
+            "breaks": self.breaks,
+        }
+        found |= {f"penstock_{name}": _lines(f"penstock_{name}", [((), value)]) for name, value in plain.items()}
+        for name, counts in named.items():
+            full = f"penstock_{name}_total"
+            found[full] = _lines(full, [((label,), count) for label, count in counts.items()])
+        return found
+
+
+def merge(every: Iterable[Samples]) -> Samples:
+    """The samples of several workers as those of one gateway."""
+    merged: Samples = {}
+    for samples in every:
+        for name, lines in samples.items():
+            into = merged.setdefault(name, {})
+            for line, value in lines.items():
+                before = into.get(line, 0)
+                into[line] = max(before, value) if name in TOPPED else before + value
+    return merged
+
+
+def as_text(samples: Samples) -> str:
+    """The exposition, families in their order, values in theirs."""
+    parts: list[str] = []
+    for name, family in FAMILIES.items():
+        parts += [f"# HELP {name} {family.text}", f"# TYPE {name} {family.kind}"]
+        parts += [f"{line} {_number(value)}" for line, value in samples.get(name, {}).items()]
+    return "\n".join([*parts, ""])
+
+
+def _kind(notice: str) -> tuple[str, str]:
+    """`ignored:seed` → ignored seed; `joined_call` → repeated joined; the rest as it is."""
+    kind, _, name = notice.partition(":")
+    if kind == "ignored":
+        return kind, name
+    return ("repeated", kind.removesuffix("_call")) if kind in ("joined_call", "replayed_call") else ("noticed", notice)
+
+
+def _lines(name: str, values: Iterable[tuple[tuple[str, ...], float]]) -> dict[str, float]:
+    labels = FAMILIES[name].labels
+    return {_line(name, zip(labels, given, strict=True)): value for given, value in values}
+
+
+def _all_buckets(name: str, histograms: Mapping[tuple[str, ...], Histogram]) -> dict[str, float]:
+    lines: dict[str, float] = {}
+    for given, histogram in histograms.items():
+        labels = [*zip(FAMILIES[name].labels, given, strict=True)]
+        bounds = [*(f"{bound:g}" for bound in BOUNDS_S), "+Inf"]
+        for bound, count in zip(bounds, accumulate(histogram.counts), strict=True):
+            lines[_line(f"{name}_bucket", [*labels, ("le", bound)])] = count
+        lines[_line(f"{name}_sum", labels)] = round(histogram.sum, 6)
+        lines[_line(f"{name}_count", labels)] = sum(histogram.counts)
+    return lines
+
+
+def _line(name: str, labels: Iterable[tuple[str, str]]) -> str:
+    inside = ",".join(f'{label}="{_escape(value)}"' for label, value in labels)
+    return f"{name}{{{inside}}}" if inside else name
+
+
+def _escape(value: str) -> str:
+    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n").encode("utf-8", "replace").decode()
+
+
+def _number(value: float) -> str:
+    return f"{value:d}" if isinstance(value, int) else repr(value)

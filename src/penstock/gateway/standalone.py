@@ -1,0 +1,168 @@
+"""A gateway that stands alone: what it is started with, the folder that it records into, and its stations in order."""
+
+import asyncio
+import fcntl
+import os
+import secrets
+import socket
+from collections.abc import AsyncGenerator, Generator, Iterable
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import orjson
+from pydantic import create_model
+
+from penstock.config import EngineSection, GatewaySection, ModelSection, PoolSection, SamplingSection, Section, override, validate
+from penstock.engines import ENGINES, SECTIONS
+from penstock.engines.base import Engine
+from penstock.errors import ConfigError
+from penstock.events import Events
+from penstock.gateway.app import Gateway
+from penstock.gateway.auth import Tokens
+from penstock.gateway.calls import Limits
+from penstock.gateway.peers import Peers
+from penstock.gateway.spans import open_spans
+from penstock.pool import POOLS
+from penstock.pool.base import Pool
+from penstock.records import Sampling
+from penstock.render.renderer import Renderer
+
+CONFIG, SECRET, TOKENS = "config.json", "secret", "tokens.json"
+
+
+class Settings(Section):
+    """The sections of a run's config file that a gateway has a use for."""
+
+    model: ModelSection = ModelSection()
+    sampling: SamplingSection = SamplingSection()
+    engine: EngineSection = EngineSection()
+    pool: PoolSection = PoolSection()
+    gateway: GatewaySection = GatewaySection()
+
+    def defaults(self) -> Sampling:
+        """What holds for calls that do not say otherwise."""
+        given = self.sampling
+        return Sampling(
+            max_tokens=given.max_tokens, temperature=given.temperature, top_p=given.top_p, top_k=given.top_k, min_p=given.min_p
+        )
+
+
+class ModelFiles(NamedTuple):
+    """A model on this disk; an engine behind HTTP needs its tokenizer only."""
+
+    name: str
+    path: Path
+
+
+class Opened(NamedTuple):
+    """A gateway that serves, and what it stands on."""
+
+    gateway: Gateway
+    pool: Pool
+    engine: Engine
+
+
+def read_settings(tree: dict[str, Any], overrides: Iterable[str] = ()) -> Settings:
+    """Check everything that can be checked without a model; ConfigError says what to change."""
+    override(tree, overrides)
+    name = str(tree.get("engine", {}).get("name", EngineSection().name))
+    ENGINES.check(name)
+    kind = SECTIONS.load(name) if name in SECTIONS else EngineSection
+    settings = validate(create_model("Settings", __base__=Settings, engine=(kind, ...)), tree, "the gateway's settings")
+    POOLS.check(settings.pool.name)
+    return settings
+
+
+@asynccontextmanager
+async def open_gateway(
+    settings: Settings, model: ModelFiles, *, folder: Path, secret: bytes, sock: socket.socket, peers: Peers | None = None
+) -> AsyncGenerator[Opened]:
+    """Open pool, engine and gateway; left in good order, it waits for answers under way and closes all of them."""
+    async with AsyncExitStack() as stack:
+        events = stack.enter_context(Events(folder / "events.jsonl"))
+        pool: Pool = POOLS.load(settings.pool.name)(folder)
+        stack.push_async_callback(pool.close)
+        renderer = await asyncio.to_thread(Renderer.load, model.path)
+        opener, decode = ENGINES.load(settings.engine.name), renderer.tokenizer.decode
+        engine: Engine = await asyncio.to_thread(
+            opener, model.path, name=model.name, section=settings.engine, seed=secrets.randbits(31), decode=decode
+        )
+        stack.push_async_callback(engine.close)
+        spans = await stack.enter_async_context(open_spans(settings.gateway.otel, model=engine.model))
+        gateway = Gateway(
+            engine,
+            renderer,
+            pool,
+            secret=secret,
+            host=settings.gateway.host,
+            hosts=settings.gateway.hosts,
+            events=events,
+            sampling={"": settings.defaults()},
+            limits=Limits.of(settings.gateway),
+            sock=sock,
+            spans=spans,
+            peers=peers,
+        )
+        yield Opened(await stack.enter_async_context(gateway), pool, engine)
+
+
+def make_folder(folder: Path, settings: Settings, model: ModelFiles) -> None:
+    """Make the folder, or go on with one that was recorded with the same model; other commands read it as a run's folder."""
+    file = folder / CONFIG
+    config = _run_config(folder, settings, model)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        known = orjson.loads(file.read_bytes())["config"] if file.exists() else None
+        if known is None:
+            file.write_bytes(orjson.dumps({"config": config, "datasets": {}}, option=orjson.OPT_INDENT_2))
+    except (OSError, ValueError, LookupError, TypeError) as cause:
+        raise ConfigError(f"{folder}: cannot be used as a folder to record into: {cause}; choose another with --folder") from cause
+    for section in ("model", "pool"):
+        before, now = (known or config)[section]["name"], config[section]["name"]
+        if before != now:
+            raise ConfigError(f"{folder} was recorded with {section} {before!r}, not {now!r}; choose another with --folder")
+
+
+@contextmanager
+def alone(folder: Path) -> Generator[None]:
+    """Hold the folder for this gateway: two would not know of each other's calls. The lock dies with the process."""
+    with (folder / ".gateway.lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as cause:
+            raise ConfigError(f"{folder}: another gateway serves it; stop that one, or choose another with --folder") from cause
+        yield
+
+
+def load_secret(folder: Path) -> bytes:
+    """The key that signs the folder's tokens; made once, readable by the owner only."""
+    file = folder / SECRET
+    if not file.exists():
+        _write_private(file, secrets.token_bytes(32))
+    return file.read_bytes()
+
+
+def write_tokens(folder: Path, secret: bytes) -> Path:
+    """Write the control and the admin token where only the owner reads them; returns the file."""
+    tokens = Tokens(secret)
+    _write_private(folder / TOKENS, orjson.dumps({"control": tokens.control, "admin": tokens.admin, "secret": secret.hex()}))
+    return folder / TOKENS
+
+
+def _write_private(path: Path, content: bytes) -> None:
+    draft = path.with_name(f"{path.name}.new")
+    draft.unlink(missing_ok=True)
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "wb") as out:
+        out.write(content)
+    draft.replace(path)
+
+
+def _run_config(folder: Path, settings: Settings, model: ModelFiles) -> dict[str, Any]:
+    """The settings in the form of a run's, which has tasks too."""
+    sections = settings.model_dump(mode="json")
+    sections["engine"] = {key: value for key, value in sections["engine"].items() if key in EngineSection.model_fields}
+    if Path(settings.model.name).expanduser().exists():
+        sections["model"]["name"] = str(model.path)
+    return {"run": {"name": folder.resolve().name}, "dataset": {"train": "none"}, **sections}

@@ -1,0 +1,141 @@
+"""A client in its own environment and process, before a real gateway on a real port with a scripted model."""
+
+import asyncio
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import connect_page
+import pytest
+from client_outside import Outside
+from environments import PROJECT, ROOT, bin_of, missing, npm_prefix, python_of
+from scripts import Script
+
+from penstock.pool import POOLS
+from penstock.records import Attempt, Sampling
+from penstock.render.renderer import Renderer
+from penstock.testing import CHATML, ScriptedEngine, workbench, write_tokenizer
+
+PROGRAMS = Path(__file__).parent / "programs"
+THINKS = (ROOT / "tests/templates/qwen3.jinja").read_text()
+"""A template of a model that reasons: in the history it keeps what was thought since the last question only."""
+CORPUS = ("What is 2 plus 3? The sum is 5. Write hello to the file and tell me what you did, please. " * 40,)
+DEADLINE_S = 200
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What came of a trial."""
+
+    output: str
+    attempt: Attempt
+    left: list[str]
+    """What the client asked of anyone but the gateway."""
+    ignored: set[str]
+    """What it asked for and did not get, by name."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A client and what it is given. `{root}` and `{token}` in its command and its files are the gateway's."""
+
+    environment: str
+    """One of `environments`; its programs come first on the client's path."""
+    command: Sequence[str]
+    script: Script
+    folder: Path
+    """Where it works, an empty one; its home is made beside it."""
+    home: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Files in its home, by path."""
+    template: str = CHATML
+
+    def run(self) -> Seen:
+        """Run until the client ends, which must be well."""
+        needs(self.environment)
+        self.folder.mkdir(exist_ok=True)
+        return asyncio.run(self._run())
+
+    async def _run(self) -> Seen:
+        renderer = _renderer(self.template)
+        core = renderer.tokenizer.core
+        engine = ScriptedEngine(lambda ids: self.script(core.decode(ids, skip_special_tokens=False)), renderer.tokenizer, chunk=3)
+        async with AsyncExitStack() as stack:
+            pool = POOLS.load("sqlite")(self.folder.parent / "pool")
+            stack.push_async_callback(pool.close)
+            outside = await stack.enter_async_context(Outside())
+            bench = await stack.enter_async_context(workbench(engine, renderer, pool=pool, serves=True))
+            session = await bench.rollout(sampling=Sampling(max_tokens=4096))
+            output = await self._ended(Place(session.base_url.removesuffix("/v1"), session.token), outside.variables)
+            ignored = {name.removeprefix("ignored:") for name in bench.gateway.counts if name.startswith("ignored:")}
+            return Seen(output, await bench.attempt(session), outside.asked, ignored)
+
+    async def _ended(self, place: "Place", proxies: Mapping[str, str]) -> str:
+        home = self.folder.parent / "home"
+        for name, text in {".keep": "", **self.home}.items():
+            _write(home / name, place.fill(text))
+        found = f"{bin_of(self.environment)}{os.pathsep}{os.environ['PATH']}"
+        told = {name: place.fill(value) for name, value in standard().items()}
+        pipes = {"stdin": asyncio.subprocess.DEVNULL, "stdout": asyncio.subprocess.PIPE, "stderr": asyncio.subprocess.PIPE}
+        process = await asyncio.create_subprocess_exec(
+            *map(place.fill, self.command), cwd=self.folder, env={"PATH": found, "HOME": str(home)} | told | dict(proxies), **pipes
+        )
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                output, errors = await process.communicate()
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+        assert process.returncode == 0, f"it ended with {process.returncode}:\n{output.decode()}\n{errors.decode()}"
+        return output.decode()
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the gateway is, and the key to it."""
+
+    root: str
+    token: str
+
+    def fill(self, text: str) -> str:
+        return text.replace("{root}", self.root).replace("{token}", self.token)
+
+
+def needs(environment: str) -> None:
+    """Other people's programs run in `make test-clients`, which installs them first; there none may be missing."""
+    if environment == PROJECT:
+        return
+    if "PENSTOCK_TEST_CLIENTS" not in os.environ:
+        pytest.skip("run `make test-clients`: it installs the clients and runs them")
+    assert not missing(environment), f"the environment {environment!r} is not installed; run tests/clients/environments.py"
+
+
+def program(source: Path, folder: Path, *arguments: str, environment: str) -> list[str]:
+    """The command that runs a program with a client's packages; node looks for them beside the file."""
+    if source.suffix == ".py":
+        return [str(python_of(environment)), str(source), *arguments]
+    folder.mkdir(exist_ok=True)
+    for each in source.parent.glob("*.mjs"):
+        (folder / each.name).write_bytes(each.read_bytes())
+    (folder / "node_modules").symlink_to(npm_prefix() / "node_modules")
+    return ["node", str(folder / source.name), *arguments]
+
+
+def standard() -> dict[str, str]:
+    """What every client is told: the page's first block, and to keep its traces and prices at home."""
+    return connect_page.variables() | {"OPENAI_AGENTS_DISABLE_TRACING": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+
+
+def _write(file: Path, text: str) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+
+
+@cache
+def _renderer(template: str) -> Renderer:
+    with TemporaryDirectory() as folder:
+        return Renderer.load(write_tokenizer(Path(folder), corpus=CORPUS, vocab_size=420, template=template))

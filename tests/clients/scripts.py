@@ -1,0 +1,56 @@
+"""What the scripted model says to each client: functions of the prompt's text, so that any history gets a fitting reply."""
+
+import json
+import re
+from collections.abc import Callable
+
+from penstock.testing import Scripted
+
+Script = Callable[[str], str | Scripted]
+"""The prompt as text → the reply, tool calls in the Hermes form."""
+
+
+def call(name: str, **arguments: object) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments}, ensure_ascii=False)}\n</tool_call>"
+
+
+def adder(prompt: str) -> str:
+    """Adds with the tool `add`: says something before a single call and nothing before several, then tells the sums."""
+    turn = last_turn(prompt)
+    results = re.findall(r"<tool_response>\n(.*?)\n</tool_response>", turn, re.DOTALL)
+    if results:
+        return f"The sum is {results[0]} ✓" if len(results) == 1 else f"The sums are {' and '.join(results)}."
+    pairs = re.findall(r"(\d+) plus (\d+)", turn)
+    calls = "\n".join(call("add", a=int(a), b=int(b)) for a, b in pairs)
+    return f"Let me add: naïve, but sure…\n{calls}" if len(pairs) == 1 else calls
+
+
+def in_turns(*replies: str) -> Script:
+    """The first reply to the task, the next to each result: by how many results the prompt holds."""
+
+    def reply(prompt: str) -> str:
+        return replies[min(prompt.count("<tool_response>\n"), len(replies) - 1)]
+
+    return reply
+
+
+def last_turn(prompt: str) -> str:
+    return prompt.rpartition("<|im_start|>user\n")[2]
+
+
+def thinking(script: Script) -> Script:
+    """The same replies, each after a thought."""
+    return lambda prompt: f"<think>\nThis is easy.\n</think>\n\n{script(prompt)}"
+
+
+def busy_first(script: Script) -> Script:
+    """The same replies, after the first request found no room."""
+    turned_away: list[str] = []
+
+    def reply(prompt: str) -> str | Scripted:
+        if turned_away:
+            return script(prompt)
+        turned_away.append(prompt)
+        return Scripted(busy=True)
+
+    return reply

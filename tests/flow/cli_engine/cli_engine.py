@@ -1,0 +1,17 @@
+"""An engine for gateways in processes of their own: `--engine cli_engine:open_engine`, with this folder in PYTHONPATH."""
+
+from pathlib import Path
+from typing import Any
+
+from penstock.render.tokenizer import Tokenizer
+from penstock.testing import Reply, Scripted, ScriptedEngine
+
+
+def open_engine(folder: Path, *, name: str, **_: Any) -> ScriptedEngine:
+    tokenizer = Tokenizer.load(folder)
+
+    def reply(prompt: tuple[int, ...]) -> Reply:
+        stalls = "stall" in tokenizer.decode(prompt)
+        return Scripted(f"{len(prompt)} tokens", stall_after=2 if stalls else None)
+
+    return ScriptedEngine(reply, tokenizer, model=name)

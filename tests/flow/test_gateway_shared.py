@@ -1,0 +1,109 @@
+"""Two workers of one gateway over one pool: whichever a call lands in, its rollout goes on where it was."""
+
+import asyncio
+from contextlib import AsyncExitStack
+
+import pytest
+from gateway_cases import USER, chat, messages_of, renderer
+
+from penstock.errors import PoolError
+from penstock.gateway.app import Gateway
+from penstock.gateway.peers import Peers
+from penstock.records import End, Sampling, Task, make_rollout
+from penstock.testing import Scripted, ScriptedEngine, Workbench, memory_pool
+
+ROLLOUT = make_rollout("train-0", "t", 0)
+
+
+def run(steps, script=lambda prompt: "Hi."):
+    """Run `steps` with an HTTP client of each worker, and the pool and the engine that they share."""
+
+    async def main():
+        engine, pool = ScriptedEngine(script, renderer().tokenizer), memory_pool()
+        await pool.open_group(Task(id="t", prompt=()), [ROLLOUT], seq=0)
+        async with asyncio.timeout(60), AsyncExitStack() as clients:
+            workers = [
+                Gateway(engine, renderer(), pool, secret=b"a secret for tests only", sampling={"": Sampling()}, peers=Peers(n, 2))
+                for n in range(2)
+            ]
+            token = workers[0].tokens.model(ROLLOUT.id)
+            https = [Workbench(worker, pool, False, clients).http(token) for worker in workers]
+            await steps(*https, pool, engine)
+
+    asyncio.run(main())
+
+
+def test_turns_that_alternate_between_workers_are_one_exact_path():
+    async def steps(one, other, pool, engine):
+        talk = [USER]
+        for turn in range(8):
+            talk += [messages_of(await chat([one, other][turn % 2], *talk))[0], USER]
+        attempt = await pool.attempt(ROLLOUT.id)
+        assert [node.parent for node in attempt.nodes] == [None, *range(7)]
+        assert [node.reason for node in attempt.nodes] == [None] * 8
+        for before, after, step in zip(engine.prompts, engine.prompts[1:], attempt.steps, strict=False):
+            assert after[: len(before) + len(step.completion_ids)] == before + step.completion_ids
+
+    run(steps)
+
+
+def test_steps_that_two_workers_sample_at_once_get_different_numbers_and_names():
+    async def steps(one, other, pool, engine):
+        async with asyncio.TaskGroup() as group:
+            calls = [group.create_task(chat(http, USER)) for http in (one, other, one, other)]
+            await engine.until_stalling(4)
+            engine.release()
+        attempt = await pool.attempt(ROLLOUT.id)
+        assert [step.index for step in attempt.steps] == [0, 1, 2, 3]
+        assert len({call.result().json()["id"] for call in calls}) == len({step.answer for step in attempt.steps}) == 4
+        assert len(attempt.nodes) == 1
+
+    run(steps, lambda prompt: Scripted("Hello", stall_after=1))
+
+
+def test_a_retry_that_lands_in_the_other_worker_gets_the_recorded_answer():
+    async def steps(one, other, pool, engine):
+        first = await chat(one, USER)
+        again = await chat(other, USER, headers={"x-stainless-retry-count": "1"})
+        assert again.content == first.content
+        assert len((await pool.attempt(ROLLOUT.id)).steps) == 1
+
+    run(steps)
+
+
+def test_a_rollout_that_one_worker_ended_is_over_in_the_other():
+    async def steps(one, other, pool, engine):
+        for http in (one, other):
+            assert (await chat(http, USER)).status_code == 200
+        await pool.end(ROLLOUT.id, End.COMPLETED)
+        for http in (one, other, one):
+            response = await chat(http, USER)
+            assert (response.status_code, response.json()["error"]["code"]) == (409, "rollout_ended")
+
+    run(steps)
+
+
+def test_a_previous_response_is_known_to_the_other_worker():
+    async def steps(one, other, pool, engine):
+        first = (await one.post("/v1/responses", json={"model": "any", "input": "Hello"})).json()
+        body = {"model": "any", "input": "And?", "previous_response_id": first["id"]}
+        assert (await other.post("/v1/responses", json=body)).status_code == 200
+        assert [node.parent for node in (await pool.attempt(ROLLOUT.id)).nodes] == [None, 0]
+
+    run(steps)
+
+
+@pytest.mark.parametrize("fails", ["attempt", "append"])
+def test_a_pool_that_fails_is_a_503_and_no_endless_trial(fails, monkeypatch):
+    async def steps(one, other, pool, engine):
+        assert (await chat(one, USER)).status_code == 200
+
+        async def failing(*_, **__):
+            raise PoolError("the disk is full")
+
+        with monkeypatch.context() as patch:  # a pool that fails now and works later is no other seam's to give
+            patch.setattr(pool, fails, failing)
+            assert (await chat(one, USER)).status_code == 503
+        assert (await chat(one, USER)).status_code == 200
+
+    run(steps)
