@@ -137,6 +137,8 @@ class Step:
     """Names the answer that it was a choice of: the digest of the request, a dash, and how often that had been sampled before."""
     created: float = 0.0
     """When the answer began, in seconds since 1970: a label, never compared."""
+    choice: int = 0
+    """Which choice of the answer it is, 0-based."""
     context: str = ""
     """Digest of the token ids that the engine saw and sampled, from the first of the prompt to the last of the reply."""
 

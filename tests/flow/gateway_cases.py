@@ -24,11 +24,6 @@ def renderer(*, merges: bool = True, template: str = CHATML) -> Renderer:
         return Renderer.load(write_tokenizer(Path(folder), corpus=CORPUS if merges else (), vocab_size=420, template=template))
 
 
-@cache
-def real_renderer(folder: Path) -> Renderer:
-    return Renderer.load(folder)
-
-
 async def chat(http, *messages, headers=None, **fields):
     """POST a chat call; the response, its body put together if it was a stream."""
     body = {"model": "any", "messages": list(messages)} | fields

@@ -145,3 +145,9 @@ def test_chains_depend_on_order_and_on_tools():
 @pytest.mark.parametrize("arguments", ["{not json", "[" * 100_000, "9" * 10_000, {"a": float("nan")}])
 def test_arguments_that_are_no_json_have_a_canonical_form_too(arguments):
     assert canonical_json(arguments)
+
+
+@pytest.mark.parametrize(("sent", "back"), [('{"a": 6.0}', '{"a":6}'), ('{"a": [9007199254740993]}', '{"a":[9007199254740992]}')])
+def test_numbers_that_javascript_writes_otherwise_are_the_same_call(sent, back):
+    assert canonical_json(sent) == canonical_json(back)
+    assert canonical_json('{"a": 1}') != canonical_json('{"a": true}')

@@ -2,6 +2,7 @@
 
 import socket
 import sys
+from collections import Counter
 from collections.abc import Collection, Mapping
 from types import TracebackType
 from typing import Self
@@ -128,10 +129,7 @@ class Gateway:
 
     def _bridge_report(self) -> dict[str, object]:
         result = self._service.renderer.bridge.result
-        unproven = [
-            f"{'tools ' if s.tools else ''}{s.reply} then {s.follows or 'nothing'}: {why}" for s, why in result.unproven.items()
-        ]
-        return {"bridge_proven": len(result.proven), "bridge_unproven": unproven}
+        return {"bridge_proven": len(result.proven), "bridge_unproven": Counter(result.unproven.values())}
 
     def _routes(self, pool: Pool) -> list[Route]:
         limits, sessions, service, told = self._limits, self._sessions, self._service, Told()

@@ -141,7 +141,7 @@ class TokenGraph:
     def answer(self, request: str, choices: int) -> list[Step] | None:
         """The last whole answer to a request, all its choices; None where there is none."""
         for name in reversed(self._answers_to.get(request, ())):
-            steps = [self.steps[index] for index in self._steps_of[name]]
+            steps = sorted((self.steps[index] for index in self._steps_of[name]), key=lambda step: step.choice)
             if len(steps) == choices and all(map(whole, steps)):
                 return steps
         return None

@@ -31,6 +31,7 @@ class Label:
     sampling: Sampling
     transcript: str
     answer: str
+    choice: int
     created: float
     seconds: float
 
@@ -124,6 +125,7 @@ def _step(graph: TokenGraph, node: Node, reply: Reply, label: Label) -> Step:
         chain=link(node.chain, digest(message)),
         seconds=label.seconds,
         answer=label.answer,
+        choice=label.choice,
         created=label.created,
         context=graph.context_hash(node, reply.ids).hexdigest(),
     )

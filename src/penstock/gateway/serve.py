@@ -148,13 +148,13 @@ class Service:
             await self._generate(errand, sampling, reply, choice)
         except asyncio.CancelledError:
             reply.end("cancelled")
-            await self._keep(errand, sampling, reply, started)
+            await self._keep(errand, sampling, reply, started, choice)
             raise
         except EngineError:
             reply.end("error")
-            await self._keep(errand, sampling, reply, started)
+            await self._keep(errand, sampling, reply, started, choice)
             raise
-        step = await self._record(errand, sampling, reply, started)
+        step = await self._record(errand, sampling, reply, started, choice)
         await errand.outlet.close(choice, step)
         return step
 
@@ -200,11 +200,12 @@ class Service:
             await errand.outlet.add(choice, deltas_of(step.message), step.completion_ids, logprobs)
             await errand.outlet.close(choice, step)
 
-    async def _record(self, errand: Errand, sampling: Sampling, reply: Reply, started: float) -> Step:
+    async def _record(self, errand: Errand, sampling: Sampling, reply: Reply, started: float, choice: int) -> Step:
         label = Label(
             sampling=sampling,
             transcript=errand.caller.transcript,
             answer=errand.flight.name,
+            choice=choice,
             created=errand.flight.created,
             seconds=round(time.perf_counter() - started, 4),
         )
@@ -214,11 +215,11 @@ class Service:
         account.steps.append(step)
         return step
 
-    async def _keep(self, errand: Errand, sampling: Sampling, reply: Reply, started: float) -> None:
+    async def _keep(self, errand: Errand, sampling: Sampling, reply: Reply, started: float, choice: int) -> None:
         """Record what there is of a broken reply; a store that cannot take it is counted, the break itself matters more."""
         if not reply.ids:
             return
         try:
-            await settled(self._record(errand, sampling, reply, started))
+            await settled(self._record(errand, sampling, reply, started, choice))
         except PenstockError:
             self.count("partial_reply_not_recorded")

@@ -93,11 +93,28 @@ def link(chain: str, message_digest: str) -> str:
 
 
 def canonical_json(arguments: Any) -> str:
-    """Tool arguments (JSON text, or the value itself) with sorted keys and no spaces; text that is no JSON stays as it is."""
+    """Tool arguments (JSON text, or the value itself) with sorted keys and no spaces; text that is no JSON stays as it is.
+
+    Numbers are what JavaScript clients make of them: 6.0 is 6, and whole numbers beyond 2^53 are doubles.
+    """
     try:
-        return json.dumps(json_value(arguments), sort_keys=True, separators=(",", ":"))
-    except (ValueError, RecursionError):
+        return json.dumps(_as_doubles(json_value(arguments)), sort_keys=True, separators=(",", ":"))
+    except (ValueError, OverflowError, RecursionError):
         return str(arguments)
+
+
+def _as_doubles(value: Any) -> Any:
+    if isinstance(value, float):
+        return int(value) if value.is_integer() and abs(value) < EXACT else value
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value if abs(value) < EXACT else float(value)
+    if isinstance(value, dict):
+        return {key: _as_doubles(item) for key, item in value.items()}  # pyright: ignore[reportUnknownVariableType]
+    return [_as_doubles(item) for item in value] if isinstance(value, list) else value  # pyright: ignore[reportUnknownVariableType]
+
+
+EXACT = 2**53
+"""Whole numbers up to which doubles are exact."""
 
 
 def _for_template(message: Message) -> Message:

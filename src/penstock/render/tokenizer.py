@@ -23,6 +23,9 @@ UNFINISHED = "\ufffd"
 
 _UTF8 = codecs.getincrementaldecoder("utf-8")
 
+CONTROL = re.compile(r"<\||<\uff5c|\[[A-Z/_]+\]$")
+"""How tokens look that frame turns. Some families do not mark all of theirs as special; those that the chat template writes are."""
+
 LONGEST_WAIT = 32
 """Tokens after which bytes that make no character are taken to be none; four would do for UTF-8."""
 
@@ -55,7 +58,8 @@ class Tokenizer:
         self.eos_ids = tuple(dict.fromkeys(eos_ids))
         added = core.get_added_tokens_decoder()
         self.special_ids = frozenset({*(i for i, token in added.items() if token.special), *self.eos_ids})
-        texts = sorted({text for i in self.special_ids if (text := core.id_to_token(i))}, key=len, reverse=True)
+        framing = {i for i, token in added.items() if CONTROL.match(token.content) and token.content in (template or "")}
+        texts = sorted({text for i in self.special_ids | framing if (text := core.id_to_token(i))}, key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, texts)) or r"(?!)")
         self._break = f"~{secrets.token_hex(8)}~"
         self._byte_level = isinstance(core.decoder, decoders.ByteLevel)

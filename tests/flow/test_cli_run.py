@@ -1,0 +1,192 @@
+"""`penstock run -- COMMAND`: any program, recorded; its input, output and exit code are its own."""
+
+import asyncio
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from cli_cases import ENGINE, environment, penstock
+
+from penstock.pool.sqlite import open_pool
+from penstock.records import Attempt
+from penstock.testing import write_tokenizer
+
+TALK = """
+    import sys
+    from openai import OpenAI
+    client, talk = OpenAI(), [{"role": "user", "content": "Hello"}]
+    for turn in range(2):
+        answer = client.chat.completions.create(model="any", messages=talk).choices[0].message
+        talk += [answer.model_dump(exclude_none=True), {"role": "user", "content": "And?"}]
+"""
+
+
+def command(tmp_path: Path, code: str, *options: Any) -> list[str]:
+    if not (tmp_path / "model").exists():
+        write_tokenizer(tmp_path / "model")
+    arguments = ["--engine", ENGINE, "--model", tmp_path / "model", "--folder", tmp_path / "run", *options]
+    return penstock("run", *arguments, "--", sys.executable, "-c", textwrap.dedent(code))
+
+
+def ran(tmp_path: Path, code: str, *options: Any, **more: Any) -> subprocess.CompletedProcess[str]:
+    call = command(tmp_path, code, *options)
+    return subprocess.run(call, capture_output=True, text=True, timeout=120, env=environment(), **more)
+
+
+def attempts(tmp_path: Path) -> list[Attempt]:
+    async def look() -> list[Attempt]:
+        pool = open_pool(tmp_path / "run")
+        try:
+            return [attempt for group in await pool.groups("adhoc") for attempt in group.attempts]
+        finally:
+            await pool.close()
+
+    return asyncio.run(look())
+
+
+def test_a_program_is_recorded_and_summed_up(tmp_path):
+    result = ran(tmp_path, TALK, "--json")
+    summary = json.loads(result.stderr)
+    [attempt] = attempts(tmp_path)
+    assert (result.returncode, result.stdout, attempt.end) == (0, "", "completed")
+    assert [node.parent for node in attempt.nodes] == [None, 0]
+    tokens = sum(len(step.completion_ids) for step in attempt.steps)
+    assert (summary["calls"], summary["sampled_tokens"], summary["exact_token_rate"], summary["breaks"]) == (2, tokens, 1.0, {})
+    assert (summary["end"], summary["exit_code"], summary["rollout_id"]) == ("completed", 0, attempt.rollout.id)
+    assert summary["folder"] == str(tmp_path / "run")
+
+
+def test_input_output_and_exit_code_are_the_commands(tmp_path):
+    code = "import sys; sys.stdout.write(sys.stdin.read() * 2); sys.stderr.write('told'); sys.exit(3)"
+    result = ran(tmp_path, code, input="öhm\n")
+    assert (result.returncode, result.stdout) == (3, "öhm\nöhm\n")
+    assert result.stderr.startswith("told") and "ended as agent_error" in result.stderr
+    [attempt] = attempts(tmp_path)
+    assert (attempt.end, attempt.message) == ("agent_error", "the command ended with exit code 3")
+
+
+def test_a_command_that_a_signal_ended_has_the_exit_code_that_a_shell_would_give(tmp_path):
+    result = ran(tmp_path, "import os, signal; os.kill(os.getpid(), signal.SIGTERM)")
+    assert (result.returncode, attempts(tmp_path)[0].end) == (128 + signal.SIGTERM, "agent_error")
+
+
+def test_the_command_finds_the_model_and_nothing_that_opens_more(tmp_path):
+    result = ran(tmp_path, "import json, os, sys; json.dump({'environment': dict(os.environ), 'arguments': sys.argv}, sys.stdout)")
+    told = json.loads(result.stdout)["environment"]
+    url, token = told["OPENAI_BASE_URL"], told["OPENAI_API_KEY"]
+    assert url.startswith("http://127.0.0.1:") and url.endswith("/v1")
+    assert (told["OPENAI_API_BASE"], told["ANTHROPIC_BASE_URL"]) == (url, url.removesuffix("/v1"))
+    assert token == told["ANTHROPIC_API_KEY"] == told["ANTHROPIC_AUTH_TOKEN"]
+    assert token.startswith(f"mk-{told['PENSTOCK_ROLLOUT_ID']}.")
+    assert {"127.0.0.1", "localhost"} <= set(told["NO_PROXY"].split(",")) == set(told["no_proxy"].split(","))
+    assert "ck-" not in result.stdout and "ak-" not in result.stdout
+    assert not [file for file in (tmp_path / "run").iterdir() if b"ck-" in file.read_bytes()]
+
+
+def test_the_anthropic_client_is_recorded_too(tmp_path):
+    pytest.importorskip("anthropic")
+    code = """
+        from anthropic import Anthropic
+        body = {"model": "any", "max_tokens": 40, "messages": [{"role": "user", "content": "Hello"}]}
+        print(Anthropic().messages.create(**body).content[0].text)
+    """
+    result = ran(tmp_path, code)
+    assert (result.returncode, "tokens" in result.stdout, len(attempts(tmp_path)[0].steps)) == (0, True, 1), result.stderr
+
+
+def test_commands_recorded_into_one_folder_are_rollouts_of_one_pool(tmp_path):
+    for _ in range(2):
+        ran(tmp_path, TALK)
+    first, second = attempts(tmp_path)
+    assert (len(first.steps), len(second.steps)) == (2, 2)
+    assert first.rollout.id != second.rollout.id
+
+
+def test_settings_of_sampling_hold_for_the_command(tmp_path):
+    ran(tmp_path, TALK, "--set", "sampling.max_tokens=3", "--set", "sampling.temperature=0.5")
+    assert {(step.sampling.temperature, len(step.completion_ids)) for step in attempts(tmp_path)[0].steps} == {(0.5, 3)}
+
+
+def test_options_of_the_command_are_its_own(tmp_path):
+    result = ran(tmp_path, "import sys; print(sys.argv[1:])")
+    assert result.stdout == "[]\n"
+    model = ["--engine", ENGINE, "--model", tmp_path / "model", "--folder", tmp_path / "run"]
+    call = penstock("run", *model, sys.executable, "-c", "import sys; print(sys.argv[1:])", "--json", "--model", "x", "--", "y")
+    result = subprocess.run(call, capture_output=True, text=True, timeout=60, env=environment())
+    assert result.stdout == "['--json', '--model', 'x', '--', 'y']\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_command_and_all_that_it_started(tmp_path, number):
+    code = """
+        import subprocess, sys, time
+        child = subprocess.Popen([sys.executable, "-c", "import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True); time.sleep(600)"], stdout=-1)
+        child.stdout.readline()
+        print(child.pid, flush=True)
+        time.sleep(600)
+    """
+    process = subprocess.Popen(command(tmp_path, code), stdout=-1, stderr=-1, text=True, env=environment())
+    assert process.stdout is not None
+    grandchild = psutil.Process(int(process.stdout.readline()))
+    process.send_signal(number)
+    process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
+    _, alive = psutil.wait_procs([grandchild], 30)
+    assert alive == []
+    [attempt] = attempts(tmp_path)
+    assert (attempt.end, attempt.message) == ("cancelled", f"stopped by {number.name}")
+
+
+def test_a_program_may_read_from_the_terminal_that_it_is_started_on(tmp_path):
+    ours, theirs = pty.openpty()
+    code = "print('got ' + input('name? '), flush=True)"
+    options = {"stdin": theirs, "stdout": theirs, "stderr": subprocess.PIPE, "env": environment(), "start_new_session": True}
+    become = f"import fcntl, os, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv({sys.executable!r}, {command(tmp_path, code)!r})"
+    with subprocess.Popen([sys.executable, "-c", become], **options) as process:
+        os.close(theirs)
+        heard = b""
+        while b"name? " not in heard:
+            heard += os.read(ours, 1000)
+        os.write(ours, b"Ada\n")
+        while b"got Ada" not in heard:
+            heard += os.read(ours, 1000)
+        assert process.wait(60) == 0
+    os.close(ours)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--", "no-such-command"], "no such command"),
+        (["--engine", "vlm", "--", "true"], "did you mean 'vllm'?"),
+        (["--model", "tinny", "--", "true"], "did you mean 'tiny'?"),
+        ([], "COMMAND"),
+    ],
+)
+def test_what_cannot_be_run_is_one_line_and_exit_code_2(tmp_path, arguments, words):
+    result = subprocess.run(
+        penstock("run", *arguments), capture_output=True, text=True, timeout=60, env=environment(), cwd=tmp_path
+    )
+    assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1), result.stderr
+    assert words in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_what_was_recorded_with_weights_can_be_verified(tmp_path):
+    call = penstock(
+        "run", "--json", "--model", "tiny", "--folder", tmp_path / "run", "--", sys.executable, "-c", textwrap.dedent(TALK)
+    )
+    recorded = subprocess.run(call, capture_output=True, text=True, timeout=200, env=environment())
+    advice = json.loads(recorded.stderr.splitlines()[-1])["next"].split()
+    assert advice[:2] == ["penstock", "verify"]
+    verified = subprocess.run(penstock(*advice[1:], "--json"), capture_output=True, text=True, timeout=200, env=environment())
+    assert (verified.returncode, json.loads(verified.stdout)["status"]) == (0, "exact")
