@@ -9,15 +9,15 @@ from urllib.parse import urlsplit
 import orjson
 import psutil
 
-from bench.gateway.servers import SECRET
+from bench.gateway.servers import FILLER, QUESTION, SECRET
 from penstock.gateway.auth import Tokens
 from penstock.records import make_rollout
 
-WORDS_TOKENS = 13
-"""About how many tokens the words have that a conversation is filled with."""
+FILLER_TOKENS = 11
+"""Of what a conversation is filled with."""
 TURNS = 20
 """After which a caller goes back to the beginning of its conversation."""
-QUESTION = {"role": "user", "content": "Then tell me what comes next, and why it does, in a few plain words. " * 3}
+ASKED = {"role": "user", "content": QUESTION}
 TOKENS = Tokens(SECRET)
 
 
@@ -129,8 +129,8 @@ class Caller:
     async def begin(self) -> None:
         """Open a conversation that nobody had before."""
         nonce = f"{self._place} {time.perf_counter_ns()} "
-        filler = "because the thing before it came as it always has, " * (self._cell.context // WORDS_TOKENS)
-        self._talk = [{"role": "system", "content": nonce + filler}, QUESTION]
+        filler = FILLER * (self._cell.context // FILLER_TOKENS)
+        self._talk = [{"role": "system", "content": nonce + filler}, ASKED]
         await self._call(Result(), quick=True)
 
     async def go_on(self, end: float, result: Result) -> None:
@@ -152,7 +152,7 @@ class Caller:
             self._talk = self._talk[:2]
         elif status == 200:
             said = orjson.loads(answer)["choices"][0]["message"] if answer[:1] == b"{" else _said(answer)
-            self._talk += [said, QUESTION]
+            self._talk += [said, ASKED]
 
 
 def _said(answer: bytes) -> dict[str, str]:

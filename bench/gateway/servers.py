@@ -30,6 +30,12 @@ REPLY_TOKENS = 200
 SAID = "the next thing comes because the one before it did, as it always has, "
 
 
+QUESTION = "Then tell me what comes next, and why it does, in a few plain words. " * 3
+FILLER = "because the thing before it came as it always has, "
+CORPUS = [SAID * 20, QUESTION * 20, FILLER * 20]
+"""So that words are tokens, about as many as in a real vocabulary."""
+
+
 class Pace:
     """How long the engine takes, read off the call's seed: whole replies after some milliseconds, streams token by token."""
 
@@ -67,7 +73,7 @@ class ReadyEngine(ScriptedEngine):
 
 async def serve_gateway(folder: str) -> None:
     """Our gateway on a SQLite pool of its own, every step on disk before its last byte."""
-    model = write_tokenizer(Path(folder) / "model", corpus=[SAID * 20], vocab_size=600)
+    model = write_tokenizer(Path(folder) / "model", corpus=CORPUS, vocab_size=600)
     renderer, store = Renderer.load(model), Path(tempfile.mkdtemp(dir=folder))
     pool = POOLS.load("sqlite")(store)
     rollouts = [make_rollout("train-0", "t", place) for place in range(CALLERS)]

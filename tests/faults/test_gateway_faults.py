@@ -400,3 +400,21 @@ def test_killed_gateways_lose_no_acknowledged_step_and_the_next_one_goes_on(tmp_
     assert [step.index for step in attempt.steps] == list(range(len(attempt.steps)))
     assert [node.parent is None for node in attempt.nodes].count(True) == 3
     assert all(node.reason is None for node in attempt.nodes)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_callers_who_hang_up_over_sockets_free_the_engine(renderer, stream):
+    async def steps(bench, session, engine):
+        body = json.dumps({"messages": [USER], "stream": stream}).encode()
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\nx-api-key: {session.token}\r\ncontent-length: {len(body)}\r\n\r\n"
+        port = int(session.base_url.split(":")[2].split("/")[0])
+        lines = [await asyncio.open_connection("127.0.0.1", port) for _ in range(50)]
+        for _, writer in lines:
+            writer.write(head.encode() + body)
+        await asyncio.wait_for(engine.until_stalling(50), 20)
+        for number, (_, writer) in enumerate(lines):
+            writer.transport.abort() if number % 2 else writer.close()
+        await asyncio.wait_for(engine.idle.wait(), 5)
+        assert engine.cancelled == 50
+
+    run(renderer, [Scripted("It is 42.", stall_after=2) for _ in range(50)], steps, serves=True)

@@ -128,7 +128,8 @@ def test_options_of_the_command_are_its_own(tmp_path):
 def test_a_signal_ends_the_command_and_all_that_it_started(tmp_path, number):
     code = """
         import subprocess, sys, time
-        child = subprocess.Popen([sys.executable, "-c", "import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True); time.sleep(600)"], stdout=-1)
+        stubborn = "import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True); time.sleep(600)"
+        child = subprocess.Popen([sys.executable, "-c", stubborn], stdout=subprocess.PIPE)
         child.stdout.readline()
         print(child.pid, flush=True)
         time.sleep(600)
@@ -147,13 +148,14 @@ def test_a_signal_ends_the_command_and_all_that_it_started(tmp_path, number):
 
 def test_a_program_may_read_from_the_terminal_that_it_is_started_on(tmp_path):
     ours, theirs = pty.openpty()
-    code = "print('got ' + input('name? '), flush=True)"
+    code = "print('name?', flush=True); print('got ' + input(), flush=True)"
     options = {"stdin": theirs, "stdout": theirs, "stderr": subprocess.PIPE, "env": environment(), "start_new_session": True}
-    become = f"import fcntl, os, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv({sys.executable!r}, {command(tmp_path, code)!r})"
+    call = command(tmp_path, code)
+    become = f"import fcntl, os, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv({call[0]!r}, {call!r})"
     with subprocess.Popen([sys.executable, "-c", become], **options) as process:
         os.close(theirs)
         heard = b""
-        while b"name? " not in heard:
+        while b"name?" not in heard:
             heard += os.read(ours, 1000)
         os.write(ours, b"Ada\n")
         while b"got Ada" not in heard:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from penstock.errors import RequestError
 from penstock.gateway.connection import IDLE_S, Connection, Hub
-from penstock.gateway.exchange import make_scope, refusal
+from penstock.gateway.exchange import LEAVING, make_scope, refusal
 
 REQUEST = (
     b"POST /a%20b/%C3%A9?q=%20#f HTTP/1.1\r\nHost: here \r\nX-Empty:\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -83,7 +83,7 @@ async def parrot(scope, receive, send):
         message = await receive()
         parts.append(message["body"])
         more = message["more_body"]
-    told = {key: str(value) for key, value in scope.items() if key != "asgi"} | {"body": b"".join(parts).decode()}
+    told = {key: str(value) for key, value in scope.items() if key not in ("asgi", LEAVING)} | {"body": b"".join(parts).decode()}
     await send({"type": "http.response.start", "status": 200, "headers": [(b"X-Case", b"kept")]})
     await send({"type": "http.response.body", "body": json.dumps(told).encode()})
 

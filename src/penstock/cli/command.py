@@ -13,7 +13,12 @@ GRACE_S = 5.0
 
 
 async def run_command(command: Sequence[str], environment: Mapping[str, str], stop: asyncio.Event) -> int:
-    """Run it to its end and return its exit code, 128 and the signal's number where one ended it; `stop` ends the whole group."""
+    """Run it to its end and return its exit code, 128 and the signal's number where one ended it; `stop` ends the whole group.
+
+    Where `stop` came first, it is not begun.
+    """
+    if stop.is_set():
+        return 128 + signal.SIGINT
     process = await asyncio.create_subprocess_exec(*command, env=dict(environment), process_group=0)
     try:
         with _terminal(process.pid):

@@ -14,6 +14,7 @@ from penstock.errors import EngineBusy, EngineError, PenstockError, PoolError, R
 from penstock.gateway.auth import header
 from penstock.gateway.calls import Call, Caller, Limits, Prompt
 from penstock.gateway.dialects.base import Answer, Dialect, EventWriter, Fresh
+from penstock.gateway.exchange import LEAVING
 from penstock.gateway.flights import Flight, Told
 from penstock.gateway.serve import Service
 from penstock.gateway.sessions import Session, Sessions
@@ -40,14 +41,14 @@ class ModelRoute:
         """Answer one request, or join or repeat the answer to the one that it repeats; count it and tell of it."""
         flight = Flight("", self._dialect, send)
         started, metrics = time.perf_counter(), self._service.metrics
-        with metrics.flying():
-            try:
-                await self._serve(flight, scope, receive, send)
-            finally:
-                seconds = time.perf_counter() - started
-                metrics.end(self._name, flight.status, flight.account, seconds=seconds)
-                if self._spans is not None:
-                    self._spans.tell(self._name, flight.account, scope["headers"], seconds=seconds)
+        metrics.begin()
+        try:
+            await self._serve(flight, scope, receive, send)
+        finally:
+            seconds = time.perf_counter() - started
+            metrics.end(self._name, flight.status, flight.account, seconds=seconds)
+            if self._spans is not None:
+                self._spans.tell(self._name, flight.account, scope["headers"], seconds=seconds)
 
     async def _serve(self, flight: Flight, scope: Scope, receive: Receive, send: Send) -> None:
         account = flight.account
@@ -60,22 +61,22 @@ class ModelRoute:
             flight.request = _request(caller, self._dialect.path, body)
             if flight.request in session.refused:
                 caller = caller._replace(is_retry=False)
-            elif caller.is_retry and await self._repeat(session, flight, receive, send):
+            elif caller.is_retry and await self._repeat(session, flight, scope, receive, send):
                 return
             past = await self._service.past(session, caller.transcript)
             call = account.call = self._dialect.parse(parse_json(body), session.sampling, past)
         except PenstockError as error:
             await flight.refuse(as_refusal(error))
             return
-        await self._answer(session, caller, call, flight, receive)
+        await self._answer(session, caller, call, flight, scope, receive)
 
-    async def _repeat(self, session: Session, again: Flight, receive: Receive, send: Send) -> bool:
+    async def _repeat(self, session: Session, again: Flight, scope: Scope, receive: Receive, send: Send) -> bool:
         """Join the call that this one repeats, or send its answer again; False where neither is there."""
         if (flight := session.flights.get(again.request)) is not None:
             self._service.count("joined_call")
             again.sent = flight.sent
             with suppress(Left):
-                await attended(flight.follow(send), receive, flight.leave)
+                await attended(flight.follow(send), scope, receive, flight.leave)
             return True
         if (sent := self._told.find(again.request)) is not None:
             self._service.count("replayed_call")
@@ -84,10 +85,11 @@ class ModelRoute:
                 await send(message)
         return sent is not None
 
-    async def _answer(self, session: Session, caller: Caller, call: Call, flight: Flight, receive: Receive) -> None:
+    async def _answer(self, session: Session, caller: Caller, call: Call, flight: Flight, scope: Scope, receive: Receive) -> None:
         try:
-            with session.flying(flight), session.running(), suppress(Left):
-                await attended(self._work(session, caller, call, flight), receive, flight.leave, flight.is_given_up)
+            with session.carrying(flight), suppress(Left):
+                work = self._work(session, caller, call, flight)
+                await attended(work, scope, receive, flight.leave, flight.is_given_up)
             session.refused.discard(flight.request)
         except PenstockError as error:
             session.refuse(flight.request)
@@ -202,7 +204,11 @@ class Left(Exception):
 
 
 async def attended(
-    work: Coroutine[Any, Any, None], receive: Receive, leave: Callable[[], None], given_up: Callable[[], bool] | None = None
+    work: Coroutine[Any, Any, None],
+    scope: Scope,
+    receive: Receive,
+    leave: Callable[[], None],
+    given_up: Callable[[], bool] | None = None,
 ) -> None:
     """Do `work` while somebody waits for it; raises Left where nobody does any more.
 
@@ -213,16 +219,14 @@ async def attended(
     assert task is not None
     left = False
 
-    async def watch() -> None:
+    def hung_up() -> None:
         nonlocal left
-        while (await receive())["type"] != "http.disconnect":
-            pass
         left = True
         leave()
         if given_up is None:
             task.cancel()
 
-    watcher = asyncio.create_task(watch())
+    stop_watching = _watch(scope, receive, hung_up)
     try:
         await work
     except asyncio.CancelledError:
@@ -231,7 +235,22 @@ async def attended(
         task.uncancel()
         raise Left from None
     finally:
-        watcher.cancel()
+        stop_watching()
+
+
+def _watch(scope: Scope, receive: Receive, hung_up: Callable[[], None]) -> Callable[[], object]:
+    """Have `hung_up` called when the caller hangs up, until what is returned is called. Our own server tells it by itself."""
+    when_left = scope.get(LEAVING)
+    if when_left is not None:
+        when_left(hung_up)
+        return lambda: when_left(None)
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        hung_up()
+
+    return asyncio.create_task(watch()).cancel
 
 
 async def read_body(receive: Receive, limit: int) -> bytes | None:

@@ -24,6 +24,9 @@ _STATUS_LINES = {each.value: f"HTTP/1.1 {each.value} {each.phrase}\r\n".encode()
 _FRAMING = frozenset((b"content-length", b"transfer-encoding", b"connection"))
 _CLOSE = b"connection: close\r\n"
 
+LEAVING = "penstock.when_left"
+"""Where an app finds `Exchange.when_left` in its scope."""
+
 log = logging.getLogger(__name__)
 
 
@@ -64,7 +67,7 @@ class Exchange:
     """Made when the request's head is there; `run` is the task that lets the app answer it."""
 
     __slots__ = (
-        "_chunked", "_expects", "_head", "_left", "_line", "_parts", "_told", "_waiting", "_wordless",
+        "_chunked", "_expects", "_head", "_left", "_line", "_parts", "_told", "_waiting", "_when_left", "_wordless",
         "complete", "gone", "keep", "phase", "scope", "task", "unread", "until_closed",
     )  # fmt: skip
 
@@ -86,6 +89,8 @@ class Exchange:
         self._told = False
         self._expects = expects
         self._waiting: list[asyncio.Future[None]] = []
+        self._when_left: Callable[[], None] | None = None
+        scope[LEAVING] = self.when_left
         self._head = b""
         self._chunked = False
         self._wordless = False
@@ -158,11 +163,24 @@ class Exchange:
         """The caller says no more; it may still listen."""
         self.gone = True
         self.wake()
+        self._tell_left()
 
     def cut(self) -> None:
         """Drop what the app still says."""
         self.phase = CUT
         self.wake()
+        self._tell_left()
+
+    def when_left(self, call: Callable[[], None] | None) -> None:
+        """Have `call` called once the caller leaves, or no longer: for an app that would only wait to `receive` that."""
+        self._when_left = call
+        if self.gone or self.phase == CUT:
+            self._tell_left()
+
+    def _tell_left(self) -> None:
+        call, self._when_left = self._when_left, None
+        if call is not None:
+            call()
 
     def _take(self) -> Message:
         parts = self._parts

@@ -84,8 +84,11 @@ class TokenGraph:
         for step in sorted(attempt.steps, key=lambda step: step.index):
             self.add(step, unused.pop(step.node, None))
 
-    def add(self, step: Step, node: Node | None) -> None:
-        """Take in a stored step, and the node that was stored with it; one that is here is left as it is."""
+    def add(self, step: Step, node: Node | None, context: "blake2b | None" = None) -> None:
+        """Take in a stored step, and the node that was stored with it; one that is here is left as it is.
+
+        `context` is the running hash up to its end, where that is known.
+        """
         if step.index in self.steps:
             return
         if node is not None:
@@ -97,7 +100,7 @@ class TokenGraph:
         self.steps[step.index] = step
         self.next_step = max(self.next_step, step.index + 1)
         self.tokens += len(step.completion_ids)
-        self._hashes[step.index] = self.context_hash(self.nodes[step.node], step.completion_ids)
+        self._hashes[step.index] = context or self.context_hash(self.nodes[step.node], step.completion_ids)
         self._replies.add(digest(step.message))
         self._file(step)
         if self._thinks(step):

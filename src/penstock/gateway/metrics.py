@@ -1,9 +1,8 @@
 """What the gateway counts, and how Prometheus reads it: its text format 0.0.4, written here."""
 
 from bisect import bisect_left
-from collections import Counter
-from collections.abc import Generator, Iterable, Mapping
-from contextlib import contextmanager
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -73,13 +72,18 @@ class Metrics:
         self._calls: Counter[tuple[str, str]] = Counter()
         self._steps: Counter[str] = Counter()
         self._prompt_tokens = self._sampled_tokens = self._exact_tokens = 0
-        self._seconds: dict[str, Histogram] = {}
+        self._seconds: defaultdict[str, Histogram] = defaultdict(Histogram)
         self._first_token = Histogram()
+
+    def begin(self) -> None:
+        """A model call has come; `end` says that it is over."""
+        self.in_flight += 1
 
     def end(self, dialect: str, status: str, account: Account, *, seconds: float) -> None:
         """Count a model call that is over."""
+        self.in_flight -= 1
         self._calls[dialect, status] += 1
-        self._seconds.setdefault(dialect, Histogram()).add(seconds)
+        self._seconds[dialect].add(seconds)
         self._prompt_tokens += account.prompt_tokens
         self._sampled_tokens += account.sampled_tokens
         if account.first_token_s is not None:
@@ -89,15 +93,6 @@ class Metrics:
         for step in account.steps:
             self._steps[step.finish] += 1
             self._exact_tokens += len(step.completion_ids) if step.context else 0
-
-    @contextmanager
-    def flying(self) -> Generator[None]:
-        """While a call is being answered."""
-        self.in_flight += 1
-        try:
-            yield
-        finally:
-            self.in_flight -= 1
 
     def samples(self, *, model: str, version: int, rollouts: int) -> Samples:
         """Everything as it is now."""

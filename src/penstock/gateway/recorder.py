@@ -52,13 +52,14 @@ class Recorder:
                 graph = await session.graph(self._pool)
                 known = graph.find(prompt.parent, prompt.chain, prompt.added)
                 node = known or _node(session.rollout_id, graph, prompt)
-                step = _step(graph, node, reply, label)
+                context = graph.context_hash(node, reply.ids)
+                step = _step(graph, node, reply, label, context.hexdigest())
                 try:
                     await self._store(session, step, None if known else node)
                 except PoolConflict:  # another worker took the number: the next one is tried
                     await session.catch_up(self._pool)
                     continue
-                graph.add(step, None if known else node)
+                graph.add(step, None if known else node, context)
                 graph.keep_prompt(node.id, prompt.ids)
                 self._breaks.update([node.reason] if node.reason and not known else ())
                 return step
@@ -85,8 +86,7 @@ class Recorder:
 
     def _clean_node(self, node: Node) -> Node:
         messages = tuple(map(self._redactor.message, node.messages))
-        same = all(one is other for one, other in zip(messages, node.messages, strict=True))
-        return node if same else replace(node, messages=messages)
+        return node if messages == node.messages else replace(node, messages=messages)
 
     async def _refuse_if_ended(self, session: Session) -> None:
         try:
@@ -108,7 +108,7 @@ def _node(rollout_id: str, graph: TokenGraph, prompt: Prompt) -> Node:
     )
 
 
-def _step(graph: TokenGraph, node: Node, reply: Reply, label: Label) -> Step:
+def _step(graph: TokenGraph, node: Node, reply: Reply, label: Label, context: str) -> Step:
     message = reply.message()
     return Step(
         rollout_id=node.rollout_id,
@@ -127,7 +127,7 @@ def _step(graph: TokenGraph, node: Node, reply: Reply, label: Label) -> Step:
         answer=label.answer,
         choice=label.choice,
         created=label.created,
-        context=graph.context_hash(node, reply.ids).hexdigest(),
+        context=context,
     )
 
 

@@ -4,6 +4,8 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+import orjson
+
 from penstock.records import Message
 
 PATTERNS = (
@@ -28,23 +30,19 @@ class Redactor:
 
     def __init__(self, values: Iterable[str] = ()) -> None:
         known = sorted({value for value in values if len(value) >= 8}, key=len, reverse=True)
-        self._signs = (*SIGNS, *known)
+        self._signs = tuple(orjson.dumps(sign)[1:-1] for sign in (*SIGNS, *known))
         self._secret = re.compile("|".join([*map(re.escape, known), *PATTERNS]))
 
     def message(self, message: Message) -> Message:
-        """The message without secrets; the very same object where there were none."""
-        return self._clean(message)
+        """The message without secrets; the very same object where nothing in it looks like one."""
+        text = orjson.dumps(message)
+        return self._clean(message) if any(sign in text for sign in self._signs) else message
 
     def _clean(self, value: Any) -> Any:
         if isinstance(value, str):
-            suspect = any(sign in value for sign in self._signs)
-            return self._secret.sub(REDACTED, value) if suspect and self._secret.search(value) else value
+            return self._secret.sub(REDACTED, value)
         if isinstance(value, dict):
-            return self._same(value, {key: self._clean(item) for key, item in value.items()})  # pyright: ignore[reportUnknownVariableType]
+            return {key: self._clean(item) for key, item in value.items()}  # pyright: ignore[reportUnknownVariableType]
         if isinstance(value, list | tuple):
-            return self._same(value, [self._clean(item) for item in value])  # pyright: ignore[reportUnknownVariableType]
+            return [self._clean(item) for item in value]  # pyright: ignore[reportUnknownVariableType]
         return value
-
-    def _same(self, before: Any, after: Any) -> Any:
-        items = zip(before.values(), after.values(), strict=True) if isinstance(before, dict) else zip(before, after, strict=True)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
-        return before if all(one is other for one, other in items) else after  # pyright: ignore[reportUnknownVariableType]

@@ -43,6 +43,8 @@ class Routes:
         self._tokens = tokens
         self._hosts = hosts
         """Names under which clients may know us; None takes any."""
+        self._known: set[str] = set()
+        """Host headers that named us."""
         self._exact = {(route.method, _segments(route.path)): route for route in self.listed}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -67,8 +69,13 @@ class Routes:
         """Refuse a request that a web page was tricked into sending: its Host is a name that we do not go by."""
         if self._hosts is None:
             return
-        name = urlsplit(f"//{header(scope['headers'], b'host')}").hostname or ""
-        if name not in self._hosts:
+        given = header(scope["headers"], b"host")
+        if given in self._known:
+            return
+        name = urlsplit(f"//{given}").hostname or ""
+        if name in self._hosts:
+            self._known = {*self._known, given} if len(self._known) < 100 else {given}
+        else:
             text = f"this gateway is not called {name!r}; add the name to gateway.hosts if it is yours"
             raise RequestError(text, status=421, code="wrong_host")
 

@@ -2,8 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from types import TracebackType
 from typing import Any, NamedTuple
 
 from penstock.errors import PoolError, RequestError
@@ -91,9 +91,13 @@ class Session:
             self.refused.clear()
         self.refused.add(request)
 
-    @contextmanager
-    def flying(self, flight: Flight) -> Generator[None, None, None]:
-        """Name the flight's answer, and let retries of its request join it until it is over."""
+    def carrying(self, flight: Flight) -> "Carrying":
+        """Count the current task as one of the rollout's calls while it carries `flight`."""
+        return Carrying(self, flight)
+
+    def begin(self, flight: Flight, task: "asyncio.Task[Any]") -> None:
+        """Name the flight's answer, and let retries of its request join it; RequestError where it would be one too many."""
+        self._check_limits()
         worker, workers = self._share
         request, times = flight.request, (self._graph.times(flight.request) if self._graph else 0) * workers + worker
         while f"{request}-{times}" in self._named:
@@ -101,29 +105,14 @@ class Session:
         flight.name = f"{request}-{times}"
         self._named.add(flight.name)
         self.flights[request] = flight
-        try:
-            yield
-        finally:
-            self._named.discard(flight.name)
-            if self.flights.get(request) is flight:
-                del self.flights[request]
-
-    @contextmanager
-    def running(self) -> Generator[None, None, None]:
-        """Count the current task as one of the rollout's calls: closing the session ends it with RequestError 409."""
-        self._check_limits()
-        task = asyncio.current_task()
-        assert task is not None
         self._running.add(task)
-        try:
-            yield
-        except asyncio.CancelledError:
-            if not self.closed:
-                raise
-            task.uncancel()
-            raise has_ended(self.rollout_id) from None
-        finally:
-            self._running.discard(task)
+
+    def finish(self, flight: Flight, name: str, task: "asyncio.Task[Any]") -> None:
+        """The flight that was begun under `name` is over."""
+        self._named.discard(name)
+        self._running.discard(task)
+        if self.flights.get(flight.request) is flight:
+            del self.flights[flight.request]
 
     def _check_limits(self) -> None:
         """Refuse a call that would be one too many, saying of what."""
@@ -156,6 +145,29 @@ class Session:
         self.closed = True
         for task in self._running:
             task.cancel()
+
+
+class Carrying:
+    """See `Session.carrying`. Closing the session ends what runs inside with RequestError 409."""
+
+    __slots__ = ("_flight", "_name", "_session", "_task")
+
+    def __init__(self, session: Session, flight: Flight) -> None:
+        self._session = session
+        self._flight = flight
+
+    def __enter__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._session.begin(self._flight, task)
+        self._name = self._flight.name
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._session.finish(self._flight, self._name, self._task)
+        if isinstance(error, asyncio.CancelledError) and self._session.closed:
+            self._task.uncancel()
+            raise has_ended(self._session.rollout_id) from None
 
 
 class SessionPast(NamedTuple):

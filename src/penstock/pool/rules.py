@@ -46,7 +46,7 @@ def check_step(step: Step, node: Node | None) -> None:
         raise PoolError(
             f"{name} has {size} tokens but {[len(c) for c in columns]} log-probabilities and versions; record one of each per token"
         )
-    if not all(map(math.isfinite, (*step.logprobs, *(step.full_logprobs or ())))):
+    if not math.isfinite(sum(step.logprobs) + sum(step.full_logprobs or ())):
         raise PoolError(
             f"{name} has a log-probability that is not finite; no token is ever sampled at such odds, so look at the engine"
         )

@@ -3,6 +3,7 @@
 import sqlite3
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 from penstock.pool import rules
@@ -165,18 +166,27 @@ def _put_all(database: sqlite3.Connection, table: str, rows: list[tuple[tuple[st
     """Insert rows; False where one of them, whatever its content, was there."""
     if not rows:
         return True
+    values = [value for key, row in rows for value in (*key, row.record, *row.columns, row.crc)]
+    return database.execute(_insert_many(table, len(rows)), values).rowcount == len(rows)
+
+
+@cache
+def _insert_many(table: str, rows: int) -> str:
     head, _, one = _INSERTS[table].partition(" VALUES ")
     marks, _, conflict = one.partition(" ON ")
-    values = [value for key, row in rows for value in (*key, row.record, *row.columns, row.crc)]
-    return database.execute(f"{head} VALUES {', '.join([marks] * len(rows))} ON {conflict}", values).rowcount == len(rows)
+    return f"{head} VALUES {', '.join([marks] * rows)} ON {conflict}"
+
+
+@cache
+def _count_of(table: str, keys: int) -> str:
+    return f"SELECT count(*) FROM {table} WHERE (rollout_id, id) IN (VALUES {', '.join(['(?, ?)'] * keys)})"
 
 
 def _have_all(database: sqlite3.Connection, table: str, keys: set[tuple[str, int]]) -> bool:
     if not keys:
         return True
-    pairs = ", ".join(["(?, ?)"] * len(keys))
-    query = f"SELECT count(*) FROM {table} WHERE (rollout_id, id) IN (VALUES {pairs})"
-    return database.execute(query, [field for key in keys for field in key]).fetchone()[0] == len(keys)
+    fields = [field for key in keys for field in key]
+    return database.execute(_count_of(table, len(keys)), fields).fetchone()[0] == len(keys)
 
 
 def _marks(values: Collection[Any]) -> str:

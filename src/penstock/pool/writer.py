@@ -44,8 +44,8 @@ class Writer:
     """Group commit. `explain` turns what SQLite raises into what callers see.
 
     The first write is committed alone; those that come while it goes to disk share the next commit, so many concurrent callers
-    cost few syncs and a single one waits for nobody. There is no timer. A write that was handed over is carried out even if its
-    caller is cancelled meanwhile; the cancellation goes on once it is done.
+    cost few syncs and a single one waits for nobody. Where the last commit was shared, the next waits a moment for as many. A
+    write that was handed over is carried out even if its caller is cancelled meanwhile; the cancellation goes on once it is done.
     """
 
     def __init__(self, database: sqlite3.Connection, explain: Explain, *, limit: int = 1024) -> None:
@@ -55,6 +55,8 @@ class Writer:
         self._changed = threading.Condition()
         self._queue: list[_Job] = []
         self._outside: list[asyncio.Future[None]] = []
+        self._together = 1
+        """Writes in the last batch: where there were several, others are likely to come at once."""
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="penstock-pool-writer", daemon=True)
         self._thread.start()
@@ -102,7 +104,10 @@ class Writer:
         """All that waits; empty once the pool is closed and everything is written."""
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._closed)
+            if self._together > 1:
+                self._changed.wait_for(lambda: len(self._queue) >= self._together or self._closed, GATHER_S)
             batch, self._queue = self._queue, []
+            self._together = len(batch)
             outside, self._outside = self._outside, []
         for room in outside:
             _call(room.get_loop(), lambda room=room: room.done() or room.set_result(None))
@@ -116,7 +121,7 @@ class Writer:
             return
         try:
             for alike in _runs(batch):
-                if len(alike) == 1 or not self._carry_out_together(alike):
+                if not self._carry_out_together(alike, alone=len(alike) == len(batch)):
                     for job in alike:
                         self._carry_out(job)
             self._database.execute("COMMIT")
@@ -125,19 +130,25 @@ class Writer:
                 self._database.execute("ROLLBACK")
             self._retry(batch, cause)
 
-    def _carry_out_together(self, jobs: list[_Job]) -> bool:
-        """Several writes of one kind; False, and nothing changed, where one of them needs care."""
-        assert jobs[0].bulk is not None
-        self._database.execute("SAVEPOINT many")
+    def _carry_out_together(self, jobs: list[_Job], *, alone: bool) -> bool:
+        """Writes of one kind; False, and nothing changed, where one of them needs care. `alone` they are the whole transaction."""
+        if jobs[0].bulk is None:
+            return False
+        if not alone:
+            self._database.execute("SAVEPOINT many")
         try:
             done = jobs[0].bulk.together(self._database, [job.bulk.value for job in jobs if job.bulk])
         except sqlite3.Error:
             if not self._database.in_transaction:
                 raise
             done = False
-        if not done:
+        if alone and not done:
+            self._database.execute("ROLLBACK")
+            self._database.execute("BEGIN IMMEDIATE")
+        if not alone and not done:
             self._database.execute("ROLLBACK TO many")
-        self._database.execute("RELEASE many")
+        if not alone:
+            self._database.execute("RELEASE many")
         return done
 
     def _carry_out(self, job: _Job) -> None:
@@ -173,6 +184,8 @@ def _runs(batch: list[_Job]) -> Iterator[list[_Job]]:
         yield from (alike[start : start + size] for start in range(0, len(alike), size))
 
 
+GATHER_S = 0.003
+"""That moment: less than a sync takes on most disks."""
 TOGETHER = 64
 """How many writes one statement may carry: their SQL differs by number, and SQLite remembers a limited number of statements."""
 

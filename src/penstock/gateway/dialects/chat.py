@@ -72,7 +72,9 @@ class ChatDialect:
 
     def parse(self, body: dict[str, Any], defaults: Sampling, past: Past) -> Call:
         """See `Dialect.parse`."""
-        refuse(body, NEUTRAL)
+        others = body.keys() - HONOURED
+        if others:
+            refuse(body, NEUTRAL)
         tools = fields.tools(body.get("tools"), past.talk)
         options = fields.entry(body.get("stream_options") or {})
         if options is None:
@@ -91,7 +93,7 @@ class ChatDialect:
             usage_in_stream=fields.flag(options, "include_usage"),
             logprobs=fields.flag(body, "logprobs"),
             token_ids=fields.flag(body, "return_token_ids"),
-            ignored=tuple(sorted(body.keys() - HONOURED - LABELS - NEUTRAL.keys())),
+            ignored=tuple(sorted(others - LABELS - NEUTRAL.keys())) if others else (),
         )
 
     def whole(self, answer: Answer) -> bytes:

@@ -14,6 +14,8 @@ SAMPLING = frozenset({"temperature", "top_p", "top_k", "min_p", "stop", "stop_to
 
 def sampling(body: dict[str, Any], defaults: Sampling, limit: str) -> Sampling:
     """What the request says, and `defaults` for the rest; `limit` is the field that holds the most tokens to sample."""
+    if body.get(limit) is None and not body.keys() & SAMPLING:
+        return defaults
     seed = body.get("seed")
     return replace(
         defaults,
