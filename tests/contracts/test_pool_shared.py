@@ -1,7 +1,9 @@
 """The contract of `penstock.pool.base` for several processes: numbers given out by the pool, reads of what is new, conflicts."""
 
 import asyncio
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from pool_cases import TASK, make_node, make_step, open_groups, places, play
 from penstock.errors import PoolConflict, PoolError
 from penstock.pool import POOLS
 from penstock.pool.base import Pool
+from penstock.pool.migrations import migrate, open_database
 from penstock.records import make_rollout
 
 
@@ -83,3 +86,20 @@ def test_a_second_value_under_an_index_is_a_conflict_and_a_missing_parent_is_non
         assert len((await pool.attempt(rollout)).steps) == 1
 
     run(act)
+
+
+def test_a_pool_that_many_make_at_once_is_one_pool(tmp_path: Path) -> None:
+    """Threads lock the file against each other as processes do, and start closer together."""
+    at_once = 8
+
+    def make(barrier: threading.Barrier, path: Path) -> None:
+        barrier.wait()
+        database = open_database(path)
+        migrate(database)
+        database.close()
+
+    with ThreadPoolExecutor(at_once) as threads:
+        for trial in range(20):
+            path, barrier = tmp_path / f"pool-{trial}.db", threading.Barrier(at_once)
+            for made in [threads.submit(make, barrier, path) for _ in range(at_once)]:
+                made.result()

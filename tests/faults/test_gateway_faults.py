@@ -406,7 +406,8 @@ def test_killed_gateways_lose_no_acknowledged_step_and_the_next_one_goes_on(tmp_
 def test_callers_who_hang_up_over_sockets_free_the_engine(renderer, stream):
     async def steps(bench, session, engine):
         body = json.dumps({"messages": [USER], "stream": stream}).encode()
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\nx-api-key: {session.token}\r\ncontent-length: {len(body)}\r\n\r\n"
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\nx-api-key: {session.token}\r\n"
+        head += f"content-length: {len(body)}\r\n\r\n"
         port = int(session.base_url.split(":")[2].split("/")[0])
         lines = [await asyncio.open_connection("127.0.0.1", port) for _ in range(50)]
         for _, writer in lines:

@@ -110,8 +110,10 @@ async def gate(folder: Path, server: FakeVllm) -> AsyncIterator[Gate]:
     environment = {name: value for name, value in os.environ.items() if "PROXY" not in name.upper()}
     pipes = {"stdout": asyncio.subprocess.PIPE, "stderr": asyncio.subprocess.PIPE}
     process = await asyncio.create_subprocess_exec(*command, env=environment, **pipes)
-    assert process.stdout is not None
-    ready = json.loads(await process.stdout.readline())
+    assert process.stdout is not None and process.stderr is not None
+    line = await process.stdout.readline()
+    assert line, (await process.stderr.read()).decode()
+    ready = json.loads(line)
     base_url = ready["base_url"].removesuffix("/v1")
     async with AsyncClient(base_url=base_url, timeout=60, trust_env=False, limits=Limits(max_keepalive_connections=0)) as http:
         gateway = Gate(process, ready, folder / "run", http)

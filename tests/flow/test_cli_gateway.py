@@ -7,6 +7,8 @@ import socket
 import stat
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -207,3 +209,31 @@ def test_several_workers_are_one_gateway(tmp_path):
     assert [step.index for step in attempt.steps] == list(range(12))
     assert [node.parent for node in attempt.nodes] == [None, *range(11)]
     assert len({step.answer for step in attempt.steps}) == 12
+
+
+def test_spans_go_to_the_collector_that_the_environment_names(tmp_path, monkeypatch):
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
+    got = []
+
+    class Collector(BaseHTTPRequestHandler):
+        def do_POST(self):
+            got.append((self.path, self.rfile.read(int(self.headers["content-length"]))))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Collector) as collector:
+        threading.Thread(target=collector.serve_forever, daemon=True).start()
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{collector.server_port}")
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "none")
+        with served(tmp_path, "--otel") as gateway:
+            opened = gateway.rollout()
+            assert gateway.chat(opened["token"], USER)[0] == 200
+            assert gateway.stop()[0] == 0
+        collector.shutdown()
+    [(path, spans)] = got
+    assert path == "/v1/traces"
+    assert b"gen_ai.usage.output_tokens" in spans and opened["rollout_id"].encode() in spans
+    assert b"6 times 7" not in spans

@@ -25,13 +25,16 @@ def test_the_check_itself_sees_a_loaded_module():
 
 @pytest.mark.parametrize(
     "arguments",
-    [[], ["--help"], ["--version"], ["train", "--help"], ["verify", "--help"], ["models", "--help"], ["doctor", "--help"]],
+    [[], ["--help"], ["--version"], *([name, "--help"] for name in ("train", "verify", "gateway", "run", "models", "doctor"))],
 )
 def test_help_loads_nothing_heavy_and_no_server(arguments):
     code = f"from penstock.cli.app import run; assert run({arguments!r}) == 0\nimport sys; assert 'aiohttp' not in sys.modules"
     assert loaded_after(code) == set()
 
 
-@pytest.mark.parametrize("arguments", [["train", "absent.toml", "--json"], ["verify", "absent", "--json"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [["train", "absent.toml", "--json"], ["verify", "absent", "--json"], ["gateway", "--model", "absent"], ["run", "absent"]],
+)
 def test_bad_input_is_refused_before_anything_heavy_is_loaded(arguments):
     assert loaded_after(f"from penstock.cli.app import run; assert run({arguments!r}) == 2") == set()

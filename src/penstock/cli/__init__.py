@@ -1,4 +1,4 @@
-"""The command line: `penstock train`, `report`, `verify`, `models`, `doctor`."""
+"""The command line: `penstock train`, `report`, `verify`, `gateway`, `run`, `models`, `doctor`."""
 
 from penstock.cli.app import main
 

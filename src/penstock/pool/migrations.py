@@ -1,12 +1,16 @@
 """The SQLite file: its tables, as a numbered list of changes, and how it is opened and its faults are explained."""
 
 import sqlite3
+import time
 from pathlib import Path
 
 from penstock.errors import PoolError
 
 APPLICATION_ID = 0x50535450
 """Marks the file as ours, so that nobody's other database is taken for a pool."""
+
+BUSY_S = 30.0
+"""How long another process may hold the file before it is said to be in use."""
 
 FAULTS = (sqlite3.Error, OSError, UnicodeError, OverflowError)
 """What `explain` explains."""
@@ -46,7 +50,7 @@ MIGRATIONS = [
 
 def open_database(path: Path, *, max_pages: int | None = None) -> sqlite3.Connection:
     """A connection in which a commit is on disk when it returns; it may be handed from thread to thread."""
-    database = sqlite3.connect(path, timeout=30.0, isolation_level=None, check_same_thread=False, cached_statements=512)
+    database = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None, check_same_thread=False, cached_statements=512)
     try:
         _recognise(database, path)
         _configure(database, max_pages)
@@ -99,9 +103,10 @@ _REMEDIES = {
 
 def _recognise(database: sqlite3.Connection, path: Path) -> None:
     """Refuse a file that is not ours before anything in it is touched."""
-    version = _number(database, "user_version")
+    # in this order: another process may be making it just now
+    tables, version = _number(database, "schema_version"), _number(database, "user_version")
     ours = _number(database, "application_id") == APPLICATION_ID
-    if not ours and (version or _number(database, "schema_version")):
+    if not ours and (version or tables):
         raise PoolError(f"{path} is a database, but not a penstock pool; move it away or choose another run folder")
     if version > len(MIGRATIONS):
         raise PoolError(f"{path} was written by a newer penstock (format {version}, known {len(MIGRATIONS)}); upgrade penstock")
@@ -109,7 +114,7 @@ def _recognise(database: sqlite3.Connection, path: Path) -> None:
 
 def _configure(database: sqlite3.Connection, max_pages: int | None) -> None:
     database.execute("PRAGMA page_size = 8192")  # of a new file: a step of 2k tokens goes in a third faster than with 4096
-    mode = database.execute("PRAGMA journal_mode = WAL").fetchone()[0]
+    mode = _write_ahead(database)
     if mode != "wal":
         raise PoolError(
             f"the pool's file system cannot hold a write-ahead log (journal mode {mode}); put the run folder on a local disk"
@@ -118,6 +123,21 @@ def _configure(database: sqlite3.Connection, max_pages: int | None) -> None:
     database.execute("PRAGMA journal_size_limit = 67108864")
     if max_pages is not None:
         database.execute(f"PRAGMA max_page_count = {max_pages:d}")
+
+
+def _write_ahead(database: sqlite3.Connection) -> str:
+    """Keep a write-ahead log, and return the journal mode that there is now.
+
+    SQLite waits for no lock here, so that of two processes which make the same file at once, one would fail.
+    """
+    deadline = time.monotonic() + BUSY_S
+    while True:
+        try:
+            return database.execute("PRAGMA journal_mode = WAL").fetchone()[0]
+        except sqlite3.OperationalError as cause:
+            if cause.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
 
 
 def _number(database: sqlite3.Connection, pragma: str) -> int:
