@@ -15,8 +15,8 @@ import orjson
 from penstock.config import RunConfig, validate
 from penstock.errors import ConfigError
 
-MAY_CHANGE = {"train.steps", "run.folder", "gateway.host", "gateway.port", "train.checkpoint_every", "train.checkpoints_kept"}
-"""Keys that a resumed run may change: none of them changes what was trained so far."""
+MAY_CHANGE = ("train.steps", "run.folder", "train.checkpoint_every", "train.checkpoints_kept", "gateway.")
+"""Keys, or how they begin, that a resumed run may change: none of them changes what was trained so far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +155,7 @@ def _archive_name(path: Path) -> Path:
 
 def _refuse_changes(path: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
     old, new = _flat(before["config"]), _flat(orjson.loads(orjson.dumps(now["config"])))
-    changed = [key for key in sorted({*old, *new} - MAY_CHANGE) if old.get(key) != new.get(key)]
+    changed = [key for key in sorted({*old, *new}) if not key.startswith(MAY_CHANGE) and old.get(key) != new.get(key)]
     if changed:
         key = changed[0]
         more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
