@@ -307,14 +307,14 @@ def _caller(scope: Scope) -> Caller:
 
 UNSHARED = 2047
 """Bytes up to which hashing does not let other threads in: getting its turn again would take longer than the hashing."""
-LONG_BODY = 1 << 18
+LONG_BODY = 1 << 15
 
 
 def _request(caller: Caller, path: str, body: bytes) -> str:
     """What a request is known by when it comes again. SHA-256, since processors compute it themselves: bodies may be large."""
     who = f"{caller.rollout_id}\0{caller.transcript}\0{caller.key}\0{path}\0"
     digest, view = sha256(who.encode("utf-8", "surrogatepass")), memoryview(body)
-    step = UNSHARED if len(body) < LONG_BODY else LONG_BODY
+    step = UNSHARED if len(body) < LONG_BODY else len(body)
     for start in range(0, len(body), step):
         digest.update(view[start : start + step])
     return digest.hexdigest()[:24]

@@ -175,11 +175,11 @@ class TokenGraph:
         """Whether tokens of reasoning stand on the path up to the end of `step`'s reply: a template may drop them later."""
         return step in self._thoughtful
 
-    def context(self, step: int) -> tuple[int, ...]:
-        """All tokens up to the end of `step`'s reply."""
+    def context(self, step: int, added: tuple[int, ...] = ()) -> tuple[int, ...]:
+        """All tokens up to the end of `step`'s reply, and `added` after them: one copy of what may be long."""
         reply = self.steps[step]
         node, prompt = self._last_prompt
-        return (prompt if node == reply.node else self.prompt(reply.node)) + reply.completion_ids
+        return (prompt if node == reply.node else self.prompt(reply.node)) + (reply.completion_ids + added)
 
     def keep_prompt(self, node: int, ids: tuple[int, ...]) -> None:
         """Remember the prompt that ends with `node`: the next call most likely goes on from a reply to it."""

@@ -61,7 +61,7 @@ async def _render(graph: TokenGraph, renderer: Renderer, roots: Roots, call: Cal
         )
         added = await _work(new, extend)
         if added is not None:
-            ids = graph.context(place.step) + added
+            ids = graph.context(place.step, added)
             return Prompt(ids=ids, parent=place.step, added=added, messages=new, tools=(), chain=place.chain, reason=reason)
         reason = reason or REWRITTEN
     root = await roots.render(call, place.chain)

@@ -37,7 +37,7 @@ class Talk:
         """Digest of the tools, then of the path after each message."""
         if tools is not self._tools:
             self._tools, self._raw_tools, self._chains = tools, None, [tools_digest(tools)]
-        known = _same(self._messages, messages)
+        known = _equal(self._messages, list(messages))
         if known < len(messages):
             self._messages, self._raw = list(messages), []
         del self._chains[known + 1 :]
@@ -51,9 +51,3 @@ def _equal(before: list[Any], now: list[Any]) -> int:
     if now[: len(before)] == before:
         return len(before)
     return next((place for place, (one, other) in enumerate(zip(before, now, strict=False)) if one != other), len(now))
-
-
-def _same(before: Sequence[Any], now: Sequence[Any]) -> int:
-    """How many entries the two lists begin with that are the very same objects."""
-    size = min(len(before), len(now))
-    return next((place for place in range(size) if before[place] is not now[place]), size)
