@@ -49,3 +49,10 @@ def test_guide_lists_every_setting_with_its_default(section: str) -> None:
 def test_every_link_in_the_readme_leads_somewhere() -> None:
     links = re.findall(r"\]\(([^)#]+)\)", (ROOT / "README.md").read_text())
     assert links and [link for link in links if not (ROOT / link).exists()] == []
+
+
+def test_every_test_that_the_fault_page_names_is_there() -> None:
+    named = set(re.findall(r"`(test_\w+)`", (ROOT / "docs" / "faults.md").read_text()))
+    known = {name for file in (ROOT / "tests").rglob("*.py") for name in re.findall(r"def (test_\w+)", file.read_text())}
+    assert len(named) > 20
+    assert named - known == set()
