@@ -119,12 +119,12 @@ async def serve_upstream() -> None:
 
     async def answer(request: Request) -> Response:
         asked = orjson.loads(await request.body())
-        pace = Pace(asked["seed"])
+        pace = Pace(asked.get("seed", 0))
         if pace.wait_s:
             await asyncio.sleep(pace.wait_s)
         return (
             StreamingResponse(events(pace), media_type="text/event-stream")
-            if asked["stream"]
+            if asked.get("stream")
             else Response(whole, media_type="application/json")
         )
 
@@ -151,7 +151,7 @@ async def say_and_wait(url: str) -> None:
 @asynccontextmanager
 async def serving(*arguments: str) -> AsyncGenerator[tuple[str, psutil.Process], None]:
     """One of the servers in a process of its own, with the address that it prints."""
-    command = [sys.executable, "-m", "bench.gateway.servers", *arguments]
+    command = [sys.executable, "-W", "ignore::RuntimeWarning", "-m", "bench.gateway.servers", *arguments]
     server = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     assert server.stdout is not None
     try:
