@@ -4,6 +4,8 @@ import pytest
 from gateway_cases import TOOL, USER, chat, renderer
 
 from penstock.gateway import Limits
+from penstock.gateway.dialects.chat import ChatDialect
+from penstock.gateway.flights import Flight
 from penstock.pool import POOLS
 from penstock.records import Sampling, Task, make_rollout
 from penstock.testing import Scripted, ScriptedEngine, workbench
@@ -48,6 +50,25 @@ def test_a_stream_whose_engine_is_silent_is_kept_alive(path, silent_after):
         assert (step.finish, step.message["content"]) == ("stop", "42 it is.")
 
     run([Scripted("42 it is.", stall_after=silent_after)], steps, serves=True, limits=Limits(keep_alive_s=0.02))
+
+
+def test_a_reader_who_takes_nothing_has_one_event_waiting_for_it_not_many():
+    async def main():
+        sent, taken = [], asyncio.Event()
+
+        async def send(message):
+            sent.append(message)
+            await taken.wait()
+
+        flight = Flight("", ChatDialect(renderer().tokenizer), send)
+        flight.keep_alive(0.001)
+        await asyncio.wait([asyncio.create_task(taken.wait())], timeout=0.05)
+        waiting = len(sent)
+        taken.set()
+        flight.land()
+        return waiting
+
+    assert asyncio.run(main()) == 1
 
 
 @pytest.mark.parametrize(

@@ -127,10 +127,11 @@ class Flight:
 
     def _tick(self, every_s: float) -> None:
         loop = asyncio.get_running_loop()
-        silent_s = loop.time() - self._last_write
-        if silent_s >= every_s:
-            self._last_write = loop.time()
-            self._pinging = loop.create_task(self._ping())
+        now = loop.time()
+        if now - self._last_write >= every_s:
+            self._last_write = now
+            if self._pinging is None or self._pinging.done():  # one that waits for a slow reader is enough
+                self._pinging = loop.create_task(self._ping())
         self._timer = loop.call_at(self._last_write + every_s, self._tick, every_s)
 
     async def _ping(self) -> None:

@@ -185,7 +185,7 @@ def _runs(batch: list[_Job]) -> Iterator[list[_Job]]:
 
 
 GATHER_S = 0.003
-"""That moment: less than a sync takes on most disks."""
+"""That moment. Each commit takes a sync and several turns at the interpreter's lock, which those who share it pay once."""
 TOGETHER = 64
 """How many writes one statement may carry: their SQL differs by number, and SQLite remembers a limited number of statements."""
 
