@@ -15,9 +15,9 @@ help:
 	@echo "make check   format, lint, types, layers, fast tests"
 	@echo "make bench   print performance ratios"
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml facades/pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q -c constraints.txt -e ".[local,dev]"
+	$(BIN)/pip install -q -c constraints.txt -e ".[local,dev]" -e facades
 	@touch $(STAMP)
 
 install: $(STAMP)

@@ -4,8 +4,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock.sdk.context import AgentWorkflowContext, GraderContext, RolloutContext, get_rollout_context
+    from penstock.sdk.context import AgentWorkflowContext, GraderContext
     from penstock.sdk.grader import Grader, GraderConfig
+    from penstock.sdk.routing import RolloutContext, SampleSource, get_rollout_context
+    from penstock.sdk.samples import RolloutSample
     from penstock.sdk.workflow import AgentWorkflow, AgentWorkflowConfig, BaseConfig, ConcurrencyConfig
 
 __version__ = "0.1.0"
@@ -20,12 +22,16 @@ __all__ = [
     "GraderConfig",
     "GraderContext",
     "RolloutContext",
+    "RolloutSample",
+    "SampleSource",
     "get_rollout_context",
 ]
 
 _HOMES = {
-    "context": ("AgentWorkflowContext", "GraderContext", "RolloutContext", "get_rollout_context"),
+    "context": ("AgentWorkflowContext", "GraderContext"),
     "grader": ("Grader", "GraderConfig"),
+    "routing": ("RolloutContext", "SampleSource", "get_rollout_context"),
+    "samples": ("RolloutSample",),
     "workflow": ("AgentWorkflow", "AgentWorkflowConfig", "BaseConfig", "ConcurrencyConfig"),
 }
 

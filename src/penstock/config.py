@@ -62,7 +62,7 @@ class RolloutSection(Section):
     """`[rollout]`: how tasks become rollouts."""
 
     executor: str = "inline"
-    """Where agents run: `inline` is in this process."""
+    """Where agents run: `inline` is in this process, `process` gives each rollout one of its own, `server` a rollout server."""
     group_size: int = Field(default=8, ge=1)
     """Attempts at each task: what they are compared with is each other."""
     groups_per_step: int = Field(default=4, ge=1)
@@ -201,6 +201,8 @@ class RunConfig(Section):
     engine: EngineSection = EngineSection()
     pool: PoolSection = PoolSection()
     gateway: GatewaySection = GatewaySection()
+    executor: dict[str, Any] = Field(default_factory=dict[str, Any])
+    """Settings of the executor that `rollout.executor` names."""
     workflow: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Fields of the workflow's own config class."""
     grader: dict[str, Any] = Field(default_factory=dict[str, Any])

@@ -169,14 +169,16 @@ class Attempt:
 
     @property
     def reward(self) -> float | None:
-        """The rollout's own grade, else the mean over its transcripts; None if it was not graded or did not complete."""
+        """The rollout's own grade, else the mean over its transcripts, else the sum over its steps; None unless completed."""
         if self.end is not End.COMPLETED:
             return None
         whole = [g.reward for g in self.grades if g.transcript is None and g.step is None]
         parts = [g.reward for g in self.grades if g.transcript is not None and g.step is None]
         if whole:
             return whole[-1]
-        return sum(parts) / len(parts) if parts else None
+        if parts:
+            return sum(parts) / len(parts)
+        return sum(g.reward for g in self.grades) if self.grades else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,8 +10,8 @@ from penstock.config import RolloutSection
 from penstock.events import Events
 from penstock.pool.memory import open_pool
 from penstock.records import Node, Sampling, Step, Task, make_rollout
+from penstock.rollout.executors.base import Given
 from penstock.rollout.executors.inline import InlineExecutor
-from penstock.rollout.grading import Judge
 from penstock.rollout.guests import Guests
 from penstock.rollout.runner import Runner
 from penstock.sdk.discovery import Agent
@@ -104,10 +104,10 @@ class Bench:
         )
         self.guests = Guests(agent.entry.parent, events, grace_s=grace_s)
         section = RolloutSection(**{"agent_timeout_s": DEADLINE_S, "grader_timeout_s": DEADLINE_S, **limits})
-        self.executor = InlineExecutor(agent, self.guests)
+        self.executor = InlineExecutor(Given(agent=agent, guests=self.guests, section=None, recorded=None))
         self.runner = Runner(
             executor=self.executor,
-            judge=Judge(agent, self.guests),
+            grader=agent.grader_name,
             gateway=self.gateway,
             pool=self.pool,
             events=events,

@@ -105,7 +105,7 @@ def test_two_hundred_rollouts_at_once_each_get_their_own_answer(renderer):
     done, _ = asyncio.run(attempts(renderer, policy(renderer), tasks, concurrency=200))
     assert [attempt.reward for attempt in done] == [1.0] * 200
     for task, attempt in zip(tasks, done, strict=True):
-        *_, question, call, result, answer = transcripts(attempt)["main"]
+        *_, question, call, result, answer = transcripts(attempt)["main"].messages
         assert question == task.prompt[0]
         assert call["tool_calls"][0]["function"]["name"] == "multiply"
         assert (result["content"], answer["content"]) == (task.label, task.label)

@@ -13,7 +13,7 @@ from penstock import get_rollout_context
 from penstock.errors import PoolError
 from penstock.pool.memory import MemoryPool
 from penstock.records import End, Sampling
-from penstock.rollout.runner import NO_CALL, STOPPED
+from penstock.rollout.runner import NO_CALL, REMEDY, STOPPED
 
 
 async def two_turns(ctx, call):
@@ -119,7 +119,7 @@ def test_workflow_that_makes_no_call_is_told_how():
         return "6"
 
     attempt = outcome(Bench(run))
-    assert (attempt.end, attempt.message) == (End.AGENT_ERROR, NO_CALL)
+    assert (attempt.end, attempt.message) == (End.AGENT_ERROR, f"{NO_CALL}; {REMEDY}")
 
 
 def test_hanging_workflow_ends_as_timeout_and_keeps_its_steps():

@@ -1,7 +1,10 @@
 """Contexts: where calls go, what a grader may set, and what it may not."""
 
 import asyncio
+import contextlib
 import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 
 import pytest
@@ -10,7 +13,10 @@ from hypothesis import strategies as st
 
 from penstock import AgentWorkflowContext, GraderContext, RolloutContext, get_rollout_context
 from penstock.errors import ConfigError, GraderError
-from penstock.sdk.context import RolloutSample, finite_reward
+from penstock.sdk.clients import Clients
+from penstock.sdk.context import finite_reward
+from penstock.sdk.samples import RolloutSample, plain
+from penstock.sdk.strays import is_provider
 
 
 def context(name="r1"):
@@ -57,17 +63,171 @@ def test_openai_client_carries_the_rollouts_own_key_url_and_transcript(monkeypat
 
 
 def test_clients_made_from_a_shared_one_use_its_connections():
-    from openai import AsyncOpenAI
+    async def main():
+        clients = Clients()
+        first = RolloutContext(base_url="http://a/v1", api_key="k1", clients=clients).openai()
+        second = RolloutContext(base_url="http://b/v1", api_key="k2", clients=clients).openai()
+        assert first._client is second._client
+        assert (first.api_key, second.api_key) == ("k1", "k2")
+        await first.close()
+        assert not second._client.is_closed
+        await clients.close()
+        assert second._client.is_closed
 
-    shared = AsyncOpenAI(api_key="none", base_url="http://127.0.0.1")
-    first = RolloutContext(base_url="http://a/v1", api_key="k1", client=shared).openai()
-    second = RolloutContext(base_url="http://b/v1", api_key="k2", client=shared).openai()
-    assert first._client is second._client is shared._client
-    assert (first.api_key, second.api_key) == ("k1", "k2")
-    asyncio.run(shared.close())
+    asyncio.run(main())
 
 
-@pytest.mark.parametrize("use", [lambda c: c.openai(), lambda c: c.base_url, lambda c: c.api_key])
+def test_another_event_loop_gets_connections_of_its_own():
+    """Connections belong to the loop they were opened in: a workflow that runs a second loop in a thread must not use them."""
+
+    async def main():
+        clients = Clients()
+        where = RolloutContext(base_url="http://a/v1", api_key="k", clients=clients)
+        here = where.openai()
+
+        async def there():
+            async with where.openai() as client:
+                return client._client
+
+        assert await asyncio.to_thread(asyncio.run, there()) is not here._client
+        await clients.close()
+
+    asyncio.run(main())
+
+
+def ids_in(run):
+    """The rollout's id as seen by code that `run(work)` runs somewhere."""
+    seen = []
+    run(lambda: seen.append(getattr(get_rollout_context(), "rollout_id", None)))
+    return seen
+
+
+def in_a_thread(work):
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+
+
+def in_a_subclass(work):
+    class Worker(threading.Thread):
+        def run(self):
+            work()
+
+    thread = Worker()
+    thread.start()
+    thread.join()
+
+
+@pytest.mark.parametrize("run", [in_a_thread, in_a_subclass])
+def test_a_thread_belongs_to_the_rollout_that_starts_it(run):
+    with context("r1"):
+        assert ids_in(run) == ["r1"]
+    assert ids_in(run) == [None]
+
+
+def test_a_pooled_thread_belongs_to_whoever_submits():
+    with ThreadPoolExecutor(1) as pool:
+        with context("r1"):
+            first = ids_in(lambda work: pool.submit(work).result())
+        with context("r2"):
+            second = ids_in(lambda work: list(pool.map(lambda _: work(), [0])))
+        third = ids_in(lambda work: pool.submit(work).result())
+    assert (first, second, third) == (["r1"], ["r2"], [None])
+
+
+def test_the_context_is_alive_in_run_in_executor():
+    async def main():
+        seen = []
+        with context("r1"):
+            await asyncio.get_running_loop().run_in_executor(None, lambda: seen.append(get_rollout_context().rollout_id))
+        return seen
+
+    assert asyncio.run(main()) == ["r1"]
+
+
+def test_a_call_to_a_provider_is_noticed_in_the_rollout_that_makes_it():
+    async def look_up(host):
+        with contextlib.suppress(OSError):
+            await asyncio.get_running_loop().getaddrinfo(host, 443)
+
+    async def main():
+        with context("r1") as first:
+            await look_up("api.openai.com")
+            with context("r2") as second:
+                await look_up("localhost")
+        await look_up("api.anthropic.com")
+        return first.strays, second.strays
+
+    assert asyncio.run(main()) == ({"api.openai.com"}, set())
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [
+        ("api.openai.com", True),
+        ("my.openai.azure.com", True),
+        ("bedrock-runtime.us-east-1.amazonaws.com", True),
+        ("API.Anthropic.com.", True),
+        ("notopenai.com", False),
+        ("s3.amazonaws.com", False),
+        ("127.0.0.1", False),
+    ],
+)
+def test_which_hosts_serve_models(host, expected):
+    assert is_provider(host) is expected
+
+
+def test_nothing_of_the_environment_reaches_the_policy(monkeypatch):
+    for name in ("OPENAI_API_KEY", "OPENAI_ORG_ID", "OPENAI_PROJECT_ID", "ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN"):
+        monkeypatch.setenv(name, "leak")
+    monkeypatch.setenv("OPENAI_CUSTOM_HEADERS", "x-secret: leak")
+    monkeypatch.setenv("ANTHROPIC_CUSTOM_HEADERS", "x-secret: leak")
+    where = context("r1")
+    for client in (where.openai(), where.anthropic()):
+        headers = {**client.default_headers, **client.auth_headers}
+        assert "leak" not in str(headers) and "key-r1" in str(headers)
+        assert (headers["x-rollout-id"], headers["x-sample-id"]) == ("r1", "main")
+        asyncio.run(client.close())
+
+
+def test_samples_come_from_their_sources_in_the_order_of_registration():
+    class Source:
+        async def get_sample(self, name):
+            return RolloutSample(id=name, messages=[{"role": "user", "content": name}])
+
+    where = context()
+    where.register_sample_source("b", Source())
+    where.set_sample_source(Source())
+    with pytest.raises(ValueError, match="'b' is registered already; give each"):
+        where.register_sample_source("b", Source())
+    told = asyncio.run(where.get_samples())
+    assert [(name, sample.messages[0]["content"]) for name, sample in told.items()] == [("b", "b"), ("main", "main")]
+
+
+def test_a_grader_rewards_steps_that_there_are():
+    ctx = GraderContext(samples={"main": RolloutSample(id="main", steps=(0, 2))})
+    ctx.set_step_reward(2, 1)
+    assert ctx.step_rewards == {2: 1.0}
+    with pytest.raises(ValueError, match=r"unknown step 1; this rollout has \[0, 2\]"):
+        ctx.set_step_reward(1, 1.0)
+    with pytest.raises(GraderError, match="not a finite number"):
+        ctx.set_step_reward(0, float("nan"))
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ({1: b"hi"}, {"1": "aGk="}),
+        ({"a": (1, {2})}, {"a": [1, [2]]}),
+        ({"a": object}, {"a": str(object)}),
+        ({"a": 2**70}, {"a": 2**70}),
+    ],
+)
+def test_messages_of_any_framework_become_plain_values(value, expected):
+    assert plain([value]) == [expected]
+
+
+@pytest.mark.parametrize("use", [lambda c: c.openai(), lambda c: c.anthropic(), lambda c: c.base_url, lambda c: c.api_key])
 def test_model_access_outside_a_rollout_says_how_to_run(use):
     with pytest.raises(ConfigError, match="inside a rollout only; run the workflow with"):
         use(AgentWorkflowContext(prompt=[]))

@@ -170,9 +170,9 @@ def _transcript(pick: Pick) -> str:
     if pick.task.label is not None:
         parts.append(f'<p class="dim">label: {escape(_cut(pick.task.label))}</p>')
     told = transcripts(attempt)
-    for name, messages in told.items():
+    for name, transcript in told.items():
         parts.append(f"<h3>{escape(name)}</h3>" if len(told) > 1 else "")
-        parts += [_message(message) for message in messages]
+        parts += [_message(message) for message in transcript.messages]
     return f"<details><summary><b>{escape(pick.why)}</b> {escape(said)}</summary>{''.join(parts)}</details>"
 
 

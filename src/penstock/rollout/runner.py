@@ -5,7 +5,8 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 from penstock.config import RolloutSection
 from penstock.errors import EngineError, GraderError, WorkflowError
@@ -14,12 +15,14 @@ from penstock.gateway.recorder import settled
 from penstock.pool.base import Pool
 from penstock.records import Attempt, End, Grade, Rollout, Sampling, Task
 from penstock.rollout.executors import EXECUTORS
-from penstock.rollout.executors.base import Executor, Session
-from penstock.rollout.grading import Judge, Reward
+from penstock.rollout.executors.base import Executor, Given, Session
 from penstock.rollout.guests import Guests
+from penstock.rollout.transcripts import Transcript, make_samples, transcripts
+from penstock.rollout.work import Reward, Told
 from penstock.sdk.discovery import Agent
 
-NO_CALL = "the workflow made no model call through penstock; use ctx.openai(), or ctx.base_url and ctx.api_key with another client"
+NO_CALL = "the workflow made no model call through penstock"
+REMEDY = "use ctx.openai() or ctx.anthropic(), an integration, or ctx.base_url and ctx.api_key with another client"
 STOPPED = "stopped before it ended"
 
 
@@ -48,7 +51,8 @@ class Runner:
     """Runs rollouts of one agent. A failed rollout comes back ended, it does not raise; a failing pool does."""
 
     executor: Executor
-    judge: Judge
+    grader: str
+    """The grader's name, as its grades carry it."""
     gateway: Gateway
     pool: Pool
     events: Events
@@ -70,7 +74,7 @@ class Runner:
     async def _attempt(self, rollout: Rollout, task: Task, sampling: Sampling) -> Verdict:
         session, limit_s = self.gateway.open(rollout, sampling), self.limits.agent_timeout_s
         try:
-            await self.executor.run(task, session, rollout_id=rollout.id, timeout_s=limit_s)
+            told = await self.executor.run(task, session, rollout_id=rollout.id, timeout_s=limit_s)
         except TimeoutError:
             return Verdict(End.TIMEOUT, f"the workflow ran longer than rollout.agent_timeout_s = {limit_s:g}; raise it or do less")
         except EngineError as error:
@@ -79,14 +83,17 @@ class Runner:
             return Verdict(End.AGENT_ERROR, str(error))
         finally:
             self.gateway.close(rollout.id)
-        return await self._judge(rollout, task)
+        if told.strays:
+            self.events.emit("rollout.strays", rollout_id=rollout.id, providers=list(told.strays))
+        return await self._judge(rollout, task, told)
 
-    async def _judge(self, rollout: Rollout, task: Task) -> Verdict:
-        attempt, limit_s = await self.pool.attempt(rollout.id), self.limits.grader_timeout_s
-        if not attempt.steps:
-            return Verdict(End.AGENT_ERROR, NO_CALL)
+    async def _judge(self, rollout: Rollout, task: Task, told: Told) -> Verdict:
+        recorded, limit_s = transcripts(await self.pool.attempt(rollout.id)), self.limits.grader_timeout_s
+        if not recorded:
+            return Verdict(End.AGENT_ERROR, no_call(told))
+        samples = make_samples(recorded, told.samples)
         try:
-            rewards = await self.judge.judge(task, attempt, timeout_s=limit_s)
+            rewards = await self.executor.grade(task, samples, rollout_id=rollout.id, timeout_s=limit_s)
         except TimeoutError:
             return Verdict(
                 End.GRADER_ERROR, f"the grader ran longer than rollout.grader_timeout_s = {limit_s:g}; raise it or do less"
@@ -97,8 +104,8 @@ class Runner:
 
     async def _end(self, rollout: Rollout, verdict: Verdict, started: float) -> None:
         grades = tuple(
-            Grade(rollout_id=rollout.id, reward=value, source=self.judge.name, transcript=transcript)
-            for transcript, value in verdict.rewards
+            Grade(rollout_id=rollout.id, reward=value, source=self.grader, transcript=transcript, step=step)
+            for transcript, value, step in verdict.rewards
         )
         for grade in grades:
             await self.pool.grade(grade)
@@ -117,11 +124,29 @@ class Runner:
         )
 
 
+def no_call(told: Told) -> str:
+    """Why there is nothing to grade or train on, and what to do about it."""
+    past = f", but called {', '.join(told.strays)} directly" if told.strays else ""
+    return f"{NO_CALL}{past}; {REMEDY}"
+
+
 @asynccontextmanager
 async def open_runner(
-    agent: Agent, *, gateway: Gateway, pool: Pool, events: Events, limits: RolloutSection
+    agent: Agent,
+    *,
+    gateway: Gateway,
+    pool: Pool,
+    events: Events,
+    limits: RolloutSection,
+    section: Any = None,
+    artifacts: Path | None = None,
 ) -> AsyncGenerator[Runner, None]:
-    """A runner for `agent` on the executor that `limits` names; leaving lets go of its connections."""
+    """A runner for `agent` on the executor that `limits` names, with its `section`; leaving lets go of what it holds."""
+
+    async def recorded(rollout_id: str) -> dict[str, Transcript]:
+        return transcripts(await pool.attempt(rollout_id))
+
     guests = Guests(agent.entry.parent, events)
-    async with EXECUTORS.load(limits.executor)(agent, guests) as executor:
-        yield Runner(executor=executor, judge=Judge(agent, guests), gateway=gateway, pool=pool, events=events, limits=limits)
+    given = Given(agent=agent, guests=guests, section=section, recorded=recorded, artifacts=artifacts)
+    async with EXECUTORS.load(limits.executor)(given) as executor:
+        yield Runner(executor=executor, grader=agent.grader_name, gateway=gateway, pool=pool, events=events, limits=limits)

@@ -31,8 +31,16 @@ class Agent:
     workflow: type[AgentWorkflow[Any]]
     workflow_config: AgentWorkflowConfig | None
     """None where the file has no config object and the TOML sets nothing."""
-    grader: type[Grader]
+    grader: type[Grader] | None
+    """None only where an agent was put together by hand, to be run without being graded."""
     grader_config: GraderConfig | None
+    tables: tuple[Mapping[str, Any], Mapping[str, Any]] = ({}, {})
+    """`[workflow]` and `[grader]` of the TOML, as another process must apply them too."""
+
+    @property
+    def grader_name(self) -> str:
+        """As its grades carry it."""
+        return self.grader_config.name if self.grader_config else self.grader.__name__ if self.grader else "none"
 
 
 def load_agent(entry: Path, workflow: Mapping[str, Any], grader: Mapping[str, Any]) -> Agent:
@@ -52,6 +60,7 @@ def load_agent(entry: Path, workflow: Mapping[str, Any], grader: Mapping[str, An
         workflow_config=_config(module, AgentWorkflowConfig, agent_class, "workflow", workflow, entry),
         grader=grader_class,
         grader_config=_config(module, GraderConfig, grader_class, "grader", grader, entry),
+        tables=(workflow, grader),
     )
 
 

@@ -43,4 +43,4 @@ class AgentWorkflow(ABC, Generic[TConfig]):
 
     @abstractmethod
     async def run(self, ctx: AgentWorkflowContext[TConfig]) -> Any:
-        """Work on `ctx.prompt`. What it returns is ignored: the gateway has recorded every call."""
+        """Work on `ctx.prompt`. The gateway records every call; if it returns messages, the grader sees those."""

@@ -15,7 +15,7 @@ import orjson
 from penstock.config import RunConfig, validate
 from penstock.errors import ConfigError
 
-MAY_CHANGE = ("train.steps", "run.folder", "train.checkpoint_every", "train.checkpoints_kept", "gateway.")
+MAY_CHANGE = ("train.steps", "run.folder", "train.checkpoint_every", "train.checkpoints_kept", "gateway.", "executor.")
 """Keys, or how they begin, that a resumed run may change: none of them changes what was trained so far."""
 
 

@@ -3,6 +3,7 @@
 import socket
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from penstock.config import RunConfig
 from penstock.engines import ENGINES
@@ -12,6 +13,7 @@ from penstock.models import ModelFolder, cached, resolve
 from penstock.pool import POOLS
 from penstock.records import Task
 from penstock.rollout.executors import EXECUTORS
+from penstock.rollout.executors.base import read_section
 from penstock.sdk.dataset import load_tasks
 from penstock.sdk.discovery import Agent, load_agent
 from penstock.train import LOSSES
@@ -25,6 +27,8 @@ class Inputs:
     tasks: list[Task]
     heldout: list[Task]
     agent: Agent
+    executor: Any
+    """Settings of the executor."""
     model: str
     folder: Path
     """The start policy's files."""
@@ -34,11 +38,12 @@ def read_inputs(config: RunConfig, listener: Listener) -> Inputs:
     """Read and check all of it, the cheap first; ConfigError names the first thing that is wrong."""
     _check_names(config)
     _check_port(config.gateway.host, config.gateway.port)
+    executor = read_section(config.rollout.executor, config.executor)
     tasks = load_tasks(config.dataset.train)
     heldout = load_tasks(config.dataset.eval, limit=config.dataset.eval_limit) if config.dataset.eval else []
     agent = load_agent(config.agent.entry, config.workflow, config.grader)
     model = cached(config.model.name) or _pull(config.model.name, listener)
-    return Inputs(tasks=tasks, heldout=heldout, agent=agent, model=model.name, folder=model.path)
+    return Inputs(tasks=tasks, heldout=heldout, agent=agent, executor=executor, model=model.name, folder=model.path)
 
 
 def _check_names(config: RunConfig) -> None:

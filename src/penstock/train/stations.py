@@ -69,7 +69,15 @@ async def open_stations(config: RunConfig, inputs: Inputs, folder: RunFolder, ev
             )
         )
         runner = await stack.enter_async_context(
-            open_runner(inputs.agent, gateway=gateway, pool=pool, events=events, limits=config.rollout)
+            open_runner(
+                inputs.agent,
+                gateway=gateway,
+                pool=pool,
+                events=events,
+                limits=config.rollout,
+                section=inputs.executor,
+                artifacts=folder.path / "artifacts",
+            )
         )
         decoder = getattr(engine, "decoder", None) or await asyncio.to_thread(load_decoder, inputs.folder)
         yield Stations(

@@ -1,5 +1,21 @@
-"""Executors: where the author's workflow runs. Each name makes one with `executor(agent, guests)`."""
+"""Executors: where the author's workflow runs. Each name makes one with `executor(given)`."""
 
 from penstock.registry import Registry
 
-EXECUTORS = Registry("executor", {"inline": "penstock.rollout.executors.inline:InlineExecutor"})
+EXECUTORS = Registry(
+    "executor",
+    {
+        "inline": "penstock.rollout.executors.inline:InlineExecutor",
+        "process": "penstock.rollout.executors.process:ProcessExecutor",
+        "server": "penstock.rollout.executors.server:ServerExecutor",
+    },
+)
+
+SECTIONS = Registry(
+    "executor section",
+    {
+        "process": "penstock.rollout.executors.process:ProcessSection",
+        "server": "penstock.rollout.executors.server:ServerSection",
+    },
+)
+"""What each takes under `[executor]`; one that is not listed takes nothing."""

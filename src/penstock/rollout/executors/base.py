@@ -1,9 +1,20 @@
-"""What every executor offers: one run of the author's workflow, with its model calls sent to a session of the gateway."""
+"""What every executor offers: a run of the author's workflow with its model calls sent to the gateway, then a run of the grader."""
 
+from collections.abc import Awaitable, Callable, Generator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
+from penstock.config import Section, validate
 from penstock.records import Task
+from penstock.rollout.executors import SECTIONS
+from penstock.rollout.guests import Guests
+from penstock.rollout.transcripts import Transcript
+from penstock.rollout.work import Reward, Told
+from penstock.sdk.discovery import Agent
+from penstock.sdk.samples import RolloutSample
 
 
 class Session(Protocol):
@@ -20,6 +31,44 @@ class Session(Protocol):
         ...
 
 
+Recorded = Callable[[str], Awaitable[dict[str, Transcript]]]
+"""The transcripts that the gateway has recorded of a rollout, by its id."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """What an executor is made of."""
+
+    agent: Agent
+    guests: Guests
+    section: Any
+    """Its own settings, from `[executor]`: an object of the class that SECTIONS names."""
+    recorded: Recorded
+    artifacts: Path | None = None
+    """Where each rollout gets a folder for its files; None where there are none."""
+
+    @contextmanager
+    def artifacts_dir(self, rollout_id: str) -> Generator[Path | None]:
+        """The rollout's own folder, removed again if nothing was put there; None where there can be none."""
+        folder = self.artifacts and self.artifacts / rollout_id
+        if folder is not None:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError:
+                folder = None
+        try:
+            yield folder
+        finally:
+            if folder is not None:
+                with suppress(OSError):
+                    folder.rmdir()
+
+
+def read_section(name: str, table: Mapping[str, Any]) -> Any:
+    """`[executor]` as the settings of the executor `name`; ConfigError names a key that it does not have."""
+    return validate(SECTIONS.load(name) if name in SECTIONS else Section, table, "[executor]")
+
+
 class Executor(Protocol):
     """A context manager: leaving it lets go of whatever it shares between rollouts."""
 
@@ -29,9 +78,13 @@ class Executor(Protocol):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
 
-    async def run(self, task: Task, session: Session, *, rollout_id: str, timeout_s: float) -> None:
+    async def run(self, task: Task, session: Session, *, rollout_id: str, timeout_s: float) -> Told:
         """Run the workflow on `task` to its end; the deadline counts from when it starts, not from when it waits for its turn.
 
         Raises TimeoutError past the deadline, EngineError where a failing engine made it fail, WorkflowError where it raised.
         """
+        ...
+
+    async def grade(self, task: Task, samples: Mapping[str, RolloutSample], *, rollout_id: str, timeout_s: float) -> list[Reward]:
+        """Run the grader on a rollout whose workflow has returned; GraderError or TimeoutError where it gave no usable reward."""
         ...

@@ -1,0 +1,138 @@
+"""The bodies of the rollout server's protocol, in both directions. Its words are the protocol's own.
+
+    controller ── POST /rollout: RolloutInitRequest ─────────────▶ server      accepted, then run
+    controller ◀─ POST completion_callback_url: RolloutCompleteRequest ─ server  the workflow has ended
+               ── CompletionReply: what was recorded ────────────▶
+    controller ◀─ POST grader_callback_url: GraderCompleteRequest ─ server       the grader has ended
+
+Fields marked *ours* are sent only where they say something, and a peer that does not know them loses nothing.
+"""
+
+from enum import StrEnum
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat
+
+LONGEST_ID = 256
+
+
+class RolloutStatus(StrEnum):
+    """Of a workflow; the protocol writes them in lower case."""
+
+    PENDING = "pending"
+    SUCCESS = "success"
+    FAILURE = "failure"
+
+
+class GraderStatus(StrEnum):
+    """Of a grader."""
+
+    PENDING = "pending"
+    SUCCESS = "success"
+    FAILURE = "failure"
+
+
+class RolloutErrorCategory(StrEnum):
+    """Whose fault a failure was: a deadline, what was given, the policy's endpoint, or the author's code."""
+
+    TIMEOUT = "timeout"
+    VALIDATION_ERROR = "validation_error"
+    HTTP_ERROR = "http_error"
+    AGENT_ERROR = "agent_error"
+
+
+def path_segment(name: str) -> str:
+    """`name` if it can be one segment of a path; ValueError says why not."""
+    if not name or len(name) > LONGEST_ID:
+        raise ValueError(f"has {len(name)} characters; use 1 to {LONGEST_ID}")
+    if name in (".", "..") or any(letter in name for letter in "/\\\0"):
+        raise ValueError("must be one path segment: not '.' or '..', without '/', '\\' and NUL")
+    return name
+
+
+Segment = Annotated[str, AfterValidator(path_segment)]
+Seconds = Annotated[FiniteFloat, Field(gt=0)]
+
+
+class _Body(BaseModel):
+    """A later version of the protocol may send more."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+class RolloutInitRequest(_Body):
+    """`POST /rollout`"""
+
+    rollout_id: Segment
+    initial_messages: list[dict[str, Any]]
+    chat_completions_url: str
+    """The base URL of the policy: clients append `/chat/completions`."""
+    completion_callback_url: str
+    label: str | None = None
+    metadata: dict[str, Any] | None = None
+    controller_api_key: str | None = None
+    """For the callbacks, and for the policy where `llm_api_key` is absent."""
+    llm_api_key: str | None = None
+    grader_callback_url: str | None = None
+    """None: the rollout is not graded."""
+    agent_timeout_sec: Seconds | None = None
+    grader_timeout_sec: Seconds | None = None
+    extra_fields: dict[str, Any] = Field(default_factory=dict[str, Any])
+
+
+class RolloutInitResponse(_Body):
+    """Accepted."""
+
+
+class RolloutCompleteRequest(_Body):
+    """The workflow has ended; sent before grading."""
+
+    rollout_id: str
+    status: RolloutStatus
+    extra_fields: dict[str, Any] = Field(default_factory=dict[str, Any])
+    err_message: str | None = None
+    err_category: RolloutErrorCategory | None = None
+    strays: list[str] | None = None
+    """*Ours*: providers that the workflow called directly."""
+
+
+class RecordedTranscript(_Body):
+    """*Ours*: what the controller's gateway recorded of one agent's conversation."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] = Field(default_factory=list[dict[str, Any]])
+    steps: list[int] = Field(default_factory=list[int])
+
+
+class CompletionReply(_Body):
+    """What a controller may answer to a completion."""
+
+    trajectory: dict[str, Any] | None = None
+    transcripts: dict[str, RecordedTranscript] = Field(default_factory=dict[str, RecordedTranscript])
+    """*Ours*: for agents whose framework keeps no conversation of its own, so that they can be graded all the same."""
+
+
+class SampleBody(_Body):
+    """One sample, as a grader left it."""
+
+    id: str
+    messages: list[dict[str, Any]] = Field(default_factory=list[dict[str, Any]])
+    label: str | None = None
+    reward: FiniteFloat | None = None
+    remove_sample: bool = False
+    metrics: dict[str, Any] = Field(default_factory=dict[str, Any])
+    extra_fields: dict[str, Any] = Field(default_factory=dict[str, Any])
+
+
+class GraderCompleteRequest(_Body):
+    """The grader has ended."""
+
+    rollout_id: str
+    status: GraderStatus
+    samples: dict[str, SampleBody] = Field(default_factory=dict[str, SampleBody])
+    err_message: str | None = None
+    err_category: RolloutErrorCategory | None = None
+    reward: FiniteFloat | None = None
+    """*Ours*: of the whole rollout."""
+    step_rewards: dict[int, FiniteFloat] | None = None
+    """*Ours*: by the index of the call."""

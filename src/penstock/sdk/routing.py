@@ -1,0 +1,101 @@
+"""RolloutContext: where the model calls of the running rollout go, and which conversations its agents hold."""
+
+import contextvars
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol, Self
+
+from penstock.errors import ConfigError
+from penstock.sdk.samples import RolloutSample
+from penstock.sdk.threads import carry_contexts
+
+if TYPE_CHECKING:
+    from anthropic import AsyncAnthropic
+    from openai import AsyncOpenAI
+
+    from penstock.sdk.clients import Clients
+
+MAIN = "main"
+"""The transcript of an agent that names none."""
+
+_active: contextvars.ContextVar["RolloutContext | None"] = contextvars.ContextVar("penstock_rollout", default=None)
+
+
+class SampleSource(Protocol):
+    """An agent or session that can tell its conversation, in its framework's own form."""
+
+    async def get_sample(self, name: str) -> RolloutSample:
+        """What was said so far; `name` is what it was registered as."""
+        ...
+
+
+@dataclass(kw_only=True)
+class RolloutContext:
+    """A context manager: inside it, model calls belong to this rollout, in child tasks and in threads too. Contexts nest."""
+
+    base_url: str
+    """Of the gateway's OpenAI routes, ending in `/v1`."""
+    api_key: str
+    """The rollout's model token: opens model routes, nothing else."""
+    rollout_id: str = ""
+    sample_sources: dict[str, SampleSource] = field(default_factory=dict[str, SampleSource])
+    """By transcript, in the order in which they were registered."""
+    strays: set[str] = field(default_factory=set[str])
+    """Providers that were called directly, past the gateway."""
+    clients: "Clients | None" = field(default=None, repr=False)
+    """Connections shared with other rollouts; None opens new ones."""
+    _tokens: list[contextvars.Token["RolloutContext | None"]] = field(default_factory=list[Any], repr=False)
+
+    def __enter__(self) -> Self:
+        from penstock.sdk.strays import watch
+
+        carry_contexts()
+        watch()
+        self._tokens.append(_active.set(self))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        _active.reset(self._tokens.pop())
+
+    def headers(self, transcript: str = MAIN) -> dict[str, str]:
+        """Headers that say which transcript of which rollout a call belongs to."""
+        return {"x-rollout-id": self.rollout_id, "x-sample-id": transcript}
+
+    def openai(self, transcript: str = MAIN) -> "AsyncOpenAI":
+        """An `openai` client whose calls are recorded in this rollout, as `transcript`."""
+        from penstock.sdk.clients import openai_client
+
+        return openai_client(self, transcript)
+
+    def anthropic(self, transcript: str = MAIN) -> "AsyncAnthropic":
+        """An `anthropic` client whose calls are recorded in this rollout, as `transcript`."""
+        from penstock.sdk.clients import anthropic_client
+
+        return anthropic_client(self, transcript)
+
+    def register_sample_source(self, name: str, source: SampleSource) -> None:
+        """Let `source` tell transcript `name` to the grader; a name can be used once."""
+        if name in self.sample_sources:
+            raise ValueError(f"sample {name!r} is registered already; give each agent or session of a rollout a name of its own")
+        self.sample_sources[name] = source
+
+    def set_sample_source(self, source: SampleSource) -> None:
+        """The same for a rollout that holds one conversation."""
+        self.register_sample_source(MAIN, source)
+
+    async def get_samples(self) -> dict[str, RolloutSample]:
+        """What each source tells, in the order in which they were registered."""
+        return {name: await source.get_sample(name) for name, source in self.sample_sources.items()}
+
+
+def get_rollout_context() -> RolloutContext | None:
+    """The context of the rollout that this code runs in; None outside of one."""
+    return _active.get()
+
+
+def running_rollout(what: str) -> RolloutContext:
+    """The context of the running rollout; ConfigError says that `what` needs one."""
+    context = get_rollout_context()
+    if context is None:
+        raise ConfigError(f"{what} works inside a rollout only; run the workflow with `penstock train`")
+    return context

@@ -1,0 +1,49 @@
+"""RolloutSample: one conversation of a rollout, as its agent's framework keeps it and as the gateway recorded it."""
+
+import base64
+from copy import deepcopy
+from dataclasses import dataclass, field, fields
+from typing import Any, cast
+
+import orjson
+
+from penstock.records import Message
+
+
+@dataclass(kw_only=True)
+class RolloutSample:
+    """One transcript of a rollout, as its grader sees it."""
+
+    id: str
+    messages: list[Message] = field(default_factory=list[Message])
+    """In the form of the agent's own framework where one told them, else as recorded: the last call's messages and its reply."""
+    transcript: list[Message] = field(default_factory=list[Message])
+    """As recorded, in the OpenAI form, system prompt included; empty where the gateway saw no call of it."""
+    tools: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    """Schemas of the tools that its last call offered."""
+    steps: tuple[int, ...] = ()
+    """Indices of its calls, for `GraderContext.set_step_reward`."""
+    label: str | None = None
+    reward: float | None = None
+    remove_sample: bool = False
+    metrics: dict[str, Any] = field(default_factory=dict[str, Any])
+    extra_fields: dict[str, Any] = field(default_factory=dict[str, Any])
+
+
+def plain(messages: Any) -> list[Message]:
+    """`messages` as JSON values of our own, whatever objects a framework put in: every executor hands the grader the same."""
+    option = orjson.OPT_NON_STR_KEYS | orjson.OPT_PASSTHROUGH_DATACLASS
+    try:
+        return cast("list[Message]", orjson.loads(orjson.dumps(messages, default=_plain, option=option)))
+    except orjson.JSONEncodeError:  # integers beyond 64 bits or lone surrogates, which only Python's own writer takes
+        return cast("list[Message]", deepcopy(messages))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, bytes | bytearray):
+        return base64.b64encode(value).decode()
+    if hasattr(value, "model_dump"):
+        return value.model_dump(mode="json", exclude_none=True)
+    if hasattr(value, "__dataclass_fields__"):
+        return {each.name: getattr(value, each.name) for each in fields(value)}
+    return list(cast("set[Any]", value)) if isinstance(value, set | frozenset | tuple) else str(value)
