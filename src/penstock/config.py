@@ -150,7 +150,9 @@ class PoolSection(Section):
     """`[pool]`: where everything is recorded."""
 
     name: str = "sqlite"
-    """`sqlite`, or `memory`, which forgets and cannot be resumed."""
+    """`sqlite`, `postgres`, or `memory`, which forgets and cannot be resumed."""
+    url: str = ""
+    """Of the PostgreSQL database, without its password: `postgresql://user@host/name`."""
     lease_s: float = Field(default=3600.0, gt=0)
     """How long a trainer may hold groups without a word."""
 

@@ -5,6 +5,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+from postgres_server import server_url
+
 from penstock.pool import POOLS
 from penstock.pool.base import Pool
 from penstock.records import End, Grade, Group, Lease, Node, Rollout, Sampling, Step, Task, make_rollout
@@ -22,11 +24,17 @@ class FakeClock:
         return self.now
 
 
+def open_one(name: str, folder: Path, **options: Any) -> Pool:
+    """The pool called `name` for `folder`; PostgreSQL gets a server."""
+    where = {"url": server_url()} if name == "postgres" else {}
+    return POOLS.load(name)(folder, **where, **options)
+
+
 def play(name: str, folder: Path, act: Callable[[Pool], Awaitable[None]], **options: Any) -> None:
     """Open the pool called `name`, run `act` on it, close it."""
 
     async def whole() -> None:
-        pool: Pool = POOLS.load(name)(folder, **options)
+        pool = open_one(name, folder, **options)
         try:
             await act(pool)
         finally:

@@ -7,7 +7,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from pool_cases import FakeClock, claim, complete, ids, make_node, make_step, must_claim, open_groups, places, play
+from pool_cases import FakeClock, claim, complete, ids, make_node, make_step, must_claim, open_groups, open_one, places, play
 
 from penstock.errors import PoolError
 from penstock.pool import POOLS
@@ -63,7 +63,7 @@ def test_the_lease_of_a_dead_process_returns_at_start_up_or_in_time(durable: str
 def test_two_openers_share_one_truth(durable: str, tmp_path: Path) -> None:
     async def act(mine: Pool) -> None:
         clock = FakeClock()
-        theirs: Pool = POOLS.load(durable)(tmp_path, clock=clock)
+        theirs: Pool = open_one(durable, tmp_path, clock=clock)
         await complete(mine, 0)
         lease = await must_claim(mine)
         assert await claim(theirs) is None

@@ -1,4 +1,4 @@
-"""Random lives of the SQLite pool, with the memory pool as the model: both must say the same at every step."""
+"""Random lives of each durable pool, with the memory pool as the model: both must say the same at every step."""
 
 import asyncio
 import shutil
@@ -12,7 +12,8 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from pool_cases import TASK, FakeClock, make_node, make_step, places
+from pool_cases import TASK, FakeClock, make_node, make_step, open_one, places
+from postgres_server import server_url
 
 from penstock.errors import PoolError
 from penstock.pool import POOLS
@@ -27,13 +28,15 @@ lease_times = st.sampled_from([0.0, 1e9])
 
 
 class PoolModel(RuleBasedStateMachine):
+    name = "sqlite"
+
     @initialize()
     def start(self) -> None:
         self.folder = Path(tempfile.mkdtemp())
         self.runner = asyncio.Runner()
         self.clock = FakeClock()
         self.model: Pool = POOLS.load("memory")(self.folder, clock=self.clock)
-        self.pool: Pool = POOLS.load("sqlite")(self.folder, clock=self.clock)
+        self.pool: Pool = open_one(self.name, self.folder, clock=self.clock)
         self.rollouts: list[Rollout] = []
         self.leases: list[tuple[str, str]] = []
         for seq in range(3):
@@ -143,7 +146,7 @@ class PoolModel(RuleBasedStateMachine):
     @rule()
     def reopen(self) -> None:
         self.runner.run(self.pool.close())
-        self.pool = POOLS.load("sqlite")(self.folder, clock=self.clock)
+        self.pool = open_one(self.name, self.folder, clock=self.clock)
 
     @invariant()
     def same_contents(self) -> None:
@@ -156,5 +159,16 @@ class PoolModel(RuleBasedStateMachine):
         self.both(look)
 
 
-PoolModel.TestCase.settings = settings(max_examples=20, stateful_step_count=40, deadline=None)
+class PostgresModel(PoolModel):
+    name = "postgres"
+
+    @initialize()
+    def serve(self) -> None:
+        """Before the first rule, so that a machine without PostgreSQL skips the test."""
+        server_url()
+
+
+for machine in (PoolModel, PostgresModel):
+    machine.TestCase.settings = settings(max_examples=20, stateful_step_count=40, deadline=None)
 TestPoolModel = pytest.mark.slow(PoolModel.TestCase)
+TestPostgresModel = pytest.mark.slow(PostgresModel.TestCase)

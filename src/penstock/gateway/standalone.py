@@ -81,7 +81,7 @@ async def open_gateway(
     """Open pool, engine and gateway; left in good order, it waits for answers under way and closes all of them."""
     async with AsyncExitStack() as stack:
         events = stack.enter_context(Events(folder / "events.jsonl"))
-        pool: Pool = POOLS.load(settings.pool.name)(folder)
+        pool: Pool = POOLS.load(settings.pool.name)(folder, url=settings.pool.url)
         stack.push_async_callback(pool.close)
         renderer = await asyncio.to_thread(Renderer.load, model.path)
         opener, decode = ENGINES.load(settings.engine.name), renderer.tokenizer.decode

@@ -15,7 +15,7 @@ from penstock.pool.rules import State, Trained
 from penstock.records import Attempt, End, Grade, Group, Lease, Node, Rollout, Step, Task
 
 
-def open_pool(folder: Path, *, clock: Clock = time.monotonic) -> Pool:
+def open_pool(folder: Path, *, url: str = "", clock: Clock = time.monotonic) -> Pool:
     """A new, empty pool; `folder` is ignored."""
     return MemoryPool(clock)
 

@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 from penstock.errors import PoolError
+from penstock.pool.database import SqliteDatabase
 
 APPLICATION_ID = 0x50535450
 """Marks the file as ours, so that nobody's other database is taken for a pool."""
@@ -48,9 +49,11 @@ MIGRATIONS = [
 """Each entry takes the file from the format of its index to the next; an entry that was released is never changed."""
 
 
-def open_database(path: Path, *, max_pages: int | None = None) -> sqlite3.Connection:
+def open_database(path: Path, *, max_pages: int | None = None) -> SqliteDatabase:
     """A connection in which a commit is on disk when it returns; it may be handed from thread to thread."""
-    database = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None, check_same_thread=False, cached_statements=512)
+    database = sqlite3.connect(
+        path, timeout=BUSY_S, isolation_level=None, check_same_thread=False, cached_statements=512, factory=SqliteDatabase
+    )
     try:
         _recognise(database, path)
         _configure(database, max_pages)

@@ -1,14 +1,13 @@
 """Threads that read: each read sees one moment of the database, and never holds up the writer."""
 
 import asyncio
-import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import TypeVar
 
 from penstock.errors import PoolError
-from penstock.pool.migrations import FAULTS
+from penstock.pool.database import Database
 
 T = TypeVar("T")
 
@@ -16,16 +15,16 @@ T = TypeVar("T")
 class Reader:
     """One thread per connection, so that a long report leaves one for the others."""
 
-    def __init__(self, databases: list[sqlite3.Connection], explain: Callable[[Exception], Exception]) -> None:
+    def __init__(self, databases: Sequence[Database], explain: Callable[[Exception], Exception]) -> None:
         self._databases = databases
         self._explain = explain
         self._closed = False
-        self._idle: SimpleQueue[sqlite3.Connection] = SimpleQueue()
+        self._idle: SimpleQueue[Database] = SimpleQueue()
         for database in databases:
             self._idle.put(database)
         self._threads = ThreadPoolExecutor(len(databases), thread_name_prefix="penstock-pool-reader")
 
-    async def run(self, read: Callable[[sqlite3.Connection], T]) -> T:
+    async def run(self, read: Callable[[Database], T]) -> T:
         """What `read` returns; all its queries see the same state."""
         if self._closed:
             raise PoolError("the pool is closed; open it again")
@@ -40,13 +39,16 @@ class Reader:
         for database in self._databases:
             database.close()
 
-    def _read(self, read: Callable[[sqlite3.Connection], T]) -> T:
+    def _read(self, read: Callable[[Database], T]) -> T:
         database = self._idle.get()
         try:
-            database.execute("BEGIN")
+            database.begin_reading()
             return read(database)
-        except FAULTS as cause:
-            raise self._explain(cause) from cause
+        except Exception as cause:
+            error = self._explain(cause)
+            if error is cause:
+                raise
+            raise error from cause
         finally:
             if database.in_transaction:
                 database.execute("ROLLBACK")

@@ -1,7 +1,6 @@
 """One thread that owns the writing connection: whatever waits when it is free becomes one transaction."""
 
 import asyncio
-import sqlite3
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -9,6 +8,7 @@ from itertools import groupby
 from typing import Any, NamedTuple, TypeVar
 
 from penstock.errors import PoolError
+from penstock.pool.database import Database
 
 T = TypeVar("T")
 Explain = Callable[[Exception], Exception]
@@ -18,13 +18,13 @@ class Bulk(NamedTuple):
     """A write that may be carried out together with its like."""
 
     value: Any
-    together: Callable[[sqlite3.Connection, list[Any]], bool]
+    together: Callable[[Database, list[Any]], bool]
     """Writes the values of several; False where they must be written one by one, and then what it did is undone."""
 
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    write: Callable[[sqlite3.Connection], Any]
+    write: Callable[[Database], Any]
     done: asyncio.Future[Any]
     bulk: Bulk | None = None
     result: Any = None
@@ -41,14 +41,14 @@ class _Job:
 
 
 class Writer:
-    """Group commit. `explain` turns what SQLite raises into what callers see.
+    """Group commit. `explain` turns what the database raises into what callers see.
 
     The first write is committed alone; those that come while it goes to disk share the next commit, so many concurrent callers
     cost few syncs and a single one waits for nobody. Where the last commit was shared, the next waits a moment for as many. A
     write that was handed over is carried out even if its caller is cancelled meanwhile; the cancellation goes on once it is done.
     """
 
-    def __init__(self, database: sqlite3.Connection, explain: Explain, *, limit: int = 1024) -> None:
+    def __init__(self, database: Database, explain: Explain, *, limit: int = 1024) -> None:
         self._database = database
         self._explain = explain
         self._limit = limit
@@ -61,7 +61,7 @@ class Writer:
         self._thread = threading.Thread(target=self._run, name="penstock-pool-writer", daemon=True)
         self._thread.start()
 
-    async def submit(self, write: Callable[[sqlite3.Connection], T], bulk: Bulk | None = None) -> T:
+    async def submit(self, write: Callable[[Database], T], bulk: Bulk | None = None) -> T:
         """Run `write` in a transaction and return its result once that is on disk. It may raise: then it has changed nothing.
 
         With `bulk`, it may be left to that function to do the same for several, where `write` returns nothing.
@@ -115,8 +115,8 @@ class Writer:
 
     def _commit(self, batch: list[_Job]) -> None:
         try:
-            self._database.execute("BEGIN IMMEDIATE")
-        except sqlite3.Error as cause:
+            self._database.begin()
+        except self._database.ERRORS as cause:
             self._fail(batch, cause)
             return
         try:
@@ -138,13 +138,13 @@ class Writer:
             self._database.execute("SAVEPOINT many")
         try:
             done = jobs[0].bulk.together(self._database, [job.bulk.value for job in jobs if job.bulk])
-        except sqlite3.Error:
+        except self._database.ERRORS:
             if not self._database.in_transaction:
                 raise
             done = False
         if alone and not done:
             self._database.execute("ROLLBACK")
-            self._database.execute("BEGIN IMMEDIATE")
+            self._database.begin()
         if not alone and not done:
             self._database.execute("ROLLBACK TO many")
         if not alone:

@@ -55,7 +55,7 @@ async def open_recorded(path: Path, *, channel: str, limit: int | None = None) -
         raise ConfigError(f"{path}: this run kept its steps in memory (pool.name = 'memory'), so nothing is left of them to read")
     if config.pool.name == "sqlite" and not (path / "pool.db").exists():
         raise ConfigError(f"{path}: this run has no pool.db yet, so there is nothing to read; start it first")
-    pool: Pool = POOLS.load(config.pool.name)(path)
+    pool: Pool = POOLS.load(config.pool.name)(path, url=config.pool.url)
     try:
         stats = await pool.stats(channel)
         if not stats.steps:

@@ -47,7 +47,7 @@ class Stations:
 async def open_stations(config: RunConfig, inputs: Inputs, folder: RunFolder, events: Events) -> AsyncGenerator[Stations]:
     """Open pool, engine, gateway, runner and learner for `config`; all of them are closed on leaving, the last opened first."""
     async with AsyncExitStack() as stack:
-        pool: Pool = POOLS.load(config.pool.name)(folder.path)
+        pool: Pool = POOLS.load(config.pool.name)(folder.path, url=config.pool.url)
         stack.push_async_callback(pool.close)
         events.emit("stage", text=f"loading {inputs.model}")
         renderer = await asyncio.to_thread(Renderer.load, inputs.folder)

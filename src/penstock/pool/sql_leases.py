@@ -1,12 +1,12 @@
 """Lending groups and taking them back, in SQL: each function is one atomic change and may refuse it with PoolError."""
 
-import sqlite3
 from typing import NamedTuple
 
 from penstock.pool import rules
+from penstock.pool.database import Database, Tally
 from penstock.pool.leases import Beat, LeaseClock
 from penstock.pool.rules import State, Trained
-from penstock.pool.sqlite_writes import Tally, count, count_move
+from penstock.pool.sql_writes import count_move
 
 
 class Wanted(NamedTuple):
@@ -28,16 +28,16 @@ class Lent(NamedTuple):
     stale: int
 
 
-def open_beats(database: sqlite3.Connection) -> list[Beat]:
+def open_beats(database: Database) -> list[Beat]:
     """All leases that are neither given back nor acknowledged nor known to have expired."""
-    return [Beat(*row) for row in database.execute("SELECT id, beat, lease_s FROM leases WHERE open")]
+    return [Beat(*row) for row in database.execute("SELECT id, beat, lease_s FROM leases WHERE open = 1")]
 
 
-def claim(database: sqlite3.Connection, clock: LeaseClock, wanted: Wanted) -> Lent | None:
+def claim(database: Database, clock: LeaseClock, wanted: Wanted) -> Lent | None:
     """Drop what is stale, then lend the oldest groups if there are enough."""
     _expire(database, clock)
     _drop_stale(database, wanted)
-    query = "SELECT id FROM groups WHERE channel = ? AND state = ? ORDER BY seq, id LIMIT ?"
+    query = f"SELECT id FROM groups WHERE channel = ? AND state = ? ORDER BY seq, id LIMIT ?{database.SKIP}"
     ids = [row[0] for row in database.execute(query, (wanted.channel, State.COMPLETE, wanted.groups))]
     if len(ids) < wanted.groups:
         return None
@@ -52,12 +52,12 @@ def claim(database: sqlite3.Connection, clock: LeaseClock, wanted: Wanted) -> Le
     return Lent(ids, _report_stale(database, wanted.channel))
 
 
-def renew(database: sqlite3.Connection, clock: LeaseClock, lease_id: str, lease_s: float) -> bool:
+def renew(database: Database, clock: LeaseClock, lease_id: str, lease_s: float) -> bool:
     """Give a lease more time; False where it is over, so that the expiry found on the way is kept."""
     _known(database, lease_id)
     _expire(database, clock)
     row = database.execute(
-        "UPDATE leases SET beat = beat + 1, lease_s = ? WHERE id = ? AND open RETURNING beat", (lease_s, lease_id)
+        "UPDATE leases SET beat = beat + 1, lease_s = ? WHERE id = ? AND open = 1 RETURNING beat", (lease_s, lease_id)
     ).fetchone()
     if row is None:
         return False
@@ -65,7 +65,7 @@ def renew(database: sqlite3.Connection, clock: LeaseClock, lease_id: str, lease_
     return True
 
 
-def release(database: sqlite3.Connection, lease_id: str | None) -> None:
+def release(database: Database, lease_id: str | None) -> None:
     """Close one lease, or all."""
     if lease_id is not None:
         _known(database, lease_id)
@@ -73,13 +73,13 @@ def release(database: sqlite3.Connection, lease_id: str | None) -> None:
         _close(database, one)
 
 
-def ack(database: sqlite3.Connection, lease_id: str, policy_version: int) -> None:
+def ack(database: Database, lease_id: str, policy_version: int) -> None:
     """Enter the lease's groups into the ledger: all of them or, where one is held or trained by another, none."""
     _known(database, lease_id)
     rows = database.execute(
-        """SELECT g.id, g.channel, g.state, g.lease_id, t.lease_id, t.version
+        f"""SELECT g.id, g.channel, g.state, g.lease_id, t.lease_id, t.version
            FROM lease_groups AS l JOIN groups AS g ON g.id = l.group_id LEFT JOIN ledger AS t ON t.group_id = g.id
-           WHERE l.lease_id = ? ORDER BY l.position""",
+           WHERE l.lease_id = ? ORDER BY l.position{_of_groups(database)}""",
         (lease_id,),
     ).fetchall()
     for group_id, channel, state, last, by, version in rows:
@@ -91,26 +91,26 @@ def ack(database: sqlite3.Connection, lease_id: str, policy_version: int) -> Non
             )
             database.execute("UPDATE groups SET state = ? WHERE id = ?", (State.TRAINED, group_id))
             count_move(database, channel, state, State.TRAINED)
-            count(database, channel, [Tally("top", "version", policy_version)])
+            database.count(channel, [Tally("top", "version", policy_version)])
     database.execute("UPDATE leases SET open = 0 WHERE id = ?", (lease_id,))
 
 
-def _known(database: sqlite3.Connection, lease_id: str) -> None:
+def _known(database: Database, lease_id: str) -> None:
     if database.execute("SELECT 1 FROM leases WHERE id = ?", (lease_id,)).fetchone() is None:
         raise rules.unknown_lease(lease_id)
 
 
-def _expire(database: sqlite3.Connection, clock: LeaseClock) -> None:
+def _expire(database: Database, clock: LeaseClock) -> None:
     for lease_id in clock.expired(open_beats(database)):
         _close(database, lease_id)
 
 
-def _close(database: sqlite3.Connection, lease_id: str) -> None:
+def _close(database: Database, lease_id: str) -> None:
     """Give back those groups that the lease still holds."""
     database.execute("UPDATE leases SET open = 0 WHERE id = ?", (lease_id,))
     held = database.execute(
-        """SELECT g.id, g.channel FROM lease_groups AS l JOIN groups AS g ON g.id = l.group_id
-           WHERE l.lease_id = ? AND g.lease_id = l.lease_id AND g.state = ?""",
+        f"""SELECT g.id, g.channel FROM lease_groups AS l JOIN groups AS g ON g.id = l.group_id
+           WHERE l.lease_id = ? AND g.lease_id = l.lease_id AND g.state = ?{_of_groups(database)}""",
         (lease_id, State.LEASED),
     ).fetchall()
     for group_id, channel in held:
@@ -118,17 +118,21 @@ def _close(database: sqlite3.Connection, lease_id: str) -> None:
         count_move(database, channel, State.LEASED, State.COMPLETE)
 
 
-def _drop_stale(database: sqlite3.Connection, wanted: Wanted) -> None:
+def _drop_stale(database: Database, wanted: Wanted) -> None:
     dropped = database.execute(
         "UPDATE groups SET state = ? WHERE channel = ? AND state = ? AND oldest < ?",
         (State.STALE, wanted.channel, State.COMPLETE, wanted.version - wanted.max_staleness),
     ).rowcount
     if dropped:
         count_move(database, wanted.channel, State.COMPLETE, State.STALE, dropped)
-        count(database, wanted.channel, [Tally("unreported", "stale", dropped)])
+        database.count(wanted.channel, [Tally("unreported", "stale", dropped)])
 
 
-def _report_stale(database: sqlite3.Connection, channel: str) -> int:
+def _report_stale(database: Database, channel: str) -> int:
     """How many groups were dropped since the last lease; they are told once."""
-    row = database.execute("DELETE FROM tally WHERE channel = ? AND kind = 'unreported' RETURNING n", (channel,)).fetchone()
-    return row[0] if row else 0
+    rows = database.execute("DELETE FROM tally WHERE channel = ? AND kind = 'unreported' RETURNING n", (channel,)).fetchall()
+    return sum(row[0] for row in rows)
+
+
+def _of_groups(database: Database) -> str:
+    return f"{database.LOCK} OF g" if database.LOCK else ""

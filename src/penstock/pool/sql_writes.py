@@ -1,12 +1,12 @@
 """What is written of rollouts, in SQL: each function is one atomic change and may refuse it with PoolError."""
 
-import sqlite3
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
 from penstock.pool import rules
+from penstock.pool.database import Database, Tally
 from penstock.pool.rows import Row, column_names, grade_key, pack_message, seal
 from penstock.pool.rules import State
 from penstock.records import End, Grade, Node, Rollout, Step, Task
@@ -24,27 +24,9 @@ _READS = {
 }
 
 
-class Tally(NamedTuple):
-    """A change of a running count: added to it, except that a `top` keeps the highest."""
-
-    kind: str
-    name: str
-    n: int
-
-
-def count(database: sqlite3.Connection, channel: str, changes: Iterable[Tally]) -> None:
-    """Keep the running counts of a channel in step with what was written, in one statement."""
-    values = [(channel, *change) for change in changes]
-    database.execute(
-        f"""INSERT INTO tally (channel, kind, name, n) VALUES {", ".join(["(?, ?, ?, ?)"] * len(values))} ON CONFLICT DO UPDATE
-            SET n = CASE kind WHEN 'top' THEN max(n, excluded.n) ELSE n + excluded.n END""",
-        [field for value in values for field in value],
-    )
-
-
-def count_move(database: sqlite3.Connection, channel: str, before: str, after: str, n: int = 1) -> None:
+def count_move(database: Database, channel: str, before: str, after: str, n: int = 1) -> None:
     """Count `n` groups that went from one state to another."""
-    count(database, channel, [Tally("state", str(before), -n), Tally("state", str(after), n)])
+    database.count(channel, [Tally("state", str(before), -n), Tally("state", str(after), n)])
 
 
 class GroupRows(NamedTuple):
@@ -63,8 +45,9 @@ def seal_group(task: Task, rollouts: Sequence[Rollout]) -> GroupRows:
     return GroupRows(group_id, rollouts[0].channel, seal(task, f"task {task.id!r}"), rows)
 
 
-def open_group(database: sqlite3.Connection, group: GroupRows, seq: int | None) -> None:
+def open_group(database: Database, group: GroupRows, seq: int | None) -> None:
     """Make the group unless it is there."""
+    database.alone(f"group {group.id}" if seq is not None else f"channel {group.channel}")
     if database.execute("SELECT 1 FROM groups WHERE id = ?", (group.id,)).fetchone():
         return
     number = seq
@@ -76,7 +59,7 @@ def open_group(database: sqlite3.Connection, group: GroupRows, seq: int | None) 
     )
     for rollout, row in group.rollouts:
         _open_rollout(database, rollout, row)
-    count(database, group.channel, [Tally("state", State.OPEN, 1), Tally("top", "seq", int(number))])
+    database.count(group.channel, [Tally("state", State.OPEN, 1), Tally("top", "seq", int(number))])
 
 
 class Append(NamedTuple):
@@ -94,7 +77,7 @@ def seal_append(step: Step, node: Node | None) -> Append:
     return Append(step, node, seal(step, rules.step_name(step)), node and seal(node, rules.node_name(node)))
 
 
-def append(database: sqlite3.Connection, given: Append) -> None:
+def append(database: Database, given: Append) -> None:
     """Store a step and its node."""
     step, node, row, node_row = given
     channel, oldest = _running(database, step.rollout_id, rules.step_name(step))
@@ -109,16 +92,17 @@ def append(database: sqlite3.Connection, given: Append) -> None:
     if not _put(database, "steps", (step.rollout_id, step.index), row, rules.step_name(step)):
         return
     _lower(database, step.rollout_id, oldest, step.versions)
-    count(database, channel, [*changes, *_of_step(step)])
+    database.count(channel, [*changes, *_of_step(step)])
 
 
-def append_all(database: sqlite3.Connection, given: Sequence[Append]) -> bool:
+def append_all(database: Database, given: Sequence[Append]) -> bool:
     """Store several at once, in few statements; False where one of them is not plainly new, whatever was written till then.
 
     Each statement lets other threads in and has to wait for its turn again, so fewer statements cost more than their number saves.
     """
     rollouts = {each.step.rollout_id for each in given}
-    found = database.execute(f"SELECT id, ended, channel, oldest FROM rollouts WHERE id IN ({_marks(rollouts)})", [*rollouts])
+    query = f"SELECT id, ended, channel, oldest FROM rollouts WHERE id IN ({_marks(rollouts)}) ORDER BY id{database.LOCK}"
+    found = database.execute(query, sorted(rollouts))
     running = {name: _Running(channel, oldest) for name, ended, channel, oldest in found if ended is None}
     nodes = [(each.node, each.node_row) for each in given if each.node is not None and each.node_row is not None]
     if len(running) < len(rollouts):
@@ -138,7 +122,7 @@ def append_all(database: sqlite3.Connection, given: Sequence[Append]) -> bool:
         for kind, name, n in [*(_of_node(node) if node else ()), *_of_step(step)]:
             tally[kind, name] = max(tally[kind, name], n) if kind == "top" else tally[kind, name] + n
     for channel, tally in changes.items():
-        count(database, channel, [Tally(kind, name, n) for (kind, name), n in tally.items()])
+        database.count(channel, [Tally(kind, name, n) for (kind, name), n in tally.items()])
     return True
 
 
@@ -154,7 +138,7 @@ def _of_step(step: Step) -> list[Tally]:
     return [*counts, Tally("top", "version", max(step.versions, default=0))]
 
 
-def _lower(database: sqlite3.Connection, rollout_id: str, oldest: int | None, versions: Sequence[int]) -> int | None:
+def _lower(database: Database, rollout_id: str, oldest: int | None, versions: Sequence[int]) -> int | None:
     """Keep the oldest version on any token of the rollout."""
     lowest = rules.oldest_version((oldest, min(versions, default=None)))
     if lowest != oldest:
@@ -162,7 +146,7 @@ def _lower(database: sqlite3.Connection, rollout_id: str, oldest: int | None, ve
     return lowest
 
 
-def _put_all(database: sqlite3.Connection, table: str, rows: list[tuple[tuple[str, Any], Row]]) -> bool:
+def _put_all(database: Database, table: str, rows: list[tuple[tuple[str, Any], Row]]) -> bool:
     """Insert rows; False where one of them, whatever its content, was there."""
     if not rows:
         return True
@@ -182,7 +166,7 @@ def _count_of(table: str, keys: int) -> str:
     return f"SELECT count(*) FROM {table} WHERE (rollout_id, id) IN (VALUES {', '.join(['(?, ?)'] * keys)})"
 
 
-def _have_all(database: sqlite3.Connection, table: str, keys: set[tuple[str, int]]) -> bool:
+def _have_all(database: Database, table: str, keys: set[tuple[str, int]]) -> bool:
     if not keys:
         return True
     fields = [field for key in keys for field in key]
@@ -193,22 +177,24 @@ def _marks(values: Collection[Any]) -> str:
     return ", ".join("?" * len(values))
 
 
-def grade(database: sqlite3.Connection, given: Grade, row: Row) -> None:
+def grade(database: Database, given: Grade, row: Row) -> None:
     """Store a grade."""
     _running(database, given.rollout_id, rules.grade_name(given))
     _put(database, "grades", (given.rollout_id, grade_key(given)), row, rules.grade_name(given))
 
 
-def end(database: sqlite3.Connection, rollout_id: str, how: End, message: str) -> bool:
+def end(database: Database, rollout_id: str, how: End, message: str) -> bool:
     """Give the rollout its end, and with the last one its group its completeness."""
-    row = database.execute("SELECT ended, channel, group_id FROM rollouts WHERE id = ?", (rollout_id,)).fetchone()
+    query = f"SELECT ended, channel, group_id FROM rollouts WHERE id = ?{database.LOCK}"
+    row = database.execute(query, (rollout_id,)).fetchone()
     if row is None:
         raise rules.unknown_rollout(rollout_id)
     ended, channel, group_id = row
     if ended is not None:
         return False
+    database.execute(f"SELECT 1 FROM groups WHERE id = ?{database.LOCK}", (group_id,))
     database.execute("UPDATE rollouts SET ended = ?, message = ? WHERE id = ?", (how, pack_message(message), rollout_id))
-    count(database, channel, [Tally("end", how, 1)])
+    database.count(channel, [Tally("end", how, 1)])
     places = database.execute("SELECT ended, oldest FROM rollouts WHERE group_id = ? AND current = 1", (group_id,)).fetchall()
     if all(place[0] is not None for place in places):
         oldest = rules.oldest_version(place[1] for place in places)
@@ -217,16 +203,17 @@ def end(database: sqlite3.Connection, rollout_id: str, how: End, message: str) -
     return True
 
 
-def replace(database: sqlite3.Connection, lost: Rollout, reason: str, *, row: Row, successor_row: Row) -> None:
+def replace(database: Database, lost: Rollout, reason: str, *, row: Row, successor_row: Row) -> None:
     """End the one and open the other."""
-    stored = database.execute("SELECT record, ended FROM rollouts WHERE id = ?", (lost.id,)).fetchone()
+    stored = database.execute(f"SELECT record, ended FROM rollouts WHERE id = ?{database.LOCK}", (lost.id,)).fetchone()
     if stored is None:
         raise rules.unknown_rollout(lost.id)
     if stored[0] != row.record:
         raise rules.differs(f"rollout {lost.id!r}")
     if database.execute("SELECT 1 FROM rollouts WHERE id = ?", (lost.successor.id,)).fetchone():
         return
-    state, lease_id = database.execute("SELECT state, lease_id FROM groups WHERE id = ?", (lost.group_id,)).fetchone()
+    query = f"SELECT state, lease_id FROM groups WHERE id = ?{database.LOCK}"
+    state, lease_id = database.execute(query, (lost.group_id,)).fetchone()
     rules.check_replaceable(lost, End(stored[1]) if stored[1] else None, State(state), lent=lease_id is not None)
     database.execute("UPDATE rollouts SET current = 0 WHERE id = ?", (lost.id,))
     _open_rollout(database, lost.successor, successor_row)
@@ -236,14 +223,14 @@ def replace(database: sqlite3.Connection, lost: Rollout, reason: str, *, row: Ro
         count_move(database, lost.channel, State.COMPLETE, State.OPEN)
 
 
-def _open_rollout(database: sqlite3.Connection, rollout: Rollout, row: Row) -> None:
+def _open_rollout(database: Database, rollout: Rollout, row: Row) -> None:
     if database.execute("SELECT 1 FROM rollouts WHERE id = ?", (rollout.id,)).fetchone():
         raise rules.taken(rollout.id)
     database.execute(
         "INSERT INTO rollouts (id, group_id, place, channel, current, message, record, crc) VALUES (?, ?, ?, ?, 1, ?, ?, ?)",
         (rollout.id, rollout.group_id, rollout.place, rollout.channel, b"", row.record, row.crc),
     )
-    count(database, rollout.channel, [Tally("count", "rollouts", 1)])
+    database.count(rollout.channel, [Tally("count", "rollouts", 1)])
 
 
 class _Running(NamedTuple):
@@ -251,9 +238,10 @@ class _Running(NamedTuple):
     oldest: int | None
 
 
-def _running(database: sqlite3.Connection, rollout_id: str, name: str) -> _Running:
+def _running(database: Database, rollout_id: str, name: str) -> _Running:
     """The rollout that `name` is to be written to, which must not have ended."""
-    row = database.execute("SELECT ended, channel, oldest FROM rollouts WHERE id = ?", (rollout_id,)).fetchone()
+    query = f"SELECT ended, channel, oldest FROM rollouts WHERE id = ?{database.LOCK}"
+    row = database.execute(query, (rollout_id,)).fetchone()
     if row is None:
         raise rules.unknown_rollout(rollout_id)
     if row[0] is not None:
@@ -261,11 +249,11 @@ def _running(database: sqlite3.Connection, rollout_id: str, name: str) -> _Runni
     return _Running(row[1], row[2])
 
 
-def _has(database: sqlite3.Connection, table: str, rollout_id: str, key: int) -> bool:
+def _has(database: Database, table: str, rollout_id: str, key: int) -> bool:
     return database.execute(f"SELECT 1 FROM {table} WHERE rollout_id = ? AND id = ?", (rollout_id, key)).fetchone() is not None
 
 
-def _put(database: sqlite3.Connection, table: str, key: tuple[str, Any], row: Row, name: str) -> bool:
+def _put(database: Database, table: str, key: tuple[str, Any], row: Row, name: str) -> bool:
     """Insert a row; False where the very same is there, PoolError where another is."""
     cursor = database.execute(_INSERTS[table], (*key, row.record, *row.columns, row.crc))
     if cursor.rowcount:

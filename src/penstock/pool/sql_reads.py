@@ -1,12 +1,12 @@
 """What is read of a pool, in SQL."""
 
-import sqlite3
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from penstock.pool import rules
 from penstock.pool.base import PoolStats
+from penstock.pool.database import Cursor, Database
 from penstock.pool.rows import AttemptRows, Ending, Row, build_attempt, column_names, unseal
 from penstock.pool.rules import State
 from penstock.records import Attempt, Grade, Group, Node, Step, Task
@@ -17,7 +17,7 @@ _GRADES = f"SELECT {', '.join(column_names(Grade))} FROM grades WHERE rollout_id
 _GROUP = "SELECT id, seq, channel, record, crc FROM groups"
 
 
-def read_attempt(database: sqlite3.Connection, rollout_id: str, *, first_step: int = 0, first_node: int = 0) -> Attempt:
+def read_attempt(database: Database, rollout_id: str, *, first_step: int = 0, first_node: int = 0) -> Attempt:
     """Everything recorded of one rollout, from a step and a node on."""
     found = database.execute("SELECT record, crc, ended, message FROM rollouts WHERE id = ?", (rollout_id,)).fetchone()
     if found is None:
@@ -28,7 +28,7 @@ def read_attempt(database: sqlite3.Connection, rollout_id: str, *, first_step: i
     return build_attempt(rollout_id, AttemptRows(Row(record, (), crc), Ending(ended, message), nodes, steps, grades))
 
 
-def read_task(database: sqlite3.Connection, rollout_id: str) -> Task:
+def read_task(database: Database, rollout_id: str) -> Task:
     """The task of a rollout's group."""
     query = "SELECT record, crc FROM groups WHERE id = (SELECT group_id FROM rollouts WHERE id = ?)"
     found = database.execute(query, (rollout_id,)).fetchone()
@@ -38,34 +38,34 @@ def read_task(database: sqlite3.Connection, rollout_id: str) -> Task:
     return unseal(Task, Row(record, (), crc), f"the task of rollout {rollout_id!r}")
 
 
-def read_groups(database: sqlite3.Connection, group_ids: Iterable[str]) -> list[Group]:
+def read_groups(database: Database, group_ids: Iterable[str]) -> list[Group]:
     """These groups, in this order."""
     return [_build_group(database, database.execute(f"{_GROUP} WHERE id = ?", (group_id,)).fetchone()) for group_id in group_ids]
 
 
-def list_groups(database: sqlite3.Connection, channel: str, *, first_seq: int, limit: int) -> list[Group]:
+def list_groups(database: Database, channel: str, *, first_seq: int, limit: int) -> list[Group]:
     """Groups of a channel by number."""
     query = f"{_GROUP} WHERE channel = ? AND seq >= ? ORDER BY seq, id LIMIT ?"
     return [_build_group(database, row) for row in database.execute(query, (channel, first_seq, max(limit, 0))).fetchall()]
 
 
-def list_unfinished(database: sqlite3.Connection, channel: str) -> list[Group]:
+def list_unfinished(database: Database, channel: str) -> list[Group]:
     """Groups of a channel with a place that has not ended."""
     query = f"{_GROUP} WHERE channel = ? AND state = ? ORDER BY seq, id"
     return [_build_group(database, row) for row in database.execute(query, (channel, State.OPEN)).fetchall()]
 
 
-def read_ledger(database: sqlite3.Connection) -> list[tuple[str, int]]:
+def read_ledger(database: Database) -> list[tuple[str, int]]:
     """Trained groups with their versions."""
     return database.execute("SELECT group_id, version FROM ledger ORDER BY position").fetchall()
 
 
-def read_stats(database: sqlite3.Connection, channel: str | None) -> PoolStats:
+def read_stats(database: Database, channel: str | None) -> PoolStats:
     """The running counts of one channel, or of all together."""
-    query = "SELECT kind, name, sum(n), max(n) FROM tally WHERE ? IS NULL OR channel = ? GROUP BY kind, name"
+    query = "SELECT kind, name, sum(n), max(n) FROM tally WHERE CAST(? AS TEXT) IS NULL OR channel = ? GROUP BY kind, name"
     counts: defaultdict[str, dict[str, int]] = defaultdict(dict)
     for kind, name, total, highest in database.execute(query, (channel, channel)):
-        counts[kind][name] = highest if kind == "top" else total
+        counts[kind][name] = highest if kind == "top" else int(total)
     state, plain, top = counts["state"], counts["count"], counts["top"]
     groups = sum(state.values())
     return PoolStats(
@@ -85,7 +85,7 @@ def read_stats(database: sqlite3.Connection, channel: str | None) -> PoolStats:
     )
 
 
-def _build_group(database: sqlite3.Connection, row: tuple[Any, ...]) -> Group:
+def _build_group(database: Database, row: tuple[Any, ...]) -> Group:
     group_id, seq, channel, task, crc = row
     query = "SELECT id FROM rollouts WHERE group_id = ? AND current = 1 ORDER BY place"
     attempts = tuple(read_attempt(database, found[0]) for found in database.execute(query, (group_id,)).fetchall())
@@ -93,6 +93,6 @@ def _build_group(database: sqlite3.Connection, row: tuple[Any, ...]) -> Group:
     return Group(id=group_id, seq=seq, task=asked, channel=channel, attempts=attempts)
 
 
-def _rows(cursor: sqlite3.Cursor) -> Iterator[Row]:
+def _rows(cursor: Cursor) -> Iterator[Row]:
     for record, *columns, crc in cursor:
         yield Row(record, tuple(columns), crc)

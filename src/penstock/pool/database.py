@@ -1,0 +1,100 @@
+"""A connection as the pools' SQL sees it: the same statements for SQLite and PostgreSQL, with what differs named here."""
+
+import sqlite3
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+
+class Tally(NamedTuple):
+    """A change of a running count: added to it, except that a `top` keeps the highest."""
+
+    kind: str
+    name: str
+    n: int
+
+
+class Cursor(Protocol):
+    """What a statement gave."""
+
+    @property
+    def rowcount(self) -> int:
+        """How many rows it changed."""
+        ...
+
+    def fetchone(self) -> Any:
+        """The next row; None after the last."""
+        ...
+
+    def fetchall(self) -> list[Any]:
+        """All rows that are left."""
+        ...
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+
+class Database(Protocol):
+    """One connection, used by one thread at a time. `?` stands for a value."""
+
+    LOCK: ClassVar[str]
+    """What a SELECT ends with so that the rows it read stay as they are until the transaction ends."""
+    SKIP: ClassVar[str]
+    """The same, leaving out rows that another transaction has locked."""
+    ERRORS: ClassVar[tuple[type[Exception], ...]]
+    """What a statement raises."""
+
+    @property
+    def in_transaction(self) -> bool:
+        """Whether there is something to commit or roll back."""
+        ...
+
+    def begin(self) -> None:
+        """Begin a transaction that writes."""
+        ...
+
+    def begin_reading(self) -> None:
+        """Begin a transaction whose queries all see the same moment."""
+        ...
+
+    def execute(self, sql: str, values: Sequence[Any] = (), /) -> Cursor:
+        """Carry out one statement."""
+        ...
+
+    def alone(self, what: str) -> None:
+        """Wait until no other transaction is at `what`, and keep it out until this one ends."""
+        ...
+
+    def count(self, channel: str, changes: Iterable[Tally]) -> None:
+        """Keep the running counts of a channel in step with what was written, in one statement."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the connection."""
+        ...
+
+
+class SqliteDatabase(sqlite3.Connection):
+    """One writer at a time has the whole file, so nothing else needs a lock."""
+
+    LOCK: ClassVar[str] = ""
+    SKIP: ClassVar[str] = ""
+    ERRORS: ClassVar[tuple[type[Exception], ...]] = (sqlite3.Error,)
+
+    def begin(self) -> None:
+        """See `Database.begin`."""
+        self.execute("BEGIN IMMEDIATE")
+
+    def begin_reading(self) -> None:
+        """See `Database.begin_reading`."""
+        self.execute("BEGIN")
+
+    def alone(self, what: str) -> None:
+        """See `Database.alone`."""
+
+    def count(self, channel: str, changes: Iterable[Tally]) -> None:
+        """See `Database.count`."""
+        rows = [(channel, *change) for change in changes]
+        self.execute(
+            f"""INSERT INTO tally (channel, kind, name, n) VALUES {", ".join(["(?, ?, ?, ?)"] * len(rows))}
+                ON CONFLICT DO UPDATE SET n = CASE kind WHEN 'top' THEN max(n, excluded.n) ELSE n + excluded.n END""",
+            [value for row in rows for value in row],
+        )

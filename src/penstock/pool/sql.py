@@ -1,0 +1,118 @@
+"""A pool over SQL: one writing thread with group commit, reads beside it."""
+
+import asyncio
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from penstock.errors import PoolError
+from penstock.pool import rules, sql_leases, sql_reads, sql_writes
+from penstock.pool.base import PoolStats
+from penstock.pool.database import Database
+from penstock.pool.leases import LeaseClock
+from penstock.pool.reader import Reader
+from penstock.pool.rows import seal
+from penstock.pool.sql_leases import Wanted
+from penstock.pool.writer import Bulk, Writer
+from penstock.records import Attempt, End, Grade, Group, Lease, Node, Rollout, Step, Task
+
+
+class SqlPool:
+    """The contract of `Pool` over tables that several processes may have open; `explain` makes PoolErrors of faults."""
+
+    def __init__(
+        self, writing: Database, reading: Sequence[Database], clock: LeaseClock, explain: Callable[[Exception], Exception]
+    ) -> None:
+        clock.expired(sql_leases.open_beats(writing))  # the time of leases left by others starts now
+        self._clock = clock
+        self._writer = Writer(writing, explain)
+        self._reader = Reader(reading, explain)
+
+    async def open_group(self, task: Task, rollouts: Sequence[Rollout], *, seq: int | None) -> None:
+        """See `Pool.open_group`."""
+        group = sql_writes.seal_group(task, rollouts)
+        await self._writer.submit(lambda database: sql_writes.open_group(database, group, seq))
+
+    async def replace(self, lost: Rollout, reason: str) -> Rollout:
+        """See `Pool.replace`."""
+        rows = {"row": seal(lost, f"rollout {lost.id!r}"), "successor_row": seal(lost.successor, f"rollout {lost.successor.id!r}")}
+        await self._writer.submit(lambda database: sql_writes.replace(database, lost, reason, **rows))
+        return lost.successor
+
+    async def append(self, step: Step, node: Node | None) -> None:
+        """See `Pool.append`."""
+        given = sql_writes.seal_append(step, node)
+        await self._writer.submit(lambda database: sql_writes.append(database, given), Bulk(given, together=sql_writes.append_all))
+
+    async def grade(self, grade: Grade) -> None:
+        """See `Pool.grade`."""
+        rules.check_grade(grade)
+        row = seal(grade, rules.grade_name(grade))
+        await self._writer.submit(lambda database: sql_writes.grade(database, grade, row))
+
+    async def end(self, rollout_id: str, end: End, message: str = "") -> bool:
+        """See `Pool.end`."""
+        return await self._writer.submit(lambda database: sql_writes.end(database, rollout_id, end, message))
+
+    async def claim(self, count: int, *, channel: str = "train", version: int, max_staleness: int, lease_s: float) -> Lease | None:
+        """See `Pool.claim`."""
+        rules.check_claim(count, lease_s)
+        wanted = Wanted(uuid.uuid4().hex, count, channel, version, max_staleness, lease_s)
+        try:
+            lent = await self._writer.submit(lambda database: sql_leases.claim(database, self._clock, wanted))
+            if lent is None:
+                return None
+            groups = await self._reader.run(lambda database: sql_reads.read_groups(database, lent.group_ids))
+        except BaseException:  # the caller will never see this lease
+            await asyncio.shield(self._give_back(wanted.lease_id))
+            raise
+        return Lease(id=wanted.lease_id, groups=tuple(groups), stale=lent.stale)
+
+    async def renew(self, lease_id: str, lease_s: float) -> None:
+        """See `Pool.renew`."""
+        rules.check_lease_time(lease_s)
+        if not await self._writer.submit(lambda database: sql_leases.renew(database, self._clock, lease_id, lease_s)):
+            raise rules.lease_is_over(lease_id)
+
+    async def release(self, lease_id: str | None = None) -> None:
+        """See `Pool.release`."""
+        await self._writer.submit(lambda database: sql_leases.release(database, lease_id))
+
+    async def ack(self, lease_id: str, policy_version: int) -> None:
+        """See `Pool.ack`."""
+        await self._writer.submit(lambda database: sql_leases.ack(database, lease_id, policy_version))
+
+    async def attempt(self, rollout_id: str, *, first_step: int = 0, first_node: int = 0) -> Attempt:
+        """See `Pool.attempt`."""
+        return await self._reader.run(
+            lambda database: sql_reads.read_attempt(database, rollout_id, first_step=first_step, first_node=first_node)
+        )
+
+    async def task(self, rollout_id: str) -> Task:
+        """See `Pool.task`."""
+        return await self._reader.run(lambda database: sql_reads.read_task(database, rollout_id))
+
+    async def groups(self, channel: str, *, first_seq: int = 0, limit: int = 100) -> list[Group]:
+        """See `Pool.groups`."""
+        return await self._reader.run(lambda database: sql_reads.list_groups(database, channel, first_seq=first_seq, limit=limit))
+
+    async def unfinished(self, channel: str) -> list[Group]:
+        """See `Pool.unfinished`."""
+        return await self._reader.run(lambda database: sql_reads.list_unfinished(database, channel))
+
+    async def trained(self) -> list[tuple[str, int]]:
+        """See `Pool.trained`."""
+        return await self._reader.run(sql_reads.read_ledger)
+
+    async def stats(self, channel: str | None = None) -> PoolStats:
+        """See `Pool.stats`."""
+        return await self._reader.run(lambda database: sql_reads.read_stats(database, channel))
+
+    async def close(self) -> None:
+        """See `Pool.close`."""
+        await self._reader.close()
+        await self._writer.close()
+
+    async def _give_back(self, lease_id: str) -> None:
+        with suppress(PoolError):  # it was never given
+            await self.release(lease_id)
