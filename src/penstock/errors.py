@@ -11,7 +11,8 @@
     ├── WorkflowError    the author's agent raised
     ├── GraderError      the author's grader raised, or gave no finite reward
     ├── PoolError        the store refused or failed
-    │   └── PoolConflict another value is stored under the same id
+    │   ├── PoolConflict another value is stored under the same id
+    │   └── PoolFull     too many groups wait to be trained; try again later
     └── TrainError       no way to go on training
 
 Authors raise ordinary Python errors; `boundary` names them once. A message says what happened, to which thing, and what to do.
@@ -72,6 +73,10 @@ class PoolError(PenstockError):
 
 class PoolConflict(PoolError):
     """Another value is stored under the same id, and stays."""
+
+
+class PoolFull(PoolError):
+    """As many groups wait to be trained as may."""
 
 
 class TrainError(PenstockError):

@@ -1,6 +1,6 @@
 """The records of the flow, in the order in which they come to be.
 
-    Task ──▶ Rollout ──▶ Node, Step (token graph) ──▶ Grade ──▶ Group ──▶ Sequence ──▶ PolicyVersion
+    Task ──▶ Rollout ──▶ Node, Step (token graph) ──▶ Grade, Mark ──▶ Group ──▶ Sequence ──▶ PolicyVersion
 
 Each is made in one file: Task in `sdk/dataset`, Rollout in `rollout/scheduler`, Node and Step in `gateway/recorder`, Grade in
 `rollout/runner`, Group in `pool`, Sequence in `train/sequences`, PolicyVersion in `train/policy`. All are frozen; `codec`
@@ -156,6 +156,19 @@ class Grade:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Mark:
+    """What a curator says of a rollout or of one of its steps; the last word counts."""
+
+    rollout_id: str
+    step: int | None = None
+    """None: of the whole rollout."""
+    trainable: bool = True
+    quality: float = 1.0
+    """Weight in the loss, 0 or more; 1 leaves it as it is."""
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
     """A rollout with all that was recorded of it."""
 
@@ -166,6 +179,13 @@ class Attempt:
     nodes: tuple[Node, ...] = ()
     steps: tuple[Step, ...] = ()
     grades: tuple[Grade, ...] = ()
+    marks: tuple[Mark, ...] = ()
+    """At most one of the whole and one of each step."""
+
+    @property
+    def curated_out(self) -> bool:
+        """Whether a curator took the whole rollout out of training."""
+        return any(mark.step is None and not mark.trainable for mark in self.marks)
 
     @property
     def reward(self) -> float | None:
@@ -194,13 +214,13 @@ class Group:
 
     @property
     def graded(self) -> tuple[Attempt, ...]:
-        """The attempts that a baseline may count: completed, with a reward."""
-        return tuple(a for a in self.attempts if a.reward is not None)
+        """The attempts that a baseline may count: completed, with a reward, and not taken out by a curator."""
+        return tuple(a for a in self.attempts if a.reward is not None and not a.curated_out)
 
     @property
     def rewards(self) -> list[float]:
         """Of `graded`, in the same order."""
-        return [a.reward for a in self.attempts if a.reward is not None]
+        return [a.reward for a in self.graded if a.reward is not None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

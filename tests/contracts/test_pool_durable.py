@@ -7,12 +7,14 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from pool_cases import FakeClock, claim, complete, ids, make_node, make_step, must_claim, open_groups, open_one, places, play
+from pool_cases import TASK, FakeClock, claim, complete, ids, make_node, make_step, must_claim, open_groups, open_one, places, play
 
 from penstock.errors import PoolError
 from penstock.pool import POOLS
 from penstock.pool.base import Pool
-from penstock.records import End
+from penstock.pool.migrations import APPLICATION_ID, MIGRATIONS, open_database
+from penstock.pool.rows import seal
+from penstock.records import End, Mark
 
 DURABLE = [name for name in POOLS if name != "memory"]
 
@@ -289,3 +291,44 @@ def test_a_claim_looks_at_ready_groups_only(tmp_path: Path) -> None:
         plan = "EXPLAIN QUERY PLAN SELECT id FROM groups WHERE channel = ? AND state = ? ORDER BY seq, id LIMIT ?"
         steps = [row[3] for row in other.execute(plan, ("train", "complete", 4))]
     assert steps == ["SEARCH groups USING COVERING INDEX groups_by_state (channel=? AND state=?)"]
+
+
+def test_a_pool_of_every_earlier_format_is_brought_up_to_date(tmp_path: Path) -> None:
+    """The file is as that format left it, with a group in it; nothing of it is lost, and it can do what is new."""
+    for number in range(1, len(MIGRATIONS)):
+        folder = tmp_path / str(number)
+        make_old(folder, number)
+
+        async def act(pool: Pool) -> None:
+            assert [attempt.end for attempt in (await pool.groups("train"))[0].attempts] == [End.COMPLETED]
+            assert (await pool.stats()).steps == 1
+            assert await pool.mark(Mark(rollout_id="train-0.0.1", note="old"))
+            assert ids((await must_claim(pool)).groups) == ["train-0"]
+
+        play("sqlite", folder, act)
+
+
+def make_old(folder: Path, number: int) -> None:
+    """A pool in an earlier format, with one complete group."""
+    folder.mkdir()
+    rollout, step, node = places(0, 1)[0], make_step("train-0.0.1"), make_node("train-0.0.1")
+    task, row, step_row, node_row = (seal(record, "x") for record in (TASK, rollout, step, node))
+    with closing(open_database(folder / "pool.db")) as database:
+        for statement in [statement for change in MIGRATIONS[:number] for statement in change]:
+            database.execute(statement)
+        database.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+        database.execute(f"PRAGMA user_version = {number}")
+        database.execute(
+            "INSERT INTO groups (id, channel, seq, state, oldest, record, crc) VALUES ('train-0', 'train', 0, 'complete', 0, ?, ?)",
+            (task.record, task.crc),
+        )
+        database.execute(
+            """INSERT INTO rollouts (id, group_id, place, channel, current, ended, oldest, message, record, crc)
+               VALUES (?, 'train-0', 0, 'train', 1, 'completed', 0, x'', ?, ?)""",
+            (rollout.id, row.record, row.crc),
+        )
+        database.execute("INSERT INTO nodes VALUES (?, 0, ?, ?, ?)", (rollout.id, node_row.record, *node_row.columns, node_row.crc))
+        database.execute(
+            "INSERT INTO steps VALUES (?, 0, ?, ?, ?, ?, ?, ?)", (rollout.id, step_row.record, *step_row.columns, step_row.crc)
+        )
+        database.execute("INSERT INTO tally VALUES ('train', 'state', 'complete', 1), ('train', 'count', 'steps', 1)")

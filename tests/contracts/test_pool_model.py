@@ -17,14 +17,24 @@ from postgres_server import server_url
 
 from penstock.errors import PoolError
 from penstock.pool import POOLS
-from penstock.pool.base import Pool
-from penstock.records import End, Grade, Lease, Rollout
+from penstock.pool.base import Bound, Change, Pool
+from penstock.records import End, Grade, Lease, Mark, Rollout
 
 REFUSED = "refused"
 
 numbers, versions, flags = st.integers(0, 99), st.integers(0, 4), st.booleans()
 channels = st.sampled_from(["train", "train", "val"])
+bounds = st.sampled_from([None, None, Bound(2, "refuse"), Bound(3, "drop")])
 lease_times = st.sampled_from([0.0, 1e9])
+
+
+def told(changes: list[Change]) -> dict[str, list[str]]:
+    """What happened to each thing, in order."""
+    assert [change.position for change in changes] == sorted({change.position for change in changes})
+    found: dict[str, list[str]] = {}
+    for change in changes:
+        found.setdefault(f"{change.channel}/{change.id}", []).append(change.kind)
+    return found
 
 
 class PoolModel(RuleBasedStateMachine):
@@ -66,10 +76,11 @@ class PoolModel(RuleBasedStateMachine):
     def pick(self, number: int) -> Rollout:
         return self.rollouts[number % len(self.rollouts)]
 
-    @rule(seq=st.integers(0, 3), size=st.integers(1, 2), channel=channels)
-    def open_group(self, seq: int, size: int, channel: str) -> None:
+    @rule(seq=st.integers(0, 5), size=st.integers(1, 2), channel=channels, min_size=st.sampled_from([0, 0, 1, 2]), bound=bounds)
+    def open_group(self, seq: int, size: int, channel: str, min_size: int = 0, bound: Bound | None = None) -> None:
         rollouts = places(seq, size, channel)
-        self.both(lambda pool: pool.open_group(TASK, rollouts, seq=seq))
+        if self.both(lambda pool: pool.open_group(TASK, rollouts, seq=seq, min_size=min_size, bound=bound)) == REFUSED:
+            return
         self.rollouts += [rollout for rollout in rollouts if rollout not in self.rollouts]
 
     @precondition(lambda self: self.rollouts)
@@ -104,6 +115,16 @@ class PoolModel(RuleBasedStateMachine):
         lost = self.pick(number)
         successor = self.both(lambda pool: pool.replace(lost, "gone"))
         self.rollouts += [successor] if successor != REFUSED and successor not in self.rollouts else []
+
+    @precondition(lambda self: self.rollouts)
+    @rule(number=numbers, step=st.sampled_from([None, 0, 9]), trainable=flags, quality=st.sampled_from([1.0, 0.5, -1.0]))
+    def mark(self, number: int, **fields: Any) -> None:
+        self.both(lambda pool: pool.mark(Mark(rollout_id=self.pick(number).id, note="seen", **fields)))
+
+    @precondition(lambda self: self.rollouts)
+    @rule(number=numbers)
+    def drop(self, number: int) -> None:
+        self.both(lambda pool: pool.drop(self.pick(number).group_id, "bad"))
 
     @rule(count=st.sampled_from([1, 1, 2]), channel=channels, version=versions, max_staleness=versions, lease_s=lease_times)
     def claim(self, count: int, **wanted: Any) -> None:
@@ -154,7 +175,7 @@ class PoolModel(RuleBasedStateMachine):
             seen = [(await pool.groups(channel), await pool.stats(channel)) for channel in ("train", "val")]
             trained = await pool.trained()
             assert len({group for group, _ in trained}) == len(trained)
-            return [seen, trained, await pool.unfinished("train")]
+            return [seen, trained, await pool.unfinished("train"), told(await pool.changes())]
 
         self.both(look)
 

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, NamedTuple, Protocol
 
-from penstock.records import Attempt, End, Grade, Group, Lease, Node, Rollout, Step, Task
+from penstock.records import Attempt, End, Grade, Group, Lease, Mark, Node, Rollout, Step, Task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +18,9 @@ class PoolStats:
     groups_trained: int = 0
     groups_stale: int = 0
     """Complete, but dropped because their tokens were too old."""
+    groups_short: int = 0
+    """Ended with fewer graded rollouts than their `min_size`: to be topped up or dropped."""
+    groups_dropped: int = 0
     rollouts: int = 0
     steps: int = 0
     tokens: int = 0
@@ -26,12 +29,35 @@ class PoolStats:
     """Tokens of nodes, each shared prefix counted once."""
     ends: dict[str, int] = field(default_factory=dict[str, int])
     """How many rollouts ended in each way."""
+    drops: dict[str, int] = field(default_factory=dict[str, int])
+    """How many groups were dropped, by reason."""
     breaks: dict[str, int] = field(default_factory=dict[str, int])
     """How many nodes opened a new root, by reason."""
     last_seq: int = -1
     """Of the newest group; -1 where there is none."""
     last_version: int = 0
     """The highest policy version on any token or acknowledgement."""
+
+
+class Bound(NamedTuple):
+    """How many groups of a channel may wait to be trained, and what happens to one more."""
+
+    groups: int
+    overflow: Literal["refuse", "drop"]
+    """`refuse` it with PoolFull, or `drop` the oldest complete group for it; where none is complete, it is refused all the same."""
+
+
+Kind = Literal["opened", "ended", "graded", "marked", "lent", "returned", "trained", "stale", "dropped"]
+
+
+class Change(NamedTuple):
+    """One line of what happened to a pool, in order."""
+
+    position: int
+    kind: Kind
+    channel: str
+    id: str
+    """Of the rollout that ended or was graded or marked, else of the group."""
 
 
 class Pool(Protocol):
@@ -41,10 +67,14 @@ class Pool(Protocol):
     finished or refused before the cancellation goes on.
     """
 
-    async def open_group(self, task: Task, rollouts: Sequence[Rollout], *, seq: int | None) -> None:
+    async def open_group(
+        self, task: Task, rollouts: Sequence[Rollout], *, seq: int | None, min_size: int = 0, bound: Bound | None = None
+    ) -> None:
         """Make a group whose places are these rollouts; a group id that exists is left as it is.
 
-        `seq` None takes the number after the channel's highest, whoever else opens groups there at the same time.
+        `seq` None takes the number after the channel's highest, whoever else opens groups there at the same time. The group is
+        complete once all its places have ended with at least `min_size` of them completed; short of that it waits for `replace` or
+        `drop`.
         """
         ...
 
@@ -71,6 +101,20 @@ class Pool(Protocol):
 
     async def end(self, rollout_id: str, end: End, message: str = "") -> bool:
         """Give the rollout its one end. False where it had one already: the first stays."""
+        ...
+
+    async def mark(self, mark: Mark) -> bool:
+        """Store a curator's word, over an earlier one. False where it comes too late: its group was lent or is done with.
+
+        Refused for an unknown rollout or step, or a quality that is no weight.
+        """
+        ...
+
+    async def drop(self, group_id: str, reason: str) -> bool:
+        """Take a group whose places have all ended out of training, counted by reason; False where it is out or trained already.
+
+        Refused while some place runs, or a trainer has the group.
+        """
         ...
 
     async def claim(self, count: int, *, channel: str = "train", version: int, max_staleness: int, lease_s: float) -> Lease | None:
@@ -108,8 +152,16 @@ class Pool(Protocol):
         """Groups by number, from `first_seq` on."""
         ...
 
+    async def rollouts(self, group_id: str) -> list[Rollout]:
+        """All attempts at the places of a group, replaced ones included, by place and attempt; empty for an unknown group."""
+        ...
+
+    async def channels(self) -> list[str]:
+        """The names of all channels that a group was opened in, sorted."""
+        ...
+
     async def unfinished(self, channel: str) -> list[Group]:
-        """Groups in which some place has not ended: what a killed process left behind."""
+        """Groups in which some place has not ended, and short ones: what a killed process left behind."""
         ...
 
     async def trained(self) -> list[tuple[str, int]]:
@@ -118,6 +170,14 @@ class Pool(Protocol):
 
     async def stats(self, channel: str | None = None) -> PoolStats:
         """Counts for viewers."""
+        ...
+
+    async def changes(self, after: int = 0, *, limit: int = 1000) -> list[Change]:
+        """What happened after this position, in order: the last one's position is where to go on."""
+        ...
+
+    async def wait(self, after: int, *, timeout_s: float) -> bool:
+        """Wait until something has happened after this position, in whatever process; False where the time was up first."""
         ...
 
     async def close(self) -> None:

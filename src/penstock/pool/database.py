@@ -4,6 +4,8 @@ import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol
 
+from penstock.pool.base import Kind
+
 
 class Tally(NamedTuple):
     """A change of a running count: added to it, except that a `top` keeps the highest."""
@@ -37,6 +39,8 @@ class Database(Protocol):
 
     LOCK: ClassVar[str]
     """What a SELECT ends with so that the rows it read stay as they are until the transaction ends."""
+    SETTLED: ClassVar[str]
+    """A condition on rows of `changes` before which no other will appear any more."""
     SKIP: ClassVar[str]
     """The same, leaving out rows that another transaction has locked."""
     ERRORS: ClassVar[tuple[type[Exception], ...]]
@@ -67,6 +71,10 @@ class Database(Protocol):
         """Keep the running counts of a channel in step with what was written, in one statement."""
         ...
 
+    def tell(self, changes: Iterable[tuple[Kind, str, str]]) -> None:
+        """Write down what happened, as kind, channel and id, for those who follow it."""
+        ...
+
     def close(self) -> None:
         """Let go of the connection."""
         ...
@@ -77,6 +85,7 @@ class SqliteDatabase(sqlite3.Connection):
 
     LOCK: ClassVar[str] = ""
     SKIP: ClassVar[str] = ""
+    SETTLED: ClassVar[str] = "1 = 1"
     ERRORS: ClassVar[tuple[type[Exception], ...]] = (sqlite3.Error,)
 
     def begin(self) -> None:
@@ -98,3 +107,7 @@ class SqliteDatabase(sqlite3.Connection):
                 ON CONFLICT DO UPDATE SET n = CASE kind WHEN 'top' THEN max(n, excluded.n) ELSE n + excluded.n END""",
             [value for row in rows for value in row],
         )
+
+    def tell(self, changes: Iterable[tuple[Kind, str, str]]) -> None:
+        """See `Database.tell`."""
+        self.executemany("INSERT INTO changes (kind, channel, id) VALUES (?, ?, ?)", changes)

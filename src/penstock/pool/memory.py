@@ -1,18 +1,20 @@
 """A pool that forgets: dictionaries, for tests and for runs that nobody resumes."""
 
+import asyncio
 import time
 import uuid
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from penstock.pool import rules
-from penstock.pool.base import Pool, PoolStats
+from penstock.pool.base import Bound, Change, Kind, Pool, PoolStats
 from penstock.pool.leases import Beat, Clock, LeaseClock
-from penstock.pool.rows import AttemptRows, Ending, Row, build_attempt, grade_key, pack_message, seal, unseal
+from penstock.pool.rows import AttemptRows, Ending, Row, build_attempt, grade_key, mark_key, pack_message, seal, unseal
 from penstock.pool.rules import State, Trained
-from penstock.records import Attempt, End, Grade, Group, Lease, Node, Rollout, Step, Task
+from penstock.records import Attempt, End, Grade, Group, Lease, Mark, Node, Rollout, Step, Task
 
 
 def open_pool(folder: Path, *, url: str = "", clock: Clock = time.monotonic) -> Pool:
@@ -31,6 +33,7 @@ class _Entry:
     nodes: dict[int, Row] = field(default_factory=dict[int, Row])
     steps: dict[int, Row] = field(default_factory=dict[int, Row])
     grades: dict[bytes, Row] = field(default_factory=dict[bytes, Row])
+    marks: dict[int, Row] = field(default_factory=dict[int, Row])
     oldest: int | None = None
     newest: int = 0
     tokens: int = 0
@@ -48,6 +51,7 @@ class _Group:
     task: Row
     current: dict[int, _Entry]
     """Per place the attempt that counts."""
+    min_size: int = 0
     state: State = State.OPEN
     lease_id: str | None = None
     """The last lease that held it."""
@@ -71,8 +75,13 @@ class MemoryPool:
         self._ledger: list[tuple[str, int]] = []
         self._unreported: Counter[str] = Counter()
         self._clock = LeaseClock(clock)
+        self._changes: list[Change] = []
+        self._changed = asyncio.Event()
+        self._drops: Counter[tuple[str, str]] = Counter()
 
-    async def open_group(self, task: Task, rollouts: Sequence[Rollout], *, seq: int | None) -> None:
+    async def open_group(
+        self, task: Task, rollouts: Sequence[Rollout], *, seq: int | None, min_size: int = 0, bound: Bound | None = None
+    ) -> None:
         """See `Pool.open_group`."""
         group_id = rules.check_group(task, rollouts)
         if group_id in self._groups:
@@ -82,10 +91,12 @@ class MemoryPool:
         sealed = seal(task, f"task {task.id!r}")
         entries = [_Entry(rollout, seal(rollout, f"rollout {rollout.id!r}")) for rollout in rollouts]
         places, channel = {entry.rollout.place: entry for entry in entries}, rollouts[0].channel
+        self._make_room(channel, bound)
         if seq is None:
             seq = max((group.seq for group in self._groups.values() if group.channel == channel), default=-1) + 1
-        self._groups[group_id] = _Group(group_id, seq, channel, sealed, places)
+        self._groups[group_id] = _Group(group_id, seq, channel, sealed, places, min_size)
         self._entries |= {entry.rollout.id: entry for entry in entries}
+        self._tell("opened", channel, group_id)
 
     async def replace(self, lost: Rollout, reason: str) -> Rollout:
         """See `Pool.replace`."""
@@ -129,8 +140,31 @@ class MemoryPool:
         """See `Pool.grade`."""
         rules.check_grade(grade)
         row, key, name = seal(grade, rules.grade_name(grade)), grade_key(grade), rules.grade_name(grade)
-        if self._running(grade.rollout_id, name).grades.setdefault(key, row) != row:
+        entry = self._running(grade.rollout_id, name)
+        if key not in entry.grades:
+            self._tell("graded", entry.rollout.channel, grade.rollout_id)
+        if entry.grades.setdefault(key, row) != row:
             raise rules.differs(name)
+
+    async def mark(self, mark: Mark) -> bool:
+        """See `Pool.mark`."""
+        rules.check_mark(mark)
+        entry, row = self._entry(mark.rollout_id), seal(mark, rules.mark_name(mark))
+        if mark.step is not None and mark.step not in entry.steps:
+            raise rules.missing_step(mark)
+        entry.marks[mark_key(mark)] = row
+        self._tell("marked", entry.rollout.channel, mark.rollout_id)
+        return self._groups[entry.rollout.group_id].state in rules.UNCLAIMED
+
+    async def drop(self, group_id: str, reason: str) -> bool:
+        """See `Pool.drop`."""
+        group = self._groups.get(group_id)
+        if group is None:
+            raise rules.unknown_group(group_id)
+        if not rules.check_droppable(group_id, group.state):
+            return False
+        self._drop(group, reason)
+        return True
 
     async def end(self, rollout_id: str, end: End, message: str = "") -> bool:
         """See `Pool.end`."""
@@ -139,8 +173,10 @@ class MemoryPool:
             return False
         entry.end, entry.message = end, pack_message(message)
         group = self._groups[entry.rollout.group_id]
+        self._tell("ended", entry.rollout.channel, rollout_id)
         if all(place.end is not None for place in group.current.values()):
-            group.state = State.COMPLETE
+            short = rules.is_short((place.end for place in group.current.values()), group.min_size)
+            group.state = State.SHORT if short else State.COMPLETE
         return True
 
     async def claim(self, count: int, *, channel: str = "train", version: int, max_staleness: int, lease_s: float) -> Lease | None:
@@ -153,6 +189,7 @@ class MemoryPool:
             if rules.is_stale(oldest, version, max_staleness):
                 group.state = State.STALE
                 self._unreported[channel] += 1
+                self._tell("stale", channel, group.id)
         chosen = [group for group in ready if group.state is State.COMPLETE][:count]
         if len(chosen) < count:
             return None
@@ -181,6 +218,7 @@ class MemoryPool:
         for group in taken:
             group.state, group.trained = State.TRAINED, Trained(lease_id, policy_version)
             self._ledger.append((group.id, policy_version))
+            self._tell("trained", group.channel, group.id)
 
     async def attempt(self, rollout_id: str, *, first_step: int = 0, first_node: int = 0) -> Attempt:
         """See `Pool.attempt`."""
@@ -196,9 +234,18 @@ class MemoryPool:
         chosen = [group for group in self._ordered(channel) if group.seq >= first_seq]
         return [_read_group(group) for group in chosen[: max(limit, 0)]]
 
+    async def rollouts(self, group_id: str) -> list[Rollout]:
+        """See `Pool.rollouts`."""
+        found = [entry.rollout for entry in self._entries.values() if entry.rollout.group_id == group_id]
+        return sorted(found, key=lambda rollout: (rollout.place, rollout.attempt))
+
+    async def channels(self) -> list[str]:
+        """See `Pool.channels`."""
+        return sorted({group.channel for group in self._groups.values()})
+
     async def unfinished(self, channel: str) -> list[Group]:
         """See `Pool.unfinished`."""
-        return [_read_group(group) for group in self._ordered(channel) if group.state is State.OPEN]
+        return [_read_group(group) for group in self._ordered(channel) if group.state in (State.OPEN, State.SHORT)]
 
     async def trained(self) -> list[tuple[str, int]]:
         """See `Pool.trained`."""
@@ -216,18 +263,53 @@ class MemoryPool:
             groups_leased=states[State.LEASED],
             groups_trained=states[State.TRAINED],
             groups_stale=states[State.STALE],
+            groups_short=states[State.SHORT],
+            groups_dropped=states[State.DROPPED],
             rollouts=len(entries),
             steps=sum(len(entry.steps) for entry in entries),
             tokens=sum(entry.tokens for entry in entries),
             prompt_tokens=sum(entry.prompt_tokens for entry in entries),
             ends=dict(Counter(str(entry.end) for entry in entries if entry.end is not None)),
+            drops=_by_reason(self._drops, channel),
             breaks=dict(sum((entry.breaks for entry in entries), Counter[str]())),
             last_seq=max((group.seq for group in groups), default=-1),
             last_version=max(versions, default=0),
         )
 
+    async def changes(self, after: int = 0, *, limit: int = 1000) -> list[Change]:
+        """See `Pool.changes`."""
+        return self._changes[max(after, 0) :][: max(limit, 0)]
+
+    async def wait(self, after: int, *, timeout_s: float) -> bool:
+        """See `Pool.wait`."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while len(self._changes) <= after:
+                    self._changed.clear()
+                    await self._changed.wait()
+        return len(self._changes) > after
+
     async def close(self) -> None:
         """Nothing is held."""
+
+    def _tell(self, kind: Kind, channel: str, name: str) -> None:
+        self._changes.append(Change(len(self._changes) + 1, kind, channel, name))
+        self._changed.set()
+
+    def _make_room(self, channel: str, bound: Bound | None) -> None:
+        """Refuse one group more, or drop the oldest for it."""
+        waiting = [group for group in self._ordered(channel) if group.state in rules.WAITING]
+        if bound is None or len(waiting) < bound.groups:
+            return
+        complete = [group for group in waiting if group.state is State.COMPLETE]
+        if bound.overflow == "refuse" or not complete:
+            raise rules.full(channel, bound)
+        self._drop(complete[0], rules.OVERFLOW)
+
+    def _drop(self, group: _Group, reason: str) -> None:
+        group.state = State.DROPPED
+        self._drops[group.channel, reason] += 1
+        self._tell("dropped", group.channel, group.id)
 
     def _ordered(self, channel: str) -> list[_Group]:
         return sorted(
@@ -255,6 +337,7 @@ class MemoryPool:
         self._clock.see(beat)
         for group in groups:
             group.state, group.lease_id = State.LEASED, beat.lease_id
+            self._tell("lent", group.channel, group.id)
         return Lease(id=beat.lease_id, groups=tuple(map(_read_group, groups)), stale=stale)
 
     def _acknowledges(self, group: _Group, lease_id: str, version: int) -> bool:
@@ -270,13 +353,21 @@ class MemoryPool:
         for group in lease.groups:
             if group.state is State.LEASED and group.lease_id == lease.beat.lease_id:
                 group.state = State.COMPLETE
+                self._tell("returned", group.channel, group.id)
+
+
+def _by_reason(drops: Counter[tuple[str, str]], channel: str | None) -> dict[str, int]:
+    found: Counter[str] = Counter()
+    for (where, reason), n in drops.items():
+        found[reason] += n if channel in (None, where) else 0
+    return dict(+found)
 
 
 def _read_attempt(entry: _Entry, *, first_step: int = 0, first_node: int = 0) -> Attempt:
     wanted = ((entry.nodes, first_node), (entry.steps, first_step))
     nodes, steps = ([rows[index] for index in sorted(rows) if index >= first] for rows, first in wanted)
-    ending = Ending(entry.end, entry.message)
-    return build_attempt(entry.rollout.id, AttemptRows(entry.row, ending, nodes, steps, entry.grades.values()))
+    ending, marks = Ending(entry.end, entry.message), [entry.marks[key] for key in sorted(entry.marks)]
+    return build_attempt(entry.rollout.id, AttemptRows(entry.row, ending, nodes, steps, entry.grades.values(), marks))
 
 
 def _read_group(group: _Group) -> Group:

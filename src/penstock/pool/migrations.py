@@ -45,6 +45,16 @@ MIGRATIONS = [
         """CREATE TABLE tally (channel TEXT NOT NULL, kind TEXT NOT NULL, name TEXT NOT NULL, n INTEGER NOT NULL,
            PRIMARY KEY (channel, kind, name)) WITHOUT ROWID""",
     ),
+    (
+        # how many rollouts must have completed before the group is
+        "ALTER TABLE groups ADD COLUMN min_size INTEGER NOT NULL DEFAULT 0",
+        # id: the step that is marked, -1 for the whole rollout
+        """CREATE TABLE marks (rollout_id TEXT NOT NULL, id INTEGER NOT NULL, record BLOB NOT NULL, crc INTEGER NOT NULL,
+           PRIMARY KEY (rollout_id, id)) WITHOUT ROWID""",
+        # what viewers and trainers follow
+        """CREATE TABLE changes (position INTEGER PRIMARY KEY AUTOINCREMENT, kind TEXT NOT NULL, channel TEXT NOT NULL,
+           id TEXT NOT NULL)""",
+    ),
 ]
 """Each entry takes the file from the format of its index to the next; an entry that was released is never changed."""
 

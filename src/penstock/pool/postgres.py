@@ -13,9 +13,10 @@ from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 from penstock.errors import ConfigError, PoolError
-from penstock.pool.base import Pool
+from penstock.pool.base import Kind, Pool
 from penstock.pool.database import Tally
 from penstock.pool.leases import Clock, LeaseClock
+from penstock.pool.postgres_bell import PostgresBell
 from penstock.pool.postgres_tables import migrate
 from penstock.pool.sql import SqlPool
 
@@ -45,7 +46,9 @@ def open_pool(folder: Path, *, url: str = "", clock: Clock = time.monotonic) -> 
             writing = opened.enter_context(closing(PostgresDatabase(url, schema)))
             migrate(writing, schema)
             reading = [opened.enter_context(closing(PostgresDatabase(url, schema))) for _ in range(READERS)]
-            pool = SqlPool(writing, reading, LeaseClock(clock), where)
+            bell = PostgresBell(partial(connect, url, schema), schema)
+            opened.callback(bell.close)
+            pool = SqlPool(writing, reading, LeaseClock(clock), where, bell)
         except FAULTS as cause:
             raise where(cause) from cause
         opened.pop_all()
@@ -67,13 +70,14 @@ class PostgresDatabase:
 
     LOCK: ClassVar[str] = " FOR UPDATE"
     SKIP: ClassVar[str] = " FOR UPDATE SKIP LOCKED"
+    SETTLED: ClassVar[str] = "by < pg_snapshot_xmin(pg_current_snapshot())"
     ERRORS: ClassVar[tuple[type[Exception], ...]] = (psycopg.Error,)
 
     def __init__(self, url: str, schema: str) -> None:
         self._url = url
         self._schema = schema
         self._writer = secrets.token_hex(8)
-        self._connection = self._connect()
+        self._connection = connect(self._url, self._schema)
 
     @property
     def in_transaction(self) -> bool:
@@ -108,25 +112,35 @@ class PostgresDatabase:
             [value for row in rows for value in row],
         )
 
+    def tell(self, changes: Iterable[tuple[Kind, str, str]]) -> None:
+        """See `Database.tell`. Whoever listens is woken when the transaction is committed."""
+        rows = [value for change in changes for value in change]
+        if rows:
+            marks = ", ".join(["(?, ?, ?)"] * (len(rows) // 3))
+            self.execute(f"INSERT INTO changes (kind, channel, id) VALUES {marks}", rows)
+            self.execute(f"NOTIFY {self._schema}")
+
     def close(self) -> None:
         """See `Database.close`."""
         self._connection.close()
 
     def _begin(self, statement: str) -> None:
         if self._connection.closed or self._connection.broken:
-            self._connection = self._connect()
+            self._connection = connect(self._url, self._schema)
         try:
             self._connection.execute(statement.encode())
         except psycopg.OperationalError:  # the server restarted since: nothing has been done yet, so a new connection will do
             self._connection.close()
-            self._connection = self._connect()
+            self._connection = connect(self._url, self._schema)
             self._connection.execute(statement.encode())
 
-    def _connect(self) -> "psycopg.Connection[Any]":
-        connection = psycopg.connect(self._url, autocommit=True, connect_timeout=10, application_name="penstock")
-        connection.execute(text.SQL("SET search_path TO {}").format(text.Identifier(self._schema)))
-        connection.execute("SET synchronous_commit TO on")
-        return connection
+
+def connect(url: str, schema: str) -> "psycopg.Connection[Any]":
+    """A connection in which a commit is on disk when it returns."""
+    connection = psycopg.connect(url, autocommit=True, connect_timeout=10, application_name="penstock")
+    connection.execute(text.SQL("SET search_path TO {}").format(text.Identifier(schema)))
+    connection.execute("SET synchronous_commit TO on")
+    return connection
 
 
 def explain(cause: Exception, url: str) -> Exception:

@@ -5,9 +5,10 @@ from penstock.pool.database import Database
 
 MIGRATIONS = [
     (
-        # lease_id: the last lease that held the group; oldest: the oldest version on a token that counts, once it is complete
+        # lease_id: the last lease that held the group; oldest: the oldest version on a token that counts, once it is complete;
+        # min_size: how many rollouts must have completed before the group is
         """CREATE TABLE groups (id TEXT PRIMARY KEY, channel TEXT NOT NULL, seq BIGINT NOT NULL, state TEXT NOT NULL,
-           oldest BIGINT, lease_id TEXT, record BYTEA NOT NULL, crc BIGINT NOT NULL)""",
+           oldest BIGINT, lease_id TEXT, record BYTEA NOT NULL, crc BIGINT NOT NULL, min_size BIGINT NOT NULL DEFAULT 0)""",
         "CREATE INDEX groups_by_state ON groups (channel, state, seq, id)",
         "CREATE INDEX groups_by_seq ON groups (channel, seq, id)",
         # current: whether it is the last attempt at its place; ended: NULL while it runs
@@ -22,6 +23,12 @@ MIGRATIONS = [
            PRIMARY KEY (rollout_id, id))""",
         """CREATE TABLE grades (position BIGINT GENERATED ALWAYS AS IDENTITY, rollout_id TEXT NOT NULL, id BYTEA NOT NULL,
            record BYTEA NOT NULL, crc BIGINT NOT NULL, PRIMARY KEY (rollout_id, id))""",
+        # id: the step that is marked, -1 for the whole rollout
+        """CREATE TABLE marks (rollout_id TEXT NOT NULL, id BIGINT NOT NULL, record BYTEA NOT NULL, crc BIGINT NOT NULL,
+           PRIMARY KEY (rollout_id, id))""",
+        # what viewers and trainers follow; by: the transaction, since one with an earlier position may be committed later
+        """CREATE TABLE changes (position BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY, kind TEXT NOT NULL,
+           channel TEXT NOT NULL, id TEXT NOT NULL, by XID8 NOT NULL DEFAULT pg_current_xact_id())""",
         # beat: counted up with each renewal
         "CREATE TABLE leases (id TEXT PRIMARY KEY, open INTEGER NOT NULL, beat BIGINT NOT NULL, lease_s DOUBLE PRECISION NOT NULL)",
         "CREATE INDEX leases_open ON leases (id) WHERE open = 1",

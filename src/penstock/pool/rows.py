@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from penstock.codec import field_names, from_json, pack_floats, pack_ints, to_json, unpack_floats, unpack_ints
 from penstock.errors import PoolError, boundary
-from penstock.records import Attempt, End, Grade, Node, Rollout, Step
+from penstock.records import Attempt, End, Grade, Mark, Node, Rollout, Step
 
 T = TypeVar("T")
 
@@ -74,6 +74,11 @@ def grade_key(grade: Grade) -> bytes:
         return to_json((grade.source, grade.transcript, grade.step))
 
 
+def mark_key(mark: Mark) -> int:
+    """What a mark is about: the step's index, -1 for the whole rollout."""
+    return -1 if mark.step is None else mark.step
+
+
 class Ending(NamedTuple):
     """How a rollout ended, as stored; `end` is None while it runs."""
 
@@ -94,12 +99,13 @@ class AttemptRows(NamedTuple):
     nodes: Iterable[Row]
     steps: Iterable[Row]
     grades: Iterable[Row]
+    marks: Iterable[Row] = ()
 
 
 def build_attempt(rollout_id: str, rows: AttemptRows) -> Attempt:
     """An attempt from its rows; PoolError names the rollout where one of them is damaged."""
     name = f"of rollout {rollout_id!r}"
-    rollout, ending, nodes, steps, grades = rows
+    rollout, ending, nodes, steps, grades, marks = rows
     with boundary(PoolError, f"the end {name} cannot be read back"):
         end, message = None if ending.end is None else End(ending.end), ending.message.decode("utf-8", "surrogatepass")
     return Attempt(
@@ -109,6 +115,7 @@ def build_attempt(rollout_id: str, rows: AttemptRows) -> Attempt:
         nodes=tuple(unseal(Node, row, f"a node {name}") for row in nodes),
         steps=tuple(unseal(Step, row, f"a step {name}") for row in steps),
         grades=tuple(unseal(Grade, row, f"a grade {name}") for row in grades),
+        marks=tuple(unseal(Mark, row, f"a mark {name}") for row in marks),
     )
 
 

@@ -5,8 +5,9 @@ from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-from penstock.errors import PoolConflict, PoolError
-from penstock.records import End, Grade, Node, Rollout, Step, Task
+from penstock.errors import PoolConflict, PoolError, PoolFull
+from penstock.pool.base import Bound
+from penstock.records import End, Grade, Mark, Node, Rollout, Step, Task
 
 
 class State(StrEnum):
@@ -17,6 +18,16 @@ class State(StrEnum):
     LEASED = "leased"
     TRAINED = "trained"
     STALE = "stale"
+    SHORT = "short"
+    DROPPED = "dropped"
+
+
+WAITING = (State.OPEN, State.SHORT, State.COMPLETE, State.LEASED)
+"""States of groups that are still to be trained."""
+UNCLAIMED = (State.OPEN, State.SHORT, State.COMPLETE)
+"""States of groups that no trainer has seen yet, or that came back."""
+OVERFLOW = "overflow"
+"""Why a group was dropped that had to make room."""
 
 
 class Trained(NamedTuple):
@@ -61,6 +72,32 @@ def check_grade(grade: Grade) -> None:
         raise PoolError(f"{grade_name(grade)} is {reward!r}; a reward must be a finite number")
 
 
+def check_mark(mark: Mark) -> None:
+    """Refuse a weight that is none."""
+    quality: Any = mark.quality
+    if isinstance(quality, bool) or not isinstance(quality, int | float) or not math.isfinite(quality) or quality < 0:
+        raise PoolError(f"{mark_name(mark)} has quality {quality!r}; give a finite number, 0 or more")
+
+
+def check_droppable(group_id: str, state: State) -> bool:
+    """Whether dropping changes this group; PoolError where it cannot be dropped now."""
+    if state is State.OPEN:
+        raise PoolError(f"group {group_id!r} has rollouts that run; end them before it is dropped")
+    if state is State.LEASED:
+        raise PoolError(f"group {group_id!r} was lent to a trainer; release its lease before it is dropped")
+    return state in (State.SHORT, State.COMPLETE)
+
+
+def full(channel: str, bound: Bound) -> PoolFull:
+    """No room."""
+    return PoolFull(f"{bound.groups} groups of channel {channel!r} wait to be trained already; wait, or raise rollout.max_waiting")
+
+
+def is_short(ends: Iterable[str | None], min_size: int) -> bool:
+    """Whether a group with these ends has too few rollouts to train on."""
+    return sum(end == End.COMPLETED for end in ends) < min_size
+
+
 def check_claim(count: int, lease_s: float) -> None:
     """Refuse a claim that could never be served."""
     if count < 1:
@@ -78,7 +115,7 @@ def check_replaceable(rollout: Rollout, end: End | None, state: State, *, lent: 
     """Refuse a second attempt where the first one counts: it has completed, or a trainer may have used its group."""
     if end is End.COMPLETED:
         raise PoolError(f"rollout {rollout.id!r} has completed and counts; only one that failed or was lost can be replaced")
-    if lent or state not in (State.OPEN, State.COMPLETE):
+    if lent or state not in (State.OPEN, State.SHORT, State.COMPLETE):
         raise PoolError(f"rollout {rollout.id!r} cannot be replaced: group {rollout.group_id!r} was lent to a trainer or dropped")
 
 
@@ -118,6 +155,11 @@ def node_name(node: Node) -> str:
     return f"node {node.id} of rollout {node.rollout_id!r}"
 
 
+def mark_name(mark: Mark) -> str:
+    """The mark, for a message."""
+    return f"the mark on rollout {mark.rollout_id!r}" + ("" if mark.step is None else f", step {mark.step}")
+
+
 def grade_name(grade: Grade) -> str:
     """The grade, for a message."""
     return f"the reward from {grade.source!r} for rollout {grade.rollout_id!r}"
@@ -136,6 +178,16 @@ def unknown_lease(lease_id: str) -> PoolError:
 def lease_is_over(lease_id: str) -> PoolError:
     """It cannot be kept any longer."""
     return PoolError(f"lease {lease_id!r} has expired or was given back; claim again")
+
+
+def unknown_group(group_id: str) -> PoolError:
+    """Nobody opened it."""
+    return PoolError(f"no group {group_id!r} in this pool; open it first")
+
+
+def missing_step(mark: Mark) -> PoolError:
+    """A mark on nothing."""
+    return PoolError(f"{mark_name(mark)}: there is no such step; mark one that was recorded")
 
 
 def missing_node(step: Step) -> PoolError:

@@ -1,42 +1,61 @@
 """A pool over SQL: one writing thread with group commit, reads beside it."""
 
 import asyncio
+import time
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import TypeVar
 
 from penstock.errors import PoolError
 from penstock.pool import rules, sql_leases, sql_reads, sql_writes
-from penstock.pool.base import PoolStats
+from penstock.pool.base import Bound, Change, PoolStats
+from penstock.pool.bell import Bell
 from penstock.pool.database import Database
 from penstock.pool.leases import LeaseClock
 from penstock.pool.reader import Reader
 from penstock.pool.rows import seal
 from penstock.pool.sql_leases import Wanted
 from penstock.pool.writer import Bulk, Writer
-from penstock.records import Attempt, End, Grade, Group, Lease, Node, Rollout, Step, Task
+from penstock.records import Attempt, End, Grade, Group, Lease, Mark, Node, Rollout, Step, Task
+
+T = TypeVar("T")
+
+ELSEWHERE_S = 0.25
+"""How often one who waits looks for what other processes did, where nothing tells of it."""
+MISSED_S = 5.0
+"""The same where something does, in case its connection was broken meanwhile."""
 
 
 class SqlPool:
     """The contract of `Pool` over tables that several processes may have open; `explain` makes PoolErrors of faults."""
 
     def __init__(
-        self, writing: Database, reading: Sequence[Database], clock: LeaseClock, explain: Callable[[Exception], Exception]
+        self,
+        writing: Database,
+        reading: Sequence[Database],
+        clock: LeaseClock,
+        explain: Callable[[Exception], Exception],
+        bell: Bell | None = None,
     ) -> None:
         clock.expired(sql_leases.open_beats(writing))  # the time of leases left by others starts now
         self._clock = clock
+        self._bell = bell or Bell()
+        self._poll_s = ELSEWHERE_S if bell is None else MISSED_S
         self._writer = Writer(writing, explain)
         self._reader = Reader(reading, explain)
 
-    async def open_group(self, task: Task, rollouts: Sequence[Rollout], *, seq: int | None) -> None:
+    async def open_group(
+        self, task: Task, rollouts: Sequence[Rollout], *, seq: int | None, min_size: int = 0, bound: Bound | None = None
+    ) -> None:
         """See `Pool.open_group`."""
         group = sql_writes.seal_group(task, rollouts)
-        await self._writer.submit(lambda database: sql_writes.open_group(database, group, seq))
+        await self._change(lambda database: sql_writes.open_group(database, group, seq, min_size, bound))
 
     async def replace(self, lost: Rollout, reason: str) -> Rollout:
         """See `Pool.replace`."""
         rows = {"row": seal(lost, f"rollout {lost.id!r}"), "successor_row": seal(lost.successor, f"rollout {lost.successor.id!r}")}
-        await self._writer.submit(lambda database: sql_writes.replace(database, lost, reason, **rows))
+        await self._change(lambda database: sql_writes.replace(database, lost, reason, **rows))
         return lost.successor
 
     async def append(self, step: Step, node: Node | None) -> None:
@@ -48,18 +67,28 @@ class SqlPool:
         """See `Pool.grade`."""
         rules.check_grade(grade)
         row = seal(grade, rules.grade_name(grade))
-        await self._writer.submit(lambda database: sql_writes.grade(database, grade, row))
+        await self._change(lambda database: sql_writes.grade(database, grade, row))
 
     async def end(self, rollout_id: str, end: End, message: str = "") -> bool:
         """See `Pool.end`."""
-        return await self._writer.submit(lambda database: sql_writes.end(database, rollout_id, end, message))
+        return await self._change(lambda database: sql_writes.end(database, rollout_id, end, message))
+
+    async def mark(self, mark: Mark) -> bool:
+        """See `Pool.mark`."""
+        rules.check_mark(mark)
+        row = seal(mark, rules.mark_name(mark))
+        return await self._change(lambda database: sql_writes.mark(database, mark, row))
+
+    async def drop(self, group_id: str, reason: str) -> bool:
+        """See `Pool.drop`."""
+        return await self._change(lambda database: sql_writes.drop(database, group_id, reason))
 
     async def claim(self, count: int, *, channel: str = "train", version: int, max_staleness: int, lease_s: float) -> Lease | None:
         """See `Pool.claim`."""
         rules.check_claim(count, lease_s)
         wanted = Wanted(uuid.uuid4().hex, count, channel, version, max_staleness, lease_s)
         try:
-            lent = await self._writer.submit(lambda database: sql_leases.claim(database, self._clock, wanted))
+            lent = await self._change(lambda database: sql_leases.claim(database, self._clock, wanted))
             if lent is None:
                 return None
             groups = await self._reader.run(lambda database: sql_reads.read_groups(database, lent.group_ids))
@@ -71,16 +100,16 @@ class SqlPool:
     async def renew(self, lease_id: str, lease_s: float) -> None:
         """See `Pool.renew`."""
         rules.check_lease_time(lease_s)
-        if not await self._writer.submit(lambda database: sql_leases.renew(database, self._clock, lease_id, lease_s)):
+        if not await self._change(lambda database: sql_leases.renew(database, self._clock, lease_id, lease_s)):
             raise rules.lease_is_over(lease_id)
 
     async def release(self, lease_id: str | None = None) -> None:
         """See `Pool.release`."""
-        await self._writer.submit(lambda database: sql_leases.release(database, lease_id))
+        await self._change(lambda database: sql_leases.release(database, lease_id))
 
     async def ack(self, lease_id: str, policy_version: int) -> None:
         """See `Pool.ack`."""
-        await self._writer.submit(lambda database: sql_leases.ack(database, lease_id, policy_version))
+        await self._change(lambda database: sql_leases.ack(database, lease_id, policy_version))
 
     async def attempt(self, rollout_id: str, *, first_step: int = 0, first_node: int = 0) -> Attempt:
         """See `Pool.attempt`."""
@@ -96,6 +125,14 @@ class SqlPool:
         """See `Pool.groups`."""
         return await self._reader.run(lambda database: sql_reads.list_groups(database, channel, first_seq=first_seq, limit=limit))
 
+    async def rollouts(self, group_id: str) -> list[Rollout]:
+        """See `Pool.rollouts`."""
+        return await self._reader.run(lambda database: sql_reads.list_rollouts(database, group_id))
+
+    async def channels(self) -> list[str]:
+        """See `Pool.channels`."""
+        return await self._reader.run(sql_reads.list_channels)
+
     async def unfinished(self, channel: str) -> list[Group]:
         """See `Pool.unfinished`."""
         return await self._reader.run(lambda database: sql_reads.list_unfinished(database, channel))
@@ -108,10 +145,34 @@ class SqlPool:
         """See `Pool.stats`."""
         return await self._reader.run(lambda database: sql_reads.read_stats(database, channel))
 
+    async def changes(self, after: int = 0, *, limit: int = 1000) -> list[Change]:
+        """See `Pool.changes`."""
+        return await self._reader.run(lambda database: sql_reads.read_changes(database, after, limit))
+
+    async def wait(self, after: int, *, timeout_s: float) -> bool:
+        """See `Pool.wait`."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            heard = self._bell.heard
+            if await self.changes(after, limit=1):
+                return True
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return False
+            await self._bell.ring_after(heard, min(left, self._poll_s))
+
     async def close(self) -> None:
         """See `Pool.close`."""
+        self._bell.close()
         await self._reader.close()
         await self._writer.close()
+
+    async def _change(self, write: Callable[[Database], T]) -> T:
+        """A write that others may wait for."""
+        try:
+            return await self._writer.submit(write)
+        finally:
+            self._bell.ring()
 
     async def _give_back(self, lease_id: str) -> None:
         with suppress(PoolError):  # it was never given

@@ -48,6 +48,7 @@ def claim(database: Database, clock: LeaseClock, wanted: Wanted) -> Lent | None:
         )
         database.execute("UPDATE groups SET state = ?, lease_id = ? WHERE id = ?", (State.LEASED, wanted.lease_id, group_id))
     count_move(database, wanted.channel, State.COMPLETE, State.LEASED, len(ids))
+    database.tell([("lent", wanted.channel, group_id) for group_id in ids])
     clock.see(Beat(wanted.lease_id, 0, wanted.lease_s))
     return Lent(ids, _report_stale(database, wanted.channel))
 
@@ -92,6 +93,7 @@ def ack(database: Database, lease_id: str, policy_version: int) -> None:
             database.execute("UPDATE groups SET state = ? WHERE id = ?", (State.TRAINED, group_id))
             count_move(database, channel, state, State.TRAINED)
             database.count(channel, [Tally("top", "version", policy_version)])
+            database.tell([("trained", channel, group_id)])
     database.execute("UPDATE leases SET open = 0 WHERE id = ?", (lease_id,))
 
 
@@ -116,16 +118,19 @@ def _close(database: Database, lease_id: str) -> None:
     for group_id, channel in held:
         database.execute("UPDATE groups SET state = ? WHERE id = ?", (State.COMPLETE, group_id))
         count_move(database, channel, State.LEASED, State.COMPLETE)
+        database.tell([("returned", channel, group_id)])
 
 
 def _drop_stale(database: Database, wanted: Wanted) -> None:
     dropped = database.execute(
-        "UPDATE groups SET state = ? WHERE channel = ? AND state = ? AND oldest < ?",
+        "UPDATE groups SET state = ? WHERE channel = ? AND state = ? AND oldest < ? RETURNING id, seq",
         (State.STALE, wanted.channel, State.COMPLETE, wanted.version - wanted.max_staleness),
-    ).rowcount
+    ).fetchall()
     if dropped:
-        count_move(database, wanted.channel, State.COMPLETE, State.STALE, dropped)
-        database.count(wanted.channel, [Tally("unreported", "stale", dropped)])
+        count_move(database, wanted.channel, State.COMPLETE, State.STALE, len(dropped))
+        database.count(wanted.channel, [Tally("unreported", "stale", len(dropped))])
+        in_order = sorted(dropped, key=lambda group: (group[1], group[0]))
+        database.tell([("stale", wanted.channel, group_id) for group_id, _ in in_order])
 
 
 def _report_stale(database: Database, channel: str) -> int:

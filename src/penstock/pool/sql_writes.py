@@ -6,10 +6,11 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from penstock.pool import rules
+from penstock.pool.base import Bound
 from penstock.pool.database import Database, Tally
-from penstock.pool.rows import Row, column_names, grade_key, pack_message, seal
+from penstock.pool.rows import Row, column_names, grade_key, mark_key, pack_message, seal
 from penstock.pool.rules import State
-from penstock.records import End, Grade, Node, Rollout, Step, Task
+from penstock.records import End, Grade, Mark, Node, Rollout, Step, Task
 
 
 def _insert(table: str, kind: type[Any]) -> str:
@@ -45,21 +46,57 @@ def seal_group(task: Task, rollouts: Sequence[Rollout]) -> GroupRows:
     return GroupRows(group_id, rollouts[0].channel, seal(task, f"task {task.id!r}"), rows)
 
 
-def open_group(database: Database, group: GroupRows, seq: int | None) -> None:
+def open_group(database: Database, group: GroupRows, seq: int | None, min_size: int, bound: Bound | None) -> None:
     """Make the group unless it is there."""
-    database.alone(f"group {group.id}" if seq is not None else f"channel {group.channel}")
+    database.alone(f"channel {group.channel}" if seq is None or bound else f"group {group.id}")
     if database.execute("SELECT 1 FROM groups WHERE id = ?", (group.id,)).fetchone():
         return
+    _make_room(database, group.channel, bound)
     number = seq
     if number is None:
         (number,) = database.execute("SELECT coalesce(max(seq), -1) + 1 FROM groups WHERE channel = ?", (group.channel,)).fetchone()
     database.execute(
-        "INSERT INTO groups (id, channel, seq, state, record, crc) VALUES (?, ?, ?, ?, ?, ?)",
-        (group.id, group.channel, number, State.OPEN, group.task.record, group.task.crc),
+        "INSERT INTO groups (id, channel, seq, state, record, crc, min_size) VALUES (?, ?, ?, ?, ?, ?, ?)",
+        (group.id, group.channel, number, State.OPEN, group.task.record, group.task.crc, min_size),
     )
     for rollout, row in group.rollouts:
         _open_rollout(database, rollout, row)
     database.count(group.channel, [Tally("state", State.OPEN, 1), Tally("top", "seq", int(number))])
+    database.tell([("opened", group.channel, group.id)])
+
+
+def _make_room(database: Database, channel: str, bound: Bound | None) -> None:
+    """Refuse one group more, or drop the oldest complete one for it."""
+    if bound is None:
+        return
+    query = f"SELECT count(*) FROM groups WHERE channel = ? AND state IN ({_marks(rules.WAITING)})"
+    (waiting,) = database.execute(query, (channel, *rules.WAITING)).fetchone()
+    if waiting < bound.groups:
+        return
+    query = f"SELECT id FROM groups WHERE channel = ? AND state = ? ORDER BY seq, id LIMIT 1{database.SKIP}"
+    oldest = database.execute(query, (channel, State.COMPLETE)).fetchone()
+    if bound.overflow == "refuse" or oldest is None:
+        raise rules.full(channel, bound)
+    _drop(database, oldest[0], channel, State.COMPLETE, rules.OVERFLOW)
+
+
+def drop(database: Database, group_id: str, reason: str) -> bool:
+    """Take the group out of training."""
+    found = database.execute(f"SELECT state, channel FROM groups WHERE id = ?{database.LOCK}", (group_id,)).fetchone()
+    if found is None:
+        raise rules.unknown_group(group_id)
+    state, channel = State(found[0]), found[1]
+    if not rules.check_droppable(group_id, state):
+        return False
+    _drop(database, group_id, channel, state, reason)
+    return True
+
+
+def _drop(database: Database, group_id: str, channel: str, state: State, reason: str) -> None:
+    database.execute("UPDATE groups SET state = ? WHERE id = ?", (State.DROPPED, group_id))
+    count_move(database, channel, state, State.DROPPED)
+    database.count(channel, [Tally("drop", reason, 1)])
+    database.tell([("dropped", channel, group_id)])
 
 
 class Append(NamedTuple):
@@ -179,8 +216,26 @@ def _marks(values: Collection[Any]) -> str:
 
 def grade(database: Database, given: Grade, row: Row) -> None:
     """Store a grade."""
-    _running(database, given.rollout_id, rules.grade_name(given))
-    _put(database, "grades", (given.rollout_id, grade_key(given)), row, rules.grade_name(given))
+    channel, _ = _running(database, given.rollout_id, rules.grade_name(given))
+    if _put(database, "grades", (given.rollout_id, grade_key(given)), row, rules.grade_name(given)):
+        database.tell([("graded", channel, given.rollout_id)])
+
+
+def mark(database: Database, given: Mark, row: Row) -> bool:
+    """Store a curator's word over an earlier one; whether a trainer can still see it."""
+    query = "SELECT r.channel, g.state FROM rollouts AS r JOIN groups AS g ON g.id = r.group_id WHERE r.id = ?"
+    found = database.execute(query, (given.rollout_id,)).fetchone()
+    if found is None:
+        raise rules.unknown_rollout(given.rollout_id)
+    if given.step is not None and not _has(database, "steps", given.rollout_id, given.step):
+        raise rules.missing_step(given)
+    database.execute(
+        """INSERT INTO marks (rollout_id, id, record, crc) VALUES (?, ?, ?, ?)
+           ON CONFLICT (rollout_id, id) DO UPDATE SET record = excluded.record, crc = excluded.crc""",
+        (given.rollout_id, mark_key(given), row.record, row.crc),
+    )
+    database.tell([("marked", found[0], given.rollout_id)])
+    return State(found[1]) in rules.UNCLAIMED
 
 
 def end(database: Database, rollout_id: str, how: End, message: str) -> bool:
@@ -192,14 +247,16 @@ def end(database: Database, rollout_id: str, how: End, message: str) -> bool:
     ended, channel, group_id = row
     if ended is not None:
         return False
-    database.execute(f"SELECT 1 FROM groups WHERE id = ?{database.LOCK}", (group_id,))
+    found = database.execute(f"SELECT min_size FROM groups WHERE id = ?{database.LOCK}", (group_id,)).fetchone()
     database.execute("UPDATE rollouts SET ended = ?, message = ? WHERE id = ?", (how, pack_message(message), rollout_id))
     database.count(channel, [Tally("end", how, 1)])
+    database.tell([("ended", channel, rollout_id)])
     places = database.execute("SELECT ended, oldest FROM rollouts WHERE group_id = ? AND current = 1", (group_id,)).fetchall()
     if all(place[0] is not None for place in places):
         oldest = rules.oldest_version(place[1] for place in places)
-        database.execute("UPDATE groups SET state = ?, oldest = ? WHERE id = ?", (State.COMPLETE, oldest, group_id))
-        count_move(database, channel, State.OPEN, State.COMPLETE)
+        state = State.SHORT if rules.is_short((place[0] for place in places), found[0]) else State.COMPLETE
+        database.execute("UPDATE groups SET state = ?, oldest = ? WHERE id = ?", (state, oldest, group_id))
+        count_move(database, channel, State.OPEN, state)
     return True
 
 
@@ -218,9 +275,9 @@ def replace(database: Database, lost: Rollout, reason: str, *, row: Row, success
     database.execute("UPDATE rollouts SET current = 0 WHERE id = ?", (lost.id,))
     _open_rollout(database, lost.successor, successor_row)
     end(database, lost.id, End.LOST, reason)
-    if state == State.COMPLETE:
+    if state != State.OPEN:
         database.execute("UPDATE groups SET state = ? WHERE id = ?", (State.OPEN, lost.group_id))
-        count_move(database, lost.channel, State.COMPLETE, State.OPEN)
+        count_move(database, lost.channel, state, State.OPEN)
 
 
 def _open_rollout(database: Database, rollout: Rollout, row: Row) -> None:
