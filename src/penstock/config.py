@@ -5,7 +5,7 @@ import os
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -69,6 +69,16 @@ class RolloutSection(Section):
     """Tasks in each training step."""
     concurrency: int = Field(default=32, ge=1)
     """Rollouts that run at once."""
+    min_size: int = Field(default=0, ge=0)
+    """Attempts of a task that must complete before it is trained; 0 takes what there is."""
+    top_up: int = Field(default=0, ge=0)
+    """How often failed attempts are made up for where fewer completed; a task that stays short is dropped and counted."""
+    group_timeout_s: float | None = Field(default=None, gt=0)
+    """Deadline of all attempts at a task together, from the first one's start; those that run then end as `timeout`."""
+    max_waiting: int | None = Field(default=None, ge=1)
+    """Tasks that may wait to be trained; one more is not started."""
+    overflow: Literal["refuse", "drop"] = "refuse"
+    """With `max_waiting`: `refuse` waits for room, `drop` makes it by dropping the oldest complete task, counted."""
     max_staleness: int = Field(default=0, ge=0)
     """How many policy versions old a group's tokens may be when it is trained. 0 is synchronous."""
     agent_timeout_s: float = Field(default=120.0, gt=0)
@@ -247,6 +257,38 @@ def cache_folder() -> Path:
     if chosen := os.environ.get("PENSTOCK_CACHE"):
         return Path(chosen).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "penstock"
+
+
+def secret(variable: str, key: str) -> str:
+    """The value of the environment variable that the setting `key` names; ConfigError where the environment has none."""
+    if value := os.environ.get(variable, ""):
+        return value
+    raise ConfigError(f"{key}: the environment has no {variable}; set it")
+
+
+def rollout_token() -> str | None:
+    """What callers of a rollout server must show: $PENSTOCK_ROLLOUT_TOKEN; None where it is not set."""
+    return os.environ.get("PENSTOCK_ROLLOUT_TOKEN") or None
+
+
+def rollout_hosts() -> tuple[str, ...]:
+    """Hosts that a rollout server may call: $PENSTOCK_ROLLOUT_HOSTS, with commas between them."""
+    return tuple(host.strip() for host in os.environ.get("PENSTOCK_ROLLOUT_HOSTS", "").split(",") if host.strip())
+
+
+class OwnRollout(NamedTuple):
+    """Where the model calls of a program go that is a rollout itself."""
+
+    base_url: str
+    api_key: str
+    rollout_id: str
+
+
+def own_rollout() -> OwnRollout | None:
+    """What `penstock run` has told this process of its rollout; None outside of it."""
+    names = ("OPENAI_BASE_URL", "OPENAI_API_KEY", "PENSTOCK_ROLLOUT_ID")
+    base_url, api_key, rollout_id = (os.environ.get(name, "") for name in names)
+    return OwnRollout(base_url, api_key, rollout_id) if base_url and api_key and rollout_id else None
 
 
 def _read_toml(path: Path) -> dict[str, Any]:

@@ -12,6 +12,7 @@
     ├── GraderError      the author's grader raised, or gave no finite reward
     ├── PoolError        the store refused or failed
     │   ├── PoolConflict another value is stored under the same id
+    │   ├── PoolFailed   the store itself failed: a full disk, a server that is away; try again later
     │   └── PoolFull     too many groups wait to be trained; try again later
     └── TrainError       no way to go on training
 
@@ -73,6 +74,10 @@ class PoolError(PenstockError):
 
 class PoolConflict(PoolError):
     """Another value is stored under the same id, and stays."""
+
+
+class PoolFailed(PoolError):
+    """The store cannot be read or written now; nothing was wrong with what it was asked."""
 
 
 class PoolFull(PoolError):

@@ -1,5 +1,6 @@
 """Discovery: an author's file gives one workflow, one grader and their configs, or one line that says what to change."""
 
+import sys
 import textwrap
 
 import pytest
@@ -140,3 +141,35 @@ def test_entry_that_is_no_python_file_is_refused(tmp_path, name):
     (tmp_path / "agent.txt").write_text("x")
     with pytest.raises(ConfigError, match="no such Python file; set \\[agent\\] entry"):
         load_agent(tmp_path / name, {}, {})
+
+
+MISSING = {
+    "import strands": "pip install strands-agents, or put strands.py next to agent.py",
+    "import no_such_thing.inside": "pip install no-such-thing, or put no_such_thing.py next to agent.py",
+    "import email.no_such_part": "check the name, or install a release of its package that has it",
+    "from .no_sibling import x": "No module named '.no_sibling'; put no_sibling.py next to agent.py",
+}
+
+
+@pytest.mark.parametrize("line", MISSING)
+def test_missing_module_says_what_to_install(tmp_path, line, monkeypatch):
+    monkeypatch.setattr(sys, "meta_path", [finder for finder in sys.meta_path if "editable" not in str(finder)])
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if "site-packages" not in place])
+    monkeypatch.delitem(sys.modules, "strands", raising=False)
+    assert MISSING[line] in refused(tmp_path, line)
+
+
+@pytest.mark.parametrize("name", ["", "  ", "x" * 257])
+def test_name_that_nobody_can_read_is_refused(tmp_path, name):
+    text = WORKFLOW + GRADER + f"config = AgentWorkflowConfig(name={name!r})\n"
+    assert f"AgentWorkflowConfig.name has {len(name)} characters; give it 1 to 256" in refused(tmp_path, text)
+
+
+def test_longest_name_and_lazy_proxies_are_fine(tmp_path):
+    proxy = "class Proxy:\n    @property\n    def __class__(self):\n        raise RuntimeError\n\nproxy = Proxy()\n"
+    agent = load(tmp_path, WORKFLOW + GRADER + proxy + f"config = AgentWorkflowConfig(name='{'x' * 256}')\n")
+    assert len(agent.workflow_config.name) == 256
+
+
+def test_error_that_is_no_exception_is_one_line_too(tmp_path):
+    assert "agent.py, line 1: GeneratorExit: x;" in refused(tmp_path, "raise GeneratorExit('x')\n")

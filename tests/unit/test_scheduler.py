@@ -322,3 +322,125 @@ def test_run_once_ends_what_a_killed_evaluation_left():
         assert (await pool.attempt("val-0.0.1")).end is End.LOST
 
     asyncio.run(main())
+
+
+class FailingRunner(FakeRunner):
+    """Ends each rollout as `ends` says for its place and attempt, else as completed; `hangs` ones run until they are cancelled."""
+
+    def __init__(self, pool, ends=(), hangs=()):
+        super().__init__(pool)
+        self.ends, self.hangs = dict(ends), set(hangs)
+
+    async def run(self, rollout, task, sampling):
+        await self._tell(+1, rollout)
+        try:
+            if (rollout.place, rollout.attempt) in self.hangs:
+                await asyncio.Event().wait()
+            end = self.ends.get((rollout.place, rollout.attempt), End.COMPLETED)
+            await self.pool.end(rollout.id, end)
+            return end
+        except asyncio.CancelledError:
+            await self.pool.end(rollout.id, End.CANCELLED)
+            raise
+        finally:
+            self.running -= 1
+            await self._tell(0)
+
+
+def first_group(pool, runner, **limits):
+    """The first group once the pool says that it can be claimed or was dropped, and the pool's counts then."""
+
+    async def main():
+        made = scheduler(pool, runner, groups_per_step=1, **limits)
+        async with at_work(made):
+            position = 0
+            while (stats := await pool.stats("train")).groups_dropped + await claimable(pool) == 0:
+                await pool.wait(position, timeout_s=DEADLINE_S)
+                position = await pool.position()
+        return (await pool.groups("train", limit=1))[0], stats
+
+    return asyncio.run(main())
+
+
+async def claimable(pool):
+    stats = await pool.stats("train")
+    return stats.groups_complete - stats.groups_short - stats.groups_dropped
+
+
+def test_failed_attempts_are_made_up_for_where_too_few_completed():
+    pool = new_pool()
+    group, stats = first_group(pool, FailingRunner(pool, {(0, 1): End.AGENT_ERROR}), min_size=2, top_up=1)
+    assert [(a.rollout.attempt, a.end) for a in group.attempts] == [(2, End.COMPLETED), (1, End.COMPLETED)]
+    assert (stats.ends["agent_error"], stats.groups_dropped) == (1, 0)
+
+
+def test_enough_completed_attempts_are_not_topped_up():
+    pool = new_pool()
+    group, _ = first_group(pool, FailingRunner(pool, {(0, 1): End.TIMEOUT}), min_size=1, top_up=3)
+    assert [(a.rollout.attempt, a.end) for a in group.attempts] == [(1, End.TIMEOUT), (1, End.COMPLETED)]
+
+
+def test_a_group_that_stays_short_is_dropped_counted_and_made_up_for():
+    async def main():
+        pool = new_pool()
+        ends = {(place, attempt): End.AGENT_ERROR for place in (0, 1) for attempt in (1, 2)}
+        runner = FailingRunner(pool, ends)
+        made = scheduler(pool, runner, groups_per_step=1, min_size=1, top_up=1)
+        async with at_work(made):
+            await runner.until(lambda: any(rollout.group_id == "train-1" for rollout in runner.started))
+        stats = await pool.stats("train")
+        assert stats.drops["too few rollouts completed"] >= 1
+        assert sum(rollout.group_id == "train-0" for rollout in runner.started) == 4
+
+    asyncio.run(main())
+
+
+def test_one_that_never_ends_does_not_stall_its_group_past_the_deadline():
+    pool = new_pool()
+    group, stats = first_group(pool, FailingRunner(pool, hangs={(0, 1)}), min_size=1, group_timeout_s=0.05)
+    assert [a.end for a in group.attempts] == [End.TIMEOUT, End.COMPLETED]
+    assert "rollout.group_timeout_s = 0.05" in group.attempts[0].message
+    assert stats.groups_dropped == 0
+
+
+def test_no_more_groups_wait_than_may():
+    async def main():
+        pool = new_pool()
+        runner = FakeRunner(pool)
+        made = scheduler(pool, runner, max_staleness=5, max_waiting=3)
+        async with at_work(made):
+            await runner.until(lambda: len(runner.started) == 6)
+            await idle()
+            assert (await pool.stats("train")).groups == 3
+            lease = await pool.claim(1, version=0, max_staleness=9, lease_s=60)
+            await pool.ack(lease.id, 1)
+            await runner.until(lambda: len(runner.started) == 8)
+
+    asyncio.run(main())
+
+
+def test_the_oldest_makes_room_where_that_is_wanted():
+    async def main():
+        pool = new_pool()
+        runner = FakeRunner(pool)
+        made = scheduler(pool, runner, max_staleness=1, max_waiting=3, overflow="drop")
+        async with at_work(made):
+            await runner.until(lambda: len(runner.started) >= 8)
+        assert (await pool.stats("train")).drops["overflow"] >= 1
+
+    asyncio.run(main())
+
+
+def test_a_short_group_that_an_earlier_process_left_is_topped_up():
+    async def main():
+        pool = new_pool()
+        rollouts = [make_rollout("train-0", "t0", place) for place in range(2)]
+        await pool.open_group(make_tasks(1)[0], rollouts, seq=0, min_size=2)
+        await pool.end(rollouts[0].id, End.COMPLETED)
+        await pool.end(rollouts[1].id, End.AGENT_ERROR)
+        runner = FakeRunner(pool)
+        async with at_work(scheduler(pool, runner, min_size=2, top_up=1)):
+            await runner.until(lambda: runner.started)
+            assert runner.started[0].id == "train-0.1.2"
+
+    asyncio.run(main())

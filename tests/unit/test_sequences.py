@@ -5,7 +5,7 @@ import pytest
 
 from penstock.codec import context_digest
 from penstock.errors import TrainError
-from penstock.records import Attempt, End, Grade, Group, Node, Sampling, Step, Task, make_rollout
+from penstock.records import Attempt, End, Grade, Group, Mark, Node, Sampling, Step, Task, make_rollout
 from penstock.train.exactness import breaks, exactness
 from penstock.train.sequences import sequences
 
@@ -247,3 +247,28 @@ def test_breaks_are_counted_by_reason_and_leave_tokens_exact():
 
 def test_where_nothing_was_sampled_there_is_no_rate():
     assert exactness().rate is None
+
+
+def marked(made: Attempt, *marks: Mark) -> Attempt:
+    return replace(made, marks=marks)
+
+
+def test_a_curators_weight_scales_the_credit_of_a_rollout_and_of_a_step():
+    curated = marked(two_turns(), Mark(rollout_id="r", quality=0.5), Mark(rollout_id="r", step=1, quality=3.0))
+    (only,) = sequences(group(curated), [2.0]).sequences
+    assert only.advantages == (0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 3.0)
+
+
+def test_a_step_that_a_curator_took_out_is_context_only():
+    curated = marked(two_turns(), Mark(rollout_id="r", step=0, trainable=False))
+    result = sequences(group(curated), [2.0])
+    (only,) = result.sequences
+    assert (only.trained, result.counts["masked.curated"]) == ((False,) * 6 + (True,), 1)
+
+
+def test_a_rollout_that_a_curator_took_out_counts_for_nobody():
+    out = marked(attempt([node(0, None, 1)], [step(0, 0, 3)], place=1, reward=9.0), Mark(rollout_id="r", trainable=False))
+    both = group(two_turns(), out)
+    result = sequences(both, [2.0])
+    assert both.rewards == [1.0]
+    assert ({each.rollout_id for each in result.sequences}, result.counts["curated"]) == ({"train-0.0.1"}, 1)

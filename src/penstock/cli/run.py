@@ -19,9 +19,9 @@ from penstock.cli.gateway import Engine, Model, Overrides, Urls, get_model, make
 from penstock.cli.interrupts import INTERRUPTED, Interrupts
 from penstock.errors import ConfigError
 from penstock.records import Attempt, End
+from penstock.rollout.environment import routes
 
 if TYPE_CHECKING:
-    from penstock.gateway import Session
     from penstock.gateway.standalone import ModelFiles, Settings
 
 
@@ -84,8 +84,9 @@ async def _record(command: list[str], settings: "Settings", model: "ModelFiles",
         async with open_gateway(settings, model, folder=folder, secret=secret, sock=sock) as opened:
             rollout = await open_adhoc(opened.pool, task_id=shlex.join(command)[:200], sampling={})
             session = opened.gateway.open(rollout, settings.defaults())
+            environment = os.environ | routes(session.base_url, session.token, session.rollout_id)
             try:
-                code = await run_command(command, environment(session), stop)
+                code = await run_command(command, environment, stop)
             except BaseException:
                 await opened.pool.end(rollout.id, End.CANCELLED, "penstock was stopped")
                 raise
@@ -95,25 +96,6 @@ async def _record(command: list[str], settings: "Settings", model: "ModelFiles",
             attempt = await opened.pool.attempt(rollout.id)
     seconds = time.monotonic() - started
     return Outcome(attempt=attempt, code=code, folder=folder, seconds=seconds, engine=settings.engine.name)
-
-
-def environment(session: "Session") -> dict[str, str]:
-    """Ours, with what leads clients of both APIs to the session; none of the tokens that open more than it."""
-    openai, anthropic = session.base_url, session.base_url.removesuffix("/v1")
-    direct = "127.0.0.1,localhost,::1"
-    known = os.environ.get("NO_PROXY") or os.environ.get("no_proxy")
-    no_proxy = f"{known},{direct}" if known else direct
-    return os.environ | {
-        "OPENAI_BASE_URL": openai,
-        "OPENAI_API_BASE": openai,
-        "OPENAI_API_KEY": session.token,
-        "ANTHROPIC_BASE_URL": anthropic,
-        "ANTHROPIC_API_KEY": session.token,
-        "ANTHROPIC_AUTH_TOKEN": session.token,
-        "PENSTOCK_ROLLOUT_ID": session.rollout_id,
-        "NO_PROXY": no_proxy,
-        "no_proxy": no_proxy,
-    }
 
 
 def ending(code: int, interrupt: int | None) -> tuple[End, str]:

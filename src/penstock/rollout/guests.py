@@ -4,8 +4,9 @@ import asyncio
 import reprlib
 import traceback
 from collections.abc import Coroutine, Iterator
-from contextlib import AbstractAsyncContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
+from types import TracebackType
 from typing import Any, TypeVar
 
 from penstock.errors import EngineError, PenstockError
@@ -93,10 +94,32 @@ def _noted(guest: asyncio.Task[Any]) -> None:
     _ = guest.cancelled() or guest.exception()
 
 
-def slots(limit: ConcurrencyConfig | None) -> AbstractAsyncContextManager[Any]:
-    """A place among those that may run at once."""
-    most = limit.max_concurrent if limit else None
-    return asyncio.Semaphore(most) if most else nullcontext()
+class Slots:
+    """Places for those that may run at once, `limit` of them, or any number; `async with` takes one."""
+
+    def __init__(self, limit: int | None) -> None:
+        self.limit = limit
+        self.queued = 0
+        """How many wait for one."""
+        self.running = 0
+        self._free = asyncio.Semaphore(limit) if limit else nullcontext()
+
+    async def __aenter__(self) -> None:
+        self.queued += 1
+        try:
+            await self._free.__aenter__()
+        finally:
+            self.queued -= 1
+        self.running += 1
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.running -= 1
+        await self._free.__aexit__(kind, error, trace)
+
+
+def slots(limit: ConcurrencyConfig | None) -> Slots:
+    """Places for as many as an author's config allows."""
+    return Slots(limit.max_concurrent if limit else None)
 
 
 def one_line(cause: BaseException) -> str:

@@ -58,8 +58,8 @@ class Runner:
     events: Events
     limits: RolloutSection
 
-    async def run(self, rollout: Rollout, task: Task, sampling: Sampling) -> None:
-        """Run an opened rollout to its one end. Cancelled, it ends as CANCELLED before the cancellation goes on."""
+    async def run(self, rollout: Rollout, task: Task, sampling: Sampling) -> End | None:
+        """Run an opened rollout to its one end, and tell it. Cancelled, it ends as CANCELLED before the cancellation goes on."""
         started = time.perf_counter()
         self.events.emit(
             "rollout.start", rollout_id=rollout.id, group_id=rollout.group_id, channel=rollout.channel, task_id=task.id
@@ -69,7 +69,7 @@ class Runner:
         except asyncio.CancelledError:
             await settled(self._end(rollout, Verdict(End.CANCELLED, STOPPED), started))
             raise
-        await settled(self._end(rollout, verdict, started))
+        return await settled(self._end(rollout, verdict, started))
 
     async def _attempt(self, rollout: Rollout, task: Task, sampling: Sampling) -> Verdict:
         session, limit_s = self.gateway.open(rollout, sampling), self.limits.agent_timeout_s
@@ -102,7 +102,7 @@ class Runner:
             return Verdict(End.GRADER_ERROR, str(error))
         return Verdict(End.COMPLETED, rewards=tuple(rewards))
 
-    async def _end(self, rollout: Rollout, verdict: Verdict, started: float) -> None:
+    async def _end(self, rollout: Rollout, verdict: Verdict, started: float) -> End | None:
         grades = tuple(
             Grade(rollout_id=rollout.id, reward=value, source=self.grader, transcript=transcript, step=step)
             for transcript, value, step in verdict.rewards
@@ -122,6 +122,7 @@ class Runner:
             reward=attempt.reward,
             seconds=round(time.perf_counter() - started, 3),
         )
+        return attempt.end
 
 
 def no_call(told: Told) -> str:
@@ -147,6 +148,14 @@ async def open_runner(
         return transcripts(await pool.attempt(rollout_id))
 
     guests = Guests(agent.entry.parent, events)
-    given = Given(agent=agent, guests=guests, section=section, recorded=recorded, artifacts=artifacts)
+    given = Given(
+        agent=agent,
+        guests=guests,
+        section=section,
+        recorded=recorded,
+        artifacts=artifacts,
+        grader_timeout_s=limits.grader_timeout_s,
+        events=events,
+    )
     async with EXECUTORS.load(limits.executor)(given) as executor:
         yield Runner(executor=executor, grader=agent.grader_name, gateway=gateway, pool=pool, events=events, limits=limits)

@@ -7,10 +7,12 @@ from contextlib import suppress
 from functools import lru_cache
 
 from penstock.config import RolloutSection
+from penstock.errors import PoolFull
 from penstock.events import Events
 from penstock.gateway.recorder import settled
-from penstock.pool.base import Pool
+from penstock.pool.base import Bound, Pool
 from penstock.records import Attempt, End, Rollout, Sampling, Task, make_rollout
+from penstock.rollout.groups import GroupPolicy, LiveGroup, left_behind, live_group
 from penstock.rollout.guests import leaves
 from penstock.rollout.runner import Runner
 
@@ -18,7 +20,7 @@ LOST = "the process that ran it ended first"
 REOPENED = "the run stopped first"
 
 _RECHECK_S = 5.0
-"""How often a waiting scheduler asks whether groups were dropped as stale, which must then be made up for."""
+"""How often a waiting scheduler asks whether groups were dropped, which must then be made up for."""
 
 
 def task_at(tasks: Sequence[Task], seq: int, *, seed: int, shuffle: bool = True) -> Task:
@@ -59,7 +61,8 @@ class Scheduler:
         self._seed, self._shuffle = seed, shuffle
         self._steps = steps
         """Groups for no more than these are made; None goes on until `stop`."""
-        self._trained, self._stale = steps_trained, 0
+        self._trained, self._lost = steps_trained, 0
+        self._policy = GroupPolicy(pool=pool, events=events, limits=limits)
         self._moved, self._over = asyncio.Event(), asyncio.Event()
         self._slots = asyncio.Semaphore(limits.concurrency)
 
@@ -86,21 +89,26 @@ class Scheduler:
             raise next(leaves(group)) from None
 
     async def _make_groups(self) -> None:
-        self._stale = (await self._pool.stats(self._channel)).groups_stale
-        async with asyncio.TaskGroup() as running:
+        await self._count_lost()
+        async with asyncio.TaskGroup() as self._running:
             for group in sorted(await self._pool.unfinished(self._channel), key=lambda group: group.seq):
                 await self._admission(group.seq)
-                for attempt in group.attempts:
-                    if attempt.end is None:
-                        successor = await self._pool.replace(attempt.rollout, LOST)
-                        await self._start(running, successor, group.task)
+                await self._take_up(left_behind(group))
             seq = (await self._pool.stats(self._channel)).last_seq + 1
             while True:
                 await self._admission(seq)
                 task = task_at(self._tasks, seq, seed=self._seed, shuffle=self._shuffle)
-                for rollout in await self._open(seq, task):
-                    await self._start(running, rollout, task)
+                group = live_group(task, await self._open(seq, task))
+                await self._start(group, list(group.rollouts.values()))
                 seq += 1
+
+    async def _take_up(self, group: LiveGroup) -> None:
+        """Go on with what an earlier process left: new attempts for those that it did not end, and for failed ones where short."""
+        running = [group.rollouts[place] for place, end in group.ends.items() if end is None]
+        fresh = [await self._pool.replace(rollout, LOST) for rollout in running]
+        for rollout in fresh:
+            group.rollouts[rollout.place] = rollout
+        await self._start(group, fresh or await self._policy.make_up(group))
 
     async def _admission(self, seq: int) -> None:
         """Wait until group `seq` may start."""
@@ -109,31 +117,66 @@ class Scheduler:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_RECHECK_S):
                     await self._moved.wait()
-            self._stale = (await self._pool.stats(self._channel)).groups_stale
+            await self._count_lost()
+
+    async def _count_lost(self) -> None:
+        """Groups that will never be trained must be made up for."""
+        stats = await self._pool.stats(self._channel)
+        self._lost = stats.groups_stale + stats.groups_dropped
 
     def _admits(self, seq: int) -> bool:
-        step = (seq - self._stale) // self._limits.groups_per_step
+        step = (seq - self._lost) // self._limits.groups_per_step
         return step - self._trained <= self._limits.max_staleness and (self._steps is None or step < self._steps)
 
     async def _open(self, seq: int, task: Task) -> list[Rollout]:
-        name, channel = f"{self._channel}-{seq}", self._channel
-        rollouts = [make_rollout(name, task.id, place, channel=channel) for place in range(self._limits.group_size)]
-        await self._pool.open_group(task, rollouts, seq=seq)
+        name, channel, limits = f"{self._channel}-{seq}", self._channel, self._limits
+        rollouts = [make_rollout(name, task.id, place, channel=channel) for place in range(limits.group_size)]
+        bound = limits.max_waiting and Bound(limits.max_waiting, limits.overflow)
+        while True:
+            position = await self._pool.position() if bound else 0
+            try:
+                await self._pool.open_group(task, rollouts, seq=seq, min_size=limits.min_size, bound=bound or None)
+                break
+            except PoolFull as full:
+                self._events.emit("pool.full", channel=channel, seq=seq, message=str(full))
+                await self._pool.wait(position, timeout_s=_RECHECK_S)
         self._events.emit("group.open", group_id=name, seq=seq, channel=channel, task_id=task.id, rollouts=len(rollouts))
         return rollouts
 
-    async def _start(self, running: asyncio.TaskGroup, rollout: Rollout, task: Task) -> None:
-        await self._slots.acquire()
-        running.create_task(self._run(rollout, task))
+    async def _start(self, group: LiveGroup, rollouts: Sequence[Rollout]) -> None:
+        """Run rollouts of a group as soon as there are slots."""
+        if group.timer is None and self._limits.group_timeout_s is not None:
+            loop = asyncio.get_running_loop()
+            group.timer = loop.call_later(self._limits.group_timeout_s, self._expire, group)
+        for rollout in rollouts:
+            await self._slots.acquire()
+            if group.late:
+                self._slots.release()
+            else:
+                group.tasks[rollout.id] = self._running.create_task(self._run(group, rollout))
 
-    async def _run(self, rollout: Rollout, task: Task) -> None:
+    def _expire(self, group: LiveGroup) -> None:
+        if not group.over:
+            self._running.create_task(self._policy.expire(group))
+
+    async def _run(self, group: LiveGroup, rollout: Rollout) -> None:
+        end: End | None = End.TIMEOUT
         try:
-            await self._runner.run(rollout, task, self._sampling)
+            end = await self._runner.run(rollout, group.task, self._sampling)
         except asyncio.CancelledError:
-            await settled(self._reopen(rollout))
-            raise
+            if not group.late:
+                await settled(self._reopen(rollout))
+                raise
         finally:
             self._slots.release()
+            group.tasks.pop(rollout.id, None)
+        group.ends[rollout.place] = end
+        if group.over:
+            fresh = await self._policy.make_up(group)
+            await self._start(group, fresh)
+            self._moved.set()
+            if not fresh and group.timer is not None:
+                group.timer.cancel()
 
     async def _reopen(self, rollout: Rollout) -> None:
         """Keep a stopped run's group incomplete: the place gets a new attempt, which a later run finds unfinished."""

@@ -37,8 +37,8 @@ class Work:
     def __init__(self, agent: Agent, guests: Guests) -> None:
         self._agent = agent
         self._guests = guests
-        self._workflow_slots = slots(agent.workflow_config and agent.workflow_config.concurrency)
-        self._grader_slots = slots(agent.grader_config and agent.grader_config.concurrency)
+        self.workflow_slots = slots(agent.workflow_config and agent.workflow_config.concurrency)
+        self.grader_slots = slots(agent.grader_config and agent.grader_config.concurrency)
 
     async def run(self, task: Task, context: RolloutContext, *, timeout_s: float, artifacts_dir: Path | None = None) -> Told:
         """Run the workflow inside `context`; the deadline counts from when it starts, not from when it waits for its turn.
@@ -47,7 +47,7 @@ class Work:
         the agents had said by then is still in `context`.
         """
         what = f"workflow {self._agent.workflow.__name__!r}"
-        async with self._workflow_slots:
+        async with self.workflow_slots:
             with context:
                 work = self._work(task, context, artifacts_dir)
                 return await self._guests.run(work, error=WorkflowError, what=what, timeout_s=timeout_s)
@@ -64,7 +64,7 @@ class Work:
             project_path=self._agent.entry.parent,
         )
         what = f"grader {self._agent.grader_name!r}"
-        async with self._grader_slots:
+        async with self.grader_slots:
             given = await self._guests.run(self._grade(context), error=GraderError, what=what, timeout_s=timeout_s)
         try:
             return _rewards(context, given)

@@ -3,7 +3,7 @@
 import math
 import reprlib
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -20,12 +20,13 @@ if TYPE_CHECKING:
 C = TypeVar("C")
 
 
-@dataclass(kw_only=True)
+@dataclass
 class AgentWorkflowContext(Generic[C]):
     """What a workflow sees of its task: never the label."""
 
     prompt: list[Message]
     config: C | None = None
+    _: KW_ONLY
     metadata: dict[str, Any] | None = None
     artifacts_dir: Path | None = None
 
@@ -48,12 +49,13 @@ class AgentWorkflowContext(Generic[C]):
         return running_rollout("ctx.api_key").api_key
 
 
-@dataclass(kw_only=True)
+@dataclass
 class GraderContext:
     """What a grader sees, and where it puts its verdict."""
 
     label: str | None = None
     samples: dict[str, RolloutSample] = field(default_factory=dict[str, RolloutSample])
+    _: KW_ONLY
     metadata: dict[str, Any] | None = None
     artifacts_dir: Path | None = None
     project_path: Path | None = None

@@ -22,6 +22,15 @@ from penstock.sdk.workflow import AgentWorkflow, AgentWorkflowConfig, BaseConfig
 
 T = TypeVar("T")
 
+PACKAGES = {
+    "agents": "openai-agents",
+    "langchain_openai": "langchain-openai",
+    "osmosis_ai": "penstock-facades",
+    "strands": "strands-agents",
+}
+"""What to install for modules that are not called like their package."""
+LONGEST_NAME = 256
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agent:
@@ -64,6 +73,19 @@ def load_agent(entry: Path, workflow: Mapping[str, Any], grader: Mapping[str, An
     )
 
 
+def construct(agent: Agent) -> None:
+    """Make one workflow and one grader, as every rollout does; ConfigError names the one that cannot be made."""
+    for cls, config in ((agent.workflow, agent.workflow_config), (agent.grader, agent.grader_config)):
+        try:
+            _ = cls and cls(deepcopy(config))
+        except KeyboardInterrupt:
+            raise
+        except BaseException as cause:  # the author's code, as in `_import`
+            where, name = _where(agent.entry, cause), cls.__name__ if cls else ""
+            text = f"{type(cause).__name__}: {cause}".replace("\n", " ")
+            raise ConfigError(f"{where}: {name}(config) raised {text}; let __init__ take the config and do little else") from cause
+
+
 def _import(entry: Path) -> ModuleType:
     if entry.suffix != ".py" or not entry.is_file():
         raise ConfigError(f"{entry}: no such Python file; set [agent] entry to the .py file that holds the workflow and the grader")
@@ -79,33 +101,56 @@ def _import(entry: Path) -> ModuleType:
     sys.modules.update({name: package, module.__name__: module})
     try:
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as cause:  # whatever the author's file does on import, the user gets one line about it
-        raise ConfigError(_import_failure(entry, cause)) from cause
+    except KeyboardInterrupt:
+        raise
+    except BaseException as cause:  # whatever the author's file does on import, the user gets one line about it
+        raise ConfigError(_import_failure(entry, cause, name)) from cause
     return module
 
 
-def _import_failure(entry: Path, cause: BaseException) -> str:
-    file, text = str(entry.resolve()), f"{type(cause).__name__}: {cause}"
-    lines = [frame.lineno for frame in traceback.extract_tb(cause.__traceback__) if frame.filename == file]
-    where = f"{entry}, line {lines[-1]}" if lines else str(entry)
+def _import_failure(entry: Path, cause: BaseException, package: str) -> str:
+    where, text = _where(entry, cause), f"{type(cause).__name__}: {cause}".replace("\n", " ")
     if isinstance(cause, SyntaxError):
-        same = cause.filename == file
+        same = cause.filename == str(entry.resolve())
         where = f"{entry if same else cause.filename}, line {cause.lineno}"
         return f"{where}: SyntaxError: {cause.msg}; fix the file"
     if isinstance(cause, ModuleNotFoundError):
-        return f"{where}: {text}; install it, or put it next to {entry.name}"
+        return f"{where}: {text.replace(f'{package}.', '.')}; {_install(cause.name or '', package, entry)}"
     if isinstance(cause, SystemExit):
         return f"{where}: the file exits when it is imported; keep that under `if __name__ == '__main__':`"
-    return f"{where}: {text.replace(chr(10), ' ')}; fix what the file does on import"
+    return f"{where}: {text}; fix what the file does on import"
+
+
+def _where(entry: Path, cause: BaseException) -> str:
+    """The last line of the author's file that led to it."""
+    file = str(entry.resolve())
+    lines = [frame.lineno for frame in traceback.extract_tb(cause.__traceback__) if frame.filename == file]
+    return f"{entry}, line {lines[-1]}" if lines else str(entry)
+
+
+def _install(module: str, package: str, entry: Path) -> str:
+    """What to do about a module that is not there."""
+    top, _, below = module.partition(".")
+    if top == package:
+        return f"put {below.partition('.')[0]}.py next to {entry.name}"
+    if top in sys.modules or not top:
+        return "check the name, or install a release of its package that has it"
+    return f"pip install {PACKAGES.get(top, top.replace('_', '-'))}, or put {top}.py next to {entry.name}"
 
 
 def _members(module: ModuleType) -> Iterator[Any]:
-    """Each thing in the module once, however many names it has."""
+    """Each thing in the module once, however many names it has. Look at its type only: a lazy proxy may fail at `isinstance`."""
     yield from {id(value): value for value in vars(module).values()}.values()
 
 
+def _subclasses(module: ModuleType, base: type[T]) -> Iterator[type[T]]:
+    for member in _members(module):
+        if issubclass(type(member), type) and issubclass(member, base) and member is not base:
+            yield member
+
+
 def _one_class(module: ModuleType, base: type[T], entry: Path) -> type[T]:
-    found = [m for m in _members(module) if inspect.isclass(m) and issubclass(m, base) and not inspect.isabstract(m)]
+    found = [m for m in _subclasses(module, base) if not inspect.isabstract(m)]
     if len(found) == 1:
         return found[0]
     if found:
@@ -117,9 +162,8 @@ def _one_class(module: ModuleType, base: type[T], entry: Path) -> type[T]:
 
 
 def _remedy(module: ModuleType, base: type[Any]) -> str:
-    for member in _members(module):
-        if inspect.isclass(member) and issubclass(member, base) and member is not base:
-            return f"{member.__name__} still lacks {', '.join(sorted(getattr(member, '__abstractmethods__', ())))}"
+    for member in _subclasses(module, base):
+        return f"{member.__name__} still lacks {', '.join(sorted(getattr(member, '__abstractmethods__', ())))}"
     return f"class My{base.__name__}({base.__name__}): …"
 
 
@@ -132,15 +176,16 @@ C = TypeVar("C", bound=BaseConfig)
 
 
 def _config(module: ModuleType, base: type[C], owner: type[Any], section: str, table: Mapping[str, Any], entry: Path) -> C | None:
-    found = [member for member in _members(module) if isinstance(member, base)]
+    found: list[C] = [member for member in _members(module) if issubclass(type(member), base)]
     if len(found) > 1:
-        names = ", ".join(sorted(name for name, value in vars(module).items() if isinstance(value, base)))
+        names = ", ".join(sorted(name for name, value in vars(module).items() if issubclass(type(value), base)))
         raise ConfigError(f"{entry}: several {base.__name__} objects: {names}; keep one")
     config = found[0] if found else None
     if table:
         cls = type(config) if config else _config_class(module, base, owner)
         config = _apply(cls, config, table, owner.__name__, section)
     if config is not None:
+        _check_name(config, entry)
         _check_copy(config, entry)
     return config
 
@@ -149,7 +194,7 @@ def _config_class(module: ModuleType, base: type[C], owner: type[Any]) -> type[C
     """The class that `AgentWorkflow[Config]` names, else the only config class in the file, else the plain one."""
     named = [arg for cls in owner.__mro__ for origin in vars(cls).get("__orig_bases__", ()) for arg in get_args(origin)]
     own = [cls for cls in named if inspect.isclass(cls) and issubclass(cls, base)]
-    in_file = [m for m in _members(module) if inspect.isclass(m) and issubclass(m, base) and m is not base]
+    in_file = list(_subclasses(module, base))
     return own[0] if own else in_file[0] if len(in_file) == 1 else base
 
 
@@ -180,6 +225,12 @@ def _merged(given: Mapping[str, Any], table: Mapping[str, Any]) -> dict[str, Any
         nested = isinstance(value, Mapping) and isinstance(old, BaseModel)
         merged[key] = _merged(dict(cast(BaseModel, old)), cast("Mapping[str, Any]", value)) if nested else value
     return merged
+
+
+def _check_name(config: BaseConfig, entry: Path) -> None:
+    if not 1 <= len(config.name.strip()) <= LONGEST_NAME:
+        said = f"{type(config).__name__}.name has {len(config.name)} characters"
+        raise ConfigError(f"{entry}: {said}; give it 1 to {LONGEST_NAME}, not all of them blank")
 
 
 def _check_copy(config: BaseConfig, entry: Path) -> None:

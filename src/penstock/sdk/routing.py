@@ -1,6 +1,10 @@
 """RolloutContext: where the model calls of the running rollout go, and which conversations its agents hold."""
 
 import contextvars
+import re
+import reprlib
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self
@@ -17,6 +21,8 @@ if TYPE_CHECKING:
 
 MAIN = "main"
 """The transcript of an agent that names none."""
+NAME = re.compile(r"[!-~]([ -~]{0,198}[!-~])?")
+"""Of a transcript: it must come through a header as it is."""
 
 _active: contextvars.ContextVar["RolloutContext | None"] = contextvars.ContextVar("penstock_rollout", default=None)
 
@@ -35,7 +41,7 @@ class RolloutContext:
 
     base_url: str
     """Of the gateway's OpenAI routes, ending in `/v1`."""
-    api_key: str
+    api_key: str = field(repr=False)
     """The rollout's model token: opens model routes, nothing else."""
     rollout_id: str = ""
     sample_sources: dict[str, SampleSource] = field(default_factory=dict[str, SampleSource])
@@ -59,6 +65,9 @@ class RolloutContext:
 
     def headers(self, transcript: str = MAIN) -> dict[str, str]:
         """Headers that say which transcript of which rollout a call belongs to."""
+        if not NAME.fullmatch(transcript):
+            what = f"{reprlib.repr(transcript)} cannot name a transcript"
+            raise ValueError(f"{what}; use up to 200 printable ASCII characters, no space around them")
         return {"x-rollout-id": self.rollout_id, "x-sample-id": transcript}
 
     def openai(self, transcript: str = MAIN) -> "AsyncOpenAI":
@@ -91,6 +100,16 @@ class RolloutContext:
 def get_rollout_context() -> RolloutContext | None:
     """The context of the rollout that this code runs in; None outside of one."""
     return _active.get()
+
+
+@contextmanager
+def outside_rollouts() -> Generator[None]:
+    """Inside it, no rollout is running: for a grader, which must not hold the agent's key."""
+    token = _active.set(None)
+    try:
+        yield
+    finally:
+        _active.reset(token)
 
 
 def running_rollout(what: str) -> RolloutContext:

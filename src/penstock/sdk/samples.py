@@ -3,9 +3,11 @@
 import base64
 from copy import deepcopy
 from dataclasses import dataclass, field, fields
+from functools import cache
 from typing import Any, cast
 
 import orjson
+from pydantic import TypeAdapter
 
 from penstock.records import Message
 
@@ -28,6 +30,19 @@ class RolloutSample:
     remove_sample: bool = False
     metrics: dict[str, Any] = field(default_factory=dict[str, Any])
     extra_fields: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    def model_dump(self, **options: Any) -> dict[str, Any]:
+        """Its fields as plain values; `options` as pydantic's models take them."""
+        return cast("dict[str, Any]", _adapter(type(self)).dump_python(self, **options))
+
+    def model_dump_json(self, **options: Any) -> str:
+        """The same as JSON."""
+        return _adapter(type(self)).dump_json(self, **options).decode()
+
+
+@cache
+def _adapter(cls: type[RolloutSample]) -> TypeAdapter[RolloutSample]:
+    return TypeAdapter(cls)
 
 
 def plain(messages: Any) -> list[Message]:

@@ -16,6 +16,7 @@ from penstock.rollout.executors import EXECUTORS
 from penstock.rollout.executors.base import read_section
 from penstock.sdk.dataset import load_tasks
 from penstock.sdk.discovery import Agent, load_agent
+from penstock.sdk.preflight import preflight
 from penstock.train import LOSSES
 from penstock.train.advantages import ADVANTAGES
 
@@ -41,6 +42,7 @@ def read_inputs(config: RunConfig, listener: Listener) -> Inputs:
     executor = read_section(config.rollout.executor, config.executor)
     tasks = load_tasks(config.dataset.train)
     heldout = load_tasks(config.dataset.eval, limit=config.dataset.eval_limit) if config.dataset.eval else []
+    preflight(config.agent.entry, config.workflow, config.grader)
     agent = load_agent(config.agent.entry, config.workflow, config.grader)
     model = cached(config.model.name) or _pull(config.model.name, listener)
     return Inputs(tasks=tasks, heldout=heldout, agent=agent, executor=executor, model=model.name, folder=model.path)

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from penstock.errors import TrainError
 from penstock.records import Attempt, Group, Lease, PolicyVersion
 from penstock.records import Sequence as TrainingSequence
+from penstock.rollout.groups import TOO_FEW
 from penstock.train import policy
 from penstock.train.advantages import DIVISORS
 from penstock.train.batches import pack
@@ -26,6 +27,12 @@ from penstock.train.exactness import breaks, exactness
 from penstock.train.learner import Metrics
 from penstock.train.sequences import sequences
 from penstock.train.stations import Stations
+
+RECHECK_S = 60.0
+"""How often a waiting trainer looks for groups although nothing has changed: leases of others may have run out."""
+
+ALL_SHORT = 20
+"""How many times the groups of a step may be dropped for want of completed rollouts before that step is given up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +76,10 @@ async def train_steps(s: Stations, progress: Progress, stop: asyncio.Event) -> P
 
 
 async def claim(s: Stations, version: int) -> Lease:
-    """Wait until a step's groups are complete, and borrow them."""
+    """Wait until a step's groups are complete, and borrow them; TrainError where group after group is dropped instead."""
+    short = await dropped_short(s)
     while True:
-        s.rollout_ended.clear()
+        position = await s.pool.position()
         lease = await s.pool.claim(
             s.config.rollout.groups_per_step,
             version=version,
@@ -81,7 +89,13 @@ async def claim(s: Stations, version: int) -> Lease:
         if lease is not None:
             refuse_all_failed([attempt for group in lease.groups for attempt in group.attempts], "of this step")
             return lease
-        await s.rollout_ended.wait()
+        refuse_all_short(await dropped_short(s) - short, s)
+        await s.pool.wait(position, timeout_s=RECHECK_S)
+
+
+async def dropped_short(s: Stations) -> int:
+    """How many groups were dropped so far because too few of their rollouts completed."""
+    return (await s.pool.stats("train")).drops.get(TOO_FEW, 0)
 
 
 def give_credit(groups: Sequence[Group], s: Stations) -> Credit:
@@ -144,6 +158,7 @@ def measure(
         "reward": sum(rewards) / len(rewards),
         "rewards": rewards,
         "groups": len(lease.groups),
+        "group_ids": [group.id for group in lease.groups],
         "groups_equal": credit.counts["groups_equal"],
         "groups_stale": lease.stale,
         "rollouts": len(attempts),
@@ -169,6 +184,16 @@ def refuse_all_failed(attempts: list[Attempt], which: str) -> None:
     (end, message), count = Counter((str(a.end), a.message) for a in attempts).most_common(1)[0]
     share = "each" if count == len(attempts) else f"{count} of them"
     raise TrainError(f"all {len(attempts)} rollouts {which} failed, {share} with {end}: {message or 'no message'}")
+
+
+def refuse_all_short(dropped: int, s: Stations) -> None:
+    """Training cannot go on where no group has enough completed rollouts: the scheduler would make new ones for ever."""
+    limits = s.config.rollout
+    if dropped >= ALL_SHORT * limits.groups_per_step:
+        raise TrainError(
+            f"{dropped} groups were dropped since the last step, each with fewer than rollout.min_size = {limits.min_size} "
+            f"completed rollouts of {limits.group_size}; raise rollout.top_up, lower rollout.min_size, or see why they fail"
+        )
 
 
 class Stopwatch:

@@ -16,7 +16,7 @@ class SequencesResult(NamedTuple):
     sequences: list[Sequence]
     counts: Counter[str]
     """`rollouts` that the loss is a mean over, `tokens` trained, `groups_equal` (no differences to learn from) and
-    `groups_ungraded`, rollouts `ungraded`, and steps `masked.<reason>`. Counters of several groups add up."""
+    `groups_ungraded`, rollouts `ungraded` and `curated`, and steps `masked.<reason>`. Counters of several groups add up."""
 
 
 def sequences(group: Group, advantages: Iterable[float], *, divisor: float | None = None) -> SequencesResult:
@@ -28,7 +28,8 @@ def sequences(group: Group, advantages: Iterable[float], *, divisor: float | Non
     """
     credit = list(advantages)
     _check(group, credit)
-    counts = Counter(ungraded=len(group.attempts) - len(credit))
+    out = sum(attempt.curated_out for attempt in group.attempts)
+    counts = Counter({"ungraded": len(group.attempts) - len(credit) - out, "curated": out})
     if not any(credit):
         counts["groups_equal" if credit else "groups_ungraded"] += 1
         return SequencesResult([], counts)
@@ -50,7 +51,8 @@ def _check(group: Group, credit: list[float]) -> None:
 
 def _of_attempt(attempt: Attempt, advantage: float, divisor: float | None) -> SequencesResult:
     graph = read_graph(attempt)
-    reasons = {index: _mask(step, advantage, graph) for index, step in graph.steps.items()}
+    qualities = _qualities(attempt)
+    reasons = {index: _mask(step, advantage, graph, qualities[index]) for index, step in graph.steps.items()}
     counts = Counter(f"masked.{reason}" for reason in reasons.values() if reason)
     left = {index for index, reason in reasons.items() if reason is None}
     counts["tokens"] = sum(len(graph.steps[index].completion_ids) for index in left)
@@ -59,30 +61,43 @@ def _of_attempt(attempt: Attempt, advantage: float, divisor: float | None) -> Se
     for path in graph.paths:
         if mine := left.intersection(path):
             left -= mine
-            made.append(_sequence(attempt, graph, path, mine, advantage=advantage, weight=weight))
+            credit = {index: advantage * qualities[index] for index in mine}
+            made.append(_sequence(attempt, graph, path, credit, weight=weight))
     return SequencesResult(made, counts)
 
 
-def _mask(step: Step, advantage: float, graph: Graph) -> str | None:
+def _mask(step: Step, advantage: float, graph: Graph, quality: float) -> str | None:
     """Why a step's tokens are not trained; None if they are."""
-    return why_untrainable(step, graph) or (None if advantage else "zero_advantage")
+    without_credit = "zero_advantage" if not advantage else None if quality else "curated"
+    return why_untrainable(step, graph) or without_credit
 
 
-def _sequence(attempt: Attempt, graph: Graph, path: list[int], mine: set[int], *, advantage: float, weight: float) -> Sequence:
+def _qualities(attempt: Attempt) -> dict[int, float]:
+    """By step: what its credit is multiplied by; 0 where a curator took it out."""
+    marks = {mark.step: mark for mark in attempt.marks}
+    whole = marks[None].quality if None in marks else 1.0
+    own = {mark.step: mark.quality if mark.trainable else 0.0 for mark in attempt.marks}
+    return {step.index: whole * own.get(step.index, 1.0) for step in attempt.steps}
+
+
+def _sequence(attempt: Attempt, graph: Graph, path: list[int], credit: dict[int, float], *, weight: float) -> Sequence:
+    """The path up to its last step with credit, which every token of such a step gets."""
     ids: list[int] = []
     trained: list[bool] = []
     logprobs: list[float] = []
     temperatures: list[float] = []
+    advantages: list[float] = []
     versions: list[int] = []
-    last = max(path.index(index) for index in mine)
+    last = max(path.index(index) for index in credit)
     for index in path[: last + 1]:
         step = graph.steps[index]
         glue, reply = graph.nodes[step.node].token_ids, step.completion_ids
-        credited = index in mine
+        credited = index in credit
         ids += glue + reply
         trained += [False] * len(glue) + [credited] * len(reply)
         logprobs += [0.0] * len(glue) + (list(step.logprobs) if credited else [0.0] * len(reply))
         temperatures += [1.0] * len(glue) + [step.sampling.temperature if credited else 1.0] * len(reply)
+        advantages += [0.0] * len(glue) + [credit.get(index, 0.0)] * len(reply)
         versions += [-1] * len(glue) + (list(step.versions) if credited else [-1] * len(reply))
     return Sequence(
         rollout_id=attempt.rollout.id,
@@ -91,7 +106,7 @@ def _sequence(attempt: Attempt, graph: Graph, path: list[int], mine: set[int], *
         trained=tuple(trained),
         logprobs=tuple(logprobs),
         temperatures=tuple(temperatures),
-        advantages=tuple(advantage if flag else 0.0 for flag in trained),
+        advantages=tuple(advantages),
         weight=weight,
         versions=tuple(versions),
     )

@@ -39,8 +39,6 @@ class Stations:
     scheduler: Scheduler
     learner: Learner
     advantage: Callable[[Group], list[float]]
-    rollout_ended: asyncio.Event
-    """Set whenever a rollout has ended."""
 
 
 @asynccontextmanager
@@ -91,7 +89,6 @@ async def open_stations(config: RunConfig, inputs: Inputs, folder: RunFolder, ev
             scheduler=_scheduler(config, inputs, runner, pool, events),
             learner=Learner(decoder, config.train),
             advantage=ADVANTAGES.load(config.train.advantage),
-            rollout_ended=_ended(events),
         )
 
 
@@ -120,9 +117,3 @@ def _scheduler(config: RunConfig, inputs: Inputs, runner: Runner, pool: Pool, ev
         shuffle=config.dataset.shuffle,
         steps=config.train.steps,
     )
-
-
-def _ended(events: Events) -> asyncio.Event:
-    ended = asyncio.Event()
-    events.listen(lambda kind, fields: ended.set() if kind == "rollout.end" else None)
-    return ended

@@ -1,13 +1,14 @@
 """What every executor offers: a run of the author's workflow with its model calls sent to the gateway, then a run of the grader."""
 
 from collections.abc import Awaitable, Callable, Generator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
 from penstock.config import Section, validate
+from penstock.events import Events
 from penstock.records import Task
 from penstock.rollout.executors import SECTIONS
 from penstock.rollout.guests import Guests
@@ -46,22 +47,30 @@ class Given:
     recorded: Recorded
     artifacts: Path | None = None
     """Where each rollout gets a folder for its files; None where there are none."""
+    grader_timeout_s: float | None = None
+    """Deadline of a grader, for an executor that must name it before there is anything to grade."""
+    events: Events = field(default_factory=Events)
 
-    @contextmanager
-    def artifacts_dir(self, rollout_id: str) -> Generator[Path | None]:
+    def artifacts_dir(self, rollout_id: str) -> AbstractContextManager[Path | None]:
         """The rollout's own folder, removed again if nothing was put there; None where there can be none."""
-        folder = self.artifacts and self.artifacts / rollout_id
-        if folder is not None:
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-            except OSError:
-                folder = None
+        return artifacts_dir(self.artifacts, rollout_id)
+
+
+@contextmanager
+def artifacts_dir(root: Path | None, rollout_id: str) -> Generator[Path | None]:
+    """The rollout's own folder under `root`, removed again if nothing was put there; None where there can be none."""
+    folder = root and root / rollout_id
+    if folder is not None:
         try:
-            yield folder
-        finally:
-            if folder is not None:
-                with suppress(OSError):
-                    folder.rmdir()
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError:
+            folder = None
+    try:
+        yield folder
+    finally:
+        if folder is not None:
+            with suppress(OSError):
+                folder.rmdir()
 
 
 def read_section(name: str, table: Mapping[str, Any]) -> Any:

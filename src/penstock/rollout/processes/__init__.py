@@ -1,0 +1,1 @@
+"""Rollouts in processes of their own: a zygote that has the agent loaded forks one for each job."""

@@ -1,0 +1,62 @@
+"""The author's file in another interpreter: what that one needs to load the same agent, and how it ended if it died."""
+
+import json
+import signal
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from penstock.sdk.discovery import Agent, load_agent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """An agent as another interpreter can make it."""
+
+    entry: str
+    workflow: dict[str, Any]
+    """`[workflow]` of the TOML."""
+    grader: dict[str, Any]
+    path: list[str]
+    """Where modules are looked for."""
+
+    @classmethod
+    def of(cls, agent: Agent) -> Self:
+        """Of an agent that was loaded here."""
+        workflow, grader = agent.tables
+        return cls(entry=str(agent.entry), workflow=dict(workflow), grader=dict(grader), path=list(sys.path))
+
+    @classmethod
+    def read(cls, text: bytes) -> Self:
+        """What `write` wrote."""
+        return cls(**json.loads(text))
+
+    def write(self) -> bytes:
+        """As JSON; a date of the TOML becomes its ISO form, which a config class reads too."""
+        return json.dumps(asdict(self), default=str).encode()
+
+    def load(self) -> Agent:
+        """The agent, loaded here; see `load_agent`."""
+        sys.path[:] = self.path
+        return load_agent(Path(self.entry), self.workflow, self.grader)
+
+
+def command(module: str) -> list[str]:
+    """The command that runs a module of ours in an interpreter like this one, whatever files lie in the current folder."""
+    return [sys.executable, "-P", "-m", module]
+
+
+def how_ended(code: int) -> str:
+    """An exit code as `subprocess` gives it, in words that follow "its process".
+
+    >>> how_ended(-11), how_ended(3)
+    ('was killed by SIGSEGV', 'ended with exit code 3')
+    """
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:  # real-time signals have numbers only
+        name = f"signal {-code}"
+    return f"was killed by {name}" + (", by the user or for want of memory" if -code == signal.SIGKILL else "")

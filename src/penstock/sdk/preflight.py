@@ -1,0 +1,104 @@
+"""A first try of the author's file in a process of its own: a file that hangs, exits or crashes costs a message, not the run.
+
+As a module that is run, it is that process: a recipe comes in on stdin, and its verdict goes to the file that it is given.
+"""
+
+import faulthandler
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+from penstock.errors import ConfigError
+from penstock.sdk.discovery import construct
+from penstock.sdk.elsewhere import Recipe, command, how_ended
+
+STARTUP_S = 30.0
+"""For an interpreter to come up, besides what the author's file takes."""
+GUARD = "under `if __name__ == '__main__':` or into run()"
+
+
+def preflight(entry: Path, workflow: Mapping[str, Any], grader: Mapping[str, Any], *, timeout_s: float = 60.0) -> None:
+    """Import `entry` in another process, find its workflow and grader as `load_agent` does, and make one of each.
+
+    Raises the ConfigError that `load_agent` would, or one that says how the process hung or died. What the file prints is dropped,
+    but for the last line of one that died.
+    """
+    recipe = Recipe(entry=str(entry), workflow=dict(workflow), grader=dict(grader), path=list(sys.path))
+    with tempfile.TemporaryFile() as verdict, tempfile.TemporaryFile() as stack, tempfile.TemporaryFile() as output:
+        code = _try(recipe, (verdict, stack, output), timeout_s)
+        told, where, said = _read(verdict), _line(_read(stack), entry), _read(output).split("\n")
+    if code == 0 and told:
+        if message := json.loads(told)["refused"]:
+            raise ConfigError(message)
+        return
+    if where.late or code is None:
+        raise ConfigError(f"{where.text}: importing it took longer than {timeout_s:g} s; move long work {GUARD}")
+    last = next((f" and had said {line.strip()[:200]!r}" for line in reversed(said) if line.strip()), "")
+    raise ConfigError(f"{where.text}: importing it failed: its process {how_ended(code)}{last}; move what did that {GUARD}")
+
+
+def _try(recipe: Recipe, files: tuple[IO[bytes], IO[bytes], IO[bytes]], timeout_s: float) -> int | None:
+    """The exit code of a process that tries the recipe, and of which nothing is left; None where it had to be killed."""
+    verdict, stack, output = (file.fileno() for file in files)
+    process = subprocess.Popen(
+        [*command(__name__), str(verdict), str(stack), str(timeout_s)],
+        stdin=subprocess.PIPE,
+        stdout=output,
+        stderr=output,
+        pass_fds=(verdict, stack),
+        start_new_session=True,
+    )
+    try:
+        process.communicate(recipe.write(), timeout=timeout_s + STARTUP_S)
+        return process.returncode
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _read(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode("utf-8", "replace")
+
+
+class Place(NamedTuple):
+    """Where in the author's file a process hung or died."""
+
+    text: str
+    late: bool
+    """Whether it was its own alarm clock that ended it."""
+
+
+def _line(stack: str, entry: Path) -> Place:
+    """From what faulthandler wrote: one line for each frame, the innermost first."""
+    mark = f'  File "{entry.resolve()}", line '
+    lines = [line.removeprefix(mark).partition(" ")[0] for line in stack.splitlines() if line.startswith(mark)]
+    return Place(f"{entry}, line {lines[0]}" if lines else str(entry), stack.startswith("Timeout"))
+
+
+def _attempt(verdict: int, stack: int, timeout_s: float) -> None:
+    """What the other process does."""
+    recipe = Recipe.read(sys.stdin.buffer.read())
+    faulthandler.enable(stack, all_threads=False)
+    faulthandler.dump_traceback_later(timeout_s, exit=True, file=stack)
+    refused = None
+    try:
+        construct(recipe.load())
+    except ConfigError as error:
+        refused = str(error)
+    os.pwrite(verdict, json.dumps({"refused": refused}).encode(), 0)
+    os._exit(0)  # whatever threads and exit hooks the file left behind
+
+
+if __name__ == "__main__":
+    _attempt(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]))
