@@ -25,7 +25,10 @@ def test_the_check_itself_sees_a_loaded_module():
 
 @pytest.mark.parametrize(
     "arguments",
-    [[], ["--help"], ["--version"], *([name, "--help"] for name in ("train", "verify", "gateway", "run", "models", "doctor"))],
+    [
+        *([], ["--help"], ["--version"], ["rollout", "serve", "--help"]),
+        *([name, "--help"] for name in ("train", "verify", "gateway", "run", "models", "doctor", "rollout", "pool")),
+    ],
 )
 def test_help_loads_nothing_heavy_and_no_server(arguments):
     code = f"from penstock.cli.app import run; assert run({arguments!r}) == 0\nimport sys; assert 'aiohttp' not in sys.modules"
@@ -34,7 +37,16 @@ def test_help_loads_nothing_heavy_and_no_server(arguments):
 
 @pytest.mark.parametrize(
     "arguments",
-    [["train", "absent.toml", "--json"], ["verify", "absent", "--json"], ["gateway", "--model", "absent"], ["run", "absent"]],
+    [
+        ["train", "absent.toml", "--json"],
+        ["verify", "absent", "--json"],
+        ["gateway", "--model", "absent"],
+        ["run", "absent"],
+        ["rollout", "serve", "absent.py", "--port", "0"],
+        *(["pool", name, "absent"] for name in ("stats", "show", "verify", "compact")),
+        ["pool", "export", "absent", "--out", "x"],
+        ["pool", "import", "absent", "--into", "x"],
+    ],
 )
 def test_bad_input_is_refused_before_anything_heavy_is_loaded(arguments):
     assert loaded_after(f"from penstock.cli.app import run; assert run({arguments!r}) == 2") == set()

@@ -1,4 +1,4 @@
-"""The command line: `penstock train`, `report`, `verify`, `gateway`, `run`, `models`, `doctor`."""
+"""The command line: `penstock train`, `report`, `verify`, `gateway`, `run`, `pool`, `models`, `doctor`."""
 
 from penstock.cli.app import main
 

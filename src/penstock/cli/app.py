@@ -8,7 +8,7 @@ import orjson
 import typer
 
 from penstock import __version__
-from penstock.cli import doctor, gateway, models, report, train, verify
+from penstock.cli import doctor, gateway, models, pool, report, rollout, train, verify
 from penstock.cli import run as recording
 from penstock.errors import ConfigError, PenstockError
 
@@ -16,8 +16,10 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 app.command("train")(train.train)
 app.command("gateway")(gateway.gateway)
 app.command("run", context_settings={"allow_interspersed_args": False})(recording.run)
+app.add_typer(rollout.app, name="rollout")
 app.command("report")(report.report)
 app.command("verify")(verify.verify)
+app.add_typer(pool.app, name="pool")
 app.add_typer(models.app, name="models")
 app.command("doctor")(doctor.doctor)
 

@@ -1,5 +1,6 @@
 """The report of a run, from its folder alone: works while the run goes on, after it stopped, and on a colleague's machine."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,11 @@ async def write_report(folder: Path) -> Path:
     return draft.replace(path)
 
 
-def choose(groups: list[Group]) -> list[Pick]:
-    """The rollouts worth reading: first, last, best, worst and the last that failed; one that is several of them comes once."""
+def choose(groups: list[Group], replaced: Sequence[tuple[Task, Attempt]] = ()) -> list[Pick]:
+    """The rollouts worth reading: first, last, best, worst, and the last of each way to fail; one that is several comes once.
+
+    `replaced` are attempts that others took the place of, which failed or were lost too.
+    """
     all_of_them = [(group.task, attempt) for group in groups for attempt in group.attempts if attempt.end is not None]
     graded = [(task, attempt, attempt.reward) for task, attempt in all_of_them if attempt.reward is not None]
     chosen: list[tuple[str, Task, Attempt]] = []
@@ -36,7 +40,8 @@ def choose(groups: list[Group]) -> list[Pick]:
         best, worst = max(newest_first, key=lambda item: item[2]), min(newest_first, key=lambda item: item[2])
         named = [("first", graded[0]), ("last", graded[-1]), ("best", best), ("worst", worst)]
         chosen = [(why, task, attempt) for why, (task, attempt, _) in named]
-    chosen += [("failed", task, attempt) for task, attempt in all_of_them if attempt.end is not End.COMPLETED][-1:]
+    failed = {attempt.end: (task, attempt) for task, attempt in (*replaced, *all_of_them) if attempt.end is not End.COMPLETED}
+    chosen += [("failed", task, attempt) for task, attempt in failed.values()]
     picks: dict[str, Pick] = {}
     for why, task, attempt in chosen:
         known = picks.get(attempt.rollout.id)
@@ -62,11 +67,20 @@ async def _recorded(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
         groups = await pool.groups("train", limit=SCANNED)
         rest = max(SCANNED, stats.last_seq + 1 - SCANNED)
         groups += await pool.groups("train", first_seq=rest, limit=SCANNED)
+        replaced = [(group.task, attempt) for group in groups for attempt in await _replaced(pool, group)]
         ends = dict(sorted((await pool.stats()).ends.items(), key=lambda item: -item[1]))
     finally:
         await pool.close()
     scanned = "all training groups" if stats.last_seq < 2 * SCANNED else f"the first and the last {SCANNED} training groups"
-    return {"ends": ends, "breaks": stats.breaks, "picks": choose(groups), "picked_from": f"Chosen among {scanned}."}
+    return {"ends": ends, "breaks": stats.breaks, "picks": choose(groups, replaced), "picked_from": f"Chosen among {scanned}."}
+
+
+async def _replaced(pool: Pool, group: Group) -> list[Attempt]:
+    """The attempts of a group that no longer count."""
+    counting = {attempt.rollout.id for attempt in group.attempts}
+    if all(attempt.rollout.attempt == 1 for attempt in group.attempts):
+        return []
+    return [await pool.attempt(rollout.id) for rollout in await pool.rollouts(group.id) if rollout.id not in counting]
 
 
 def _read_object(path: Path) -> dict[str, Any]:

@@ -176,6 +176,10 @@ class Pool(Protocol):
         """What happened after this position, in order: the last one's position is where to go on."""
         ...
 
+    async def position(self) -> int:
+        """Of the last change: from where to wait for the next."""
+        ...
+
     async def wait(self, after: int, *, timeout_s: float) -> bool:
         """Wait until something has happened after this position, in whatever process; False where the time was up first."""
         ...

@@ -280,6 +280,10 @@ class MemoryPool:
         """See `Pool.changes`."""
         return self._changes[max(after, 0) :][: max(limit, 0)]
 
+    async def position(self) -> int:
+        """See `Pool.position`."""
+        return len(self._changes)
+
     async def wait(self, after: int, *, timeout_s: float) -> bool:
         """See `Pool.wait`."""
         with suppress(TimeoutError):

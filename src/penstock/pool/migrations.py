@@ -4,7 +4,7 @@ import sqlite3
 import time
 from pathlib import Path
 
-from penstock.errors import PoolError
+from penstock.errors import PoolError, PoolFailed
 from penstock.pool.database import SqliteDatabase
 
 APPLICATION_ID = 0x50535450
@@ -55,6 +55,12 @@ MIGRATIONS = [
         """CREATE TABLE changes (position INTEGER PRIMARY KEY AUTOINCREMENT, kind TEXT NOT NULL, channel TEXT NOT NULL,
            id TEXT NOT NULL)""",
     ),
+    (
+        # checksums over what several rows say together; NULL in rows of earlier formats
+        "ALTER TABLE groups ADD COLUMN seal BLOB",
+        "ALTER TABLE rollouts ADD COLUMN seal BLOB",
+        "ALTER TABLE ledger ADD COLUMN seal BLOB",
+    ),
 ]
 """Each entry takes the file from the format of its index to the next; an entry that was released is never changed."""
 
@@ -95,13 +101,14 @@ def explain(cause: Exception, path: Path) -> Exception:
     if not isinstance(cause, FAULTS):
         return cause
     code = getattr(cause, "sqlite_errorcode", 0) & 0xFF
+    kind = PoolFailed
     if isinstance(cause, UnicodeEncodeError | OverflowError):
-        reason = "a value cannot be stored; leave out lone surrogates and numbers beyond 64 bits"
+        kind, reason = PoolError, "a value cannot be stored; leave out lone surrogates and numbers beyond 64 bits"
     elif isinstance(cause, UnicodeDecodeError):  # SQLite quotes damaged names in its message
         reason = _REMEDIES[sqlite3.SQLITE_CORRUPT]
     else:
         reason = _REMEDIES.get(code, "cannot be used; check the folder, its permissions and the disk")
-    error = PoolError(f"pool {path}: {reason} ({cause})")
+    error = kind(f"pool {path}: {reason} ({cause})")
     error.__cause__ = cause
     return error
 

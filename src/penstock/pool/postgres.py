@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
-from penstock.errors import ConfigError, PoolError
+from penstock.errors import ConfigError, PoolError, PoolFailed
 from penstock.pool.base import Kind, Pool
 from penstock.pool.database import Tally
 from penstock.pool.leases import Clock, LeaseClock
@@ -148,15 +148,16 @@ def explain(cause: Exception, url: str) -> Exception:
     if not isinstance(cause, FAULTS):
         return cause
     reason = " ".join(str(cause).split())
+    kind = PoolError
     if isinstance(cause, UnicodeError | OverflowError | psycopg.DataError):
         told = f"a value cannot be stored; leave out NUL, lone surrogates and numbers beyond 64 bits ({reason})"
     elif isinstance(cause, psycopg.errors.DiskFull | psycopg.errors.OutOfMemory):
-        told = f"the server has no room left; free some space and repeat, nothing acknowledged is lost ({reason})"
+        kind, told = PoolFailed, f"the server has no room left; free some space and repeat, nothing acknowledged is lost ({reason})"
     elif isinstance(cause, psycopg.OperationalError):
-        told = f"the server cannot be reached or refused; check pool.url and that it runs ({reason})"
+        kind, told = PoolFailed, f"the server cannot be reached or refused; check pool.url and that it runs ({reason})"
     else:
         told = f"cannot be used: {reason}"
-    error = PoolError(f"pool at {urlsplit(url).hostname or url}: {told}")
+    error = kind(f"pool at {urlsplit(url).hostname or url}: {told}")
     error.__cause__ = cause
     return error
 

@@ -40,6 +40,12 @@ MIGRATIONS = [
         """CREATE TABLE tally (channel TEXT NOT NULL, kind TEXT NOT NULL, name TEXT NOT NULL, writer TEXT NOT NULL,
            n BIGINT NOT NULL, PRIMARY KEY (channel, kind, name, writer))""",
     ),
+    (
+        # checksums over what several rows say together; NULL in rows of earlier formats
+        "ALTER TABLE groups ADD COLUMN seal BYTEA",
+        "ALTER TABLE rollouts ADD COLUMN seal BYTEA",
+        "ALTER TABLE ledger ADD COLUMN seal BYTEA",
+    ),
 ]
 """Each entry takes the tables from the format of its index to the next; an entry that was released is never changed."""
 

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from queue import SimpleQueue
 from typing import TypeVar
 
@@ -50,6 +51,7 @@ class Reader:
                 raise
             raise error from cause
         finally:
-            if database.in_transaction:
-                database.execute("ROLLBACK")
+            with suppress(*database.ERRORS):  # where the connection broke just now, there is nothing left to end
+                if database.in_transaction:
+                    database.execute("ROLLBACK")
             self._idle.put(database)

@@ -149,6 +149,10 @@ class SqlPool:
         """See `Pool.changes`."""
         return await self._reader.run(lambda database: sql_reads.read_changes(database, after, limit))
 
+    async def position(self) -> int:
+        """See `Pool.position`."""
+        return await self._reader.run(sql_reads.read_position)
+
     async def wait(self, after: int, *, timeout_s: float) -> bool:
         """See `Pool.wait`."""
         deadline = time.monotonic() + timeout_s

@@ -6,6 +6,7 @@ from penstock.pool import rules
 from penstock.pool.database import Database, Tally
 from penstock.pool.leases import Beat, LeaseClock
 from penstock.pool.rules import State, Trained
+from penstock.pool.seals import seal_line
 from penstock.pool.sql_writes import count_move
 
 
@@ -88,7 +89,8 @@ def ack(database: Database, lease_id: str, policy_version: int) -> None:
         trained = None if by is None else Trained(by, version)
         if rules.acknowledges(group_id, lease_id, policy_version, holder=holder, trained=trained):
             database.execute(
-                "INSERT INTO ledger (group_id, lease_id, version) VALUES (?, ?, ?)", (group_id, lease_id, policy_version)
+                "INSERT INTO ledger (group_id, lease_id, version, seal) VALUES (?, ?, ?, ?)",
+                (group_id, lease_id, policy_version, seal_line(group_id, lease_id, policy_version)),
             )
             database.execute("UPDATE groups SET state = ? WHERE id = ?", (State.TRAINED, group_id))
             count_move(database, channel, state, State.TRAINED)

@@ -5,11 +5,12 @@ from collections.abc import Collection, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
-from penstock.pool import rules
+from penstock.pool import rules, seals
 from penstock.pool.base import Bound
 from penstock.pool.database import Database, Tally
-from penstock.pool.rows import Row, column_names, grade_key, mark_key, pack_message, seal
+from penstock.pool.rows import Ending, Row, column_names, grade_key, mark_key, pack_message, seal
 from penstock.pool.rules import State
+from penstock.pool.seals import Opened, Parts
 from penstock.records import End, Grade, Mark, Node, Rollout, Step, Task
 
 
@@ -55,9 +56,10 @@ def open_group(database: Database, group: GroupRows, seq: int | None, min_size: 
     number = seq
     if number is None:
         (number,) = database.execute("SELECT coalesce(max(seq), -1) + 1 FROM groups WHERE channel = ?", (group.channel,)).fetchone()
+    sealed = seals.seal_group(Opened(group.id, group.channel, int(number), min_size), len(group.rollouts))
     database.execute(
-        "INSERT INTO groups (id, channel, seq, state, record, crc, min_size) VALUES (?, ?, ?, ?, ?, ?, ?)",
-        (group.id, group.channel, number, State.OPEN, group.task.record, group.task.crc, min_size),
+        "INSERT INTO groups (id, channel, seq, state, record, crc, min_size, seal) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+        (group.id, group.channel, number, State.OPEN, group.task.record, group.task.crc, min_size, sealed),
     )
     for rollout, row in group.rollouts:
         _open_rollout(database, rollout, row)
@@ -218,11 +220,13 @@ def grade(database: Database, given: Grade, row: Row) -> None:
     """Store a grade."""
     channel, _ = _running(database, given.rollout_id, rules.grade_name(given))
     if _put(database, "grades", (given.rollout_id, grade_key(given)), row, rules.grade_name(given)):
+        _seal_rollout(database, given.rollout_id)
         database.tell([("graded", channel, given.rollout_id)])
 
 
 def mark(database: Database, given: Mark, row: Row) -> bool:
     """Store a curator's word over an earlier one; whether a trainer can still see it."""
+    database.execute(f"SELECT 1 FROM rollouts WHERE id = ?{database.LOCK}", (given.rollout_id,))
     query = "SELECT r.channel, g.state FROM rollouts AS r JOIN groups AS g ON g.id = r.group_id WHERE r.id = ?"
     found = database.execute(query, (given.rollout_id,)).fetchone()
     if found is None:
@@ -234,6 +238,7 @@ def mark(database: Database, given: Mark, row: Row) -> bool:
            ON CONFLICT (rollout_id, id) DO UPDATE SET record = excluded.record, crc = excluded.crc""",
         (given.rollout_id, mark_key(given), row.record, row.crc),
     )
+    _seal_rollout(database, given.rollout_id)
     database.tell([("marked", found[0], given.rollout_id)])
     return State(found[1]) in rules.UNCLAIMED
 
@@ -249,6 +254,7 @@ def end(database: Database, rollout_id: str, how: End, message: str) -> bool:
         return False
     found = database.execute(f"SELECT min_size FROM groups WHERE id = ?{database.LOCK}", (group_id,)).fetchone()
     database.execute("UPDATE rollouts SET ended = ?, message = ? WHERE id = ?", (how, pack_message(message), rollout_id))
+    _seal_rollout(database, rollout_id)
     database.count(channel, [Tally("end", how, 1)])
     database.tell([("ended", channel, rollout_id)])
     places = database.execute("SELECT ended, oldest FROM rollouts WHERE group_id = ? AND current = 1", (group_id,)).fetchall()
@@ -258,6 +264,16 @@ def end(database: Database, rollout_id: str, how: End, message: str) -> bool:
         database.execute("UPDATE groups SET state = ?, oldest = ? WHERE id = ?", (state, oldest, group_id))
         count_move(database, channel, State.OPEN, state)
     return True
+
+
+def _seal_rollout(database: Database, rollout_id: str) -> None:
+    """Keep how many parts the rollout has; of its steps and nodes only once no more can come."""
+    ending = Ending(*database.execute("SELECT ended, message FROM rollouts WHERE id = ?", (rollout_id,)).fetchone())
+    tables = ("grades", "marks") if ending.end is None else Parts._fields
+    counts = ", ".join(f"(SELECT count(*) FROM {table} WHERE rollout_id = ?)" for table in tables)
+    found = dict(zip(tables, database.execute(f"SELECT {counts}", (rollout_id,) * len(tables)).fetchone(), strict=True))
+    sealed = seals.seal_rollout(rollout_id, ending, Parts(*(found.get(table, -1) for table in Parts._fields)))
+    database.execute("UPDATE rollouts SET seal = ? WHERE id = ?", (sealed, rollout_id))
 
 
 def replace(database: Database, lost: Rollout, reason: str, *, row: Row, successor_row: Row) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple, TypeVar
@@ -113,12 +114,13 @@ class Writer:
             _call(room.get_loop(), lambda room=room: room.done() or room.set_result(None))
         return batch
 
-    def _commit(self, batch: list[_Job]) -> None:
+    def _commit(self, batch: list[_Job]) -> bool:
+        """Write the batch; False where no transaction could be begun."""
         try:
             self._database.begin()
         except self._database.ERRORS as cause:
             self._fail(batch, cause)
-            return
+            return False
         try:
             for alike in _runs(batch):
                 if not self._carry_out_together(alike, alone=len(alike) == len(batch)):
@@ -126,9 +128,11 @@ class Writer:
                         self._carry_out(job)
             self._database.execute("COMMIT")
         except Exception as cause:
-            if self._database.in_transaction:
-                self._database.execute("ROLLBACK")
+            with suppress(*self._database.ERRORS):  # where the connection broke just now, there is nothing left to undo
+                if self._database.in_transaction:
+                    self._database.execute("ROLLBACK")
             self._retry(batch, cause)
+        return True
 
     def _carry_out_together(self, jobs: list[_Job], *, alone: bool) -> bool:
         """Writes of one kind; False, and nothing changed, where one of them needs care. `alone` they are the whole transaction."""
@@ -168,8 +172,11 @@ class Writer:
         if len(batch) == 1:
             self._fail(batch, cause)
             return
-        for job in batch:
-            self._commit([job])
+        for place, job in enumerate(batch):
+            job.error = None
+            if not self._commit([job]):  # nor will the others be able to, and each would wait as long
+                self._fail(batch[place + 1 :], cause)
+                return
 
     def _fail(self, batch: list[_Job], cause: Exception) -> None:
         for job in batch:
