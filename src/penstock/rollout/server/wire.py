@@ -13,6 +13,8 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat
 
+from penstock.records import End
+
 LONGEST_ID = 256
 
 
@@ -94,6 +96,9 @@ class RolloutCompleteRequest(_Body):
     err_category: RolloutErrorCategory | None = None
     strays: list[str] | None = None
     """*Ours*: providers that the workflow called directly."""
+    end: End | None = None
+    """*Ours*: how a rollout that failed ends, where the category cannot tell: a deadline from a TimeoutError of the author's, a
+    failing engine from a request that it refused."""
 
 
 class RecordedTranscript(_Body):
@@ -136,3 +141,7 @@ class GraderCompleteRequest(_Body):
     """*Ours*: of the whole rollout."""
     step_rewards: dict[int, FiniteFloat] | None = None
     """*Ours*: by the index of the call."""
+    filled: list[str] | None = None
+    """*Ours*: samples without a reward of their own, which carry the whole rollout's for peers that read no other."""
+    end: End | None = None
+    """*Ours*: as in RolloutCompleteRequest."""

@@ -1,0 +1,152 @@
+"""The rollout server's journal: promises kept over restarts, results written once, a bound on what is kept."""
+
+import asyncio
+import sqlite3
+import stat
+
+import pytest
+
+from penstock.errors import ConfigError
+from penstock.rollout.server.journal import State, open_journal
+
+
+def with_journal(path, act, **options):
+    async def main():
+        journal = open_journal(path, **options)
+        try:
+            return await act(journal)
+        finally:
+            await journal.close()
+
+    return asyncio.run(main())
+
+
+async def accept(journal, *names):
+    return [await journal.accept(name, f"digest of {name}", b"{}") for name in names]
+
+
+def test_accepting_the_same_again_is_known_and_another_body_is_told_apart(tmp_path):
+    async def act(journal):
+        assert await accept(journal, "a", "a") == ["new", "same"]
+        return await journal.accept("a", "another digest", b"{}")
+
+    assert with_journal(tmp_path / "j.db", act) == "other"
+
+
+def test_what_was_promised_is_there_after_the_journal_was_closed_in_the_order_of_promising(tmp_path):
+    with_journal(tmp_path / "j.db", lambda journal: accept(journal, "b", "a", "c"))
+    entries = with_journal(tmp_path / "j.db", lambda journal: journal.unsettled())
+    assert [(entry.id, entry.request, entry.state) for entry in entries] == [(name, b"{}", State.QUEUED) for name in "bac"]
+
+
+def test_result_is_written_once():
+    async def act(journal):
+        await accept(journal, "a")
+        assert (await journal.start("a"), await journal.start("a")) == (True, False)
+        assert await journal.complete("a", State.GRADING, "", b"first")
+        assert not await journal.complete("a", State.FAILURE, "no", b"second")
+        assert await journal.grade("a", State.SUCCESS, "", b"grade")
+        assert not await journal.grade("a", State.FAILURE, "no", b"second")
+        assert not await journal.end("a", State.CANCELLED, "no", b"third", b"third")
+        entry = await journal.entry("a")
+        assert (entry.state, entry.completion, entry.grade) == (State.SUCCESS, b"first", b"grade")
+
+    with_journal(None, act)
+
+
+def test_end_keeps_the_results_that_are_there_and_a_later_completion_loses():
+    async def act(journal):
+        await accept(journal, "graded", "queued")
+        await journal.start("graded")
+        await journal.complete("graded", State.GRADING, "", b"done")
+        for name in ("graded", "queued"):
+            assert await journal.end(name, State.CANCELLED, "stop", b"cancelled", b"cancelled")
+        assert not await journal.start("queued")
+        assert not await journal.complete("queued", State.SUCCESS, "", b"too late")
+        return [await journal.entry(name) for name in ("graded", "queued")]
+
+    entries = with_journal(None, act)
+    assert [(entry.completion, entry.grade) for entry in entries] == [(b"done", b"cancelled"), (b"cancelled", b"cancelled")]
+
+
+def test_grade_without_a_completion_is_not_taken():
+    async def act(journal):
+        await accept(journal, "a")
+        return await journal.grade("a", State.SUCCESS, "", b"grade")
+
+    assert with_journal(None, act) is False
+
+
+def test_settled_rollout_leaves_its_state_but_neither_keys_nor_results(tmp_path):
+    async def act(journal):
+        await journal.accept("a", "digest", b'{"llm_api_key": "SECRET-KEY"}')
+        await journal.start("a")
+        await journal.complete("a", State.SUCCESS, "", b"SECRET-RESULT")
+        await journal.sent("a", "completion", "")
+        await journal.settle("a")
+        return await journal.unsettled(), await journal.find("a")
+
+    unsettled, standing = with_journal(tmp_path / "j.db", act)
+    assert (unsettled, standing) == ([], (State.SUCCESS, ""))
+    assert not any(b"SECRET" in file.read_bytes() for file in tmp_path.iterdir())
+
+
+def test_undelivered_result_stays_and_its_reason_is_told():
+    async def act(journal):
+        await accept(journal, "late", "refused")
+        for name in ("late", "refused"):
+            await journal.complete(name, State.SUCCESS, "", b"done")
+        await journal.settle("late", keep=True)
+        await journal.sent("refused", "completion", "answered 404")
+        await journal.settle("refused")
+        return [entry.id for entry in await journal.unsettled()], await journal.find("refused")
+
+    assert with_journal(None, act) == (["late"], (State.SUCCESS, "answered 404"))
+
+
+def test_only_so_many_rollouts_that_are_over_are_kept_and_none_that_is_not():
+    async def act(journal):
+        await accept(journal, *map(str, range(10)))
+        for n in range(1, 10):
+            await journal.settle(str(n))
+        return [str(n) for n in range(10) if (await journal.find(str(n))).state is not State.UNKNOWN]
+
+    assert with_journal(None, act, kept=3) == ["0", "7", "8", "9"]
+
+
+def test_only_its_owner_can_read_it_and_version_control_does_not_see_it(tmp_path):
+    path = tmp_path / "new" / "j.db"
+    with_journal(path, lambda journal: accept(journal, "a"))
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert (path.parent / ".gitignore").read_text() == "*\n"
+
+
+def test_journal_is_used_by_one_server_at_a_time(tmp_path):
+    async def act(journal):
+        with pytest.raises(ConfigError, match="another rollout server"):
+            open_journal(tmp_path / "j.db")
+
+    with_journal(tmp_path / "j.db", act)
+    with_journal(tmp_path / "j.db", lambda journal: accept(journal, "a"))
+
+
+def test_file_that_is_no_journal_is_refused_with_a_remedy(tmp_path):
+    (tmp_path / "text.db").write_text("not a database, whatever its name says" * 100)
+    with pytest.raises(ConfigError, match="give another journal"):
+        open_journal(tmp_path / "text.db")
+    with sqlite3.connect(tmp_path / "later.db") as database:
+        database.execute("PRAGMA user_version = 9")
+    database.close()
+    with pytest.raises(ConfigError, match="another version"):
+        open_journal(tmp_path / "later.db")
+    with pytest.raises(ConfigError, match="give another journal"):
+        open_journal(tmp_path / "text.db" / "below" / "j.db")
+
+
+def test_half_a_character_in_a_message_is_no_trouble():
+    async def act(journal):
+        await accept(journal, "a")
+        await journal.complete("a", State.FAILURE, "half \ud800", b"{}")
+        return (await journal.find("a")).message
+
+    assert with_journal(None, act) == "half ?"
