@@ -1,0 +1,1 @@
+"""Where a rollout server runs its rollouts."""

@@ -1,0 +1,30 @@
+"""The back end that runs rollouts in the server's own process."""
+
+from typing import Any
+
+from osmosis_ai.rollout.context import RolloutContext
+from penstock.rollout.server import backend
+from penstock.sdk.grader import Grader, GraderConfig
+from penstock.sdk.workflow import AgentWorkflow, AgentWorkflowConfig
+
+__all__ = ["LocalBackend"]
+
+
+class LocalBackend(backend.LocalBackend):
+    """The core's; executed outside of any rollout, it takes the address and the key of the policy from the OSMOSIS_ variables."""
+
+    def __init__(
+        self,
+        *,
+        workflow: type[AgentWorkflow[Any]] | str,
+        workflow_config: AgentWorkflowConfig | str | None = None,
+        grader: type[Grader] | str | None = None,
+        grader_config: GraderConfig | str | None = None,
+    ) -> None:
+        super().__init__(
+            workflow=workflow,
+            workflow_config=workflow_config,
+            grader=grader,
+            grader_config=grader_config,
+            context=RolloutContext,
+        )

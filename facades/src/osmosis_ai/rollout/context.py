@@ -1,0 +1,71 @@
+"""The contexts, under the names that Osmosis gives their fields."""
+
+import os
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.sdk import routing
+from penstock.sdk.context import AgentWorkflowContext, C, GraderContext
+from penstock.sdk.samples import RolloutSample
+
+__all__ = [
+    "AgentWorkflowContext",
+    "GraderContext",
+    "HarborAgentWorkflowContext",
+    "RolloutContext",
+    "SampleSource",
+    "get_rollout_context",
+]
+
+URL_VARIABLE = "OSMOSIS_CHAT_COMPLETIONS_URL"
+KEY_VARIABLE = "OSMOSIS_API_KEY"
+ID_VARIABLE = "OSMOSIS_ROLLOUT_ID"
+
+
+class SampleSource(ABC):
+    """An agent or session that can tell its conversation."""
+
+    @abstractmethod
+    async def get_sample(self, name: str) -> RolloutSample:
+        """What was said so far; `name` is what it was registered as."""
+
+
+class RolloutContext(routing.RolloutContext):
+    """The core's context; what is left empty comes from the environment. Without any key, `api_key` is an empty string."""
+
+    def __init__(
+        self,
+        chat_completions_url: str = "",
+        api_key: str | None = None,
+        rollout_id: str = "",
+        sample_sources: dict[str, routing.SampleSource] | None = None,
+    ) -> None:
+        super().__init__(
+            base_url=chat_completions_url or os.environ.get(URL_VARIABLE, ""),
+            api_key=api_key or os.environ.get(KEY_VARIABLE, ""),
+            rollout_id=rollout_id or os.environ.get(ID_VARIABLE, ""),
+            sample_sources={} if sample_sources is None else sample_sources,
+        )
+
+    @property
+    def chat_completions_url(self) -> str:
+        """The base URL of the policy: clients append `/chat/completions`."""
+        return self.base_url
+
+
+def get_rollout_context() -> RolloutContext | None:
+    """The running rollout's context: one that Penstock made is given under the names of this API, and shares all it holds."""
+    found = routing.get_rollout_context()
+    if found is None or isinstance(found, RolloutContext):
+        return found
+    renamed = object.__new__(RolloutContext)
+    renamed.__dict__ = found.__dict__
+    return renamed
+
+
+@dataclass
+class HarborAgentWorkflowContext(AgentWorkflowContext[C]):
+    """For workflows that are handed an environment to act in; Penstock hands out none."""
+
+    environment: Any = None

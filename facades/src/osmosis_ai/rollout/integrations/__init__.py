@@ -1,0 +1,1 @@
+"""Integrations of agent frameworks."""

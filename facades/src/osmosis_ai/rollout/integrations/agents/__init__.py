@@ -1,0 +1,1 @@
+"""One module for each agent framework; importing it loads the framework."""

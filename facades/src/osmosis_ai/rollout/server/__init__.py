@@ -1,0 +1,17 @@
+"""The rollout server; importing this loads no web server until `create_rollout_server` is used."""
+
+from typing import TYPE_CHECKING
+
+from osmosis_ai.rollout._names import lazily
+
+if TYPE_CHECKING:
+    from penstock.rollout.server.app import create_rollout_server
+
+    from osmosis_ai.rollout.server.auth import ControllerAuth
+
+__all__ = ["ControllerAuth", "create_rollout_server"]
+
+__getattr__ = lazily(
+    __name__,
+    {"ControllerAuth": "osmosis_ai.rollout.server.auth", "create_rollout_server": "penstock.rollout.server.app"},
+)

@@ -1,0 +1,109 @@
+"""Configs, samples, statuses and the bodies of the rollout server's protocol."""
+
+from copy import deepcopy
+from dataclasses import field, replace
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic.dataclasses import dataclass
+
+from osmosis_ai.rollout._names import lazily
+from penstock.rollout.server.wire import (
+    GraderCompleteRequest,
+    GraderStatus,
+    RolloutCompleteRequest,
+    RolloutErrorCategory,
+    RolloutInitRequest,
+    RolloutInitResponse,
+    RolloutStatus,
+)
+from penstock.sdk import samples
+from penstock.sdk.grader import GraderConfig
+from penstock.sdk.workflow import AgentWorkflowConfig, BaseConfig, ConcurrencyConfig
+
+if TYPE_CHECKING:
+    from penstock.rollout.server.backend import ExecutionRequest, ExecutionResult
+
+__all__ = [
+    "AgentWorkflowConfig",
+    "AgentWorkflowOutput",
+    "BaseConfig",
+    "ConcurrencyConfig",
+    "ExecutionRequest",
+    "ExecutionResult",
+    "GraderCompleteRequest",
+    "GraderConfig",
+    "GraderInitRequest",
+    "GraderInitResponse",
+    "GraderStatus",
+    "MessageDict",
+    "MultiTurnMode",
+    "RolloutCompleteRequest",
+    "RolloutErrorCategory",
+    "RolloutInitRequest",
+    "RolloutInitResponse",
+    "RolloutSample",
+    "RolloutStatus",
+]
+
+__getattr__ = lazily(__name__, dict.fromkeys(("ExecutionRequest", "ExecutionResult"), "penstock.rollout.server.backend"))
+
+MessageDict = dict[str, Any]
+
+_AS_MESSAGES: list[MessageDict] = []
+"""Stands for messages that were not given."""
+
+
+class MultiTurnMode(StrEnum):
+    """How several turns become samples; nothing reads it, in Osmosis either."""
+
+    MULTI_SAMPLE = "multi_sample"
+    SINGLE_SAMPLE = "single_sample"
+
+
+@dataclass(kw_only=True, config=ConfigDict(extra="forbid", allow_inf_nan=False))
+class RolloutSample(samples.RolloutSample):
+    """The core's sample, checked when it is made, with what pydantic's models offer."""
+
+    trajectory_messages: list[MessageDict] | None = field(default_factory=lambda: _AS_MESSAGES)
+    """A copy of the messages where not given. Penstock saves what its gateway recorded, whatever stands here."""
+
+    def __post_init__(self) -> None:
+        if self.trajectory_messages is _AS_MESSAGES:
+            self.trajectory_messages = deepcopy(self.messages)
+
+    @classmethod
+    def model_validate(cls, given: Any) -> Self:
+        """One made of a mapping."""
+        return TypeAdapter(cls).validate_python(given)
+
+    def model_copy(self, *, update: dict[str, Any] | None = None, deep: bool = False) -> Self:
+        """A copy with some fields changed."""
+        return replace(deepcopy(self) if deep else self, **update or {})
+
+
+class AgentWorkflowOutput(BaseModel):
+    """What `run` may return: messages for the grader, where no agent or session tells them."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    messages: list[MessageDict] | None = None
+    metrics: dict[str, float] = Field(default_factory=dict[str, float])
+    info: dict[str, Any] = Field(default_factory=dict[str, Any])
+
+
+class GraderInitRequest(BaseModel):
+    """Asks a grader elsewhere to grade samples; nothing sends it, in Osmosis either."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    rollout_id: str
+    samples: dict[str, RolloutSample]
+    completion_callback_url: str
+    extra_fields: dict[str, Any] | None = None
+    controller_api_key: str | None = None
+
+
+class GraderInitResponse(BaseModel):
+    """Accepted."""

@@ -1,0 +1,26 @@
+"""Checks of a workflow and a grader before a back end is made of them."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.rollout.server import validation
+from penstock.rollout.server.validation import Problem as ValidationError
+
+__all__ = ["ValidationError", "ValidationResult", "validate_backend"]
+
+
+@dataclass
+class ValidationResult:
+    """Everything that is wrong, at once."""
+
+    valid: bool
+    errors: list[ValidationError]
+    warnings: list[ValidationError] = field(default_factory=list[ValidationError])
+
+
+def validate_backend(
+    workflow_cls: Any, workflow_config: Any = None, grader_cls: Any = None, grader_config: Any = None
+) -> ValidationResult:
+    """Whether these can be run; each error has a `code` and a `message`."""
+    problems = validation.validate_backend(workflow_cls, workflow_config, grader_cls, grader_config)
+    return ValidationResult(valid=not problems, errors=problems)

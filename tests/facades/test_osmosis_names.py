@@ -1,0 +1,345 @@
+"""What `osmosis_ai` offers: the names at their paths, the defaults and rules of each type, and nothing loaded before its use."""
+
+import asyncio
+import importlib
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from osmosis_ai.rollout import (
+    AgentWorkflow,
+    AgentWorkflowConfig,
+    AgentWorkflowContext,
+    AgentWorkflowOutput,
+    ConcurrencyConfig,
+    ControllerAuth,
+    ExecutionBackend,
+    ExecutionRequest,
+    ExecutionResult,
+    Grader,
+    GraderConfig,
+    GraderContext,
+    GraderStatus,
+    HarborAgentWorkflowContext,
+    LocalBackend,
+    MultiTurnMode,
+    RolloutContext,
+    RolloutErrorCategory,
+    RolloutInitRequest,
+    RolloutSample,
+    RolloutStatus,
+    get_rollout_context,
+)
+from osmosis_ai.rollout.context import SampleSource
+from osmosis_ai.rollout.driver import RolloutDriver, RolloutOutcome
+from osmosis_ai.rollout.types import BaseConfig
+from osmosis_ai.rollout.validator import validate_backend
+from pydantic import ValidationError
+
+import penstock
+
+FACADE = Path(__file__).parents[2] / "facades" / "src" / "osmosis_ai"
+NAMES = {
+    "osmosis_ai": ["__version__"],
+    "osmosis_ai.rollout": [
+        *("AgentWorkflow", "AgentWorkflowConfig", "AgentWorkflowContext", "ConcurrencyConfig", "ControllerAuth"),
+        *("ExecutionBackend", "ExecutionRequest", "ExecutionResult", "Grader", "GraderCompleteRequest", "GraderConfig"),
+        *("GraderContext", "GraderStatus", "HarborAgentWorkflowContext", "LocalBackend", "MultiTurnMode"),
+        *("OsmosisRolloutModel", "OsmosisStrandsAgent", "RolloutCompleteRequest", "RolloutContext", "RolloutErrorCategory"),
+        *("RolloutInitRequest", "RolloutInitResponse", "RolloutSample", "RolloutStatus", "create_rollout_server"),
+        *("get_rollout_context", "AgentWorkflowOutput"),
+    ],
+    "osmosis_ai.rollout.context": [
+        "AgentWorkflowContext",
+        "GraderContext",
+        "RolloutContext",
+        "SampleSource",
+        "get_rollout_context",
+    ],
+    "osmosis_ai.rollout.types": [
+        *("AgentWorkflowConfig", "BaseConfig", "ConcurrencyConfig", "ExecutionRequest", "ExecutionResult", "GraderCompleteRequest"),
+        *("GraderConfig", "GraderInitRequest", "GraderInitResponse", "GraderStatus", "MessageDict", "MultiTurnMode"),
+        *("RolloutCompleteRequest", "RolloutErrorCategory", "RolloutInitRequest", "RolloutInitResponse", "RolloutSample"),
+        *("RolloutStatus", "AgentWorkflowOutput"),
+    ],
+    "osmosis_ai.rollout.agent_workflow": ["AgentWorkflow"],
+    "osmosis_ai.rollout.grader": ["Grader"],
+    "osmosis_ai.rollout.backend.base": ["ExecutionBackend"],
+    "osmosis_ai.rollout.backend.local": ["LocalBackend"],
+    "osmosis_ai.rollout.server": ["ControllerAuth", "create_rollout_server"],
+    "osmosis_ai.rollout.driver": ["RolloutDriver", "RolloutOutcome"],
+    "osmosis_ai.rollout.validator": ["validate_backend"],
+    "osmosis_ai.rollout.utils": [],
+    "osmosis_ai.rollout.integrations.agents.strands": ["OsmosisRolloutModel", "OsmosisStrandsAgent"],
+    "osmosis_ai.rollout.integrations.agents.openai_agents": [
+        *("OsmosisAgent", "OsmosisLitellmModel", "OsmosisMemorySession", "OsmosisRolloutModel"),
+    ],
+}
+HEAVY = ["agents", "strands", "openai", "anthropic", "litellm", "langchain", "starlette", "uvicorn", "aiohttp", "torch", "ray"]
+
+
+@pytest.mark.parametrize("path", NAMES)
+def test_each_path_offers_its_names_and_no_others(path):
+    module = importlib.import_module(path)
+    assert {name for name in NAMES[path] if not hasattr(module, name)} == set()
+    assert set(getattr(module, "__all__", ())) - set(NAMES[path]) <= {
+        "HarborAgentWorkflowContext",
+        "ValidationError",
+        "ValidationResult",
+    }
+
+
+def test_a_name_at_two_paths_is_one_thing():
+    found = {}
+    for path, names in NAMES.items():
+        for name in names:
+            if not path.endswith("openai_agents"):
+                found.setdefault(name, set()).add(id(getattr(importlib.import_module(path), name)))
+    assert [name for name, ids in found.items() if len(ids) > 1] == []
+
+
+@pytest.mark.parametrize("name", ["AgentWorkflow", "AgentWorkflowConfig", "AgentWorkflowContext", "Grader", "GraderContext"])
+def test_what_authors_subclass_and_are_given_is_the_cores_own(name):
+    assert getattr(importlib.import_module("osmosis_ai.rollout"), name) is getattr(penstock, name)
+
+
+@pytest.mark.parametrize("module", ["osmosis_ai", "osmosis_ai.rollout", "osmosis_ai.rollout.types", "osmosis_ai.rollout.server"])
+def test_a_name_that_there_is_not_is_an_attribute_error(module):
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = importlib.import_module(module).nothing
+
+
+def test_the_rubric_says_that_it_is_not_there_yet():
+    with pytest.raises(AttributeError, match="evaluate_rubric is not in this release"):
+        _ = importlib.import_module("osmosis_ai").evaluate_rubric
+
+
+def loaded_after(line):
+    """Which of the heavy packages a fresh interpreter has loaded after a line of imports."""
+    code = f"import sys\n{line}\nprint(*(name for name in {HEAVY} if name in sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    return done.stdout.split()
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("import osmosis_ai, osmosis_ai.rollout, osmosis_ai.rollout.server", []),
+        ("from osmosis_ai.rollout import AgentWorkflow, Grader, RolloutContext, RolloutSample, get_rollout_context", []),
+        ("from osmosis_ai.rollout.types import BaseConfig, RolloutInitRequest", []),
+    ],
+)
+def test_nothing_is_loaded_that_was_not_named(line, expected):
+    assert loaded_after(line) == expected
+
+
+def test_naming_a_framework_loads_that_one_only():
+    assert {"strands", "openai"} <= (loaded := set(loaded_after("from osmosis_ai.rollout import OsmosisStrandsAgent")))
+    assert loaded.isdisjoint({"agents", "litellm", "torch"})
+    agents = set(loaded_after("import osmosis_ai.rollout.integrations.agents.openai_agents"))
+    assert "agents" in agents and agents.isdisjoint({"strands", "litellm", "torch"})
+
+
+def test_facade_files_are_short():
+    assert {
+        file.name: len(file.read_text().splitlines()) for file in FACADE.rglob("*.py") if len(file.read_text().splitlines()) > 150
+    } == {}
+
+
+def test_configs_need_a_name_keep_other_fields_and_check_what_is_assigned():
+    with pytest.raises(ValidationError, match="name"):
+        BaseConfig()
+    config = AgentWorkflowConfig(name="w", tries=3, tool=print)
+    assert (config.description, config.tries, config.tool, config.concurrency.max_concurrent) == (None, 3, print, None)
+    with pytest.raises(ValidationError, match="name"):
+        config.name = 7
+    assert GraderConfig(name="g").concurrency is not GraderConfig(name="g").concurrency
+
+
+def test_a_limit_is_at_least_one():
+    assert (ConcurrencyConfig().max_concurrent, ConcurrencyConfig(max_concurrent=1).max_concurrent) == (None, 1)
+    with pytest.raises(ValidationError):
+        ConcurrencyConfig(max_concurrent=0)
+
+
+@pytest.mark.parametrize(("base", "method"), [(AgentWorkflow, "run"), (Grader, "grade")])
+def test_base_classes_keep_their_config_and_leave_one_method_to_the_author(base, method):
+    assert base.__abstractmethods__ == {method}
+    made = type("Own", (base,), {method: lambda self, ctx: None})
+    assert (made().config, made(7).config, made(config=8).config) == (None, 7, 8)
+
+
+def test_a_workflow_context_has_no_label():
+    ctx = AgentWorkflowContext([{"role": "user", "content": "?"}])
+    assert (ctx.config, ctx.metadata, ctx.artifacts_dir, hasattr(ctx, "label")) == (None, None, None, False)
+    assert HarborAgentWorkflowContext(prompt=[], environment="box").environment == "box"
+
+
+def test_a_grader_context_gives_its_samples_and_takes_rewards_for_them():
+    ctx = GraderContext("6", {"a": RolloutSample(id="a")})
+    assert ctx.get_samples() is ctx.samples
+    assert (ctx.metadata, ctx.artifacts_dir, ctx.project_path, GraderContext().samples) == (None, None, None, {})
+    ctx.set_sample_reward("a", 1)
+    assert (ctx.sample.reward, ctx.samples["a"].reward) == (1.0, 1.0)
+    with pytest.raises(ValueError, match="unknown sample 'b'"):
+        ctx.set_sample_reward("b", 1.0)
+
+
+@pytest.fixture
+def no_environment(monkeypatch):
+    for name in ("OSMOSIS_CHAT_COMPLETIONS_URL", "OSMOSIS_API_KEY", "OSMOSIS_ROLLOUT_ID"):
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+def test_an_empty_context_is_filled_from_the_environment_and_a_given_value_stays(no_environment):
+    empty = RolloutContext()
+    assert (empty.chat_completions_url, empty.api_key, empty.rollout_id, empty.sample_sources) == ("", "", "", {})
+    no_environment.setenv("OSMOSIS_CHAT_COMPLETIONS_URL", "http://env/v1")
+    no_environment.setenv("OSMOSIS_API_KEY", "env-key")
+    no_environment.setenv("OSMOSIS_ROLLOUT_ID", "env-id")
+    filled = RolloutContext()
+    assert (filled.chat_completions_url, filled.api_key, filled.rollout_id) == ("http://env/v1", "env-key", "env-id")
+    given = RolloutContext("http://own/v1", "own-key", "own-id", {})
+    assert (given.base_url, given.api_key, given.rollout_id) == ("http://own/v1", "own-key", "own-id")
+
+
+def test_a_context_of_the_core_is_given_under_the_names_of_this_api():
+    class Source(SampleSource):
+        async def get_sample(self, name):
+            return RolloutSample(id=name, messages=[{"role": "user", "content": "hi"}])
+
+    assert get_rollout_context() is None
+    with penstock.RolloutContext(base_url="http://own/v1", api_key="k", rollout_id="r") as core:
+        seen = get_rollout_context()
+        assert isinstance(seen, RolloutContext) and seen == get_rollout_context()
+        assert (seen.chat_completions_url, seen.api_key, seen.rollout_id) == ("http://own/v1", "k", "r")
+        seen.register_sample_source("a", Source())
+        with pytest.raises(ValueError, match="'a' is registered already"):
+            seen.register_sample_source("a", Source())
+        assert [s.messages[0]["content"] for s in asyncio.run(core.get_samples()).values()] == ["hi"]
+    with RolloutContext("http://own/v1") as own:
+        assert get_rollout_context() is own is penstock.get_rollout_context()
+
+
+def test_a_source_must_tell_its_sample():
+    with pytest.raises(TypeError, match="abstract"):
+        SampleSource()
+
+
+def test_a_sample_is_checked_and_dumped_as_pydantic_does():
+    messages = [{"role": "user", "content": "hi"}]
+    sample = RolloutSample(id="a", messages=messages)
+    assert (sample.label, sample.reward, sample.remove_sample, sample.metrics, sample.extra_fields) == (None, None, False, {}, {})
+    assert sample.trajectory_messages == messages and sample.trajectory_messages is not sample.messages
+    assert RolloutSample(id="a", messages=messages, trajectory_messages=None).trajectory_messages is None
+    assert sample.model_dump(mode="json", include={"id", "messages"}) == {"id": "a", "messages": messages}
+    assert RolloutSample.model_validate({"id": "b", "reward": 1}).reward == 1.0
+    assert sample.model_copy(update={"reward": 0.5}).reward == 0.5 and sample.reward is None
+    for wrong in ({}, {"id": 3}, {"id": "a", "reward": "much"}, {"id": "a", "reward": float("nan")}, {"id": "a", "rewards": 1.0}):
+        with pytest.raises(ValidationError):
+            RolloutSample(**wrong)
+
+
+def test_a_sample_that_a_grader_is_given_can_be_dumped():
+    core = penstock.RolloutSample(id="a", messages=[{"role": "user"}], reward=1.0)
+    assert core.model_dump()["messages"] == [{"role": "user"}]
+    assert '"reward":1.0' in core.model_dump_json(exclude={"messages"})
+
+
+def test_closed_sets_are_spelled_as_on_the_wire():
+    assert [*RolloutStatus] == [*GraderStatus] == ["pending", "success", "failure"]
+    assert [*RolloutErrorCategory] == ["timeout", "validation_error", "http_error", "agent_error"]
+    assert [*MultiTurnMode] == ["multi_sample", "single_sample"]
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "a\\b", "a\0b"])
+def test_ids_that_are_no_path_segment_are_refused(name):
+    with pytest.raises(ValidationError, match="id"):
+        ExecutionRequest(id=name, prompt=[])
+    with pytest.raises(ValidationError, match="rollout_id"):
+        RolloutInitRequest(rollout_id=name, initial_messages=[], chat_completions_url="u", completion_callback_url="u")
+
+
+def test_requests_and_results_have_their_defaults():
+    request = ExecutionRequest(id="r", prompt=[])
+    assert (request.label, request.metadata, request.agent_timeout_sec, request.grader_timeout_sec) == (None, None, None, None)
+    result = ExecutionResult(status=RolloutStatus.SUCCESS)
+    assert (result.samples, result.err_message, result.err_category) == ({}, None, None)
+    output = AgentWorkflowOutput(messages=[{"role": "assistant"}])
+    assert (output.metrics, output.info, AgentWorkflowOutput().messages) == ({}, {}, None)
+
+
+def test_a_back_end_has_no_limit_and_is_well_unless_it_says_otherwise():
+    class Own(ExecutionBackend):
+        async def execute(self, request, on_workflow_complete, on_grader_complete=None):
+            pass
+
+    assert (Own().max_concurrency, Own().health()) == (0, {"status": "ok"})
+    with pytest.raises(TypeError, match="abstract"):
+        ExecutionBackend()
+
+
+class Work(AgentWorkflow):
+    async def run(self, ctx):
+        pass
+
+
+class Check(Grader):
+    async def grade(self, ctx):
+        pass
+
+
+def test_a_local_back_end_takes_objects_or_references():
+    assert list(inspect.signature(LocalBackend).parameters) == ["workflow", "workflow_config", "grader", "grader_config"]
+    config = AgentWorkflowConfig(name="w", concurrency=ConcurrencyConfig(max_concurrent=3))
+    own = LocalBackend(workflow=Work, workflow_config=config, grader=Check)
+    assert own.max_concurrency == 3
+    assert own.health() == {"status": "ok", "concurrency": {"max_concurrent": 3, "queued": 0, "running": 0}}
+    assert LocalBackend(workflow=f"{__name__}:Work").max_concurrency == 0
+    with pytest.raises(ValueError, match="module:attribute"):
+        LocalBackend(workflow="nothing")
+    with pytest.raises(ImportError, match="has no 'Nothing'"):
+        LocalBackend(workflow=f"{__name__}:Nothing")
+
+
+def test_everything_that_is_wrong_is_told_at_once_by_code():
+    class Late(AgentWorkflow):
+        def __init__(self, config=None):
+            raise RuntimeError("no")
+
+        def run(self, ctx):
+            pass
+
+    assert validate_backend(Work, None, Check, None).valid
+    found = validate_backend(Late, AgentWorkflowConfig(name="x" * 257))
+    codes = {error.code for error in found.errors}
+    assert codes == {"WORKFLOW_RUN_NOT_ASYNC", "WORKFLOW_INIT_FAILED", "INVALID_AGENT_NAME", "MISSING_GRADER"}
+    assert not found.valid and found.warnings == []
+    assert [error.code for error in validate_backend(int, None, int).errors] == ["INVALID_WORKFLOW_CLASS", "INVALID_GRADER_CLASS"]
+
+
+def test_a_key_is_sent_but_not_shown():
+    assert ControllerAuth("secret").as_bearer_headers() == {"Authorization": "Bearer secret"}
+    assert "secret" not in repr(ControllerAuth("secret")) and ControllerAuth().as_bearer_headers() is None
+
+
+def test_a_driver_runs_one_rollout_and_has_no_limit_by_itself():
+    outcome = RolloutOutcome(status=RolloutStatus.FAILURE)
+    assert (outcome.samples, outcome.error, outcome.duration_ms, outcome.tokens, outcome.systemic_error) == ({}, None, 0.0, 0, None)
+    assert RolloutDriver.__abstractmethods__ == {"run"}
+    assert list(inspect.signature(RolloutDriver.run).parameters) == ["self", "messages", "label", "rollout_id"]
+
+
+def test_a_server_is_made_of_a_back_end(tmp_path, monkeypatch):
+    from osmosis_ai.rollout import create_rollout_server
+    from starlette.testclient import TestClient
+
+    given = {name: each.default for name, each in inspect.signature(create_rollout_server).parameters.items()}
+    assert {"backend": inspect.Parameter.empty, "lifespan": None, "configure_logging": True}.items() <= given.items()
+    monkeypatch.chdir(tmp_path)
+    with TestClient(create_rollout_server(backend=LocalBackend(workflow=Work, grader=Check), configure_logging=False)) as client:
+        assert client.get("/health").json()["status"] == "ok"
+        assert client.post("/rollout", json={"rollout_id": "r"}).status_code == 422
