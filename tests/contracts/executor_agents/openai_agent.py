@@ -1,0 +1,19 @@
+"""The same in the OpenAI Agents SDK: two runs on one session."""
+
+from agents import Runner, set_tracing_disabled
+from plain import Check
+
+from penstock import AgentWorkflow
+from penstock.integrations.openai_agents import RolloutAgent, RolloutModel, RolloutSession
+
+__all__ = ["Check", "Talker"]
+
+set_tracing_disabled(True)
+
+
+class Talker(AgentWorkflow):
+    async def run(self, ctx):
+        session = RolloutSession("talker")
+        agent = RolloutAgent(name="talker", instructions="Obey.", model=RolloutModel())
+        await Runner.run(agent, ctx.prompt[0]["content"], session=session)
+        await Runner.run(agent, "say: more", session=session)

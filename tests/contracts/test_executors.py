@@ -1,0 +1,200 @@
+"""Every executor runs the same agents to the same outcome: what is recorded, what the grader sees, how it ends, in which words."""
+
+import importlib.util
+import re
+from functools import cache
+
+import pytest
+from executor_cases import Case, outcomes
+
+from penstock.records import End
+from penstock.render.renderer import Renderer
+from penstock.rollout.executors import EXECUTORS
+from penstock.testing import write_tokenizer
+
+CASES = {
+    "answers": Case(),
+    "talks": Case(do="talks", grade="each_step"),
+    "two-agents": Case(do="two_agents", grade="each"),
+    "everything": Case(do="two_agents", grade="everything"),
+    "number": Case(grade="returns"),
+    "unicode": Case(say="☃ été 数学 🎲 \u202e"),
+    "own-words": Case(do="returns_messages", grade="each"),
+    "file": Case(do="leaves_a_file", grade="reads_the_file"),
+    "meddles": Case(do="meddles"),
+    "stray": Case(do="strays"),
+    "stray-and-answer": Case(do="strays_and_answers"),
+    "silent": Case(do="is_silent"),
+    "raises": Case(do="raises"),
+    "raises-in-group": Case(do="raises_in_a_group"),
+    "exits": Case(do="exits"),
+    "engine-fails": Case(say="FAIL"),
+    "refused-call": Case(do="asks_nonsense"),
+    "own-timeout": Case(do="times_out_itself"),
+    "graders-own-timeout": Case(grade="grader_times_out_itself"),
+    "hangs": Case(do="hangs", agent_timeout_s=0.5),
+    "swallows": Case(do="swallows", agent_timeout_s=0.5),
+    "grader-fails": Case(grade="fails"),
+    "grader-waits": Case(grade="waits", grader_timeout_s=0.5),
+    "grader-forgets": Case(grade="forgets"),
+    "grader-forgets-one": Case(do="two_agents", grade="forgets_one"),
+    "unknown-sample": Case(grade="unknown_sample"),
+    "unknown-step": Case(grade="unknown_step"),
+    "nan": Case(grade="not_a_number"),
+    "inf": Case(grade="infinite"),
+    "str": Case(grade="words"),
+    "returned-str": Case(grade="returns_words"),
+    "past-the-setter": Case(grade="past_the_setter"),
+}
+
+WHOLE = [(None, None, 1.0)]
+GRADED = {
+    "answers": WHOLE,
+    "talks": [(None, 0, 0.0), (None, 1, 0.25), (None, 2, 0.5)],
+    "two-agents": [("planner", None, 0.5), ("executor", None, 1.5)],
+    "number": [(None, None, 0.75)],
+    "unicode": WHOLE,
+    "own-words": [("main", None, 0.5)],
+    "file": WHOLE,
+    "meddles": WHOLE,
+    "stray-and-answer": WHOLE,
+}
+
+ENDED = {
+    "stray": (End.AGENT_ERROR, r"made no model call through penstock, but called api\.openai\.com directly; use ctx\.openai\(\)"),
+    "silent": (End.AGENT_ERROR, r"made no model call through penstock; use ctx\.openai\(\)"),
+    "raises": (End.AGENT_ERROR, r"workflow 'Plain': ValueError: no luck: ☃ at all \(plain\.py, line \d+\)"),
+    "raises-in-group": (End.AGENT_ERROR, r"workflow 'Plain': ValueError: no luck: ☃ at all \(plain\.py, line \d+\)"),
+    "exits": (End.AGENT_ERROR, r"workflow 'Plain': called sys\.exit\(3\)"),
+    "engine-fails": (End.ENGINE_ERROR, r"workflow 'Plain': .*the scripted engine failed after 2 tokens"),
+    "refused-call": (End.AGENT_ERROR, r"workflow 'Plain': BadRequestError: .*temperature"),
+    "own-timeout": (End.AGENT_ERROR, r"workflow 'Plain': TimeoutError: the tool took too long \(plain\.py, line \d+\)"),
+    "graders-own-timeout": (End.GRADER_ERROR, r"grader 'check': TimeoutError: the judge took too long"),
+    "hangs": (End.TIMEOUT, r"ran longer than rollout\.agent_timeout_s = 0\.5; raise it"),
+    "swallows": (End.TIMEOUT, r"ran longer than rollout\.agent_timeout_s = 0\.5; raise it"),
+    "grader-fails": (End.GRADER_ERROR, r"grader 'check': KeyError: 'no such ☃' \(plain\.py, line \d+\)"),
+    "grader-waits": (End.GRADER_ERROR, r"ran longer than rollout\.grader_timeout_s = 0\.5; raise it"),
+    "grader-forgets": (End.GRADER_ERROR, r"grader 'check': gave no reward for \['main'\]"),
+    "grader-forgets-one": (End.GRADER_ERROR, r"grader 'check': gave no reward for \['executor'\]"),
+    "unknown-sample": (End.GRADER_ERROR, r"grader 'check': ValueError: unknown sample 'critic'; this rollout has \['main'\]"),
+    "unknown-step": (End.GRADER_ERROR, r"grader 'check': ValueError: unknown step 7; this rollout has \[0\]"),
+    "nan": (End.GRADER_ERROR, r"grader 'check': reward nan is not a finite number"),
+    "inf": (End.GRADER_ERROR, r"grader 'check': reward inf is not a finite number"),
+    "str": (End.GRADER_ERROR, r"grader 'check': reward 'high' is not a finite number"),
+    "returned-str": (End.GRADER_ERROR, r"grader 'check': reward '0\.5' is not a finite number"),
+    "past-the-setter": (End.GRADER_ERROR, r"grader 'check': reward -inf is not a finite number"),
+}
+
+FRAMEWORKS = {"strands": "strands_agent.py", "agents": "openai_agent.py"}
+
+
+@pytest.fixture(scope="module")
+def renderer(tmp_path_factory):
+    return Renderer.load(write_tokenizer(tmp_path_factory.mktemp("model")))
+
+
+SLOW = {"process": [pytest.mark.slow]}
+NAMES = [pytest.param(name, marks=SLOW.get(name, ())) for name in EXECUTORS]
+"""A process for each workflow and grader takes its time."""
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def executor(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def run(renderer, tmp_path_factory):
+    """What came of every case on an executor, which runs them once."""
+    return cache(lambda name: outcomes(name, "plain.py", CASES, tmp_path_factory.mktemp(name), renderer))
+
+
+@pytest.fixture
+def came(executor, run):
+    return run(executor)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name.values != ("inline",)])
+@pytest.mark.parametrize("case", CASES)
+def test_outcome_does_not_depend_on_the_executor(case, name, run):
+    assert run(name)[case].compared == run("inline")[case].compared
+
+
+@pytest.mark.parametrize("case", GRADED)
+def test_graded_case_completes_with_its_rewards(case, came):
+    attempt = came[case].attempt
+    assert (attempt.end, attempt.message) == (End.COMPLETED, "")
+    assert came[case].grades == GRADED[case]
+    assert {grade.source for grade in attempt.grades} == {"check"}
+
+
+def test_rewards_of_all_three_kinds_come_together(came):
+    assert came["everything"].grades == [(None, None, 2.0), ("planner", None, 0.25), (None, 1, -1.0)]
+    assert came["everything"].attempt.reward == 2.0
+
+
+@pytest.mark.parametrize("case", ENDED)
+def test_failed_case_ends_once_with_its_reason(case, came):
+    end, words = ENDED[case]
+    attempt = came[case].attempt
+    assert (attempt.end, attempt.grades) == (end, ())
+    assert re.search(words, attempt.message), attempt.message
+    assert "\n" not in attempt.message
+    assert [kind for kind, _ in came[case].told].count("rollout.end") == 1
+
+
+def test_transcripts_are_recorded_and_seen_apart(came):
+    samples = came["two-agents"].seen["samples"]
+    assert list(samples) == ["planner", "executor"]
+    assert [message["content"] for message in samples["executor"]["messages"]] == ["say: did six", "did six"]
+    assert [samples[name]["steps"] for name in samples] == [[0], [1]]
+
+
+def test_conversation_is_seen_whole(came):
+    (sample,) = came["talks"].seen["samples"].values()
+    assert [each["content"] for each in sample["messages"]] == ["say: six", "six", "say: more", "more", "say: most", "most"]
+    assert sample["steps"] == [0, 1, 2]
+
+
+def test_messages_that_a_workflow_returns_stand_beside_the_recorded_ones(came):
+    (sample,) = came["own-words"].seen["samples"].values()
+    assert sample["messages"] == [{"role": "assistant", "content": "in my own words"}]
+    assert [each["content"] for each in sample["transcript"]] == ["say: six", "six"]
+
+
+def test_grader_sees_the_metadata_that_the_workflow_was_given_not_what_it_made_of_it(came):
+    assert "hint" not in came["meddles"].seen["metadata"]
+
+
+def test_direct_call_to_a_provider_is_told_though_the_rollout_completes(came):
+    told = [fields["providers"] for kind, fields in came["stray-and-answer"].told if kind == "rollout.strays"]
+    assert told == [["api.openai.com"]]
+
+
+@pytest.mark.parametrize("package", FRAMEWORKS)
+def test_framework_tells_the_grader_its_own_messages(package, executor, renderer, tmp_path):
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    cases = {"talk": Case(grade="each")}
+    here = outcomes("inline", FRAMEWORKS[package], cases, tmp_path / "inline", renderer)["talk"]
+    there = outcomes(executor, FRAMEWORKS[package], cases, tmp_path / executor, renderer)["talk"]
+    assert here.attempt.end is End.COMPLETED, here.attempt.message
+    assert there.compared == here.compared
+    sample = there.seen["samples"]["talker"]
+    assert sample["messages"] != sample["transcript"]
+    assert [each["content"] for each in sample["transcript"] if each["role"] == "assistant"] == ["six", "more"]
+
+
+def test_config_tables_reach_workflow_and_grader(executor, renderer, tmp_path):
+    tables = ({"greeting": "salut"}, {"factor": 3.0})
+    cases = {"greets": Case(do="greets", say="salut")}
+    came = outcomes(executor, "plain.py", cases, tmp_path, renderer, tables=tables)["greets"]
+    assert (came.attempt.reward, came.seen["factor"]) == (1.0, 3.0)
+
+
+def test_no_more_workflows_run_at_once_than_the_config_allows(executor, renderer, tmp_path):
+    cases = {f"r{number}": Case(do="counts") for number in range(6)}
+    tables = ({"concurrency": {"max_concurrent": 2}}, {})
+    came = outcomes(executor, "plain.py", cases, tmp_path, renderer, tables=tables)
+    assert {outcome.attempt.end for outcome in came.values()} == {End.COMPLETED}
+    assert max(int(path.read_text()) for path in tmp_path.glob("*.peak")) <= 2

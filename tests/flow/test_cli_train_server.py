@@ -1,0 +1,88 @@
+"""`penstock train` with its agents behind HTTP: a folder that `penstock rollout serve` serves trains as it does in-process."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+AGENT = """
+from penstock import AgentWorkflow, Grader
+
+class Short(AgentWorkflow):
+    async def run(self, ctx):
+        await ctx.openai().chat.completions.create(model="any", messages=ctx.prompt, max_tokens=4)
+
+class Even(Grader):
+    async def grade(self, ctx):
+        return float(len(ctx.sample.messages[-1]["content"] or "") % 2)
+"""
+CONFIG = """
+run.name = "short"
+model.name = "tiny"
+dataset.train = "tasks.jsonl"
+rollout = {executor = "server", group_size = 2, groups_per_step = 2}
+executor = {urls = ["%s"], token_env = "ROLLOUT_TOKEN"}
+train.steps = 2
+"""
+
+
+@pytest.fixture
+def project(tmp_path):
+    (tmp_path / "agent.py").write_text(AGENT)
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps({"prompt": f"{n} times 3?"}) + "\n" for n in range(4)))
+    (tmp_path / "train.toml").write_text(CONFIG % "http://127.0.0.1:9")
+    return tmp_path
+
+
+def penstock(*arguments):
+    return [sys.executable, "-c", "from penstock.cli import main; main()", *arguments]
+
+
+def trained(folder, token="open sesame"):
+    environment = {**os.environ, "ROLLOUT_TOKEN": token}
+    command = penstock("train", "train.toml", "--json")
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
+
+
+@contextlib.contextmanager
+def served(folder):
+    """`penstock rollout serve` for the folder's agent, whose URL is put into the folder's config."""
+    command = penstock("rollout", "serve", "agent.py", "--port", "0", "--token-env", "SERVED_TOKEN")
+    environment = {**os.environ, "SERVED_TOKEN": "open sesame"}
+    with subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        ready = json.loads(process.stdout.readline())
+        (folder / "train.toml").write_text(CONFIG % ready["url"])
+        try:
+            yield
+        finally:
+            process.terminate()
+            process.wait(timeout=60)
+
+
+def test_run_on_a_rollout_server_trains_and_ends_like_any_other(project):
+    with served(project):
+        done = trained(project)
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout)
+    assert (summary["status"], summary["steps"], summary["exact_token_rate"]) == ("finished", 2, 1.0)
+    events = [json.loads(line) for line in (project / "runs/short/events.jsonl").read_text().splitlines()]
+    assert [event["end"] for event in events if event["kind"] == "rollout.end"] == ["completed"] * 8
+
+
+def test_wrong_token_is_told_before_any_rollout(project):
+    with served(project):
+        done = trained(project, token="guessed")
+    assert done.returncode == 2
+    assert "the rollout server's token is not valid" in done.stdout
+    assert "executor.token_env" in done.stdout
+
+
+def test_server_that_does_not_answer_is_named(project):
+    done = trained(project)
+    assert done.returncode == 2
+    assert "executor.urls: no rollout server can be used: http://127.0.0.1:9/health" in done.stdout
