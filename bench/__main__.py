@@ -3,7 +3,7 @@
 import importlib
 import sys
 
-NAMES = ("decode", "training", "pool", "gateway")
+NAMES = ("decode", "training", "pool", "gateway", "rollouts")
 
 
 def main() -> None:

@@ -121,7 +121,8 @@ def _shared(context: "RolloutContext", package: str) -> Any:
 def _connections(package: str, secure: bool, *, lasting: bool = True) -> Any:
     """An HTTP client as the package likes it. The gateway is ours, so proxies from the environment are left out."""
     vendor: Any = importlib.import_module(package)
-    base: Any = vendor.DefaultAsyncHttpxClient
+    away: Any = vendor.DefaultAsyncHttpxClient
+    base: Any = _aiohttp_client(vendor) if lasting else away
     home = _running_loop() if lasting else None
     timeout = vendor.Timeout(600.0, connect=60.0)  # the vendors' 5 s to connect pass while a crowd of rollouts holds the event loop
     settings: dict[str, Any] = {
@@ -143,7 +144,7 @@ def _connections(package: str, secure: bool, *, lasting: bool = True) -> Any:
             at_home = _running_loop() is home
             if not at_home:
                 request.headers["connection"] = "close"
-            sender: Any = super() if at_home else base(**settings)
+            sender: Any = super() if at_home else away(**settings)
             return await sender.send(request, **options)
 
         async def aclose(self) -> None:
@@ -154,6 +155,13 @@ def _connections(package: str, secure: bool, *, lasting: bool = True) -> Any:
             await super().aclose()
 
     return Connections(**settings)  # without TLS there is no need to read the machine's certificates
+
+
+def _aiohttp_client(vendor: Any) -> Any:
+    """The package's client on aiohttp where it has one: httpx looks through all its connections for each call that it makes."""
+    kind: Any = getattr(vendor, "DefaultAioHttpClient", None)
+    installed = kind is not None and any("httpx_aiohttp" in each.__module__ for each in kind.__mro__)
+    return kind if installed else vendor.DefaultAsyncHttpxClient
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:
