@@ -6,7 +6,7 @@ Plain fields go as JSON; long token columns as raw little-endian arrays, which a
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, is_dataclass
-from functools import cache
+from functools import cache, lru_cache
 from hashlib import blake2b
 from types import NoneType, UnionType
 from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
@@ -75,16 +75,22 @@ def unpack_floats(blob: bytes) -> tuple[float, ...]:
 
 def _pack(code: str, values: Sequence[Any]) -> bytes:
     try:
-        return struct.pack(f"<{len(values)}{code}", *values)
+        return _column(code, len(values)).pack(*values)
     except (struct.error, OverflowError) as cause:
         raise ValueError(f"not a column of numbers: {cause}") from cause
 
 
 def _unpack(code: str, blob: bytes) -> tuple[Any, ...]:
     try:
-        return struct.unpack(f"<{len(blob) // 4}{code}", blob)
+        return _column(code, len(blob) // 4).unpack(blob)
     except struct.error as cause:
         raise ValueError(f"not a column of numbers: {cause}") from cause
+
+
+@lru_cache(maxsize=4096)
+def _column(code: str, length: int) -> struct.Struct:
+    """How numbers of one kind lie in a column: made once for each length."""
+    return struct.Struct(f"<{length}{code}")
 
 
 def _check(value: Any) -> None:

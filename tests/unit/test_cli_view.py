@@ -4,12 +4,14 @@ import io
 import json
 from typing import Any
 
+import orjson
 import pytest
 from rich.console import Console
 
 from penstock.cli.figures import clock, counts, percent, sparkline
 from penstock.cli.live import LiveView, panel
 from penstock.cli.state import RunState
+from penstock.records import End
 
 
 class Clock:
@@ -134,6 +136,12 @@ def test_progress_keeps_the_most_frequent_reason_of_failure():
     state = followed(("rollout.end", ended("timeout", "late")), *[("rollout.end", ended("agent_error", "no key"))] * 2)
     assert state.failure() == "no key"
     assert state.reasons == {"timeout": {"late": 1}, "agent_error": {"no key": 2}}
+
+
+@pytest.mark.parametrize("end", End)
+def test_every_way_to_fail_can_be_told_as_json(end):
+    state = followed(("rollout.end", ended(end, "why")))
+    assert orjson.loads(orjson.dumps([state.ends, state.reasons])) == [{end: 1}, {end: {"why": 1}} if end != "completed" else {}]
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 100])

@@ -108,7 +108,7 @@ def _eval_end(state: RunState, fields: dict[str, Any]) -> None:
 
 
 def _rollout_end(state: RunState, fields: dict[str, Any]) -> None:
-    end = fields["end"]
+    end = str(fields["end"])
     state.ends[end] = state.ends.get(end, 0) + 1
     if (fields["channel"] == "train") != state.evaluating:
         state.done += 1

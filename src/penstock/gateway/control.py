@@ -1,6 +1,7 @@
 """The control routes: what a runner elsewhere may do with a rollout. An agent's token opens none of them."""
 
-from contextlib import suppress
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Annotated, TypeVar
 
 import orjson
@@ -9,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.codec import from_json
-from penstock.errors import PoolError, RequestError
+from penstock.errors import PoolError, PoolFailed, RequestError
 from penstock.gateway import adhoc
 from penstock.gateway.calls import Limits
 from penstock.gateway.endpoint import read_body
@@ -93,21 +94,17 @@ class Control:
         """Reward a rollout, one of its transcripts or one of its steps."""
         body = await self._read(request, GradeBody)
         grade = from_json(Grade, orjson.dumps(body.model_dump() | {"rollout_id": request.path_params["rollout_id"]}))
-        try:
+        with _refusing(status=409, code="not_graded"):
             await self._pool.grade(grade)
-        except PoolError as error:
-            raise RequestError(str(error), status=409, code="not_graded") from error
         return reply({"rollout_id": grade.rollout_id, "reward": grade.reward})
 
     async def end(self, request: Request) -> Response:
         """End a rollout; the first end stays, and says so."""
         body = await self._read(request, EndBody)
         rollout_id = request.path_params["rollout_id"]
-        try:
+        with _refusing(status=404, code="unknown_rollout"):
             first = await self._pool.end(rollout_id, body.end, body.message)
             end = (await self._pool.attempt(rollout_id)).end
-        except PoolError as error:
-            raise RequestError(str(error), status=404, code="unknown_rollout") from error
         self._sessions.close(rollout_id)
         return reply({"rollout_id": rollout_id, "end": end, "first": first})
 
@@ -115,13 +112,16 @@ class Control:
         """The rollout of that id, where nothing else is asked for; None where there is none."""
         if body.rollout_id is None or body.model_fields_set != {"rollout_id"}:
             return None
-        with suppress(PoolError):
+        try:
             return (await self._pool.attempt(body.rollout_id)).rollout.id
-        return None
+        except PoolFailed:
+            raise
+        except PoolError:
+            return None
 
     async def _make(self, body: OpenBody) -> str:
         sampling = body.sampling.model_dump(exclude_none=True)
-        try:
+        with _refusing(status=409, code="rollout_exists"):
             rollout = await adhoc.open_adhoc(
                 self._pool,
                 rollout_id=body.rollout_id or "",
@@ -131,8 +131,6 @@ class Control:
                 sampling=sampling,
             )
             same = await self._pool.task(rollout.id) == adhoc.make_task(body.task_id, sampling)
-        except PoolError as error:
-            raise RequestError(str(error), status=409, code="rollout_exists") from error
         if not same:
             text = f"rollout {rollout.id} is there with another task or sampling; leave them out, or give another id"
             raise RequestError(text, status=409, code="rollout_exists")
@@ -146,3 +144,14 @@ class Control:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"])) or "the body"
             raise RequestError(f"{where}: {first['msg']}", code="invalid_value", param=where) from error
+
+
+@contextmanager
+def _refusing(*, status: int, code: str) -> Generator[None]:
+    """Say what the pool refuses with this status; a pool that fails is a 503, and the same may be sent again."""
+    try:
+        yield
+    except PoolFailed:
+        raise
+    except PoolError as error:
+        raise RequestError(str(error), status=status, code=code) from error

@@ -17,6 +17,8 @@ from penstock.gateway.dialects.base import Dialect
 
 JSON = (b"content-type", b"application/json")
 EVENTS = (b"content-type", b"text/event-stream; charset=utf-8")
+AGAIN = (429, 502, 503)
+"""Statuses after which the same call may be sent again, in a second."""
 RETRY_AFTER_S = b"1"
 
 
@@ -69,7 +71,7 @@ class Flight:
             await self.part(self._dialect.broken(error), last=True)
             self.complete = False
             return
-        again = error.status in (429, 502, 503)
+        again = error.status in AGAIN
         headers = (JSON, (b"x-should-retry", b"true" if again else b"false"))
         body = orjson.dumps(self._dialect.error(error))
         await self.whole(error.status, body, (*headers, (b"retry-after", RETRY_AFTER_S)) if again else headers)

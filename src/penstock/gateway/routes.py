@@ -5,7 +5,7 @@ transcript: `/{token}/v1/…`, `/{token}/{transcript}/v1/…`. A client whose ba
 """
 
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -18,6 +18,7 @@ from penstock.errors import PenstockError, RequestError
 from penstock.gateway.auth import Needs, Tokens, header
 from penstock.gateway.dialects.chat import error_body
 from penstock.gateway.endpoint import as_refusal
+from penstock.gateway.flights import AGAIN, RETRY_AFTER_S
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 ErrorBody = Callable[[RequestError], dict[str, Any]]
@@ -63,7 +64,8 @@ class Routes:
             refusal = as_refusal(error)
             self._refused[refusal.code] += 1
             body = (route.error if route else error_body)(refusal)
-            await reply(body, refusal.status)(scope, receive, send)
+            later = {"retry-after": RETRY_AFTER_S.decode()} if refusal.status in AGAIN else None
+            await reply(body, refusal.status, later)(scope, receive, send)
 
     def _check_host(self, scope: Scope) -> None:
         """Refuse a request that a web page was tricked into sending: its Host is a name that we do not go by."""
@@ -116,9 +118,9 @@ class Plain:
         await response(scope, receive, send)
 
 
-def reply(body: dict[str, Any], status: int = 200) -> Response:
+def reply(body: dict[str, Any], status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     """JSON."""
-    return Response(orjson.dumps(body), status, media_type="application/json")
+    return Response(orjson.dumps(body), status, headers, media_type="application/json")
 
 
 def _segments(path: str) -> tuple[str, ...]:

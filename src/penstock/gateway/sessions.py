@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from penstock.errors import PoolError, RequestError
+from penstock.errors import PoolError, PoolFailed, RequestError
 from penstock.gateway.adhoc import sampling_of
 from penstock.gateway.auth import Tokens
 from penstock.gateway.calls import Limits
@@ -266,6 +266,8 @@ class Sessions:
         try:
             attempt = await self._pool.attempt(rollout_id)
             task = await self._pool.task(rollout_id)
+        except PoolFailed:
+            raise
         except PoolError as error:
             raise RequestError(str(error), status=404, code="unknown_rollout") from error
         if attempt.end is not None:

@@ -45,6 +45,8 @@ class Progress:
     """The highest number ever served, also by weights that a kill undid: numbers are not used twice."""
     leases: tuple[str, ...] = ()
     """Trained, but not yet in a checkpoint."""
+    past: tuple[int, ...] = (0,)
+    """The versions after the last steps, `version` last: as many as a group may be behind, and one more."""
 
 
 class Credit(NamedTuple):
@@ -60,12 +62,13 @@ async def train_steps(s: Stations, progress: Progress, stop: asyncio.Event) -> P
     while progress.step < section.steps and not stop.is_set():
         s.events.emit("step.start", step=progress.step + 1, version=progress.version)
         clock = Stopwatch()
-        lease = await claim(s, progress.version)
+        lease = await claim(s, progress)
         rollout_s = clock.lap()
         s.events.emit("train.start", step=progress.step + 1, groups=len(lease.groups))
         credit = give_credit(lease.groups, s)
         metrics, progress = await update(s, credit, progress)
-        progress = replace(progress, step=progress.step + 1, leases=(*progress.leases, lease.id))
+        past = (*progress.past, progress.version)[-s.config.rollout.max_staleness - 1 :]
+        progress = replace(progress, step=progress.step + 1, leases=(*progress.leases, lease.id), past=past)
         entry = measure(s, lease, credit, metrics, progress, rollout_s=rollout_s, train_s=clock.lap())
         s.folder.add_metrics(entry)
         if progress.step % section.checkpoint_every == 0:
@@ -75,15 +78,15 @@ async def train_steps(s: Stations, progress: Progress, stop: asyncio.Event) -> P
     return await keep(s, progress) if progress.leases else progress
 
 
-async def claim(s: Stations, version: int) -> Lease:
+async def claim(s: Stations, progress: Progress) -> Lease:
     """Wait until a step's groups are complete, and borrow them; TrainError where group after group is dropped instead."""
     short = await dropped_short(s)
     while True:
         position = await s.pool.position()
         lease = await s.pool.claim(
             s.config.rollout.groups_per_step,
-            version=version,
-            max_staleness=s.config.rollout.max_staleness * s.config.train.updates_per_step,  # a step makes as many versions
+            version=progress.version,
+            max_staleness=behind(s, progress),
             lease_s=s.config.pool.lease_s,
         )
         if lease is not None:
@@ -91,6 +94,12 @@ async def claim(s: Stations, version: int) -> Lease:
             return lease
         refuse_all_short(await dropped_short(s) - short, s)
         await s.pool.wait(position, timeout_s=RECHECK_S)
+
+
+def behind(s: Stations, progress: Progress) -> int:
+    """How far a token's version may be behind, as a number: `max_staleness` steps, also where a kill left a gap in the numbers."""
+    plain = s.config.rollout.max_staleness * s.config.train.updates_per_step  # a step makes as many versions
+    return max(plain, progress.version - progress.past[0])
 
 
 async def dropped_short(s: Stations) -> int:

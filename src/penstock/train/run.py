@@ -72,9 +72,10 @@ async def take_up(s: Stations) -> Progress:
         await s.engine.swap(saved.number, lambda: policy.restore(s.folder.checkpoints, saved, s.learner))
         progress = Progress(saved.step, saved.number)
     await s.pool.release()
-    s.folder.keep_metrics(progress.step)
+    versions = [0, *(entry["version"] for entry in s.folder.keep_metrics(progress.step))]
     s.scheduler.advance(progress.step)
-    return replace(progress, last_version=max(progress.version, (await s.pool.stats()).last_version))
+    last_version = max(progress.version, (await s.pool.stats()).last_version)
+    return replace(progress, last_version=last_version, past=tuple(versions[-s.config.rollout.max_staleness - 1 :]))
 
 
 async def evaluate(s: Stations, when: str, progress: Progress) -> float | None:

@@ -122,8 +122,9 @@ class ResponsesDialect:
 
 
 def _check_format(body: dict[str, Any]) -> None:
-    form = _object(_object(body, "text"), "format", "text.format")
-    if form.get("type", "text") != "text":
+    text = _object(body, "text")
+    form = _object(text, "format", "text.format")
+    if text.get("format") is not None and form.get("type") != "text":
         raise unsupported("text.format", form)
 
 

@@ -1,0 +1,25 @@
+"""Gateways killed with SIGKILL under load, again and again: what agents were told is stored once, and the next one goes on."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from busy_agents import kill_gateways
+from nursery import times
+
+from penstock.pool.sqlite import open_pool
+from penstock.pool.sqlite_check import check_file
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_gateways_killed_under_load_lose_and_repeat_nothing(tmp_path: Path) -> None:
+    kills = times(100)
+
+    async def main() -> None:
+        pool = open_pool(tmp_path)
+        await kill_gateways(tmp_path, pool, where=("sqlite", ""), gateways=1, kills=kills, answers=kills * 100)
+        await pool.close()
+
+    asyncio.run(main())
+    assert check_file(tmp_path / "pool.db", lambda done, of: None).findings == []

@@ -1,0 +1,109 @@
+"""The pool's threads outlive their connections: one that breaks at the worst moment fails its callers and nobody else."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, ClassVar
+
+import pytest
+
+from penstock.errors import PoolFailed
+from penstock.pool.reader import Reader
+from penstock.pool.writer import Bulk, Writer
+
+
+class Broken(Exception):
+    """What the connection raises."""
+
+
+class Breaking:
+    """A connection that breaks with the statements named in `at`, and with the one that would undo them; then it is well again."""
+
+    ERRORS: ClassVar[tuple[type[Exception], ...]] = (Broken,)
+    in_transaction = False
+
+    def __init__(self, *at: str) -> None:
+        self.at, self.begun = list(at), 0
+
+    def begin(self) -> None:
+        self.begun += 1
+        self.execute("BEGIN")
+        self.in_transaction = True
+
+    begin_reading = begin
+
+    def execute(self, sql: str, values: Sequence[Any] = ()) -> None:
+        if self.at and sql == self.at[0]:
+            del self.at[0]
+            raise Broken(sql)
+        if sql in ("COMMIT", "ROLLBACK"):
+            self.in_transaction = False
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def explain(cause: Exception) -> Exception:
+    return PoolFailed("away") if isinstance(cause, Broken) else cause
+
+
+def play(steps: Callable[[], Any]) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(20):
+            await steps()
+
+    asyncio.run(main())
+
+
+def test_a_writer_goes_on_after_a_connection_that_broke_with_the_commit_and_with_undoing_it() -> None:
+    async def steps() -> None:
+        database = Breaking("COMMIT", "ROLLBACK")
+        writer = Writer(database, explain)  # type: ignore[arg-type]
+        with pytest.raises(PoolFailed):
+            await writer.submit(lambda _: "lost")
+        database.in_transaction = False  # a new connection
+        assert await writer.submit(lambda _: "kept") == "kept"
+        await writer.close()
+
+    play(steps)
+
+
+def test_a_reader_goes_on_after_connections_that_broke_with_the_last_statement() -> None:
+    async def steps() -> None:
+        databases = [Breaking("ROLLBACK"), Breaking("ROLLBACK")]
+        reader = Reader(databases, explain)  # type: ignore[arg-type]
+        for number in range(6):
+            assert await reader.run(lambda _, number=number: number) == number
+        await reader.close()
+
+    play(steps)
+
+
+def test_a_batch_whose_connection_is_gone_asks_for_a_new_one_once_and_not_for_each_of_its_writes() -> None:
+    async def steps() -> None:
+        database, begun, block, loop = Breaking(), asyncio.Event(), asyncio.Event(), asyncio.get_running_loop()
+        writer = Writer(database, explain)  # type: ignore[arg-type]
+
+        async def held() -> None:
+            begun.set()
+            await block.wait()
+
+        def break_off(*_: object) -> bool:
+            database.at = ["COMMIT", *["BEGIN"] * 50]
+            return True
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(writer.submit(lambda _: asyncio.run_coroutine_threadsafe(held(), loop).result()))
+            await begun.wait()
+            lost = [tasks.create_task(fails(writer.submit(lambda _: None, Bulk(None, break_off)))) for _ in range(20)]
+            await asyncio.sleep(0)
+            block.set()
+        assert [task.result() for task in lost] == [True] * 20
+        assert database.begun == 3  # the first write, the batch, and one try to write it again
+        await writer.close()
+
+    async def fails(work: Awaitable[None]) -> bool:
+        with pytest.raises(PoolFailed):
+            await work
+        return True
+
+    play(steps)
