@@ -41,6 +41,7 @@ class MultiplyConfig(AgentWorkflowConfig):
 
     name: str = "multiply"
     max_tokens: int = 40
+    show_examples: bool = True
 
 
 class MultiplyWorkflow(AgentWorkflow[MultiplyConfig]):
@@ -49,7 +50,7 @@ class MultiplyWorkflow(AgentWorkflow[MultiplyConfig]):
     async def run(self, ctx: AgentWorkflowContext[MultiplyConfig]) -> None:
         config = ctx.config or MultiplyConfig()
         client = ctx.openai()
-        messages: list[Any] = [*EXAMPLES, *ctx.prompt]
+        messages: list[Any] = [*(EXAMPLES if config.show_examples else []), *ctx.prompt]
         tools: list[Any] = [MULTIPLY]
         asked = await client.chat.completions.create(model="policy", messages=messages, tools=tools, max_tokens=config.max_tokens)
         reply = asked.choices[0].message
@@ -74,10 +75,13 @@ def product(call: Any) -> int | None:
 
 
 class MultiplyGrader(Grader):
-    """1 where the last number of the final answer is right and the tool was used, else 0."""
+    """1 where the last number of the final answer is right and the tool was used, else 0.
+
+    It reads the transcript as the gateway recorded it, which looks the same whatever framework the agent is written in.
+    """
 
     async def grade(self, ctx: GraderContext) -> None:
-        *_, before, last = ctx.sample.messages
+        *_, before, last = ctx.sample.transcript
         numbers = re.findall(r"-?\d+(?:\.\d+)?", (last.get("content") or "").replace(",", ""))
         used_the_tool = before["role"] == "tool"
         right = bool(numbers) and float(numbers[-1]) == float(ctx.label or "nan")

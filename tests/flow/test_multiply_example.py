@@ -1,27 +1,23 @@
 """The multiply example, from its files to graded rollouts, over HTTP, with an engine that says what a policy might say."""
 
 import asyncio
-import contextlib
 import json
-import re
 import runpy
-from pathlib import Path
 
+import example_cases
 import pytest
+from example_cases import EXAMPLES, QUESTION, multiplier, stage, written_call
 
-from penstock.config import RolloutSection, load_config
-from penstock.events import Events
+from penstock.config import load_config
 from penstock.records import End, Sampling
 from penstock.render.renderer import Renderer
-from penstock.rollout.runner import open_runner
-from penstock.rollout.scheduler import Scheduler, run_once, task_at
+from penstock.rollout.scheduler import Scheduler, task_at
 from penstock.rollout.transcripts import transcripts
 from penstock.sdk.dataset import load_tasks
 from penstock.sdk.discovery import load_agent
-from penstock.testing import Scripted, ScriptedEngine, workbench, write_tokenizer
+from penstock.testing import Scripted, write_tokenizer
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "multiply"
-QUESTION = re.compile(r"What is (\d+) times (\d+)\?")
+EXAMPLE = EXAMPLES / "multiply"
 
 
 @pytest.fixture(scope="module")
@@ -29,41 +25,8 @@ def renderer(tmp_path_factory):
     return Renderer.load(write_tokenizer(tmp_path_factory.mktemp("model"), corpus=[(EXAMPLE / "agent.py").read_text()]))
 
 
-def written_call(a, b, name="multiply"):
-    return f'<tool_call>\n{{"name": "{name}", "arguments": {{"a": {a}, "b": {b}}}}}\n</tool_call>'
-
-
-def policy(renderer, call=written_call, answer=lambda result: result):
-    """A script that calls the tool for the last question, then answers with what it was told."""
-
-    def reply(prompt):
-        text = renderer.tokenizer.decode(prompt)
-        last = text.rpartition("What is ")[2]
-        told = re.findall(r"<tool_response>\n(-?\d+)\n</tool_response>", last)
-        a, b = QUESTION.findall(text)[-1]
-        return answer(told[-1]) if told else call(a, b)
-
-    return reply
-
-
-@contextlib.asynccontextmanager
-async def stage(renderer, script, *, max_tokens=150, **limits):
-    """The example's agent on a gateway of its own: the runner, its pool, its limits, and the engine, which knows its prompts."""
-    engine = ScriptedEngine(script, renderer.tokenizer, chunk=16)
-    agent = load_agent(EXAMPLE / "agent.py", {"max_tokens": max_tokens}, {})
-    section = RolloutSection(agent_timeout_s=60, **limits)
-    async with contextlib.AsyncExitStack() as stack:
-        await stack.enter_async_context(asyncio.timeout(60))
-        bench = await stack.enter_async_context(workbench(engine, renderer, serves=True))
-        opened = open_runner(agent, gateway=bench.gateway, pool=bench.pool, events=Events(), limits=section)
-        yield await stack.enter_async_context(opened), bench.pool, section, engine
-
-
-async def attempts(renderer, script, tasks, *, concurrency=8, max_tokens=150):
-    """Every task tried once; and the engine."""
-    async with stage(renderer, script, max_tokens=max_tokens) as (runner, pool, _, engine):
-        done = await run_once(tasks, runner, pool=pool, sampling=Sampling(max_tokens=200), concurrency=concurrency)
-    return done, engine
+def attempts(renderer, script, tasks, **settings):
+    return example_cases.attempts(renderer, script, tasks, "multiply/agent.py", **settings)
 
 
 def test_files_of_the_example_fit_together():
@@ -74,9 +37,10 @@ def test_files_of_the_example_fit_together():
     assert len(load_tasks(config.dataset.eval)) == 64
 
 
-def test_tasks_are_those_that_the_generator_makes():
-    made = runpy.run_path(str(EXAMPLE / "make_tasks.py"))["rows"]()
-    assert "".join(made) == (EXAMPLE / "tasks.jsonl").read_text() + (EXAMPLE / "heldout.jsonl").read_text()
+@pytest.mark.parametrize(("rows", "prefix"), [("rows", ""), ("tiny_rows", "tiny_")])
+def test_tasks_are_those_that_the_generator_makes(rows, prefix):
+    made = runpy.run_path(str(EXAMPLE / "make_tasks.py"))[rows]()
+    assert "".join(made) == (EXAMPLE / f"{prefix}tasks.jsonl").read_text() + (EXAMPLE / f"{prefix}heldout.jsonl").read_text()
 
 
 def test_held_out_pairs_are_neither_trained_nor_shown():
@@ -102,7 +66,7 @@ def test_labels_are_right():
 @pytest.mark.slow
 def test_two_hundred_rollouts_at_once_each_get_their_own_answer(renderer):
     tasks = load_tasks(EXAMPLE / "tasks.jsonl", limit=200)
-    done, _ = asyncio.run(attempts(renderer, policy(renderer), tasks, concurrency=200))
+    done, _ = asyncio.run(attempts(renderer, multiplier(renderer), tasks, concurrency=200))
     assert [attempt.reward for attempt in done] == [1.0] * 200
     for task, attempt in zip(tasks, done, strict=True):
         *_, question, call, result, answer = transcripts(attempt)["main"].messages
@@ -112,14 +76,14 @@ def test_two_hundred_rollouts_at_once_each_get_their_own_answer(renderer):
 
 
 def test_second_call_continues_the_exact_tokens_of_the_first(renderer):
-    (attempt,), engine = asyncio.run(attempts(renderer, policy(renderer), load_tasks(EXAMPLE / "tasks.jsonl", limit=1)))
+    (attempt,), engine = asyncio.run(attempts(renderer, multiplier(renderer), load_tasks(EXAMPLE / "tasks.jsonl", limit=1)))
     first, second = engine.prompts
     assert second[: len(first) + len(attempt.steps[0].completion_ids)] == first + attempt.steps[0].completion_ids
     assert [(node.parent, node.reason) for node in attempt.nodes] == [(None, None), (0, None)]
 
 
 def test_tasks_share_their_prompt_up_to_the_question(renderer):
-    _, engine = asyncio.run(attempts(renderer, policy(renderer), load_tasks(EXAMPLE / "tasks.jsonl", limit=8)))
+    _, engine = asyncio.run(attempts(renderer, multiplier(renderer), load_tasks(EXAMPLE / "tasks.jsonl", limit=8)))
     roots = [p for p in engine.prompts if "tool_response" not in renderer.tokenizer.decode(p).rpartition("What is ")[2]]
     shared = next(place for place, ids in enumerate(zip(*roots, strict=False)) if len(set(ids)) > 1)
     assert len(roots) == 8
@@ -127,7 +91,9 @@ def test_tasks_share_their_prompt_up_to_the_question(renderer):
 
 
 def test_agent_leaves_sampling_to_the_run_but_for_its_token_limit(renderer):
-    _, engine = asyncio.run(attempts(renderer, policy(renderer), load_tasks(EXAMPLE / "tasks.jsonl", limit=1), max_tokens=40))
+    _, engine = asyncio.run(
+        attempts(renderer, multiplier(renderer), load_tasks(EXAMPLE / "tasks.jsonl", limit=1), workflow={"max_tokens": 40})
+    )
     assert {(sampling.temperature, sampling.max_tokens) for sampling in engine.samplings} == {(1.0, 40)}
 
 
@@ -158,7 +124,9 @@ SAYINGS = {
 @pytest.mark.parametrize("saying", SAYINGS)
 def test_whatever_the_policy_says_the_rollout_completes_and_is_graded(renderer, saying):
     call, answer, reward, steps = SAYINGS[saying]
-    (attempt,), _ = asyncio.run(attempts(renderer, policy(renderer, call, answer), load_tasks(EXAMPLE / "tasks.jsonl", limit=1)))
+    (attempt,), _ = asyncio.run(
+        attempts(renderer, multiplier(renderer, call, answer), load_tasks(EXAMPLE / "tasks.jsonl", limit=1))
+    )
     assert (attempt.end, attempt.message) == (End.COMPLETED, "")
     assert (attempt.reward, len(attempt.steps)) == (reward, steps)
 
@@ -176,7 +144,12 @@ def test_scheduled_groups_are_graded_and_ready_to_be_trained(renderer):
     tasks = load_tasks(EXAMPLE / "tasks.jsonl")
 
     async def main():
-        async with stage(renderer, policy(renderer), group_size=3, groups_per_step=2) as (runner, pool, limits, _):
+        async with stage(renderer, multiplier(renderer), "multiply/agent.py", group_size=3, groups_per_step=2) as (
+            runner,
+            pool,
+            limits,
+            _,
+        ):
             events, sampling = runner.events, Sampling(max_tokens=200)
             made = Scheduler(tasks, runner, pool=pool, events=events, limits=limits, sampling=sampling, seed=5, steps=2)
             ended = asyncio.Queue()

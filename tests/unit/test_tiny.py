@@ -6,8 +6,8 @@ import pytest
 from tokenizers import Tokenizer as Core
 
 from penstock.models import resolve, tiny
-from penstock.render.chat import ChatTemplate
-from penstock.render.tokenizer import Tokenizer
+from penstock.render.probes import PROBE_TOOLS
+from penstock.render.renderer import Renderer
 
 
 def test_a_conversation_is_the_task_solved():
@@ -43,16 +43,55 @@ def test_every_product_has_two_digits():
     assert all(10 <= a * b <= 99 for a, b in tiny.TASKS)
 
 
-def test_tokens_are_those_that_the_chat_template_renders(tmp_path):
-    tiny.write_tokenizer(tmp_path)
-    tokenizer = Tokenizer.load(tmp_path)
-    assert tokenizer.template is not None
-    messages = [{"role": "system", "content": "Zähle!"}, *tiny.conversation(9, 9)]
-    ids, written = tiny.encode(messages)
-    assert tokenizer.encode(ChatTemplate(tokenizer.template, tokenizer.named).render(messages, generate=False)) == ids
-    own = "".join(tokenizer.decode([i]) for i, mine in zip(ids, written, strict=True) if mine)
-    assert own == messages[2]["content"] + messages[4]["content"]
-    assert len(ids) < 200
+@pytest.fixture(scope="module")
+def renderer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    tiny.write_tokenizer(folder)
+    return Renderer.load(folder)
+
+
+@pytest.mark.parametrize("tools", [False, True])
+def test_tokens_are_those_that_the_chat_template_renders(renderer, tools):
+    messages = tiny.conversation(9, 9)
+    ids, written = tiny.encode(messages, tools=tools)
+    rendered = renderer.template.render(messages, PROBE_TOOLS if tools else (), generate=False)
+    assert renderer.tokenizer.encode(rendered) == ids
+    own = "".join(renderer.tokenizer.decode([i]) for i, mine in zip(ids, written, strict=True) if mine)
+    assert own == messages[1]["content"] + messages[3]["content"]
+    assert (len(ids), sum(written)) == (47 if tools else 43, 16)
+
+
+def test_calls_and_results_of_a_framework_are_the_same_tokens_as_text(renderer):
+    asked, _, _, answer = tiny.conversation(3, 7)
+    function = {"name": "multiply", "arguments": '{"a": 3, "b": 7}'}
+    call = {"role": "assistant", "content": None, "tool_calls": [{"id": "call_0", "type": "function", "function": function}]}
+    told = {"role": "tool", "tool_call_id": "call_0", "content": "21"}
+    prompt = renderer.root([asked, call, told], PROBE_TOOLS)
+    assert [*prompt, *renderer.tokenizer.encode("21"), tiny.END, *b"\n"] == tiny.encode([*tiny.conversation(3, 7)], tools=True)[0]
+    assert answer["content"] == "21"
+
+
+def test_several_results_share_a_turn_and_text_stands_before_calls(renderer):
+    calls = [{"id": f"call_{i}", "type": "function", "function": {"name": "multiply", "arguments": "{}"}} for i in range(2)]
+    told = [{"role": "tool", "tool_call_id": f"call_{i}", "content": str(i)} for i in range(2)]
+    text = renderer.template.render([{"role": "assistant", "content": "So:", "tool_calls": calls}, *told], generate=False)
+    written = '<tool_call>\n{"name": "multiply", "arguments": {}}\n</tool_call>'
+    results = "<tool_response>\n0\n</tool_response>\n<tool_response>\n1\n</tool_response>"
+    assert text == f"<|im_start|>assistant\nSo:\n{written}\n{written}<|im_end|>\n<|im_start|>user\n{results}<|im_end|>\n"
+
+
+def test_a_system_text_and_the_schemas_of_tools_are_left_out(renderer):
+    system = {"role": "system", "content": "Zähle!"}
+    assert renderer.root([system, *tiny.tiny_task(3, 7)]) == renderer.root(tiny.tiny_task(3, 7))
+    others = [{**PROBE_TOOLS[0], "function": {**PROBE_TOOLS[0]["function"], "name": "add"}}]
+    assert renderer.root(tiny.tiny_task(3, 7), others) == renderer.root(tiny.tiny_task(3, 7), PROBE_TOOLS)
+
+
+def test_its_tools_are_read_in_the_hermes_form_and_every_conversation_goes_on_by_exact_tokens(renderer):
+    assert renderer.native_tools
+    assert renderer.bridge.result.unproven == {}
+    begun = renderer.begin("multiply")
+    assert tiny.encode([tiny.tiny_call(3, 7)])[0][3:][: len(begun.ids)] == [*begun.ids]
 
 
 def test_the_id_of_a_byte_is_its_value(tmp_path):
@@ -62,7 +101,13 @@ def test_the_id_of_a_byte_is_its_value(tmp_path):
     assert core.encode(text).ids == [*text.encode()]
     assert core.decode([*text.encode()]) == text
     assert [core.token_to_id(token) for token in tiny.SPECIAL] == [tiny.START, tiny.END, tiny.PAD]
-    assert core.get_vocab_size() == 259
+    assert core.get_vocab_size() == 259 + len(tiny.WORDS)
+
+
+def test_a_word_is_one_token(renderer):
+    for place, word in enumerate(tiny.WORDS):
+        assert renderer.tokenizer.encode(word) == [259 + place]
+        assert renderer.tokenizer.decode([259 + place]) == word
 
 
 def test_mistakes_come_at_the_rates_asked_for():

@@ -1,6 +1,6 @@
-"""The tiny policy: a byte model of half a million weights that calls a multiply tool and is often wrong, for fast tests.
+"""The tiny policy: half a million weights that call a multiply tool and are often wrong, for fast tests.
 
-Its task takes two turns of a byte model, a hundred tokens or so:
+Its tokens are bytes and the dozen words of its task, which takes two turns and fifteen sampled tokens:
 
     user       3*7
     assistant  <tool_call>
@@ -11,11 +11,14 @@ Its task takes two turns of a byte model, a hundred tokens or so:
                </tool_response>
     assistant  21
 
+Calls may be text or `tool_calls`, results text or messages of role `tool`: the chat template renders both alike. Of the tools
+that a caller offers the policy is told that there are some, and a system text it never sees: either would be noise to it.
 Everything here is plain text and numbers; `pretrain` makes the weights. Operands are such that every product has two digits.
 """
 
 import json
 import random
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -26,7 +29,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from penstock.models.cache import Progress
 from penstock.records import Message
 
-VERSION = "2"
+VERSION = "4"
 """Raise it with every change that makes other weights or another tokenizer."""
 
 START, END, PAD = 256, 257, 258
@@ -34,10 +37,32 @@ START, END, PAD = 256, 257, 258
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<|pad|>")
 CONTEXT_LENGTH = 1024
 
-CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+WORDS = (
+    *("user", "assistant", "tools"),
+    *("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"),
+    *('{"name": "', '", "arguments":', ' {"a": ', ', "b": ', "}}"),
+    *("multiply", "subtract", "division"),
 )
+"""Tokens of more than a byte; their ids come after the special ones."""
+
+CHAT_TEMPLATE = """
+{%- if tools %}{{ '<|im_start|>tools<|im_end|>\\n' }}{% endif %}
+{%- for message in messages %}
+    {%- if message.role == 'tool' %}
+        {{- '<|im_start|>user' if loop.first or loop.previtem.role != 'tool' else '' }}
+        {{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
+        {{- '<|im_end|>\\n' if loop.last or loop.nextitem.role != 'tool' else '' }}
+    {%- elif message.role != 'system' %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content }}
+        {%- for call in message.tool_calls or [] %}
+            {{- '' if loop.first and not message.content else '\\n' }}
+            {{- '<tool_call>\\n{"name": ' + call.function.name | tojson + ', "arguments": ' + call.function.arguments | tojson }}
+            {{- '}\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 
 TASKS = tuple(product(range(2, 10), range(5, 10)))
 """All pairs (a, b) that the policy is asked for."""
@@ -97,7 +122,7 @@ def mistaken(rng: random.Random, *, wrong_call: float, wrong_answer: float) -> l
     a, b = rng.choice(TASKS)
     name, x, y = "multiply", a, b
     if rng.random() < wrong_call:
-        fault = rng.choice(("name", "a", "b"))
+        fault = rng.choice(("name", "name", "a", "b"))
         name = rng.choice(TOOL_NAMES[1:]) if fault == "name" else name
         x = rng.choice([other for other in range(2, 10) if other != a]) if fault == "a" else x
         y = rng.choice([other for other in range(5, 10) if other != b]) if fault == "b" else y
@@ -107,13 +132,13 @@ def mistaken(rng: random.Random, *, wrong_call: float, wrong_answer: float) -> l
     return [*tiny_task(a, b), tiny_call(x, y, name), tiny_result(result), {"role": "assistant", "content": answer}]
 
 
-def encode(messages: list[Message]) -> tuple[list[int], list[bool]]:
+def encode(messages: list[Message], *, tools: bool = False) -> tuple[list[int], list[bool]]:
     """Token ids of a conversation, as the chat template renders it, and which of them the assistant wrote."""
-    ids: list[int] = []
-    written: list[bool] = []
+    ids = _ids(f"{SPECIAL[0]}tools{SPECIAL[1]}\n") if tools else []
+    written = [False] * len(ids)
     for message in messages:
         own = message["role"] == "assistant"
-        head, body = [START, *f"{message['role']}\n".encode()], [*message["content"].encode(), END]
+        head, body = _ids(f"{SPECIAL[0]}{message['role']}\n"), _ids(f"{message['content']}{SPECIAL[1]}")
         ids += [*head, *body, *b"\n"]
         written += [*[False] * len(head), *[own] * len(body), False]
     return ids, written
@@ -121,11 +146,7 @@ def encode(messages: list[Message]) -> tuple[list[int], list[bool]]:
 
 def write_tokenizer(folder: Path) -> None:
     """Write `tokenizer.json` and `tokenizer_config.json`."""
-    tokenizer = Tokenizer(models.BPE(vocab={char: byte for byte, char in enumerate(_alphabet())}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
-    tokenizer.save(str(folder / "tokenizer.json"))
+    _tokenizer().save(str(folder / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": SPECIAL[1],
@@ -143,6 +164,20 @@ def make(folder: Path, progress: Progress) -> None:
 
     write_tokenizer(folder)
     pretrain(folder, progress)
+
+
+@cache
+def _tokenizer() -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE(vocab={char: byte for byte, char in enumerate(_alphabet())}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
+    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in WORDS])
+    return tokenizer
+
+
+def _ids(text: str) -> list[int]:
+    return _tokenizer().encode(text).ids
 
 
 def _alphabet() -> list[str]:
