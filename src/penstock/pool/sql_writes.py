@@ -202,7 +202,10 @@ def _insert_many(table: str, rows: int) -> str:
 
 @cache
 def _count_of(table: str, keys: int) -> str:
-    return f"SELECT count(*) FROM {table} WHERE (rollout_id, id) IN (VALUES {', '.join(['(?, ?)'] * keys)})"
+    """A join, as SQLite would look through the whole table for `(rollout_id, id) IN …`."""
+    first, rest = "(CAST(? AS TEXT), CAST(? AS BIGINT))", ", (?, ?)" * (keys - 1)
+    wanted = f"WITH wanted (rollout, number) AS (VALUES {first}{rest})"
+    return f"{wanted} SELECT count(*) FROM wanted JOIN {table} ON rollout_id = rollout AND id = number"
 
 
 def _have_all(database: Database, table: str, keys: set[tuple[str, int]]) -> bool:
