@@ -11,9 +11,9 @@ from client_record import assert_trainable, only_path
 from client_trial import Trial, program
 from connect_page import TEXT, blocks, variables
 
-from penstock.cli.run import environment
 from penstock.gateway import graph
 from penstock.gateway.dialects import DIALECTS
+from penstock.rollout.environment import routes
 
 APIS = {"Chat Completions": "chat", "Responses": "responses", "Messages": "messages", "Completions": "completions"}
 GREETING = "Hello to you, naïvely…"
@@ -72,4 +72,4 @@ def test_the_table_of_breaks_is_complete() -> None:
 
 def test_penstock_run_sets_what_the_page_exports() -> None:
     session = SimpleNamespace(base_url="{root}/v1", token="{token}", rollout_id="adhoc-0.0.1")
-    assert variables().items() <= environment(session).items()
+    assert variables().items() <= routes(session.base_url, session.token, session.rollout_id).items()
