@@ -19,6 +19,8 @@ from penstock.pool.places import Place, check, size_bytes
 from penstock.pool.postgres import PostgresDatabase, schema_name
 from penstock.records import Mark
 
+pytestmark = pytest.mark.slow
+
 DURABLE = [name for name in POOLS if name != "memory"]
 
 

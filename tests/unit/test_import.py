@@ -23,6 +23,7 @@ def test_the_check_itself_sees_a_loaded_module():
     assert loaded_after("import sys, types; sys.modules['ray'] = types.ModuleType('ray')") == {"ray"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -13,6 +13,8 @@ from penstock.errors import ConfigError
 from penstock.sdk.discovery import load_agent
 from penstock.sdk.preflight import preflight
 
+pytestmark = pytest.mark.slow  # each case starts a process
+
 AGENT = """
 from penstock import AgentWorkflow, AgentWorkflowConfig, Grader
 
