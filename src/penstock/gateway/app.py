@@ -1,7 +1,6 @@
 """The gateway: what is served where, and the server that it runs on."""
 
 import socket
-import sys
 from collections import Counter
 from collections.abc import Collection, Mapping
 from types import TracebackType
@@ -33,9 +32,6 @@ from penstock.pool.base import Pool
 from penstock.records import Rollout, Sampling
 from penstock.render.renderer import Renderer
 
-SWITCH_S = 0.0005
-"""How long one thread may keep the others waiting. The thread that writes to the pool asks for its turn with every statement: at
-Python's usual 5 ms a busy gateway would keep each commit waiting for many times as long as the disk does."""
 LAST_BYTES_S = 1.0
 """How long a stopping gateway lets callers take the answers that are written."""
 
@@ -113,7 +109,6 @@ class Gateway:
 
     async def __aenter__(self) -> Self:
         bound = self._sock or bind(*self._address)
-        sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_S))
         self._server = await HttpServer(self.app, bound, drain_s=LAST_BYTES_S, reader_s=self._limits.reader_s).__aenter__()
         self._sessions.base_url = base_url(self._address[0], bound.getsockname()[1], self._names)
         self._events.emit("gateway.start", base_url=self.base_url, model=self._service.engine.model, **self._bridge_report())

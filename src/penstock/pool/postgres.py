@@ -97,6 +97,10 @@ class PostgresDatabase:
         given = [value.value if isinstance(value, Enum) else value for value in values]
         return self._connection.execute(_marked(sql), given)
 
+    def rows(self, columns: Sequence[str], rest: str, values: Sequence[Any]) -> list[list[Any]]:
+        """See `Database.rows`."""
+        return self.execute(f"SELECT {', '.join(columns)} {rest}", values).fetchall()
+
     def alone(self, what: str) -> None:
         """See `Database.alone`."""
         digest = hashlib.sha256(f"{self._schema} {what}".encode("utf-8", "replace")).digest()

@@ -140,8 +140,8 @@ def append_all(database: Database, given: Sequence[Append]) -> bool:
     Each statement lets other threads in and has to wait for its turn again, so fewer statements cost more than their number saves.
     """
     rollouts = {each.step.rollout_id for each in given}
-    query = f"SELECT id, ended, channel, oldest FROM rollouts WHERE id IN ({_marks(rollouts)}) ORDER BY id{database.LOCK}"
-    found = database.execute(query, sorted(rollouts))
+    chosen = f"FROM rollouts WHERE id IN ({_marks(rollouts)}) ORDER BY id{database.LOCK}"
+    found = database.rows(("id", "ended", "channel", "oldest"), chosen, sorted(rollouts))
     running = {name: _Running(channel, oldest) for name, ended, channel, oldest in found if ended is None}
     nodes = [(each.node, each.node_row) for each in given if each.node is not None and each.node_row is not None]
     if len(running) < len(rollouts):
@@ -154,12 +154,19 @@ def append_all(database: Database, given: Sequence[Append]) -> bool:
     if not _have_all(database, "nodes", {(each.step.rollout_id, each.step.node) for each in given if each.node is None}):
         return False
     changes: dict[str, Counter[tuple[str, str]]] = {}
+    lowered: dict[str, int | None] = {}
     for step, node, _, _ in given:
         channel, oldest = running[step.rollout_id]
-        running[step.rollout_id] = _Running(channel, _lower(database, step.rollout_id, oldest, step.versions))
+        lowest = rules.oldest_version((oldest, min(step.versions, default=None)))
+        if lowest != oldest:
+            running[step.rollout_id] = _Running(channel, lowest)
+            lowered[step.rollout_id] = lowest
         tally = changes.setdefault(channel, Counter())
         for kind, name, n in [*(_of_node(node) if node else ()), *_of_step(step)]:
             tally[kind, name] = max(tally[kind, name], n) if kind == "top" else tally[kind, name] + n
+    for lowest in set(lowered.values()):
+        names = [name for name, value in lowered.items() if value == lowest]
+        database.execute(f"UPDATE rollouts SET oldest = ? WHERE id IN ({_marks(names)})", (lowest, *names))
     for channel, tally in changes.items():
         database.count(channel, [Tally(kind, name, n) for (kind, name), n in tally.items()])
     return True
@@ -177,12 +184,11 @@ def _of_step(step: Step) -> list[Tally]:
     return [*counts, Tally("top", "version", max(step.versions, default=0))]
 
 
-def _lower(database: Database, rollout_id: str, oldest: int | None, versions: Sequence[int]) -> int | None:
+def _lower(database: Database, rollout_id: str, oldest: int | None, versions: Sequence[int]) -> None:
     """Keep the oldest version on any token of the rollout."""
     lowest = rules.oldest_version((oldest, min(versions, default=None)))
     if lowest != oldest:
         database.execute("UPDATE rollouts SET oldest = ? WHERE id = ?", (lowest, rollout_id))
-    return lowest
 
 
 def _put_all(database: Database, table: str, rows: list[tuple[tuple[str, Any], Row]]) -> bool:

@@ -1,6 +1,7 @@
 """One thread that owns the writing connection: whatever waits when it is free becomes one transaction."""
 
 import asyncio
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -59,6 +60,7 @@ class Writer:
         self._together = 1
         """Writes in the last batch: where there were several, others are likely to come at once."""
         self._closed = False
+        sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_S))
         self._thread = threading.Thread(target=self._run, name="penstock-pool-writer", daemon=True)
         self._thread.start()
 
@@ -191,6 +193,9 @@ def _runs(batch: list[_Job]) -> Iterator[list[_Job]]:
         yield from (alike[start : start + size] for start in range(0, len(alike), size))
 
 
+SWITCH_S = 0.0005
+"""How long one thread of the process may keep the others waiting. The writing thread asks for its turn with every statement: at
+Python's usual 5 ms a busy process would keep each commit waiting for many times as long as the disk does."""
 GATHER_S = 0.003
 """That moment. Each commit takes a sync and several turns at the interpreter's lock, which those who share it pay once."""
 TOGETHER = 64
