@@ -35,10 +35,7 @@ FAULTS = (psycopg.Error, UnicodeError, OverflowError)
 
 def open_pool(folder: Path, *, url: str = "", clock: Clock = time.monotonic) -> Pool:
     """The pool of the run that `folder` is named after, in the database at `url`; its tables are made where there are none."""
-    if not url:
-        raise ConfigError("pool.name = 'postgres' needs pool.url, for example 'postgresql://user@host/penstock'")
-    if urlsplit(url).password:
-        raise ConfigError("pool.url holds a password, which would be stored with the run; leave it to PGPASSWORD or ~/.pgpass")
+    check_url(url)
     schema = schema_name(folder.resolve().name)
     where = partial(explain, url=url)
     with ExitStack() as opened:
@@ -53,6 +50,26 @@ def open_pool(folder: Path, *, url: str = "", clock: Clock = time.monotonic) -> 
             raise where(cause) from cause
         opened.pop_all()
     return pool
+
+
+def check_url(url: str) -> None:
+    """ConfigError where this cannot be the address of a database."""
+    if not url:
+        raise ConfigError("pool.name = 'postgres' needs pool.url, for example 'postgresql://user@host/penstock'")
+    if urlsplit(url).password:
+        raise ConfigError("pool.url holds a password, which would be stored with the run; leave it to PGPASSWORD or ~/.pgpass")
+
+
+def rename_run(url: str, before: str, after: str) -> None:
+    """Keep the tables of the run `before` as those of a run called `after`, as its folder is kept under another name."""
+    try:
+        with connect(url, schema_name(before)) as connection:
+            found = connection.execute("SELECT 1 FROM pg_namespace WHERE nspname = %s", (schema_name(before),)).fetchone()
+            names = [text.Identifier(schema_name(name)) for name in (before, after)]
+            if found:
+                connection.execute(text.SQL("ALTER SCHEMA {} RENAME TO {}").format(*names))
+    except FAULTS as cause:
+        raise explain(cause, url) from cause
 
 
 def schema_name(run: str) -> str:

@@ -40,6 +40,10 @@ class RunFolder:
         """What the run was started with."""
         return validate(RunConfig, orjson.loads((self.path / "config.json").read_bytes())["config"], str(self.path / "config.json"))
 
+    def forget(self) -> None:
+        """Take back that this run was started, so that it can be started later."""
+        (self.path / "config.json").unlink()
+
     def secret(self) -> bytes:
         """The key that signs this run's model tokens; made once, readable by the owner only."""
         file = self.path / "secret"
@@ -91,7 +95,7 @@ def open_run_folder(config: RunConfig, *, fresh: bool) -> RunFolder:
     settings = {"config": config.model_dump(mode="json"), "datasets": _digests(config)}
     if fresh and path.exists():
         with locked(path):
-            path.rename(_archive_name(path))
+            _archive(path)
     file = path / "config.json"
     if file.exists():
         _refuse_changes(path, orjson.loads(file.read_bytes()), settings)
@@ -144,6 +148,18 @@ def _lines(path: Path) -> Iterator[bytes]:
 def _digests(config: RunConfig) -> dict[str, str]:
     files = [config.dataset.train, config.dataset.eval]
     return {str(f): hashlib.sha256(f.read_bytes()).hexdigest() for f in files if f is not None}
+
+
+def _archive(path: Path) -> None:
+    """Keep a run under another name, its tables included where they are not in the folder."""
+    kept, pool = _archive_name(path), dict[str, Any]()
+    if (file := path / "config.json").exists():
+        pool = orjson.loads(file.read_bytes())["config"]["pool"]
+    if pool.get("name") == "postgres":
+        from penstock.pool.postgres import rename_run
+
+        rename_run(pool["url"], path.name, kept.name)
+    path.rename(kept)
 
 
 def _archive_name(path: Path) -> Path:

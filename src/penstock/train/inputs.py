@@ -53,6 +53,12 @@ def _check_names(config: RunConfig) -> None:
     if config.engine.name == "vllm":
         raise ConfigError("engine.name = 'vllm' samples but cannot be trained yet: its weights are not ours; use 'embedded'")
     POOLS.check(config.pool.name)
+    if config.pool.name == "postgres":
+        from penstock.pool.postgres import check_url
+
+        check_url(config.pool.url)
+    elif config.pool.url:
+        raise ConfigError(f"pool.url has no meaning for pool.name = {config.pool.name!r}; leave it out, or name 'postgres'")
     EXECUTORS.check(config.rollout.executor)
     ADVANTAGES.check(config.train.advantage)
     LOSSES.check(config.train.loss)

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from penstock.codec import to_json
 from penstock.config import RunConfig
+from penstock.errors import ConfigError
 from penstock.events import Events, Listener
 from penstock.rollout.guests import leaves
 from penstock.rollout.scheduler import run_once
@@ -38,6 +39,7 @@ async def train(config: RunConfig, inputs: Inputs, *, listener: Listener, stop: 
 
 async def run(s: Stations, stop: asyncio.Event) -> Summary:
     """Held-out evaluation, training, held-out evaluation again; a part that an earlier process finished is not repeated."""
+    await refuse_another_run(s)
     progress = await take_up(s)
     s.events.emit(
         "run.start",
@@ -60,6 +62,15 @@ async def run(s: Stations, stop: asyncio.Event) -> Summary:
     if stop.is_set():
         s.events.emit("run.stop", reason="asked to")
     return await sum_up(s, progress, before, after)
+
+
+async def refuse_another_run(s: Stations) -> None:
+    """A new run must not go on with what another of its name left in a database that several share."""
+    if not s.folder.resumed and (groups := (await s.pool.stats()).groups):
+        s.folder.forget()
+        raise ConfigError(
+            f"the pool at pool.url holds {groups} groups of another run called {s.config.run.name!r}; set another run.name"
+        )
 
 
 async def take_up(s: Stations) -> Progress:

@@ -1,0 +1,53 @@
+"""A run in PostgreSQL, from the command line: it trains and goes on, starts over, and is not taken for another of its name."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from postgres_server import server_url
+
+pytestmark = pytest.mark.slow
+TINY = Path(__file__).parents[2] / "examples" / "multiply" / "tiny.toml"
+
+
+def train(folder: Path, steps: int, *more: str, url: str | None = None) -> "subprocess.CompletedProcess[str]":
+    where = f'pool.url="{server_url() if url is None else url}"'
+    settings = ['pool.name="postgres"', where, 'run.name="shared"', f"train.steps={steps}", "dataset.eval_limit=1"]
+    command = [sys.executable, "-c", "from penstock.cli import main; main()", "train", str(TINY), "--json", *more]
+    folder.mkdir(exist_ok=True)
+    arguments = [part for setting in settings for part in ("--set", setting)]
+    return subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=200, cwd=folder)
+
+
+def test_a_run_goes_on_and_starts_over_and_another_of_its_name_is_refused(tmp_path: Path) -> None:
+    first = train(tmp_path / "here", 1)
+    assert first.returncode == 0, first.stderr
+    again = train(tmp_path / "here", 2)
+    assert (again.returncode, json.loads(again.stdout)["steps"]) == (0, 2)
+    for _ in range(2):
+        another = train(tmp_path / "there", 1)
+        assert another.returncode == 2
+        said = json.loads(another.stdout)["error"]["message"]
+        assert said.endswith("groups of another run called 'shared'; set another run.name")
+    fresh = train(tmp_path / "here", 1, "--fresh")
+    assert (fresh.returncode, json.loads(fresh.stdout)["rollouts"]) == (0, json.loads(first.stdout)["rollouts"])
+    kept = subprocess.run(
+        [sys.executable, "-c", "from penstock.cli import main; main()", "pool", "stats", "runs/shared.old1", "--json"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path / "here",
+        check=True,
+    )
+    assert sum(channel["steps"] for channel in json.loads(kept.stdout)["channels"].values()) > 0
+
+
+@pytest.mark.parametrize(
+    ("url", "why"), [("", "needs pool.url"), ("postgresql://me:secret@host/db", "holds a password, which would be stored")]
+)
+def test_an_address_that_cannot_be_one_is_refused_before_there_is_a_run(tmp_path: Path, url: str, why: str) -> None:
+    refused = train(tmp_path / "here", 1, url=url)
+    said = json.loads(refused.stdout)["error"]["message"]
+    assert (refused.returncode, why in said, "secret" in refused.stdout + refused.stderr) == (2, True, False)
+    assert not (tmp_path / "here" / "runs").exists()
