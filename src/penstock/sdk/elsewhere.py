@@ -44,7 +44,7 @@ class Recipe:
 
 def command(module: str) -> list[str]:
     """The command that runs a module of ours in an interpreter like this one, whatever files lie in the current folder."""
-    return [sys.executable, "-P", "-m", module]
+    return [sys.executable, "-P", "-u", "-m", module]  # unbuffered: what was printed before a crash is seen
 
 
 def how_ended(code: int) -> str:
