@@ -3,8 +3,8 @@
     Task ──▶ Rollout ──▶ Node, Step (token graph) ──▶ Grade, Mark ──▶ Group ──▶ Sequence ──▶ PolicyVersion
 
 Each is made in one file: Task in `sdk/dataset`, Rollout in `rollout/scheduler`, Node and Step in `gateway/recorder`, Grade in
-`rollout/runner`, Group in `pool`, Sequence in `train/sequences`, PolicyVersion in `train/policy`. All are frozen; `codec`
-alone writes them out and reads them back.
+`rollout/runner`, Mark by a curator, Group in `pool`, Sequence in `train/sequences`, PolicyVersion in `train/policy`. All are
+frozen; `codec` alone writes them out and reads them back.
 """
 
 from dataclasses import dataclass, field

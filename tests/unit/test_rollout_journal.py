@@ -7,7 +7,8 @@ import stat
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.rollout.server.journal import State, open_journal
+from penstock.rollout.server.journal import open_journal
+from penstock.rollout.server.wire import State
 
 
 def with_journal(path, act, **options):

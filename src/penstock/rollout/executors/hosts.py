@@ -4,7 +4,6 @@ import asyncio
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from enum import StrEnum
 from types import TracebackType
 from typing import Any, NamedTuple, Self, cast
 from urllib.parse import quote
@@ -15,6 +14,7 @@ import orjson
 from penstock.engines.upstream import backoff_s
 from penstock.engines.wire import retry_after_s
 from penstock.errors import WorkflowError
+from penstock.rollout.server.wire import State
 
 CONNECT_S = 5.0
 ANSWER_S = 30.0
@@ -28,18 +28,6 @@ SHORTEST_WAIT_S = 0.05
 WORDS = 300
 """Characters of a server's own words that a message quotes."""
 NO_RETRY = (401, 403)
-
-
-class State(StrEnum):
-    """How far a server is with a rollout, in its own words."""
-
-    QUEUED = "queued"
-    RUNNING = "running"
-    GRADING = "grading"
-    SUCCESS = "success"
-    FAILURE = "failure"
-    CANCELLED = "cancelled"
-    UNKNOWN = "unknown"
 
 
 class Standing(NamedTuple):

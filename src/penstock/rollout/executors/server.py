@@ -18,8 +18,8 @@ from penstock.records import Task
 from penstock.rollout.executors.answers import grader_failure, rewards_of, workflow_failure
 from penstock.rollout.executors.base import Given, Session
 from penstock.rollout.executors.callbacks import LINGER_S, Callbacks, Errand
-from penstock.rollout.executors.hosts import Host, Hosts, State
-from penstock.rollout.server.wire import GraderStatus, RolloutCompleteRequest, RolloutInitRequest, RolloutStatus
+from penstock.rollout.executors.hosts import Host, Hosts
+from penstock.rollout.server.wire import GraderStatus, RolloutCompleteRequest, RolloutInitRequest, RolloutStatus, State
 from penstock.rollout.transcripts import Transcript
 from penstock.rollout.work import Reward, Told
 from penstock.sdk.samples import RolloutSample

@@ -9,13 +9,14 @@ from penstock.rollout.guests import Slots, one_line
 from penstock.rollout.server.backend import ExecutionBackend, ExecutionRequest, ExecutionResult
 from penstock.rollout.server.bodies import checked, completion_body, failure, grade_body
 from penstock.rollout.server.callbacks import Courier, read_reply
-from penstock.rollout.server.journal import UNENDED, Journal, Part, State
+from penstock.rollout.server.journal import UNENDED, Journal, Part
 from penstock.rollout.server.wire import (
     CompletionReply,
     RolloutCompleteRequest,
     RolloutErrorCategory,
     RolloutInitRequest,
     RolloutStatus,
+    State,
 )
 from penstock.sdk.clients import NO_KEY, Clients
 from penstock.sdk.routing import RolloutContext

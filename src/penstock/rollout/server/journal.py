@@ -9,13 +9,13 @@ import fcntl
 import os
 import sqlite3
 from contextlib import ExitStack
-from enum import StrEnum
 from pathlib import Path
 from typing import IO, Literal, NamedTuple
 
 from penstock.errors import ConfigError, PoolError
 from penstock.pool.database import Database, SqliteDatabase
 from penstock.pool.writer import Writer
+from penstock.rollout.server.wire import State
 
 PLACE = Path(".penstock/rollouts.db")
 KEPT = 10_000
@@ -39,18 +39,6 @@ CREATE TABLE rollouts (
 CREATE INDEX rollouts_settled ON rollouts (settled);
 """
 """A result's `_sent` is NULL until its delivery has ended, then how: empty if it was taken, else the reason why it was not."""
-
-
-class State(StrEnum):
-    """How far a rollout is; `unknown` is one that the journal does not know, or no longer."""
-
-    QUEUED = "queued"
-    RUNNING = "running"
-    GRADING = "grading"
-    SUCCESS = "success"
-    FAILURE = "failure"
-    CANCELLED = "cancelled"
-    UNKNOWN = "unknown"
 
 
 UNENDED = (State.QUEUED, State.RUNNING, State.GRADING)

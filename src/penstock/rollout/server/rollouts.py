@@ -15,8 +15,8 @@ from penstock.rollout.guests import Slots, one_line
 from penstock.rollout.server.backend import ExecutionBackend
 from penstock.rollout.server.callbacks import Courier, Patience
 from penstock.rollout.server.course import STOPPED, Course, Means
-from penstock.rollout.server.journal import KEPT, PLACE, Entry, Journal, Standing, State, open_journal
-from penstock.rollout.server.wire import RolloutInitRequest
+from penstock.rollout.server.journal import KEPT, PLACE, Entry, Journal, Standing, open_journal
+from penstock.rollout.server.wire import RolloutInitRequest, State
 from penstock.sdk.clients import Clients
 
 CANCELLED = "cancelled by whoever asked for it"

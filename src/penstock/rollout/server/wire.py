@@ -43,6 +43,18 @@ class RolloutErrorCategory(StrEnum):
     AGENT_ERROR = "agent_error"
 
 
+class State(StrEnum):
+    """How far a server is with a rollout; `unknown` is one that it does not know, or no longer."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    GRADING = "grading"
+    SUCCESS = "success"
+    FAILURE = "failure"
+    CANCELLED = "cancelled"
+    UNKNOWN = "unknown"
+
+
 def path_segment(name: str) -> str:
     """`name` if it can be one segment of a path; ValueError says why not."""
     if not name or len(name) > LONGEST_ID:
