@@ -42,8 +42,8 @@ test-vllm: $(STAMP)
 	$(BIN)/python -m pytest -n 0 tests/vllm
 
 check: $(STAMP)
-	$(BIN)/ruff format --check .
-	$(BIN)/ruff check .
+	$(BIN)/ruff format --no-cache --check .
+	$(BIN)/ruff check --no-cache .
 	$(BIN)/lint-imports
 	@echo "types and fast tests, side by side"; \
 	$(BIN)/pyright & types=$$!; \

@@ -9,6 +9,9 @@ import threading
 
 import pytest
 from agents import Agent, Runner, function_tool
+from seed_stage import TASK, agent_around, play, serving
+from strands import tool
+
 from osmosis_ai.rollout import (
     AgentWorkflow,
     AgentWorkflowOutput,
@@ -24,9 +27,6 @@ from osmosis_ai.rollout import (
 )
 from osmosis_ai.rollout.context import SampleSource
 from osmosis_ai.rollout.integrations.agents import openai_agents as sdk
-from seed_stage import TASK, agent_around, play, serving
-from strands import tool
-
 from penstock.errors import ConfigError
 from penstock.records import End
 from penstock.render.renderer import Renderer

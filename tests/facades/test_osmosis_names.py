@@ -8,6 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
+
+import penstock
 from osmosis_ai.rollout import (
     AgentWorkflow,
     AgentWorkflowConfig,
@@ -36,9 +39,6 @@ from osmosis_ai.rollout.context import SampleSource
 from osmosis_ai.rollout.driver import RolloutDriver, RolloutOutcome
 from osmosis_ai.rollout.types import BaseConfig
 from osmosis_ai.rollout.validator import validate_backend
-from pydantic import ValidationError
-
-import penstock
 
 FACADE = Path(__file__).parents[2] / "facades" / "src" / "osmosis_ai"
 NAMES = {
@@ -334,8 +334,9 @@ def test_a_driver_runs_one_rollout_and_has_no_limit_by_itself():
 
 
 def test_a_server_is_made_of_a_back_end(tmp_path, monkeypatch):
-    from osmosis_ai.rollout import create_rollout_server
     from starlette.testclient import TestClient
+
+    from osmosis_ai.rollout import create_rollout_server
 
     given = {name: each.default for name, each in inspect.signature(create_rollout_server).parameters.items()}
     assert {"backend": inspect.Parameter.empty, "lifespan": None, "configure_logging": True}.items() <= given.items()

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from osmosis_ai.rollout import AgentWorkflow, Grader
-
 from penstock.config import RolloutSection
 from penstock.events import Events
 from penstock.records import Attempt, Sampling, Task, make_rollout

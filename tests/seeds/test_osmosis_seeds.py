@@ -78,7 +78,6 @@ def test_a_config_instance_of_the_file_and_the_toml_table_set_the_fields(tmp_pat
 @pytest.mark.parametrize("name", SHAPES)
 def test_the_base_class_has_the_shape_that_is_shown_and_runs(renderer, name):
     from osmosis_ai.rollout import AgentWorkflow, AgentWorkflowContext
-
     from penstock.sdk.workflow import TConfig
 
     lacked = {"ABC": ABC, "Any": Any, "Generic": Generic, "TConfig": TConfig, "abstractmethod": abstractmethod}
@@ -175,6 +174,7 @@ def agent_named(name="assistant", **given):
 
 async def run_agent(agent, ctx, session=None):
     from agents import Runner
+
     from osmosis_ai.rollout.integrations.agents.openai_agents import OsmosisMemorySession
 
     await Runner.run(agent, ctx.prompt, session=session or OsmosisMemorySession(name="main"))

@@ -5,9 +5,8 @@ from typing import TYPE_CHECKING
 from osmosis_ai.rollout._names import lazily
 
 if TYPE_CHECKING:
-    from penstock.rollout.server.app import create_rollout_server
-
     from osmosis_ai.rollout.server.auth import ControllerAuth
+    from penstock.rollout.server.app import create_rollout_server
 
 __all__ = ["ControllerAuth", "create_rollout_server"]
 
