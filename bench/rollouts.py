@@ -72,6 +72,9 @@ class Session(NamedTuple):
 
     token: str
     base_url: str
+    rollout: Rollout
+    sampling: Sampling
+    flow_token: str = ""
 
 
 class Remote:
@@ -81,7 +84,7 @@ class Remote:
         self._tokens, self._base_url = Tokens(SECRET), base_url
 
     def open(self, rollout: Rollout, sampling: Sampling) -> Session:
-        return Session(self._tokens.model(rollout.id), self._base_url)
+        return Session(self._tokens.model(rollout.id), self._base_url, rollout, sampling)
 
     def close(self, rollout_id: str) -> None:
         pass

@@ -39,10 +39,16 @@ class ModelSection(Section):
 
 
 class AgentSection(Section):
-    """`[agent]`: the file that holds the workflow and the grader, relative to the TOML file."""
+    """`[agent]`: what runs each rollout; paths are relative to the TOML file."""
 
     entry: Path = Path("agent.py")
-    """The file."""
+    """The file that holds the workflow and the grader, or flows; for a command, the grader alone."""
+    flow: str = ""
+    """The flow for rows that name none with `agent_name`; needed only where there are several."""
+    flows: Path | None = None
+    """A YAML list of flows, each with `name`, `_target_` and further keys for its constructor."""
+    command: tuple[str, ...] = ()
+    """A program in any language to run for each rollout in place of a workflow, with its arguments."""
 
 
 class DatasetSection(Section):
@@ -62,7 +68,8 @@ class RolloutSection(Section):
     """`[rollout]`: how tasks become rollouts."""
 
     executor: str = "inline"
-    """Where agents run: `inline` is in this process, `process` gives each rollout one of its own, `server` a rollout server."""
+    """Where agents run: `inline` is in this process, `process` gives each rollout one of its own, `server` a rollout server, `ray`
+    the workers of a Ray cluster."""
     group_size: int = Field(default=8, ge=1)
     """Attempts at each task: what they are compared with is each other."""
     groups_per_step: int = Field(default=4, ge=1)
@@ -73,6 +80,8 @@ class RolloutSection(Section):
     """Attempts of a task that must complete before it is trained; 0 takes what there is."""
     top_up: int = Field(default=0, ge=0)
     """How often failed attempts are made up for where fewer completed; a task that stays short is dropped and counted."""
+    retries: int = Field(default=3, ge=0)
+    """How often an attempt that was lost with the worker that ran it is made again."""
     group_timeout_s: float | None = Field(default=None, gt=0)
     """Deadline of all attempts at a task together, from the first one's start; those that run then end as `timeout`."""
     max_waiting: int | None = Field(default=None, ge=1)
@@ -133,6 +142,8 @@ class TrainSection(Section):
     """How many tokens go through the model at once: bounds memory, changes no result. On a GPU 4096 or more is faster."""
     shared_prefix: bool = True
     """Forward shared prompt prefixes once; false is the flat path, slower, with the same gradients."""
+    eval_every: int = Field(default=0, ge=0)
+    """Steps between held-out evaluations while training goes on; 0 evaluates before and after alone."""
     checkpoint_every: int = Field(default=1, ge=1)
     """Steps between checkpoints. Groups trained since the last one are trained again after a kill, from that checkpoint."""
     checkpoints_kept: int = Field(default=2, ge=2)
@@ -200,6 +211,15 @@ class GatewaySection(Section):
     """Tell OpenTelemetry of every call, over OTLP as its environment variables say; needs `penstock[otel]`."""
 
 
+class ScaleSection(Section):
+    """`[scale]`: whether the run is spread over several processes and machines."""
+
+    name: Literal["none", "ray"] = "none"
+    """`none`: all of it in this process. `ray`: rollouts and training are actors of a Ray cluster."""
+    address: str = ""
+    """Of a running cluster, such as `10.0.0.1:6379`, or `auto`; empty starts one on this machine for the run."""
+
+
 class RunConfig(Section):
     """The whole file."""
 
@@ -213,6 +233,7 @@ class RunConfig(Section):
     engine: EngineSection = EngineSection()
     pool: PoolSection = PoolSection()
     gateway: GatewaySection = GatewaySection()
+    scale: ScaleSection = ScaleSection()
     executor: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Settings of the executor that `rollout.executor` names."""
     workflow: dict[str, Any] = Field(default_factory=dict[str, Any])
@@ -230,7 +251,9 @@ def load_config(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
     override(tree, overrides)
     config = validate(RunConfig, tree, str(path))
     base = path.parent
-    agent = config.agent.model_copy(update={"entry": base / config.agent.entry})
+    agent = config.agent.model_copy(
+        update={"entry": base / config.agent.entry, "flows": config.agent.flows and base / config.agent.flows}
+    )
     dataset = config.dataset.model_copy(
         update={"train": base / config.dataset.train, "eval": config.dataset.eval and base / config.dataset.eval}
     )

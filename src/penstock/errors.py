@@ -9,6 +9,7 @@
     ├── RenderError      messages that the chat template cannot take        → HTTP 400
     ├── RequestError     a request that the gateway refuses                 → HTTP status and code of its own
     ├── WorkflowError    the author's agent raised
+    ├── WorkerLost       the process that ran the agent died; the attempt is made again elsewhere
     ├── GraderError      the author's grader raised, or gave no finite reward
     ├── PoolError        the store refused or failed
     │   ├── PoolConflict another value is stored under the same id
@@ -62,6 +63,10 @@ class RequestError(PenstockError):
 
 class WorkflowError(PenstockError):
     """The author's agent raised."""
+
+
+class WorkerLost(PenstockError):
+    """What ran the author's agent is gone, through no fault of the agent's."""
 
 
 class GraderError(PenstockError):

@@ -137,6 +137,10 @@ class ScriptedEngine:
         change()
         self.version = version
 
+    async def load(self, version: int, folder: Path) -> None:
+        """See `Engine.load`."""
+        self.version = version
+
     async def close(self) -> None:
         """Nothing is held."""
 

@@ -27,6 +27,7 @@ from osmosis_ai.rollout import (
 )
 from osmosis_ai.rollout.context import SampleSource
 from osmosis_ai.rollout.integrations.agents import openai_agents as sdk
+from penstock.config import AgentSection
 from penstock.errors import ConfigError
 from penstock.records import End
 from penstock.render.renderer import Renderer
@@ -336,4 +337,4 @@ def test_preflight_runs_the_file_elsewhere_and_refuses_what_cannot_be_imported(t
     entry = tmp_path / "main.py"
     entry.write_text(f"{first_line}\nfrom osmosis_ai.rollout import AgentWorkflow, Grader\n")
     with pytest.raises(ConfigError, match=told):
-        preflight(entry, {}, {})
+        preflight(AgentSection(entry=entry), {}, {})

@@ -50,5 +50,7 @@ async def stage(renderer, script, entry, *, workflow=None, **limits):
 async def attempts(renderer, script, tasks, entry, *, concurrency=8, workflow=None, **limits):
     """Every task tried once; and the engine."""
     async with stage(renderer, script, entry, workflow=workflow, **limits) as (runner, pool, _, engine):
-        done = await run_once(tasks, runner, pool=pool, sampling=Sampling(max_tokens=200), concurrency=concurrency)
+        limits = RolloutSection(concurrency=concurrency)
+        names = await run_once(tasks, runner, pool=pool, sampling=Sampling(max_tokens=200), limits=limits)
+        done = [await pool.attempt(name) for name in names]
     return done, engine

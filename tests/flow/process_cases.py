@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import psutil
 
 from penstock.events import Events
-from penstock.records import Task
+from penstock.records import Sampling, Task, make_rollout
 from penstock.rollout.executors.base import Given
 from penstock.rollout.executors.process import ProcessExecutor, ProcessSection
 from penstock.rollout.guests import Guests
@@ -18,7 +18,9 @@ from penstock.sdk.discovery import load_agent
 
 DEADLINE_S = 60
 TASK = Task(id="t", prompt=({"role": "user", "content": "2 times 3?"},), label="6", metadata={"seen": []})
-SESSION = SimpleNamespace(token="the-token", base_url="http://127.0.0.1:9/v1")
+SESSION = SimpleNamespace(
+    token="the-token", base_url="http://127.0.0.1:9/v1", flow_token="", rollout=make_rollout("g", "t", 0), sampling=Sampling()
+)
 
 AGENT = """
 import asyncio, ctypes, json, os, signal, subprocess, sys, threading, time

@@ -34,7 +34,7 @@ class FakeGateway:
 
     def open(self, rollout, sampling):
         self.sessions[rollout.id] = []
-        return SimpleNamespace(token=rollout.id, base_url="http://fake/v1")
+        return SimpleNamespace(token=rollout.id, base_url="http://fake/v1", flow_token="", rollout=rollout, sampling=sampling)
 
     def close(self, rollout_id):
         self.closed.append(rollout_id)

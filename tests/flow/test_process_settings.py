@@ -30,12 +30,12 @@ def said(folder, run, *, name="r", **options):
 def test_environment_leads_both_vendors_clients_to_the_session(tmp_path, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "the user's own")
     monkeypatch.setenv("OTHER_API_KEY", "another's")
-    found = said(tmp_path, "return [dict(os.environ)]", name="train-0.1.0")
+    found = said(tmp_path, "return [dict(os.environ)]", name="any")
     assert (found["OPENAI_BASE_URL"], found["OPENAI_API_BASE"]) == (SESSION.base_url, SESSION.base_url)
     assert found["ANTHROPIC_BASE_URL"] == SESSION.base_url.removesuffix("/v1")
     keys = ("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN")
     assert {found[key] for key in keys} == {SESSION.token}
-    assert (found["PENSTOCK_ROLLOUT_ID"], found["OTHER_API_KEY"]) == ("train-0.1.0", "another's")
+    assert (found["PENSTOCK_ROLLOUT_ID"], found["OTHER_API_KEY"]) == (SESSION.rollout.id, "another's")
     assert "127.0.0.1" in found["NO_PROXY"].split(",")
 
 

@@ -79,7 +79,7 @@ def test_a_file_with_a_byte_order_mark_is_read(tmp_path):
         ),
         (LEAST + "[training]\nsteps = 1\n", "unknown key 'training'; did you mean 'train'?"),
         ('[datasets]\ntrain = "tasks.jsonl"\n', "unknown key 'datasets'; did you mean 'dataset'?"),
-        (LEAST + "[agent]\nzzzzzz = 1\n", "unknown key 'agent.zzzzzz'; known keys: entry"),
+        (LEAST + "[agent]\nzzzzzz = 1\n", "unknown key 'agent.zzzzzz'; known keys: command, entry, flow, flows"),
     ],
 )
 def test_an_unknown_key_names_the_nearest(tmp_path, text, said):

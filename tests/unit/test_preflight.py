@@ -9,6 +9,7 @@ import textwrap
 import psutil
 import pytest
 
+from penstock.config import AgentSection
 from penstock.errors import ConfigError
 from penstock.sdk.discovery import load_agent
 from penstock.sdk.preflight import preflight
@@ -38,14 +39,14 @@ def write(folder, text):
 
 def refused(entry, workflow=None, grader=None, **options):
     with pytest.raises(ConfigError) as caught:
-        preflight(entry, workflow or {}, grader or {}, **options)
+        preflight(AgentSection(entry=entry), workflow or {}, grader or {}, **options)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
 
 def test_good_file_passes_and_is_not_imported_here(tmp_path, capfd):
     entry = write(tmp_path, f"print('imported')\nimport os\nprint(os.getpid(), file=open('{tmp_path}/pid', 'w'))\n{AGENT}")
-    preflight(entry, {"name": "x"}, {})
+    preflight(AgentSection(entry=entry), {"name": "x"}, {})
     assert int((tmp_path / "pid").read_text()) != os.getpid()
     assert str(tmp_path) not in sys.path
     assert capfd.readouterr() == ("", "")
@@ -142,7 +143,7 @@ def test_import_that_ends_the_process_is_refused_and_says_how(tmp_path, death):
 def test_nothing_that_the_file_started_is_left(tmp_path):
     text = "import subprocess, sys\nchild = subprocess.Popen([sys.executable, '-c', 'import signal; signal.pause()'])\n"
     entry = write(tmp_path, AGENT + text + f"print(child.pid, file=open('{tmp_path}/pid', 'w'))\n")
-    preflight(entry, {}, {})
+    preflight(AgentSection(entry=entry), {}, {})
     pid = int((tmp_path / "pid").read_text())
     _, alive = psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [], timeout=DEADLINE_S)
     assert not alive
@@ -153,7 +154,8 @@ def test_interrupt_ends_the_other_process_too(tmp_path):
     entry = write(
         tmp_path, f"import os, signal\nprint(os.getpid(), file=open('{tmp_path}/bell', 'w'), flush=True)\nsignal.pause()\n"
     )
-    code = f"from pathlib import Path\nfrom penstock.sdk.preflight import preflight\npreflight(Path({str(entry)!r}), {{}}, {{}})"
+    imports = "from penstock.config import AgentSection\nfrom penstock.sdk.preflight import preflight"
+    code = f"{imports}\npreflight(AgentSection(entry={str(entry)!r}), {{}}, {{}})"
     with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE) as ours:
         with (tmp_path / "bell").open() as bell:
             theirs = psutil.Process(int(bell.readline()))
@@ -168,4 +170,4 @@ def test_nothing_heavy_is_loaded_for_it(tmp_path):
         tmp_path,
         AGENT + "import sys\nheavy = {'torch', 'transformers', 'openai', 'aiohttp'} & set(sys.modules)\nassert not heavy, heavy\n",
     )
-    preflight(entry, {}, {})
+    preflight(AgentSection(entry=entry), {}, {})

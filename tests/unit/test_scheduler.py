@@ -297,13 +297,18 @@ def test_groups_dropped_as_stale_are_made_up_for(monkeypatch, staleness):
     asyncio.run(main())
 
 
+async def tried_once(tasks, runner, pool, *, concurrency=1, **limits):
+    names = await run_once(tasks, runner, pool=pool, sampling=Sampling(), limits=RolloutSection(concurrency=concurrency, **limits))
+    return [await pool.attempt(name) for name in names]
+
+
 def test_run_once_tries_each_task_once_and_returns_attempts_in_order():
     async def main():
         pool = new_pool()
         runner = FakeRunner(pool)
         tasks = make_tasks(10)
-        first = await run_once(tasks, runner, pool=pool, sampling=Sampling(), concurrency=3)
-        second = await run_once(tasks[:2], runner, pool=pool, sampling=Sampling(), concurrency=3)
+        first = await tried_once(tasks, runner, pool, concurrency=3)
+        second = await tried_once(tasks[:2], runner, pool, concurrency=3)
         assert [a.rollout.task_id for a in first] == [task.id for task in tasks]
         assert [a.rollout.id for a in second] == ["val-10.0.1", "val-11.0.1"]
         assert Counter(a.end for a in first) == {End.COMPLETED: 10}
@@ -317,7 +322,7 @@ def test_run_once_ends_what_a_killed_evaluation_left():
         pool = new_pool()
         task = make_tasks(1)[0]
         await pool.open_group(task, [make_rollout("val-0", task.id, 0, channel="val")], seq=0)
-        (attempt,) = await run_once([task], FakeRunner(pool), pool=pool, sampling=Sampling(), concurrency=1)
+        (attempt,) = await tried_once([task], FakeRunner(pool), pool)
         assert attempt.rollout.id == "val-1.0.1"
         assert (await pool.attempt("val-0.0.1")).end is End.LOST
 

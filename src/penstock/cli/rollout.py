@@ -80,13 +80,14 @@ def _make(
     entry: Path, token: str | None, hosts: str, journal: Path, max_accepted: int, drain_s: float, *, quiet: bool
 ) -> "Starlette":
     """The server of the agent, after a first try of its file in another process."""
+    from penstock.config import AgentSection
     from penstock.rollout.server.app import create_rollout_server
     from penstock.rollout.server.backend import LocalBackend
     from penstock.rollout.server.rollouts import Limits
     from penstock.sdk.discovery import load_agent
     from penstock.sdk.preflight import preflight
 
-    preflight(entry, {}, {})
+    preflight(AgentSection(entry=entry), {}, {})
     agent = load_agent(entry, {}, {})
     backend = LocalBackend(
         workflow=agent.workflow,

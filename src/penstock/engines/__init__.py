@@ -6,6 +6,7 @@ ENGINES = Registry(
     "engine",
     {
         "embedded": "penstock.engines.embedded:open_engine",
+        "sglang": "penstock.engines.sglang:open_engine",
         "vllm": "penstock.engines.vllm:open_engine",
     },
 )
@@ -14,6 +15,7 @@ SECTIONS = Registry(
     "engine section",
     {
         "embedded": "penstock.config:EngineSection",
+        "sglang": "penstock.engines.sglang:SglangSection",
         "vllm": "penstock.engines.vllm:VllmSection",
     },
 )

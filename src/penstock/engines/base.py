@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from penstock.records import Finish, Sampling
@@ -49,6 +50,13 @@ class Engine(Protocol):
         """Between two steps, run `change` (which rewrites the weights in place) and serve `version` from then on.
 
         Running requests go on; whatever the engine had computed from the old weights is computed again.
+        """
+        ...
+
+    async def load(self, version: int, folder: Path) -> None:
+        """Serve the weights of a model folder as `version`, from the next token on; running requests go on.
+
+        It must be of the same shape. EngineError where the weights cannot be taken; the version before is then served on.
         """
         ...
 

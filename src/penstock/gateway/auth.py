@@ -1,6 +1,7 @@
-"""Who may call what: a model token for the agent, a control token for the runner, an admin token for who operates the gateway.
+"""Who may call what: a model token for the agent, a flow token for code that may also submit and grade its own rollout, a control
+token for the runner, an admin token for who operates the gateway.
 
-A model token is the rollout's id and its signature under the run's secret, so any gateway of the run can tell whose it is
+A model or flow token is the rollout's id and its signature under the run's secret, so any gateway of the run can tell whose it is
 without looking anything up. Every route says what it needs; one that says nothing cannot be made, and no token opens more than
 its own kind of route.
 """
@@ -45,6 +46,10 @@ class Tokens:
     def model(self, rollout_id: str) -> str:
         """Opens the model routes for this rollout, nothing else."""
         return f"mk-{rollout_id}.{self._sign(f'model:{rollout_id}')}"
+
+    def flow(self, rollout_id: str) -> str:
+        """Opens the flow routes for this rollout: what it says of itself is submitted, graded and completed there."""
+        return f"fk-{rollout_id}.{self._sign(f'flow:{rollout_id}')}"
 
     def admit(self, needs: Needs, headers: Headers, in_path: str = "") -> str:
         """The rollout that the caller's token names, empty where none is needed; RequestError 401 or 403.

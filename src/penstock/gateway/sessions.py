@@ -22,9 +22,20 @@ class Session:
     """One rollout's way into the gateway; `share` is which of how many workers this is."""
 
     def __init__(
-        self, rollout: Rollout, sampling: Sampling, *, token: str, base_url: str, limits: Limits, share: tuple[int, int] = (0, 1)
+        self,
+        rollout: Rollout,
+        sampling: Sampling,
+        *,
+        token: str,
+        flow_token: str,
+        base_url: str,
+        limits: Limits,
+        share: tuple[int, int] = (0, 1),
     ) -> None:
+        self.rollout = rollout
         self.rollout_id = rollout.id
+        self.flow_token = flow_token
+        """Lets a flow submit, grade and complete this rollout."""
         self.token = token
         """The model token: opens model routes for this rollout, nothing else."""
         self.base_url = base_url
@@ -279,8 +290,15 @@ class Sessions:
         return self._taken.setdefault(rollout_id, self._make(attempt.rollout, sampling))
 
     def _make(self, rollout: Rollout, sampling: Sampling) -> Session:
-        token = self._tokens.model(rollout.id)
-        return Session(rollout, sampling, token=token, base_url=self.base_url, limits=self._limits, share=self._share)
+        return Session(
+            rollout,
+            sampling,
+            token=self._tokens.model(rollout.id),
+            flow_token=self._tokens.flow(rollout.id),
+            base_url=self.base_url,
+            limits=self._limits,
+            share=self._share,
+        )
 
 
 TALKS = 8

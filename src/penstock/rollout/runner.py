@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from penstock.config import RolloutSection
-from penstock.errors import EngineError, GraderError, WorkflowError
+from penstock.errors import EngineError, GraderError, WorkerLost, WorkflowError
 from penstock.events import Events
 from penstock.gateway.recorder import settled
 from penstock.pool.base import Pool
@@ -79,6 +79,8 @@ class Runner:
             return Verdict(End.TIMEOUT, f"the workflow ran longer than rollout.agent_timeout_s = {limit_s:g}; raise it or do less")
         except EngineError as error:
             return Verdict(End.ENGINE_ERROR, str(error))
+        except WorkerLost as error:
+            return Verdict(End.LOST, str(error))
         except WorkflowError as error:
             return Verdict(End.AGENT_ERROR, str(error))
         finally:
@@ -88,9 +90,12 @@ class Runner:
         return await self._judge(rollout, task, told)
 
     async def _judge(self, rollout: Rollout, task: Task, told: Told) -> Verdict:
-        recorded, limit_s = transcripts(await self.pool.attempt(rollout.id)), self.limits.grader_timeout_s
+        attempt, limit_s = await self.pool.attempt(rollout.id), self.limits.grader_timeout_s
+        recorded = transcripts(attempt)
         if not recorded:
             return Verdict(End.AGENT_ERROR, no_call(told))
+        if attempt.grades:  # a flow has graded itself through the gateway
+            return Verdict(End.COMPLETED)
         samples = make_samples(recorded, told.samples)
         try:
             rewards = await self.executor.grade(task, samples, rollout_id=rollout.id, timeout_s=limit_s)
@@ -98,6 +103,8 @@ class Runner:
             return Verdict(
                 End.GRADER_ERROR, f"the grader ran longer than rollout.grader_timeout_s = {limit_s:g}; raise it or do less"
             )
+        except WorkerLost as error:
+            return Verdict(End.LOST, str(error))
         except (GraderError, EngineError) as error:
             return Verdict(End.GRADER_ERROR, str(error))
         return Verdict(End.COMPLETED, rewards=tuple(rewards))
@@ -110,7 +117,8 @@ class Runner:
         for grade in grades:
             await self.pool.grade(grade)
         attempt = Attempt(rollout=rollout, end=verdict.end, message=verdict.message, grades=grades)
-        if not await self.pool.end(rollout.id, verdict.end, verdict.message):
+        first = await self.pool.end(rollout.id, verdict.end, verdict.message)
+        if not first or (not grades and verdict.end is End.COMPLETED):
             attempt = await self.pool.attempt(rollout.id)
         self.events.emit(
             "rollout.end",

@@ -11,7 +11,7 @@ from penstock.errors import PoolFull
 from penstock.events import Events
 from penstock.gateway.recorder import settled
 from penstock.pool.base import Bound, Pool
-from penstock.records import Attempt, End, Rollout, Sampling, Task, make_rollout
+from penstock.records import End, Rollout, Sampling, Task, make_rollout
 from penstock.rollout.groups import GroupPolicy, LiveGroup, left_behind, live_group
 from penstock.rollout.guests import leaves
 from penstock.rollout.runner import Runner
@@ -170,6 +170,10 @@ class Scheduler:
         finally:
             self._slots.release()
             group.tasks.pop(rollout.id, None)
+        if end is End.LOST and not group.late and rollout.attempt <= self._limits.retries:
+            group.rollouts[rollout.place] = fresh = await self._pool.replace(rollout, LOST)
+            await self._start(group, [fresh])
+            return
         group.ends[rollout.place] = end
         if group.over:
             fresh = await self._policy.make_up(group)
@@ -185,28 +189,30 @@ class Scheduler:
 
 
 async def run_once(
-    tasks: Sequence[Task], runner: Runner, *, pool: Pool, sampling: Sampling, concurrency: int, channel: str = "val"
-) -> list[Attempt]:
-    """Try each task once, in groups of one, and return the attempts in the order of the tasks: a held-out evaluation.
+    tasks: Sequence[Task], runner: Runner, *, pool: Pool, sampling: Sampling, limits: RolloutSection, channel: str = "val"
+) -> list[str]:
+    """Try each task once, in groups of one: a held-out evaluation. The ids of the rollouts, in the order of the tasks.
 
-    One at a time per channel: what an earlier, killed one left without an end is ended as LOST.
+    An attempt that is lost with its worker is made again. One at a time per channel: what an earlier, killed one left without an
+    end is ended as LOST.
     """
     for group in await pool.unfinished(channel):
         for attempt in group.attempts:
             await pool.end(attempt.rollout.id, End.LOST, LOST)
     first = (await pool.stats(channel)).last_seq + 1
     rollouts = [make_rollout(f"{channel}-{seq}", task.id, 0, channel=channel) for seq, task in enumerate(tasks, first)]
-    slots = asyncio.Semaphore(concurrency)
+    slots = asyncio.Semaphore(limits.concurrency)
 
-    async def run(rollout: Rollout, task: Task) -> None:
+    async def run(index: int, task: Task) -> None:
         try:
-            await runner.run(rollout, task, sampling)
+            while await runner.run(rollouts[index], task, sampling) is End.LOST and rollouts[index].attempt <= limits.retries:
+                rollouts[index] = await pool.replace(rollouts[index], LOST)
         finally:
             slots.release()
 
     async with asyncio.TaskGroup() as running:
-        for seq, (rollout, task) in enumerate(zip(rollouts, tasks, strict=True), first):
+        for index, task in enumerate(tasks):
             await slots.acquire()
-            await pool.open_group(task, [rollout], seq=seq)
-            running.create_task(run(rollout, task))
-    return [await pool.attempt(rollout.id) for rollout in rollouts]
+            await pool.open_group(task, [rollouts[index]], seq=first + index)
+            running.create_task(run(index, task))
+    return [rollout.id for rollout in rollouts]

@@ -8,14 +8,14 @@ import sys
 import traceback
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar, cast, get_args
 
 from pydantic import BaseModel
 
-from penstock.config import validate
+from penstock.config import AgentSection, validate
 from penstock.errors import ConfigError
 from penstock.sdk.grader import Grader, GraderConfig
 from penstock.sdk.workflow import AgentWorkflow, AgentWorkflowConfig, BaseConfig
@@ -43,8 +43,12 @@ class Agent:
     grader: type[Grader] | None
     """None only where an agent was put together by hand, to be run without being graded."""
     grader_config: GraderConfig | None
+    source: AgentSection = field(default_factory=AgentSection)
+    """`[agent]` of the TOML: with the tables, what another process needs to load the same agent."""
     tables: tuple[Mapping[str, Any], Mapping[str, Any]] = ({}, {})
-    """`[workflow]` and `[grader]` of the TOML, as another process must apply them too."""
+    """`[workflow]` and `[grader]` of the TOML."""
+    trusted: bool = False
+    """Whether its code may submit, grade and complete its own rollouts, as a flow does: it then gets a flow token."""
 
     @property
     def grader_name(self) -> str:
@@ -52,12 +56,14 @@ class Agent:
         return self.grader_config.name if self.grader_config else self.grader.__name__ if self.grader else "none"
 
 
-def load_agent(entry: Path, workflow: Mapping[str, Any], grader: Mapping[str, Any]) -> Agent:
-    """Import `entry` and find its workflow and grader; `workflow` and `grader` are the TOML tables that set their config fields.
+def load_agent(source: AgentSection | Path, workflow: Mapping[str, Any], grader: Mapping[str, Any]) -> Agent:
+    """Import the entry file and find its workflow and grader; `workflow` and `grader` are TOML tables that set config fields.
 
     The file holds exactly one concrete AgentWorkflow subclass and one concrete Grader subclass, imported names included, and at
     most one config object of each. Its folder is importable, so it may import its siblings.
     """
+    source = source if isinstance(source, AgentSection) else AgentSection(entry=source)
+    entry = source.entry
     module = _import(entry)
     agent_class = _one_class(module, AgentWorkflow, entry)
     grader_class = _one_class(module, Grader, entry)
@@ -69,6 +75,7 @@ def load_agent(entry: Path, workflow: Mapping[str, Any], grader: Mapping[str, An
         workflow_config=_config(module, AgentWorkflowConfig, agent_class, "workflow", workflow, entry),
         grader=grader_class,
         grader_config=_config(module, GraderConfig, grader_class, "grader", grader, entry),
+        source=source,
         tables=(workflow, grader),
     )
 

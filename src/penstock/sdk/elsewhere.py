@@ -3,20 +3,22 @@
 import json
 import signal
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Self
 
-from penstock.sdk.discovery import Agent, load_agent
+from penstock.config import AgentSection
+from penstock.sdk.agents import open_agent
+from penstock.sdk.discovery import Agent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
     """An agent as another interpreter can make it."""
 
-    entry: str
+    agent: dict[str, Any]
+    """`[agent]` of the TOML."""
     workflow: dict[str, Any]
-    """`[workflow]` of the TOML."""
     grader: dict[str, Any]
     path: list[str]
     """Where modules are looked for."""
@@ -25,7 +27,13 @@ class Recipe:
     def of(cls, agent: Agent) -> Self:
         """Of an agent that was loaded here."""
         workflow, grader = agent.tables
-        return cls(entry=str(agent.entry), workflow=dict(workflow), grader=dict(grader), path=list(sys.path))
+        return cls.to_load(agent.source, workflow, grader)
+
+    @classmethod
+    def to_load(cls, source: AgentSection, workflow: Mapping[str, Any], grader: Mapping[str, Any]) -> Self:
+        """Of an agent that has not been loaded yet."""
+        agent = source.model_dump(mode="json")
+        return cls(agent=agent, workflow=dict(workflow), grader=dict(grader), path=list(sys.path))
 
     @classmethod
     def read(cls, text: bytes) -> Self:
@@ -37,9 +45,9 @@ class Recipe:
         return json.dumps(asdict(self), default=str).encode()
 
     def load(self) -> Agent:
-        """The agent, loaded here; see `load_agent`."""
+        """The agent, loaded here; see `open_agent`."""
         sys.path[:] = self.path
-        return load_agent(Path(self.entry), self.workflow, self.grader)
+        return open_agent(AgentSection.model_validate(self.agent), self.workflow, self.grader)
 
 
 def command(module: str) -> list[str]:

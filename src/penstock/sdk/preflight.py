@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from penstock.config import AgentSection
 from penstock.errors import ConfigError
 from penstock.sdk.discovery import construct
 from penstock.sdk.elsewhere import Recipe, command, how_ended
@@ -24,13 +25,13 @@ STARTUP_S = 30.0
 GUARD = "under `if __name__ == '__main__':` or into run()"
 
 
-def preflight(entry: Path, workflow: Mapping[str, Any], grader: Mapping[str, Any], *, timeout_s: float = 60.0) -> None:
-    """Import `entry` in another process, find its workflow and grader as `load_agent` does, and make one of each.
+def preflight(source: AgentSection, workflow: Mapping[str, Any], grader: Mapping[str, Any], *, timeout_s: float = 60.0) -> None:
+    """Open the agent in another process as `open_agent` does, and make one workflow and one grader.
 
-    Raises the ConfigError that `load_agent` would, or one that says how the process hung or died. What the file prints is dropped,
+    Raises the ConfigError that `open_agent` would, or one that says how the process hung or died. What the file prints is dropped,
     but for the last line of one that died.
     """
-    recipe = Recipe(entry=str(entry), workflow=dict(workflow), grader=dict(grader), path=list(sys.path))
+    recipe, entry = Recipe.to_load(source, workflow, grader), source.entry
     with tempfile.TemporaryFile() as verdict, tempfile.TemporaryFile() as stack, tempfile.TemporaryFile() as output:
         code = _try(recipe, (verdict, stack, output), timeout_s)
         told, where, said = _read(verdict), _line(_read(stack), entry), _read(output).split("\n")

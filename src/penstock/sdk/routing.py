@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from penstock.errors import ConfigError
+from penstock.records import Sampling
 from penstock.sdk.samples import RolloutSample
 from penstock.sdk.threads import carry_contexts
 
@@ -44,6 +45,13 @@ class RolloutContext:
     api_key: str = field(repr=False)
     """The rollout's model token: opens model routes, nothing else."""
     rollout_id: str = ""
+    group_id: str = ""
+    """Of all attempts at the same task."""
+    channel: str = "train"
+    flow_token: str = field(default="", repr=False)
+    """Lets a flow submit, grade and complete this rollout; empty for agents that may not."""
+    sampling: Sampling | None = None
+    """What holds for calls that do not say otherwise; None where it is not known here."""
     sample_sources: dict[str, SampleSource] = field(default_factory=dict[str, SampleSource])
     """By transcript, in the order in which they were registered."""
     strays: set[str] = field(default_factory=set[str])

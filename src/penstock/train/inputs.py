@@ -14,8 +14,9 @@ from penstock.pool import POOLS
 from penstock.records import Task
 from penstock.rollout.executors import EXECUTORS
 from penstock.rollout.executors.base import read_section
+from penstock.sdk.agents import open_agent
 from penstock.sdk.dataset import load_tasks
-from penstock.sdk.discovery import Agent, load_agent
+from penstock.sdk.discovery import Agent
 from penstock.sdk.preflight import preflight
 from penstock.train import LOSSES
 from penstock.train.advantages import ADVANTAGES
@@ -42,8 +43,8 @@ def read_inputs(config: RunConfig, listener: Listener) -> Inputs:
     executor = read_section(config.rollout.executor, config.executor)
     tasks = load_tasks(config.dataset.train)
     heldout = load_tasks(config.dataset.eval, limit=config.dataset.eval_limit) if config.dataset.eval else []
-    preflight(config.agent.entry, config.workflow, config.grader)
-    agent = load_agent(config.agent.entry, config.workflow, config.grader)
+    preflight(config.agent, config.workflow, config.grader)
+    agent = open_agent(config.agent, config.workflow, config.grader)
     model = cached(config.model.name) or _pull(config.model.name, listener)
     return Inputs(tasks=tasks, heldout=heldout, agent=agent, executor=executor, model=model.name, folder=model.path)
 

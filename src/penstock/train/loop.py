@@ -3,7 +3,7 @@
     lease      = pool.claim(groups whose rollouts have all ended)      a lease: nobody else trains them meanwhile
     sequences  = credit(lease.groups)                                  advantages, then the paths of each token graph
     update     = learner.compute(pack(sequences))                      gradients; shared prefixes are forwarded once
-    engine.swap(version + 1, learner.apply)                            between two tokens the engine serves the new policy
+    publisher.publish(version + 1, learner.apply)                      between two tokens the engine serves the new policy
     save(checkpoint), pool.ack(lease)                                  from here on these groups are trained, for good
 
 Rollouts are made meanwhile by the scheduler, no further ahead than `rollout.max_staleness` allows. A kill anywhere leaves the last
@@ -74,7 +74,7 @@ async def train_steps(s: Stations, progress: Progress, stop: asyncio.Event) -> P
         if progress.step % section.checkpoint_every == 0:
             progress = await keep(s, progress)
         s.events.emit("train.step", **entry)
-        s.scheduler.advance(progress.step)
+        s.rollouts.advance(progress.step)
     return await keep(s, progress) if progress.leases else progress
 
 
@@ -134,7 +134,7 @@ async def update(s: Stations, credit: Credit, progress: Progress) -> tuple[Metri
     version = max(progress.version, progress.last_version)
     for remaining in range(section.updates_per_step - 1, -1, -1):
         version += 1
-        await s.engine.swap(version, s.learner.apply)
+        await s.publisher.publish(version, s.learner.apply)
         if remaining:
             done = await asyncio.to_thread(s.learner.compute, batch, done.proximal)
     metrics = replace(done.metrics, kl_behaviour=first.kl_behaviour, logprob_gap=first.logprob_gap)

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file  # pyright: ignore[reportUnkn
 from torch import Tensor
 
 from penstock.codec import from_json, to_json
+from penstock.engines.embedded.decoder import Decoder
 from penstock.engines.embedded.weights import load_decoder, save_decoder
 from penstock.errors import ModelError, TrainError
 from penstock.models.cache import sync
@@ -72,7 +73,6 @@ def save(
             _write_state(target, version, _read(target).files, on_disk)
         else:
             shutil.rmtree(target, ignore_errors=True)
-            part.mkdir()
             _write(part, version, learner, model, on_disk)
             part.rename(target)
             on_disk(checkpoints)
@@ -119,11 +119,17 @@ def restore(checkpoints: Path, version: PolicyVersion, learner: Learner) -> None
         torch.cuda.set_rng_state(_from_hex(saved.cuda_random))
 
 
-def _write(part: Path, version: PolicyVersion, learner: Learner, model: Path, on_disk: OnDisk) -> None:
+def write_model(folder: Path, decoder: Decoder, model: Path) -> None:
+    """Make `folder` a model folder with these weights; config and tokenizer come from the folder `model`."""
+    folder.mkdir(parents=True, exist_ok=True)
     for file in model.iterdir():
         if file.suffix in COPIED and file.name not in (STATE, "model.safetensors.index.json"):
-            shutil.copyfile(file, part / file.name)
-    save_decoder(learner.decoder, part)
+            shutil.copyfile(file, folder / file.name)
+    save_decoder(decoder, folder)
+
+
+def _write(part: Path, version: PolicyVersion, learner: Learner, model: Path, on_disk: OnDisk) -> None:
+    write_model(part, learner.decoder, model)
     save_file({name: value.detach().cpu().contiguous() for name, value in learner.state().items()}, part / OPTIMIZER)
     sizes: dict[str, int] = {}
     for file in sorted(part.iterdir()):

@@ -12,12 +12,11 @@ from penstock.config import RunConfig
 from penstock.errors import ConfigError
 from penstock.events import Events, Listener
 from penstock.rollout.guests import leaves
-from penstock.rollout.scheduler import run_once
 from penstock.train import policy
 from penstock.train.folder import locked, open_run_folder
 from penstock.train.inputs import Inputs
 from penstock.train.loop import Progress, refuse_all_failed, train_steps
-from penstock.train.stations import Stations, open_stations, sampling
+from penstock.train.stations import Stations, open_stations
 from penstock.train.summary import Summary, finished, mean, sum_up
 
 T = TypeVar("T")
@@ -53,9 +52,9 @@ async def run(s: Stations, stop: asyncio.Event) -> Summary:
     before = await _unless(stop, evaluate(s, "before", progress))
     with _first_alone():
         async with asyncio.TaskGroup() as group:
-            group.create_task(s.scheduler.run())
+            group.create_task(s.rollouts.run())
             progress = await train_steps(s, progress, stop)
-            s.scheduler.stop()
+            s.rollouts.stop()
     after = None
     if progress.step >= s.config.train.steps:
         after = await _unless(stop, evaluate(s, "after", progress))
@@ -80,11 +79,11 @@ async def take_up(s: Stations) -> Progress:
     if saved is not None:
         for lease in saved.leases:
             await s.pool.ack(lease, saved.number)
-        await s.engine.swap(saved.number, lambda: policy.restore(s.folder.checkpoints, saved, s.learner))
+        await s.publisher.publish(saved.number, lambda: policy.restore(s.folder.checkpoints, saved, s.learner))
         progress = Progress(saved.step, saved.number)
     await s.pool.release()
     versions = [0, *(entry["version"] for entry in s.folder.keep_metrics(progress.step))]
-    s.scheduler.advance(progress.step)
+    s.rollouts.advance(progress.step)
     last_version = max(progress.version, (await s.pool.stats()).last_version)
     return replace(progress, last_version=last_version, past=tuple(versions[-s.config.rollout.max_staleness - 1 :]))
 
@@ -96,13 +95,7 @@ async def evaluate(s: Stations, when: str, progress: Progress) -> float | None:
         return known
     s.events.emit("eval.start", when=when, tasks=len(s.inputs.heldout))
     started = time.monotonic()
-    attempts = await run_once(
-        s.inputs.heldout,
-        s.runner,
-        pool=s.pool,
-        sampling=sampling(s.config, temperature=s.config.sampling.eval_temperature),
-        concurrency=s.config.rollout.concurrency,
-    )
+    attempts = [await s.pool.attempt(rollout_id) for rollout_id in await s.rollouts.evaluate()]
     refuse_all_failed(attempts, "of the held-out evaluation")
     reward = mean([attempt.reward or 0.0 for attempt in attempts])
     seconds = round(time.monotonic() - started, 3)

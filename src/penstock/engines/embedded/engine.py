@@ -13,12 +13,14 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from itertools import count
+from pathlib import Path
 from random import Random
 
 from penstock.engines.base import Sampled
 from penstock.engines.embedded.core import Core, Request, Token
 from penstock.engines.embedded.decoder import Decoder
-from penstock.errors import EngineBusy, EngineError
+from penstock.engines.embedded.weights import load_decoder
+from penstock.errors import EngineBusy, EngineError, ModelError
 from penstock.records import Sampling
 
 FAILURES = 3
@@ -134,6 +136,17 @@ class EmbeddedEngine:
         done: Future[None] = Future()
         self._post(lambda: self._swap(version, change, done))
         await asyncio.wrap_future(done)
+
+    async def load(self, version: int, folder: Path) -> None:
+        """Serve the weights of a model folder; see `Engine.load`. They are copied in between two steps."""
+        weight = next(self.decoder.parameters())
+        try:
+            read = await asyncio.to_thread(load_decoder, folder, device=weight.device, dtype=weight.dtype)
+        except ModelError as cause:
+            raise EngineError(f"policy version {version} cannot be loaded: {cause}") from cause
+        if read.shape != self.decoder.shape:
+            raise EngineError(f"policy version {version} cannot be loaded: {folder} holds a model of another shape")
+        await self.swap(version, lambda: _copy(read, self.decoder))
 
     async def close(self) -> None:
         """Fail what is running and end the thread."""
@@ -265,3 +278,7 @@ class EmbeddedEngine:
 def _hand_out(batch: Sequence[tuple[Mailbox, Token]], version: int) -> None:
     for mailbox, token in batch:
         mailbox.put(token, version)
+
+
+def _copy(source: Decoder, target: Decoder) -> None:
+    target.load_state_dict(source.state_dict())

@@ -7,6 +7,7 @@ EXECUTORS = Registry(
     {
         "inline": "penstock.rollout.executors.inline:InlineExecutor",
         "process": "penstock.rollout.executors.process:ProcessExecutor",
+        "ray": "penstock.scale.executor:RayExecutor",
         "server": "penstock.rollout.executors.server:ServerExecutor",
     },
 )
@@ -15,6 +16,7 @@ SECTIONS = Registry(
     "executor section",
     {
         "process": "penstock.rollout.executors.process:ProcessSection",
+        "ray": "penstock.scale.executor:RaySection",
         "server": "penstock.rollout.executors.server:ServerSection",
     },
 )

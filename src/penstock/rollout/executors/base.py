@@ -9,12 +9,14 @@ from typing import Any, Protocol, Self
 
 from penstock.config import Section, validate
 from penstock.events import Events
-from penstock.records import Task
+from penstock.records import Rollout, Sampling, Task
 from penstock.rollout.executors import SECTIONS
 from penstock.rollout.guests import Guests
 from penstock.rollout.transcripts import Transcript
 from penstock.rollout.work import Reward, Told
+from penstock.sdk.clients import Clients
 from penstock.sdk.discovery import Agent
+from penstock.sdk.routing import RolloutContext
 from penstock.sdk.samples import RolloutSample
 
 
@@ -30,6 +32,57 @@ class Session(Protocol):
     def base_url(self) -> str:
         """Of the OpenAI routes, ending in `/v1`."""
         ...
+
+    @property
+    def flow_token(self) -> str:
+        """Lets a flow submit, grade and complete this rollout."""
+        ...
+
+    @property
+    def rollout(self) -> Rollout:
+        """Whose session it is."""
+        ...
+
+    @property
+    def sampling(self) -> Sampling:
+        """What holds for calls that do not say otherwise."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """A session in a form that can be sent to where the author's code runs."""
+
+    rollout: Rollout
+    base_url: str
+    token: str = field(repr=False)
+    flow_token: str = field(default="", repr=False)
+    """Empty unless the agent is a trusted one."""
+    sampling: Sampling | None = None
+
+    @classmethod
+    def of(cls, session: Session, agent: Agent) -> Self:
+        """What `agent` may know of a session."""
+        return cls(
+            rollout=session.rollout,
+            base_url=session.base_url,
+            token=session.token,
+            flow_token=session.flow_token if agent.trusted else "",
+            sampling=session.sampling,
+        )
+
+    def context(self, clients: Clients) -> RolloutContext:
+        """For the author's code to run in."""
+        return RolloutContext(
+            base_url=self.base_url,
+            api_key=self.token,
+            rollout_id=self.rollout.id,
+            group_id=self.rollout.group_id,
+            channel=self.rollout.channel,
+            flow_token=self.flow_token,
+            sampling=self.sampling,
+            clients=clients,
+        )
 
 
 Recorded = Callable[[str], Awaitable[dict[str, Transcript]]]
@@ -90,7 +143,8 @@ class Executor(Protocol):
     async def run(self, task: Task, session: Session, *, rollout_id: str, timeout_s: float) -> Told:
         """Run the workflow on `task` to its end; the deadline counts from when it starts, not from when it waits for its turn.
 
-        Raises TimeoutError past the deadline, EngineError where a failing engine made it fail, WorkflowError where it raised.
+        Raises TimeoutError past the deadline, EngineError where a failing engine made it fail, WorkflowError where it raised, and
+        WorkerLost where the attempt died with what ran it.
         """
         ...
 

@@ -5,10 +5,9 @@ from types import TracebackType
 from typing import Self
 
 from penstock.records import Task
-from penstock.rollout.executors.base import Given, Session
+from penstock.rollout.executors.base import Given, Seat, Session
 from penstock.rollout.work import Reward, Told, Work
 from penstock.sdk.clients import Clients
-from penstock.sdk.routing import RolloutContext
 from penstock.sdk.samples import RolloutSample
 
 
@@ -28,7 +27,7 @@ class InlineExecutor:
 
     async def run(self, task: Task, session: Session, *, rollout_id: str, timeout_s: float) -> Told:
         """See `Executor.run`."""
-        context = RolloutContext(base_url=session.base_url, api_key=session.token, rollout_id=rollout_id, clients=self._clients)
+        context = Seat.of(session, self._given.agent).context(self._clients)
         with self._given.artifacts_dir(rollout_id) as folder:
             return await self._work.run(task, context, timeout_s=timeout_s, artifacts_dir=folder)
 

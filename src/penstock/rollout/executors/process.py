@@ -14,7 +14,7 @@ from penstock.codec import to_json
 from penstock.config import Section
 from penstock.errors import GraderError, WorkflowError
 from penstock.records import Task
-from penstock.rollout.executors.base import Given, Session
+from penstock.rollout.executors.base import Given, Seat, Session
 from penstock.rollout.guests import slots
 from penstock.rollout.processes.job import Answer, Job, Kind, write_samples
 from penstock.rollout.processes.nursery import Nursery, ProcessDied
@@ -85,9 +85,7 @@ class ProcessExecutor:
             job = Job(
                 kind=kind,
                 task=task,
-                rollout_id=rollout_id,
-                base_url=session.base_url if session else "",
-                token=session.token if session else "",
+                seat=Seat.of(session, self._given.agent) if session else None,
                 timeout_s=timeout_s,
                 grace_s=self._section.grace_s,
                 memory_mb=self._section.memory_mb,

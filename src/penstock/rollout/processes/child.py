@@ -28,7 +28,6 @@ from penstock.rollout.work import Work
 from penstock.sdk.clients import Clients
 from penstock.sdk.discovery import Agent
 from penstock.sdk.elsewhere import Recipe
-from penstock.sdk.routing import RolloutContext
 from penstock.sdk.samples import RolloutSample
 
 FRESH_FD = 3
@@ -45,8 +44,8 @@ def run_job(sock: socket.socket, agent: Agent | None, output: int) -> None:
     tie(sock)
     os.register_at_fork(after_in_child=sock.close)  # what the agent forks must not speak in its name
     _print_to(job.log, output)
-    if job.kind == "workflow":
-        os.environ.update(routes(job.base_url, job.token, job.rollout_id))
+    if job.seat is not None:
+        os.environ.update(routes(job.seat.base_url, job.seat.token, job.seat.rollout.id))
     if agent is None:
         try:
             agent = recipe.load()
@@ -123,12 +122,11 @@ async def _perform(sock: socket.socket, job: Job, agent: Agent, samples: dict[st
 async def _work(job: Job, agent: Agent, samples: dict[str, RolloutSample]) -> dict[str, Any]:
     folder = Path(job.artifacts_dir) if job.artifacts_dir else None
     work = Work(agent, Guests(agent.entry.parent, Events(), grace_s=job.grace_s))
-    if job.kind == "grader":
+    if job.seat is None:
         return {"rewards": await work.grade(job.task, samples, timeout_s=job.timeout_s, artifacts_dir=folder)}
     clients = Clients()
-    context = RolloutContext(base_url=job.base_url, api_key=job.token, rollout_id=job.rollout_id, clients=clients)
     try:
-        return (await work.run(job.task, context, timeout_s=job.timeout_s, artifacts_dir=folder))._asdict()
+        return (await work.run(job.task, job.seat.context(clients), timeout_s=job.timeout_s, artifacts_dir=folder))._asdict()
     finally:
         await clients.close()
 

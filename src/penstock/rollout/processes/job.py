@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from penstock.errors import EngineError, GraderError, WorkflowError
 from penstock.records import Message, Task
+from penstock.rollout.executors.base import Seat
 from penstock.rollout.guests import one_line
 from penstock.rollout.work import Reward
 from penstock.sdk.samples import RolloutSample
@@ -39,10 +40,8 @@ class Job:
     kind: Kind
     task: Task
     """Without its label, where it is for the workflow."""
-    rollout_id: str
-    base_url: str
-    """Empty for a grader, like the token: it has no business with the model."""
-    token: str
+    seat: Seat | None
+    """None for a grader: it has no business with the model."""
     timeout_s: float
     grace_s: float
     memory_mb: int | None
