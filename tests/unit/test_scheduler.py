@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.config import RolloutSection
-from penstock.errors import PoolError
+from penstock.errors import PoolError, WorkerLost
 from penstock.events import Events
 from penstock.pool.memory import open_pool
 from penstock.records import End, Sampling, Task, make_rollout
@@ -342,6 +342,8 @@ class FailingRunner(FakeRunner):
             if (rollout.place, rollout.attempt) in self.hangs:
                 await asyncio.Event().wait()
             end = self.ends.get((rollout.place, rollout.attempt), End.COMPLETED)
+            if end is End.LOST:
+                raise WorkerLost("worker 1 died")
             await self.pool.end(rollout.id, end)
             return end
         except asyncio.CancelledError:
@@ -377,6 +379,32 @@ def test_failed_attempts_are_made_up_for_where_too_few_completed():
     group, stats = first_group(pool, FailingRunner(pool, {(0, 1): End.AGENT_ERROR}), min_size=2, top_up=1)
     assert [(a.rollout.attempt, a.end) for a in group.attempts] == [(2, End.COMPLETED), (1, End.COMPLETED)]
     assert (stats.ends["agent_error"], stats.groups_dropped) == (1, 0)
+
+
+def test_an_attempt_that_was_lost_with_its_worker_is_made_again():
+    pool = new_pool()
+    group, stats = first_group(pool, FailingRunner(pool, {(0, 1): End.LOST, (0, 2): End.LOST}))
+    assert [(a.rollout.attempt, a.end) for a in group.attempts] == [(3, End.COMPLETED), (1, End.COMPLETED)]
+    assert stats.ends == {"lost": 2, "completed": 2}
+
+
+def test_an_attempt_that_is_lost_again_and_again_stays_lost():
+    pool = new_pool()
+    group, _ = first_group(pool, FailingRunner(pool, {(0, n): End.LOST for n in (1, 2, 3)}), retries=2)
+    first = group.attempts[0]
+    assert (first.rollout.attempt, first.end, first.message) == (3, End.LOST, "worker 1 died")
+
+
+def test_a_lost_evaluation_rollout_is_tried_again():
+    async def main():
+        pool = new_pool()
+        runner = FailingRunner(pool, {(0, 1): End.LOST})
+        done = await tried_once(make_tasks(3), runner, pool, concurrency=2)
+        assert [(a.rollout.id, a.end) for a in done] == [(f"val-{n}.0.2", End.COMPLETED) for n in range(3)]
+        kept = await tried_once(make_tasks(1), FailingRunner(pool, {(0, 1): End.LOST}), pool, retries=0)
+        assert [a.end for a in kept] == [End.LOST]
+
+    asyncio.run(main())
 
 
 def test_enough_completed_attempts_are_not_topped_up():

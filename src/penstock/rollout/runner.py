@@ -59,7 +59,11 @@ class Runner:
     limits: RolloutSection
 
     async def run(self, rollout: Rollout, task: Task, sampling: Sampling) -> End | None:
-        """Run an opened rollout to its one end, and tell it. Cancelled, it ends as CANCELLED before the cancellation goes on."""
+        """Run an opened rollout to its one end, and tell it. Cancelled, it ends as CANCELLED before the cancellation goes on.
+
+        WorkerLost goes on to the caller, who gives the rollout a successor or an end: between the two, its group would count as
+        complete.
+        """
         started = time.perf_counter()
         self.events.emit(
             "rollout.start", rollout_id=rollout.id, group_id=rollout.group_id, channel=rollout.channel, task_id=task.id
@@ -68,6 +72,9 @@ class Runner:
             verdict = await self._attempt(rollout, task, sampling)
         except asyncio.CancelledError:
             await settled(self._end(rollout, Verdict(End.CANCELLED, STOPPED), started))
+            raise
+        except WorkerLost as lost:
+            self._tell(rollout, Attempt(rollout=rollout, end=End.LOST, message=str(lost)), started)
             raise
         return await settled(self._end(rollout, verdict, started))
 
@@ -79,8 +86,6 @@ class Runner:
             return Verdict(End.TIMEOUT, f"the workflow ran longer than rollout.agent_timeout_s = {limit_s:g}; raise it or do less")
         except EngineError as error:
             return Verdict(End.ENGINE_ERROR, str(error))
-        except WorkerLost as error:
-            return Verdict(End.LOST, str(error))
         except WorkflowError as error:
             return Verdict(End.AGENT_ERROR, str(error))
         finally:
@@ -103,8 +108,6 @@ class Runner:
             return Verdict(
                 End.GRADER_ERROR, f"the grader ran longer than rollout.grader_timeout_s = {limit_s:g}; raise it or do less"
             )
-        except WorkerLost as error:
-            return Verdict(End.LOST, str(error))
         except (GraderError, EngineError) as error:
             return Verdict(End.GRADER_ERROR, str(error))
         return Verdict(End.COMPLETED, rewards=tuple(rewards))
@@ -120,6 +123,10 @@ class Runner:
         first = await self.pool.end(rollout.id, verdict.end, verdict.message)
         if not first or (not grades and verdict.end is End.COMPLETED):
             attempt = await self.pool.attempt(rollout.id)
+        self._tell(rollout, attempt, started)
+        return attempt.end
+
+    def _tell(self, rollout: Rollout, attempt: Attempt, started: float) -> None:
         self.events.emit(
             "rollout.end",
             rollout_id=rollout.id,
@@ -130,7 +137,6 @@ class Runner:
             reward=attempt.reward,
             seconds=round(time.perf_counter() - started, 3),
         )
-        return attempt.end
 
 
 def no_call(told: Told) -> str:

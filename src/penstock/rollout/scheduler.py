@@ -7,7 +7,7 @@ from contextlib import suppress
 from functools import lru_cache
 
 from penstock.config import RolloutSection
-from penstock.errors import PoolFull
+from penstock.errors import PoolFull, WorkerLost
 from penstock.events import Events
 from penstock.gateway.recorder import settled
 from penstock.pool.base import Bound, Pool
@@ -161,8 +161,12 @@ class Scheduler:
 
     async def _run(self, group: LiveGroup, rollout: Rollout) -> None:
         end: End | None = End.TIMEOUT
+        fresh = None
         try:
             end = await self._runner.run(rollout, group.task, self._sampling)
+        except WorkerLost as lost:
+            fresh = None if group.late else await after_loss(self._pool, rollout, lost, self._limits.retries)
+            end = End.LOST
         except asyncio.CancelledError:
             if not group.late:
                 await settled(self._reopen(rollout))
@@ -170,8 +174,8 @@ class Scheduler:
         finally:
             self._slots.release()
             group.tasks.pop(rollout.id, None)
-        if end is End.LOST and not group.late and rollout.attempt <= self._limits.retries:
-            group.rollouts[rollout.place] = fresh = await self._pool.replace(rollout, LOST)
+        if fresh is not None:
+            group.rollouts[rollout.place] = fresh
             await self._start(group, [fresh])
             return
         group.ends[rollout.place] = end
@@ -186,6 +190,14 @@ class Scheduler:
         """Keep a stopped run's group incomplete: the place gets a new attempt, which a later run finds unfinished."""
         if (await self._pool.attempt(rollout.id)).end is End.CANCELLED:
             await self._pool.replace(rollout, REOPENED)
+
+
+async def after_loss(pool: Pool, rollout: Rollout, lost: WorkerLost, retries: int) -> Rollout | None:
+    """The next attempt at the place of one whose worker died, in the same transaction as its end; None after too many."""
+    if rollout.attempt <= retries:
+        return await pool.replace(rollout, str(lost))
+    await pool.end(rollout.id, End.LOST, str(lost))
+    return None
 
 
 async def run_once(
@@ -204,9 +216,15 @@ async def run_once(
     slots = asyncio.Semaphore(limits.concurrency)
 
     async def run(index: int, task: Task) -> None:
+        rollout: Rollout | None = rollouts[index]
         try:
-            while await runner.run(rollouts[index], task, sampling) is End.LOST and rollouts[index].attempt <= limits.retries:
-                rollouts[index] = await pool.replace(rollouts[index], LOST)
+            while rollout is not None:
+                rollouts[index] = rollout
+                try:
+                    await runner.run(rollout, task, sampling)
+                    return
+                except WorkerLost as lost:
+                    rollout = await after_loss(pool, rollout, lost, limits.retries)
         finally:
             slots.release()
 
