@@ -1,13 +1,14 @@
 """The one typed tree of a run: TOML plus dotted overrides, frozen once built; an unknown key is an error that names the nearest."""
 
 import difflib
+import importlib
 import os
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny, ValidationError, create_model
 
 from penstock.errors import ConfigError
 
@@ -49,6 +50,8 @@ class AgentSection(Section):
     """A YAML list of flows, each with `name`, `_target_` and further keys for its constructor."""
     command: tuple[str, ...] = ()
     """A program in any language to run for each rollout in place of a workflow, with its arguments."""
+    folder: Path = Path()
+    """Where that program runs."""
 
 
 class DatasetSection(Section):
@@ -150,6 +153,21 @@ class TrainSection(Section):
     """The newest ones; at least two."""
 
 
+class EvalSection(Section):
+    """`[eval]`: what `penstock eval run` measures; the tasks are those of `dataset.eval`, else of `dataset.train`."""
+
+    samples: int = Field(default=1, ge=1)
+    """Attempts at each task."""
+    k: tuple[int, ...] = (1,)
+    """The chance that one of so many attempts passes is told for each of these; none may be above `samples`."""
+    passes: float = 1.0
+    """Reward from which an attempt counts as passed."""
+    rows: str = ""
+    """Which tasks, by row from 0 on, such as `0-9,17`; empty takes all."""
+    temperature: float | None = Field(default=None, ge=0)
+    """None takes `sampling.eval_temperature` for one attempt at each task, `sampling.temperature` for several."""
+
+
 class EngineSection(Section):
     """`[engine]`: what samples."""
 
@@ -165,6 +183,9 @@ class EngineSection(Section):
     """Requests that may wait; one more is refused."""
     cache_tokens: int = Field(default=65536, ge=1024)
     """Bound on the tokens whose keys and values are kept."""
+
+    def preflight(self, model: str) -> None:
+        """ConfigError where what samples `model` cannot be reached; asked before a run is begun."""
 
 
 class PoolSection(Section):
@@ -230,7 +251,9 @@ class RunConfig(Section):
     rollout: RolloutSection = RolloutSection()
     sampling: SamplingSection = SamplingSection()
     train: TrainSection = TrainSection()
-    engine: EngineSection = EngineSection()
+    eval: EvalSection = EvalSection()
+    engine: SerializeAsAny[EngineSection] = EngineSection()
+    """Of the class that the engine it names has; `make_config` sees to that."""
     pool: PoolSection = PoolSection()
     gateway: GatewaySection = GatewaySection()
     scale: ScaleSection = ScaleSection()
@@ -249,15 +272,28 @@ def load_config(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
     """
     tree = _read_toml(path)
     override(tree, overrides)
-    config = validate(RunConfig, tree, str(path))
+    config = make_config(tree, str(path))
     base = path.parent
     agent = config.agent.model_copy(
-        update={"entry": base / config.agent.entry, "flows": config.agent.flows and base / config.agent.flows}
+        update={
+            "entry": base / config.agent.entry,
+            "flows": config.agent.flows and base / config.agent.flows,
+            "folder": base / config.agent.folder,
+        }
     )
     dataset = config.dataset.model_copy(
         update={"train": base / config.dataset.train, "eval": config.dataset.eval and base / config.dataset.eval}
     )
     return config.model_copy(update={"agent": agent, "dataset": dataset})
+
+
+def make_config(tree: Mapping[str, Any], where: str) -> RunConfig:
+    """Build the whole config from a file's tables; `[engine]` takes the keys of the engine that it names."""
+    engine: Any = tree.get("engine", {})
+    if isinstance(engine, Mapping):
+        kind = _engine_section(str(engine.get("name", EngineSection().name)))  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
+        engine = validate(create_model("Table", __base__=Section, engine=(kind, ...)), {"engine": engine}, where).engine  # pyright: ignore[reportAttributeAccessIssue, reportUnknownVariableType, reportUnknownMemberType]
+    return validate(RunConfig, {**tree, "engine": engine}, where)
 
 
 def override(tree: dict[str, Any], overrides: Iterable[str]) -> None:
@@ -314,13 +350,17 @@ def own_rollout() -> OwnRollout | None:
     return OwnRollout(base_url, api_key, rollout_id) if base_url and api_key and rollout_id else None
 
 
+def _engine_section(name: str) -> type[EngineSection]:
+    """What an engine takes under `[engine]`. Engines are above this file, so that their table is named and not imported."""
+    table = importlib.import_module("penstock.engines").SECTIONS
+    return table.load(name) if name in table else EngineSection
+
+
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError as cause:
-        raise ConfigError(
-            f"{path}: no such file; give the path of a TOML file, for example examples/multiply/train.toml"
-        ) from cause
+        raise ConfigError(f"{path}: no such file; give the path of a TOML file, or write one with `penstock quickstart`") from cause
     except (OSError, UnicodeDecodeError) as cause:
         raise ConfigError(f"{path}: cannot be read: {cause}") from cause
     except tomllib.TOMLDecodeError as cause:

@@ -2,9 +2,10 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -13,13 +14,15 @@ from penstock.errors import EngineError, GraderError, WorkerLost, WorkflowError
 from penstock.events import Events
 from penstock.gateway.recorder import settled
 from penstock.pool.base import Pool
-from penstock.records import Attempt, End, Grade, Rollout, Sampling, Task
+from penstock.records import Attempt, End, Grade, Message, Rollout, Sampling, Task
 from penstock.rollout.executors import EXECUTORS
 from penstock.rollout.executors.base import Executor, Given, Session
 from penstock.rollout.guests import Guests
 from penstock.rollout.transcripts import Transcript, make_samples, transcripts
 from penstock.rollout.work import Reward, Told
 from penstock.sdk.discovery import Agent
+from penstock.sdk.routing import MAIN
+from penstock.sdk.samples import RolloutSample
 
 NO_CALL = "the workflow made no model call through penstock"
 REMEDY = "use ctx.openai() or ctx.anthropic(), an integration, or ctx.base_url and ctx.api_key with another client"
@@ -78,6 +81,32 @@ class Runner:
             raise
         return await settled(self._end(rollout, verdict, started))
 
+    async def judge(self, rollout_id: str, messages: list[Message], fields: Mapping[str, Any]) -> float:
+        """The grader's reward for a conversation that a running rollout tells; nothing is recorded.
+
+        `fields` go beside the task's own metadata, and give the label where the task has none. GraderError or TimeoutError where
+        there is no reward.
+        """
+        if not rollout_id:
+            raise GraderError("nothing says whose conversation it is; name the rollout")
+        task, attempt = await self.pool.task(rollout_id), await self.pool.attempt(rollout_id)
+        steps = tuple(step.index for step in attempt.steps)
+        sample = RolloutSample(id=MAIN, messages=messages, transcript=deepcopy(messages), steps=steps)
+        label = task.label if task.label is not None else fields.get("ground_truth")
+        asked = replace(task, label=None if label is None else str(label), metadata={**fields, **(task.metadata or {})})
+        name, limit_s = f"{rollout_id}.judge", self.limits.grader_timeout_s  # its own folder for what the grader leaves
+        rewards = await self.executor.grade(asked, {MAIN: sample}, rollout_id=name, timeout_s=limit_s)
+        reward = Attempt(rollout=attempt.rollout, end=End.COMPLETED, grades=self._grades(rollout_id, rewards)).reward
+        if reward is None:
+            raise GraderError(f"grader {self.grader!r} gave no reward for rollout {rollout_id}")
+        return reward
+
+    def _grades(self, rollout_id: str, rewards: Iterable[Reward]) -> tuple[Grade, ...]:
+        return tuple(
+            Grade(rollout_id=rollout_id, reward=value, source=self.grader, transcript=transcript, step=step)
+            for transcript, value, step in rewards
+        )
+
     async def _attempt(self, rollout: Rollout, task: Task, sampling: Sampling) -> Verdict:
         session, limit_s = self.gateway.open(rollout, sampling), self.limits.agent_timeout_s
         try:
@@ -113,10 +142,7 @@ class Runner:
         return Verdict(End.COMPLETED, rewards=tuple(rewards))
 
     async def _end(self, rollout: Rollout, verdict: Verdict, started: float) -> End | None:
-        grades = tuple(
-            Grade(rollout_id=rollout.id, reward=value, source=self.grader, transcript=transcript, step=step)
-            for transcript, value, step in verdict.rewards
-        )
+        grades = self._grades(rollout.id, verdict.rewards)
         for grade in grades:
             await self.pool.grade(grade)
         attempt = Attempt(rollout=rollout, end=verdict.end, message=verdict.message, grades=grades)

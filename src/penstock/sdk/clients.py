@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from penstock.errors import ConfigError
@@ -12,6 +13,8 @@ if TYPE_CHECKING:
 
     from penstock.sdk.routing import RolloutContext
 
+
+T = TypeVar("T")
 
 NO_KEY = "none"
 """Sent to an endpoint that asks for no key: an empty one would make the packages look for the user's own."""
@@ -33,13 +36,17 @@ class Clients:
 
     def of(self, package: str, secure: bool) -> Any:
         """The shared connections for clients of `package`; None in another event loop, where they could not be used."""
+        return self.kept((package, secure), lambda: _connections(package, secure))
+
+    def kept(self, key: tuple[str, bool], make: Callable[[], T]) -> T | None:
+        """What `make` made when `key` was first asked for; it is closed by its `shut`. None in another event loop."""
         loop = _running_loop()
         self._loop = self._loop or loop
         if loop is None or loop is not self._loop:
             return None
-        if (package, secure) not in self._made:
-            self._made[package, secure] = _connections(package, secure)
-        return self._made[package, secure]
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
 
     async def close(self) -> None:
         """Close them all, for everyone."""
@@ -99,9 +106,6 @@ def refuse_to_block(what: str, instead: str) -> None:
         raise RuntimeError(
             f"{what} would hold up the event loop, and with it the gateway that must answer; use {instead}, or asyncio.to_thread"
         )
-
-
-T = TypeVar("T")
 
 
 def _headed(client: T, context: "RolloutContext", transcript: str) -> T:

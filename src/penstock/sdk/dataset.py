@@ -2,6 +2,7 @@
 
 import difflib
 import hashlib
+import json
 import math
 import reprlib
 from collections import Counter
@@ -23,24 +24,36 @@ _DEEPEST = 64
 """Levels of nesting in metadata and messages; the JSON writer stops a little above that."""
 
 
-def load_tasks(path: Path, *, limit: int | None = None) -> list[Task]:
+def load_tasks(path: Path, *, limit: int | None = None, columns: bool = False) -> list[Task]:
     """The tasks of a dataset file, in its order; with `limit`, only that many rows are read.
 
     A row asks with `prompt` (text, or a list of messages) or with `user_prompt` and, if it likes, `system_prompt`. `ground_truth`
     or `label` is for the grader alone; `metadata` is an object (or one as JSON text). Other columns are left alone.
+
+    With `columns`, as flows want it, the metadata holds every column but the prompt, and what the column `metadata` holds besides;
+    the prompt may be missing, and the label may stand at `reward_model.ground_truth`.
     """
     seen: Counter[str] = Counter()
     with closing(read_rows(path)) as rows:
-        tasks = [_task(row, seen) for row in islice(rows, limit)]
+        tasks = [_task(row, seen, columns) for row in islice(rows, limit)]
     if not tasks:
         raise DatasetError(f"{path}: has no rows; add at least one task")
     return tasks
 
 
-def _task(row: Row, seen: Counter[str]) -> Task:
-    if miss := _near_miss(tuple(row.columns)):
+def check_readable(path: Path) -> None:
+    """DatasetError where the file cannot be read, or its first row cannot: what can be told of it at once."""
+    with closing(read_rows(path)) as rows:
+        next(rows, None)
+
+
+def _task(row: Row, seen: Counter[str], columns: bool) -> Task:
+    if not (columns and _asks(row)) and (miss := _near_miss(tuple(row.columns))):
         raise DatasetError(f"{row.where}: unknown column {miss[0]!r}; did you mean {miss[1]!r}?")
-    prompt, label, metadata = _prompt(row), _label(row), _metadata(row)
+    prompt = () if columns and not _asks(row) else _prompt(row)
+    label, metadata = _label(row), _metadata(row)
+    if columns:
+        label, metadata = _rule_label(row, label), _all_columns(row, metadata)
     for name, value in (("prompt", prompt), ("label", label), ("metadata", metadata)):
         if flaw := _flaw(value):
             raise DatasetError(f"{row.where}: {name} holds {flaw}")
@@ -48,6 +61,28 @@ def _task(row: Row, seen: Counter[str]) -> Task:
     seen[digest] += 1
     name = digest if seen[digest] == 1 else f"{digest}-{seen[digest]}"
     return Task(id=name, prompt=prompt, label=label, metadata=metadata)
+
+
+def _asks(row: Row) -> bool:
+    """Whether a row has a prompt at all, good or bad."""
+    return any(row.columns.get(name) is not None for name in ("prompt", "user_prompt", "system_prompt"))
+
+
+def _all_columns(row: Row, metadata: dict[str, Any] | None) -> dict[str, Any]:
+    told = {name: value for name, value in row.columns.items() if name != "prompt"}
+    return {**(metadata or {}), **told, **({"metadata": metadata} if metadata is not None else {})}
+
+
+def _rule_label(row: Row, label: str | None) -> str | None:
+    """What the row's `reward_model` says is right, as text; a label of the row's own must not say otherwise."""
+    model = row.columns.get("reward_model")
+    truth: Any = cast("dict[str, Any]", model).get("ground_truth") if isinstance(model, dict) else None
+    if truth is None:
+        return label
+    text = truth if isinstance(truth, str) else json.dumps(truth, default=str)
+    if label is not None and label != text:
+        raise DatasetError(f"{row.where}: the label and reward_model.ground_truth differ; keep one of them")
+    return text
 
 
 @lru_cache(maxsize=64)

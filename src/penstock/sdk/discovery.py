@@ -11,7 +11,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar, cast, get_args
+from typing import Any, NamedTuple, TypeVar, cast, get_args
 
 from pydantic import BaseModel
 
@@ -24,6 +24,7 @@ T = TypeVar("T")
 
 PACKAGES = {
     "agents": "openai-agents",
+    "claw_r1": "penstock-facades",
     "langchain_openai": "langchain-openai",
     "osmosis_ai": "penstock-facades",
     "strands": "strands-agents",
@@ -63,21 +64,38 @@ def load_agent(source: AgentSection | Path, workflow: Mapping[str, Any], grader:
     most one config object of each. Its folder is importable, so it may import its siblings.
     """
     source = source if isinstance(source, AgentSection) else AgentSection(entry=source)
+    return find_agent(import_entry(source.entry), source, workflow, grader)
+
+
+def find_agent(module: ModuleType, source: AgentSection, workflow: Mapping[str, Any], grader: Mapping[str, Any]) -> Agent:
+    """The workflow and the grader of an imported entry file; see `load_agent`."""
     entry = source.entry
-    module = _import(entry)
     agent_class = _one_class(module, AgentWorkflow, entry)
-    grader_class = _one_class(module, Grader, entry)
     _check_async(agent_class, "run", entry)
-    _check_async(grader_class, "grade", entry)
+    judge = find_judge(module, grader, entry)
     return Agent(
         entry=entry,
         workflow=agent_class,
         workflow_config=_config(module, AgentWorkflowConfig, agent_class, "workflow", workflow, entry),
-        grader=grader_class,
-        grader_config=_config(module, GraderConfig, grader_class, "grader", grader, entry),
+        grader=judge.grader,
+        grader_config=judge.config,
         source=source,
         tables=(workflow, grader),
     )
+
+
+class Judge(NamedTuple):
+    """A grader as a file holds it."""
+
+    grader: type[Grader]
+    config: GraderConfig | None
+
+
+def find_judge(module: ModuleType, table: Mapping[str, Any], entry: Path) -> Judge:
+    """The one grader of an imported entry file, whatever else it holds, with `[grader]` applied."""
+    grader = _one_class(module, Grader, entry)
+    _check_async(grader, "grade", entry)
+    return Judge(grader, _config(module, GraderConfig, grader, "grader", table, entry))
 
 
 def construct(agent: Agent) -> None:
@@ -87,13 +105,14 @@ def construct(agent: Agent) -> None:
             _ = cls and cls(deepcopy(config))
         except KeyboardInterrupt:
             raise
-        except BaseException as cause:  # the author's code, as in `_import`
+        except BaseException as cause:  # the author's code, as in `import_entry`
             where, name = _where(agent.entry, cause), cls.__name__ if cls else ""
             text = f"{type(cause).__name__}: {cause}".replace("\n", " ")
             raise ConfigError(f"{where}: {name}(config) raised {text}; let __init__ take the config and do little else") from cause
 
 
-def _import(entry: Path) -> ModuleType:
+def import_entry(entry: Path) -> ModuleType:
+    """The author's file as a module; ConfigError says on which line it failed."""
     if entry.suffix != ".py" or not entry.is_file():
         raise ConfigError(f"{entry}: no such Python file; set [agent] entry to the .py file that holds the workflow and the grader")
     folder = entry.resolve().parent
@@ -150,14 +169,15 @@ def _members(module: ModuleType) -> Iterator[Any]:
     yield from {id(value): value for value in vars(module).values()}.values()
 
 
-def _subclasses(module: ModuleType, base: type[T]) -> Iterator[type[T]]:
+def subclasses(module: ModuleType, base: type[T]) -> Iterator[type[T]]:
+    """The classes in a module, imported ones too, that are built on `base`."""
     for member in _members(module):
         if issubclass(type(member), type) and issubclass(member, base) and member is not base:
             yield member
 
 
 def _one_class(module: ModuleType, base: type[T], entry: Path) -> type[T]:
-    found = [m for m in _subclasses(module, base) if not inspect.isabstract(m)]
+    found = [m for m in subclasses(module, base) if not inspect.isabstract(m)]
     if len(found) == 1:
         return found[0]
     if found:
@@ -169,7 +189,7 @@ def _one_class(module: ModuleType, base: type[T], entry: Path) -> type[T]:
 
 
 def _remedy(module: ModuleType, base: type[Any]) -> str:
-    for member in _subclasses(module, base):
+    for member in subclasses(module, base):
         return f"{member.__name__} still lacks {', '.join(sorted(getattr(member, '__abstractmethods__', ())))}"
     return f"class My{base.__name__}({base.__name__}): …"
 
@@ -201,7 +221,7 @@ def _config_class(module: ModuleType, base: type[C], owner: type[Any]) -> type[C
     """The class that `AgentWorkflow[Config]` names, else the only config class in the file, else the plain one."""
     named = [arg for cls in owner.__mro__ for origin in vars(cls).get("__orig_bases__", ()) for arg in get_args(origin)]
     own = [cls for cls in named if inspect.isclass(cls) and issubclass(cls, base)]
-    in_file = list(_subclasses(module, base))
+    in_file = list(subclasses(module, base))
     return own[0] if own else in_file[0] if len(in_file) == 1 else base
 
 

@@ -1,7 +1,6 @@
-"""The author's file in another interpreter: what that one needs to load the same agent, and how it ended if it died."""
+"""The author's file in another interpreter: what that one needs to load the same agent."""
 
 import json
-import signal
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -53,18 +52,3 @@ class Recipe:
 def command(module: str) -> list[str]:
     """The command that runs a module of ours in an interpreter like this one, whatever files lie in the current folder."""
     return [sys.executable, "-P", "-u", "-m", module]  # unbuffered: what was printed before a crash is seen
-
-
-def how_ended(code: int) -> str:
-    """An exit code as `subprocess` gives it, in words that follow "its process".
-
-    >>> how_ended(-11), how_ended(3)
-    ('was killed by SIGSEGV', 'ended with exit code 3')
-    """
-    if code >= 0:
-        return f"ended with exit code {code}"
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:  # real-time signals have numbers only
-        name = f"signal {-code}"
-    return f"was killed by {name}" + (", by the user or for want of memory" if -code == signal.SIGKILL else "")

@@ -15,8 +15,9 @@ from penstock.records import Task
 from penstock.rollout.executors import EXECUTORS
 from penstock.rollout.executors.base import read_section
 from penstock.sdk.agents import open_agent
-from penstock.sdk.dataset import load_tasks
+from penstock.sdk.dataset import check_readable, load_tasks
 from penstock.sdk.discovery import Agent
+from penstock.sdk.flow_agent import check_rows, is_flow_agent, told_of_run
 from penstock.sdk.preflight import preflight
 from penstock.train import LOSSES
 from penstock.train.advantages import ADVANTAGES
@@ -41,18 +42,25 @@ def read_inputs(config: RunConfig, listener: Listener) -> Inputs:
     _check_names(config)
     _check_port(config.gateway.host, config.gateway.port)
     executor = read_section(config.rollout.executor, config.executor)
-    tasks = load_tasks(config.dataset.train)
-    heldout = load_tasks(config.dataset.eval, limit=config.dataset.eval_limit) if config.dataset.eval else []
+    check_readable(config.dataset.train)
     preflight(config.agent, config.workflow, config.grader)
     agent = open_agent(config.agent, config.workflow, config.grader)
+    tasks = _tasks(agent, config.dataset.train)
+    heldout = _tasks(agent, config.dataset.eval, config.dataset.eval_limit) if config.dataset.eval else []
     model = cached(config.model.name) or _pull(config.model.name, listener)
+    config.engine.preflight(model.name)
+    agent = told_of_run(agent, model=model.path, group_size=config.rollout.group_size)
     return Inputs(tasks=tasks, heldout=heldout, agent=agent, executor=executor, model=model.name, folder=model.path)
+
+
+def _tasks(agent: Agent, path: Path, limit: int | None = None) -> list[Task]:
+    tasks = load_tasks(path, limit=limit, columns=is_flow_agent(agent))
+    check_rows(agent, tasks, path)
+    return tasks
 
 
 def _check_names(config: RunConfig) -> None:
     ENGINES.check(config.engine.name)
-    if config.engine.name == "vllm":
-        raise ConfigError("engine.name = 'vllm' samples but cannot be trained yet: its weights are not ours; use 'embedded'")
     POOLS.check(config.pool.name)
     if config.pool.name == "postgres":
         from penstock.pool.postgres import check_url

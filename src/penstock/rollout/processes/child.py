@@ -20,7 +20,6 @@ from typing import Any, NoReturn
 
 from penstock.codec import from_json
 from penstock.events import Events
-from penstock.rollout.environment import routes
 from penstock.rollout.guests import Guests, one_line
 from penstock.rollout.processes.job import BEGUN, Job, failed, read_samples, receive, send
 from penstock.rollout.processes.orphans import adopt
@@ -28,6 +27,7 @@ from penstock.rollout.work import Work
 from penstock.sdk.clients import Clients
 from penstock.sdk.discovery import Agent
 from penstock.sdk.elsewhere import Recipe
+from penstock.sdk.environment import routes
 from penstock.sdk.samples import RolloutSample
 
 FRESH_FD = 3

@@ -18,7 +18,8 @@ from penstock.gateway.recorder import settled
 from penstock.rollout.processes.job import receive_async, send_async
 from penstock.rollout.processes.zygote import ASK, BEGIN, ENDED, KILL, ORDER
 from penstock.sdk.discovery import Agent
-from penstock.sdk.elsewhere import Recipe, command, how_ended
+from penstock.sdk.elsewhere import Recipe, command
+from penstock.sdk.group import how_ended
 
 KILLED_S = 10.0
 """For the kernel to make an end of what was killed."""

@@ -1,7 +1,15 @@
-"""The environment variables that lead any client of the OpenAI or the Anthropic API to a rollout's session."""
+"""The environment of a program whose model calls belong to a rollout: the variables that lead there, and none of our secrets."""
 
 import os
+from collections.abc import Mapping
 from urllib.parse import urlsplit
+
+OURS = ("ANTHROPIC_", "AZURE_OPENAI_", "OPENAI_", "PENSTOCK_")
+"""How the names of variables begin that a program gets from its rollout or not at all: keys of the user's own, and our tokens."""
+SECRETS = frozenset(
+    {"HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "PGPASSFILE", "PGPASSWORD", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} | {"WANDB_API_KEY"}
+)
+"""Others that open what a run uses: models, the pool, the cluster, its reports."""
 
 
 def routes(base_url: str, token: str, rollout_id: str) -> dict[str, str]:
@@ -21,3 +29,8 @@ def routes(base_url: str, token: str, rollout_id: str) -> dict[str, str]:
         "NO_PROXY": no_proxy,
         "no_proxy": no_proxy,
     }
+
+
+def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
+    """What a program may inherit that must open nothing but its own session."""
+    return {name: value for name, value in environment.items() if not name.startswith(OURS) and name not in SECRETS}

@@ -1,0 +1,179 @@
+"""Flows as an Agent: a workflow that makes, for each rollout, the flow that its row names, and runs it on the row's columns."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, ClassVar
+
+from penstock.config import AgentSection, validate
+from penstock.errors import ConfigError, WorkflowError
+from penstock.records import Message, Sampling, Task
+from penstock.registry import Registry
+from penstock.sdk.context import AgentWorkflowContext
+from penstock.sdk.discovery import Agent, Judge, find_judge, import_entry, subclasses
+from penstock.sdk.flow_base import AgentFlowBase
+from penstock.sdk.flow_config import flow_config
+from penstock.sdk.flow_table import Flow, FlowTable, check_made, names_of, read_flows
+from penstock.sdk.grader import Grader, GraderConfig
+from penstock.sdk.routing import RolloutContext, running_rollout
+from penstock.sdk.workflow import AgentWorkflow, AgentWorkflowConfig
+
+AGENT_NAME = "agent_name"
+"""The column by which a row names its flow."""
+RUN = "penstock"
+"""The table under `[workflow]` in which a run tells its flows of itself: `model`, a folder, and `group_size`."""
+GRADERS = Registry("grader", {"rule": "penstock.graders.rule:RuleGrader", "function": "penstock.graders.function:FunctionGrader"})
+
+
+class FlowWorkflow(AgentWorkflow[AgentWorkflowConfig]):
+    """Runs one flow for one rollout. Each agent has a subclass of its own, which holds its flows."""
+
+    flows: ClassVar[FlowTable]
+    default: ClassVar[str]
+    """The flow of rows that name none."""
+
+    async def run(self, ctx: AgentWorkflowContext[AgentWorkflowConfig]) -> None:
+        """Raises WorkflowError where the flow says that it failed."""
+        rollout = running_rollout("a flow")
+        columns = dict(ctx.metadata or {})
+        name = columns.pop(AGENT_NAME, None) or self.default
+        flow = self._made(str(name), rollout)
+        steps = await flow.run(sampling_params(rollout.sampling), **row_of(columns, ctx.prompt, rollout))
+        if steps == 0:
+            raise WorkflowError(f"flow {name!r} returned 0, which says that it failed; return the number of its steps")
+
+    def _made(self, name: str, rollout: RolloutContext) -> AgentFlowBase:
+        flow = self.flows.pick(name)
+        table = dict((self.config and self.config.model_extra) or {})
+        run: dict[str, Any] = table.pop(RUN, {})
+        tree = flow_config(table, rollout.sampling, group_size=run.get("group_size", 1), flow=self.default)
+        return flow.cls(
+            trainer_config=SimpleNamespace(config=tree),
+            gateway_url=rollout.base_url.rstrip("/").removesuffix("/v1"),
+            tokenizer=run.get("model"),
+            processor=None,
+            dataset_cls=None,
+            dataset_config=tree.get("data"),
+            **flow.options,
+        )
+
+
+def sampling_params(sampling: Sampling | None) -> dict[str, Any]:
+    """How the run samples, as flows are told; nothing where that is not known here."""
+    if sampling is None:
+        return {}
+    return {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "repetition_penalty": 1.0,
+        "logprobs": True,
+        "max_tokens": sampling.max_tokens,
+    }
+
+
+def row_of(columns: Mapping[str, Any], prompt: list[Message], rollout: RolloutContext) -> dict[str, Any]:
+    """What a flow's `run` is given: the row's columns, its prompt, and which rollout of which group it is."""
+    row: dict[str, Any] = {
+        **columns,
+        "raw_prompt": prompt,
+        "uid": rollout.group_id,
+        "prompt_uid": rollout.group_id,
+        "trajectory_uid": rollout.rollout_id,
+    }
+    return row if rollout.channel == "train" else {**row, "channel": rollout.channel}
+
+
+def flow_agent(
+    source: AgentSection, workflow: Mapping[str, Any], grader: Mapping[str, Any], module: ModuleType | None = None
+) -> Agent:
+    """The flows that `source` names, in its entry file and its YAML list, either of which may be absent.
+
+    `module` is the entry file where it has been imported already. The grader is the entry file's, else the function
+    that `[grader] path` names, else the rules by data source.
+    """
+    if module is None and source.entry.is_file():
+        module = import_entry(source.entry)
+    own = _entry_flows(module, source.entry)
+    if source.flows:
+        own |= read_flows(source.flows, _projects(source))
+    table = FlowTable(own)
+    default = _default(source, own)
+    table.check([default])
+    config = validate(AgentWorkflowConfig, {"name": default, **workflow}, "[workflow]")
+    judge = _judge(module, grader, source.entry)
+    return Agent(
+        entry=source.entry,
+        workflow=type("FlowWorkflow", (FlowWorkflow,), {"flows": table, "default": default, "__module__": __name__}),
+        workflow_config=config,
+        grader=judge.grader,
+        grader_config=judge.config,
+        source=source,
+        tables=(workflow, grader),
+        trusted=True,
+    )
+
+
+def is_flow_agent(agent: Agent) -> bool:
+    """Whether an agent runs flows: its rows then keep all their columns."""
+    return issubclass(agent.workflow, FlowWorkflow)
+
+
+def told_of_run(agent: Agent, *, model: Path, group_size: int) -> Agent:
+    """A flow agent that knows the run it is in, wherever it is loaded: for its flows' tokenizer and config; others as they are."""
+    if not is_flow_agent(agent) or agent.workflow_config is None:
+        return agent
+    run = {RUN: {"model": str(model.resolve()), "group_size": group_size}}
+    workflow, grader = agent.tables
+    config = agent.workflow_config.model_copy(update=run)
+    return replace(agent, workflow_config=config, tables=({**workflow, **run}, grader))
+
+
+def check_rows(agent: Agent, tasks: Iterable[Task], where: Path) -> None:
+    """ConfigError where a row names a flow that there is not."""
+    if not issubclass(agent.workflow, FlowWorkflow):
+        return
+    try:
+        agent.workflow.flows.check({str(name) for task in tasks if (name := (task.metadata or {}).get(AGENT_NAME))})
+    except ConfigError as cause:
+        raise ConfigError(f"{where}: column {AGENT_NAME!r}: {cause}") from cause
+
+
+def _projects(source: AgentSection) -> list[Path]:
+    """The user's own folders: that of the entry file, and that of the YAML list."""
+    return list(dict.fromkeys([source.entry.parent, *([source.flows.parent] if source.flows else [])]))
+
+
+def _own_flows(module: ModuleType) -> list[type[AgentFlowBase]]:
+    """The flows that a file holds, less the ones that it only imports to build on."""
+    found = [flow for flow in subclasses(module, AgentFlowBase) if not flow.__module__.startswith("penstock.")]
+    built_on = {base for flow in found for base in flow.__mro__[1:] if base.__module__ != module.__name__}
+    return [flow for flow in found if flow not in built_on and not getattr(flow, "__abstractmethods__", None)]
+
+
+def _entry_flows(module: ModuleType | None, entry: Path) -> dict[str, Flow]:
+    own = {name: Flow(flow) for flow in (_own_flows(module) if module else []) for name in names_of(flow)}
+    for flow in own.values():
+        check_made(flow, str(entry))
+    return own
+
+
+def _default(source: AgentSection, own: Mapping[str, Flow]) -> str:
+    if source.flow:
+        return source.flow
+    if len(own) == 1:
+        return next(iter(own))
+    where = source.flows or source.entry
+    if own:
+        raise ConfigError(f"{where}: several flows: {', '.join(sorted(own))}; set agent.flow to the one for rows that name none")
+    raise ConfigError(f"{where}: no flow; define a subclass of AgentFlowBase, or set agent.flow")
+
+
+def _judge(module: ModuleType | None, table: Mapping[str, Any], entry: Path) -> Judge:
+    if module is not None and any(True for _ in subclasses(module, Grader)):
+        return find_judge(module, table, entry)
+    if "path" in table:
+        function = GRADERS.load("function")
+        return Judge(function, validate(function.settings, table, "[grader]"))
+    config = validate(GraderConfig, {"name": "rule", **table}, "[grader]") if table else None
+    return Judge(GRADERS.load("rule"), config)

@@ -1,0 +1,143 @@
+"""Flows by name: the built-in ones, those registered with the decorator, and those of a YAML list."""
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import yaml
+
+from penstock.errors import ConfigError
+from penstock.registry import Registry
+from penstock.sdk.flow_base import AgentFlowBase
+from penstock.sdk.flow_target import check_flow, importable, load_target
+
+F = TypeVar("F", bound=type[AgentFlowBase])
+
+BUILT_IN = Registry(
+    "flow",
+    {
+        "single_step_single_turn_agent": "penstock.sdk.flow_single:SingleStepSingleTurnAgentFlow",
+        "multi_step_agent": "penstock.sdk.flow_multi:MultiStepAgentFlow",
+        "blackbox_gsm8k_agent": "penstock.integrations.gsm8k:BlackBoxGSM8KAgentFlow",
+    },
+)
+REGISTERED: dict[str, type[AgentFlowBase]] = {}
+"""What the decorator has named in this process."""
+OURS = frozenset({"trainer_config", "gateway_url", "tokenizer", "processor", "dataset_cls", "dataset_config"})
+"""Keywords of the constructor that are not the YAML's to give."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """A flow's class and the further keywords that it is made with."""
+
+    cls: type[AgentFlowBase]
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+def register(name: str) -> Callable[[F], F]:
+    """Name a flow, as `@register("my_flow")` over its class; of two with the same name, the last counts."""
+    if not isinstance(name, str) or not name.strip():  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigError(f'@register takes a name, not {name!r}; write @register("my_flow")')
+
+    def named(flow: F) -> F:
+        REGISTERED[name] = flow
+        return flow
+
+    return named
+
+
+def names_of(flow: type[AgentFlowBase]) -> list[str]:
+    """What a class is called: as it was registered, else by its own name."""
+    return [name for name, known in REGISTERED.items() if known is flow] or [flow.__name__]
+
+
+class FlowTable:
+    """What an agent's rows may name."""
+
+    def __init__(self, own: Mapping[str, Flow]) -> None:
+        self._own = {**{name: Flow(flow) for name, flow in REGISTERED.items()}, **own}
+
+    def names(self) -> list[str]:
+        """All of them, the built-in ones too."""
+        return sorted({*BUILT_IN, *self._own})
+
+    def pick(self, name: str) -> Flow:
+        """The flow of this name; ConfigError lists the known ones."""
+        if name in self._own:
+            return self._own[name]
+        if name in BUILT_IN:
+            return Flow(BUILT_IN.load(name))
+        near = difflib.get_close_matches(name, self.names(), n=1)
+        hint = f"did you mean {near[0]!r}? Known" if near else "known"
+        raise ConfigError(f"unknown flow {name!r}; {hint}: {', '.join(self.names())}")
+
+    def check(self, names: Iterable[str]) -> None:
+        """ConfigError for the first name that is unknown."""
+        for name in names:
+            if name not in self._own and name not in BUILT_IN:
+                self.pick(name)
+
+
+def read_flows(path: Path, projects: Sequence[Path]) -> dict[str, Flow]:
+    """The flows of a YAML list; ConfigError names the entry that cannot be used."""
+    importable(projects)
+    flows: dict[str, Flow] = {}
+    for number, entry in enumerate(_entries(path), 1):
+        where = f"{path}, entry {number}"
+        name = entry.get("name")
+        if not isinstance(name, str) or not name.strip():
+            raise ConfigError(f"{where}: no name; add one, such as `name: my_flow`")
+        where = f"{where} ({name!r})"
+        if name in flows:
+            raise ConfigError(f"{where}: an entry before it has the same name; rename one")
+        flows[name] = _flow(entry, projects, where)
+    return flows
+
+
+def _entries(path: Path) -> list[dict[str, Any]]:
+    example = "- name: my_flow\\n  _target_: my_module.MyFlow"
+    try:
+        loaded: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as cause:
+        raise ConfigError(f"{path}: no such file; check [agent] flows") from cause
+    except (OSError, UnicodeDecodeError) as cause:
+        raise ConfigError(f"{path}: cannot be read: {cause}") from cause
+    except yaml.YAMLError as cause:
+        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(cause).split())}") from cause
+    if not isinstance(loaded, list) or not loaded:
+        raise ConfigError(f"{path}: a list of flows is expected; write {example!r}")
+    for number, entry in enumerate(cast("list[Any]", loaded), 1):
+        if not isinstance(entry, dict):
+            raise ConfigError(f"{path}, entry {number}: {type(entry).__name__} instead of a table; write {example!r}")
+    return cast("list[dict[str, Any]]", loaded)
+
+
+def _flow(entry: dict[str, Any], projects: Sequence[Path], where: str) -> Flow:
+    target = entry.get("_target_")
+    if not isinstance(target, str):
+        raise ConfigError(f"{where}: no _target_; add one, such as `_target_: my_module.MyFlow`")
+    options: dict[Any, Any] = {key: value for key, value in entry.items() if key != "_target_"}
+    for key in options:
+        if not isinstance(key, str) or not key.isidentifier() or key.startswith("_") or key in OURS:
+            raise ConfigError(f"{where}: key {key!r} cannot be given here; use names of the flow's own")
+    flow = Flow(load_target(target, projects, where), options)
+    check_made(flow, where)
+    return flow
+
+
+def check_made(flow: Flow, where: str) -> None:
+    """ConfigError where the class could not be made with its keywords, or nothing would take one. It is not made to find out."""
+    check_flow(flow.cls, where)
+    signature = inspect.signature(flow.cls)
+    try:
+        signature.bind(**dict.fromkeys(OURS), **flow.options)
+    except TypeError as cause:
+        text = f"{where}: {flow.cls.__name__}(…) {cause}"
+        raise ConfigError(f"{text}; let __init__ take its keys and **kwargs, and pass those on") from cause
+    unread = flow.options.keys() - {"name", *signature.parameters}
+    if unread and flow.cls.__init__ is AgentFlowBase.__init__:
+        raise ConfigError(f"{where}: {flow.cls.__name__} has no use for {sorted(unread)[0]!r}; let its __init__ take the key")
