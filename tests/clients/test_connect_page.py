@@ -13,7 +13,7 @@ from connect_page import TEXT, blocks, variables
 
 from penstock.gateway import graph
 from penstock.gateway.dialects import DIALECTS
-from penstock.rollout.environment import routes
+from penstock.sdk.environment import routes
 
 APIS = {"Chat Completions": "chat", "Responses": "responses", "Messages": "messages", "Completions": "completions"}
 GREETING = "Hello to you, naïvely…"

@@ -1,6 +1,7 @@
 """`penstock run -- COMMAND`: any program, recorded; its input, output and exit code are its own."""
 
 import asyncio
+import contextlib
 import json
 import os
 import pty
@@ -144,6 +145,17 @@ def test_a_signal_ends_the_command_and_all_that_it_started(tmp_path, number):
     assert alive == []
     [attempt] = attempts(tmp_path)
     assert (attempt.end, attempt.message) == ("cancelled", f"stopped by {number.name}")
+
+
+def test_a_command_past_its_timeout_is_ended_with_all_that_it_started(tmp_path):
+    stubborn = "trap '' TERM; sleep 600 & echo $!; trap 'exit 7' TERM; wait"
+    call = [*command(tmp_path, "", "--timeout", "2", "--json")[:-3], "sh", "-c", stubborn]
+    result = subprocess.run(call, stdout=-1, stderr=-1, text=True, timeout=120, env=environment())
+    with contextlib.suppress(psutil.NoSuchProcess):
+        psutil.Process(int(result.stdout)).wait(30)
+    [attempt], told = attempts(tmp_path), json.loads(result.stderr)
+    assert (result.returncode, told["exit_code"], attempt.end) == (124, 124, "timeout")
+    assert attempt.message == "the command ran longer than --timeout allows, and was ended with exit code 7"
 
 
 def test_a_program_may_read_from_the_terminal_that_it_is_started_on(tmp_path):

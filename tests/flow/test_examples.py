@@ -3,6 +3,7 @@
 import asyncio
 import json
 import runpy
+import shutil
 
 import pytest
 from example_cases import EXAMPLES, TOLD, attempts, multiplier, written_call
@@ -11,8 +12,9 @@ from penstock.config import load_config
 from penstock.records import End
 from penstock.render.renderer import Renderer
 from penstock.rollout.transcripts import transcripts
+from penstock.sdk.agents import open_agent
 from penstock.sdk.dataset import load_tasks
-from penstock.sdk.discovery import load_agent
+from penstock.sdk.flow_agent import is_flow_agent
 from penstock.testing import write_tokenizer
 
 CONFIGS = sorted(path.relative_to(EXAMPLES).as_posix() for path in EXAMPLES.glob("*/*.toml"))
@@ -76,16 +78,20 @@ def test_there_is_a_file_for_each_form_of_each_example():
 @pytest.mark.parametrize("name", CONFIGS)
 def test_files_that_a_config_names_fit_together(name):
     config = load_config(EXAMPLES / name)
-    agent = load_agent(config.agent.entry, config.workflow, config.grader)
+    if config.agent.command and shutil.which(config.agent.command[0]) is None:
+        pytest.skip(f"there is no {config.agent.command[0]} here")
+    agent = open_agent(config.agent, config.workflow, config.grader)
     assert agent.grader is not None
-    assert len(load_tasks(config.dataset.train)) >= 8
-    assert len(load_tasks(config.dataset.eval)) >= 8
+    for rows in (config.dataset.train, config.dataset.eval):
+        tasks = load_tasks(rows, columns=is_flow_agent(agent))
+        assert len(tasks) >= 8 and all(task.label for task in tasks)
 
 
 def test_every_run_of_an_example_has_a_name_of_its_own_and_every_form_a_config():
     configs = [load_config(EXAMPLES / name) for name in CONFIGS]
     assert len({config.run.name for config in configs}) == len(configs)
-    assert {config.agent.entry.relative_to(EXAMPLES).as_posix() for config in configs} == set(ENTRIES)
+    written = [config.agent.entry for config in configs if not config.agent.command and not config.agent.flow]
+    assert {entry.relative_to(EXAMPLES).as_posix() for entry in written} == set(ENTRIES)
 
 
 @pytest.mark.parametrize("entry", ENTRIES)

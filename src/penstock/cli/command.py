@@ -3,47 +3,49 @@
 import asyncio
 import os
 import signal
-from asyncio.subprocess import Process
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from typing import NamedTuple
+
+from penstock.sdk.group import end_group, signal_group
 
 STDIN = 0
 GRACE_S = 5.0
 """For a group that was asked to end; then it is killed."""
 
 
-async def run_command(command: Sequence[str], environment: Mapping[str, str], stop: asyncio.Event) -> int:
-    """Run it to its end and return its exit code, 128 and the signal's number where one ended it; `stop` ends the whole group.
+class Ended(NamedTuple):
+    """How a command ended."""
 
-    Where `stop` came first, it is not begun.
-    """
+    code: int
+    """Its exit code; 128 and the signal's number where one ended it."""
+    late: bool = False
+    """Whether it was ended because its time was up."""
+
+
+async def run_command(
+    command: Sequence[str], environment: Mapping[str, str], stop: asyncio.Event, timeout_s: float | None = None
+) -> Ended:
+    """Run it to its end; `stop`, or the time that it has, ends the whole group. Where `stop` came first, it is not begun."""
     if stop.is_set():
-        return 128 + signal.SIGINT
+        return Ended(128 + signal.SIGINT)
     process = await asyncio.create_subprocess_exec(*command, env=dict(environment), process_group=0)
+    late = False
     try:
         with _terminal(process.pid):
             over, stopped = asyncio.ensure_future(process.wait()), asyncio.ensure_future(stop.wait())
             try:
-                await asyncio.wait({over, stopped}, return_when=asyncio.FIRST_COMPLETED)
+                ended, _ = await asyncio.wait({over, stopped}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+                late = not ended
                 if not over.done():
-                    await _end(process, over)
+                    await end_group(process, GRACE_S)
             finally:
                 stopped.cancel()
     finally:
         if process.returncode is None or stop.is_set():
-            _signal(process, signal.SIGKILL)
+            signal_group(process, signal.SIGKILL)
     code = await process.wait()
-    return code if code >= 0 else 128 - code
-
-
-async def _end(process: Process, over: "asyncio.Future[int]") -> None:
-    _signal(process, signal.SIGTERM)
-    await asyncio.wait({over}, timeout=GRACE_S)
-
-
-def _signal(process: Process, number: int) -> None:
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, number)
+    return Ended(code if code >= 0 else 128 - code, late)
 
 
 @contextmanager

@@ -19,10 +19,14 @@ from penstock.cli.gateway import Engine, Model, Overrides, Urls, get_model, make
 from penstock.cli.interrupts import INTERRUPTED, Interrupts
 from penstock.errors import ConfigError
 from penstock.records import Attempt, End
-from penstock.rollout.environment import routes
+from penstock.sdk.environment import routes
 
 if TYPE_CHECKING:
+    from penstock.cli.command import Ended
     from penstock.gateway.standalone import ModelFiles, Settings
+
+TIMED_OUT = 124
+"""Our exit code for a command that was ended for its time, as that of `timeout`."""
 
 
 def run(
@@ -32,11 +36,16 @@ def run(
     url: Urls = None,
     folder: Annotated[Path | None, typer.Option(help="Where it is recorded; a new one under runs/ by default.")] = None,
     overrides: Overrides = None,
+    timeout_s: Annotated[
+        float | None,
+        typer.Option("--timeout", min=0.001, metavar="SECONDS", help="End it, with all that it started, after this long."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Sum up as JSON, on stderr: stdout is the command's.")] = False,
 ) -> None:
     """Run a command with its model calls sent here, and record them as one rollout.
 
-    It finds the model by OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY. Its exit code is ours.
+    It finds the model by OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY. Its exit code is ours;
+    124 where --timeout ended it.
     """
     from penstock.gateway.standalone import make_folder
 
@@ -47,7 +56,7 @@ def run(
     found = get_model(settings)
     make_folder(place, settings, found)
     try:
-        outcome = asyncio.run(_record(command, settings, found, place))
+        outcome = asyncio.run(_record(command, settings, found, place, timeout_s))
     except asyncio.CancelledError:
         raise typer.Exit(INTERRUPTED) from None
     typer.echo(orjson.dumps(as_object(outcome)).decode() if as_json else as_text(outcome), err=True)
@@ -72,7 +81,7 @@ class Outcome:
         return shlex.join(["penstock", "verify", str(self.folder), "--channel", self.attempt.rollout.channel])
 
 
-async def _record(command: list[str], settings: "Settings", model: "ModelFiles", folder: Path) -> Outcome:
+async def _record(command: list[str], settings: "Settings", model: "ModelFiles", folder: Path, timeout_s: float | None) -> Outcome:
     from penstock.cli.command import run_command
     from penstock.gateway.adhoc import open_adhoc
     from penstock.gateway.listening import bind
@@ -86,20 +95,24 @@ async def _record(command: list[str], settings: "Settings", model: "ModelFiles",
             session = opened.gateway.open(rollout, settings.defaults())
             environment = os.environ | routes(session.base_url, session.token, session.rollout_id)
             try:
-                code = await run_command(command, environment, stop)
+                ended = await run_command(command, environment, stop, timeout_s)
             except BaseException:
                 await opened.pool.end(rollout.id, End.CANCELLED, "penstock was stopped")
                 raise
             opened.gateway.close(rollout.id)
-            end, message = ending(code, interrupts.first)
+            end, message = ending(ended, interrupts.first)
             await opened.pool.end(rollout.id, end, message)
             attempt = await opened.pool.attempt(rollout.id)
     seconds = time.monotonic() - started
+    code = TIMED_OUT if ended.late else ended.code
     return Outcome(attempt=attempt, code=code, folder=folder, seconds=seconds, engine=settings.engine.name)
 
 
-def ending(code: int, interrupt: int | None) -> tuple[End, str]:
+def ending(ended: "Ended", interrupt: int | None) -> tuple[End, str]:
     """How a rollout ends whose command ended like this."""
+    code = ended.code
+    if ended.late:
+        return End.TIMEOUT, f"the command ran longer than --timeout allows, and was ended with exit code {code}"
     if interrupt is not None or code == 128 + signal.SIGINT:
         return End.CANCELLED, f"stopped by {signal.Signals(interrupt or signal.SIGINT).name}"
     return (End.COMPLETED, "") if code == 0 else (End.AGENT_ERROR, f"the command ended with exit code {code}")

@@ -1,0 +1,62 @@
+"""Rules by data source: the reward of a row that says which dataset it is from."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
+
+from penstock.errors import ConfigError, GraderError
+from penstock.graders import RULES
+from penstock.records import Message
+from penstock.sdk.context import GraderContext
+from penstock.sdk.grader import Grader
+from penstock.sdk.routing import MAIN
+
+
+class RuleGrader(Grader):
+    """Scores a whole rollout once, by the rule of its row's `data_source`; see `said` for what is scored."""
+
+    async def grade(self, ctx: GraderContext) -> None:
+        """See `Grader.grade`."""
+        sample = ctx.samples.get(MAIN) or ctx.sample
+        fields = {**(ctx.metadata or {}), "ground_truth": ctx.label}
+        ctx.set_reward(rule_reward(said(sample.transcript or sample.messages), fields))
+
+
+def rule_reward(text: str, fields: Mapping[str, Any]) -> float:
+    """By `fields["data_source"]`, against `fields["ground_truth"]` or `fields["reward_model"]["ground_truth"]`.
+
+    GraderError where one of them is missing, or where there is no such rule.
+    """
+    source, truth = fields.get("data_source"), _truth(fields)
+    known = ", ".join(RULES)
+    if not isinstance(source, str) or not source:
+        raise GraderError(f"no rule: the row has no 'data_source'; add it (known: {known}), or define a Grader")
+    if truth is None:
+        raise GraderError(f"rule {source!r}: the row has no ground truth; add 'reward_model': {{'ground_truth': '…'}}")
+    if ":" in source:  # a table would import it, and it comes out of a dataset
+        raise GraderError(f"unknown data source {source!r}; known: {known}")
+    try:
+        rule = RULES.load(source)
+    except ConfigError as cause:
+        raise GraderError(f"unknown data source {source!r}; known: {known}; or define a Grader") from cause
+    return float(rule(text, truth))
+
+
+def said(messages: Iterable[Message]) -> str:
+    """All that the policy said, in order: a rule judges the whole, so that neither an early guess nor a late call decides alone."""
+    return "\n".join(filter(None, (_text(message.get("content")) for message in messages if message.get("role") == "assistant")))
+
+
+def _truth(fields: Mapping[str, Any]) -> str | None:
+    truth = fields.get("ground_truth")
+    model = fields.get("reward_model")
+    if truth is None and isinstance(model, Mapping):
+        truth = cast("Mapping[str, Any]", model).get("ground_truth")
+    return None if truth is None else str(truth)
+
+
+def _text(content: Any) -> str:
+    """Of a message: its text, or that of its parts."""
+    if not isinstance(content, list):
+        return str(content or "")
+    parts = [cast("Mapping[str, Any]", part) for part in cast("list[Any]", content) if isinstance(part, Mapping)]
+    return "\n".join(str(part["text"]) for part in parts if "text" in part)
