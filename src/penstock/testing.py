@@ -243,14 +243,18 @@ async def workbench(
     sampling: dict[str, Sampling] | None = None,
     limits: Limits | None = None,
     secrets: Sequence[str] = (),
+    is_open: bool = False,
 ) -> AsyncGenerator[Workbench, None]:
-    """A gateway in front of `engine`: over ASGI alone, or on a free port with `serves`. The pool is a new one in memory."""
+    """A gateway in front of `engine`: over ASGI alone, or on a free port with `serves`. The pool is a new one in memory.
+
+    With `is_open` it asks for no tokens.
+    """
     async with AsyncExitStack() as stack:
         if pool is None:
             pool = memory_pool()
             stack.push_async_callback(pool.close)
         secret = b"a secret for tests only"
-        gateway = Gateway(engine, renderer, pool, secret=secret, sampling=sampling, limits=limits, secrets=secrets)
+        gateway = Gateway(engine, renderer, pool, secret=secret, sampling=sampling, limits=limits, secrets=secrets, is_open=is_open)
         if serves:
             await stack.enter_async_context(gateway)
         clients = await stack.enter_async_context(AsyncExitStack())

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from penstock.gateway.judging import judge_by_rule
 from penstock.records import Sampling, Task, make_rollout
 from penstock.render.renderer import Renderer
 from penstock.testing import ScriptedEngine, workbench, write_tokenizer
@@ -66,7 +67,43 @@ BODIES = {
     "/rollouts": {"rollout_id": "train-0.0.1"},
     "/rollouts/train-0.0.1/grade": {"reward": 1.0, "source": "s", "transcript": None},
     "/rollouts/nobody/end": {"end": "completed", "message": "m"},
+    "/generate": {"trajectory_uid": "train-0.0.1", "prompt_uid": "p", "messages": TALK, "tools": [TOOL], **SAMPLING},
+    "/train-0.0.1/1/v1/generate": {"prompt_ids": [1, 2], "sampling_params": {"temperature": 0.5, "logprobs": True}},
+    "/submit_steps?channel=train": {
+        "steps": [
+            {
+                "prompt_ids": [1, 2],
+                "response_ids": [3],
+                "reward": 1.0,
+                "rollout_log_probs": [-0.5],
+                "trajectory_uid": "train-0.0.1",
+                "prompt_uid": "p",
+                "step_index": 0,
+                "policy_version": 0,
+                "is_last": True,
+                "metadata": {"a": 1},
+            }
+        ]
+    },
+    "/compute_reward": {"messages": TALK, "dataset_fields": {"ground_truth": "42"}, "trajectory_uid": "train-0.0.1"},
+    "/init_trajectory": {},
+    "/train-0.0.1/1/v1/register_trajectory": {
+        "channel": "train",
+        "metadata": {"a": [1], "sampling": {"temperature": 0.5}},
+        "sampling": {"top_p": 0.5},
+    },
+    "/a-new-one/1/register_trajectory": {"channel": "val", "metadata": {"a": 1, "policy_version": 1}},
+    "/train-0.0.1/1/v1/complete_trajectory": {"reward": 1.0, "channel": "train"},
+    "/complete_trajectory/train-0.0.1": {"reward": None},
+    "/api/curation": {"updates": [{"key": "train-0.0.1:0", "trainable": False, "quality": 0.5, "note": "n"}]},
 }
+READ = [
+    "/api/steps",
+    "/api/events?cursor=1&limit=2",
+    "/api/steps?cursor=x",
+    "/api/trajectories?channel=train,val&offset=1",
+    "/ready",
+]
 
 ODD_TEXTS = ["\ud800", "\x00", "<|im_end|>", "auto", "none", "user", "tool", "function", "text", "f" * 5000]
 numbers = st.integers(-(2**70), 2**70) | st.floats(allow_nan=False, allow_infinity=False)
@@ -99,10 +136,21 @@ def put(value, path, instead):
 GONE = object()
 
 
+def opens(path):
+    """Which token a path asks for."""
+    if path.startswith(("/api", "/metrics")):
+        return "admin"
+    if path.endswith("_trajectory") or path.startswith(("/submit", "/compute", "/init", "/complete")):
+        return "control" if "a-new-one" in path else "flow"
+    return "control" if path.startswith("/rollouts") else "model"
+
+
 @st.composite
 def requests(draw):
     path = draw(
-        st.sampled_from([*BODIES, "/v1/models", "/v1/models/x", "/health", "/metrics", "/", "/v1/x", "/a/b/c/v1/chat/completions"])
+        st.sampled_from(
+            [*BODIES, "/v1/models", "/v1/models/x", "/health", "/metrics", "/", "/v1/x", "/a/b/c/v1/chat/completions", *READ]
+        )
     )
     body = BODIES.get(path, {})
     for _ in range(draw(st.integers(0, 3))):
@@ -112,14 +160,16 @@ def requests(draw):
             break
     raw = b"" if body is GONE else encode(body)
     cut = draw(st.none() | st.integers(0, len(raw)))
-    method = draw(st.sampled_from(["POST"] * 8 + ["GET", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH"]))
+    method = draw(
+        st.sampled_from(["POST" if path in BODIES else "GET"] * 12 + ["GET", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH"])
+    )
     headers = draw(st.lists(st.sampled_from(HEADERS), max_size=2))
     return (
         method,
         path,
         raw if cut is None else raw[:cut],
         headers,
-        draw(st.sampled_from(["model"] * 6 + ["control", "admin", "none"])),
+        draw(st.sampled_from([opens(path)] * 8 + ["model", "flow", "control", "admin", "none"])),
     )
 
 
@@ -148,15 +198,16 @@ async def fire(bench, number, request):
     rollout = make_rollout(f"train-{number}", "t", 0)
     await bench.pool.open_group(Task(id="t", prompt=({"role": "user", "content": "?"},)), [rollout], seq=number)
     session = bench.gateway.open(rollout, Sampling(max_tokens=64))
-    tokens = {"model": session.token, "control": bench.gateway.tokens.control, "admin": bench.gateway.tokens.admin, "none": ""}
+    ours = bench.gateway.tokens
+    tokens = {"model": session.token, "flow": session.flow_token, "control": ours.control, "admin": ours.admin, "none": ""}
     held = [("authorization", f"Bearer {tokens[holds]}".encode())] if tokens[holds] else []
     sent = [*held, *((name, value.encode()) for name, value in headers)]
     path = path.replace("train-0.0.1", rollout.id)
     answer = await asyncio.wait_for(bench.http().request(method, path, content=body, headers=sent), 10)
     assert answer.status_code < 500, (answer.status_code, answer.text)
     if answer.status_code >= 400 and method != "HEAD":
-        error = orjson.loads(answer.content)["error"]
-        assert error["message"] and error["type"]
+        refusal = orjson.loads(answer.content)
+        assert refusal["detail"] and refusal["code"] if "detail" in refusal else refusal["error"]["message"]
     assert (await bench.http().get("/health")).status_code == 200
     bench.gateway.close(rollout.id)
     return answer.status_code
@@ -171,6 +222,7 @@ def test_no_request_makes_the_gateway_fail(tmp_path):
     with asyncio.Runner() as runner:
         opened = workbench(engine, renderer)
         bench = runner.run(opened.__aenter__())
+        bench.gateway.judge = judge_by_rule
 
         @settings(
             max_examples=CASES, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate], derandomize=True

@@ -4,15 +4,16 @@ import hmac
 import pytest
 from gateway_cases import USER, chat, renderer
 
-from penstock.errors import RequestError
+from penstock.errors import ConfigError, RequestError
+from penstock.gateway import Gateway
 from penstock.gateway.auth import Needs, Tokens
 from penstock.records import End
-from penstock.testing import ScriptedEngine, workbench
+from penstock.testing import ScriptedEngine, memory_pool, workbench
 
 
-def run(steps, script=()):
+def run(steps, script=(), *, is_open=False):
     async def main():
-        async with workbench(ScriptedEngine(script, renderer().tokenizer), renderer()) as bench:
+        async with workbench(ScriptedEngine(script, renderer().tokenizer), renderer(), is_open=is_open) as bench:
             await steps(bench, await bench.rollout())
 
     asyncio.run(main())
@@ -21,7 +22,8 @@ def run(steps, script=()):
 def routes(bench):
     """Every route of the app with its method; a new one is in this list by itself."""
     for route in bench.gateway.app.listed:
-        yield route.method, route.path.replace("{rollout_id}", "train-0.0.1").replace("{model}", "scripted"), route.needs
+        path = route.path.replace("{rollout_id}", "train-0.0.1").replace("{trajectory}", "train-0.0.1")
+        yield route.method, path.replace("{prompt}", "1").replace("{model}", "scripted"), route.needs
 
 
 async def held_by_whom(bench, session):
@@ -35,23 +37,30 @@ async def held_by_whom(bench, session):
         "garbage": "sk-1234",
         "not ascii": "mk-é.ü",
         "foreign model": foreign.model(session.rollout_id),
+        "foreign flow": foreign.flow(session.rollout_id),
         "foreign control": foreign.control,
         "foreign admin": foreign.admin,
         "signature of another rollout": session.token.replace("train-0.0.1", "train-0.1.1"),
+        "signature of another kind": session.token.replace("mk-", "fk-"),
+        "trajectory": bench.gateway.tokens.trajectory(),
         "expired": ended.token,
+        "expired flow": ended.flow_token,
         "model": session.token,
+        "flow": session.flow_token,
         "control": bench.gateway.tokens.control,
         "admin": bench.gateway.tokens.admin,
     }
 
 
-def expected_status(needs, name):
+def expected_status(needs, name, path):
     """What a route answers to what it does not need; None where it is served."""
-    if needs is Needs.NOTHING or name == needs.value:
+    if needs is Needs.NOTHING or name == needs.value or (needs, name) == (Needs.FLOW, "control"):
         return None
     if name == "expired":
         return 409 if needs is Needs.MODEL else 403
-    return 403 if name in ("model", "control", "admin") else 401
+    if name == "expired flow" and needs is Needs.FLOW:
+        return 403 if "train-0.0.1" in path else None  # of the right kind, but another rollout's
+    return 403 if name in ("model", "flow", "control", "admin", "expired flow") else 401
 
 
 def test_every_route_is_closed_to_all_but_the_token_it_needs():
@@ -60,8 +69,8 @@ def test_every_route_is_closed_to_all_but_the_token_it_needs():
         for method, path, needs in routes(bench):
             for name, token in held.items():
                 headers = {"authorization": f"Bearer {token}".encode()} if token else {}
-                status = (await bench.http().request(method, path, headers=headers)).status_code
-                expected = expected_status(needs, name)
+                status = (await bench.http().request(method, path, headers=headers, content=b"{}")).status_code
+                expected = expected_status(needs, name, path)
                 if expected == 409 and method == "GET":
                     expected = None  # what the model is called is no secret to whoever once held a token
                 assert status == expected or (expected is None and status not in (401, 403)), (method, path, name, status)
@@ -71,12 +80,74 @@ def test_every_route_is_closed_to_all_but_the_token_it_needs():
     run(steps)
 
 
+def test_an_open_gateway_asks_for_the_control_token_only():
+    async def steps(bench, session):
+        held = await held_by_whom(bench, session)
+        for method, path, needs in routes(bench):
+            for name, token in held.items():
+                headers = {"authorization": f"Bearer {token}".encode()} if token else {}
+                status = (await bench.http().request(method, path, headers=headers, content=b"{}")).status_code
+                if needs is Needs.CONTROL:
+                    kind = 403 if name in ("model", "flow", "admin", "expired", "expired flow") else 401
+                    assert name == "control" or status == kind, (method, path, name, status)
+                elif not (needs is Needs.FLOW and name == "expired flow"):
+                    assert status not in (401, 403), (method, path, name, status)
+
+    run(steps, is_open=True)
+
+
+def test_a_flow_token_opens_its_own_rollout_only_and_nothing_once_that_has_ended():
+    async def steps(bench, session):
+        ended = await bench.rollout("train-9")
+        await bench.pool.end(ended.rollout_id, End.COMPLETED)
+        bench.gateway.close(ended.rollout_id)
+        http, own, other = bench.http(ended.flow_token), ended.rollout_id, session.rollout_id
+        for verb in ("complete_trajectory", "register_trajectory"):
+            assert (await http.post(f"/{other}/1/v1/{verb}")).status_code == 403
+            assert (await http.post(f"/{own}/1/v1/{verb}")).status_code == 409
+        assert (await http.post("/init_trajectory")).status_code == 409
+        step = {"prompt_ids": [1], "response_ids": [2]}
+        assert (await http.post("/submit_steps", json={"steps": [step | {"trajectory_uid": other}]})).status_code == 403
+        assert (await http.post("/submit_steps", json={"steps": [step]})).status_code == 409
+        assert (await bench.attempt(session)).end is None
+
+    run(steps)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "", "::", "192.0.2.1", "gateway.example"])
+def test_an_open_gateway_that_others_could_reach_is_not_made(host):
+    with pytest.raises(ConfigError, match="this machine only"):
+        Gateway(ScriptedEngine([], renderer().tokenizer), renderer(), memory_pool(), secret=b"s" * 16, host=host, is_open=True)
+
+
+@pytest.mark.parametrize(
+    ("origin", "status"), [("http://evil.example", 403), ("null", 403), ("http://127.0.0.1:9", 200), ("http://localhost", 200)]
+)
+def test_an_open_gateway_serves_no_page_of_another_site(origin, status):
+    async def steps(bench, session):
+        assert (await bench.http().get("/api/stats", headers={"origin": origin})).status_code == status
+
+    run(steps, is_open=True)
+
+
+def test_an_open_gateway_still_knows_tokens_and_refuses_a_call_of_nobody():
+    async def steps(bench, session):
+        assert (await chat(bench.http(session.token), USER)).status_code == 200
+        assert len((await bench.attempt(session)).steps) == 1
+        refused = await chat(bench.http("sk-any"), USER)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "unknown_caller")
+        named = await chat(bench.http(), USER, headers={"x-rollout-id": "mine"})
+        assert named.status_code == 200 and len((await bench.pool.attempt("mine")).steps) == 1
+
+    run(steps, ["Hi.", "Ho."], is_open=True)
+
+
 def test_a_token_in_the_path_opens_the_same_routes_as_one_in_a_header():
     async def steps(bench, session):
         held = await held_by_whom(bench, session)
         for method, path, needs in routes(bench):
-            for name in ("model", "control", "admin", "foreign model", "expired"):
-                status = (await bench.http().request(method, f"/{held[name]}{path}")).status_code
+            for name in ("model", "flow", "control", "admin", "foreign model", "expired"):
+                status = (await bench.http().request(method, f"/{held[name]}{path}", content=b"{}")).status_code
                 if needs is not Needs.MODEL:
                     assert status in (404, 405), (path, name, status)
                 elif name == "model":
@@ -173,7 +244,7 @@ def test_tokens_are_compared_in_constant_time(monkeypatch):
     monkeypatch.setattr(hmac, "compare_digest", lambda a, b: compared.append(a) or real(a, b))  # no seam shows timing
     with pytest.raises(RequestError):
         Tokens(b"0123456789abcdef").admit(Needs.MODEL, [(b"x-api-key", b"guess")])
-    assert compared == [b"guess"] * 3
+    assert compared == [b"guess"] * 4
 
 
 def test_a_runner_elsewhere_opens_grades_and_ends_a_rollout():

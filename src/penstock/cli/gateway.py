@@ -34,6 +34,7 @@ def gateway(
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 0,
     workers: Annotated[int, typer.Option(min=1, metavar="N", help="Processes on the port; for engines behind --url.")] = 1,
     otel: Annotated[bool, typer.Option("--otel", help="Tell OpenTelemetry of every call.")] = False,
+    is_open: Annotated[bool, typer.Option("--open", help="Ask for no tokens; on this machine only.")] = False,
     overrides: Overrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="Say nothing but JSON, errors too.")] = False,
 ) -> None:
@@ -41,12 +42,19 @@ def gateway(
 
     Prints one line of JSON once it serves. SIGTERM or Ctrl-C stop it: calls under way may end first (gateway.drain_s).
     """
+    given = {"pool": {"name": pool}, "gateway": {"host": host, "port": port} | ({"otel": True} if otel else {})}
+    settings = make_settings(engine, model, url or [], overrides or [], given)
+    raise typer.Exit(serve(settings, folder=folder, workers=workers, is_open=is_open, quiet=as_json))
+
+
+def serve(settings: "Settings", *, folder: Path, workers: int = 1, is_open: bool = False, quiet: bool = False) -> int:
+    """Serve until a signal comes; the exit code. A line of JSON on stdout says when it serves, and where."""
     from penstock.gateway.listening import bind
     from penstock.gateway.standalone import alone, load_secret, make_folder, write_tokens
 
-    given = {"pool": {"name": pool}, "gateway": {"host": host, "port": port} | ({"otel": True} if otel else {})}
-    settings = make_settings(engine, model, url or [], overrides or [], given)
     refuse_crowd(settings, workers)
+    if is_open:
+        refuse_strangers(settings)
     place = settings.gateway
     if workers > 1 and place.port:
         bind(place.host, place.port).close()  # a port that others share could be bound, and would not be ours
@@ -55,12 +63,12 @@ def gateway(
         make_folder(folder, settings, found)
         with alone(folder):
             tokens = write_tokens(folder, load_secret(folder))
-            ready = Ready(settings, found, folder=folder, port=sock.getsockname()[1], tokens=tokens, quiet=as_json)
+            ready = Ready(settings, found, folder=folder, port=sock.getsockname()[1], tokens=tokens, is_open=is_open, quiet=quiet)
             try:
                 first = asyncio.run(_serve(ready, sock) if workers == 1 else _supervise(ready, workers))
             except asyncio.CancelledError:
                 first = signal.SIGINT
-    raise typer.Exit(INTERRUPTED if first == signal.SIGINT else 0)
+    return INTERRUPTED if first == signal.SIGINT else 0
 
 
 def make_settings(engine: str, model: str, urls: list[str], overrides: list[str], given: dict[str, Any]) -> "Settings":
@@ -99,15 +107,28 @@ def refuse_crowd(settings: "Settings", workers: int) -> None:
         raise ConfigError("--workers: a pool in memory cannot be shared; use --pool sqlite")
 
 
+def refuse_strangers(settings: "Settings") -> None:
+    """Refuse an open gateway that other machines could reach."""
+    from penstock.gateway.listening import is_loopback
+
+    if not is_loopback(settings.gateway.host):
+        raise ConfigError(
+            f"--open: without tokens it may be reached from this machine only, not at {settings.gateway.host}; use --host 127.0.0.1"
+        )
+
+
 class Ready:
     """What is told, to programs on stdout and to persons on stderr."""
 
-    def __init__(self, settings: "Settings", model: "ModelFiles", *, folder: Path, port: int, tokens: Path, quiet: bool) -> None:
+    def __init__(
+        self, settings: "Settings", model: "ModelFiles", *, folder: Path, port: int, tokens: Path, is_open: bool, quiet: bool
+    ) -> None:
         from penstock.gateway.listening import base_url
 
         self.settings, self.model, self.folder, self.port = settings, model, folder, port
         self._base_url = base_url(settings.gateway.host, port, settings.gateway.hosts)
         self._tokens = tokens
+        self.is_open = is_open
         self._quiet = quiet
 
     def say(self, pid: int, **more: object) -> None:
@@ -123,10 +144,13 @@ class Ready:
             "pool": self.settings.pool.name,
             "folder": str(self.folder),
             "tokens": str(self._tokens),
+            "mode": "open" if self.is_open else "token",
             "pid": pid,
         }
         typer.echo(orjson.dumps(line | more).decode())
         self.tell(f"serving {self.model.name} at {self._base_url}, recording into {self.folder}; tokens are in {self._tokens}")
+        if self.is_open:
+            self.tell("it is open: any program on this machine may call, grade and read without a token")
         if self.settings.gateway.host not in LOOPBACK:
             self.tell(
                 f"it can be reached from other machines at {self.settings.gateway.host}: without TLS, but for none without a token"
@@ -148,7 +172,8 @@ async def _serve(ready: Ready, sock: socket.socket) -> int | None:
 
     stop, secret = asyncio.Event(), load_secret(ready.folder)
     with Interrupts(stop, ready.stopping) as interrupts:
-        async with open_gateway(ready.settings, ready.model, folder=ready.folder, secret=secret, sock=sock):
+        opening = open_gateway(ready.settings, ready.model, folder=ready.folder, secret=secret, sock=sock, is_open=ready.is_open)
+        async with opening:
             ready.say(os.getpid(), workers=1)
             await stop.wait()
         return interrupts.first
@@ -158,7 +183,7 @@ async def _supervise(ready: Ready, workers: int) -> int | None:
     """Keep several processes serving until a signal comes; which one that was."""
     from penstock.gateway.workers import Crew, make_orders
 
-    orders = make_orders(ready.settings, ready.model, folder=ready.folder, port=ready.port, workers=workers)
+    orders = make_orders(ready.settings, ready.model, folder=ready.folder, port=ready.port, workers=workers, is_open=ready.is_open)
     stop = asyncio.Event()
 
     def serving(pids: list[int]) -> None:

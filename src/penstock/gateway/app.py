@@ -8,9 +8,10 @@ from typing import Self
 
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import ASGIApp
 
 from penstock.engines.base import Engine
-from penstock.errors import RequestError
+from penstock.errors import ConfigError, RequestError
 from penstock.events import Events
 from penstock.gateway.auth import Needs, Tokens
 from penstock.gateway.calls import Limits
@@ -19,15 +20,20 @@ from penstock.gateway.dialects import DIALECTS
 from penstock.gateway.dialects.base import Dialect
 from penstock.gateway.endpoint import CountRoute, ModelRoute
 from penstock.gateway.flights import Told
+from penstock.gateway.flow_bodies import detail_body
+from penstock.gateway.flow_routes import FlowRoutes, Judge
+from penstock.gateway.generate_route import GenerateRoute
 from penstock.gateway.http import HttpServer
-from penstock.gateway.listening import base_url, bind, known_names
+from penstock.gateway.listening import base_url, bind, is_loopback, known_names
 from penstock.gateway.metrics import CONTENT_TYPE, Samples, as_text
 from penstock.gateway.peers import Peers
+from penstock.gateway.reading import Reading
 from penstock.gateway.redact import Redactor
 from penstock.gateway.routes import Plain, Route, Routes, reply
 from penstock.gateway.serve import Service
 from penstock.gateway.sessions import Session, Sessions
 from penstock.gateway.spans import Spans
+from penstock.gateway.trajectories import Trajectories
 from penstock.pool.base import Pool
 from penstock.records import Rollout, Sampling
 from penstock.render.renderer import Renderer
@@ -41,7 +47,8 @@ class Gateway:
 
     `sampling` gives defaults by channel for rollouts that were opened by another process; `open` gives them otherwise. `hosts` are
     further names that clients may call it by; `secrets` are values that must not be kept in any text. A `sock` that is bound goes
-    before host and port. `spans` are told of every call; `peers` are the other workers on the same port.
+    before host and port. `spans` are told of every call; `peers` are the other workers on the same port. With `is_open` only the
+    control routes need a token: whoever reaches it may call, grade and read; it then listens on this machine only.
     """
 
     def __init__(
@@ -61,9 +68,12 @@ class Gateway:
         sock: socket.socket | None = None,
         spans: Spans | None = None,
         peers: Peers | None = None,
+        is_open: bool = False,
     ) -> None:
         self._limits = limits = limits or Limits()
-        self.tokens = Tokens(secret)
+        self.tokens = Tokens(secret, is_open=is_open)
+        if is_open:
+            _refuse_elsewhere(sock.getsockname()[0] if sock else host)
         self._events = events or Events()
         self._address = (host, port)
         self._names = tuple(hosts)
@@ -80,6 +90,8 @@ class Gateway:
             base_url=base_url(host, port, hosts),
             share=(peers.number, peers.of),
         )
+        self._trajectories = Trajectories(pool, self._sessions, self.tokens)
+        self._flows = FlowRoutes(pool, self._sessions, self._trajectories, self._service, tokens=self.tokens, limits=limits)
         self._server: HttpServer | None = None
         refused = self._service.metrics.refused
         self.app = Routes(self._routes(pool), self.tokens, hosts=known_names(host, hosts), refused=refused)
@@ -93,6 +105,15 @@ class Gateway:
     def counts(self) -> Mapping[str, int]:
         """What was not done as callers asked, by name: ignored fields, capped lengths, answers given again."""
         return self._service.metrics.notices
+
+    @property
+    def judge(self) -> Judge | None:
+        """What `/compute_reward` asks; None refuses."""
+        return self._flows.judge
+
+    @judge.setter
+    def judge(self, judge: Judge | None) -> None:
+        self._flows.judge = judge
 
     def samples(self) -> Samples:
         """What this process has counted."""
@@ -127,27 +148,62 @@ class Gateway:
         return {"bridge_proven": len(result.proven), "bridge_unproven": Counter(result.unproven.values())}
 
     def _routes(self, pool: Pool) -> list[Route]:
-        limits, sessions, service, told = self._limits, self._sessions, self._service, Told()
-        routes: list[Route] = []
-        dialects: dict[str, Dialect] = {name: DIALECTS.load(name)(service.renderer.tokenizer) for name in DIALECTS}
-        for name, each in dialects.items():
-            model = ModelRoute(each, service, sessions, name=name, limits=limits, told=told, spans=self._spans)
-            routes.append(Route("POST", each.path, Needs.MODEL, model, each.error))
-            if each.count_path is not None:
-                count = CountRoute(each, service, sessions, limits=limits)
-                routes.append(Route("POST", each.count_path, Needs.MODEL, count, each.error))
-        control = Control(pool, sessions, limits)
+        control = Control(pool, self._sessions, self._limits)
         return [
-            *routes,
+            *self._model_routes(),
             Route("GET", "/v1/models", Needs.MODEL, Plain(self._models)),
             Route("GET", "/v1/models/{model}", Needs.MODEL, Plain(self._model)),
             Route("GET", "/", Needs.NOTHING, Plain(self._health)),
             Route("GET", "/health", Needs.NOTHING, Plain(self._health)),
+            Route("GET", "/docs", Needs.NOTHING, Plain(self._docs)),
             Route("GET", "/metrics", Needs.ADMIN, Plain(self._metrics)),
             Route("POST", "/rollouts", Needs.CONTROL, Plain(control.open)),
             Route("POST", "/rollouts/{rollout_id}/grade", Needs.CONTROL, Plain(control.grade)),
             Route("POST", "/rollouts/{rollout_id}/end", Needs.CONTROL, Plain(control.end)),
+            *self._flow_routes(),
+            *self._read_routes(pool),
         ]
+
+    def _model_routes(self) -> list[Route]:
+        limits, service, find, told = self._limits, self._service, self._trajectories.session, Told()
+        routes: list[Route] = []
+        dialects: dict[str, Dialect] = {name: DIALECTS.load(name)(service.renderer.tokenizer) for name in DIALECTS}
+        for name, each in dialects.items():
+            model: ASGIApp = ModelRoute(each, service, find, name=name, limits=limits, told=told, spans=self._spans)
+            if name == "generate":
+                model = GenerateRoute(model, self.tokens, body_bytes=limits.body_bytes)
+            routes.append(Route("POST", each.path, Needs.MODEL, model, each.error))
+            if each.count_path is not None:
+                count = CountRoute(each, service, find, limits=limits)
+                routes.append(Route("POST", each.count_path, Needs.MODEL, count, each.error))
+        return routes
+
+    def _flow_routes(self) -> list[Route]:
+        flows, base = self._flows, "/{trajectory}/{prompt}/v1"
+        routes = [
+            ("/submit_steps", flows.submit),
+            ("/compute_reward", flows.reward),
+            ("/init_trajectory", flows.init),
+            (f"{base}/register_trajectory", flows.register),
+            (f"{base}/complete_trajectory", flows.complete),
+            ("/complete_trajectory/{trajectory}", flows.complete),
+        ]
+        ready = Route("GET", "/ready", Needs.NOTHING, Plain(flows.ready), detail_body)
+        return [ready, *(Route("POST", path, Needs.FLOW, Plain(endpoint), detail_body) for path, endpoint in routes)]
+
+    def _read_routes(self, pool: Pool) -> list[Route]:
+        mode = "open" if self.tokens.is_open else "token"
+        reading = Reading(pool, self._service.engine, mode=mode, body_bytes=self._limits.body_bytes)
+        read = {
+            "config": reading.config,
+            "stats": reading.stats,
+            "steps": reading.steps,
+            "trajectories": reading.trajectories,
+            "events": reading.events,
+        }
+        curation = Route("POST", "/api/curation", Needs.ADMIN, Plain(reading.curate), detail_body)
+        gets = [Route("GET", f"/api/{name}", Needs.ADMIN, Plain(endpoint), detail_body) for name, endpoint in read.items()]
+        return [*gets, curation]
 
     async def _models(self, request: Request) -> Response:
         model = self._describe()
@@ -174,6 +230,16 @@ class Gateway:
     async def _metrics(self, request: Request) -> Response:
         return Response(as_text(await self._peers.together(self.samples())), media_type=CONTENT_TYPE)
 
+    async def _docs(self, request: Request) -> Response:
+        lines = [f"{route.method:4} {route.path}  ({route.needs})" for route in self.app.listed]
+        return Response("\n".join(lines) + "\n", media_type="text/plain; charset=utf-8")
+
     async def _health(self, request: Request) -> Response:
         engine = self._service.engine
         return reply({"status": "ok", "model": engine.model, "policy_version": engine.version, "rollouts": len(self._sessions)})
+
+
+def _refuse_elsewhere(host: str) -> None:
+    if not is_loopback(host):
+        text = f"an open gateway asks for no token, so it may listen on this machine only, not on {host or 'every interface'}"
+        raise ConfigError(f"{text}; use --host 127.0.0.1, or leave --open out")

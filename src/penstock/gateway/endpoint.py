@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from hashlib import sha256
 from typing import Any
@@ -17,23 +17,29 @@ from penstock.gateway.dialects.base import Answer, Dialect, EventWriter, Fresh
 from penstock.gateway.exchange import LEAVING
 from penstock.gateway.flights import Flight, Told
 from penstock.gateway.serve import Service
-from penstock.gateway.sessions import Session, Sessions
+from penstock.gateway.sessions import Session
 from penstock.gateway.spans import Spans
 from penstock.gateway.stream import Delta
 from penstock.records import Step
+
+VISIT = "penstock.visit"
+"""In a scope: the prompt's uid, where the path or the body names the rollout without a token of its own; else None."""
+MAIN = "main"
+FindSession = Callable[[str, str | None], Awaitable[Session]]
+"""The session of a rollout; where a prompt's uid is given, of one that may not be there yet."""
 
 
 class ModelRoute:
     """One dialect's endpoint. `scope["rollout_id"]` is whose token a request carried, `scope["transcript"]` what its path says."""
 
     def __init__(
-        self, dialect: Dialect, service: Service, sessions: Sessions, *, name: str, limits: Limits, told: Told, spans: Spans | None
+        self, dialect: Dialect, service: Service, find: FindSession, *, name: str, limits: Limits, told: Told, spans: Spans | None
     ) -> None:
         self._dialect = dialect
         self._name = name
         self._spans = spans
         self._service = service
-        self._sessions = sessions
+        self._find = find
         self._limits = limits
         self._told = told
 
@@ -57,7 +63,9 @@ class ModelRoute:
             body = await read_body(receive, self._limits.body_bytes)
             if body is None:
                 return
-            session = await self._sessions.get(caller.rollout_id)
+            session = await self._find(caller.rollout_id, scope[VISIT])
+            if caller.transcript == session.rollout.group_id:  # in a path, after the token: which prompt it is, not who speaks
+                caller = account.caller = caller._replace(transcript=MAIN)
             flight.request = _request(caller, self._dialect.path, body)
             if flight.request in session.refused:
                 caller = caller._replace(is_retry=False)
@@ -108,10 +116,10 @@ class ModelRoute:
 class CountRoute:
     """Counts the tokens of a request's prompt; nothing is sampled and nothing recorded."""
 
-    def __init__(self, dialect: Dialect, service: Service, sessions: Sessions, *, limits: Limits) -> None:
+    def __init__(self, dialect: Dialect, service: Service, find: FindSession, *, limits: Limits) -> None:
         self._dialect = dialect
         self._service = service
-        self._sessions = sessions
+        self._find = find
         self._limits = limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -122,7 +130,7 @@ class CountRoute:
             body = await read_body(receive, self._limits.body_bytes)
             if body is None:
                 return
-            session = await self._sessions.get(caller.rollout_id)
+            session = await self._find(caller.rollout_id, scope[VISIT])
             call = self._dialect.parse(parse_json(body), session.sampling, await self._service.past(session, caller.transcript))
             tokens = await self._service.count_tokens(session, caller, call)
         except PenstockError as error:
@@ -296,10 +304,15 @@ def as_refusal(error: PenstockError) -> RequestError:
 def _caller(scope: Scope) -> Caller:
     headers = scope["headers"]
     rollout_id, named = scope["rollout_id"], header(headers, b"x-rollout-id")
+    if not rollout_id:
+        rollout_id = named
+    if not rollout_id:
+        text = "whose call is this? call under /{trajectory}/{prompt}/v1, or send the rollout's model token or x-rollout-id"
+        raise RequestError(text, code="unknown_caller")
     # A rollout server knows a rollout by more than its id: what follows the tilde tells runs apart.
     if named and named != rollout_id and not named.startswith(f"{rollout_id}~"):
         raise RequestError(f"x-rollout-id names {named}, but the token is that of {rollout_id}", code="rollout_mismatch")
-    transcript, key = header(headers, b"x-sample-id") or scope["transcript"] or "main", header(headers, b"idempotency-key")
+    transcript, key = header(headers, b"x-sample-id") or scope["transcript"] or MAIN, header(headers, b"idempotency-key")
     for name, value in (("x-sample-id", transcript), ("idempotency-key", key)):
         if len(value) > 200:
             raise RequestError(f"{name} is longer than 200 characters", code="invalid_value", param=name)

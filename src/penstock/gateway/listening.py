@@ -2,6 +2,7 @@
 
 import socket
 from collections.abc import Collection
+from ipaddress import ip_address
 
 from penstock.errors import ConfigError
 
@@ -30,6 +31,19 @@ def base_url(host: str, port: int, names: Collection[str] = ()) -> str:
     if host in ANYWHERE:
         host = next(iter(names), "127.0.0.1")
     return f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
+
+
+def root_url(url: str, host_header: str) -> str:
+    """Without `/v1`, and by the name that a caller used, which is right for it wherever it is."""
+    return f"http://{host_header}" if host_header else url.removesuffix("/v1")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches it."""
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def known_names(host: str, others: Collection[str]) -> frozenset[str] | None:

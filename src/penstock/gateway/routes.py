@@ -1,7 +1,8 @@
 """Every route with what it needs of its caller; whatever is not listed is refused.
 
 Model routes may carry the token in the path, before `/v1`, for clients that cannot send a key of their own, and after it the
-transcript: `/{token}/v1/…`, `/{token}/{transcript}/v1/…`. A client whose base URL has no `/v1`, or adds one itself, is served too.
+transcript: `/{token}/v1/…`, `/{token}/{transcript}/v1/…`. A trajectory's uid in its place is followed by its prompt's:
+`/{trajectory}/{prompt}/v1/…`, where its flow routes are too. A client whose base URL has no `/v1`, or adds one, is served too.
 """
 
 from collections import Counter
@@ -17,8 +18,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from penstock.errors import PenstockError, RequestError
 from penstock.gateway.auth import Needs, Tokens, header
 from penstock.gateway.dialects.chat import error_body
-from penstock.gateway.endpoint import as_refusal
+from penstock.gateway.endpoint import VISIT, as_refusal
 from penstock.gateway.flights import AGAIN, RETRY_AFTER_S
+
+DEFAULT_PROMPT = "1"
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 ErrorBody = Callable[[RequestError], dict[str, Any]]
@@ -46,6 +49,7 @@ class Routes:
         """Names under which clients may know us; None takes any."""
         self._known: set[str] = set()
         """Host headers that named us."""
+        self._shapes = tuple(map(_shape, self.listed))
         self._exact = {(route.method, _segments(route.path)): route for route in self.listed}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -55,10 +59,15 @@ class Routes:
         route: Route | None = None
         try:
             self._check_host(scope)
+            if self._tokens.is_open:
+                self._check_origin(scope)
             method = "GET" if scope["method"] == "HEAD" else scope["method"]
             found = self._find(method, _segments(scope["path"]))
-            route, scope["path_params"], token, scope["transcript"] = found
-            scope["rollout_id"] = self._tokens.admit(route.needs, scope["headers"], token)
+            route, scope["path_params"], token, transcript = found
+            rollout_id = scope["rollout_id"] = self._tokens.admit(route.needs, scope["headers"], token)
+            named_plainly = rollout_id == token
+            scope["transcript"] = "" if named_plainly else transcript
+            scope[VISIT] = (transcript or DEFAULT_PROMPT) if named_plainly else None
             await route.endpoint(scope, receive, send)
         except PenstockError as error:
             refusal = as_refusal(error)
@@ -81,16 +90,23 @@ class Routes:
             text = f"this gateway is not called {name!r}; add the name to gateway.hosts if it is yours"
             raise RequestError(text, status=421, code="wrong_host")
 
+    def _check_origin(self, scope: Scope) -> None:
+        """Refuse what a page of another site sends: where no token is asked for, a browser on this machine could be made to."""
+        origin = header(scope["headers"], b"origin")
+        if origin and (urlsplit(origin).hostname or "") not in (self._hosts or ()):
+            text = f"an open gateway serves no page of {origin}; call it from a program, or start it without --open"
+            raise RequestError(text, status=403, code="wrong_origin")
+
     def _find(self, method: str, segments: tuple[str, ...]) -> "Found":
         """The route, and what its path says; RequestError 404 or 405."""
         if (route := self._exact.get((method, segments))) is not None:
             return Found(route, {}, "", "")
         others: set[str] = set()
-        for route in self.listed:
-            found = _match(route, segments)
-            if found is not None and route.method == method:
+        for shape in self._shapes:
+            found = _match(shape, segments)
+            if found is not None and found.route.method == method:
                 return found
-            others |= {route.method} if found is not None else set()
+            others |= {found.route.method} if found is not None else set()
         path = "/" + "/".join(segments)
         if others:
             raise RequestError(f"{method} {path}: use {', '.join(sorted(others))}", status=405, code="wrong_method")
@@ -127,19 +143,38 @@ def _segments(path: str) -> tuple[str, ...]:
     return tuple(part for part in path.split("/") if part)
 
 
-def _match(route: Route, segments: tuple[str, ...]) -> Found | None:
+class Shape(NamedTuple):
+    """What the path of a route looks like: what stands before `pattern`, less any `/v1`, is for the caller to say."""
+
+    route: Route
+    pattern: tuple[str, ...]
+    before: tuple[str, ...] | None
+    """Names of what must stand there; None for a model route, which may have a token and a transcript there."""
+
+
+def _shape(route: Route) -> Shape:
     pattern = _segments(route.path)
-    token, transcript = "", ""
     if route.needs is Needs.MODEL:
-        pattern = pattern[1:]
-        before, segments = segments[: len(segments) - len(pattern)], segments[max(0, len(segments) - len(pattern)) :]
-        while before and before[-1] == "v1":
-            before = before[:-1]
-        if len(before) > 2:
-            return None
-        token, transcript = (*before, "", "")[:2]
-    params = _params(pattern, segments)
-    return None if params is None else Found(route, params, token, transcript)
+        return Shape(route, pattern[1:] if pattern[0] == "v1" else pattern, None)
+    if "v1" in pattern:  # under a base URL
+        place = pattern.index("v1")
+        return Shape(route, pattern[place + 1 :], pattern[:place])
+    return Shape(route, pattern, ())
+
+
+def _match(shape: Shape, segments: tuple[str, ...]) -> Found | None:
+    route, pattern, names = shape
+    size = len(segments) - len(pattern)
+    if size < 0 or (params := _params(pattern, segments[size:])) is None:
+        return None
+    if names == ():
+        return Found(route, params, "", "") if size == 0 else None
+    while size and segments[size - 1] == "v1":
+        size -= 1
+    if names is None:
+        return Found(route, params, *(*segments[:size], "", "")[:2]) if size <= 2 else None
+    before = _params(names, segments[:size])
+    return None if before is None else Found(route, before | params, "", "")
 
 
 def _params(pattern: Sequence[str], segments: Sequence[str]) -> dict[str, str] | None:

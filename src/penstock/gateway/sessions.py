@@ -14,7 +14,7 @@ from penstock.gateway.flights import Flight
 from penstock.gateway.graph import TokenGraph
 from penstock.gateway.talks import Talk
 from penstock.pool.base import Pool
-from penstock.records import Message, Rollout, Sampling
+from penstock.records import Attempt, Message, Rollout, Sampling
 from penstock.render.chat import Tool
 
 
@@ -71,7 +71,7 @@ class Session:
         if self._graph is None:
             attempt = await pool.attempt(self.rollout_id)
             if attempt.end is not None:
-                raise has_ended(self.rollout_id, attempt.end)
+                raise over(attempt)
             self._graph = self._graph or TokenGraph(attempt)
         return self._graph
 
@@ -81,7 +81,7 @@ class Session:
             return
         attempt = await pool.attempt(self.rollout_id, first_step=graph.next_step, first_node=graph.next_node)
         if attempt.end is not None:
-            raise has_ended(self.rollout_id, attempt.end)
+            raise over(attempt)
         graph.grow(attempt)
 
     def forget(self) -> None:
@@ -220,7 +220,8 @@ class Sessions:
         self._share = share
         self._open: dict[str, Session] = {}
         self._taken: dict[str, Session] = {}
-        self._closed: dict[str, None] = {}
+        self._closed: dict[str, bool] = {}
+        """Whether it was its flow that completed it."""
         self._stopping = False
 
     def __len__(self) -> int:
@@ -233,13 +234,27 @@ class Sessions:
         self._taken.pop(rollout.id, None)
         return session
 
-    def close(self, rollout_id: str) -> None:
+    def runs(self, rollout_id: str) -> bool:
+        """Whether a runner in this process has it open, and will end it."""
+        return rollout_id in self._open
+
+    @property
+    def stopping(self) -> bool:
+        """Whether no more calls are taken."""
+        return self._stopping
+
+    def is_complete(self, rollout_id: str) -> bool:
+        """Whether it is known here that its flow has completed it."""
+        return self._closed.get(rollout_id, False)
+
+    def close(self, rollout_id: str, *, complete: bool = False) -> None:
         """Refuse its calls from now on and cancel those that run; an unknown rollout is nothing to close."""
+        complete = complete or self.is_complete(rollout_id)
         session = self._open.pop(rollout_id, None) or self._taken.pop(rollout_id, None)
         if session is not None:
             session.close()
         _bound(self._closed, REMEMBERED)
-        self._closed[rollout_id] = None
+        self._closed[rollout_id] = complete
 
     async def drain(self, within_s: float) -> None:
         """Take no more calls and wait for those that run, but not longer than that."""
@@ -257,8 +272,8 @@ class Sessions:
         """The rollout's session; RequestError 409 where it has ended, 404 where the pool does not know it, 503 when we stop."""
         if self._stopping:
             raise RequestError("the gateway is stopping; try again at the next one", status=503, code="stopping")
-        if rollout_id in self._closed:
-            raise has_ended(rollout_id)
+        if (complete := self._closed.get(rollout_id)) is not None:
+            raise is_gone(rollout_id) if complete else has_ended(rollout_id)
         session = self._open.get(rollout_id) or self._taken.get(rollout_id)
         if session is None:
             return await self._take_over(rollout_id)
@@ -269,8 +284,8 @@ class Sessions:
     async def _catch_up(self, session: Session) -> None:
         try:
             await session.catch_up(self._pool)
-        except RequestError:
-            self.close(session.rollout_id)
+        except RequestError as error:
+            self.close(session.rollout_id, complete=error.status == 410)
             raise
 
     async def _take_over(self, rollout_id: str) -> Session:
@@ -282,7 +297,7 @@ class Sessions:
         except PoolError as error:
             raise RequestError(str(error), status=404, code="unknown_rollout") from error
         if attempt.end is not None:
-            raise has_ended(rollout_id, attempt.end)
+            raise over(attempt)
         default = self._defaults.get(attempt.rollout.channel) or self._defaults.get("") or Sampling()
         sampling = sampling_of(task, default)
         for idle in [key for key, session in self._taken.items() if not session.tasks][: max(0, len(self._taken) - TAKEN)]:
@@ -315,6 +330,20 @@ def has_ended(rollout_id: str, end: str | None = None) -> RequestError:
     return RequestError(f"rollout {rollout_id} has ended{how}; its calls are no longer served", status=409, code="rollout_ended")
 
 
-def _bound(table: dict[str, None], size: int) -> None:
+COMPLETE = "completed by its flow"
+"""What is kept with the end of a rollout that its flow completed."""
+
+
+def is_gone(rollout_id: str) -> RequestError:
+    """A call to a rollout that its flow has completed."""
+    return RequestError(f"rollout {rollout_id} is complete; begin another one for more calls", status=410, code="rollout_complete")
+
+
+def over(attempt: Attempt) -> RequestError:
+    """A call to a rollout that has ended, in whatever process."""
+    return is_gone(attempt.rollout.id) if attempt.message == COMPLETE else has_ended(attempt.rollout.id, attempt.end)
+
+
+def _bound(table: dict[str, bool], size: int) -> None:
     while len(table) >= size:
         del table[next(iter(table))]

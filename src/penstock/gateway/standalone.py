@@ -21,6 +21,7 @@ from penstock.events import Events
 from penstock.gateway.app import Gateway
 from penstock.gateway.auth import Tokens
 from penstock.gateway.calls import Limits
+from penstock.gateway.judging import judge_by_rule
 from penstock.gateway.peers import Peers
 from penstock.gateway.spans import open_spans
 from penstock.pool import POOLS
@@ -76,7 +77,14 @@ def read_settings(tree: dict[str, Any], overrides: Iterable[str] = ()) -> Settin
 
 @asynccontextmanager
 async def open_gateway(
-    settings: Settings, model: ModelFiles, *, folder: Path, secret: bytes, sock: socket.socket, peers: Peers | None = None
+    settings: Settings,
+    model: ModelFiles,
+    *,
+    folder: Path,
+    secret: bytes,
+    sock: socket.socket,
+    peers: Peers | None = None,
+    is_open: bool = False,
 ) -> AsyncGenerator[Opened]:
     """Open pool, engine and gateway; left in good order, it waits for answers under way and closes all of them."""
     async with AsyncExitStack() as stack:
@@ -103,7 +111,9 @@ async def open_gateway(
             sock=sock,
             spans=spans,
             peers=peers,
+            is_open=is_open,
         )
+        gateway.judge = judge_by_rule
         yield Opened(await stack.enter_async_context(gateway), pool, engine)
 
 

@@ -40,6 +40,7 @@ class Orders:
     port: int
     of: int
     number: int = 0
+    is_open: bool = False
 
     @property
     def counts(self) -> Path:
@@ -47,7 +48,7 @@ class Orders:
         return Path(self.folder) / "workers"
 
 
-def make_orders(settings: Settings, model: ModelFiles, *, folder: Path, port: int, workers: int) -> Orders:
+def make_orders(settings: Settings, model: ModelFiles, *, folder: Path, port: int, workers: int, is_open: bool = False) -> Orders:
     """The same for all workers, but for their number."""
     return Orders(
         settings=settings.model_dump(mode="json"),
@@ -57,6 +58,7 @@ def make_orders(settings: Settings, model: ModelFiles, *, folder: Path, port: in
         host=settings.gateway.host,
         port=port,
         of=workers,
+        is_open=is_open,
     )
 
 
@@ -155,7 +157,10 @@ async def work(orders: Orders, orders_pipe: asyncio.StreamReader) -> None:
     peers = Peers(orders.number, orders.of, orders.counts)
     model = ModelFiles(name=orders.model, path=Path(orders.model_folder))
     sock = bind(orders.host, orders.port, shared=True)
-    async with open_gateway(settings, model, folder=folder, secret=load_secret(folder), sock=sock, peers=peers) as opened:
+    opening = open_gateway(
+        settings, model, folder=folder, secret=load_secret(folder), sock=sock, peers=peers, is_open=orders.is_open
+    )
+    async with opening as opened:
         _say(READY)
         async with asyncio.TaskGroup() as group:
             asides = [group.create_task(peers.keep(opened.gateway.samples)), group.create_task(_until_gone(orders_pipe, stop))]

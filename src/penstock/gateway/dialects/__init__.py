@@ -9,5 +9,6 @@ DIALECTS = Registry(
         "responses": "penstock.gateway.dialects.responses:ResponsesDialect",
         "completions": "penstock.gateway.dialects.completions:CompletionsDialect",
         "messages": "penstock.gateway.dialects.messages:MessagesDialect",
+        "generate": "penstock.gateway.dialects.generate:GenerateDialect",
     },
 )

@@ -1,0 +1,146 @@
+"""The white-box dialect: `/generate`, messages or token ids in, text with its ids, log-probabilities and versions out.
+
+Tool calls are left in the text: a flow reads them itself.
+"""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+import orjson
+
+from penstock.errors import RequestError
+from penstock.gateway.calls import Call, Past
+from penstock.gateway.dialects import fields
+from penstock.gateway.dialects.base import Answer, EventWriter
+from penstock.gateway.dialects.chat import NEUTRAL as CHAT_NEUTRAL
+from penstock.gateway.dialects.completions import NEUTRAL as COMPLETIONS_NEUTRAL
+from penstock.gateway.dialects.sampling import SAMPLING, refuse, sampling
+from penstock.gateway.stream import sse
+from penstock.records import Sampling
+from penstock.render.tokenizer import Tokenizer
+
+LABELS = frozenset({"trajectory_uid", "prompt_uid", "model", "logprobs"})
+"""Fields that sampling does not depend on; log-probabilities are always told."""
+HONOURED = LABELS | SAMPLING | {"messages", "tools", "prompt_ids", "sampling_params", "max_tokens"}
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    **CHAT_NEUTRAL,
+    **{name: values for name, values in COMPLETIONS_NEUTRAL.items() if name != "logprobs"},
+    "skip_special_tokens": (True, False),
+    "n": (1,),
+    "stream": (False,),
+    "tool_choice": ("auto",),
+    "image_data": ([], {}),
+    "video_data": ([], {}),
+    "multi_modal_data": ([], {}),
+}
+"""Fields that would change the answer in a way that is not offered, with the values that change nothing."""
+
+
+class GenerateDialect:
+    """See `Dialect`."""
+
+    path = "/generate"
+    count_path = None
+    ping = b""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._ids = tokenizer.core.get_vocab_size()
+
+    def parse(self, body: dict[str, Any], defaults: Sampling, past: Past) -> Call:
+        """See `Dialect.parse`. The form is told by which of `messages` and `prompt_ids` is there."""
+        with _as_422():
+            asked = _merged(body)
+            refuse(asked, NEUTRAL)
+            if ("messages" in body) == ("prompt_ids" in body):
+                raise fields.wrong("messages", "or prompt_ids must be given, one of the two")
+            raw = self._prompt(body["prompt_ids"]) if "prompt_ids" in body else None
+            if raw is not None and body.get("tools"):
+                raise fields.wrong("tools", "belong to messages; token ids have them in the prompt already")
+            return Call(
+                model="",
+                messages=() if raw is not None else fields.messages(expand(body["messages"]), past.talk),
+                tools=() if raw is not None else fields.tools(body.get("tools"), past.talk),
+                raw=raw,
+                sampling=sampling(asked, defaults, "max_tokens"),
+                echo=(("prompt_uid", fields.text(body.get("prompt_uid") or "", "prompt_uid")),),
+                ignored=tuple(sorted(name for name in asked.keys() - HONOURED - NEUTRAL.keys() if asked[name] is not None)),
+            )
+
+    def whole(self, answer: Answer) -> bytes:
+        """See `Dialect.whole`."""
+        step = answer.steps[0]
+        told: dict[str, Any] = {
+            "trajectory_uid": step.rollout_id,
+            **dict(answer.call.echo),
+            "step_index": step.index,
+            "response_text": step.message["content"] or "",
+            "response_ids": step.completion_ids,
+            "prompt_ids": answer.prompt.ids,
+            "token_ids": step.completion_ids,
+            "log_probs": step.logprobs,
+            "stop_reason": step.finish,
+            "policy_version": step.versions[-1] if step.versions else None,
+            "policy_versions": step.versions,
+        }
+        if "reasoning_content" in step.message:
+            told["reasoning_content"] = step.message["reasoning_content"]
+        return orjson.dumps(told)
+
+    def events(self, answer: Answer) -> EventWriter:
+        """See `Dialect.events`; `parse` takes no call that wants them."""
+        raise RequestError("/generate does not stream; call /v1/chat/completions", code="unsupported_parameter", param="stream")
+
+    def count(self, tokens: int) -> dict[str, Any]:
+        """See `Dialect.count`."""
+        return {"total_tokens": tokens}
+
+    def error(self, error: RequestError) -> dict[str, Any]:
+        """See `Dialect.error`."""
+        return {"detail": str(error), "code": error.code}
+
+    def broken(self, error: RequestError) -> bytes:
+        """See `Dialect.broken`."""
+        return sse(self.error(error))
+
+    def _prompt(self, value: Any) -> tuple[int, ...]:
+        ids = fields.integers({"prompt_ids": value}, "prompt_ids") if fields.entries(value) else ()
+        if not ids:
+            raise fields.wrong("prompt_ids", f"must be a list of token ids, and not empty; not {fields.shown(value)}")
+        if max(ids) >= self._ids:
+            raise fields.wrong("prompt_ids", f"holds token {max(ids)}; this model has {self._ids} of them, counted from 0")
+        return ids
+
+
+def expand(messages: Any) -> Any:
+    """The messages, each whose content is a list of messages replaced by those: a row's prompt used as the content of one."""
+    given = fields.entries(messages)
+    if given is None:
+        return messages
+    spread: list[Any] = []
+    for message in given:
+        inner = fields.entries((fields.entry(message) or {}).get("content"))
+        is_talk = bool(inner) and all("role" in (fields.entry(part) or {}) for part in inner or ())
+        spread += (inner or []) if is_talk else [message]
+    return spread
+
+
+def _merged(body: dict[str, Any]) -> dict[str, Any]:
+    """The body with the fields of `sampling_params` beside its own; refused where the two differ."""
+    given = fields.entry({} if body.get("sampling_params") is None else body["sampling_params"])
+    if given is None:
+        raise fields.wrong("sampling_params", "must be an object")
+    for name in given.keys() & body.keys():
+        if None not in (given[name], body[name]) and given[name] != body[name]:
+            raise fields.wrong(name, "is said twice, and not the same; leave one out")
+    return {**given, **{name: value for name, value in body.items() if value is not None or name not in given}}
+
+
+@contextmanager
+def _as_422() -> Generator[None]:
+    """What is wrong with a field is a 422 here, as this dialect's clients know it."""
+    try:
+        yield
+    except RequestError as error:
+        status = 422 if error.status == 400 else error.status
+        raise RequestError(str(error), status=status, code=error.code, param=error.param) from error

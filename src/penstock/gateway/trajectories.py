@@ -1,0 +1,169 @@
+"""Rollouts that callers name themselves: each is opened in the pool by what is first said of it, and completed once.
+
+A flow that runs in a training run has a rollout already, which its runner ends; any other trajectory is a rollout in a group of its
+own. All of it is in the pool, so any gateway goes on where another one stopped.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.errors import PoolConflict, PoolError, PoolFailed, RequestError
+from penstock.gateway import adhoc
+from penstock.gateway.auth import Tokens
+from penstock.gateway.sessions import COMPLETE, Session, Sessions, is_gone, over
+from penstock.pool.base import Pool
+from penstock.records import Attempt, End, Grade, Rollout, Task
+
+SOURCE = "flow"
+"""Of the grades that a flow gives."""
+CHANNEL = "train"
+_PROMPT = "prompt_uid"
+_FLOW = f"{adhoc.OURS}flow"
+NAME = re.compile(r"(?![mfca]k-)[A-Za-z0-9][A-Za-z0-9._:-]{0,199}")
+"""Of a trajectory: it stands in paths, and no token looks like it."""
+LONGEST = 1000
+"""Characters of a prompt's uid."""
+BEYOND = 2**31 - 1
+"""The number of no step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Registration:
+    """What is said of a trajectory; None where it is not said."""
+
+    prompt_uid: str | None = None
+    channel: str | None = None
+    metadata: Mapping[str, Any] | None = None
+    sampling: Mapping[str, Any] | None = None
+    """The fields of `Sampling` that its calls change."""
+
+
+class Trajectories:
+    """See above."""
+
+    def __init__(self, pool: Pool, sessions: Sessions, tokens: Tokens) -> None:
+        self._pool = pool
+        self._sessions = sessions
+        self._tokens = tokens
+
+    async def session(self, rollout_id: str, visit: str | None) -> Session:
+        """The rollout's session; with the prompt's uid as `visit`, one that is not there is opened."""
+        try:
+            return await self._sessions.get(rollout_id)
+        except RequestError as error:
+            if visit is None or error.code != "unknown_rollout":
+                raise
+        await self.register(rollout_id, Registration(prompt_uid=visit))
+        return await self._sessions.get(rollout_id)
+
+    async def register(self, rollout_id: str, said: Registration) -> None:
+        """Open the trajectory as it is said; RequestError 409 where it is there otherwise, 410 where it is complete."""
+        attempt = await self.find(rollout_id)
+        if attempt is None:
+            await self._open(rollout_id, said)
+            attempt = await self.get(rollout_id)
+        self._refuse_over(attempt)
+        task = await self._pool.task(rollout_id)
+        if difference := _difference(said, attempt, task):
+            text = f"trajectory {rollout_id} is there with another {difference}; register it before its first call, and once"
+            raise RequestError(text, status=409, code="registered_otherwise", param=difference)
+        if said.sampling and _FLOW not in (task.metadata or {}):
+            await self._resample(rollout_id, task, said.sampling)
+
+    async def find(self, rollout_id: str, *, whole: bool = False) -> Attempt | None:
+        """What is recorded of it, its steps only if `whole`; None where the pool does not know it."""
+        first = 0 if whole else BEYOND
+        try:
+            return await self._pool.attempt(rollout_id, first_step=first, first_node=first)
+        except PoolFailed:
+            raise
+        except PoolError:
+            return None
+
+    async def get(self, rollout_id: str) -> Attempt:
+        """What is recorded of it, without its steps; RequestError 404 where the pool does not know it."""
+        if (attempt := await self.find(rollout_id)) is None:
+            text = f"no trajectory {rollout_id!r} here; begin it with /init_trajectory or its first call"
+            raise RequestError(text, status=404, code="unknown_rollout")
+        return attempt
+
+    async def complete(self, rollout_id: str, reward: float | None) -> Rollout:
+        """Grade it and refuse further calls; RequestError 404 for an unknown one, 409 or 410 for one that is over."""
+        if self._tokens.is_trajectory(rollout_id) and await self.find(rollout_id) is None:
+            await self._open(rollout_id, Registration())
+        attempt = await self.get(rollout_id)
+        self._refuse_over(attempt)
+        if reward is not None:
+            await self.grade(Grade(rollout_id=rollout_id, reward=reward, source=SOURCE))
+        await self.finish(rollout_id)
+        return attempt.rollout
+
+    async def grade(self, grade: Grade) -> None:
+        """Store it; RequestError 409 where another one stands, or the rollout has ended."""
+        try:
+            await self._pool.grade(grade)
+        except PoolFailed:
+            raise
+        except PoolError as error:
+            raise RequestError(str(error), status=409, code="not_graded") from error
+
+    async def finish(self, rollout_id: str) -> None:
+        """Refuse further calls, and end the rollout unless a runner has it open and will."""
+        if not self._sessions.runs(rollout_id):
+            await self._pool.end(rollout_id, End.COMPLETED, COMPLETE)
+        self._sessions.close(rollout_id, complete=True)
+
+    def _refuse_over(self, attempt: Attempt) -> None:
+        if attempt.end is not None:
+            raise over(attempt)
+        if self._sessions.is_complete(attempt.rollout.id):
+            raise is_gone(attempt.rollout.id)
+
+    async def _open(self, rollout_id: str, said: Registration) -> None:
+        prompt = said.prompt_uid or ""
+        if not NAME.fullmatch(rollout_id):
+            text = f"{rollout_id[:60]!r} cannot name a trajectory; use up to 200 letters, digits and . _ : -"
+            raise RequestError(text, status=422, code="invalid_value", param="trajectory_uid")
+        if len(prompt) > LONGEST:
+            raise RequestError(
+                f"prompt_uid is longer than {LONGEST} characters", status=422, code="invalid_value", param="prompt_uid"
+            )
+        try:
+            await adhoc.open_adhoc(
+                self._pool,
+                rollout_id=rollout_id,
+                task_id=prompt or SOURCE,
+                channel=said.channel or CHANNEL,
+                sampling=said.sampling or {},
+                metadata={**(said.metadata or {}), _PROMPT: prompt, _FLOW: True},
+            )
+        except PoolFailed:
+            raise
+        except (PoolConflict, PoolError) as error:
+            raise RequestError(str(error), status=409, code="rollout_exists") from error
+
+    async def _resample(self, rollout_id: str, task: Task, sampling: Mapping[str, Any]) -> None:
+        """Let calls of a rollout that its run opened be sampled otherwise: as long as the run has it open, and from the start."""
+        session = await self._sessions.get(rollout_id)
+        changed = adhoc.sampling_of(adhoc.make_task(task.id, sampling), session.sampling)
+        if changed != session.sampling and (await session.graph(self._pool)).steps:
+            text = f"trajectory {rollout_id} has calls that were sampled otherwise; register its sampling before the first"
+            raise RequestError(text, status=409, code="registered_otherwise", param="sampling")
+        session.sampling = changed
+
+
+def _difference(said: Registration, attempt: Attempt, task: Task) -> str | None:
+    """What is said otherwise than it is; of a rollout that its run opened, all but the channel is for the run to say."""
+    if said.channel is not None and said.channel != attempt.rollout.channel:
+        return "channel"
+    kept = task.metadata or {}
+    if _FLOW not in kept:
+        return None
+    if said.prompt_uid is not None and said.prompt_uid != kept[_PROMPT]:
+        return _PROMPT
+    own = {name: value for name, value in kept.items() if name != _PROMPT and not name.startswith(adhoc.OURS)}
+    if said.metadata is not None and {name: value for name, value in said.metadata.items() if name != _PROMPT} != own:
+        return "metadata"
+    return "sampling" if said.sampling is not None and dict(said.sampling) != adhoc.changed_sampling(task) else None

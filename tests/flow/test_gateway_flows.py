@@ -1,0 +1,379 @@
+"""White-box flows over HTTP: what is sampled, what is submitted, and what is refused."""
+
+import asyncio
+
+import pytest
+from gateway_cases import TOOL, USER, renderer
+from gateway_flow_cases import generate, opened, run, run_open, step_of, submit
+
+from penstock.errors import GraderError
+from penstock.pool import POOLS
+from penstock.records import End, Sampling
+
+TALK = [{"role": "system", "content": "Be brief."}, USER]
+
+
+def test_an_answer_holds_what_both_forms_read():
+    async def steps(bench, session, engine):
+        body = {"trajectory_uid": session.rollout_id, "prompt_uid": "p1", "messages": [USER], "max_tokens": 9, "temperature": 0.8}
+        told = (await bench.http(session.token).post("/generate", json=body)).json()
+        recorded = (await bench.attempt(session)).steps[0]
+        assert (told["trajectory_uid"], told["prompt_uid"], told["step_index"]) == (session.rollout_id, "p1", 0)
+        assert (told["response_text"], told["stop_reason"], told["policy_version"]) == ("It is 42.", "stop", 3)
+        assert told["response_ids"] == told["token_ids"] == list(recorded.completion_ids)
+        assert tuple(told["prompt_ids"]) == engine.prompts[0]
+        assert told["log_probs"] == list(recorded.logprobs) and told["policy_versions"] == [3] * len(told["token_ids"])
+        assert (engine.samplings[0].max_tokens, engine.samplings[0].temperature) == (9, 0.8)
+
+    run(steps, ["It is 42."], engine={"version": 3})
+
+
+def test_sampled_ids_are_answered_and_recorded_as_they_are_with_their_end():
+    spelt = [*map(ord, "42"), renderer().tokenizer.eos_ids[0]]  # not how "42" would be encoded
+
+    async def steps(http, bench, engine):
+        told = await generate(http)
+        assert told["response_ids"] == spelt and len(told["log_probs"]) == len(spelt)
+        assert (await bench.pool.attempt("t1")).steps[0].completion_ids == tuple(spelt)
+
+    run_open(steps, [spelt])
+
+
+def test_the_form_with_token_ids_is_a_prompt_that_no_template_touches():
+    async def steps(bench, session, engine):
+        params = {"temperature": 0.5, "top_p": 0.9, "repetition_penalty": 1.0, "max_tokens": 5, "logprobs": True}
+        body = {"prompt_ids": [5, 6, 7], "sampling_params": params}
+        told = (await bench.http(session.token).post("/generate", json=body)).json()
+        assert engine.prompts == [(5, 6, 7)] and told["prompt_ids"] == [5, 6, 7]
+        assert set(told) >= {"token_ids", "log_probs", "stop_reason"}
+        assert (engine.samplings[0].temperature, engine.samplings[0].top_p, engine.samplings[0].max_tokens) == (0.5, 0.9, 5)
+
+    run(steps, ["so on"])
+
+
+def test_what_a_call_does_not_say_is_sampled_as_the_session_says():
+    async def steps(bench, session, engine):
+        session = bench.reopen(session.rollout, sampling=Sampling(temperature=0.25, top_p=0.5, max_tokens=17))
+        await generate(bench.http(session.token), session.rollout_id)
+        assert (engine.samplings[0].temperature, engine.samplings[0].top_p, engine.samplings[0].max_tokens) == (0.25, 0.5, 17)
+
+    run(steps, ["Hi."])
+
+
+def test_a_content_that_is_a_conversation_stands_for_its_messages():
+    async def steps(http, bench, engine):
+        await generate(http, "t1", {"role": "user", "content": TALK})
+        await generate(http, "t2", *TALK)
+        assert engine.prompts[0] == engine.prompts[1]
+
+    run_open(steps, ["a", "b"])
+
+
+def test_tool_calls_stay_in_the_text_and_the_next_turn_goes_on_with_the_same_tokens():
+    call = '<tool_call>\n{"name": "multiply", "arguments": {"a": 6}}\n</tool_call>'
+
+    async def steps(http, bench, engine):
+        first = await generate(http, "t1", USER, tools=[TOOL])
+        said = [{"role": "assistant", "content": first["response_text"]}, {"role": "tool", "content": "42"}]
+        second = await generate(http, "t1", USER, *said, tools=[TOOL])
+        context = first["prompt_ids"] + first["response_ids"]
+        assert first["response_text"] == call
+        assert second["prompt_ids"][: len(context)] == context and second["step_index"] == 1
+
+    run_open(steps, [call, "It is 42."])
+
+
+def test_a_submitted_step_is_joined_with_what_was_recorded_of_it():
+    async def steps(bench, session, engine):
+        told = await generate(bench.http(session.token), session.rollout_id)
+        false = {"rollout_log_probs": [-9.0] * len(told["response_ids"]), "policy_version": 77}
+        response = await submit(bench.http(session.flow_token), step_of(told, reward=0.5, **false))
+        attempt = await bench.attempt(session)
+        assert (response.status_code, response.json()) == (200, {"accepted": 1})
+        assert (attempt.grades[0].reward, attempt.grades[0].step, attempt.grades[0].source) == (0.5, 0, "flow")
+        assert attempt.steps[0].logprobs == tuple(told["log_probs"]) and set(attempt.steps[0].versions) == {0}
+        assert bench.gateway.counts["replaced:rollout_log_probs"] == bench.gateway.counts["replaced:policy_version"] == 1
+
+    run(steps, ["Hi."])
+
+
+def test_a_step_that_was_not_sampled_here_is_refused_with_what_differs_and_nothing_is_stored():
+    async def steps(bench, session, engine):
+        told = await generate(bench.http(session.token), session.rollout_id)
+        http, right = bench.http(session.flow_token), step_of(told, reward=1.0)
+        cases = {
+            "response_ids[0]": right | {"response_ids": [1, *told["response_ids"][1:]]},
+            "prompt_ids[2]": right | {"prompt_ids": [*told["prompt_ids"][:2], 0, *told["prompt_ids"][3:]]},
+            "are its prompt, not": right
+            | {"prompt_ids": [*told["prompt_ids"], told["response_ids"][0]], "response_ids": told["response_ids"][1:]},
+            f"response_ids[{len(told['response_ids'])}]": right | {"response_ids": [*told["response_ids"], 5]},
+        }
+        for what, wrong in cases.items():
+            response = await submit(http, right, wrong)
+            assert (response.status_code, response.json()["code"]) == (409, "not_sampled"), what
+            assert what in response.json()["detail"]
+        assert (await bench.attempt(session)).grades == ()
+
+    run(steps, ["Hi there."])
+
+
+def test_the_last_step_completes_the_rollout_and_takes_out_what_was_never_submitted():
+    async def steps(http, bench, engine):
+        answers = [await generate(http, "t1", {"role": "user", "content": text}) for text in ("a", "b", "c")]
+        assert (await submit(http, step_of(answers[0]))).status_code == 200
+        assert (await submit(http, step_of(answers[2], reward=1.0, is_last=True))).status_code == 200
+        attempt = await bench.pool.attempt("t1")
+        assert (attempt.end, attempt.reward) == (End.COMPLETED, 1.0)
+        assert {mark.step: (mark.trainable, mark.note) for mark in attempt.marks} == {
+            0: (True, "submitted by its flow"),
+            1: (False, "not submitted by its flow"),
+        }
+        assert (await http.post("/generate", json={"trajectory_uid": "t1", "messages": [USER]})).status_code == 410
+
+    run_open(steps, ["A", "B", "C"])
+
+
+def test_a_rollout_that_a_runner_has_open_is_left_for_it_to_end():
+    async def steps(bench, session, engine):
+        told = await generate(bench.http(session.token), session.rollout_id)
+        flow = bench.http(session.flow_token)
+        assert (await submit(flow, step_of(told, is_last=True))).status_code == 200
+        assert (await bench.attempt(session)).end is None
+        late = await bench.http(session.token).post("/v1/chat/completions", json={"messages": [USER]})
+        assert (late.status_code, late.json()["error"]["code"]) == (410, "rollout_complete")
+        assert (await flow.post(f"/complete_trajectory/{session.rollout_id}", json={"reward": 1})).status_code == 410
+        assert (await bench.attempt(session)).grades == ()
+
+    run(steps, ["Hi."])
+
+
+def test_the_same_again_is_taken_once_also_after_the_end_and_anything_else_is_refused():
+    async def steps(http, bench, engine):
+        told = await generate(http)
+        last = step_of(told, reward=1.0, is_last=True)
+        assert [(await submit(http, last)).json() for _ in range(3)] == [{"accepted": 1}] * 3
+        assert (await submit(http, last | {"reward": 0.0})).status_code == 410
+        attempt = await bench.pool.attempt("t1")
+        assert (len(attempt.steps), len(attempt.grades), attempt.reward) == (1, 1, 1.0)
+
+    run_open(steps, ["Hi."])
+
+
+def test_two_rewards_for_one_step_conflict_and_the_first_stays():
+    async def steps(http, bench, engine):
+        told = await generate(http)
+        assert (await submit(http, step_of(told, reward=1.0))).status_code == 200
+        assert (await submit(http, step_of(told, reward=0.0))).status_code == 409
+        assert (await bench.pool.attempt("t1")).grades[0].reward == 1.0
+
+    run_open(steps, ["Hi."])
+
+
+def test_equal_replies_to_equal_prompts_are_told_apart_by_the_index():
+    async def steps(http, bench, engine):
+        first, second = await generate(http), await generate(http)
+        assert first["response_ids"] == second["response_ids"]
+        await submit(http, step_of(first, reward=0.0, step_index=0), step_of(second, reward=1.0, step_index=1))
+        assert {grade.step: grade.reward for grade in (await bench.pool.attempt("t1")).grades} == {0: 0.0, 1: 1.0}
+
+    run_open(steps, ["Same.", "Same."])
+
+
+def test_steps_of_several_rollouts_are_taken_together_or_not_at_all():
+    async def steps(http, bench, engine):
+        one, other = await generate(http, "t1"), await generate(http, "t2")
+        wrong = step_of(other, reward=1.0) | {"response_ids": [1]}
+        assert (await submit(http, step_of(one, reward=1.0, is_last=True), wrong)).status_code == 409
+        assert (await bench.pool.attempt("t1")).grades == ()
+        both = [step_of(one, reward=1.0, is_last=True), step_of(other, reward=0.0)]
+        assert (await submit(http, *both)).json() == {"accepted": 2}
+        assert ((await bench.pool.attempt("t1")).end, (await bench.pool.attempt("t2")).end) == (End.COMPLETED, None)
+        assert (await submit(http, step_of(one | {"trajectory_uid": "nobody"}))).status_code == 404
+
+    run_open(steps, ["Hi.", "Ho."])
+
+
+def test_submitting_nothing_accepts_nothing():
+    async def steps(http, bench, engine):
+        assert (await submit(http)).json() == {"accepted": 0}
+
+    run_open(steps)
+
+
+def test_a_retry_of_a_generation_gets_the_same_answer_and_one_step():
+    async def steps(bench, session, engine):
+        http = bench.http(session.token)
+        http.headers["idempotency-key"] = "turn-1"
+        answers = [await generate(http, session.rollout_id) for _ in range(3)]
+        assert answers[0] == answers[1] == answers[2] and len(engine.prompts) == 1
+        assert len((await bench.attempt(session)).steps) == 1
+
+    run(steps, ["Hi."])
+
+
+def test_a_body_that_names_another_rollout_than_the_token_is_refused():
+    async def steps(bench, session, engine):
+        other = await bench.rollout("train-1")
+        body = {"trajectory_uid": other.rollout_id, "messages": [USER]}
+        response = await bench.http(session.token).post("/generate", json=body)
+        assert (response.status_code, response.json()["code"]) == (403, "rollout_mismatch")
+        flow = bench.http(session.flow_token)
+        told = await generate(bench.http(other.token), other.rollout_id)
+        assert (await submit(flow, step_of(told, reward=1.0))).status_code == 403
+        for path in (f"/complete_trajectory/{other.rollout_id}", f"/{other.token}/1/v1/complete_trajectory"):
+            assert (await flow.post(path, json={"reward": 1})).status_code == 403
+        assert (await flow.post(f"/{other.rollout_id}/1/register_trajectory")).status_code == 403
+        assert (await bench.attempt(other)).grades == ()
+
+    run(steps, ["Hi."])
+
+
+def test_a_reward_is_asked_of_the_judge_in_both_forms():
+    async def steps(bench, session, engine):
+        asked = []
+
+        async def judge(rollout_id, messages, fields):
+            asked.append((rollout_id, [message["content"] for message in messages], dict(fields)))
+            return 0.75
+
+        told = await generate(bench.http(session.token), session.rollout_id)
+        flow = bench.http(session.flow_token)
+        by_words = {"trajectory_uid": session.rollout_id, "messages": TALK, "dataset_fields": {"ground_truth": "42"}}
+        assert (await flow.post("/compute_reward", json=by_words)).status_code == 503
+        bench.gateway.judge = judge
+        answer = (await flow.post("/compute_reward", json=by_words)).json()
+        assert answer == {"reward": 0.75, "reward_score": 0.75, "reward_extra_info": {}}
+        by_ids = {"prompt_ids": told["prompt_ids"], "response_ids": told["response_ids"], "extra_fields": {"a": 1}}
+        assert (await flow.post("/compute_reward", json=by_ids)).status_code == 200
+        assert asked == [
+            (session.rollout_id, ["Be brief.", USER["content"]], {"ground_truth": "42"}),
+            (session.rollout_id, [USER["content"], "Hi."], {"a": 1}),
+        ]
+
+    run(steps, ["Hi."])
+
+
+@pytest.mark.parametrize(("error", "status"), [(GraderError("no rule"), 422), (TimeoutError(), 503)])
+def test_a_judge_that_gives_no_reward_is_no_server_error_of_ours(error, status):
+    async def steps(bench, session, engine):
+        async def judge(rollout_id, messages, fields):
+            raise error
+
+        bench.gateway.judge = judge
+        response = await bench.http(session.flow_token).post("/compute_reward", json={"messages": [USER]})
+        assert (response.status_code, response.json()["code"]) == (status, "not_judged")
+
+    run(steps)
+
+
+def test_what_a_flow_did_survives_a_restart_of_the_gateway(tmp_path):
+    async def main():
+        pool = POOLS.load("sqlite")(tmp_path)
+        async with opened(["One.", "Two."], is_open=True, pool=pool) as (bench, _):
+            first = await generate(bench.http())
+            await submit(bench.http(), step_of(first, reward=0.25))
+        async with opened(["Two."], is_open=True, pool=pool) as (bench, _):
+            said = {"role": "assistant", "content": first["response_text"]}
+            second = await generate(bench.http(), "t1", USER, said, USER)
+            context = first["prompt_ids"] + first["response_ids"]
+            assert second["step_index"] == 1 and second["prompt_ids"][: len(context)] == context
+            await submit(bench.http(), step_of(first, reward=0.25), step_of(second, reward=0.5, is_last=True))
+        async with opened(is_open=True, pool=pool) as (bench, _):
+            assert (await bench.http().post("/generate", json={"trajectory_uid": "t1", "messages": [USER]})).status_code == 410
+            assert (await pool.attempt("t1")).reward == 0.75
+        await pool.close()
+
+    asyncio.run(main())
+
+
+BAD_GENERATE = [
+    b"",
+    b"[]",
+    b"not json",
+    b"{}",
+    b'{"messages": []}',
+    b'{"messages": "hi"}',
+    b'{"messages": [1]}',
+    b'{"messages": [{"content": "no role"}]}',
+    b'{"messages": [{"role": "user", "content": [{"role": "user"}, 1]}]}',
+    b'{"messages": [{"role": "user", "content": "x"}], "prompt_ids": [1]}',
+    b'{"prompt_ids": []}',
+    b'{"prompt_ids": [-1]}',
+    b'{"prompt_ids": [999999]}',
+    b'{"prompt_ids": [1.5]}',
+    b'{"prompt_ids": [1], "sampling_params": 3}',
+    b'{"prompt_ids": [1], "sampling_params": {"temperature": -1}}',
+    b'{"prompt_ids": [1], "sampling_params": {"temperature": 1}, "temperature": 2}',
+    b'{"prompt_ids": [1], "sampling_params": {"repetition_penalty": 1.3}}',
+    b'{"prompt_ids": [1], "image_data": ["x"]}',
+    b'{"prompt_ids": [1], "n": 2}',
+    b'{"prompt_ids": [1], "stream": true}',
+    b'{"prompt_ids": [1], "trajectory_uid": 7}',
+    b'{"prompt_ids": [1], "trajectory_uid": "a/b"}',
+    b'{"prompt_ids": [1], "prompt_uid": 7}',
+    b'{"prompt_ids": [1], "trajectory_uid": "mk-x.y"}',
+]
+BAD_BODIES = [
+    ("/submit_steps", b'{"steps": 1}'),
+    ("/submit_steps", b"{}"),
+    ("/submit_steps", b"\xff"),
+    ("/submit_steps", b'{"steps": [{}]}'),
+    ("/submit_steps", b'{"steps": [{"prompt_ids": [1], "response_ids": [2]}]}'),
+    ("/submit_steps", b'{"steps": [{"prompt_ids": ["1"], "response_ids": [2], "trajectory_uid": "t1"}]}'),
+    ("/submit_steps", b'{"steps": [{"prompt_ids": [1], "response_ids": [99999999999], "trajectory_uid": "t1"}]}'),
+    ("/submit_steps", b'{"steps": [{"prompt_ids": [1], "response_ids": [2], "trajectory_uid": "t1", "reward": NaN}]}'),
+    ("/submit_steps", b'{"steps": [{"prompt_ids": [1], "response_ids": [2], "trajectory_uid": "t1", "reward": true}]}'),
+    ("/submit_steps", b'{"steps": [{"prompt_ids": [1], "response_ids": [2], "trajectory_uid": "t1", "rollout_log_probs": []}]}'),
+    ("/compute_reward", b"{}"),
+    ("/compute_reward", b'{"messages": 3}'),
+    ("/compute_reward", b'{"prompt_ids": [1]}'),
+    ("/t1/1/v1/register_trajectory", b'{"channel": 1}'),
+    ("/t1/1/v1/register_trajectory", b'{"channel": "a b"}'),
+    ("/t1/1/v1/register_trajectory", b'{"metadata": []}'),
+    ("/t1/1/v1/register_trajectory", b'{"sampling": {"heat": 1}}'),
+    ("/t1/1/v1/register_trajectory", b'{"metadata": {"sampling": {"temperature": "hot"}}}'),
+    ("/t1/1/v1/register_trajectory", b'{"metadata": {"penstock.sampling": {"a": 1}}}'),
+    ("/$/1/v1/register_trajectory", b"{}"),
+    ("/t1/1/v1/complete_trajectory", b'{"reward": "1"}'),
+    ("/t1/1/v1/complete_trajectory", b'{"reward": Infinity}'),
+    ("/t1/1/v1/complete_trajectory", b'{"reward"'),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), [*(("/generate", body) for body in BAD_GENERATE), *BAD_BODIES])
+def test_a_body_that_cannot_be_used_is_a_422_with_a_detail_and_changes_nothing(path, body):
+    async def steps(http, bench, engine):
+        response = await http.post(path, content=body)
+        assert response.status_code == 422, response.text
+        assert response.json()["detail"]
+        assert await bench.pool.channels() in ([], ["train"]) and not engine.prompts
+        assert (await bench.pool.stats()).ends == {}
+
+    run_open(steps)
+
+
+def test_a_schema_error_says_where_it_is():
+    async def steps(http, bench, engine):
+        response = await submit(http, {"prompt_ids": [1], "trajectory_uid": "t1"})
+        assert response.json()["detail"][0]["loc"] == ["body", "steps", 0, "response_ids"]
+
+    run_open(steps)
+
+
+def test_a_prompt_that_does_not_fit_is_refused_and_never_cut():
+    async def steps(http, bench, engine):
+        response = await http.post("/generate", json={"trajectory_uid": "t1", "prompt_ids": [5] * 40})
+        assert (response.status_code, response.json()["code"]) == (400, "context_length_exceeded")
+        assert not engine.prompts
+
+    run_open(steps, engine={"context_length": 40})
+
+
+def test_unknown_fields_are_counted():
+    async def steps(http, bench, engine):
+        told = await generate(http, "t1", USER, mood="good")
+        await submit(http, step_of(told, colour="red", routed_experts=[1]), channel="val")
+        names = ("mood", "colour", "routed_experts", "channel")
+        assert [bench.gateway.counts[f"ignored:{name}"] for name in names] == [1] * 4
+
+    run_open(steps, ["Hi."])
