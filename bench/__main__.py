@@ -3,7 +3,7 @@
 import importlib
 import sys
 
-NAMES = ("decode", "training", "pool", "gateway", "rollouts")
+NAMES = ("decode", "training", "pool", "gateway", "rollouts", "scale")
 
 
 def main() -> None:

@@ -83,11 +83,18 @@ def event_line(kind: str, fields: dict[str, Any], state: RunState) -> str | None
             return f"run {state.name} in {state.folder}: {how}, {state.steps} steps"
         case "stage":
             return fields["text"]
+        case "eval.start" if fields["when"] == "during":
+            return f"held-out evaluation after step {fields['step']} begins, beside training: {fields['tasks']} tasks"
         case "eval.start":
             return f"{state.now}: {fields['tasks']} tasks"
         case "eval.end":
             took = f"{fields['rollouts']} rollouts in {fields['seconds']:.1f} s"
-            return f"held-out {fields['when']} training: reward {reward(fields['reward'])}, {took}"
+            when = f"after step {fields['step']}" if fields["when"] == "during" else f"{fields['when']} training"
+            return f"held-out {when}: reward {reward(fields['reward'])}, {took}"
+        case "eval.skip":
+            return f"held-out evaluation after step {fields['step']} skipped: that after step {fields['running']} still runs"
+        case "eval.fail":
+            return f"held-out evaluation after step {fields['step']} failed: {_one_line(fields['message'])}"
         case "rollout.end" if fields["end"] != "completed" and state.ends[fields["end"]] == 1:
             return (
                 f"first rollout to end {fields['end']}: {fields['rollout_id']}: {_one_line(fields.get('message') or 'no message')}"
@@ -124,8 +131,8 @@ def _rows(state: RunState, *, width: int) -> list[tuple[str, RenderableType]]:
     if state.rewards:
         rows.append(("reward", _reward_row(state, width)))
     if state.eval_before is not None:
-        after = f" → {reward(state.eval_after)} after" if state.eval_after is not None else ""
-        rows.append(("held-out", Text(f"{reward(state.eval_before)} before{after}")))
+        after = f"{reward(state.eval_after)} after" if state.eval_after is not None else state.eval_last
+        rows.append(("held-out", Text(" → ".join(part for part in (f"{reward(state.eval_before)} before", after) if part))))
     if state.step > state.steps_from:
         stale = f", {state.groups_stale} stale" if state.groups_stale else ""
         rows.append(("groups", Text(f"{state.groups} trained, {state.groups_equal} of equal reward{stale}")))

@@ -26,6 +26,8 @@ class RunState:
     exact_token_rate: float | None = None
     tokens_per_s: float | None = None
     eval_before: float | None = None
+    eval_last: str = ""
+    """The last evaluation beside training, in words."""
     eval_after: float | None = None
     ends: dict[str, int] = field(default_factory=dict[str, int])
     reasons: dict[str, dict[str, int]] = field(default_factory=dict[str, dict[str, int]])
@@ -93,6 +95,8 @@ def _stage(state: RunState, fields: dict[str, Any]) -> None:
 
 
 def _eval_start(state: RunState, fields: dict[str, Any]) -> None:
+    if fields["when"] == "during":
+        return
     before = fields["when"] == "before"
     _doing(state, f"held-out evaluation {fields['when']} training", expected=fields["tasks"])
     state.evaluating = True
@@ -100,6 +104,9 @@ def _eval_start(state: RunState, fields: dict[str, Any]) -> None:
 
 
 def _eval_end(state: RunState, fields: dict[str, Any]) -> None:
+    if fields["when"] == "during":
+        state.eval_last = f"{fields['reward']:.3f} after step {fields['step']}"
+        return
     state.evaluating = False
     if fields["when"] == "before":
         state.eval_before, state.eval_seconds = fields["reward"], fields["seconds"]

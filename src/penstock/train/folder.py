@@ -4,7 +4,7 @@ import fcntl
 import hashlib
 import os
 import secrets
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +12,13 @@ from typing import Any
 
 import orjson
 
-from penstock.config import RunConfig, validate
+from penstock.config import RunConfig, make_config
 from penstock.errors import ConfigError
 
-MAY_CHANGE = ("train.steps", "run.folder", "train.checkpoint_every", "train.checkpoints_kept", "gateway.", "executor.")
+MAY_CHANGE = (
+    "train.steps", "run.folder", "train.checkpoint_every", "train.checkpoints_kept", "train.eval_every", "gateway.", "executor.", "scale.",
+    "engine.url", "engine.api_key_env", "engine.retries", "engine.retry_s", "engine.first_token_s", "engine.stall_s",
+)  # fmt: skip
 """Keys, or how they begin, that a resumed run may change: none of them changes what was trained so far."""
 
 
@@ -38,7 +41,7 @@ class RunFolder:
 
     def config(self) -> RunConfig:
         """What the run was started with."""
-        return validate(RunConfig, orjson.loads((self.path / "config.json").read_bytes())["config"], str(self.path / "config.json"))
+        return make_config(orjson.loads((self.path / "config.json").read_bytes())["config"], str(self.path / "config.json"))
 
     def forget(self) -> None:
         """Take back that this run was started, so that it can be started later."""
@@ -70,14 +73,20 @@ class RunFolder:
         write_atomic(self.path / "metrics.jsonl", text)
         return kept
 
-    def evaluations(self) -> dict[str, float]:
-        """Held-out rewards by when they were measured."""
+    def evaluations(self) -> dict[str, float | None]:
+        """Held-out rewards by when they were measured, such as `before-0` or `during-8`; None where one was due and not made."""
         file = self.path / "evals.json"
         return orjson.loads(file.read_bytes()) if file.exists() else {}
 
     def add_evaluation(self, when: str, reward: float | None) -> None:
         """Keep a held-out reward, so that a resumed run need not measure it again."""
         write_atomic(self.path / "evals.json", orjson.dumps({**self.evaluations(), when: reward}))
+
+    def keep_evaluations(self, steps: int) -> None:
+        """Forget what was measured after `steps`, of weights that a kill undid."""
+        kept = {when: reward for when, reward in self.evaluations().items() if int(when.rpartition("-")[2]) <= steps}
+        if kept != self.evaluations():
+            write_atomic(self.path / "evals.json", orjson.dumps(kept))
 
     def summary(self) -> bytes | None:
         """What the run came to when it last ended, as JSON."""
@@ -89,16 +98,21 @@ class RunFolder:
         write_atomic(self.path / "summary.json", orjson.dumps(orjson.loads(summary), option=orjson.OPT_INDENT_2))
 
 
-def open_run_folder(config: RunConfig, *, fresh: bool) -> RunFolder:
-    """Make the folder, or take up the one that is there. Other settings than it was started with are refused."""
+def open_run_folder(
+    config: RunConfig, *, fresh: bool, may_change: tuple[str, ...] = MAY_CHANGE, files: Sequence[Path] = ()
+) -> RunFolder:
+    """Make the folder, or take up the one that is there. Settings and files that are not as it was started with are refused.
+
+    `may_change` are keys, or how they begin, of which that is not so; `files` are looked at beside the datasets.
+    """
     path = config.run.folder / config.run.name
-    settings = {"config": config.model_dump(mode="json"), "datasets": _digests(config)}
+    settings = {"config": config.model_dump(mode="json"), "datasets": _digests(config, files)}
     if fresh and path.exists():
         with locked(path):
             _archive(path)
     file = path / "config.json"
     if file.exists():
-        _refuse_changes(path, orjson.loads(file.read_bytes()), settings)
+        _refuse_changes(path, orjson.loads(file.read_bytes()), settings, may_change)
         return RunFolder(path, resumed=True)
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -145,8 +159,8 @@ def _lines(path: Path) -> Iterator[bytes]:
         yield from path.read_bytes().splitlines(keepends=True)
 
 
-def _digests(config: RunConfig) -> dict[str, str]:
-    files = [config.dataset.train, config.dataset.eval]
+def _digests(config: RunConfig, others: Sequence[Path]) -> dict[str, str]:
+    files = [config.dataset.train, config.dataset.eval, *others]
     return {str(f): hashlib.sha256(f.read_bytes()).hexdigest() for f in files if f is not None}
 
 
@@ -169,9 +183,9 @@ def _archive_name(path: Path) -> Path:
     return old
 
 
-def _refuse_changes(path: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
+def _refuse_changes(path: Path, before: dict[str, Any], now: dict[str, Any], may_change: tuple[str, ...]) -> None:
     old, new = _flat(before["config"]), _flat(orjson.loads(orjson.dumps(now["config"])))
-    changed = [key for key in sorted({*old, *new}) if not key.startswith(MAY_CHANGE) and old.get(key) != new.get(key)]
+    changed = [key for key in sorted({*old, *new}) if not key.startswith(may_change) and old.get(key) != new.get(key)]
     if changed:
         key = changed[0]
         more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
@@ -179,8 +193,8 @@ def _refuse_changes(path: Path, before: dict[str, Any], now: dict[str, Any]) -> 
             f"{path} was started with {key} = {old.get(key)!r}, now it is {new.get(key)!r}{more}; "
             "change it back, set another run.name, or start over with --fresh (the old run is kept)"
         )
-    if before["datasets"] != now["datasets"]:
-        raise ConfigError(f"{path} was started with other dataset rows; set another run.name, or start over with --fresh")
+    if other := [name for name, digest in now["datasets"].items() if before["datasets"].get(name) != digest]:
+        raise ConfigError(f"{path} was started when {other[0]} was another; set another run.name, or start over with --fresh")
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -16,23 +16,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from penstock.errors import TrainError
-from penstock.records import Attempt, Group, Lease, PolicyVersion
+from penstock.records import Group, Lease, PolicyVersion
 from penstock.records import Sequence as TrainingSequence
 from penstock.rollout.groups import TOO_FEW
 from penstock.train import policy
 from penstock.train.advantages import DIVISORS
 from penstock.train.batches import pack
+from penstock.train.evaluation import Beside
 from penstock.train.exactness import breaks, exactness
+from penstock.train.failures import refuse_all_failed, refuse_all_short
 from penstock.train.learner import Metrics
 from penstock.train.sequences import sequences
 from penstock.train.stations import Stations
 
 RECHECK_S = 60.0
 """How often a waiting trainer looks for groups although nothing has changed: leases of others may have run out."""
-
-ALL_SHORT = 20
-"""How many times the groups of a step may be dropped for want of completed rollouts before that step is given up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +47,14 @@ class Progress:
     """The versions after the last steps, `version` last: as many as a group may be behind, and one more."""
 
 
+class Lost(NamedTuple):
+    """Groups that will never be trained."""
+
+    short: int
+    """Because too few of their rollouts completed."""
+    total: int
+
+
 class Credit(NamedTuple):
     """What a lease's groups give to train on."""
 
@@ -56,20 +62,23 @@ class Credit(NamedTuple):
     counts: Counter[str]
 
 
-async def train_steps(s: Stations, progress: Progress, stop: asyncio.Event) -> Progress:
+async def train_steps(s: Stations, progress: Progress, stop: asyncio.Event, beside: Beside) -> Progress:
     """Train until `train.steps` are done or `stop` is set; what is trained is in a checkpoint when this returns."""
     section = s.config.train
     while progress.step < section.steps and not stop.is_set():
+        beside.begin(progress.step)
         s.events.emit("step.start", step=progress.step + 1, version=progress.version)
         clock = Stopwatch()
         lease = await claim(s, progress)
         rollout_s = clock.lap()
         s.events.emit("train.start", step=progress.step + 1, groups=len(lease.groups))
         credit = give_credit(lease.groups, s)
+        old = ages(credit.sequences, progress.version)
         metrics, progress = await update(s, credit, progress)
         past = (*progress.past, progress.version)[-s.config.rollout.max_staleness - 1 :]
         progress = replace(progress, step=progress.step + 1, leases=(*progress.leases, lease.id), past=past)
         entry = measure(s, lease, credit, metrics, progress, rollout_s=rollout_s, train_s=clock.lap())
+        entry |= {**old, **beside.ended()}
         s.folder.add_metrics(entry)
         if progress.step % section.checkpoint_every == 0:
             progress = await keep(s, progress)
@@ -80,7 +89,7 @@ async def train_steps(s: Stations, progress: Progress, stop: asyncio.Event) -> P
 
 async def claim(s: Stations, progress: Progress) -> Lease:
     """Wait until a step's groups are complete, and borrow them; TrainError where group after group is dropped instead."""
-    short = await dropped_short(s)
+    before = lost = await lost_groups(s)
     while True:
         position = await s.pool.position()
         lease = await s.pool.claim(
@@ -92,7 +101,10 @@ async def claim(s: Stations, progress: Progress) -> Lease:
         if lease is not None:
             refuse_all_failed([attempt for group in lease.groups for attempt in group.attempts], "of this step")
             return lease
-        refuse_all_short(await dropped_short(s) - short, s)
+        lost, known = await lost_groups(s), lost
+        refuse_all_short(lost.short - before.short, s.config.rollout)
+        if lost != known:
+            s.rollouts.advance(progress.step)  # those are made up for at once
         await s.pool.wait(position, timeout_s=RECHECK_S)
 
 
@@ -102,9 +114,10 @@ def behind(s: Stations, progress: Progress) -> int:
     return max(plain, progress.version - progress.past[0])
 
 
-async def dropped_short(s: Stations) -> int:
-    """How many groups were dropped so far because too few of their rollouts completed."""
-    return (await s.pool.stats("train")).drops.get(TOO_FEW, 0)
+async def lost_groups(s: Stations) -> Lost:
+    """How many groups were dropped so far."""
+    stats = await s.pool.stats("train")
+    return Lost(stats.drops.get(TOO_FEW, 0), stats.groups_stale + stats.groups_dropped)
 
 
 def give_credit(groups: Sequence[Group], s: Stations) -> Credit:
@@ -186,23 +199,13 @@ def measure(
     }
 
 
-def refuse_all_failed(attempts: list[Attempt], which: str) -> None:
-    """Training cannot go on where every rollout fails: say why, once."""
-    if any(attempt.reward is not None for attempt in attempts):
-        return
-    (end, message), count = Counter((str(a.end), a.message) for a in attempts).most_common(1)[0]
-    share = "each" if count == len(attempts) else f"{count} of them"
-    raise TrainError(f"all {len(attempts)} rollouts {which} failed, {share} with {end}: {message or 'no message'}")
-
-
-def refuse_all_short(dropped: int, s: Stations) -> None:
-    """Training cannot go on where no group has enough completed rollouts: the scheduler would make new ones for ever."""
-    limits = s.config.rollout
-    if dropped >= ALL_SHORT * limits.groups_per_step:
-        raise TrainError(
-            f"{dropped} groups were dropped since the last step, each with fewer than rollout.min_size = {limits.min_size} "
-            f"completed rollouts of {limits.group_size}; raise rollout.top_up, lower rollout.min_size, or see why they fail"
-        )
+def ages(made: Sequence[TrainingSequence], version: int) -> dict[str, float | int]:
+    """How many versions behind the policy that is trained the tokens were sampled: their mean, and the oldest one's."""
+    found = Counter[int]()
+    for sequence in made:
+        found.update(version - each for each, trained in zip(sequence.versions, sequence.trained, strict=True) if trained)
+    total = sum(age * count for age, count in found.items())
+    return {"staleness": total / found.total() if found else 0.0, "staleness_max": max(found, default=0)}
 
 
 class Stopwatch:

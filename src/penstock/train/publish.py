@@ -17,6 +17,10 @@ KEPT = 2
 class Publisher(Protocol):
     """How weights get there."""
 
+    async def begin(self) -> None:
+        """See that what samples holds the start policy, as version 0."""
+        ...
+
     async def publish(self, version: int, change: Callable[[], None]) -> None:
         """Run `change`, which rewrites the learner's weights in place; from then on what is sampled is `version`."""
         ...
@@ -27,6 +31,9 @@ class InPlace:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+
+    async def begin(self) -> None:
+        """Nothing to do: it is the very same one."""
 
     async def publish(self, version: int, change: Callable[[], None]) -> None:
         """See `Publisher.publish`."""
@@ -39,6 +46,10 @@ class FromDisk:
     def __init__(self, learner: Learner, *, model: Path, scratch: Path, load: Callable[[int, Path], Awaitable[None]]) -> None:
         self._learner, self._model, self._scratch, self._load = learner, model, scratch, load
         shutil.rmtree(scratch, ignore_errors=True)
+
+    async def begin(self) -> None:
+        """See `Publisher.begin`. A server may still hold what an earlier run left there."""
+        await self._load(0, self._model)
 
     async def publish(self, version: int, change: Callable[[], None]) -> None:
         """See `Publisher.publish`."""

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Coroutine, Generator
 from dataclasses import asdict, replace
 from typing import Any, TypeVar
@@ -13,11 +12,12 @@ from penstock.errors import ConfigError
 from penstock.events import Events, Listener
 from penstock.rollout.guests import leaves
 from penstock.train import policy
+from penstock.train.evaluation import Beside, evaluate
 from penstock.train.folder import locked, open_run_folder
 from penstock.train.inputs import Inputs
-from penstock.train.loop import Progress, refuse_all_failed, train_steps
+from penstock.train.loop import Progress, train_steps
 from penstock.train.stations import Stations, open_stations
-from penstock.train.summary import Summary, finished, mean, sum_up
+from penstock.train.summary import Summary, finished, sum_up
 
 T = TypeVar("T")
 
@@ -37,7 +37,7 @@ async def train(config: RunConfig, inputs: Inputs, *, listener: Listener, stop: 
 
 
 async def run(s: Stations, stop: asyncio.Event) -> Summary:
-    """Held-out evaluation, training, held-out evaluation again; a part that an earlier process finished is not repeated."""
+    """Held-out evaluation, training with evaluations beside it, evaluation again; what an earlier process did is not repeated."""
     await refuse_another_run(s)
     progress = await take_up(s)
     s.events.emit(
@@ -49,15 +49,18 @@ async def run(s: Stations, stop: asyncio.Event) -> Summary:
         first_step=progress.step + 1,
         resumed=s.folder.resumed,
     )
-    before = await _unless(stop, evaluate(s, "before", progress))
+    before = await _unless(stop, evaluate(s, "before", 0))
     with _first_alone():
         async with asyncio.TaskGroup() as group:
             group.create_task(s.rollouts.run())
-            progress = await train_steps(s, progress, stop)
+            beside = Beside(s, group)
+            progress = await train_steps(s, progress, stop, beside)
             s.rollouts.stop()
+            await _unless(stop, beside.finish())
+            beside.cancel()
     after = None
     if progress.step >= s.config.train.steps:
-        after = await _unless(stop, evaluate(s, "after", progress))
+        after = await _unless(stop, evaluate(s, "after", progress.step))
     if stop.is_set():
         s.events.emit("run.stop", reason="asked to")
     return await sum_up(s, progress, before, after)
@@ -81,27 +84,14 @@ async def take_up(s: Stations) -> Progress:
             await s.pool.ack(lease, saved.number)
         await s.publisher.publish(saved.number, lambda: policy.restore(s.folder.checkpoints, saved, s.learner))
         progress = Progress(saved.step, saved.number)
+    else:
+        await s.publisher.begin()
     await s.pool.release()
     versions = [0, *(entry["version"] for entry in s.folder.keep_metrics(progress.step))]
+    s.folder.keep_evaluations(progress.step)
     s.rollouts.advance(progress.step)
     last_version = max(progress.version, (await s.pool.stats()).last_version)
     return replace(progress, last_version=last_version, past=tuple(versions[-s.config.rollout.max_staleness - 1 :]))
-
-
-async def evaluate(s: Stations, when: str, progress: Progress) -> float | None:
-    """Mean reward over the held-out tasks at the evaluation temperature; a failed rollout counts as 0."""
-    known = s.folder.evaluations().get(f"{when}-{progress.step if when == 'after' else 0}")
-    if known is not None or not s.inputs.heldout:
-        return known
-    s.events.emit("eval.start", when=when, tasks=len(s.inputs.heldout))
-    started = time.monotonic()
-    attempts = [await s.pool.attempt(rollout_id) for rollout_id in await s.rollouts.evaluate()]
-    refuse_all_failed(attempts, "of the held-out evaluation")
-    reward = mean([attempt.reward or 0.0 for attempt in attempts])
-    seconds = round(time.monotonic() - started, 3)
-    s.events.emit("eval.end", when=when, reward=reward, rollouts=len(attempts), seconds=seconds)
-    s.folder.add_evaluation(f"{when}-{progress.step if when == 'after' else 0}", reward)
-    return reward
 
 
 async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:

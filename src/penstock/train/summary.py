@@ -7,6 +7,7 @@ from typing import Any
 from penstock.codec import from_json
 from penstock.config import RunConfig
 from penstock.train import policy
+from penstock.train.evaluation import beside
 from penstock.train.folder import RunFolder
 from penstock.train.loop import Progress
 from penstock.train.stations import Stations
@@ -30,6 +31,8 @@ class Summary:
     """Mean over the last 64 graded rollouts."""
     eval_before: float | None
     eval_after: float | None
+    evals: dict[str, float | None] = field(default_factory=dict[str, float | None])
+    """Held-out rewards beside training, by step; None where an evaluation was skipped or failed."""
     exact_token_rate: float | None
     """Share of sampled tokens that are trained under exactly the context they were sampled under; None before the first."""
     rollouts: int
@@ -70,6 +73,7 @@ async def sum_up(s: Stations, progress: Progress, before: float | None, after: f
         last_reward=mean(rewards[-LAST:]),
         eval_before=before,
         eval_after=after,
+        evals=beside(s.folder.evaluations()),
         exact_token_rate=sum(entry["exact_tokens"] for entry in metrics) / sampled if sampled else None,
         rollouts=stats.rollouts,
         sampled_tokens=sampled,
