@@ -1,19 +1,23 @@
 """The `penstock` command: its sub-commands, and the one place where errors become a line and an exit code."""
 
 import sys
+from collections.abc import Callable
 from itertools import takewhile
-from typing import Annotated
+from typing import Annotated, Any
 
 import orjson
 import typer
 
 from penstock import __version__
-from penstock.cli import doctor, gateway, models, pool, report, rollout, train, verify
+from penstock.cli import doctor, evaluate, gateway, models, pool, quickstart, report, rollout, train, verify
 from penstock.cli import run as recording
 from penstock.errors import ConfigError, PenstockError
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+app.command("quickstart")(quickstart.quickstart)
+app.add_typer(quickstart.app, name="template")
 app.command("train")(train.train)
+app.add_typer(evaluate.app, name="eval")
 app.command("gateway")(gateway.gateway)
 app.command("run", context_settings={"allow_interspersed_args": False})(recording.run)
 app.add_typer(rollout.app, name="rollout")
@@ -56,10 +60,17 @@ def main() -> None:
 
 
 def run(arguments: list[str]) -> int:
-    """Run one command line and return its exit code. A bug in penstock is not caught: it shows its traceback."""
+    """Run one command line and return its exit code."""
     as_json = "--json" in takewhile(lambda argument: argument != "--", arguments)
+    return exit_code(lambda: app(arguments, prog_name="penstock", standalone_mode=False), as_json=as_json)
+
+
+def exit_code(command: Callable[[], Any], *, as_json: bool = False) -> int:
+    """Run a command and return its exit code. A bug in penstock is not caught: it shows its traceback."""
     try:
-        code = app(arguments, prog_name="penstock", standalone_mode=False)
+        code = command()
+    except typer.Exit as end:
+        return end.exit_code
     except PenstockError as error:
         return _tell_error(error, as_json=as_json)
     except ExceptionGroup as group:

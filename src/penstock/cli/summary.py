@@ -25,6 +25,10 @@ class Ending:
     report: Path | None
     command: str
     """Takes the run up again."""
+    steps_option: str = "--set train.steps="
+    """What sets the number of steps there."""
+    fresh_option: str = "--fresh"
+    """What starts the run over there."""
 
 
 def as_object(ending: Ending) -> str:
@@ -45,13 +49,13 @@ def next_command(ending: Ending) -> str:
     """What to type next: go on where the run stopped, or train further where it finished."""
     if ending.summary.status == "stopped":
         return ending.command
-    return f"{ending.command} --set train.steps={max(1, ending.summary.steps) * 2}"
+    return f"{ending.command} {ending.steps_option}{max(1, ending.summary.steps) * 2}"
 
 
 def _headline(ending: Ending) -> str:
     summary = ending.summary
     if summary.already_finished:
-        return f"Run {summary.name} finished earlier; nothing was done. To start over: {ending.command} --fresh"
+        return f"Run {summary.name} finished earlier; nothing was done. To start over: {ending.command} {ending.fresh_option}"
     if summary.status == "stopped":
         when = f"after step {summary.steps}" if summary.steps else "before its first step"
         return f"Run {summary.name} stopped safely {when}."

@@ -6,11 +6,12 @@ import shlex
 import shutil
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
 from penstock.cli.interrupts import INTERRUPTED, Interrupts
+from penstock.cli.quickstart import FILE
 from penstock.errors import PenstockError
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def train(
-    file: Annotated[Path, typer.Argument(metavar="FILE.toml", help="The run's config file.")],
+    file: Annotated[Path, typer.Argument(metavar="[FILE.toml]", help="The run's config file.")] = Path(FILE),
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override one key; may be repeated.")
     ] = None,
@@ -32,13 +33,25 @@ def train(
 
     Ctrl-C once stops after the running step (exit code 130); the same command then goes on from there.
     """
+    from penstock.config import load_config
+
+    carry_out(load_config(file, overrides or ()), Again(_command(file, overrides or [])), fresh=fresh, as_json=as_json)
+
+
+class Again(NamedTuple):
+    """What takes a run up again, and what to add to it."""
+
+    command: str
+    steps_option: str = "--set train.steps="
+    fresh_option: str = "--fresh"
+
+
+def carry_out(config: "RunConfig", again: Again, *, fresh: bool = False, as_json: bool = False) -> None:
+    """Train as `config` says, show it, and sum it up."""
     from penstock.cli.live import LiveView
     from penstock.cli.state import RunState
-    from penstock.config import load_config
     from penstock.train.inputs import read_inputs
 
-    config = load_config(file, overrides or ())
-    command = _command(file, overrides or [])
     view = LiveView(RunState(rollouts_per_step=config.rollout.group_size * config.rollout.groups_per_step))
     try:
         # what an author's code prints is no result: it goes where progress goes
@@ -46,15 +59,19 @@ def train(
             inputs = read_inputs(config, view)
             summary = asyncio.run(_train(config, inputs, view, fresh=fresh))
     except asyncio.CancelledError:
-        typer.echo(f"penstock: quit; to go on: {command}", err=True)
+        typer.echo(f"penstock: quit; to go on: {again.command}", err=True)
         raise typer.Exit(INTERRUPTED) from None
-    _show(summary, view, command, as_json=as_json)
+    _show(summary, view, again, as_json=as_json)
     if summary.status == "stopped":
         raise typer.Exit(INTERRUPTED)
 
 
 async def _train(config: "RunConfig", inputs: "Inputs", view: "LiveView", *, fresh: bool) -> "Summary":
-    from penstock.train.run import train as run  # torch is loaded here, after everything that can be refused without it
+    # torch is loaded here, after everything that can be refused without it
+    if config.scale.name == "ray":
+        from penstock.scale.run import train_on_ray as run
+    else:
+        from penstock.train.run import train as run
 
     stop = asyncio.Event()
 
@@ -66,7 +83,7 @@ async def _train(config: "RunConfig", inputs: "Inputs", view: "LiveView", *, fre
         return await run(config, inputs, listener=view, stop=stop, fresh=fresh)
 
 
-def _show(summary: "Summary", view: "LiveView", command: str, *, as_json: bool) -> None:
+def _show(summary: "Summary", view: "LiveView", again: Again, *, as_json: bool) -> None:
     from penstock.cli.summary import Ending, as_object, as_text
 
     ending = Ending(
@@ -74,7 +91,7 @@ def _show(summary: "Summary", view: "LiveView", command: str, *, as_json: bool) 
         rewards=view.state.rewards,
         reasons=view.state.reasons,
         report=_report(Path(summary.folder)),
-        command=command,
+        **again._asdict(),
     )
     typer.echo(as_object(ending) if as_json else as_text(ending))
 

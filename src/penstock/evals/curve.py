@@ -1,6 +1,7 @@
 """The reward curve as inline SVG: axes, a line, and a tooltip per step, without a script."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -18,12 +19,16 @@ class Point:
     """What its tooltip says."""
 
 
-def reward_curve(points: list[Point]) -> str:
-    """The whole `<svg>`. Rewards between 0 and 1 are drawn on that scale, others on a round one around them."""
+def reward_curve(points: list[Point], heldout: Sequence[Point] = ()) -> str:
+    """The whole `<svg>`; `heldout` are rings beside the line, of steps that it has.
+
+    Rewards between 0 and 1 are drawn on that scale, others on a round one around them.
+    """
     if not points:
         return '<p class="dim">No step has been trained yet.</p>'
     first, last = points[0].step, points[-1].step
-    low, high, ticks = _scale([p.reward for p in points])
+    rings = [point for point in heldout if first <= point.step <= last]
+    low, high, ticks = _scale([p.reward for p in (*points, *rings)])
 
     def x(step: int) -> float:
         return LEFT + (WIDTH - LEFT - RIGHT) * ((step - first) / (last - first) if last > first else 0.5)
@@ -37,6 +42,7 @@ def reward_curve(points: list[Point]) -> str:
     parts.append(f'<polyline class="line" points="{line}"/>')
     reach = max(3.0, (WIDTH - LEFT - RIGHT) / max(1, last - first) / 2)
     parts += [_mark(p, x(p.step), y(p.reward), reach) for p in points]
+    parts += [_ring(p, x(p.step), y(p.reward)) for p in rings]
     label = f"Mean reward per step, from {points[0].reward:.3f} to {points[-1].reward:.3f}"
     return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(label)}">{"".join(parts)}</svg>'
 
@@ -66,6 +72,10 @@ def _row(tick: float, y: float) -> str:
 
 def _column(step: int, x: float) -> str:
     return f'<text class="tick" x="{x:.1f}" y="{HEIGHT - 10}" text-anchor="middle">{step}</text>'
+
+
+def _ring(point: Point, x: float, y: float) -> str:
+    return f'<g><circle class="held" cx="{x:.1f}" cy="{y:.1f}" r="5"/><title>{escape(point.title)}</title></g>'
 
 
 def _mark(point: Point, x: float, y: float, reach: float) -> str:

@@ -7,7 +7,8 @@ from typing import Any
 import orjson
 
 from penstock.errors import ConfigError
-from penstock.evals.page import Pick, RunFacts, render_page
+from penstock.evals.html import Pick
+from penstock.evals.page import Heldout, RunFacts, render_page
 from penstock.pool import POOLS
 from penstock.pool.base import Pool
 from penstock.records import Attempt, End, Group, Task
@@ -21,7 +22,14 @@ async def write_report(folder: Path) -> Path:
     config = _run_config(folder)
     metrics = _read_lines(folder / "metrics.jsonl")
     summary = _read_object(folder / "summary.json")
-    facts = RunFacts(name=config["run"]["name"], config=config, metrics=metrics, summary=summary, **await _recorded(folder, config))
+    facts = RunFacts(
+        name=config["run"]["name"],
+        config=config,
+        metrics=metrics,
+        summary=summary,
+        heldout=_heldout(_read_object(folder / "evals.json")),
+        **await _recorded(folder, config),
+    )
     path, draft = folder / "report.html", folder / "report.html.new"
     draft.write_text(render_page(facts), encoding="utf-8", errors="replace")
     return draft.replace(path)
@@ -47,6 +55,12 @@ def choose(groups: list[Group], replaced: Sequence[tuple[Task, Attempt]] = ()) -
         known = picks.get(attempt.rollout.id)
         picks[attempt.rollout.id] = Pick(why=f"{known.why}, {why}" if known else why, task=task, attempt=attempt)
     return list(picks.values())
+
+
+def _heldout(evaluations: dict[str, float | None]) -> list[Heldout]:
+    """In the order of their steps."""
+    named = [(*when.rpartition("-")[::2], reward) for when, reward in evaluations.items()]
+    return sorted(Heldout(int(step), when, reward) for when, step, reward in named)
 
 
 def _run_config(folder: Path) -> dict[str, Any]:

@@ -1,0 +1,137 @@
+"""What a person sees of an evaluation: how far it is, on stderr; what it came to, on stdout."""
+
+import threading
+from collections import Counter
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from textwrap import shorten
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from penstock.cli.figures import clock, counts, reward
+
+if TYPE_CHECKING:
+    from penstock.evals.compare import Compared
+    from penstock.evals.metrics import Difference, Estimate
+    from penstock.evals.outcome import Outcome
+    from penstock.evals.run import Evaluation
+
+LINES = 10
+"""How often, in all, a log is told how far it is."""
+
+
+class EvalView:
+    """A listener of events. A context manager: the bar is gone when it closes."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(stderr=True, highlight=False)
+        self._terminal = self._console.is_interactive and not self._console.is_dumb_terminal
+        self._lock = threading.Lock()
+        self._total = self._done = 0
+        self._rewards: list[float] = []
+        self._ends: Counter[str] = Counter()
+        self._said = ""
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        self._bars = Progress(*columns, console=self._console, transient=True)
+        self._bar: Any = None
+        self._live: AbstractContextManager[Any] = self._bars if self._terminal else nullcontext()
+
+    def __call__(self, kind: str, fields: dict[str, Any]) -> None:
+        """Take in one event."""
+        with self._lock:
+            if kind == "stage":
+                self._say(fields["text"])
+            elif kind == "eval.begin":
+                self._begin(fields)
+            elif kind == "rollout.end" and fields["end"] != "lost":
+                self._end(fields)
+
+    def notice(self, text: str) -> None:
+        """Say something that is not an event."""
+        self._console.print(text, markup=False, soft_wrap=True)
+
+    def __enter__(self) -> Self:
+        self._live.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._live.__exit__(kind, error, trace)
+
+    def _say(self, text: str) -> None:
+        if text != self._said:
+            self._said = text
+            self.notice(text)
+
+    def _begin(self, fields: dict[str, Any]) -> None:
+        self._total = fields["rollouts"]
+        before = f", {fields['done']} were made before" if fields["done"] else ""
+        self._say(f"{fields['model']}: {self._total} rollouts{before}, in {fields['folder']}")
+        if self._terminal:
+            self._bar = self._bars.add_task("rollouts", total=self._total)
+
+    def _end(self, fields: dict[str, Any]) -> None:
+        self._done += 1
+        self._ends[fields["end"]] += 1
+        self._rewards.append(fields["reward"] or 0.0)
+        mean = sum(self._rewards) / len(self._rewards)
+        if fields["end"] not in ("completed", "cancelled") and self._ends[fields["end"]] == 1:
+            self.notice(
+                f"first rollout to end {fields['end']}: {fields['rollout_id']}: {' '.join((fields['message'] or '-').split())}"
+            )
+        if self._bar is not None:
+            self._bars.update(self._bar, completed=self._done, description=f"reward {reward(mean)}")
+        elif self._done == 1 or self._done * LINES // self._total > (self._done - 1) * LINES // self._total:
+            self._say(f"{self._done}/{self._total} rollouts, reward {reward(mean)}")
+
+
+def as_text(found: "Evaluation", page: Path | None) -> str:
+    """A small table, aligned, in words."""
+    own = found.outcome
+    head = f"Evaluation {found.name} {found.status}: {own.tasks} tasks x {own.samples} of {found.model} in {clock(found.seconds)}."
+    rows = [("reward", _estimate(own.reward))]
+    rows += [(f"pass@{k}", _estimate(value)) for k, value in own.passes.items()]
+    rows.append(("rollouts", f"{own.rollouts:,}: {counts(own.ends)}" if own.ends else "0"))
+    for end, messages in own.reasons.items():
+        message, count = max(messages.items(), key=lambda item: item[1])
+        rows.append(("", shorten(f"{end} ({count}x): {message or 'no message'}", 160, placeholder="…")))
+    calls = f"{own.steps:,} calls" + ("" if own.call_seconds is None else f", median {own.call_seconds:.2f} s")
+    rows.append(("model", f"{calls}, {own.sampled_tokens:,} tokens sampled, {own.prompt_tokens:,} read"))
+    rows += [("", ""), ("folder", found.folder)]
+    rows += [("report", str(page))] if page else []
+    again = (
+        ["the same command goes on"]
+        if found.status == "stopped"
+        else ["penstock train", f"penstock eval compare {found.folder} OTHER"]
+    )
+    rows += [("next" if place == 0 else "", text) for place, text in enumerate(again)]
+    return f"\n{head}\n\n" + "\n".join(f"  {label:<12}{text}".rstrip() for label, text in rows) + "\n"
+
+
+def regraded_text(own: "Outcome", before: Path, folder: Path) -> str:
+    """What another grader says."""
+    rows = [("reward", _estimate(own.reward)), *((f"pass@{k}", _estimate(value)) for k, value in own.passes.items())]
+    rows += [("rollouts", f"{own.rollouts:,}: {counts(own.ends)}"), ("folder", str(folder))]
+    rows.append(("next", f"penstock eval compare {before} {folder}"))
+    return "\n" + "\n".join(f"  {label:<12}{text}".rstrip() for label, text in rows) + "\n"
+
+
+def compared_text(found: "Compared") -> str:
+    """The same for two."""
+    rows = [("A", f"{found.first}: {reward(found.means[0])}"), ("B", f"{found.second}: {reward(found.means[1])}")]
+    rows.append(("B - A", _difference(found.difference)))
+    rows.append(("tasks", f"{found.tasks} that both tried: B is better on {found.better}, worse on {found.worse}"))
+    if found.left_out:
+        rows.append(("left out", f"{found.left_out} that one of them did not try"))
+    return "\n" + "\n".join(f"  {label:<12}{text}".rstrip() for label, text in rows) + "\n"
+
+
+def _estimate(value: "Estimate | None") -> str:
+    return "-" if value is None else f"{value.value:.3f}   95 % between {value.low:.3f} and {value.high:.3f}"
+
+
+def _difference(value: "Difference") -> str:
+    verdict = "not likely chance" if value.p < 0.05 else "may be chance"
+    return f"{value.value:+.3f}   95 % between {value.low:+.3f} and {value.high:+.3f}, p = {value.p:.3g} ({verdict})"

@@ -1,0 +1,158 @@
+"""`penstock eval`: try an agent on a dataset, go on where that stopped, compare two evaluations."""
+
+import asyncio
+import contextlib
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import orjson
+import typer
+
+from penstock.cli.interrupts import INTERRUPTED, Interrupts
+from penstock.cli.quickstart import FILE
+from penstock.errors import ConfigError, PenstockError
+
+if TYPE_CHECKING:
+    from penstock.cli.eval_view import EvalView
+    from penstock.config import RunConfig
+    from penstock.evals.run import Evaluation
+
+app = typer.Typer(help="Measure an agent.", no_args_is_help=True)
+
+
+@app.command("run")
+def run(
+    file: Annotated[
+        Path | None, typer.Argument(metavar="[FILE.toml]", help="The run's config file, the same as for train.")
+    ] = None,
+    agent: Annotated[Path | None, typer.Option(help="Without a file: the Python file of the agent.")] = None,
+    dataset: Annotated[Path | None, typer.Option(help="The tasks; goes before dataset.eval of the file.")] = None,
+    model: Annotated[str | None, typer.Option(help="As for models pull, or a checkpoint's folder.")] = None,
+    name: Annotated[str | None, typer.Option(help="Of the evaluation's folder.")] = None,
+    samples: Annotated[int | None, typer.Option(help="Attempts at each task.")] = None,
+    rows: Annotated[str | None, typer.Option(help="Which tasks, such as 0-9,17.")] = None,
+    concurrency: Annotated[int | None, typer.Option(help="Rollouts that run at once.")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override one key; may be repeated.")
+    ] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start over; an evaluation of the same name is kept aside.")] = False,
+    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Make failed attempts again too.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Try an agent on tasks and tell its rewards.
+
+    The same command goes on where an earlier one stopped. Ctrl-C stops now (exit code 130); nothing that has ended is run again.
+    """
+    from penstock.cli.eval_view import EvalView, as_text
+    from penstock.evals.run import as_json as plain
+    from penstock.evals.run import evaluation_config
+
+    flags = {"model.name": model, "run.name": name, "eval.samples": samples, "eval.rows": rows, "rollout.concurrency": concurrency}
+    set_flags = [f"{key}={orjson.dumps(value).decode()}" for key, value in flags.items() if value is not None]
+    config = evaluation_config(_config(file, agent, dataset, [*set_flags, *(overrides or [])]))
+    view = EvalView()
+    try:
+        with contextlib.redirect_stdout(sys.stderr), view:
+            found = _evaluate(config, view, fresh=fresh, retry_failed=retry_failed)
+    except asyncio.CancelledError:
+        typer.echo("penstock: quit; the same command goes on", err=True)
+        raise typer.Exit(INTERRUPTED) from None
+    page = _page(Path(found.folder))
+    if as_json:
+        typer.echo(orjson.dumps(plain(found) | {"report": str(page) if page else None}).decode())
+    else:
+        typer.echo(as_text(found, page))
+    if found.status == "stopped":
+        raise typer.Exit(INTERRUPTED)
+
+
+@app.command("compare")
+def compare(
+    first: Annotated[Path, typer.Argument(metavar="A", help="An evaluation's folder.")],
+    second: Annotated[Path, typer.Argument(metavar="B", help="Another one's, over the same tasks.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Tell whether B does better than A on the tasks that both tried, task by task."""
+    from penstock.cli.eval_view import compared_text
+    from penstock.evals.compare import compare as paired
+
+    found = asyncio.run(paired(first, second))
+    typer.echo(orjson.dumps(found.as_json()).decode() if as_json else compared_text(found))
+
+
+@app.command("regrade")
+def regrade(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="An evaluation's folder.")],
+    agent: Annotated[Path | None, typer.Option(help="The Python file with the other grader; else the same file as before.")] = None,
+    name: Annotated[str | None, typer.Option(help="Of the new evaluation's folder.")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override one key, such as grader.strict.")
+    ] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start over; one of the same name is kept aside.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Grade an evaluation's rollouts again, without a model call.
+
+    A grader sees the messages as they were recorded, in the OpenAI form, whatever framework the agent used.
+    """
+    from penstock.cli.eval_view import regraded_text
+    from penstock.evals.regrade import regrade as grade_again
+    from penstock.evals.regrade import regrade_config
+    from penstock.evals.run import outcome_json
+
+    config = regrade_config(folder, agent=agent, name=name or f"{folder.resolve().name}-regraded", overrides=overrides or ())
+    with contextlib.redirect_stdout(sys.stderr):
+        made, found = asyncio.run(grade_again(folder, config, fresh=fresh))
+    page = _page(made.path)
+    if as_json:
+        told = {"folder": str(made.path), "outcome": outcome_json(found), "report": str(page) if page else None}
+        typer.echo(orjson.dumps(told).decode())
+    else:
+        typer.echo(regraded_text(found, folder, made.path))
+
+
+def _config(file: Path | None, agent: Path | None, dataset: Path | None, overrides: list[str]) -> "RunConfig":
+    from penstock.config import load_config, make_config, override
+
+    if file is not None and agent is not None:
+        raise ConfigError("--agent goes without a file: set agent.entry in the file, or leave the file out")
+    if file is None:
+        if agent is None and Path(FILE).exists():
+            return _config(Path(FILE), None, dataset, overrides)
+        if agent is None or dataset is None:
+            raise ConfigError(f"there is no {FILE} here; name a config file, or give --agent and --dataset")
+        tree: dict[str, Any] = {"agent": {"entry": str(agent)}, "dataset": {"train": str(dataset)}, "run": {"name": agent.stem}}
+        override(tree, overrides)
+        return make_config(tree, "the command line")
+    config = load_config(file, overrides)
+    if dataset is not None:
+        config = config.model_copy(update={"dataset": config.dataset.model_copy(update={"eval": dataset})})
+    return config
+
+
+def _evaluate(config: "RunConfig", view: "EvalView", *, fresh: bool, retry_failed: bool) -> "Evaluation":
+    from penstock.evals.run import evaluate, read_rows
+    from penstock.sdk.flow_agent import is_flow_agent
+    from penstock.train.inputs import read_inputs
+
+    inputs = read_inputs(config, view)
+    rows = read_rows(config, columns=is_flow_agent(inputs.agent))
+
+    async def work() -> "Evaluation":
+        stop = asyncio.Event()
+        with Interrupts(stop, lambda: view.notice("Stopping; what runs is made again by the same command.")):
+            return await evaluate(config, inputs, rows, listener=view, stop=stop, fresh=fresh, retry_failed=retry_failed)
+
+    return asyncio.run(work())
+
+
+def _page(folder: Path) -> Path | None:
+    """The report's path; a report that cannot be written must not fail an evaluation that was made."""
+    from penstock.evals.eval_page import write_eval_page
+
+    try:
+        return asyncio.run(write_eval_page(folder))
+    except (PenstockError, OSError) as error:
+        typer.echo(f"penstock: no report: {error}", err=True)
+        return None

@@ -1,0 +1,87 @@
+"""Makes the attempts of an evaluation that are missing: the pool is the journal, so what has ended is never run again."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from typing import NamedTuple
+
+from penstock.errors import WorkerLost
+from penstock.pool.base import Pool
+from penstock.records import Attempt, End, Group, Rollout, Sampling, Task, make_rollout
+from penstock.rollout.runner import Runner
+from penstock.rollout.scheduler import LOST, after_loss
+
+CHANNEL = "eval"
+PAGE = 100
+UNDONE = (None, End.CANCELLED, End.LOST)
+"""Ends of attempts that another process began: they are made again."""
+
+
+class Row(NamedTuple):
+    """A task to try, and its place in the dataset."""
+
+    number: int
+    task: Task
+
+
+class Place(NamedTuple):
+    """An attempt to make."""
+
+    rollout: Rollout
+    task: Task
+
+
+class Plan(NamedTuple):
+    """What there is to do."""
+
+    places: list[Place]
+    done: int
+    """Attempts that have ended already."""
+
+
+async def plan(rows: Sequence[Row], pool: Pool, *, samples: int, retry_failed: bool = False) -> Plan:
+    """Open what was never opened, give new attempts to what was begun and, if asked, to what failed."""
+    known = {group.seq: group async for group in stored(pool)}
+    places: list[Place] = []
+    for number, task in rows:
+        group = known.get(number)
+        if group is None:
+            rollouts = [make_rollout(f"{CHANNEL}-{number}", task.id, place, channel=CHANNEL) for place in range(samples)]
+            await pool.open_group(task, rollouts, seq=number)
+            places += [Place(rollout, task) for rollout in rollouts]
+        else:
+            places += [Place(await pool.replace(a.rollout, LOST), task) for a in group.attempts if _again(a, retry_failed)]
+    return Plan(places, len(rows) * samples - len(places))
+
+
+async def make(places: Sequence[Place], runner: Runner, pool: Pool, *, sampling: Sampling, concurrency: int, retries: int) -> None:
+    """Run each to its end, so many at once; one that is lost with its worker is made again. Cancelled, what runs is undone."""
+    slots = asyncio.Semaphore(concurrency)
+
+    async def run(rollout: Rollout | None, task: Task) -> None:
+        try:
+            while rollout is not None:
+                try:
+                    await runner.run(rollout, task, sampling)
+                    return
+                except WorkerLost as lost:
+                    rollout = await after_loss(pool, rollout, lost, retries)
+        finally:
+            slots.release()
+
+    async with asyncio.TaskGroup() as running:
+        for rollout, task in places:
+            await slots.acquire()
+            running.create_task(run(rollout, task))
+
+
+async def stored(pool: Pool) -> AsyncGenerator[Group]:
+    """All groups of the evaluation, by row."""
+    first = 0
+    while page := await pool.groups(CHANNEL, first_seq=first, limit=PAGE):
+        for group in page:
+            yield group
+        first = page[-1].seq + 1
+
+
+def _again(attempt: Attempt, retry_failed: bool) -> bool:
+    return attempt.end in UNDONE or (retry_failed and attempt.end is not End.COMPLETED)

@@ -1,0 +1,49 @@
+"""Two evaluations of the same tasks, side by side."""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import ConfigError
+from penstock.evals.metrics import Difference, difference
+from penstock.evals.outcome import scores
+from penstock.evals.stored import read_evaluation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """What became of the second against the first, over the tasks that both tried."""
+
+    first: str
+    second: str
+    tasks: int
+    means: tuple[float, float]
+    difference: Difference
+    better: int
+    """Tasks on which the second's mean reward is higher."""
+    worse: int
+    left_out: int
+    """Tasks that one of them did not try."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self) | {"difference": self.difference._asdict()}
+
+
+async def compare(first: Path, second: Path) -> Compared:
+    """Tasks are the same where their content is, whatever rows they stand in."""
+    one, other = [{s.task_id: s.mean for s in scores((await read_evaluation(folder)).groups)} for folder in (first, second)]
+    shared = [task for task in one if task in other]
+    if not shared:
+        raise ConfigError(f"{first} and {second} have no task in common; evaluate both on the same dataset")
+    before, after = [one[task] for task in shared], [other[task] for task in shared]
+    return Compared(
+        first=str(first),
+        second=str(second),
+        tasks=len(shared),
+        means=(sum(before) / len(before), sum(after) / len(after)),
+        difference=difference(before, after),
+        better=sum(a > b for b, a in zip(before, after, strict=True)),
+        worse=sum(a < b for b, a in zip(before, after, strict=True)),
+        left_out=len(one.keys() ^ other.keys()),
+    )

@@ -1,0 +1,83 @@
+"""What an evaluation's rewards say: unbiased pass@k, means with bootstrap intervals, and whether two evaluations differ. Pure."""
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+DRAWS = 2000
+"""Of each bootstrap and permutation: the last digit of a 95 % interval is steady then."""
+LEVEL = 0.95
+
+
+class Estimate(NamedTuple):
+    """A mean over tasks, and where it may lie: tasks are drawn again, with replacement, as another dataset of the kind would be."""
+
+    value: float
+    low: float
+    high: float
+
+
+class Difference(NamedTuple):
+    """How much higher the second of two evaluations is on the same tasks."""
+
+    value: float
+    low: float
+    high: float
+    p: float
+    """Share of sign flips that differ as much, were there no difference between the two."""
+
+
+def pass_at_k(attempts: int, passed: int, k: int) -> float:
+    """The chance that at least one of `k` attempts passes, from `attempts` of which `passed` did; unbiased for `k` <= `attempts`.
+
+    >>> pass_at_k(4, 2, 1), round(pass_at_k(4, 2, 2), 4)
+    (0.5, 0.8333)
+    """
+    return 1.0 - math.comb(attempts - passed, k) / math.comb(attempts, k)
+
+
+def estimate(values: Sequence[float], *, seed: int = 0) -> Estimate:
+    """The mean of one value per task, with its bootstrap interval; of a single task it is the value itself."""
+    low, high = _interval(values, _mean, seed)
+    return Estimate(_mean(values), low, high)
+
+
+def difference(first: Sequence[float], second: Sequence[float], *, seed: int = 0) -> Difference:
+    """Of two evaluations of the same tasks, in the same order: paired, as a task's own difficulty is no difference."""
+    gains = [after - before for before, after in zip(first, second, strict=True)]
+    low, high = _interval(gains, _mean, seed)
+    return Difference(_mean(gains), low, high, _sign_flips(gains, seed))
+
+
+def median(values: Sequence[float]) -> float | None:
+    """The middle one, or between the two; None where there are none."""
+    if not values:
+        return None
+    ranked, half = sorted(values), len(values) // 2
+    return ranked[half] if len(ranked) % 2 else (ranked[half - 1] + ranked[half]) / 2
+
+
+def _interval(values: Sequence[float], statistic: Callable[[Sequence[float]], float], seed: int) -> tuple[float, float]:
+    draw, count = random.Random(seed), len(values)
+    drawn = sorted(statistic(draw.choices(values, k=count)) for _ in range(DRAWS))
+    edge = int(DRAWS * (1.0 - LEVEL) / 2)
+    return drawn[edge], drawn[-edge - 1]
+
+
+def _sign_flips(gains: Sequence[float], seed: int) -> float:
+    """Tasks without a gain tell nothing; up to 12 others every pattern of signs is counted, beyond that some are drawn."""
+    gains = [gain for gain in gains if gain]
+    observed = abs(sum(gains)) - 1e-12
+    if len(gains) <= 12:
+        sums = [
+            sum(gain if pattern >> place & 1 else -gain for place, gain in enumerate(gains)) for pattern in range(1 << len(gains))
+        ]
+        return sum(abs(total) >= observed for total in sums) / len(sums)
+    draw = random.Random(seed)
+    extreme = sum(abs(sum(gain if draw.random() < 0.5 else -gain for gain in gains)) >= observed for _ in range(DRAWS))
+    return (extreme + 1) / (DRAWS + 1)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

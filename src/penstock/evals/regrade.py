@@ -1,0 +1,90 @@
+"""Another grader over an evaluation's rollouts: nothing is sampled again, and the first verdicts stay where they are."""
+
+import asyncio
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from penstock.config import RunConfig, make_config, override
+from penstock.errors import ConfigError, GraderError
+from penstock.evals.attempts import stored
+from penstock.evals.outcome import Outcome, outcome
+from penstock.evals.stored import read_evaluation
+from penstock.events import Events
+from penstock.pool.base import Pool
+from penstock.records import Attempt, End, Grade, Group
+from penstock.rollout.guests import Guests
+from penstock.rollout.transcripts import make_samples, transcripts
+from penstock.rollout.work import Work
+from penstock.sdk.agents import open_agent
+from penstock.sdk.discovery import Agent
+from penstock.sdk.preflight import preflight
+from penstock.train.folder import RunFolder, locked, open_run_folder
+from penstock.train.stations import open_pool
+
+GRADED = (End.COMPLETED, End.GRADER_ERROR)
+"""Ends of rollouts whose agent had come to its end."""
+
+
+def regrade_config(folder: Path, *, agent: Path | None, name: str, overrides: Iterable[str]) -> RunConfig:
+    """The settings of the evaluation in `folder`, with another grader and a name of its own."""
+    try:
+        tree: dict[str, Any] = orjson.loads((folder / "config.json").read_bytes())["config"]
+    except (OSError, ValueError, LookupError, TypeError) as cause:
+        raise ConfigError(f"{folder}: not an evaluation; give a folder that `penstock eval run` made") from cause
+    if agent is not None:
+        tree["agent"] = {"entry": str(agent)}
+    if tree["run"]["name"] == name:
+        raise ConfigError(f"{folder}: it cannot be graded into itself; give another --name")
+    tree["run"] |= {"name": name, "folder": str(folder.parent)}
+    override(tree, overrides)
+    return make_config(tree, str(folder / "config.json"))
+
+
+async def regrade(source: Path, config: RunConfig, *, fresh: bool = False) -> tuple[RunFolder, Outcome]:
+    """Grade what `source` holds into an evaluation of its own, which a stopped one goes on with; its folder and its numbers."""
+    preflight(config.agent, config.workflow, config.grader)
+    agent = open_agent(config.agent, config.workflow, config.grader)
+    recorded = (await read_evaluation(source)).groups
+    folder = open_run_folder(config, fresh=fresh, files=[agent.entry])
+    with locked(folder.path):
+        pool = open_pool(config, folder)
+        try:
+            known = {group.seq: group async for group in stored(pool)}
+            slots = asyncio.Semaphore(config.rollout.concurrency)
+            async with asyncio.TaskGroup() as tasks:
+                for group in recorded:
+                    tasks.create_task(_copy(group, known.get(group.seq), pool, agent, slots, config.rollout.grader_timeout_s))
+            return folder, outcome([group async for group in stored(pool)], config.eval)
+        finally:
+            await pool.close()
+
+
+async def _copy(group: Group, known: Group | None, pool: Pool, agent: Agent, slots: asyncio.Semaphore, timeout_s: float) -> None:
+    attempts = [attempt for attempt in group.attempts if attempt.end is not None]
+    ended = {attempt.rollout.id for attempt in known.attempts if attempt.end is not None} if known else set[str]()
+    await pool.open_group(group.task, [attempt.rollout for attempt in attempts], seq=group.seq)
+    for attempt in attempts:
+        if attempt.rollout.id not in ended:
+            async with slots:
+                await _copy_attempt(group, attempt, pool, agent, timeout_s)
+
+
+async def _copy_attempt(group: Group, attempt: Attempt, pool: Pool, agent: Agent, timeout_s: float) -> None:
+    nodes, rollout_id, end, message = {node.id: node for node in attempt.nodes}, attempt.rollout.id, attempt.end, attempt.message
+    for step in sorted(attempt.steps, key=lambda step: step.index):
+        await pool.append(step, nodes.pop(step.node, None))
+    if end in GRADED:
+        end, message = End.COMPLETED, ""
+        work = Work(agent, Guests(agent.entry.parent, Events()))
+        samples = make_samples(transcripts(attempt), {})
+        try:
+            rewards = await work.grade(group.task, samples, timeout_s=timeout_s)
+        except (GraderError, TimeoutError) as error:
+            rewards, end, message = [], End.GRADER_ERROR, str(error) or f"the grader ran longer than {timeout_s:g} s"
+        for name, value, index in rewards:
+            grade = Grade(rollout_id=rollout_id, reward=value, source=agent.grader_name, transcript=name, step=index)
+            await pool.grade(grade)
+    await pool.end(rollout_id, end or End.LOST, message)

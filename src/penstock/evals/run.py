@@ -1,0 +1,167 @@
+"""An evaluation from end to end: checked, opened or taken up again, run, summed up."""
+
+import asyncio
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from penstock.config import RunConfig
+from penstock.errors import ConfigError
+from penstock.evals.attempts import Plan, Row, make, plan, stored
+from penstock.evals.outcome import Outcome, outcome
+from penstock.events import Events, Listener
+from penstock.records import Sampling
+from penstock.sdk.dataset import load_tasks
+from penstock.train.folder import RunFolder, locked, open_run_folder
+from penstock.train.inputs import Inputs
+from penstock.train.rollouts import open_rollouts, sampling
+from penstock.train.stations import open_pool
+
+MAY_CHANGE = (
+    "train.",
+    "gateway.",
+    "executor.",
+    "run.folder",
+    "rollout.",
+    "eval.rows",
+    "eval.k",
+    "eval.passes",
+    "scale.",
+    "dataset.train",
+)
+"""What decides nothing about an attempt that has ended."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """What an evaluation came to, and where it is."""
+
+    name: str
+    folder: str
+    status: str
+    """"finished", or "stopped" where it can be taken up again."""
+    model: str
+    outcome: Outcome
+    resumed: int
+    """Attempts that an earlier process had made."""
+    seconds: float
+    """Of this process, loading left out."""
+
+
+def evaluation_config(config: RunConfig) -> RunConfig:
+    """The settings of an evaluation: kept apart from training runs of the same name, and checked."""
+    if too_many := [k for k in config.eval.k if not 1 <= k <= config.eval.samples]:
+        raise ConfigError(f"eval.k = {too_many[0]}: pass@{too_many[0]} needs as many attempts; raise eval.samples, or leave it out")
+    if config.pool.name == "memory":
+        raise ConfigError("pool.name = 'memory' forgets: an evaluation that is stopped could not go on; use 'sqlite'")
+    return config.model_copy(update={"run": config.run.model_copy(update={"folder": config.run.folder / "evals"})})
+
+
+def read_rows(config: RunConfig, *, columns: bool = False) -> list[Row]:
+    """The tasks that are to be tried."""
+    path = config.dataset.eval or config.dataset.train
+    tasks = load_tasks(path, columns=columns)
+    wanted = chosen_rows(config.eval.rows, len(tasks), path)
+    return [Row(number, tasks[number]) for number in wanted]
+
+
+def chosen_rows(text: str, count: int, path: Path) -> list[int]:
+    """`0-9,17` as numbers, each once and in order; all where it is empty."""
+    if not text.strip():
+        return list(range(count))
+    found: set[int] = set()
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()):
+            raise ConfigError(f"eval.rows = {text!r}: write rows and ranges, such as 0-9,17")
+        found.update(range(int(first), int(last or first) + 1))
+    if beyond := sorted(number for number in found if number >= count):
+        raise ConfigError(f"eval.rows = {text!r}: {path} has rows 0 to {count - 1}, not {beyond[0]}")
+    return sorted(found)
+
+
+async def evaluate(
+    config: RunConfig,
+    inputs: Inputs,
+    rows: list[Row],
+    *,
+    listener: Listener,
+    stop: asyncio.Event,
+    fresh: bool = False,
+    retry_failed: bool = False,
+) -> Evaluation:
+    """Try each row as often as `eval.samples` says, or go on where an earlier process stopped; `stop` leaves what runs undone."""
+    folder = open_run_folder(config, fresh=fresh, may_change=MAY_CHANGE, files=[inputs.agent.entry])
+    with locked(folder.path), Events(folder.events) as events:
+        events.listen(listener)
+        pool = open_pool(config, folder)
+        try:
+            planned = await plan(rows, pool, samples=config.eval.samples, retry_failed=retry_failed)
+            started = await _run(config, inputs, folder, events, pool, planned, stop)
+            numbers = {row.number for row in rows}
+            groups = [group async for group in stored(pool) if group.seq in numbers]
+        finally:
+            await pool.close()
+        found = Evaluation(
+            name=config.run.name,
+            folder=str(folder.path),
+            status="stopped" if stop.is_set() else "finished",
+            model=inputs.model,
+            outcome=outcome(groups, config.eval),
+            resumed=planned.done,
+            seconds=round(time.monotonic() - started, 3),
+        )
+        folder.write_summary(orjson.dumps(as_json(found)))
+        events.emit("eval.over", status=found.status, rollouts=found.outcome.rollouts)
+        return found
+
+
+def as_json(found: Evaluation) -> dict[str, Any]:
+    """Plain values; estimates by name."""
+    return asdict(found) | {"outcome": outcome_json(found.outcome)}
+
+
+def outcome_json(found: Outcome) -> dict[str, Any]:
+    """The same of the numbers alone."""
+    passes = {str(k): value._asdict() for k, value in found.passes.items()}
+    return asdict(found) | {"reward": found.reward and found.reward._asdict(), "passes": passes}
+
+
+async def _run(
+    config: RunConfig, inputs: Inputs, folder: RunFolder, events: Events, pool: Any, planned: Plan, stop: asyncio.Event
+) -> float:
+    """Make what is missing; when that began, loading left out."""
+    if not planned.places:
+        return time.monotonic()
+    async with open_rollouts(config, inputs, folder, events, pool) as rollouts:
+        started = time.monotonic()
+        events.emit("eval.begin", model=inputs.model, folder=str(folder.path), rollouts=len(planned.places), done=planned.done)
+        work = asyncio.ensure_future(
+            make(
+                planned.places,
+                rollouts.runner,
+                pool,
+                sampling=_sampling(config),
+                concurrency=config.rollout.concurrency,
+                retries=config.rollout.retries,
+            )
+        )
+        stopped = asyncio.ensure_future(stop.wait())
+        try:
+            await asyncio.wait({work, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stopped.cancel()
+            work.cancel()
+            with suppress(asyncio.CancelledError):
+                await work
+        return started
+
+
+def _sampling(config: RunConfig) -> Sampling:
+    given, one = config.eval.temperature, config.eval.samples == 1
+    default = config.sampling.eval_temperature if one else config.sampling.temperature
+    return sampling(config, temperature=default if given is None else given)

@@ -1,0 +1,76 @@
+"""An evaluation's report in a real browser."""
+
+import asyncio
+import re
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from penstock.config import EvalSection
+from penstock.evals.eval_page import render_eval_page
+from penstock.evals.stored import Stored
+from penstock.pool.memory import open_pool
+from penstock.records import End, Grade, Node, Sampling, Step, Task, make_rollout
+
+NASTY = "<b>bold</b> & <script>alert(1)</script> \u2028 ünïcödé"
+
+
+async def make_groups(path):
+    """Four tasks with two attempts each: rewards 0, 1/3, 2/3 and 1 by task; the last attempt of the first task failed."""
+    pool = open_pool(path)
+    for row in range(4):
+        task = Task(id=f"task-{row}", prompt=({"role": "user", "content": NASTY},), label=str(row))
+        rollouts = [make_rollout(f"eval-{row}", task.id, place, channel="eval") for place in range(2)]
+        await pool.open_group(task, rollouts, seq=row)
+        for rollout in rollouts:
+            node = Node(rollout_id=rollout.id, id=0, parent=None, token_ids=(1, 2), chain="a", messages=task.prompt)
+            step = Step(
+                rollout_id=rollout.id, index=0, node=0, transcript="main", completion_ids=(3,), logprobs=(-1.0,), versions=(0,),
+                sampling=Sampling(), finish="stop", message={"role": "assistant", "content": f"reply {row} {NASTY}"}, chain="b",
+                seconds=0.25,
+            )  # fmt: skip
+            await pool.append(step, node)
+            failed = rollout.id == "eval-0.1.1"
+            if not failed:
+                await pool.grade(Grade(rollout_id=rollout.id, reward=row / 3, source="test"))
+            await pool.end(rollout.id, End.AGENT_ERROR if failed else End.COMPLETED, NASTY if failed else "")
+    return await pool.groups("eval")
+
+
+@pytest.fixture(scope="module")
+def page_file(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("page")
+    with ThreadPoolExecutor() as elsewhere:  # the browser's driver keeps an event loop in this thread
+        groups = elsewhere.submit(lambda: asyncio.run(make_groups(folder))).result()
+    config = {"run": {"name": NASTY}, "model": {"name": "tiny"}, "eval": EvalSection(samples=2, k=(1, 2)).model_dump(mode="json")}
+    (folder / "report.html").write_text(render_eval_page(Stored(config, {"status": "finished"}, groups)))
+    return folder / "report.html"
+
+
+def test_numbers_are_seen_and_fit_their_boxes(read, page_file):
+    page = read(page_file)
+    assert page.locator("h1").inner_text() == NASTY
+    shown = page.locator(".tile").all_inner_texts()
+    assert [text.split("\n")[-1] for text in shown] == ["0.500", "0.250", "0.250", "8", "8", "8", "0.25 s"]
+    for box in page.locator(".tile").all():
+        assert box.evaluate("tile => tile.scrollWidth <= tile.clientWidth")
+
+
+def test_rewards_are_drawn_and_every_task_is_listed(read, page_file):
+    page = read(page_file)
+    tall = [bar.bounding_box()["height"] for bar in page.locator("svg rect").all()]
+    assert sum(height > 0 for height in tall) == 4
+    assert "1 tasks with a mean reward from 0.95 to 1" in page.locator("svg title").all_text_contents()
+    page.get_by_text("Every task").click()
+    rows = page.locator("details[open] tbody tr").all_inner_texts()
+    assert [re.split(r"\s+", row)[1] for row in rows] == [f"task-{n}" for n in range(4)]
+
+
+def test_transcripts_unfold_with_their_text_as_text(read, page_file):
+    page = read(page_file)
+    summaries = page.locator("summary").all_inner_texts()
+    assert [line.split()[0] for line in summaries[1:-1]] == ["worst"] * 3 + ["best"] * 3 + ["failed"]
+    failed = page.locator("details", has_text="agent_error").last
+    failed.locator("summary").click()
+    assert NASTY.split()[0] in failed.locator(".message").first.inner_text()
+    assert page.locator("body b", has_text="bold").count() == 0
