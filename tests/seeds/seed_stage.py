@@ -102,20 +102,21 @@ def agent_around(run) -> Agent:
     return Agent(entry=Path(__file__), workflow=Work, workflow_config=None, grader=Check, grader_config=None)
 
 
-def play(renderer, agent: Agent, script, count=1) -> Ran:
+def play(renderer, agent: Agent, script, count=1, task=TASK) -> Ran:
     """Run `count` rollouts of the agent at once."""
-    return asyncio.run(_play(renderer, agent, script, count))
+    return asyncio.run(_play(renderer, agent, script, count, task))
 
 
-async def _play(renderer, agent: Agent, script, count: int) -> Ran:
+async def _play(renderer, agent: Agent, script, count: int, task: Task) -> Ran:
     limits = RolloutSection(executor="seed_stage:SeeingExecutor", agent_timeout_s=DEADLINE_S)
     async with serving(renderer, script) as (bench, ear):
-        rollouts = [make_rollout("train-0", TASK.id, place) for place in range(count)]
-        await bench.pool.open_group(TASK, rollouts, seq=0)
+        rollouts = [make_rollout("train-0", task.id, place) for place in range(count)]
+        await bench.pool.open_group(task, rollouts, seq=0)
         opened = open_runner(agent, gateway=bench.gateway, pool=bench.pool, events=Events(), limits=limits)
         async with opened as runner, asyncio.TaskGroup() as group:
+            bench.gateway.judge = runner.judge
             for rollout in rollouts:
-                group.create_task(runner.run(rollout, TASK, Sampling(max_tokens=200)))
+                group.create_task(runner.run(rollout, task, Sampling(max_tokens=200)))
         attempts = [await bench.pool.attempt(rollout.id) for rollout in rollouts]
     return Ran(attempts, ear.heard, runner.executor.seen, ear.most)
 

@@ -1,0 +1,20 @@
+"""The base of all flows, their registry, and the workers that run them; naming a worker loads Ray, nothing else does."""
+
+from typing import TYPE_CHECKING
+
+from claw_r1._names import lazily
+
+if TYPE_CHECKING:
+    from penstock.scale.manager import AgentFlowManager
+    from penstock.scale.worker import AgentFlowWorker
+    from penstock.sdk.flow import AgentFlowBase, register
+    from penstock.sdk.flow_step import SubmittedStep as Step
+
+__all__ = ["AgentFlowBase", "AgentFlowManager", "AgentFlowWorker", "Step", "register"]
+
+__getattr__ = lazily(
+    __name__,
+    dict.fromkeys(("AgentFlowBase", "register"), "penstock.sdk.flow")
+    | {"AgentFlowManager": "penstock.scale.manager", "AgentFlowWorker": "penstock.scale.worker"}
+    | {"Step": "penstock.sdk.flow_step:SubmittedStep"},
+)

@@ -1,0 +1,5 @@
+"""Several turns, with tools or a second look."""
+
+from penstock.sdk.flow import MultiStepAgentFlow
+
+__all__ = ["MultiStepAgentFlow"]

@@ -1,0 +1,5 @@
+"""An agent that solves grade-school mathematics with a plain OpenAI client."""
+
+from penstock.integrations.gsm8k import GSM8KAgent
+
+__all__ = ["GSM8KAgent"]

@@ -1,0 +1,5 @@
+"""Grade-school mathematics as a black-box flow."""
+
+from penstock.integrations.gsm8k import BlackBoxGSM8KAgentFlow
+
+__all__ = ["BlackBoxGSM8KAgentFlow"]

@@ -1,0 +1,25 @@
+"""What a flow hands in. The pool behind it is Penstock's own: durable, and not an actor."""
+
+from typing import TYPE_CHECKING
+
+from claw_r1._names import lazily
+
+if TYPE_CHECKING:
+    from claw_r1.data_pool.data_model import Step
+
+__all__ = ["Step"]
+
+_POOL = "the pool is Penstock's own; read it with `penstock pool` or the gateway's GET /api/stats, /api/steps, /api/trajectories"
+_EXPORT = "sequences are packed by penstock.train; `penstock pool export` writes them for other trainers"
+
+__getattr__ = lazily(
+    __name__,
+    {"Step": f"{__name__}.data_model"},
+    {
+        "DataPool": _POOL,
+        "DataPoolConfig": _POOL,
+        "TrainingBackend": _EXPORT,
+        "TreeVerlBackend": _EXPORT,
+        "VerlBackend": _EXPORT,
+    },
+)

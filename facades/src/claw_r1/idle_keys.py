@@ -1,0 +1,119 @@
+"""The keys of Claw-R1's command line that set nothing here: those that must keep one value, and those that have no effect."""
+
+from typing import Any, NamedTuple
+
+from claw_r1.keys import ACTOR, FLOW, ROLLOUT
+
+
+class Only(NamedTuple):
+    """A key that may say what is so anyway, and nothing else."""
+
+    values: tuple[Any, ...]
+    reason: str
+
+
+ONLY: dict[str, Only] = {
+    "algorithm.use_kl_in_reward": Only((False,), f"the KL penalty is in the loss; set {ACTOR}.use_kl_loss"),
+    f"{ACTOR}.kl_loss_type": Only(("low_var_kl", "k3"), "the KL penalty is estimated in this one way"),
+    f"{ACTOR}.entropy_coeff": Only((0,), "the loss has no entropy term"),
+    f"{ACTOR}.policy_loss.loss_mode": Only(("vanilla",), "the loss is PPO's clip"),
+    f"{ACTOR}.use_rollout_log_probs": Only((True,), "tokens are trained with the log-probabilities that they were sampled with"),
+    f"{ACTOR}.optim.lr_warmup_steps": Only((-1, 0, None), "the learning rate is constant"),
+    f"{ACTOR}.optim.lr_warmup_steps_ratio": Only((0,), "the learning rate is constant"),
+    f"{ACTOR}.optim.lr_scheduler_type": Only(("constant",), "the learning rate is constant"),
+    f"{ROLLOUT}.mode": Only(("async",), "rollouts are always asynchronous; for synchronous training run claw_r1.main_agent_ppo"),
+    f"{ROLLOUT}.repetition_penalty": Only((1,), "engines sample without it"),
+    f"{ROLLOUT}.val_kwargs.n": Only((1,), "each held-out task is tried once; put rows into the file several times"),
+    f"{ROLLOUT}.val_kwargs.top_p": Only((1,), "held-out rollouts have a temperature of their own, and nothing else"),
+    f"{ROLLOUT}.val_kwargs.top_k": Only((-1, 0), "held-out rollouts have a temperature of their own, and nothing else"),
+    f"{FLOW}.custom_async_server.path": Only((None,), "no server is started; name an engine with penstock.engine.name"),
+    f"{FLOW}.custom_async_server.name": Only((None,), "no server is started; name an engine with penstock.engine.name"),
+    "actor_rollout_ref.model.lora_rank": Only((0,), "all weights are trained"),
+    "actor_rollout_ref.model.external_lib": Only((None,), "no code of a model is run"),
+    "actor_rollout_ref.model.custom_chat_template": Only((None,), "put it into the model's tokenizer_config.json"),
+    "async_training.require_batches": Only((1,), "a step takes one batch; set data.train_batch_size"),
+    "async_training.use_rollout_log_probs": Only(
+        (True,), "tokens are trained with the log-probabilities that they were sampled with"
+    ),
+    "data.custom_cls.path": Only((None,), "rows are read by Penstock"),
+    "data.prompt_key": Only(("prompt",), "rename the column to prompt"),
+    "data.reward_fn_key": Only(("data_source",), "rename the column to data_source"),
+    "data.tokenizer": Only((None,), "the model's own is used"),
+    "data.train_max_samples": Only((-1,), "cut the file"),
+    "data.truncation": Only(("error",), "a prompt is never cut: one that does not fit is refused, and ends its own rollout"),
+    "reward_model.enable": Only((False,), "no reward model is started; ask yours in a grader or in custom_reward_function.path"),
+    "reward_model.type": Only(("rule",), "no reward model is started; ask yours in a grader or in custom_reward_function.path"),
+    "trainer.critic_warmup": Only((0,), "no critic is trained"),
+    "trainer.resume_from_path": Only((None,), "a run is taken up under its own name; set trainer.default_local_dir"),
+    "trainer.val_only": Only((False,), "set trainer.total_training_steps=0"),
+}
+
+IDLE: dict[str, tuple[str, ...]] = {
+    "one model in one process, or servers that penstock.engine.url names: nothing is laid out over GPUs": (
+        *("trainer.n_gpus_per_node", "trainer.nnodes", "rollout.n_gpus_per_node", "rollout.nnodes"),
+        *("trainer.tensor_model_parallel_size", "trainer.pipeline_model_parallel_size", "rollout.tensor_model_parallel_size"),
+        *("actor_rollout_ref.hybrid_engine", f"{ACTOR}.fsdp_config.*", f"{ACTOR}.strategy", f"{ACTOR}.megatron.*"),
+        *(f"{ACTOR}.ulysses_sequence_parallel_size", "actor_rollout_ref.ref.*", "actor_rollout_ref.nccl_timeout"),
+        *(f"{ROLLOUT}.tensor_model_parallel_size", f"{ROLLOUT}.data_parallel_size", f"{ROLLOUT}.pipeline_model_parallel_size"),
+    ),
+    "the embedded engine samples unless penstock.engine.name and penstock.engine.url name servers": (
+        *(f"{ROLLOUT}.name", f"{ROLLOUT}.gpu_memory_utilization", f"{ROLLOUT}.dtype", f"{ROLLOUT}.enforce_eager"),
+        *(
+            f"{ROLLOUT}.free_cache_engine",
+            f"{ROLLOUT}.load_format",
+            f"{ROLLOUT}.max_model_len",
+            f"{ROLLOUT}.max_num_batched_tokens",
+        ),
+        *(f"{ROLLOUT}.enable_chunked_prefill", f"{ROLLOUT}.enable_prefix_caching", f"{ROLLOUT}.engine_kwargs.*"),
+        *(f"{ROLLOUT}.disable_log_stats", f"{ROLLOUT}.layered_summon", f"{ROLLOUT}.skip_tokenizer_init"),
+    ),
+    "all groups of a step are one batch, packed without padding; memory is bounded by penstock.train.tokens_per_pass": (
+        *(f"{ACTOR}.ppo_mini_batch_size", f"{ACTOR}.ppo_micro_batch_size", f"{ACTOR}.ppo_micro_batch_size_per_gpu"),
+        *(
+            f"{ACTOR}.use_dynamic_bsz",
+            f"{ACTOR}.use_torch_compile",
+            f"{ACTOR}.shuffle",
+            f"{ACTOR}.entropy_from_logits_with_chunking",
+        ),
+        *("actor_rollout_ref.model.use_remove_padding", "actor_rollout_ref.model.enable_gradient_checkpointing"),
+        *("actor_rollout_ref.model.use_fused_kernels", "actor_rollout_ref.model.use_liger", "actor_rollout_ref.model.use_shm"),
+        *(f"{ROLLOUT}.log_prob_micro_batch_size", f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu"),
+        *(f"{ROLLOUT}.log_prob_use_dynamic_bsz", f"{ROLLOUT}.log_prob_max_token_len_per_gpu", "trainer.balance_batch"),
+    ),
+    "every rollout weighs the same, and no critic is trained": (
+        *(f"{ACTOR}.loss_agg_mode", f"{ACTOR}.clip_ratio_c", "algorithm.gamma", "algorithm.lam", "algorithm.kl_ctrl.*", "critic.*"),
+    ),
+    "a prompt may be as long as the model's context, and is never cut": (
+        *("data.max_prompt_length", f"{ROLLOUT}.prompt_length", "data.filter_overlong_prompts"),
+        *("data.filter_overlong_prompts_workers",),
+    ),
+    "flows read it from self.config": (f"{ROLLOUT}.max_turns", f"{ROLLOUT}.multi_turn.*"),
+    "flows always get raw_prompt, and every token its log-probability": ("data.return_raw_chat", f"{ROLLOUT}.calculate_log_probs"),
+    "rows are read by Penstock": (
+        *("data.dataloader_num_workers", "data.gen_batch_size", "data.val_batch_size", "data.validation_shuffle"),
+        *("data.image_key", "data.video_key", "data.return_multi_modal_inputs", "data.use_shm"),
+    ),
+    "weights are published while rollouts go on, which ends none of them": (
+        *("async_training.partial_rollout", "async_training.checkpoint_engine.*", "actor_rollout_ref.checkpoint_engine.*"),
+    ),
+    "no code of a model is run": ("actor_rollout_ref.model.trust_remote_code",),
+    "rewards come from the grader, the function that was named, or the rule of the row's data_source": ("reward_model.*",),
+    "metrics are in the run's folder, and `penstock report` shows them": (
+        *("trainer.logger", "trainer.log_val_generations", "trainer.rollout_data_dir", "trainer.validation_data_dir"),
+        *(f"{ROLLOUT}.trace.*", f"{ROLLOUT}.prometheus.*", "global_profiler.*"),
+    ),
+    "held-out tasks are tried before and after training; leave data.val_files out to have none": ("trainer.val_before_train",),
+    "the gateway is there before the first rollout starts": ("trainer.gateway_startup_timeout",),
+    "Ray is started for the run": ("ray_kwargs.*", "ray_init.*", "trainer.ray_wait_register_center_timeout", "transfer_queue.*"),
+    "a checkpoint holds weights, optimizer and cursor": (
+        *(
+            "trainer.default_hdfs_dir",
+            "trainer.del_local_ckpt_after_load",
+            "trainer.max_critic_ckpt_to_keep",
+            f"{ACTOR}.checkpoint.*",
+        ),
+        *("trainer.esi_redundant_time", "trainer.use_legacy_worker_impl"),
+    ),
+    "nothing of Hydra is run": ("hydra.*",),
+}
+"""By reason: keys that are accepted and said to have no effect; `*` stands for all keys below."""
