@@ -6,7 +6,7 @@ import os
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny, ValidationError, create_model
 
@@ -172,7 +172,7 @@ class EngineSection(Section):
     """`[engine]`: what samples."""
 
     name: str = "embedded"
-    """`embedded`: in this process, on the CPU or a GPU."""
+    """`embedded`: in this process, on the CPU or a GPU. `vllm`, `sglang`: servers, with settings of their own."""
     device: str = "auto"
     """`cpu`, `cuda`, `cuda:1`; `auto` takes a GPU where there is one."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -291,8 +291,9 @@ def make_config(tree: Mapping[str, Any], where: str) -> RunConfig:
     """Build the whole config from a file's tables; `[engine]` takes the keys of the engine that it names."""
     engine: Any = tree.get("engine", {})
     if isinstance(engine, Mapping):
-        kind = _engine_section(str(engine.get("name", EngineSection().name)))  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
-        engine = validate(create_model("Table", __base__=Section, engine=(kind, ...)), {"engine": engine}, where).engine  # pyright: ignore[reportAttributeAccessIssue, reportUnknownVariableType, reportUnknownMemberType]
+        given = cast("Mapping[str, Any]", engine)
+        kind = _engine_section(str(given.get("name", EngineSection().name)))
+        engine = dict(validate(create_model("Table", __base__=Section, engine=(kind, ...)), {"engine": given}, where))["engine"]
     return validate(RunConfig, {**tree, "engine": engine}, where)
 
 

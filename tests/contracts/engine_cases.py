@@ -1,8 +1,10 @@
 """Small engines for the engine tests, and a reader of what they sample."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -11,6 +13,7 @@ from penstock.engines.base import Engine, Sampled
 from penstock.engines.embedded.core import Core
 from penstock.engines.embedded.decoder import Decoder, Shape
 from penstock.engines.embedded.engine import EmbeddedEngine
+from penstock.engines.embedded.weights import save_decoder
 from penstock.records import Sampling
 from penstock.render.tokenizer import Tokenizer
 from penstock.testing import ScriptedEngine, write_tokenizer
@@ -38,6 +41,18 @@ def make_decoder(seed: int = 0, shape: Shape = SHAPE) -> Decoder:
         for parameter in decoder.parameters():
             parameter.normal_(0.0, 0.3, generator=generator)
     return decoder
+
+
+def write_policy(folder: Path, seed: int = 0, shape: Shape = SHAPE, **config: object) -> Path:
+    """A model folder as other tools write them, with random weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    save_decoder(make_decoder(seed, shape), folder)
+    names = {"hidden": "hidden_size", "inner": "intermediate_size", "layers": "num_hidden_layers", "heads": "num_attention_heads"}
+    names |= {"kv_heads": "num_key_value_heads", "norm_eps": "rms_norm_eps", "context_length": "max_position_embeddings"}
+    names |= {"vocab_size": "vocab_size", "head_dim": "head_dim", "rope_theta": "rope_theta", "tied": "tie_word_embeddings"}
+    fields = {names[key]: value for key, value in asdict(shape).items() if key in names}
+    (folder / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], **fields, **config}))
+    return folder
 
 
 def spell(ids: Sequence[int]) -> str:

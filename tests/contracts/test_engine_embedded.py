@@ -1,22 +1,20 @@
 """The embedded engine beyond the contract: its limits, its errors, and opening it on a model folder."""
 
 import asyncio
-import json
 from collections.abc import Sequence
 from contextlib import aclosing, suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from engine_cases import SHAPE, VOCAB, embedded, joined, make_decoder, read, read_all, run, spell
+from engine_cases import VOCAB, embedded, joined, make_decoder, read, read_all, run, spell, write_policy
 
 from penstock.config import EngineSection
 from penstock.engines import ENGINES
 from penstock.engines.embedded.core import Core
 from penstock.engines.embedded.engine import EmbeddedEngine
 from penstock.engines.embedded.opening import end_ids
-from penstock.engines.embedded.weights import save_decoder
 from penstock.errors import ConfigError, EngineBusy, EngineError, ModelError
 from penstock.records import Sampling
 
@@ -255,21 +253,10 @@ def test_a_reader_whose_loop_is_gone_is_forgotten():
     run(case())
 
 
-def write_model(folder: Path, **config: object) -> Path:
-    """A model folder as other tools write them, with random weights."""
-    save_decoder(make_decoder(), folder)
-    names = {"hidden": "hidden_size", "inner": "intermediate_size", "layers": "num_hidden_layers", "heads": "num_attention_heads"}
-    names |= {"kv_heads": "num_key_value_heads", "norm_eps": "rms_norm_eps", "context_length": "max_position_embeddings"}
-    names |= {"vocab_size": "vocab_size", "head_dim": "head_dim", "rope_theta": "rope_theta", "tied": "tie_word_embeddings"}
-    shape = {names[key]: value for key, value in asdict(SHAPE).items() if key in names}
-    (folder / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], **shape, **config}))
-    return folder
-
-
 def test_the_engine_opens_on_a_model_folder_and_samples_as_its_weights_say(tmp_path: Path):
     async def case():
         section = EngineSection(slots=4, device="cpu")
-        engine = ENGINES.load("embedded")(write_model(tmp_path), name="mine", section=section, seed=0, decode=spell)
+        engine = ENGINES.load("embedded")(write_policy(tmp_path), name="mine", section=section, seed=0, decode=spell)
         async with embedded() as same:
             theirs = await read(same, PROMPT, Sampling(max_tokens=20, seed=1))
         ours = await read(engine, PROMPT, Sampling(max_tokens=20, seed=1))
@@ -280,7 +267,7 @@ def test_the_engine_opens_on_a_model_folder_and_samples_as_its_weights_say(tmp_p
 
 
 def test_end_ids_come_from_the_generation_config_and_the_tokenizer(tmp_path: Path):
-    assert end_ids(write_model(tmp_path, eos_token_id=7)) == {7}
+    assert end_ids(write_policy(tmp_path, eos_token_id=7)) == {7}
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [3, 4]}')
     assert end_ids(tmp_path) == {3, 4}
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')

@@ -93,10 +93,10 @@ def test_the_opening_finds_out_what_the_log_probabilities_are_under(processed: b
     run(case())
 
 
-def test_new_weights_are_refused_and_the_version_stays():
+def test_weights_cannot_be_swapped_in_place_and_the_version_stays():
     async def case():
         async with fake() as engine:
-            with pytest.raises(EngineError, match=r"policy version 3 .*embedded"):
+            with pytest.raises(EngineError, match=r"policy version 3 .*`load` it"):
                 await engine.swap(3, lambda: None)
             assert engine.version == 0
             assert set((await read(engine, PROMPT, Sampling(max_tokens=5))).versions) == {0}

@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+from contextlib import ExitStack
 from functools import cache
 
 import pytest
@@ -93,20 +94,41 @@ def renderer(tmp_path_factory):
     return Renderer.load(write_tokenizer(tmp_path_factory.mktemp("model")))
 
 
-SLOW = {"process": [pytest.mark.slow]}
+SLOW = {"process": [pytest.mark.slow], "ray": [pytest.mark.slow]}
 NAMES = [pytest.param(name, marks=SLOW.get(name, ())) for name in EXECUTORS]
-"""A process for each workflow and grader takes its time."""
+"""A process for each workflow and grader takes its time, and so does a cluster."""
+
+
+@pytest.fixture(scope="module")
+def ready():
+    """Call it with an executor's name: what all of that executor's runs share is started, once."""
+    with ExitStack() as stack:
+
+        @cache
+        def start(name):
+            if name == "ray":
+                from penstock.scale.cluster import open_cluster
+
+                stack.enter_context(open_cluster("", namespace="tests"))
+
+        yield start
 
 
 @pytest.fixture(scope="module", params=NAMES)
-def executor(request):
+def executor(request, ready):
+    ready(request.param)
     return request.param
 
 
 @pytest.fixture(scope="module")
-def run(renderer, tmp_path_factory):
+def run(renderer, tmp_path_factory, ready):
     """What came of every case on an executor, which runs them once."""
-    return cache(lambda name: outcomes(name, "plain.py", CASES, tmp_path_factory.mktemp(name), renderer))
+
+    def first(name):
+        ready(name)
+        return outcomes(name, "plain.py", CASES, tmp_path_factory.mktemp(name), renderer)
+
+    return cache(first)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 from upstream_cases import Act, FakeVllm, edited, engine_over, event, replaced
 
 from penstock.engines.base import Sampled
-from penstock.engines.fleet import Fleet
+from penstock.engines.fleet import Address, Fleet
 from penstock.engines.upstream import LONGEST_WAIT_S, Patience, backoff_s
 from penstock.engines.vllm import VllmEngine
 from penstock.engines.wire import Fault, Timers, retry_after_s
@@ -367,14 +367,14 @@ def test_a_rollout_stays_with_its_server_and_others_go_to_the_least_loaded():
     async def case():
         fleet = Fleet(["a", "b", "c"], never)
         with fleet.lend("r1") as first, fleet.lend("r2") as second, fleet.lend("") as third:
-            assert {first.url, second.url, third.url} == {"a", "b", "c"}
+            assert {first.address.url, second.address.url, third.address.url} == {"a", "b", "c"}
             with fleet.lend("r1") as again, fleet.lend("r3") as new:
-                assert again is first
-                assert new is not first
-        with fleet.lend("r2", avoid={second}) as moved:
-            assert moved is not second
+                assert again.address is first.address
+                assert new.address is not first.address
+        with fleet.lend("r2", avoid={second.address}) as moved:
+            assert moved.address is not second.address
         with fleet.lend("r2") as home:
-            assert home is moved
+            assert home.address is moved.address
 
     run(case())
 
@@ -417,5 +417,5 @@ async def exhaust(reply) -> None:
         pass
 
 
-async def never(url: str) -> None:
-    raise Fault(f"{url} is not asked in these tests", kind="broken")
+async def never(address: Address) -> None:
+    raise Fault(f"{address.url} is not asked in these tests", kind="broken")

@@ -53,10 +53,20 @@ class Act:
 
 
 class FakeVllm:
-    """The server. `processed` is its `--logprobs-mode`."""
+    """The server. `processed` is its `--logprobs-mode`; one that is `trainable` runs in vLLM's development mode."""
 
-    def __init__(self, acts: Iterable[Act] = (), *, processed: bool = True, context: int = CONTEXT, key: str = "") -> None:
+    def __init__(
+        self, acts: Iterable[Act] = (), *, processed: bool = True, context: int = CONTEXT, key: str = "", trainable: bool = True
+    ) -> None:
         self.acts = deque(acts)
+        self.trainable = trainable
+        self.device, self.vocabulary = "cuda", 60
+        self.refuses = False
+        """Whether it fails to read weights."""
+        self.calls: list[str] = []
+        """What it was asked to do about its weights."""
+        self.confesses = False
+        """Whether every log-probability says what it holds: -(number + 1), the number being the last part of the folder's name."""
         self.processed, self.context, self.key = processed, context, key
         self.otherwise = Act()
         """For requests after the last act."""
@@ -76,6 +86,13 @@ class FakeVllm:
         self.connections: set[asyncio.Transport] = set()
         """All that streamed requests came over."""
         self._port = 0
+        self.forget()
+
+    def forget(self) -> None:
+        """What a restart does to it."""
+        self.label, self.held = "default", 0
+        self._running = asyncio.Event()
+        self._running.set()
 
     @property
     def url(self) -> str:
@@ -94,6 +111,11 @@ class FakeVllm:
         app.router.add_get("/health", self._health)
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/completions", self._completions)
+        if self.trainable:
+            for path in ("pause", "resume", "collective_rpc", "reset_prefix_cache", "update_weight_version"):
+                app.router.add_post(f"/{path}", self._change)
+            app.router.add_get("/weight_info", self._weight_info)
+            app.router.add_get("/server_info", self._server_info)
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", self._port).start()
@@ -125,12 +147,37 @@ class FakeVllm:
     async def _models(self, request: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": MODEL, "max_model_len": self.context, "parent": None}]})
 
+    async def _weight_info(self, request: web.Request) -> web.Response:
+        return web.json_response({"weight_version": self.label})
+
+    async def _server_info(self, request: web.Request) -> web.Response:
+        return web.json_response({"vllm_config": {"device_config": {"device": self.device}}})
+
+    async def _change(self, request: web.Request) -> web.Response:
+        call, body = request.path[1:], await request.json()
+        self.calls.append(call)
+        if call == "pause":
+            assert request.query["mode"] == "keep"
+            self._running.clear()
+        elif call == "resume":
+            self._running.set()
+        elif call == "collective_rpc":
+            if self.refuses:
+                return trouble(500, "Call to collective_rpc method failed")
+            name = Path(body["kwargs"]["weights_path"]).name
+            self.held = int(name) if name.isdecimal() else 0
+        elif call == "update_weight_version":
+            self.label = body["new_version"]
+        return web.json_response({"success": True})
+
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         if self.key and request.headers.get("authorization") != f"Bearer {self.key}":
             return trouble(401, f"wrong key, got {request.headers.get('authorization')}")
         if len(body["prompt"]) + body["max_tokens"] > self.context:
             return trouble(400, f"This model's maximum context length is {self.context} tokens. However, you asked for more.")
+        if max(body["prompt"]) == self.vocabulary:
+            return trouble(400, f"Token id {self.vocabulary} is out of vocabulary")
         events = self._events(body)
         if not body["stream"]:
             return web.json_response({"choices": [json.loads(events[0][6:])["choices"][0]]})
@@ -164,11 +211,18 @@ class FakeVllm:
                 request.transport.abort()
             if act.end_after == place or event is None:
                 break
+            await self._running.wait()
+            event = self._confessing(event) if self.confesses else event
             for start in range(0, len(event), act.split or len(event)):
                 await response.write(event[start : start + (act.split or len(event))])
                 await asyncio.sleep(0)
         await response.write_eof()
         return response
+
+    def _confessing(self, event: bytes) -> bytes:
+        if event.startswith(b"data: [DONE]"):
+            return event
+        return edited(0, logprobs={"token_logprobs": [-float(self.held + 1)]})([event])[0]
 
     def _count(self, change: int) -> None:
         self.running += change
@@ -197,11 +251,11 @@ class FakeVllm:
 
 @asynccontextmanager
 async def engine_over(
-    *servers: FakeVllm, patience: Patience = QUICK, timers: Timers | None = None, key: str = ""
+    *servers: FakeVllm, patience: Patience = QUICK, timers: Timers | None = None, key: str = "", folder: Path = Path()
 ) -> AsyncIterator[VllmEngine]:
     """An engine whose servers are believed to be well."""
     urls, served = [server.url for server in servers], Served(MODEL, servers[0].context, servers[0].processed)
-    engine = VllmEngine(urls, name=MODEL, served=served, timers=timers, patience=patience, key=key)
+    engine = VllmEngine(urls, name=MODEL, served=served, folder=folder, timers=timers, patience=patience, key=key)
     try:
         yield engine
     finally:
@@ -209,10 +263,10 @@ async def engine_over(
 
 
 @asynccontextmanager
-async def opened(urls: Sequence[str], **fields: Any) -> AsyncIterator[VllmEngine]:
+async def opened(urls: Sequence[str], folder: Path = Path(), **fields: Any) -> AsyncIterator[VllmEngine]:
     """An engine opened as a run opens it."""
     section = VllmSection(name="vllm", url=tuple(urls), **fields)
-    engine = await asyncio.to_thread(open_engine, Path(), name=MODEL, section=section, seed=0)
+    engine = await asyncio.to_thread(open_engine, folder, name=MODEL, section=section, seed=0)
     try:
         yield engine
     finally:

@@ -1,17 +1,12 @@
 """A real vLLM server on the CPU against the embedded engine; runs where $PENSTOCK_VLLM names the folder that `install.py` made."""
 
 import asyncio
-import os
-import socket
-import subprocess
-import time
-import urllib.request
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import aclosing, closing
-from pathlib import Path
+from contextlib import aclosing
 
 import pytest
 import torch
+from vllm_server import HOME, running, vllm_server
 
 from penstock.config import EngineSection
 from penstock.engines import ENGINES
@@ -25,11 +20,8 @@ from penstock.models.pull import resolve
 from penstock.records import Sampling
 from penstock.render.tokenizer import Tokenizer
 
-HOME = os.environ.get("PENSTOCK_VLLM", "")
-PYTHON = Path(HOME).expanduser() / "bin" / "python"
 CLOSE = 1e-3
 """Of two float32 implementations of one model; measured: 3e-5."""
-START_S = 900
 
 Case = Callable[[Engine, EmbeddedEngine, list[int]], Coroutine[None, None, None]]
 
@@ -43,18 +35,8 @@ def model() -> ModelFolder:
 
 @pytest.fixture(scope="module", params=["processed_logprobs", "raw_logprobs"])
 def server(request: pytest.FixtureRequest, model: ModelFolder, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    port, log = free_port(), tmp_path_factory.mktemp("vllm") / "server.log"
-    command = [PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", model.path, "--host", "127.0.0.1", "--port", port]
-    command += ["--max-model-len", 1024, "--dtype", "float32", "--enforce-eager", "--logprobs-mode", request.param]
-    quiet = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    with log.open("wb") as out:
-        process = subprocess.Popen([str(part) for part in command], stdout=out, stderr=out, env={**os.environ, **quiet})
-    try:
-        until_up(f"http://127.0.0.1:{port}", process, log)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        process.wait(60)
+    with vllm_server(model.path, tmp_path_factory.mktemp("vllm"), mode=request.param, context=1024) as url:
+        yield url
 
 
 def test_greedy_tokens_and_their_probabilities_are_those_of_the_embedded_engine(server: str, model: ModelFolder):
@@ -137,28 +119,3 @@ def scores(embedded: EmbeddedEngine, prompt: list[int], ids: tuple[int, ...]) ->
     hidden = embedded.decoder(every[None], torch.arange(len(every))[None], causal)
     logprobs = embedded.decoder.logits(hidden[0, len(prompt) - 1 : -1]).log_softmax(-1)
     return logprobs.gather(-1, every[len(prompt) :, None])[:, 0].tolist()
-
-
-def running(server: str) -> bool:
-    """Whether the server has a request under way."""
-    with urllib.request.urlopen(f"{server}/metrics") as answer:
-        lines = answer.read().decode().splitlines()
-    return any(line.startswith("vllm:num_requests_running") and not line.endswith(" 0.0") for line in lines)
-
-
-def free_port() -> int:
-    with closing(socket.socket()) as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
-
-
-def until_up(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    """Wait for the server; where it ends instead, show its last words."""
-    end = time.monotonic() + START_S
-    while time.monotonic() < end and process.poll() is None:
-        try:
-            with urllib.request.urlopen(f"{url}/health", timeout=5):
-                return
-        except OSError:
-            time.sleep(1)
-    pytest.fail(f"vLLM did not start: {log.read_text(errors='replace')[-2000:]}")

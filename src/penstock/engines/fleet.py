@@ -1,24 +1,26 @@
 """Which of several addresses serves a request: the one that holds its rollout's prefix, else the least loaded.
 
-An address that fails a few times in a row rests: it gets no requests until it has passed its check, tried again at growing
-intervals. Only configured addresses are ever used.
+Every address is looked at now and then. One that does not pass, or that fails a few times in a row, rests: it gets no requests
+until it has passed its check, tried again at growing intervals. While an address takes new weights it gets no requests either, and
+those under way are called back first: what was sampled there before carries the version before, whatever is sampled after it the
+new one. Only configured addresses are ever used.
 """
 
 import asyncio
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Generator, Sequence
 from contextlib import contextmanager, suppress
+from typing import NamedTuple
 
-from penstock.engines.wire import Fault
+from penstock.engines.wire import Fault, Leash
 
 FAILURES = 3
 """In a row, before an address rests."""
 LONGEST_REST_S = 10.0
+PROBE_EVERY_S = 2.0
+"""Less than a server needs to start again: one that did so has been seen missing."""
 REMEMBERED = 65_536
 """Rollouts whose address is known; the longest unused are forgotten first."""
-
-Check = Callable[[str], Awaitable[None]]
-"""Asks the server at an address whether it can serve; Fault where it cannot."""
 
 
 class Address:
@@ -26,11 +28,17 @@ class Address:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self.load = 0
-        """Requests under way from here."""
+        self.version = 0
+        """The policy version that it holds; stamped on what it samples."""
+        self.leashes: set[Leash] = set()
+        """Of the requests under way from here."""
         self.up = asyncio.Event()
-        """Cleared while it rests."""
+        """Cleared while it rests or takes new weights."""
         self.up.set()
+        self.switching = False
+        """Whether it is taking new weights: worth waiting for."""
+        self.lock = asyncio.Lock()
+        """Held while it is checked or takes new weights: the two do not mix."""
         self.failures = 0
         """In a row."""
         self.trouble = f"{url} has not been well since the start"
@@ -38,46 +46,109 @@ class Address:
         self.served = 0
         """Requests given to it in all."""
 
+    @property
+    def load(self) -> int:
+        """Requests under way from here."""
+        return len(self.leashes)
+
+    def call_back(self) -> None:
+        """Hang up on what runs there."""
+        for leash in self.leashes:
+            leash.pull()
+
     def __repr__(self) -> str:
-        return f"<{self.url}, {'up' if self.up.is_set() else 'resting'}, load {self.load}>"
+        return f"<{self.url}, {'up' if self.up.is_set() else 'resting'}, version {self.version}, load {self.load}>"
+
+
+Check = Callable[[Address], Awaitable[None]]
+"""Asks a server whether it can serve; Fault where it cannot."""
+
+
+class Loan(NamedTuple):
+    """An address for one request."""
+
+    address: Address
+    leash: Leash
 
 
 class Fleet:
-    """All addresses. Resting ones are brought back by `check`, in tasks that `close` ends."""
+    """All addresses. `probe` is the cheap question to one that serves; `check` the thorough one to one that rests.
 
-    def __init__(self, urls: Sequence[str], check: Check, *, failures: int = FAILURES, rest_s: float = 0.5) -> None:
+    They are asked in tasks that `close` ends.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        check: Check,
+        *,
+        probe: Check | None = None,
+        failures: int = FAILURES,
+        rest_s: float = 0.5,
+        probe_s: float = PROBE_EVERY_S,
+    ) -> None:
         self.addresses = [Address(url) for url in urls]
-        self._check = check
+        self._check, self._probe = check, probe
         self._failures = failures
-        self._rest_s = rest_s
+        self._rest_s, self._probe_s = rest_s, probe_s
         self._homes: OrderedDict[str, Address] = OrderedDict()
-        self._revivals: dict[Address, asyncio.Task[None]] = {}
+        self._tasks: dict[Address | None, asyncio.Task[None]] = {}
+        """Revivals by their address; under None the one that looks at all of them."""
+        self._changed = asyncio.Event()
+
+    async def settled(self) -> None:
+        """Wait while no address is up, but one takes new weights; that has a deadline of its own."""
+        while not any(one.up.is_set() for one in self.addresses) and any(one.switching for one in self.addresses):
+            self._changed.clear()
+            await self._changed.wait()
 
     @contextmanager
-    def lend(self, rollout_id: str, avoid: Collection[Address] = ()) -> Generator[Address]:
+    def lend(self, rollout_id: str, avoid: Collection[Address] = ()) -> Generator[Loan]:
         """An address for one request, outside `avoid` where there is another. A fault inside may send it to rest."""
         self._tend()
-        address = self._pick(rollout_id, avoid)
-        address.load += 1
-        address.served += 1
+        loan = Loan(self._pick(rollout_id, avoid), Leash())
+        loan.address.leashes.add(loan.leash)
+        loan.address.served += 1
         try:
-            yield address
+            yield loan
         except Fault as fault:
-            self._judge(address, fault)
+            if not loan.leash.pulled:
+                self._judge(loan.address, fault)
             raise
         finally:
-            address.load -= 1
+            loan.address.leashes.discard(loan.leash)
 
     def others(self, tried: Collection[Address]) -> bool:
         """Whether some address that is up has not been tried."""
         return any(address.up.is_set() and address not in tried for address in self.addresses)
 
+    async def switch(self, address: Address, version: int, take: Callable[[], Awaitable[None]]) -> None:
+        """Call back what runs there, let it take other weights, and use it again as one that holds `version`.
+
+        The Fault of `take` is raised, and the address rests.
+        """
+        async with address.lock:
+            address.up.clear()
+            address.call_back()
+            address.switching = True
+            try:
+                await take()
+                address.version, address.failures = version, 0
+                address.up.set()
+            except Fault as fault:
+                address.trouble = str(fault)
+                raise
+            finally:
+                address.switching = False
+                self._changed.set()
+                self._tend()
+
     async def close(self) -> None:
-        """Stop looking after resting addresses."""
-        revivals = list(self._revivals.values())
-        for task in revivals:
+        """Stop looking after addresses."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
             task.cancel()
-        for task in revivals:
+        for task in tasks:
             with suppress(asyncio.CancelledError):
                 await task
 
@@ -102,14 +173,21 @@ class Fleet:
         address.failures += 1
         address.trouble = str(fault)
         if address.failures >= self._failures:
-            address.up.clear()
-            self._tend()
+            self._rest(address, fault)
+
+    def _rest(self, address: Address, fault: Fault) -> None:
+        """No requests until it has passed its check. Those under way may end: they fail by themselves where they must."""
+        address.trouble = str(fault)
+        address.up.clear()
+        self._tend()
 
     def _tend(self) -> None:
-        """See that every resting address is looked after."""
+        """See that every resting address is looked after, and every other one looked at."""
         for address in self.addresses:
-            if not address.up.is_set() and address not in self._revivals:
-                self._revivals[address] = asyncio.create_task(self._revive(address), name=f"penstock-check-{address.url}")
+            if not address.up.is_set() and not address.switching and address not in self._tasks:
+                self._tasks[address] = asyncio.create_task(self._revive(address), name=f"penstock-check-{address.url}")
+        if self._probe is not None and None not in self._tasks:
+            self._tasks[None] = asyncio.create_task(self._watch(self._probe), name="penstock-probe")
 
     async def _revive(self, address: Address) -> None:
         pause_s = self._rest_s
@@ -117,12 +195,35 @@ class Fleet:
             while not address.up.is_set():
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, LONGEST_REST_S)
-                try:
-                    await self._check(address.url)
-                except Fault as fault:
-                    address.trouble = str(fault)
-                else:
-                    address.failures = 0
-                    address.up.set()
+                async with address.lock:
+                    if not address.up.is_set():
+                        await self._try(address)
         finally:
-            del self._revivals[address]
+            del self._tasks[address]
+
+    async def _try(self, address: Address) -> None:
+        try:
+            await self._check(address)
+        except Fault as fault:
+            address.trouble = str(fault)
+        else:
+            address.failures = 0
+            address.up.set()
+            self._changed.set()
+
+    async def _watch(self, probe: Check) -> None:
+        while True:
+            await asyncio.sleep(self._probe_s)
+            async with asyncio.TaskGroup() as group:
+                for address in self.addresses:
+                    if address.up.is_set():
+                        group.create_task(self._look(address, probe))
+            self._tend()
+
+    async def _look(self, address: Address, probe: Check) -> None:
+        before = address.version
+        try:
+            await probe(address)
+        except Fault as fault:
+            if address.up.is_set() and address.version == before:  # it has taken no other weights meanwhile
+                self._rest(address, fault)

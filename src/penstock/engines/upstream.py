@@ -4,12 +4,12 @@ import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
-from penstock.engines.fleet import FAILURES, Address, Check, Fleet
+from penstock.engines.fleet import FAILURES, PROBE_EVERY_S, Address, Check, Fleet, Loan
 from penstock.engines.wire import Fault, Reader, Timers, Wire
 from penstock.errors import EngineBusy, EngineError
 
@@ -33,34 +33,63 @@ class Patience:
     """In a row, before an address rests."""
     rest_s: float = 0.5
     """How long it rests at first."""
+    probe_s: float = PROBE_EVERY_S
+    """Between two looks at an address that serves."""
+
+
+class Attempt(NamedTuple, Generic[T]):
+    """One try at a request."""
+
+    body: bytes
+    reader: Reader[T]
+    key: str
+    """What the server may know it by."""
+
+
+Leave = Callable[[str, str], Coroutine[Any, Any, None]]
+"""Tells the server at a URL that nobody reads the reply to the attempt of a key any more."""
 
 
 class Upstream:
     """A fleet of servers, as one."""
 
-    def __init__(self, urls: Sequence[str], check: Check, *, timers: Timers, patience: Patience, key: str = "") -> None:
+    def __init__(
+        self,
+        urls: Sequence[str],
+        check: Check,
+        *,
+        probe: Check | None = None,
+        leave: Leave | None = None,
+        timers: Timers,
+        patience: Patience,
+        key: str = "",
+    ) -> None:
         self.wire = Wire(timers, key=key)
-        self.fleet = Fleet(urls, check, failures=patience.failures, rest_s=patience.rest_s)
+        self.fleet = Fleet(urls, check, probe=probe, failures=patience.failures, rest_s=patience.rest_s, probe_s=patience.probe_s)
         self.counts: Counter[str] = Counter()
-        """What was borne, by its kind: `retried_busy`, `retried_broken`."""
+        """What was borne, by its kind: `retried_busy`, `retried_broken`; `cut_over`: interrupted for new weights."""
         self._patience = patience
+        self._leave = leave
+        self._farewells: set[asyncio.Task[None]] = set()
         self._closed = False
 
-    async def stream(
-        self, path: str, body: bytes, begin: Callable[[], Reader[T]], *, rollout_id: str = ""
-    ) -> AsyncGenerator[T, None]:
-        """Post `body` to `path` of some address and give the reply's chunks. `begin` makes the reader of each attempt."""
+    async def stream(self, path: str, begin: Callable[[Address], Attempt[T]], *, rollout_id: str = "") -> AsyncGenerator[T, None]:
+        """Post what `begin` makes of an address to `path` there, and give the reply's chunks.
+
+        It ends early, without a fault, where the address takes other weights: the caller then asks for the rest of the reply.
+        """
         trial, begun = Trial(self._patience), False
         while not self._closed:
+            await self.fleet.settled()
             try:
-                with self.fleet.lend(rollout_id, trial.tried) as address:
-                    trial.begin(address)
-                    reader = begin()
-                    async with aclosing(self.wire.stream(address.url + path, body, reader)) as chunks:
+                with self.fleet.lend(rollout_id, trial.tried) as loan:
+                    trial.begin(loan.address)
+                    attempt = begin(loan.address)
+                    async with aclosing(self._read(loan, path, attempt)) as chunks:
                         async for chunk in chunks:
                             begun = True
-                            if reader.done:  # a caller need not read on after this one
-                                address.failures = 0
+                            if attempt.reader.done:  # a caller need not read on after this one
+                                loan.address.failures = 0
                             yield chunk
                 return
             except Fault as fault:
@@ -75,9 +104,41 @@ class Upstream:
                 await asyncio.sleep(wait_s)
         raise EngineError("the engine is closed")
 
+    async def _read(self, loan: Loan, path: str, attempt: Attempt[T]) -> AsyncGenerator[T, None]:
+        """The chunks of one attempt, up to where it is called back."""
+        try:
+            async with aclosing(self.wire.stream(loan.address.url + path, attempt.body, attempt.reader, loan.leash)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+                    if loan.leash.pulled:
+                        break
+        except Fault:
+            if not loan.leash.pulled:
+                raise
+        finally:
+            if not attempt.reader.done:
+                if loan.leash.pulled:
+                    self.counts["cut_over"] += 1
+                self._say_farewell(loan.address.url, attempt.key)
+
+    def _say_farewell(self, url: str, key: str) -> None:
+        if self._leave is None or self._closed:
+            return
+        task = asyncio.create_task(self._bid(self._leave, url, key), name=f"penstock-leave-{key}")
+        self._farewells.add(task)
+        task.add_done_callback(self._farewells.discard)
+
+    async def _bid(self, leave: Leave, url: str, key: str) -> None:
+        with suppress(Fault):  # the server is gone, and the request with it
+            await leave(url, key)
+
     async def close(self) -> None:
         """Fail what is running and let go of all connections."""
         self._closed = True
+        for address in self.fleet.addresses:
+            address.call_back()
+        for task in list(self._farewells):
+            task.cancel()
         await self.fleet.close()
         await self.wire.close()
 

@@ -5,7 +5,7 @@ import io
 import re
 import time
 from collections.abc import AsyncGenerator, Generator
-from contextlib import contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import Any, Generic, Literal, Protocol, TypeVar
@@ -72,6 +72,36 @@ class Timers:
     """Between two tokens."""
 
 
+class Leash:
+    """By which a request is called back from outside. What was read before is kept; nothing that comes later is."""
+
+    def __init__(self) -> None:
+        self.pulled = False
+        self._clock: asyncio.Timeout | None = None
+        self._response: aiohttp.ClientResponse | None = None
+
+    def pull(self) -> None:
+        """Hang up, now: whoever waits for the request's next event waits no longer."""
+        self.pulled = True
+        if self._response is not None:
+            self._response.close()
+        if self._clock is not None and not self._clock.expired():
+            self._clock.reschedule(asyncio.get_running_loop().time())
+
+    def hold(self, response: aiohttp.ClientResponse) -> None:
+        """The connection that is to be closed."""
+        self._response = response
+
+    @asynccontextmanager
+    async def wait(self, limit_s: float) -> AsyncGenerator[None]:
+        """TimeoutError after so long, or once the leash is pulled."""
+        try:
+            async with asyncio.timeout(0.0 if self.pulled else limit_s) as self._clock:
+                yield
+        finally:
+            self._clock = None
+
+
 class Wire:
     """The connections to all engines of a fleet. Opened by the first request, in its event loop."""
 
@@ -86,9 +116,9 @@ class Wire:
         if session is not None:
             await session.close()
 
-    async def ask(self, url: str, body: dict[str, Any] | None = None) -> Any:
+    async def ask(self, url: str, body: dict[str, Any] | None = None, *, limit_s: float | None = None) -> Any:
         """A short question, by GET, or by POST where it has a body; the answer as JSON, None where it is empty."""
-        limit = PROBE_S if body is None else self._timers.first_token_s
+        limit = limit_s or (PROBE_S if body is None else self._timers.first_token_s)
         with self._faults(url, limit):
             async with asyncio.timeout(limit):
                 response = await self._send(url, None if body is None else orjson.dumps(body))
@@ -98,19 +128,23 @@ class Wire:
         except orjson.JSONDecodeError as cause:
             raise Fault(f"{url} answered with something that is not JSON: {self._quote(text)}", kind="garbled") from cause
 
-    async def stream(self, url: str, body: bytes, reader: Reader[T]) -> AsyncGenerator[T, None]:
-        """Post `body` and give the reply's chunks as they come. Closing the generator closes the connection at once."""
+    async def stream(self, url: str, body: bytes, reader: Reader[T], leash: Leash) -> AsyncGenerator[T, None]:
+        """Post `body` and give the reply's chunks as they come. Closing the generator closes the connection at once.
+
+        A Fault ends it where the leash was pulled: which one says nothing.
+        """
         limit, response = self._timers.first_token_s, None
         try:
             with self._faults(url, limit):
-                async with asyncio.timeout(limit):
+                async with leash.wait(limit):
                     response = await self._send(url, body)
+                    leash.hold(response)
                     incoming = Incoming(response, reader)
                     chunk = await incoming.next()
             while not reader.done:
                 yield chunk
                 with self._faults(url, self._timers.stall_s):
-                    async with asyncio.timeout(self._timers.stall_s):
+                    async with leash.wait(self._timers.stall_s):
                         chunk = await incoming.next()
             await incoming.drain()
             yield chunk

@@ -142,7 +142,7 @@ class EmbeddedEngine:
         weight = next(self.decoder.parameters())
         try:
             read = await asyncio.to_thread(load_decoder, folder, device=weight.device, dtype=weight.dtype)
-        except ModelError as cause:
+        except (ModelError, OSError, ValueError, LookupError, RuntimeError) as cause:
             raise EngineError(f"policy version {version} cannot be loaded: {cause}") from cause
         if read.shape != self.decoder.shape:
             raise EngineError(f"policy version {version} cannot be loaded: {folder} holds a model of another shape")

@@ -1,0 +1,140 @@
+"""Runs workflows and graders on the workers of a Ray cluster."""
+
+import itertools
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, Self
+
+from pydantic import Field
+
+from penstock.codec import to_json
+from penstock.config import Section
+from penstock.errors import GraderError, WorkflowError
+from penstock.records import Task
+from penstock.rollout.executors.base import Given, Seat, Session
+from penstock.rollout.guests import slots
+from penstock.rollout.processes.job import Answer, Job, Kind, write_samples
+from penstock.rollout.work import Reward, Told
+from penstock.scale.cluster import here, live_nodes, on_node, open_cluster, seen_from
+from penstock.scale.manager import AgentFlowManager
+from penstock.scale.package import ray
+from penstock.scale.sent import recipe
+from penstock.scale.worker import AgentFlowWorker
+from penstock.sdk.samples import RolloutSample
+
+NAMESPACE = "penstock"
+
+
+class RaySection(Section):
+    """`[executor]` for `rollout.executor = "ray"`."""
+
+    address: str = ""
+    """Of a running cluster; empty starts one on this machine. Refused within `[scale] name = "ray"`."""
+    workers: int = Field(default=2, ge=1)
+    """Processes that run agents, spread over the nodes of the cluster."""
+    concurrency: int = Field(default=256, ge=1)
+    """Rollouts that one of them runs at once; more wait in the queue for whichever has room first."""
+    cpus: float = Field(default=0.0, ge=0)
+    """Processors that Ray sets aside for each. 0 always finds a place: agents mostly wait for the model."""
+    grace_s: float = Field(default=2.0, ge=0)
+    """How long a late or cancelled agent may clean up before it is broken off."""
+    start_s: float = Field(default=60.0, gt=0)
+    """Longest time in which a worker must have started and imported the agent."""
+
+
+class RayExecutor:
+    """One agent, loaded in every worker; jobs go to whichever worker has room."""
+
+    def __init__(self, given: Given) -> None:
+        agent = given.agent
+        self._given = given
+        self._section: RaySection = given.section or RaySection()
+        self._recipe = recipe(agent)
+        self._workflow_slots = slots(agent.workflow_config and agent.workflow_config.concurrency)
+        self._grader_slots = slots(agent.grader_config and agent.grader_config.concurrency)
+        self._stack = ExitStack()
+        self._several_nodes = False
+        self._hired = itertools.count()
+        self._urls: dict[str, str] = {}
+        section = self._section
+        self._manager = AgentFlowManager(
+            self._hire, workers=section.workers, room=section.concurrency, start_s=section.start_s, events=given.events
+        )
+
+    async def __aenter__(self) -> Self:
+        with ExitStack() as stack:
+            stack.enter_context(open_cluster(self._section.address, namespace=NAMESPACE))
+            self._several_nodes = len(live_nodes()) > 1
+            await self._manager.open()
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        with self._stack:
+            await self._manager.close()
+
+    async def run(self, task: Task, session: Session, *, rollout_id: str, timeout_s: float) -> Told:
+        """See `Executor.run`."""
+        seat = Seat.of(session, self._given.agent)
+        seat = replace(seat, base_url=await self._url(seat.base_url))
+        async with self._workflow_slots:
+            task = replace(task, label=None)  # it does not even get where the agent is
+            answer = await self._done(self._job("workflow", task, rollout_id, timeout_s, seat), {})
+        return Told(answer.samples, answer.strays)
+
+    async def grade(self, task: Task, samples: Mapping[str, RolloutSample], *, rollout_id: str, timeout_s: float) -> list[Reward]:
+        """See `Executor.grade`."""
+        async with self._grader_slots:
+            answer = await self._done(self._job("grader", task, rollout_id, timeout_s, None), samples)
+        return answer.rewards
+
+    async def _url(self, base_url: str) -> str:
+        """The gateway as workers see it."""
+        if base_url not in self._urls:
+            self._urls[base_url] = await seen_from(base_url, several_nodes=self._several_nodes)
+        return self._urls[base_url]
+
+    def _hire(self) -> Any:
+        options = {"num_cpus": self._section.cpus, "scheduling_strategy": self._where(), "max_restarts": 0}
+        return ray.remote(AgentFlowWorker).options(**options).remote(self._recipe, grace_s=self._section.grace_s)
+
+    def _where(self) -> Any:
+        """The node of the next worker. On the only one they stay, also if others join: the gateway may be on its loopback."""
+        if not self._several_nodes:
+            return on_node(here())
+        if self._section.cpus:
+            return "SPREAD"
+        nodes = sorted(node["NodeID"] for node in live_nodes())  # Ray does not spread what asks for no processor
+        return on_node(nodes[next(self._hired) % len(nodes)])
+
+    def _job(self, kind: Kind, task: Task, rollout_id: str, timeout_s: float, seat: Seat | None) -> Job:
+        folder = self._given.artifacts and self._given.artifacts.resolve() / rollout_id
+        return Job(
+            kind=kind,
+            task=task,
+            seat=seat,
+            timeout_s=timeout_s,
+            grace_s=self._section.grace_s,
+            memory_mb=None,
+            artifacts_dir=str(folder) if folder else None,
+            log=None,
+        )
+
+    async def _done(self, job: Job, samples: Mapping[str, RolloutSample]) -> Answer:
+        try:
+            frame = to_json(job)
+        except ValueError as cause:
+            raise self._unsent(job, cause) from cause
+        grace_s = job.grace_s
+        answer = await self._manager.do(frame, write_samples(samples), patience_s=job.timeout_s + grace_s, grace_s=grace_s)
+        if error := answer.failure():
+            raise error
+        return answer
+
+    def _unsent(self, job: Job, cause: ValueError) -> WorkflowError | GraderError:
+        agent, text = self._given.agent, f"task {job.task.id!r} cannot be sent to a Ray worker: {cause}"
+        if job.kind == "workflow":
+            return WorkflowError(f"workflow {agent.workflow.__name__!r}: {text}")
+        return GraderError(f"grader {agent.grader_name!r}: {text}")

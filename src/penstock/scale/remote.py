@@ -1,0 +1,95 @@
+"""The side of a run that makes rollouts, as a trainer in another process sees it."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import TrainError
+from penstock.events import Events
+from penstock.scale.calls import IN_A_ROW, Actor, ActorGone, answer, come_back
+from penstock.scale.package import ray
+
+
+class RemoteRollouts:
+    """`Rollouts` over an AsyncRollouter. One that died and was started anew gets the current weights, and goes on.
+
+    What the dead one had under way is in the pool without an end; the scheduler of the next makes new attempts at that.
+    """
+
+    def __init__(self, rollouter: Actor, synchronizer: Actor, events: Events) -> None:
+        self._rollouter, self._synchronizer, self._events = rollouter, synchronizer, events
+        self._steps_trained = 0
+        self._served: tuple[int, Path] | None = None
+        self._publishing = asyncio.Lock()
+        self._stopped = False
+        self._deaths = 0
+
+    async def begin(self) -> None:
+        """Start with a rollouter that has nothing under way."""
+        await self._until(lambda: self._call("begin"))
+
+    async def run(self) -> None:
+        """See `Rollouts.run`."""
+        self._stopped = False
+        await self._until(lambda: self._call("run", self._steps_trained, self._version))
+
+    def advance(self, steps_trained: int) -> None:
+        """See `Rollouts.advance`."""
+        self._deaths = self._deaths if steps_trained == self._steps_trained else 0
+        self._steps_trained = steps_trained
+        self._rollouter.advance.remote(steps_trained)  # one that is dead now hears of it in `run`
+
+    def stop(self) -> None:
+        """See `Rollouts.stop`."""
+        self._stopped = True
+        self._rollouter.stop.remote()
+
+    async def evaluate(self) -> list[str]:
+        """See `Rollouts.evaluate`."""
+        return await self._until(lambda: self._call("evaluate", self._version), although_stopped=True)
+
+    async def load(self, version: int, folder: Path) -> None:
+        """See `Rollouts.load`."""
+        async with self._publishing:
+            self._served = (version, folder)
+            await self._hand_over()
+
+    @property
+    def _version(self) -> int:
+        return self._served[0] if self._served else 0
+
+    async def _hand_over(self) -> None:
+        if self._served is not None:
+            version, folder = self._served
+            await answer(self._synchronizer.publish.remote(version, str(folder)))
+
+    async def _until(self, call: Callable[[], Awaitable[Any]], *, although_stopped: bool = False) -> Any:
+        """What `call` gives, from a rollouter that has the current weights, however often it must be started anew for that."""
+        while True:
+            try:
+                result = await call()
+                if result is not None and result is not False:  # else it is behind
+                    return result
+            except ActorGone as gone:
+                if self._stopped and not although_stopped:
+                    return None
+                self._count(gone)
+                await come_back(self._rollouter)
+            async with self._publishing:
+                await self._hand_over()
+
+    def _count(self, gone: Exception) -> None:
+        self._deaths += 1
+        reason = str(gone).splitlines()[0]
+        self._events.emit("rollouter.lost", message=reason, in_a_row=self._deaths)
+        if self._deaths > IN_A_ROW:
+            raise TrainError(f"the rollouter died {self._deaths} times without a step of training: {reason}; see Ray's logs")
+
+    async def _call(self, method: str, *arguments: Any) -> Any:
+        call = getattr(self._rollouter, method).remote(*arguments)
+        try:
+            return await answer(call)
+        except asyncio.CancelledError:
+            ray.cancel(call)
+            raise

@@ -1,0 +1,135 @@
+"""AsyncRollouter: an actor that has engine, gateway, runner and scheduler, and makes rollouts for a trainer that is elsewhere."""
+
+import asyncio
+import os
+import shutil
+from collections.abc import Coroutine
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from penstock.scale.calls import Telling
+from penstock.scale.locks import alone
+from penstock.scale.sent import Sent
+from penstock.train.publish import KEPT
+from penstock.train.rollouts import LocalRollouts, open_rollouts
+from penstock.train.stations import open_pool
+
+T = TypeVar("T")
+
+
+class AsyncRollouter:
+    """Opened by the first call. A process that Ray started anew is behind: it serves version 0 until it is given weights."""
+
+    def __init__(self, folder: str) -> None:
+        self._sent = Sent.read(folder)
+        self._telling = Telling()
+        self._stack: AsyncExitStack | None = None
+        self._rollouts: LocalRollouts | None = None
+        self._opening = asyncio.Lock()
+        self._running: set[asyncio.Task[Any]] = set()
+        self._listening = False
+
+    async def begin(self) -> bool:
+        """Serve a trainer that starts: what was under way for one before it is ended, its tokens recorded."""
+        await self._shut()
+        await self._opened()
+        return True
+
+    async def run(self, steps_trained: int, version: int) -> bool:
+        """See `Rollouts.run`. False, at once, where this process was never given `version`."""
+        rollouts = await self._opened()
+        if rollouts.engine.version < version:
+            return False
+        rollouts.advance(steps_trained)
+        await self._under_way(rollouts.run())
+        return True
+
+    async def evaluate(self, version: int) -> list[str] | None:
+        """See `Rollouts.evaluate`. None, at once, where this process was never given `version`."""
+        rollouts = await self._opened()
+        return None if rollouts.engine.version < version else await self._under_way(rollouts.evaluate())
+
+    async def advance(self, steps_trained: int) -> None:
+        """See `Rollouts.advance`."""
+        if self._rollouts is not None:
+            self._rollouts.advance(steps_trained)
+
+    async def stop(self) -> None:
+        """See `Rollouts.stop`."""
+        if self._rollouts is not None:
+            self._rollouts.stop()
+
+    async def load(self, version: int, names: list[str], *contents: bytes) -> None:
+        """See `Rollouts.load`; `contents` are the files `names` of a model folder."""
+        rollouts = await self._opened()
+        kept = Path(self._sent.run_folder) / "received"
+        folder = kept / f"{version:06d}"
+        await asyncio.to_thread(_write, folder, dict(zip(names, contents, strict=True)))
+        await rollouts.load(version, folder)
+        for old in sorted(each for each in kept.iterdir() if each != folder)[: 1 - KEPT]:
+            await asyncio.to_thread(shutil.rmtree, old, ignore_errors=True)
+
+    async def ready(self) -> None:
+        """Answer, as any process can that has started."""
+
+    async def told(self) -> list[bytes]:
+        """Events since the last call."""
+        return await self._telling.told()
+
+    async def close(self) -> None:
+        """End all that is under way and let go of everything."""
+        await self._shut()
+        self._telling.close()
+
+    async def _opened(self) -> LocalRollouts:
+        async with self._opening:
+            if self._rollouts is None:
+                self._rollouts = await self._open()
+            return self._rollouts
+
+    async def _open(self) -> LocalRollouts:
+        if not self._listening:
+            self._listening = True
+            self._telling.open()
+            self._telling.events.emit("rollouter.start", pid=os.getpid())
+        torch.set_num_threads(self._sent.threads)
+        config, folder = self._sent.make_config(), self._sent.make_folder(resumed=True)
+        inputs = self._sent.make_inputs(config, self._sent.load_agent())
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(alone(folder.path / ".rollouter.lock"))
+            pool = open_pool(config, folder)
+            stack.push_async_callback(pool.close)
+            opened = open_rollouts(config, inputs, folder, self._telling.events, pool)
+            rollouts = await stack.enter_async_context(opened)
+            self._stack = stack.pop_all()
+        return rollouts
+
+    async def _shut(self) -> None:
+        async with self._opening:
+            for task in self._running:
+                task.cancel()
+            if self._running:
+                await asyncio.wait(self._running)
+            stack, self._stack, self._rollouts = self._stack, None, None
+            if stack is not None:
+                await stack.aclose()
+
+    async def _under_way(self, work: Coroutine[Any, Any, T]) -> T:
+        """Await what a new trainer must be able to end, since the one that asked for it may be dead."""
+        task = asyncio.create_task(work)
+        self._running.add(task)
+        try:
+            return await task
+        finally:
+            task.cancel()
+            await asyncio.wait({task})
+            self._running.discard(task)
+
+
+def _write(folder: Path, files: dict[str, bytes]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (folder / name).write_bytes(content)

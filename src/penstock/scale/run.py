@@ -1,0 +1,162 @@
+"""A training run on Ray: the driver, which starts the actors, hears them, and starts again those that die."""
+
+import asyncio
+import secrets
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from dataclasses import asdict
+from typing import Any, NamedTuple
+
+import torch
+
+from penstock.codec import from_json, to_json
+from penstock.config import RunConfig
+from penstock.errors import ConfigError, TrainError
+from penstock.events import Events, Listener
+from penstock.rollout.guests import leaves
+from penstock.scale.calls import IN_A_ROW, Actor, ActorGone, answer, come_back, relay
+from penstock.scale.cluster import STORE_BYTES, here, on_node, open_cluster, own_node
+from penstock.scale.package import ray
+from penstock.scale.rollouter import AsyncRollouter
+from penstock.scale.sent import Sent
+from penstock.scale.sync import FILES, ParameterSynchronizer
+from penstock.scale.trainer import AsyncTrainer
+from penstock.train.folder import RunFolder, locked, open_run_folder
+from penstock.train.inputs import Inputs
+from penstock.train.summary import Summary, finished
+
+COPIES = 3
+"""Of the weights in the object store at once: the version that is served, the one that comes, and one on its way."""
+LAST_WORDS_S = 10.0
+
+
+class Actors(NamedTuple):
+    """The processes of a run."""
+
+    trainer: Actor
+    rollouter: Actor
+
+
+async def train_on_ray(
+    config: RunConfig, inputs: Inputs, *, listener: Listener, stop: asyncio.Event, fresh: bool = False
+) -> Summary:
+    """As `penstock.train.run.train`, with rollouts and training in processes of a Ray cluster."""
+    refuse_misfits(config, inputs)
+    folder = open_run_folder(config, fresh=fresh)
+    with locked(folder.path), Events(folder.events) as events:
+        events.listen(listener)
+        if done := finished(folder, config):
+            return done
+        events.emit("stage", text="starting Ray" if not config.scale.address else f"connecting to Ray at {config.scale.address}")
+        with open_cluster(config.scale.address, namespace=f"penstock-{config.run.name}", store_bytes=_store_bytes(inputs)):
+            async with open_actors(config, inputs, folder, events) as actors:
+                summary = await supervise(actors, stop, events, resumed=folder.resumed)
+        folder.write_summary(to_json(summary))
+        events.emit("run.end", summary=asdict(summary))
+        return summary
+
+
+def refuse_misfits(config: RunConfig, inputs: Inputs) -> None:
+    """ConfigError for what has no meaning in several processes: a pool that one of them sees, an executor's own cluster."""
+    if config.pool.name == "memory":
+        raise ConfigError("pool.name = 'memory' is for one process, and scale.name = 'ray' has several; use 'sqlite' or 'postgres'")
+    if config.rollout.executor == "ray" and inputs.executor.address:
+        raise ConfigError(
+            "executor.address has no meaning with scale.name = 'ray': agents are on the run's cluster; set scale.address"
+        )
+
+
+@asynccontextmanager
+async def open_actors(config: RunConfig, inputs: Inputs, folder: RunFolder, events: Events) -> AsyncGenerator[Actors]:
+    """Start the actors on this node, where the run's folder is, and tell here what they tell; they are ended on leaving."""
+    sent = Sent.of(config, inputs, folder, threads=torch.get_num_threads()).write()
+    names = [f"{role}-{secrets.token_hex(4)}" for role in ("rollouter", "synchronizer", "trainer")]
+    rollouter_gpus, trainer_gpus = gpu_shares(config, int(own_node()["Resources"].get("GPU", 0)))
+    rollouter = _start(AsyncRollouter, names[0], sent, num_gpus=rollouter_gpus)
+    synchronizer = _start(ParameterSynchronizer, names[1], names[0])
+    trainer = _start(AsyncTrainer, names[2], sent, *names[:2], num_gpus=trainer_gpus)
+    try:
+        async with asyncio.TaskGroup() as group:
+            relays = [group.create_task(relay(actor, events)) for actor in (rollouter, trainer)]
+            try:
+                yield Actors(trainer, rollouter)
+                await _close(rollouter, trainer)
+                await asyncio.wait(relays, timeout=LAST_WORDS_S)
+            finally:
+                for each in relays:
+                    each.cancel()
+    except BaseExceptionGroup as several:
+        raise next(leaves(several)) from None
+    finally:
+        for actor in (trainer, rollouter, synchronizer):
+            ray.kill(actor)
+
+
+async def supervise(actors: Actors, stop: asyncio.Event, events: Events, *, resumed: bool) -> Summary:
+    """Have the trainer run to its end; one that died goes on from its checkpoint. TrainError where it dies again and again."""
+    deaths = Deaths()
+    events.listen(deaths)
+    stopping = asyncio.create_task(_pass_on(stop, actors.trainer))
+    try:
+        while True:
+            try:
+                return from_json(Summary, await answer(actors.trainer.run.remote(resumed=resumed)))
+            except ActorGone as gone:
+                resumed, deaths.in_a_row = True, deaths.in_a_row + 1
+                reason = str(gone).splitlines()[0]
+                events.emit("trainer.lost", message=reason, in_a_row=deaths.in_a_row)
+                if deaths.in_a_row > IN_A_ROW:
+                    count = deaths.in_a_row
+                    raise TrainError(
+                        f"the trainer died {count} times without a step of training: {reason}; see Ray's logs"
+                    ) from gone
+                await come_back(actors.trainer)
+                if stop.is_set():
+                    actors.trainer.stop.remote()
+    finally:
+        stopping.cancel()
+
+
+class Deaths:
+    """Counts how often a trainer died; a step of training forgets them. A listener of events."""
+
+    def __init__(self) -> None:
+        self.in_a_row = 0
+
+    def __call__(self, kind: str, fields: dict[str, Any]) -> None:
+        """Take in one event."""
+        if kind == "train.step":
+            self.in_a_row = 0
+
+
+def gpu_shares(config: RunConfig, gpus: int) -> tuple[float, float]:
+    """How much of the node's GPUs rollouter and trainer get: one each where there are two, half of the only one."""
+    if not gpus or config.engine.device == "cpu":
+        return 0.0, 0.0
+    if config.engine.name != "embedded":
+        return 0.0, 1.0
+    return (1.0, 1.0) if gpus > 1 else (0.5, 0.5)
+
+
+def _start(cls: type[Any], name: str, *arguments: str, num_gpus: float = 0.0) -> Actor:
+    options = {"name": name, "num_cpus": 0, "num_gpus": num_gpus, "max_restarts": -1, "scheduling_strategy": on_node(here())}
+    return ray.remote(cls).options(**options).remote(*arguments)
+
+
+async def _pass_on(stop: asyncio.Event, trainer: Actor) -> None:
+    await stop.wait()
+    trainer.stop.remote()  # one that is dead now is told again when it is back
+
+
+async def _close(*actors: Actor) -> None:
+    for actor in actors:
+        try:
+            async with asyncio.timeout(LAST_WORDS_S):
+                await answer(actor.close.remote())
+        except (TimeoutError, ActorGone):  # nothing is left to be lost: the summary is here
+            continue
+
+
+def _store_bytes(inputs: Inputs) -> int:
+    weights = sum(file.stat().st_size for file in inputs.folder.iterdir() if file.suffix in FILES)
+    return STORE_BYTES + COPIES * weights

@@ -1,0 +1,102 @@
+"""A run as another process finds it: a file of the run's folder, from which that one makes the same config and inputs."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from penstock.codec import from_json, to_json
+from penstock.config import AgentSection, RunConfig, make_config
+from penstock.errors import ConfigError
+from penstock.records import Task
+from penstock.rollout.executors.base import read_section
+from penstock.sdk.discovery import Agent
+from penstock.sdk.elsewhere import Recipe
+from penstock.sdk.workflow import AgentWorkflow
+from penstock.train.folder import RunFolder, write_atomic
+from penstock.train.inputs import Inputs
+
+FILE = ".sent.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sent:
+    """Paths in it are absolute: the other process may have been started anywhere on this machine.
+
+    It is a file and no argument of an actor's, so that one that Ray starts anew, much later, finds it for sure.
+    """
+
+    config: dict[str, Any]
+    recipe: str
+    tasks: tuple[Task, ...]
+    heldout: tuple[Task, ...]
+    model: str
+    model_folder: str
+    run_folder: str
+    threads: int
+    """As many as torch would use in a process of ours; Ray would leave it one."""
+
+    @classmethod
+    def of(cls, config: RunConfig, inputs: Inputs, folder: RunFolder, *, threads: int) -> Self:
+        """What makes `config` and `inputs` elsewhere."""
+        run = config.run.model_copy(update={"folder": config.run.folder.absolute()})
+        tree = config.model_copy(update={"run": run, "agent": _absolute(config.agent)}).model_dump(mode="json")
+        return cls(
+            config=tree,
+            recipe=recipe(inputs.agent).decode(),
+            tasks=tuple(inputs.tasks),
+            heldout=tuple(inputs.heldout),
+            model=inputs.model,
+            model_folder=str(inputs.folder.absolute()),
+            run_folder=str(folder.path.absolute()),
+            threads=threads,
+        )
+
+    @classmethod
+    def read(cls, folder: str) -> Self:
+        """What `write` wrote."""
+        return from_json(cls, (Path(folder) / FILE).read_bytes())
+
+    def write(self) -> str:
+        """Put it into the run's folder, whose path is returned."""
+        try:
+            write_atomic(Path(self.run_folder) / FILE, to_json(self))
+        except ValueError as cause:
+            raise ConfigError(f"the run cannot be sent to other processes: {cause}") from cause
+        return self.run_folder
+
+    def make_config(self) -> RunConfig:
+        """The run's config."""
+        return make_config(self.config, "the run's config")
+
+    def make_inputs(self, config: RunConfig, agent: Agent | None = None) -> Inputs:
+        """The run's inputs; with None for the agent, those of a process that runs none: it has no need of the author's file."""
+        return Inputs(
+            tasks=list(self.tasks),
+            heldout=list(self.heldout),
+            agent=agent or _nobody(config),
+            executor=read_section(config.rollout.executor, config.executor),
+            model=self.model,
+            folder=Path(self.model_folder),
+        )
+
+    def load_agent(self) -> Agent:
+        """The author's agent, loaded here."""
+        return Recipe.read(self.recipe.encode()).load()
+
+    def make_folder(self, *, resumed: bool) -> RunFolder:
+        """The run's folder."""
+        return RunFolder(Path(self.run_folder), resumed=resumed)
+
+
+def recipe(agent: Agent) -> bytes:
+    """What loads `agent` in a process that was started in another folder."""
+    return Recipe.to_load(_absolute(agent.source), *agent.tables).write()
+
+
+def _absolute(source: AgentSection) -> AgentSection:
+    flows = source.flows and source.flows.absolute()
+    return source.model_copy(update={"entry": source.entry.absolute(), "flows": flows, "folder": source.folder.absolute()})
+
+
+def _nobody(config: RunConfig) -> Agent:
+    return Agent(entry=config.agent.entry, workflow=AgentWorkflow, workflow_config=None, grader=None, grader_config=None)

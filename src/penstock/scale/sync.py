@@ -1,0 +1,43 @@
+"""ParameterSynchronizer: an actor that holds the weights of the current policy version and hands them to what samples with them."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import TrainError
+from penstock.scale.calls import IN_A_ROW, ActorGone, answer, come_back, named
+from penstock.scale.package import ray
+from penstock.train.policy import COPIED
+
+FILES = (*COPIED, ".safetensors")
+"""How the names of a model folder's files end."""
+
+
+class ParameterSynchronizer:
+    """It outlives trainer and rollouter, so that one that comes back finds the weights here, in the cluster's object store."""
+
+    def __init__(self, rollouter: str) -> None:
+        self._rollouter = rollouter
+        self._files: dict[str, Any] = {}
+        self._turn = asyncio.Lock()
+        """What a trainer that died has begun ends before the next one's."""
+
+    async def publish(self, version: int, folder: str) -> None:
+        """Hold the files of a model folder and have them served as `version`; returns when they are."""
+        async with self._turn:
+            self._files = await asyncio.to_thread(_put, Path(folder))
+            await self._hand_over(version)
+
+    async def _hand_over(self, version: int) -> None:
+        rollouter = named(self._rollouter)
+        for _ in range(IN_A_ROW):
+            try:
+                await answer(rollouter.load.remote(version, list(self._files), *self._files.values()))
+                return
+            except ActorGone:  # it comes back without any weights
+                await come_back(rollouter)
+        raise TrainError(f"policy version {version} reached no rollouter: {IN_A_ROW} died over it; see Ray's logs")
+
+
+def _put(folder: Path) -> dict[str, Any]:
+    return {file.name: ray.put(file.read_bytes()) for file in sorted(folder.iterdir()) if file.suffix in FILES}
