@@ -1,24 +1,15 @@
 """The one typed tree of a run: TOML plus dotted overrides, frozen once built; an unknown key is an error that names the nearest."""
 
-import difflib
 import importlib
 import os
-import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar, cast
+from typing import Any, Literal, NamedTuple, cast
 
-from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny, ValidationError, create_model
+from pydantic import Field, SerializeAsAny, create_model
 
 from penstock.errors import ConfigError
-
-T = TypeVar("T", bound=BaseModel)
-
-
-class Section(BaseModel):
-    """A table of the TOML file."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+from penstock.tables import Section, override, read_toml, validate
 
 
 class RunSection(Section):
@@ -270,7 +261,7 @@ def load_config(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
 
     Paths inside the file are taken from the file's folder, the run folder from the current one.
     """
-    tree = _read_toml(path)
+    tree = read_toml(path)
     override(tree, overrides)
     config = make_config(tree, str(path))
     base = path.parent
@@ -295,21 +286,6 @@ def make_config(tree: Mapping[str, Any], where: str) -> RunConfig:
         kind = _engine_section(str(given.get("name", EngineSection().name)))
         engine = dict(validate(create_model("Table", __base__=Section, engine=(kind, ...)), {"engine": given}, where))["engine"]
     return validate(RunConfig, {**tree, "engine": engine}, where)
-
-
-def override(tree: dict[str, Any], overrides: Iterable[str]) -> None:
-    """Set keys of `tree`, each given as `section.key=value`."""
-    for each in overrides:
-        _apply(tree, each)
-
-
-def validate(model: type[T], tree: Mapping[str, Any], where: str) -> T:
-    """Build `model` from `tree`; the first thing wrong becomes a one-line ConfigError."""
-    try:
-        return model.model_validate(tree)
-    except ValidationError as cause:
-        first = min(cause.errors(), key=lambda error: error["type"] != "extra_forbidden")  # a mistyped key explains a missing one
-        raise ConfigError(f"{where}: {_explain(model, first)}") from cause
 
 
 def cache_folder() -> Path:
@@ -355,62 +331,3 @@ def _engine_section(name: str) -> type[EngineSection]:
     """What an engine takes under `[engine]`. Engines are above this file, so that their table is named and not imported."""
     table = importlib.import_module("penstock.engines").SECTIONS
     return table.load(name) if name in table else EngineSection
-
-
-def _read_toml(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
-    except FileNotFoundError as cause:
-        raise ConfigError(f"{path}: no such file; give the path of a TOML file, or write one with `penstock quickstart`") from cause
-    except (OSError, UnicodeDecodeError) as cause:
-        raise ConfigError(f"{path}: cannot be read: {cause}") from cause
-    except tomllib.TOMLDecodeError as cause:
-        raise ConfigError(f"{path}: not valid TOML: {cause}") from cause
-
-
-def _apply(tree: dict[str, Any], override: str) -> None:
-    key, equals, text = override.partition("=")
-    *sections, last = [part.strip() for part in key.split(".")]
-    if not equals or not all([*sections, last]):
-        raise ConfigError(f"--set {override!r}: write it as section.key=value, for example train.lr=1e-5")
-    value = _value(text)
-    for section in sections:
-        below: Any = tree.setdefault(section, {})
-        if not isinstance(below, dict):
-            raise ConfigError(f"--set {override!r}: {section!r} is a value, not a section")
-        tree = below  # pyright: ignore[reportUnknownVariableType]
-    tree[last] = value
-
-
-def _value(text: str) -> Any:
-    """`text` as a TOML value; as it stands where it is none."""
-    try:
-        parsed = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
-        return text
-    return parsed["value"] if len(parsed) == 1 else text
-
-
-def _explain(model: type[BaseModel], error: Any) -> str:
-    path = ".".join(str(part) for part in error["loc"])
-    if error["type"] == "extra_forbidden":
-        known = _fields_at(model, error["loc"][:-1])
-        near = difflib.get_close_matches(str(error["loc"][-1]), known, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(sorted(known))}"
-        return f"unknown key {path!r}; {hint}"
-    if error["type"] == "missing":
-        return f"key {path!r} is missing; add it"
-    if error["type"] == "model_type":
-        return f"{path} = {error['input']!r}: write it as a table, [{path}]"
-    message = error["msg"].removeprefix("Value error, ")
-    remedy = "; write it in quotes" if error["type"] == "string_type" else ""
-    return f"{path} = {error['input']!r}: {message[:1].lower()}{message[1:]}{remedy}"
-
-
-def _fields_at(model: type[BaseModel], loc: tuple[str | int, ...]) -> list[str]:
-    for part in loc:
-        annotation = model.model_fields[str(part)].annotation
-        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
-            return []
-        model = annotation
-    return list(model.model_fields)

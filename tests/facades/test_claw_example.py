@@ -37,7 +37,7 @@ def call(name="multiply", **arguments):
 )
 def test_the_flow_earns_where_it_used_its_tool_and_answers_right(renderer, replies, reward):
     source = AgentSection(entry=Path(), flow="multiply", flows=MULTIPLY / "flow.yaml")
-    agent = open_agent(source, {}, {"path": str(MULTIPLY / "flow.py")})
+    agent = open_agent(source, {}, {"path": str(MULTIPLY / "multiply_flow.py")})
     ran = play(renderer, agent, replies, task=TASK)
     assert (ran.attempt.end, ran.attempt.message, ran.attempt.reward) == (End.COMPLETED, "", reward)
     assert len(ran.attempt.steps) == len(replies)

@@ -14,7 +14,7 @@ from penstock.render.renderer import Renderer
 from penstock.rollout.transcripts import transcripts
 from penstock.sdk.agents import open_agent
 from penstock.sdk.dataset import load_tasks
-from penstock.sdk.flow_agent import is_flow_agent
+from penstock.sdk.flows.agent import is_flow_agent
 from penstock.testing import write_tokenizer
 
 CONFIGS = sorted(path.relative_to(EXAMPLES).as_posix() for path in EXAMPLES.glob("*/*.toml"))

@@ -5,7 +5,7 @@ from flow_cases import ASK, make_task, project, ran
 from gateway_cases import CORPUS
 
 from penstock.records import End
-from penstock.sdk.flow_agent import told_of_run
+from penstock.sdk.flows.agent import told_of_run
 from penstock.testing import Scripted, write_tokenizer
 
 SINGLE = """

@@ -15,7 +15,7 @@ DEADLINE_S = 900
 FLOW = "actor_rollout_ref.rollout.agent"
 KEYS = (
     *(f"{FLOW}.default_agent_flow=multiply", f"{FLOW}.agent_flow_config_path=flow.yaml", f"{FLOW}.num_workers=2"),
-    *("custom_reward_function.path=flow.py", "data.train_files=tiny_tasks.jsonl", "data.val_files=heldout.jsonl"),
+    *("custom_reward_function.path=multiply_flow.py", "data.train_files=tiny_tasks.jsonl", "data.val_files=heldout.jsonl"),
     *("data.max_response_length=30", "data.train_batch_size=4", "data.val_max_samples=128", "actor_rollout_ref.rollout.n=8"),
     *("actor_rollout_ref.rollout.val_kwargs.temperature=1.0", "actor_rollout_ref.model.path=tiny", "trainer.save_freq=10"),
     *("actor_rollout_ref.actor.optim.lr=6e-4", "algorithm.norm_adv_by_std_in_grpo=False", "trainer.total_training_steps=24"),
@@ -26,7 +26,7 @@ KEYS = (
 @pytest.mark.slow
 @pytest.mark.timeout(DEADLINE_S + 60)
 def test_the_documented_command_line_trains_the_tiny_policy_to_a_clear_rise_on_local_ray(tmp_path):
-    for name in ("flow.py", "flow.yaml", "tiny_tasks.jsonl"):
+    for name in ("multiply_flow.py", "flow.yaml", "tiny_tasks.jsonl"):
         shutil.copy(MULTIPLY / name, tmp_path)
     (tmp_path / "heldout.jsonl").write_text((MULTIPLY / "tiny_heldout.jsonl").read_text() * 16)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}

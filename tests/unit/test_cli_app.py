@@ -50,7 +50,7 @@ def test_help_names_every_command_and_the_exit_codes(capsys, arguments):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("train",), "Missing argument 'FILE.toml'"),
+        (("verify",), "Missing argument 'RUN'"),
         (("fly",), "No such command 'fly'"),
         (("train", "a.toml", "--fast"), "No such option: --fast"),
         (("train", "a.toml", "--set"), "--set"),
@@ -92,7 +92,7 @@ def test_with_json_an_error_is_an_object_on_stdout(capsys, failing):
 
 
 def test_with_json_a_usage_error_is_an_object_too(capsys):
-    code, out, _ = run(capsys, "train", "--json")
+    code, out, _ = run(capsys, "verify", "--json")
     assert code == 2
     assert json.loads(out)["error"]["code"] == "usage"
 

@@ -11,8 +11,8 @@ from penstock.records import Task
 from penstock.sdk.agents import open_agent
 from penstock.sdk.discovery import construct
 from penstock.sdk.elsewhere import Recipe
-from penstock.sdk.flow_agent import FlowWorkflow, check_rows, is_flow_agent, told_of_run
-from penstock.sdk.flow_table import REGISTERED
+from penstock.sdk.flows.agent import FlowWorkflow, check_rows, is_flow_agent, told_of_run
+from penstock.sdk.flows.table import REGISTERED
 
 ONE = """
 from penstock.sdk.flow import SingleStepSingleTurnAgentFlow, BlackBoxAgentFlowBase, register

@@ -6,7 +6,7 @@ import pytest
 
 from penstock.errors import ConfigError
 from penstock.sdk.flow import AgentFlowBase, MultiStepAgentFlow, SingleStepSingleTurnAgentFlow, register
-from penstock.sdk.flow_table import REGISTERED, Flow, FlowTable, names_of, read_flows
+from penstock.sdk.flows.table import REGISTERED, Flow, FlowTable, names_of, read_flows
 
 FLOWS = """
 from penstock.sdk.flow import AgentFlowBase
@@ -73,7 +73,7 @@ def test_a_list_names_classes_and_gives_them_further_keys(project):
 
 
 def test_a_flow_of_an_installed_package_can_be_named(tmp_path):
-    flows = read(tmp_path, "- name: multi\n  _target_: penstock.sdk.flow_multi.MultiStepAgentFlow\n")
+    flows = read(tmp_path, "- name: multi\n  _target_: penstock.sdk.flows.multi.MultiStepAgentFlow\n")
     assert flows["multi"].cls is MultiStepAgentFlow
 
 
@@ -83,7 +83,7 @@ def test_a_flow_of_an_installed_package_can_be_named(tmp_path):
         ("os.system", "'os', a module of Python itself"),
         ("subprocess.Popen", "'subprocess', a module of Python itself"),
         ("builtins.eval", "'builtins', a module of Python itself"),
-        ("penstock.sdk.flow_target.sys.exit", "no subclass of AgentFlowBase"),
+        ("penstock.sdk.flows.target.sys.exit", "no subclass of AgentFlowBase"),
         ("{module}.no_flow", "no subclass of AgentFlowBase"),
         ("{module}.Unfinished", "Unfinished still lacks run"),
         ("{module}.Blocking", "Blocking.run is not async"),
@@ -146,7 +146,7 @@ def test_a_list_that_is_not_there_is_named(tmp_path):
 
 
 def test_the_decorator_names_a_class_and_gives_it_back(monkeypatch):
-    monkeypatch.setattr("penstock.sdk.flow_table.REGISTERED", REGISTERED.copy())
+    monkeypatch.setattr("penstock.sdk.flows.table.REGISTERED", REGISTERED.copy())
 
     class One(SingleStepSingleTurnAgentFlow):
         pass

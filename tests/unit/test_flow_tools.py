@@ -7,7 +7,7 @@ from types import MappingProxyType
 import pytest
 
 from penstock.sdk.flow import MultiStepAgentFlow
-from penstock.sdk.flow_tools import execute, schemas
+from penstock.sdk.flows.tools import execute, schemas
 
 
 def multiply(a: int, b: int = 2) -> int:

@@ -113,7 +113,8 @@ def regrade(
 
 
 def _config(file: Path | None, agent: Path | None, dataset: Path | None, overrides: list[str]) -> "RunConfig":
-    from penstock.config import load_config, make_config, override
+    from penstock.config import load_config, make_config
+    from penstock.tables import override
 
     if file is not None and agent is not None:
         raise ConfigError("--agent goes without a file: set agent.entry in the file, or leave the file out")
@@ -133,7 +134,7 @@ def _config(file: Path | None, agent: Path | None, dataset: Path | None, overrid
 
 def _evaluate(config: "RunConfig", view: "EvalView", *, fresh: bool, retry_failed: bool) -> "Evaluation":
     from penstock.evals.run import evaluate, read_rows
-    from penstock.sdk.flow_agent import is_flow_agent
+    from penstock.sdk.flows.agent import is_flow_agent
     from penstock.train.inputs import read_inputs
 
     inputs = read_inputs(config, view)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import orjson
 from pydantic import create_model
 
-from penstock.config import EngineSection, GatewaySection, ModelSection, PoolSection, SamplingSection, Section, override, validate
+from penstock.config import EngineSection, GatewaySection, ModelSection, PoolSection, SamplingSection
 from penstock.engines import ENGINES, SECTIONS
 from penstock.engines.base import Engine
 from penstock.errors import ConfigError
@@ -28,6 +28,7 @@ from penstock.pool import POOLS
 from penstock.pool.base import Pool
 from penstock.records import Sampling
 from penstock.render.renderer import Renderer
+from penstock.tables import Section, override, validate
 
 CONFIG, SECRET, TOKENS = "config.json", "secret", "tokens.json"
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, cast
 
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
-from penstock.sdk.flow_blackbox import BlackBoxAgentFlowBase
+from penstock.sdk.flows.blackbox import BlackBoxAgentFlowBase
 
 MAX_TURNS = 3
 TOOL: dict[str, Any] = {

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from penstock.config import PoolSection, validate
+from penstock.config import PoolSection
 from penstock.errors import ConfigError, PoolError
 from penstock.pool import POOLS
 from penstock.pool.base import Pool
@@ -16,6 +16,7 @@ from penstock.pool.check import Checked, Told, check_database
 from penstock.pool.database import Database
 from penstock.pool.migrations import FAULTS, explain, open_database
 from penstock.pool.sqlite_check import check_file
+from penstock.tables import validate
 
 ALONE_S = 2.0
 """How long `compact` waits for others to let go of the file."""

@@ -14,10 +14,10 @@ KINDS = Registry(
     "kind of agent",
     {
         "command": "penstock.sdk.command:command_agent",
-        "flow": "penstock.sdk.flow_agent:flow_agent",
+        "flow": "penstock.sdk.flows.agent:flow_agent",
     },
 )
-FLOWS = "penstock.sdk.flow_base"
+FLOWS = "penstock.sdk.flows.base"
 """Where the base of all flows is: a file without flows has not imported it, and need not wait for it."""
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Any, cast
 
-from penstock.config import AgentSection, validate
+from penstock.config import AgentSection
 from penstock.errors import ConfigError, WorkflowError
 from penstock.sdk.context import AgentWorkflowContext
 from penstock.sdk.discovery import Agent, find_judge, import_entry
@@ -25,6 +25,7 @@ from penstock.sdk.environment import routes, without_secrets
 from penstock.sdk.group import end_group, how_ended
 from penstock.sdk.routing import running_rollout
 from penstock.sdk.workflow import AgentWorkflow, AgentWorkflowConfig
+from penstock.tables import validate
 
 PROMPT = "{prompt}"
 """Stands, in an argument, for the text of the task's last message."""

@@ -17,7 +17,7 @@ from penstock.rollout.executors.base import read_section
 from penstock.sdk.agents import open_agent
 from penstock.sdk.dataset import check_readable, load_tasks
 from penstock.sdk.discovery import Agent
-from penstock.sdk.flow_agent import check_rows, is_flow_agent, told_of_run
+from penstock.sdk.flows.agent import check_rows, is_flow_agent, told_of_run
 from penstock.sdk.preflight import preflight
 from penstock.train import LOSSES
 from penstock.train.advantages import ADVANTAGES
@@ -61,6 +61,8 @@ def _tasks(agent: Agent, path: Path, limit: int | None = None) -> list[Task]:
 
 def _check_names(config: RunConfig) -> None:
     ENGINES.check(config.engine.name)
+    if config.scale.address and config.scale.name == "none":
+        raise ConfigError("scale.address has no meaning for scale.name = 'none'; leave it out, or name 'ray'")
     POOLS.check(config.pool.name)
     if config.pool.name == "postgres":
         from penstock.pool.postgres import check_url

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from penstock.scale.manager import AgentFlowManager
     from penstock.scale.worker import AgentFlowWorker
     from penstock.sdk.flow import AgentFlowBase, register
-    from penstock.sdk.flow_step import SubmittedStep as Step
+    from penstock.sdk.flows.step import SubmittedStep as Step
 
 __all__ = ["AgentFlowBase", "AgentFlowManager", "AgentFlowWorker", "Step", "register"]
 
@@ -16,5 +16,5 @@ __getattr__ = lazily(
     __name__,
     dict.fromkeys(("AgentFlowBase", "register"), "penstock.sdk.flow")
     | {"AgentFlowManager": "penstock.scale.manager", "AgentFlowWorker": "penstock.scale.worker"}
-    | {"Step": "penstock.sdk.flow_step:SubmittedStep"},
+    | {"Step": "penstock.sdk.flows.step:SubmittedStep"},
 )

@@ -6,7 +6,7 @@ from typing import Any
 from urllib.parse import quote, urlsplit, urlunsplit
 
 from penstock.errors import RequestError
-from penstock.sdk.flow_base import AgentFlowBase
+from penstock.sdk.flows.base import AgentFlowBase
 from penstock.sdk.samples import plain
 
 UNTOLD = frozenset({"raw_prompt", "multi_modal_data", "channel", "agent_name"})

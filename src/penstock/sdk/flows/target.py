@@ -16,7 +16,7 @@ from typing import Any, cast
 from urllib.parse import unquote, urlsplit
 
 from penstock.errors import ConfigError
-from penstock.sdk.flow_base import AgentFlowBase
+from penstock.sdk.flows.base import AgentFlowBase
 
 
 def load_target(target: str, projects: Sequence[Path], where: str) -> type[AgentFlowBase]:

@@ -4,12 +4,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from penstock.records import Message
-from penstock.sdk import flow_tools
-from penstock.sdk.flow_answers import Generated
-from penstock.sdk.flow_base import AgentFlowBase
-from penstock.sdk.flow_config import MAX_TURNS
-from penstock.sdk.flow_messages import columns_of, prompt_of
-from penstock.sdk.flow_step import SubmittedStep
+from penstock.sdk.flows import tools as offers
+from penstock.sdk.flows.answers import Generated
+from penstock.sdk.flows.base import AgentFlowBase
+from penstock.sdk.flows.config import MAX_TURNS
+from penstock.sdk.flows.messages import columns_of, prompt_of
+from penstock.sdk.flows.step import SubmittedStep
 
 AGAIN = "Check each part of your answer. Then answer once more, with the result alone on the last line, after ####."
 
@@ -25,19 +25,19 @@ class MultiStepAgentFlow(AgentFlowBase):
 
     def is_terminal(self, text: str) -> bool:
         """Whether a reply is the last one: it calls no tool."""
-        return flow_tools.OPENING not in text
+        return offers.OPENING not in text
 
     async def execute_tool(self, text: str) -> str:
         """Run the tools that a reply calls, each as `<tool_call>{"name": …, "arguments": {…}}</tool_call>`; their results.
 
         A call that cannot be run gives a text that says why, for the model to read.
         """
-        return await flow_tools.execute(text, self.tools)
+        return await offers.execute(text, self.tools)
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> int:
         """See `AgentFlowBase.run`."""
         messages, turn = prompt_of(kwargs), 0
-        offered = {"tools": flow_tools.schemas(self.tools)} if self.tools else {}
+        offered = {"tools": offers.schemas(self.tools)} if self.tools else {}
         while True:
             reply = await self._reply({"messages": messages, **offered, **sampling_params})
             messages.append({"role": "assistant", "content": reply.text})

@@ -11,16 +11,16 @@ import yaml
 
 from penstock.errors import ConfigError
 from penstock.registry import Registry
-from penstock.sdk.flow_base import AgentFlowBase
-from penstock.sdk.flow_target import check_flow, importable, load_target
+from penstock.sdk.flows.base import AgentFlowBase
+from penstock.sdk.flows.target import check_flow, importable, load_target
 
 F = TypeVar("F", bound=type[AgentFlowBase])
 
 BUILT_IN = Registry(
     "flow",
     {
-        "single_step_single_turn_agent": "penstock.sdk.flow_single:SingleStepSingleTurnAgentFlow",
-        "multi_step_agent": "penstock.sdk.flow_multi:MultiStepAgentFlow",
+        "single_step_single_turn_agent": "penstock.sdk.flows.single:SingleStepSingleTurnAgentFlow",
+        "multi_step_agent": "penstock.sdk.flows.multi:MultiStepAgentFlow",
         "blackbox_gsm8k_agent": "penstock.integrations.gsm8k:BlackBoxGSM8KAgentFlow",
     },
 )

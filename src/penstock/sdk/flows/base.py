@@ -7,12 +7,12 @@ from functools import cached_property
 from typing import Any, NamedTuple, overload
 
 from penstock.records import Message
-from penstock.sdk import flow_tokenizer
-from penstock.sdk.flow_answers import Generated, Judged
-from penstock.sdk.flow_client import FlowClient
-from penstock.sdk.flow_config import ConfigTree
-from penstock.sdk.flow_messages import expanded, refuse_pictures
-from penstock.sdk.flow_step import SubmittedStep
+from penstock.sdk.flows import tokenizer as tokenizers
+from penstock.sdk.flows.answers import Generated, Judged
+from penstock.sdk.flows.client import FlowClient
+from penstock.sdk.flows.config import ConfigTree
+from penstock.sdk.flows.messages import expanded, refuse_pictures
+from penstock.sdk.flows.step import SubmittedStep
 from penstock.sdk.routing import get_rollout_context
 from penstock.sdk.samples import plain
 
@@ -79,12 +79,12 @@ class AgentFlowBase(ABC):
     @cached_property
     def tokenizer(self) -> Any:
         """The model's, from `transformers`; loaded when first asked for."""
-        return flow_tokenizer.load(self._tokenizer_source)
+        return tokenizers.load(self._tokenizer_source)
 
     @cached_property
     def system_prompt(self) -> list[int]:
         """The tokens that the chat template puts before the first message by itself."""
-        return flow_tokenizer.preamble(self.tokenizer, self.apply_chat_template_kwargs)
+        return tokenizers.preamble(self.tokenizer, self.apply_chat_template_kwargs)
 
     @cached_property
     def loop(self) -> asyncio.AbstractEventLoop:
@@ -167,8 +167,8 @@ class AgentFlowBase(ABC):
         return await asyncio.to_thread(self._rendered, expanded(messages), options, remove_system_prompt)
 
     def _rendered(self, messages: list[Message], options: Mapping[str, Any], bare: bool) -> list[int]:
-        ids = flow_tokenizer.render(self.tokenizer, messages, options)
-        return ids[len(flow_tokenizer.preamble(self.tokenizer, self.apply_chat_template_kwargs)) :] if bare else ids
+        ids = tokenizers.render(self.tokenizer, messages, options)
+        return ids[len(tokenizers.preamble(self.tokenizer, self.apply_chat_template_kwargs)) :] if bare else ids
 
     def _attributed(self, body: dict[str, Any]) -> dict[str, Any]:
         """With the running rollout and its group where the body names none."""

@@ -6,18 +6,19 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
-from penstock.config import AgentSection, validate
+from penstock.config import AgentSection
 from penstock.errors import ConfigError, WorkflowError
 from penstock.records import Message, Sampling, Task
 from penstock.registry import Registry
 from penstock.sdk.context import AgentWorkflowContext
 from penstock.sdk.discovery import Agent, Judge, find_judge, import_entry, subclasses
-from penstock.sdk.flow_base import AgentFlowBase
-from penstock.sdk.flow_config import flow_config
-from penstock.sdk.flow_table import Flow, FlowTable, check_made, names_of, read_flows
+from penstock.sdk.flows.base import AgentFlowBase
+from penstock.sdk.flows.config import flow_config
+from penstock.sdk.flows.table import Flow, FlowTable, check_made, names_of, read_flows
 from penstock.sdk.grader import Grader, GraderConfig
 from penstock.sdk.routing import RolloutContext, running_rollout
 from penstock.sdk.workflow import AgentWorkflow, AgentWorkflowConfig
+from penstock.tables import validate
 
 AGENT_NAME = "agent_name"
 """The column by which a row names its flow."""

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from penstock.sdk.flow_base import AgentFlowBase
-from penstock.sdk.flow_messages import prompt_of
-from penstock.sdk.flow_step import SubmittedStep
+from penstock.sdk.flows.base import AgentFlowBase
+from penstock.sdk.flows.messages import prompt_of
+from penstock.sdk.flows.step import SubmittedStep
 
 
 class SingleStepSingleTurnAgentFlow(AgentFlowBase):
