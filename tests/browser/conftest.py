@@ -7,8 +7,9 @@ import pytest
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser():
+    """Of one file only: as long as it is open, its driver keeps an event loop in this thread, where others want to run theirs."""
     if CHROMIUM is None:
         pytest.skip("no Chromium is installed")
     playwright = pytest.importorskip("playwright.sync_api")

@@ -38,6 +38,7 @@ class WeightServer:
         app.router.add_get("/health", self._well)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/weight_info", self._weights)
+        app.router.add_get("/server_info", self._settings)
         app.router.add_post("/v1/completions", self._completions)
         app.router.add_post("/pause", self._pause)
         app.router.add_post("/resume", self._resume)
@@ -54,6 +55,9 @@ class WeightServer:
 
     async def _weights(self, request: web.Request) -> web.Response:
         return web.json_response({"weight_version": self.label})
+
+    async def _settings(self, request: web.Request) -> web.Response:
+        return web.json_response({"vllm_config": {"device_config": {"device": "cuda"}}})
 
     async def _pause(self, request: web.Request) -> web.Response:
         self.going.clear()
