@@ -16,7 +16,8 @@ from penstock.errors import ConfigError
 if TYPE_CHECKING:
     from penstock.gateway.standalone import ModelFiles, Settings
 
-Engine = Annotated[str, typer.Option(help="embedded, in this process; or vllm, servers that --url names.")]
+SERVERS = ("vllm", "sglang")
+Engine = Annotated[str, typer.Option(help="embedded, in this process; or vllm or sglang, servers that --url names.")]
 Model = Annotated[str, typer.Option(help="As `penstock models pull` takes it.")]
 Urls = Annotated[list[str] | None, typer.Option("--url", metavar="URL", help="Of a vLLM server; may be repeated.")]
 Overrides = Annotated[
@@ -75,10 +76,10 @@ def make_settings(engine: str, model: str, urls: list[str], overrides: list[str]
     """Settings from the options of a command line, checked."""
     from penstock.gateway.standalone import read_settings
 
-    if engine == "vllm" and not urls:
-        raise ConfigError("--engine vllm needs the address of a server: --url http://127.0.0.1:8000")
+    if engine in SERVERS and not urls:
+        raise ConfigError(f"--engine {engine} needs the address of a server: --url http://127.0.0.1:8000")
     if engine == "embedded" and urls:
-        raise ConfigError("--url names a vLLM server; add --engine vllm")
+        raise ConfigError("--url names a server; add --engine vllm or --engine sglang")
     tree = {"model": {"name": model}, "engine": {"name": engine} | ({"url": urls} if urls else {}), **given}
     return read_settings(tree, overrides)
 
