@@ -17,6 +17,8 @@ from penstock.engines.upstream import Patience
 from penstock.errors import EngineError
 from penstock.records import Sampling
 
+pytestmark = pytest.mark.slow
+
 PROMPT = [1, 2, 3, 4, 5]
 LONG, SHORT = Sampling(max_tokens=2000), Sampling(max_tokens=8)
 
