@@ -95,8 +95,11 @@ def link(chain: str, message_digest: str) -> str:
 def canonical_json(arguments: Any) -> str:
     """Tool arguments (JSON text, or the value itself) with sorted keys and no spaces; text that is no JSON stays as it is.
 
-    Numbers are what JavaScript clients make of them: 6.0 is 6, and whole numbers beyond 2^53 are doubles.
+    Numbers are what JavaScript clients make of them: 6.0 is 6, and whole numbers beyond 2^53 are doubles. No text at all is an
+    object without members: that is what clients make of it.
     """
+    if arguments == "":
+        return "{}"
     try:
         return json.dumps(_as_doubles(json_value(arguments)), sort_keys=True, separators=(",", ":"))
     except (ValueError, OverflowError, RecursionError):
