@@ -81,6 +81,7 @@ def test_text_names_the_folder_and_what_to_do_next(project, capsys):
     assert run(["eval", "run", "eval.toml", "--rows", "0,2-3"]) == 0
     out, err = capsys.readouterr()
     assert "3 tasks x 1 of tiny" in out and "0.667" in out and "penstock eval compare runs/evals/asked" in out
+    assert "next        penstock train eval.toml" in out
     assert "3/3 rollouts" in err
 
 

@@ -87,8 +87,8 @@ class EvalView:
             self._say(f"{self._done}/{self._total} rollouts, reward {reward(mean)}")
 
 
-def as_text(found: "Evaluation", page: Path | None) -> str:
-    """A small table, aligned, in words."""
+def as_text(found: "Evaluation", page: Path | None, train: str) -> str:
+    """A small table, aligned, in words; `train` is the command that trains what was measured, empty where there is none."""
     own = found.outcome
     head = f"Evaluation {found.name} {found.status}: {own.tasks} tasks x {own.samples} of {found.model} in {clock(found.seconds)}."
     rows = [("reward", _estimate(own.reward))]
@@ -101,10 +101,9 @@ def as_text(found: "Evaluation", page: Path | None) -> str:
     rows.append(("model", f"{calls}, {own.sampled_tokens:,} tokens sampled, {own.prompt_tokens:,} read"))
     rows += [("", ""), ("folder", found.folder)]
     rows += [("report", str(page))] if page else []
+    following = [train] if train else []
     again = (
-        ["the same command goes on"]
-        if found.status == "stopped"
-        else ["penstock train", f"penstock eval compare {found.folder} OTHER"]
+        ["the same command goes on"] if found.status == "stopped" else [*following, f"penstock eval compare {found.folder} OTHER"]
     )
     rows += [("next" if place == 0 else "", text) for place, text in enumerate(again)]
     return f"\n{head}\n\n" + "\n".join(f"  {label:<12}{text}".rstrip() for label, text in rows) + "\n"

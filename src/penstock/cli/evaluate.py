@@ -62,7 +62,8 @@ def run(
     if as_json:
         typer.echo(orjson.dumps(plain(found) | {"report": str(page) if page else None}).decode())
     else:
-        typer.echo(as_text(found, page))
+        train = "" if agent else "penstock train" + (f" {file}" if file else "")
+        typer.echo(as_text(found, page, train))
     if found.status == "stopped":
         raise typer.Exit(INTERRUPTED)
 
