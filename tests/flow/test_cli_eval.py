@@ -95,6 +95,9 @@ def test_changed_inputs_are_refused_with_the_difference_and_fresh_keeps_the_old(
     result(capsys, "run", "eval.toml")
     refused = result(capsys, "run", "eval.toml", "--samples", "2", code=2)
     assert "eval.samples = 1, now it is 2" in refused["error"]["message"]
+    refused = result(capsys, "run", "eval.toml", "--set", "rollout.agent_timeout_s=1", code=2)
+    assert "rollout.agent_timeout_s = 120.0, now it is 1.0" in refused["error"]["message"]
+    assert result(capsys, "run", "eval.toml", "--concurrency", "2")["resumed"] == 4
     write_tasks(project, 5)
     assert "when tasks.jsonl was another" in result(capsys, "run", "eval.toml", code=2)["error"]["message"]
     assert result(capsys, "run", "eval.toml", "--fresh")["outcome"]["rollouts"] == 5

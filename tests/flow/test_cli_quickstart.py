@@ -36,6 +36,7 @@ def test_quickstart_then_eval_then_train_work_without_an_edit(tmp_path):
 def test_every_template_is_whole(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     assert run(["template", "apply", name, "here"]) == 0
+    assert "examples/" not in (tmp_path / "here" / "penstock.toml").read_text()
     config = load_config(tmp_path / "here" / "penstock.toml")
     agent = open_agent(config.agent, config.workflow, config.grader)
     assert agent.grader is not None and load_tasks(config.dataset.train) and load_tasks(config.dataset.eval)

@@ -1,6 +1,5 @@
 """`penstock quickstart` and `penstock template`: a project that evaluates and trains as it is written."""
 
-import shutil
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,7 +98,8 @@ def write_project(folder: Path, name: str) -> list[Path]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for path, original in copies.items():
-            shutil.copyfile(original, path)
+            text = original.read_text(encoding="utf-8")
+            path.write_text(text.replace(f" examples/{template.toml}", ""), encoding="utf-8")  # it is named for what it is there
     except OSError as cause:
         for path in copies:
             with suppress(OSError):

@@ -4,11 +4,10 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from typing import NamedTuple
 
-from penstock.errors import WorkerLost
 from penstock.pool.base import Pool
 from penstock.records import Attempt, End, Group, Rollout, Sampling, Task, make_rollout
 from penstock.rollout.runner import Runner
-from penstock.rollout.scheduler import LOST, after_loss
+from penstock.rollout.scheduler import LOST, run_to_end
 
 CHANNEL = "eval"
 PAGE = 100
@@ -57,21 +56,16 @@ async def make(places: Sequence[Place], runner: Runner, pool: Pool, *, sampling:
     """Run each to its end, so many at once; one that is lost with its worker is made again. Cancelled, what runs is undone."""
     slots = asyncio.Semaphore(concurrency)
 
-    async def run(rollout: Rollout | None, task: Task) -> None:
+    async def run(place: Place) -> None:
         try:
-            while rollout is not None:
-                try:
-                    await runner.run(rollout, task, sampling)
-                    return
-                except WorkerLost as lost:
-                    rollout = await after_loss(pool, rollout, lost, retries)
+            await run_to_end(*place, runner, pool=pool, sampling=sampling, retries=retries)
         finally:
             slots.release()
 
     async with asyncio.TaskGroup() as running:
-        for rollout, task in places:
+        for place in places:
             await slots.acquire()
-            running.create_task(run(rollout, task))
+            running.create_task(run(place))
 
 
 async def stored(pool: Pool) -> AsyncGenerator[Group]:

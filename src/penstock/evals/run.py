@@ -14,6 +14,7 @@ from penstock.errors import ConfigError
 from penstock.evals.attempts import Plan, Row, make, plan, stored
 from penstock.evals.outcome import Outcome, outcome
 from penstock.events import Events, Listener
+from penstock.pool.base import Pool
 from penstock.records import Sampling
 from penstock.sdk.dataset import load_tasks
 from penstock.train.folder import RunFolder, locked, open_run_folder
@@ -22,17 +23,10 @@ from penstock.train.rollouts import open_rollouts, sampling
 from penstock.train.stations import open_pool
 
 MAY_CHANGE = (
-    "train.",
-    "gateway.",
-    "executor.",
-    "run.folder",
-    "rollout.",
-    "eval.rows",
-    "eval.k",
-    "eval.passes",
-    "scale.",
-    "dataset.train",
-)
+    "train.", "gateway.", "executor.", "scale.", "run.folder", "dataset.train", "eval.rows", "eval.k", "eval.passes",
+    "rollout.executor", "rollout.concurrency", "rollout.retries", "rollout.group", "rollout.min_size", "rollout.top_up",
+    "rollout.max_", "rollout.overflow",
+)  # fmt: skip
 """What decides nothing about an attempt that has ended."""
 
 
@@ -132,7 +126,7 @@ def outcome_json(found: Outcome) -> dict[str, Any]:
 
 
 async def _run(
-    config: RunConfig, inputs: Inputs, folder: RunFolder, events: Events, pool: Any, planned: Plan, stop: asyncio.Event
+    config: RunConfig, inputs: Inputs, folder: RunFolder, events: Events, pool: Pool, planned: Plan, stop: asyncio.Event
 ) -> float:
     """Make what is missing; when that began, loading left out."""
     if not planned.places:

@@ -200,6 +200,19 @@ async def after_loss(pool: Pool, rollout: Rollout, lost: WorkerLost, retries: in
     return None
 
 
+async def run_to_end(rollout: Rollout, task: Task, runner: Runner, *, pool: Pool, sampling: Sampling, retries: int) -> Rollout:
+    """Run an opened rollout, and again where it is lost with its worker; the attempt that counts."""
+    while True:
+        try:
+            await runner.run(rollout, task, sampling)
+            return rollout
+        except WorkerLost as lost:
+            fresh = await after_loss(pool, rollout, lost, retries)
+            if fresh is None:
+                return rollout
+            rollout = fresh
+
+
 async def run_once(
     tasks: Sequence[Task], runner: Runner, *, pool: Pool, sampling: Sampling, limits: RolloutSection, channel: str = "val"
 ) -> list[str]:
@@ -216,15 +229,8 @@ async def run_once(
     slots = asyncio.Semaphore(limits.concurrency)
 
     async def run(index: int, task: Task) -> None:
-        rollout: Rollout | None = rollouts[index]
         try:
-            while rollout is not None:
-                rollouts[index] = rollout
-                try:
-                    await runner.run(rollout, task, sampling)
-                    return
-                except WorkerLost as lost:
-                    rollout = await after_loss(pool, rollout, lost, limits.retries)
+            rollouts[index] = await run_to_end(rollouts[index], task, runner, pool=pool, sampling=sampling, retries=limits.retries)
         finally:
             slots.release()
 

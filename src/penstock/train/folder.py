@@ -16,8 +16,9 @@ from penstock.config import RunConfig, make_config
 from penstock.errors import ConfigError
 
 MAY_CHANGE = (
-    "train.steps", "run.folder", "train.checkpoint_every", "train.checkpoints_kept", "train.eval_every", "gateway.", "executor.",
-    "scale.", "engine.url", "engine.api_key_env", "engine.retries", "engine.retry_s", "engine.first_token_s", "engine.stall_s",
+    "run.folder", "train.steps", "train.checkpoint_every", "train.checkpoints_kept", "train.eval_every", "eval.", "gateway.",
+    "executor.", "scale.", "engine.url", "engine.api_key_env", "engine.retries", "engine.retry_s", "engine.first_token_s",
+    "engine.stall_s",
 )  # fmt: skip
 """Keys, or how they begin, that a resumed run may change: none of them changes what was trained so far."""
 
