@@ -206,12 +206,14 @@ class Tracer(TracingProcessor):
 
 @pytest.fixture
 def tracer():
-    """The only processor, in place of the one that sends everything to OpenAI."""
+    """The only processor, in place of the one that sends everything to OpenAI; on, whatever the environment says."""
     provider, tracer = get_trace_provider(), Tracer()
-    before = provider._multi_processor._processors
+    processors, was_off = provider._multi_processor._processors, provider._manual_disabled
     provider.set_processors([tracer])
+    provider.set_disabled(False)
     yield tracer
-    provider.set_processors(list(before))
+    provider.set_disabled(was_off)
+    provider.set_processors(list(processors))
 
 
 def test_rollout_traces_nothing_whoever_started_the_trace(tracer):

@@ -1,14 +1,12 @@
 """The same in the OpenAI Agents SDK: two runs on one session."""
 
-from agents import Runner, set_tracing_disabled
+from agents import Runner
 from plain import Check
 
 from penstock import AgentWorkflow
 from penstock.integrations.openai_agents import RolloutAgent, RolloutModel, RolloutSession
 
 __all__ = ["Check", "Talker"]
-
-set_tracing_disabled(True)
 
 
 class Talker(AgentWorkflow):
