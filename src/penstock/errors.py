@@ -7,7 +7,8 @@
     ├── EngineError      the engine failed; the rollout ends, others go on
     │   └── EngineBusy   its queue is full; try again later
     ├── RenderError      messages that the chat template cannot take        → HTTP 400
-    ├── RequestError     a request that the gateway refuses                 → HTTP status and code of its own
+    ├── RequestError     a request that a server of ours refuses            → HTTP status and code of its own
+    ├── ControllerError  what a controller answered, or that there is none  → a code of its own
     ├── WorkflowError    the author's agent raised
     ├── WorkerLost       the process that ran the agent died; the attempt is made again elsewhere
     ├── GraderError      the author's grader raised, or gave no finite reward
@@ -20,15 +21,32 @@
 Authors raise ordinary Python errors; `boundary` names them once. A message says what happened, to which thing, and what to do.
 """
 
+from collections.abc import Mapping, Sequence
 from types import TracebackType
+from typing import Any, NamedTuple
 
 
 class PenstockError(Exception):
     """Base of all errors that carry a message meant for a person."""
 
 
+class Issue(NamedTuple):
+    """One of several things that are wrong with what the user gave."""
+
+    key: str
+    """Where: a key such as `train.lr`, a row such as `row 17`, a file."""
+    message: str
+    """What, and what to do."""
+    correction: str | None = None
+    """The key that was probably meant."""
+
+
 class ConfigError(PenstockError):
-    """What the user gave cannot be used."""
+    """What the user gave cannot be used; `issues` lists everything that is wrong with it where that is more than the message."""
+
+    def __init__(self, message: str, issues: Sequence[Issue] = ()) -> None:
+        super().__init__(message)
+        self.issues = tuple(issues)
 
 
 class DatasetError(ConfigError):
@@ -52,13 +70,23 @@ class RenderError(PenstockError):
 
 
 class RequestError(PenstockError):
-    """A request that the gateway refuses, with the HTTP status and the code a client can act on."""
+    """A request that a server of ours refuses, with the HTTP status and the code a client can act on."""
 
     def __init__(self, message: str, *, status: int = 400, code: str = "invalid_request_error", param: str | None = None) -> None:
         super().__init__(message)
         self.status = status
         self.code = code
         self.param = param
+
+
+class ControllerError(PenstockError):
+    """What a controller refused, or that it cannot be reached; `details` is what it answered."""
+
+    def __init__(self, message: str, *, code: str, status: int | None = None, details: Mapping[str, Any] | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.status = status
+        self.details = dict(details or {})
 
 
 class WorkflowError(PenstockError):

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+import orjson
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from penstock.errors import ConfigError
@@ -20,15 +21,16 @@ class Section(BaseModel):
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The tables of a file; ConfigError where it cannot be read."""
+    """The tables of a TOML file, or of one with the same in JSON (`.json`); ConfigError where it cannot be read."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        text = path.read_text(encoding="utf-8-sig")
+        return orjson.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except FileNotFoundError as cause:
         raise ConfigError(f"{path}: no such file; give the path of a TOML file, or write one with `penstock quickstart`") from cause
     except (OSError, UnicodeDecodeError) as cause:
         raise ConfigError(f"{path}: cannot be read: {cause}") from cause
-    except tomllib.TOMLDecodeError as cause:
-        raise ConfigError(f"{path}: not valid TOML: {cause}") from cause
+    except (tomllib.TOMLDecodeError, orjson.JSONDecodeError) as cause:
+        raise ConfigError(f"{path}: not valid {'JSON' if path.suffix == '.json' else 'TOML'}: {cause}") from cause
 
 
 def override(tree: dict[str, Any], overrides: Iterable[str]) -> None:
