@@ -120,18 +120,18 @@ def append(database: Database, given: Append) -> None:
     """Store a step and its node."""
     step, node, row, node_row = given
     channel, oldest = _running(database, step.rollout_id, rules.step_name(step))
-    changes: list[Tally] = []
+    added = None
     if node is None or node_row is None:
         if not _has(database, "nodes", step.rollout_id, step.node):
             raise rules.missing_node(step)
     elif _put(database, "nodes", (step.rollout_id, node.id), node_row, rules.node_name(node)):
         if node.parent is not None and not _has(database, "steps", node.rollout_id, node.parent):
             raise rules.missing_parent(node)
-        changes = _of_node(node)
+        added = node
     if not _put(database, "steps", (step.rollout_id, step.index), row, rules.step_name(step)):
         return
     _lower(database, step.rollout_id, oldest, step.versions)
-    database.count(channel, [*changes, *_of_step(step)])
+    database.count(channel, _tallies([step], [added] if added else []))
 
 
 def append_all(database: Database, given: Sequence[Append]) -> bool:
@@ -153,35 +153,31 @@ def append_all(database: Database, given: Sequence[Append]) -> bool:
         return False
     if not _have_all(database, "nodes", {(each.step.rollout_id, each.step.node) for each in given if each.node is None}):
         return False
-    changes: dict[str, Counter[tuple[str, str]]] = {}
     lowered: dict[str, int | None] = {}
-    for step, node, _, _ in given:
+    for step, _, _, _ in given:
         channel, oldest = running[step.rollout_id]
         lowest = rules.oldest_version((oldest, min(step.versions, default=None)))
         if lowest != oldest:
             running[step.rollout_id] = _Running(channel, lowest)
             lowered[step.rollout_id] = lowest
-        tally = changes.setdefault(channel, Counter())
-        for kind, name, n in [*(_of_node(node) if node else ()), *_of_step(step)]:
-            tally[kind, name] = max(tally[kind, name], n) if kind == "top" else tally[kind, name] + n
     for lowest in set(lowered.values()):
         names = [name for name, value in lowered.items() if value == lowest]
         database.execute(f"UPDATE rollouts SET oldest = ? WHERE id IN ({_marks(names)})", (lowest, *names))
-    for channel, tally in changes.items():
-        database.count(channel, [Tally(kind, name, n) for (kind, name), n in tally.items()])
+    for channel in {each.channel for each in running.values()}:
+        mine = [each for each in given if running[each.step.rollout_id].channel == channel]
+        database.count(channel, _tallies([each.step for each in mine], [each.node for each in mine if each.node is not None]))
     return True
 
 
-def _of_node(node: Node) -> list[Tally]:
+def _tallies(steps: Sequence[Step], nodes: Sequence[Node]) -> list[Tally]:
+    """What these add to the running counts of their channel."""
     return [
-        Tally("count", "prompt_tokens", len(node.token_ids)),
-        *([] if node.reason is None else [Tally("break", node.reason, 1)]),
+        Tally("count", "steps", len(steps)),
+        Tally("count", "tokens", sum(len(step.completion_ids) for step in steps)),
+        Tally("top", "version", max(max(step.versions, default=0) for step in steps)),
+        *([Tally("count", "prompt_tokens", sum(len(node.token_ids) for node in nodes))] if nodes else []),
+        *(Tally("break", reason, n) for reason, n in Counter(node.reason for node in nodes if node.reason is not None).items()),
     ]
-
-
-def _of_step(step: Step) -> list[Tally]:
-    counts = [Tally("count", "steps", 1), Tally("count", "tokens", len(step.completion_ids))]
-    return [*counts, Tally("top", "version", max(step.versions, default=0))]
 
 
 def _lower(database: Database, rollout_id: str, oldest: int | None, versions: Sequence[int]) -> None:

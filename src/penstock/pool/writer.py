@@ -31,9 +31,11 @@ class _Job:
     bulk: Bulk | None = None
     result: Any = None
     error: Exception | None = None
+    settled: bool = False
 
     def settle(self) -> None:
         """Tell the one who waits, on its own loop."""
+        self.settled = True
         if self.done.done():
             return
         if self.error is not None:
@@ -46,8 +48,9 @@ class Writer:
     """Group commit. `explain` turns what the database raises into what callers see.
 
     The first write is committed alone; those that come while it goes to disk share the next commit, so many concurrent callers
-    cost few syncs and a single one waits for nobody. Where the last commit was shared, the next waits a moment for as many. A
-    write that was handed over is carried out even if its caller is cancelled meanwhile; the cancellation goes on once it is done.
+    cost few syncs and a single one waits for nobody. Where the last commit was shared, the next waits a moment for as many. Of a
+    crowd a part is written while those before it are told and make their next. A write that was handed over is carried out even
+    if its caller is cancelled meanwhile; the cancellation goes on once it is done.
     """
 
     def __init__(self, database: Database, explain: Explain, *, limit: int = 1024) -> None:
@@ -59,6 +62,8 @@ class Writer:
         self._outside: list[asyncio.Future[None]] = []
         self._together = 1
         """Writes in the last batch: where there were several, others are likely to come at once."""
+        self._wanted = 1
+        """Writes that the thread waits for: it is woken once for all of them, as each time it takes a turn at the interpreter."""
         self._closed = False
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_S))
         self._thread = threading.Thread(target=self._run, name="penstock-pool-writer", daemon=True)
@@ -73,9 +78,12 @@ class Writer:
         while (room := self._offer(job)) is not None:
             await room
         try:
-            return await asyncio.shield(job.done)
+            return await job.done
         except asyncio.CancelledError:
-            await asyncio.wait({job.done})
+            if not job.settled:
+                job.done = asyncio.get_running_loop().create_future()
+                await asyncio.wait({job.done})
+                job.done.exception()  # it is the cancellation that goes on
             raise
 
     async def close(self) -> None:
@@ -94,7 +102,8 @@ class Writer:
                 self._outside.append(job.done.get_loop().create_future())
                 return self._outside[-1]
             self._queue.append(job)
-            self._changed.notify()
+            if len(self._queue) >= self._wanted:
+                self._changed.notify()
             return None
 
     def _run(self) -> None:
@@ -108,8 +117,10 @@ class Writer:
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._closed)
             if self._together > 1:
-                self._changed.wait_for(lambda: len(self._queue) >= self._together or self._closed, GATHER_S)
-            batch, self._queue = self._queue, []
+                self._wanted = self._together
+                self._changed.wait_for(lambda: len(self._queue) >= self._wanted or self._closed, GATHER_S)
+                self._wanted = 1
+            batch, self._queue = self._queue[:TOGETHER], self._queue[TOGETHER:]
             self._together = len(batch)
             outside, self._outside = self._outside, []
         for room in outside:
@@ -188,9 +199,10 @@ class Writer:
 def _runs(batch: list[_Job]) -> Iterator[list[_Job]]:
     """The batch in its order, cut into runs that can be written together."""
     for together, jobs in groupby(batch, key=lambda job: job.bulk and job.bulk.together):
-        alike = list(jobs)
-        size = TOGETHER if together else 1
-        yield from (alike[start : start + size] for start in range(0, len(alike), size))
+        if together:
+            yield list(jobs)
+        else:
+            yield from ([job] for job in jobs)
 
 
 SWITCH_S = 0.0005
@@ -199,7 +211,8 @@ Python's usual 5 ms a busy process would keep each commit waiting for many times
 GATHER_S = 0.003
 """That moment. Each commit takes a sync and several turns at the interpreter's lock, which those who share it pay once."""
 TOGETHER = 64
-"""How many writes one statement may carry: their SQL differs by number, and SQLite remembers a limited number of statements."""
+"""How many writes one commit and one statement may carry. Their SQL differs by number, and SQLite remembers a limited number of
+statements; and the pages of many more would not fit into its cache, from where they go to the file twice."""
 
 
 def _settle(batch: list[_Job]) -> None:
