@@ -4,7 +4,7 @@ import importlib
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, ClassVar, Literal, NamedTuple, cast
 
 from pydantic import Field, SerializeAsAny, create_model
 
@@ -162,8 +162,12 @@ class EvalSection(Section):
 class EngineSection(Section):
     """`[engine]`: what samples."""
 
+    relays: ClassVar[bool] = False
+    """Whether it asks an endpoint for text: there are no weights here, no tokens, and nothing to train."""
+
     name: str = "embedded"
-    """`embedded`: in this process, on the CPU or a GPU. `vllm`, `sglang`: servers, with settings of their own."""
+    """`embedded`: in this process, on the CPU or a GPU. `vllm`, `sglang`: servers; `openai`, `anthropic`, `litellm`: endpoints that
+    give text, for evaluations. All but the first have settings of their own."""
     device: str = "auto"
     """`cpu`, `cuda`, `cuda:1`; `auto` takes a GPU where there is one."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -284,7 +288,8 @@ def make_config(tree: Mapping[str, Any], where: str) -> RunConfig:
     if isinstance(engine, Mapping):
         given = cast("Mapping[str, Any]", engine)
         kind = _engine_section(str(given.get("name", EngineSection().name)))
-        engine = dict(validate(create_model("Table", __base__=Section, engine=(kind, ...)), {"engine": given}, where))["engine"]
+        whole = create_model("Whole", __base__=RunConfig, engine=(kind, ...))  # so that all mistakes are told at once
+        engine = validate(whole, {**tree, "engine": given}, where).engine
     return validate(RunConfig, {**tree, "engine": engine}, where)
 
 
@@ -300,6 +305,12 @@ def secret(variable: str, key: str) -> str:
     if value := os.environ.get(variable, ""):
         return value
     raise ConfigError(f"{key}: the environment has no {variable}; set it")
+
+
+def run_secrets() -> tuple[str, ...]:
+    """Values that nothing a run writes may hold: of the variables that $PENSTOCK_SECRETS names, with commas between them."""
+    names = os.environ.get("PENSTOCK_SECRETS", "").split(",")
+    return tuple(value for name in names if (value := os.environ.get(name.strip(), "")))
 
 
 def rollout_token() -> str | None:

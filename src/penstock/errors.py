@@ -21,7 +21,8 @@
 Authors raise ordinary Python errors; `boundary` names them once. A message says what happened, to which thing, and what to do.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -39,6 +40,11 @@ class Issue(NamedTuple):
     """What, and what to do."""
     correction: str | None = None
     """The key that was probably meant."""
+
+    @property
+    def line(self) -> str:
+        """All of it, for a person."""
+        return f"{self.message}; did you mean {self.correction!r}?" if self.correction else self.message
 
 
 class ConfigError(PenstockError):
@@ -142,3 +148,45 @@ class boundary:
     def __exit__(self, kind: type[BaseException] | None, cause: BaseException | None, trace: TracebackType | None) -> None:
         if isinstance(cause, Exception) and not isinstance(cause, PenstockError):
             raise self._error(f"{self._what}: {type(cause).__name__}: {str(cause) or 'no message'}") from cause
+
+
+class Problems:
+    """Collects what is wrong instead of stopping at the first of it.
+
+    >>> problems = Problems()
+    >>> with problems.noting("gateway.port"):
+    ...     raise ConfigError("gateway.port = 80 cannot be used; set another")
+    >>> problems.refuse("train.toml")
+    Traceback (most recent call last):
+    penstock.errors.ConfigError: gateway.port = 80 cannot be used; set another
+    """
+
+    def __init__(self) -> None:
+        self.errors: list[tuple[str, ConfigError]] = []
+
+    @contextmanager
+    def noting(self, key: str, *, table: bool = False) -> Generator[None]:
+        """Keep a ConfigError that is raised inside, of the thing that `key` names; other errors pass.
+
+        With `table`, the error's own keys are those of a table called `key`.
+        """
+        try:
+            yield
+        except ConfigError as error:
+            if table:
+                error.issues = tuple(Issue(f"{key}.{one.key}", f"[{key}] {one.message}", one.correction) for one in error.issues)
+            self.errors.append((key, error))
+
+    def refuse(self, where: str) -> None:
+        """Raise all that was noted: a single one as it was, several as one ConfigError with an issue for each."""
+        if len(self.errors) == 1:
+            raise self.errors[0][1]
+        if self.errors:
+            raise several(where, [issue for key, error in self.errors for issue in error.issues or (Issue(key, str(error)),)])
+
+
+def several(where: str, issues: Sequence[Issue], kind: type[ConfigError] = ConfigError) -> ConfigError:
+    """One error for all of them: a line where it is one, else a line for each below one that says how many."""
+    if len(issues) == 1:
+        return kind(f"{where}: {issues[0].line}", issues)
+    return kind("\n  ".join([f"{where}: {len(issues)} problems", *(issue.line for issue in issues)]), issues)

@@ -89,6 +89,14 @@ Finish = Literal["stop", "length", "cancelled", "error"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """How many tokens a call cost, as an endpoint told that keeps the tokens to itself; 0 where it told nothing."""
+
+    prompt_tokens: int
+    completion_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
     """What a caller's messages add to a path of the token graph: glue after the last reply, messages, generation prompt.
 
@@ -141,6 +149,13 @@ class Step:
     """Which choice of the answer it is, 0-based."""
     context: str = ""
     """Digest of the token ids that the engine saw and sampled, from the first of the prompt to the last of the reply."""
+    usage: Usage | None = None
+    """Of a reply that an endpoint gave as text: it has no token ids and is never trained. None where tokens are recorded."""
+
+    @property
+    def sampled(self) -> int:
+        """How many tokens the reply has."""
+        return len(self.completion_ids) if self.usage is None else self.usage.completion_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

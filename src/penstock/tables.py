@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import orjson
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, Issue, several
 
 T = TypeVar("T", bound=BaseModel)
 
@@ -40,12 +40,20 @@ def override(tree: dict[str, Any], overrides: Iterable[str]) -> None:
 
 
 def validate(model: type[T], tree: Mapping[str, Any], where: str) -> T:
-    """Build `model` from `tree`; the first thing wrong becomes a one-line ConfigError."""
+    """Build `model` from `tree`; ConfigError has an issue, and a line, for each thing that is wrong."""
     try:
         return model.model_validate(tree)
     except ValidationError as cause:
-        first = min(cause.errors(), key=lambda error: error["type"] != "extra_forbidden")  # a mistyped key explains a missing one
-        raise ConfigError(f"{where}: {_explain(model, first)}") from cause
+        raise several(where, _issues(model, cause)) from cause
+
+
+def flaws(model: type[BaseModel], tree: Mapping[str, Any]) -> list[Issue]:
+    """All that keeps `tree` from being a `model`; none where nothing does."""
+    try:
+        model.model_validate(tree)
+    except ValidationError as cause:
+        return _issues(model, cause)
+    return []
 
 
 def _apply(tree: dict[str, Any], override: str) -> None:
@@ -71,20 +79,35 @@ def _value(text: str) -> Any:
     return parsed["value"] if len(parsed) == 1 else text
 
 
-def _explain(model: type[BaseModel], error: Any) -> str:
-    path = ".".join(str(part) for part in error["loc"])
+def _issues(model: type[BaseModel], cause: ValidationError) -> list[Issue]:
+    """In the order of the file's tables, but unknown keys first: one that is mistyped explains a missing one."""
+    errors = sorted(cause.errors(), key=lambda error: error["type"] != "extra_forbidden")
+    found: dict[str, Issue] = {}
+    meant: set[str] = set()
+    for error in errors:
+        issue = _issue(model, error)
+        if issue.correction:
+            meant.add(".".join([*map(str, error["loc"][:-1]), issue.correction]))
+        if not (error["type"] == "missing" and issue.key in meant):
+            found.setdefault(issue.key, issue)
+    return list(found.values())
+
+
+def _issue(model: type[BaseModel], error: Any) -> Issue:
+    path = ".".join(str(part) for part in error["loc"] if part != "[key]")  # which says that a key itself is wrong
     if error["type"] == "extra_forbidden":
         known = _fields_at(model, error["loc"][:-1])
         near = difflib.get_close_matches(str(error["loc"][-1]), known, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(sorted(known))}"
-        return f"unknown key {path!r}; {hint}"
+        if near:
+            return Issue(path, f"unknown key {path!r}", near[0])
+        return Issue(path, f"unknown key {path!r}; known keys: {', '.join(sorted(known))}")
     if error["type"] == "missing":
-        return f"key {path!r} is missing; add it"
-    if error["type"] == "model_type":
-        return f"{path} = {error['input']!r}: write it as a table, [{path}]"
+        return Issue(path, f"key {path!r} is missing; add it")
+    if error["type"] in ("model_type", "dict_type"):
+        return Issue(path, f"{path} = {error['input']!r}: write it as a table, [{path}]")
     message = error["msg"].removeprefix("Value error, ")
     remedy = "; write it in quotes" if error["type"] == "string_type" else ""
-    return f"{path} = {error['input']!r}: {message[:1].lower()}{message[1:]}{remedy}"
+    return Issue(path, f"{path} = {error['input']!r}: {message[:1].lower()}{message[1:]}{remedy}")
 
 
 def _fields_at(model: type[BaseModel], loc: tuple[str | int, ...]) -> list[str]:

@@ -236,7 +236,7 @@ class Workbench:
 @asynccontextmanager
 async def workbench(
     engine: Any,
-    renderer: Renderer,
+    renderer: Renderer | None,
     *,
     pool: Pool | None = None,
     serves: bool = False,
@@ -247,7 +247,7 @@ async def workbench(
 ) -> AsyncGenerator[Workbench, None]:
     """A gateway in front of `engine`: over ASGI alone, or on a free port with `serves`. The pool is a new one in memory.
 
-    With `is_open` it asks for no tokens.
+    With `is_open` it asks for no tokens. An engine that gives text needs no renderer.
     """
     async with AsyncExitStack() as stack:
         if pool is None:

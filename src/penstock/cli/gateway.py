@@ -17,9 +17,13 @@ if TYPE_CHECKING:
     from penstock.gateway.standalone import ModelFiles, Settings
 
 SERVERS = ("vllm", "sglang")
-Engine = Annotated[str, typer.Option(help="embedded, in this process; or vllm or sglang, servers that --url names.")]
+Engine = Annotated[
+    str, typer.Option(help="embedded, in this process; vllm or sglang, servers that --url names; openai or anthropic, an endpoint.")
+]
 Model = Annotated[str, typer.Option(help="As `penstock models pull` takes it.")]
-Urls = Annotated[list[str] | None, typer.Option("--url", metavar="URL", help="Of a vLLM server; may be repeated.")]
+Urls = Annotated[
+    list[str] | None, typer.Option("--url", metavar="URL", help="Of a server or an endpoint; may be repeated for servers.")
+]
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override one key of any section; may be repeated.")
 ]
@@ -85,12 +89,15 @@ def make_settings(engine: str, model: str, urls: list[str], overrides: list[str]
 
 
 def get_model(settings: "Settings") -> "ModelFiles":
-    """The model's folder, pulled where it is not here. An engine behind HTTP needs no weights here: a tokenizer is enough."""
+    """The model's folder, pulled where it is not here. Servers need no weights here: a tokenizer is enough; endpoints need none."""
     from penstock.cli.progress import stage_progress
     from penstock.gateway.standalone import ModelFiles
     from penstock.models import cached, resolve
 
     name = settings.model.name
+    if settings.engine.relays:
+        settings.engine.preflight(name)
+        return ModelFiles(name, Path())
     path = Path(name).expanduser().resolve()
     if settings.engine.name != "embedded" and (path / "tokenizer.json").is_file():
         return ModelFiles(path.name, path)

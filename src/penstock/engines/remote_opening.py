@@ -19,13 +19,9 @@ from penstock.errors import ConfigError
 OF_THE_EMBEDDED = ("device", "dtype", "slots", "queue", "cache_tokens")
 
 
-class RemoteSection(EngineSection):
-    """`[engine]` for servers elsewhere."""
+class ElsewhereSection(EngineSection):
+    """What `[engine]` takes for whatever answers over HTTP."""
 
-    url: tuple[str, ...] = Field(min_length=1)
-    """Addresses of servers with the same model, such as `http://10.0.0.1:8000`."""
-    api_key_env: str = ""
-    """The environment variable that holds the servers' key; empty sends none."""
     retries: int = Field(default=4, ge=0)
     """How often a request that no server would take is sent again after a wait, before its first token."""
     retry_s: float = Field(default=600.0, gt=0)
@@ -42,9 +38,18 @@ class RemoteSection(EngineSection):
             raise ValueError("is a setting of the embedded engine; the servers have their own, leave it out")
         return value
 
+
+class RemoteSection(ElsewhereSection):
+    """`[engine]` for servers elsewhere."""
+
+    url: tuple[str, ...] = Field(min_length=1)
+    """Addresses of servers with the same model, such as `http://10.0.0.1:8000`."""
+    api_key_env: str = ""
+    """The environment variable that holds the servers' key; empty sends none."""
+
     def addresses(self) -> list[str]:
         """The plain addresses; ConfigError where one is none or stands there twice."""
-        urls = [_address(url) for url in self.url]
+        urls = [plain_address(url).removesuffix("/v1").rstrip("/") for url in self.url]
         if len(set(urls)) < len(urls):
             raise ConfigError("engine.url: an address stands there twice")
         return urls
@@ -119,11 +124,11 @@ async def _ask_all(
     return found, faults
 
 
-def _address(url: str) -> str:
-    """`url` without a slash or `/v1` at its end; ConfigError where it is not the plain address of a server."""
+def plain_address(url: str) -> str:
+    """`url` without a slash at its end; ConfigError where it is not the plain address of a server."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError(f"engine.url = {url!r}: write it like http://127.0.0.1:8000")
     if parts.username or parts.password or parts.query or parts.fragment:
         raise ConfigError("engine.url: an address has no user, password, query or fragment; put the key in engine.api_key_env")
-    return url.rstrip("/").removesuffix("/v1").rstrip("/")
+    return url.rstrip("/")

@@ -4,7 +4,7 @@ import asyncio
 import io
 import re
 import time
-from collections.abc import AsyncGenerator, Generator
+from collections.abc import AsyncGenerator, Generator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
@@ -40,11 +40,13 @@ _BEARER = re.compile(r"(bearer\s+|sk-)[^\s\"',;]+", re.IGNORECASE)
 class Fault(Exception):
     """Why one attempt gave no reply, or not all of it. Never leaves the engines."""
 
-    def __init__(self, words: str, *, kind: Kind, retry_after_s: float = 0.0) -> None:
+    def __init__(self, words: str, *, kind: Kind, retry_after_s: float = 0.0, status: int = 0) -> None:
         super().__init__(words)
         self.kind: Kind = kind
         self.retry_after_s = retry_after_s
         """What the server asked for."""
+        self.status = status
+        """Of the answer; 0 where there was none."""
 
 
 class Reader(Protocol[T_co]):
@@ -105,9 +107,12 @@ class Leash:
 class Wire:
     """The connections to all engines of a fleet. Opened by the first request, in its event loop."""
 
-    def __init__(self, timers: Timers, *, key: str = "") -> None:
+    def __init__(self, timers: Timers, *, key: str = "", headers: Mapping[str, str] | None = None) -> None:
         self._timers = timers
         self._key = key
+        bearer = {"authorization": f"Bearer {key}"} if key else {}
+        self._headers = {"content-type": "application/json", **(bearer if headers is None else headers)}
+        """Of every request; the key goes as a bearer token where nothing else is said."""
         self._session: aiohttp.ClientSession | None = None
 
     async def close(self) -> None:
@@ -166,26 +171,23 @@ class Wire:
         return response
 
     def _open(self) -> aiohttp.ClientSession:
-        headers = {"content-type": "application/json"}
-        if self._key:
-            headers["authorization"] = f"Bearer {self._key}"
         return aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_S),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
             cookie_jar=aiohttp.DummyCookieJar(),
-            headers=headers,
+            headers=self._headers,
         )
 
     def _refusal(self, url: str, response: aiohttp.ClientResponse, body: bytes) -> Fault:
         status, words = response.status, self._quote(_message(body))
         said = f"{url} answered {status} {response.reason}{f': {words}' if words else ''}"
         if status in (429, 503):
-            return Fault(said, kind="busy", retry_after_s=retry_after_s(response.headers.get("retry-after")))
+            return Fault(said, kind="busy", retry_after_s=retry_after_s(response.headers.get("retry-after")), status=status)
         if status >= 500 or status in (401, 403, 404):  # it served us before: these say that it is another server now
-            return Fault(said, kind="broken")
+            return Fault(said, kind="broken", status=status)
         if status == 400 and _TOO_LONG.search(words):
             said += "; the prompt and max_tokens do not fit into this server's context: shorten one of them"
-        return Fault(said, kind="refused")
+        return Fault(said, kind="refused", status=status)
 
     @contextmanager
     def _faults(self, url: str, limit_s: float) -> Generator[None]:
@@ -201,7 +203,7 @@ class Wire:
         except Fault as fault:
             if str(fault).startswith(url):
                 raise
-            raise Fault(f"{url} {self._quote(str(fault))}", kind=fault.kind) from fault
+            raise Fault(f"{url} {self._quote(str(fault))}", kind=fault.kind, status=fault.status) from fault
 
     def _quote(self, text: str | bytes) -> str:
         """A server's words on one line, without our key, and not too many."""
@@ -237,6 +239,9 @@ class Incoming(Generic[T]):
 
     async def _fill(self) -> None:
         try:
+            if self._response.content_type == "application/json":  # no stream after all: the reply is one event
+                self._reader.take(await self._response.content.read())
+                return
             piece = await self._response.content.readany()
             if not piece:
                 raise Fault("ended without saying how the reply finished", kind="broken")

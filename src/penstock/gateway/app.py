@@ -1,7 +1,6 @@
 """The gateway: what is served where, and the server that it runs on."""
 
 import socket
-from collections import Counter
 from collections.abc import Collection, Mapping
 from types import TracebackType
 from typing import Self
@@ -11,6 +10,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from penstock.engines.base import Engine
+from penstock.engines.relay.base import Relay
 from penstock.errors import ConfigError, RequestError
 from penstock.events import Events
 from penstock.gateway.auth import Needs, Tokens
@@ -29,9 +29,11 @@ from penstock.gateway.metrics import CONTENT_TYPE, Samples, as_text
 from penstock.gateway.peers import Peers
 from penstock.gateway.reading import Reading
 from penstock.gateway.redact import Redactor
+from penstock.gateway.relayed import RelaySource, no_tokens
 from penstock.gateway.routes import Plain, Route, Routes, reply
 from penstock.gateway.serve import Service
 from penstock.gateway.sessions import Session, Sessions
+from penstock.gateway.sources import Source, TokenSource
 from penstock.gateway.spans import Spans
 from penstock.gateway.trajectories import Trajectories
 from penstock.pool.base import Pool
@@ -54,7 +56,7 @@ class Gateway:
     def __init__(
         self,
         engine: Engine,
-        renderer: Renderer,
+        renderer: Renderer | None,
         pool: Pool,
         *,
         secret: bytes,
@@ -81,7 +83,7 @@ class Gateway:
         self._spans = spans
         self._peers = peers = peers or Peers()
         redactor = Redactor([self.tokens.control, self.tokens.admin, *secrets])
-        self._service = Service(engine, renderer, pool, self._events, limits=limits, redactor=redactor)
+        self._service = Service(_source(engine, renderer), pool, self._events, limits=limits, redactor=redactor)
         self._sessions = Sessions(
             pool,
             self.tokens,
@@ -132,7 +134,7 @@ class Gateway:
         bound = self._sock or bind(*self._address)
         self._server = await HttpServer(self.app, bound, drain_s=LAST_BYTES_S, reader_s=self._limits.reader_s).__aenter__()
         self._sessions.base_url = base_url(self._address[0], bound.getsockname()[1], self._names)
-        self._events.emit("gateway.start", base_url=self.base_url, model=self._service.engine.model, **self._bridge_report())
+        self._events.emit("gateway.start", base_url=self.base_url, model=self._service.engine.model, **self._service.source.facts())
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -142,10 +144,6 @@ class Gateway:
             await self._server.__aexit__(kind, error, trace)
             self._server = None
         self._events.emit("gateway.stop", counts=dict(self.counts))
-
-    def _bridge_report(self) -> dict[str, object]:
-        result = self._service.renderer.bridge.result
-        return {"bridge_proven": len(result.proven), "bridge_unproven": Counter(result.unproven.values())}
 
     def _routes(self, pool: Pool) -> list[Route]:
         control = Control(pool, self._sessions, self._limits)
@@ -167,7 +165,12 @@ class Gateway:
     def _model_routes(self) -> list[Route]:
         limits, service, find, told = self._limits, self._service, self._trajectories.session, Told()
         routes: list[Route] = []
-        dialects: dict[str, Dialect] = {name: DIALECTS.load(name)(service.renderer.tokenizer) for name in DIALECTS}
+        spoken = service.source.dialects
+        names = [name for name in DIALECTS if spoken is None or name in spoken]
+        dialects: dict[str, Dialect] = {name: DIALECTS.load(name)(service.source.spelling) for name in names}
+        for name in DIALECTS:
+            if name not in dialects:
+                routes.append(Route("POST", DIALECTS.load(name).path, Needs.MODEL, Plain(self._unspoken)))
         for name, each in dialects.items():
             model: ASGIApp = ModelRoute(each, service, find, name=name, limits=limits, told=told, spans=self._spans)
             if name == "generate":
@@ -205,6 +208,9 @@ class Gateway:
         gets = [Route("GET", f"/api/{name}", Needs.ADMIN, Plain(endpoint), detail_body) for name, endpoint in read.items()]
         return [*gets, curation]
 
+    async def _unspoken(self, request: Request) -> Response:
+        raise no_tokens(self._service.engine.model, "use /v1/chat/completions, /v1/responses or /v1/messages")
+
     async def _models(self, request: Request) -> Response:
         model = self._describe()
         return reply({"object": "list", "data": [model], "has_more": False, "first_id": model["id"], "last_id": model["id"]})
@@ -218,14 +224,9 @@ class Gateway:
     def _describe(self) -> dict[str, object]:
         """The model in a form that clients of every dialect read."""
         engine = self._service.engine
-        own: dict[str, object] = {
-            "id": engine.model,
-            "object": "model",
-            "created": 0,
-            "owned_by": "penstock",
-            "max_model_len": engine.context_length,
-        }
-        return own | {"type": "model", "display_name": engine.model, "created_at": "1970-01-01T00:00:00Z"}
+        own: dict[str, object] = {"id": engine.model, "object": "model", "created": 0, "owned_by": "penstock"}
+        room = {"max_model_len": engine.context_length} if engine.context_length else {}
+        return own | room | {"type": "model", "display_name": engine.model, "created_at": "1970-01-01T00:00:00Z"}
 
     async def _metrics(self, request: Request) -> Response:
         return Response(as_text(await self._peers.together(self.samples())), media_type=CONTENT_TYPE)
@@ -237,6 +238,14 @@ class Gateway:
     async def _health(self, request: Request) -> Response:
         engine = self._service.engine
         return reply({"status": "ok", "model": engine.model, "policy_version": engine.version, "rollouts": len(self._sessions)})
+
+
+def _source(engine: Engine, renderer: Renderer | None) -> Source:
+    """Where replies come from: a relay needs no renderer, which every other engine does."""
+    if isinstance(engine, Relay):
+        return RelaySource(engine)
+    assert renderer is not None, "an engine of tokens needs its model's renderer"
+    return TokenSource(engine, renderer)
 
 
 def _refuse_elsewhere(host: str) -> None:

@@ -161,7 +161,7 @@ class FlowRoutes:
             step = find_step(steps, StepBody(prompt_ids=prompt_ids, response_ids=response_ids))
             if step is not None:
                 return list(TokenGraph(attempt).messages(step.answer) or [step.message])
-        decode = self._service.renderer.tokenizer.decode
+        decode = self._service.source.spelling.decode
         return [{"role": "user", "content": decode(prompt_ids)}, {"role": "assistant", "content": decode(response_ids)}]
 
     async def _read(self, request: Request, kind: type[Any]) -> Any:

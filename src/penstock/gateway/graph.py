@@ -99,7 +99,7 @@ class TokenGraph:
                 self._tools.add(tools_digest(node.tools))
         self.steps[step.index] = step
         self.next_step = max(self.next_step, step.index + 1)
-        self.tokens += len(step.completion_ids)
+        self.tokens += step.sampled
         self._hashes[step.index] = context or self.context_hash(self.nodes[step.node], step.completion_ids)
         self._replies.add(digest(step.message))
         self._file(step)

@@ -11,7 +11,7 @@ from penstock.gateway.calls import Prompt
 from penstock.gateway.graph import TokenGraph
 from penstock.gateway.redact import Redactor
 from penstock.gateway.sessions import Session
-from penstock.gateway.stream import Reply
+from penstock.gateway.stream import Speech
 from penstock.pool.base import Pool
 from penstock.records import Node, Sampling, Step
 from penstock.render.chat import digest, link
@@ -45,7 +45,7 @@ class Recorder:
         """Counted up by the reasons of new nodes."""
         self._redactor = redactor
 
-    async def record(self, session: Session, prompt: Prompt, reply: Reply, label: Label) -> Step:
+    async def record(self, session: Session, prompt: Prompt, reply: Speech, label: Label) -> Step:
         """Store the reply as the rollout's next step; RequestError 503 where the store fails, 409 where the rollout has ended."""
         async with session.recording:
             for _ in range(CONFLICTS):
@@ -108,7 +108,7 @@ def _node(rollout_id: str, graph: TokenGraph, prompt: Prompt) -> Node:
     )
 
 
-def _step(graph: TokenGraph, node: Node, reply: Reply, label: Label, context: str) -> Step:
+def _step(graph: TokenGraph, node: Node, reply: Speech, label: Label, context: str) -> Step:
     message = reply.message()
     return Step(
         rollout_id=node.rollout_id,
@@ -128,6 +128,7 @@ def _step(graph: TokenGraph, node: Node, reply: Reply, label: Label, context: st
         choice=label.choice,
         created=label.created,
         context=context,
+        usage=reply.usage,
     )
 
 

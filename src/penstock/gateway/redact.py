@@ -38,6 +38,10 @@ class Redactor:
         text = orjson.dumps(message)
         return self._clean(message) if any(sign in text for sign in self._signs) else message
 
+    def text(self, text: str) -> str:
+        """A text without secrets."""
+        return self._secret.sub(REDACTED, text)
+
     def _clean(self, value: Any) -> Any:
         if isinstance(value, str):
             return self._secret.sub(REDACTED, value)

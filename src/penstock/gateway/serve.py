@@ -4,25 +4,22 @@ import asyncio
 import time
 from collections.abc import Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
-from penstock.engines.base import Engine
-from penstock.errors import EngineError, PenstockError, RequestError, boundary
+from penstock.errors import EngineError, PenstockError, boundary
 from penstock.events import Events
 from penstock.gateway.calls import Call, Caller, Limits, Prompt
 from penstock.gateway.flights import Flight
 from penstock.gateway.metrics import Metrics
-from penstock.gateway.prompts import Roots, make_prompt
 from penstock.gateway.recorder import Label, Recorder, settled
 from penstock.gateway.redact import Redactor
 from penstock.gateway.sessions import Session, SessionPast
-from penstock.gateway.stream import Delta, Reply, ReplyText, deltas_of
+from penstock.gateway.sources import Source
+from penstock.gateway.stream import Delta, Speech, deltas_of
 from penstock.gateway.watch import Watch
 from penstock.pool.base import Pool
 from penstock.records import Sampling, Step
-from penstock.render.renderer import Renderer
-from penstock.render.tools import ReplyParser
 
 NAMES, NAME_CHARACTERS = 500, 100
 """Of what is counted by name: how many different things, and how long a name may be."""
@@ -63,17 +60,14 @@ class Errand:
 class Service:
     """Samples, records, answers."""
 
-    def __init__(
-        self, engine: Engine, renderer: Renderer, pool: Pool, events: Events, *, limits: Limits, redactor: Redactor | None = None
-    ) -> None:
-        self.engine = engine
-        self.renderer = renderer
+    def __init__(self, source: Source, pool: Pool, events: Events, *, limits: Limits, redactor: Redactor | None = None) -> None:
+        self.source = source
+        self.engine = source.engine
         self.metrics = Metrics()
         self._pool = pool
         self._events = events
         self._limits = limits
-        self._roots = Roots(renderer)
-        self._crossing = boundary(EngineError, f"engine {engine.model}")
+        self._crossing = boundary(EngineError, f"engine {self.engine.model}")
         self._recorder = Recorder(pool, redactor or Redactor(), self.metrics.breaks)
 
     async def answer(self, session: Session, caller: Caller, call: Call, outlet: Outlet, flight: Flight) -> None:
@@ -98,12 +92,12 @@ class Service:
 
     async def count_tokens(self, session: Session, caller: Caller, call: Call) -> int:
         """How many tokens the call's prompt has."""
-        return len((await self._prompt(session, caller, call)).ids)
+        return self.source.length(await self._prompt(session, caller, call))
 
     async def _prompt(self, session: Session, caller: Caller, call: Call) -> Prompt:
         graph = await session.graph(self._pool)
         chains = session.talk(caller.transcript).chains(call.messages, call.tools)
-        return await make_prompt(graph, self.renderer, self._roots, call, chains)
+        return await self.source.prompt(graph, call, chains)
 
     def count(self, name: str) -> None:
         """Count what was not done as asked; the first time, tell it as an event. Callers choose names: there is an end to them."""
@@ -115,18 +109,11 @@ class Service:
             self._events.emit("gateway.notice", name=name)
 
     def _samplings(self, call: Call, defaults: Sampling, prompt: Prompt) -> list[Sampling]:
-        """How each choice is sampled: within the model's context and the run's cap, each with a seed of its own."""
-        room = self.engine.context_length - len(prompt.ids)
-        if room < 1:
-            text = f"the prompt has {len(prompt.ids)} tokens; the model's context holds {self.engine.context_length} with the reply"
-            raise RequestError(text, code="context_length_exceeded", param="messages")
-        asked = call.sampling
-        tokens = min(asked.max_tokens, defaults.max_tokens, room)
-        if tokens < asked.max_tokens:
+        """How each choice is sampled: within the run's cap, and what the source allows."""
+        samplings = self.source.samplings(call, defaults.max_tokens, prompt)
+        if samplings[0].max_tokens < call.sampling.max_tokens:
             self.count("capped:max_tokens")
-        ends = tuple(dict.fromkeys([*self.renderer.stop_ids, *asked.stop_ids]))
-        seeds = [None if asked.seed is None else asked.seed + choice for choice in range(call.choices)]
-        return [replace(asked, max_tokens=tokens, stop_ids=ends, seed=seed) for seed in seeds]
+        return samplings
 
     async def _sample_all(self, errand: Errand, samplings: list[Sampling]) -> list[Step]:
         try:
@@ -139,9 +126,8 @@ class Service:
     async def _sample(self, errand: Errand, sampling: Sampling, choice: int) -> Step:
         """Sample one choice and record it, also where it breaks off: then it is kept, and never trained."""
         prompt = errand.prompt
-        decoder = self.renderer.decoder() if errand.call.raw is None else self.renderer.tokenizer.decoder()
-        text = ReplyText(decoder, sampling.stop, self._parser(errand), prompt.begun)
-        reply = Reply(text, seed=f"{errand.session.rollout_id} {prompt.chain} {errand.flight.name.rpartition('-')[2]} {choice}")
+        seed = f"{errand.session.rollout_id} {prompt.chain} {errand.flight.name.rpartition('-')[2]} {choice}"
+        reply = self.source.reply(errand.call, prompt, sampling, seed=seed)
         started = time.perf_counter()
         errand.flight.account.prompt_tokens = len(prompt.ids)
         try:
@@ -158,17 +144,10 @@ class Service:
         await errand.outlet.close(choice, step)
         return step
 
-    def _parser(self, errand: Errand) -> ReplyParser | None:
-        """What reads calls and reasoning off the reply; nothing does after a prompt that no template touched."""
-        call = errand.call
-        if call.raw is not None:
-            return None
-        return self.renderer.parser(calls=call.reads_calls, eager=call.stream, tools=call.tools, prompt=errand.prompt.ids)
-
-    async def _generate(self, errand: Errand, sampling: Sampling, reply: Reply, choice: int) -> None:
+    async def _generate(self, errand: Errand, sampling: Sampling, reply: Speech, choice: int) -> None:
         watch = Watch(first_s=self._limits.first_token_s, stall_s=self._limits.stall_s)
         try:
-            asked = self.engine.generate(errand.prompt.ids, sampling, rollout_id=errand.session.rollout_id)
+            asked = self.source.generate(errand.call, errand.prompt, sampling, rollout_id=errand.session.rollout_id)
             async with aclosing(asked) as stream:
                 while reply.finish is None:
                     with self._crossing:
@@ -200,7 +179,7 @@ class Service:
             await errand.outlet.add(choice, deltas_of(step.message), step.completion_ids, logprobs)
             await errand.outlet.close(choice, step)
 
-    async def _record(self, errand: Errand, sampling: Sampling, reply: Reply, started: float, choice: int) -> Step:
+    async def _record(self, errand: Errand, sampling: Sampling, reply: Speech, started: float, choice: int) -> Step:
         label = Label(
             sampling=sampling,
             transcript=errand.caller.transcript,
@@ -211,13 +190,18 @@ class Service:
         )
         account = errand.flight.account
         account.sampled_tokens += len(reply.ids)
+        if reply.usage is not None:
+            account.prompt_tokens += reply.usage.prompt_tokens
+            account.sampled_tokens += reply.usage.completion_tokens
+            if not reply.usage.completion_tokens:
+                self.count("usage_not_told")
         step = await self._recorder.record(errand.session, errand.prompt, reply, label)
         account.steps.append(step)
         return step
 
-    async def _keep(self, errand: Errand, sampling: Sampling, reply: Reply, started: float, choice: int) -> None:
+    async def _keep(self, errand: Errand, sampling: Sampling, reply: Speech, started: float, choice: int) -> None:
         """Record what there is of a broken reply; a store that cannot take it is counted, the break itself matters more."""
-        if not reply.ids:
+        if reply.is_empty:
             return
         try:
             await settled(self._record(errand, sampling, reply, started, choice))

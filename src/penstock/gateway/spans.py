@@ -75,7 +75,7 @@ def attributes(account: Account, model: str, dialect: str) -> dict[str, Any]:
             "gen_ai.response.model": model,
             "gen_ai.response.finish_reasons": [step.finish for step in steps],
             "gen_ai.usage.input_tokens": account.prompt_tokens,
-            "gen_ai.usage.output_tokens": sum(len(step.completion_ids) for step in steps),
+            "gen_ai.usage.output_tokens": sum(step.sampled for step in steps),
             "penstock.policy_version": max((version for step in steps for version in step.versions), default=0),
         }
     return told

@@ -1,6 +1,5 @@
 """A gateway that stands alone: what it is started with, the folder that it records into, and its stations in order."""
 
-import asyncio
 import fcntl
 import os
 import secrets
@@ -22,12 +21,12 @@ from penstock.gateway.app import Gateway
 from penstock.gateway.auth import Tokens
 from penstock.gateway.calls import Limits
 from penstock.gateway.judging import judge_by_rule
+from penstock.gateway.opening import open_engine
 from penstock.gateway.peers import Peers
 from penstock.gateway.spans import open_spans
 from penstock.pool import POOLS
 from penstock.pool.base import Pool
 from penstock.records import Sampling
-from penstock.render.renderer import Renderer
 from penstock.tables import Section, override, validate
 
 CONFIG, SECRET, TOKENS = "config.json", "secret", "tokens.json"
@@ -51,7 +50,7 @@ class Settings(Section):
 
 
 class ModelFiles(NamedTuple):
-    """A model on this disk; an engine behind HTTP needs its tokenizer only."""
+    """A model on this disk; an engine behind HTTP needs its tokenizer only, an endpoint that gives text nothing."""
 
     name: str
     path: Path
@@ -92,11 +91,7 @@ async def open_gateway(
         events = stack.enter_context(Events(folder / "events.jsonl"))
         pool: Pool = POOLS.load(settings.pool.name)(folder, url=settings.pool.url)
         stack.push_async_callback(pool.close)
-        renderer = await asyncio.to_thread(Renderer.load, model.path)
-        opener, decode = ENGINES.load(settings.engine.name), renderer.tokenizer.decode
-        engine: Engine = await asyncio.to_thread(
-            opener, model.path, name=model.name, section=settings.engine, seed=secrets.randbits(31), decode=decode
-        )
+        engine, renderer = await open_engine(settings.engine, model.path, name=model.name, seed=secrets.randbits(31))
         stack.push_async_callback(engine.close)
         spans = await stack.enter_async_context(open_spans(settings.gateway.otel, model=engine.model))
         gateway = Gateway(

@@ -1,5 +1,6 @@
 """A reply as it is sampled: its token columns, and the text and calls that the agent may see so far."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any, NamedTuple
@@ -7,7 +8,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from penstock.engines.base import Sampled
-from penstock.records import Finish, Message
+from penstock.records import Finish, Message, Usage
 from penstock.render.tokenizer import Decoder
 from penstock.render.tools import Arguments, Piece, Reasoning, ReplyParser, Text, ToolCall
 
@@ -84,20 +85,77 @@ class ReplyText:
         return self._parser.push(text) if self._parser else [Text(text)]
 
 
-class Reply:
-    """One reply while it is sampled. `seed` tells its tool-call ids from those of other replies."""
+class Speech(ABC):
+    """One reply while it comes: what the agent is shown of it, and its tokens where they are known.
 
-    def __init__(self, text: ReplyText, *, seed: str) -> None:
+    `seed` tells its tool-call ids from those of other replies.
+    """
+
+    def __init__(self, *, seed: str) -> None:
         self.ids: list[int] = []
         self.logprobs: list[float] = []
         self.full_logprobs: list[float] = []
         self.versions: list[int] = []
         self.finish: Finish | None = None
-        self._text = text
+        self.usage: Usage | None = None
+        """What is said of its tokens where they are not known."""
+        self.calls: list[CallDelta] = []
+        """As far as they have come."""
         self._seed = seed
         self._said: list[str] = []
         self._thought: list[str] = []
-        self._calls: list[CallDelta] = []
+
+    @abstractmethod
+    def take(self, chunk: Any) -> list[Delta]:
+        """Add what its source gave; what of it the agent may see."""
+
+    @abstractmethod
+    def end(self, finish: Finish) -> list[Delta]:
+        """Nothing more comes; give out what was held back. A reply that has ended stays as it is."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing has come yet."""
+        return not (self.ids or self.calls or self._said or self._thought)
+
+    def message(self) -> Message:
+        """The assistant message as the agent saw it."""
+        message: Message = {"role": "assistant", "content": "".join(self._said)}
+        if self._thought:
+            message["reasoning_content"] = "".join(self._thought)
+        if self.calls:
+            message["content"] = message["content"] or None
+            message["tool_calls"] = [tool_call(call) for call in self.calls]
+        return message
+
+    def speak(self, piece: Text | Reasoning) -> Delta:
+        """More of either."""
+        (self._said if isinstance(piece, Text) else self._thought).append(piece.text)
+        return piece
+
+    def call(self, name: str, arguments: str, call_id: str = "") -> CallDelta:
+        """A call begins."""
+        self.calls.append(CallDelta(len(self.calls), call_id or self._call_id(name), name, arguments))
+        return self.calls[-1]
+
+    def argue(self, text: str) -> CallDelta:
+        """More of the last call's arguments."""
+        last = self.calls[-1]
+        self.calls[-1] = last._replace(arguments=last.arguments + text)
+        return last._replace(arguments=text, begins=False)
+
+    def _call_id(self, name: str) -> str:
+        """The same for the same place of the same reply, and another one for the next call."""
+        key = f"{self._seed}\0{len(self.calls)}\0{name}"
+        return f"call_{blake2b(key.encode(), digest_size=12).hexdigest()}"
+
+
+class Reply(Speech):
+    """One reply while it is sampled."""
+
+    def __init__(self, text: ReplyText, *, seed: str) -> None:
+        super().__init__(seed=seed)
+        self._text = text
 
     def take(self, chunk: Sampled) -> list[Delta]:
         """Add what the engine sampled; tokens after a completed stop string are left out, as if never sampled."""
@@ -111,41 +169,22 @@ class Reply:
         return deltas if finish is None else [*deltas, *self.end(finish)]
 
     def end(self, finish: Finish) -> list[Delta]:
-        """Nothing more comes; give out what was held back. A reply that has ended stays as it is."""
+        """See `Speech.end`."""
         if self.finish is not None:
             return []
         self.finish = finish
         return self._issue(self._text.finish())
 
-    def message(self) -> Message:
-        """The assistant message as the agent saw it."""
-        message: Message = {"role": "assistant", "content": "".join(self._said)}
-        if self._thought:
-            message["reasoning_content"] = "".join(self._thought)
-        if self._calls:
-            message["content"] = message["content"] or None
-            message["tool_calls"] = [tool_call(call) for call in self._calls]
-        return message
-
     def _issue(self, pieces: list[Piece]) -> list[Delta]:
         deltas: list[Delta] = []
         for piece in pieces:
             if isinstance(piece, ToolCall):
-                self._calls.append(CallDelta(len(self._calls), self._call_id(piece.name), *piece))
-                deltas.append(self._calls[-1])
+                deltas.append(self.call(*piece))
             elif isinstance(piece, Arguments):
-                last = self._calls[-1]
-                self._calls[-1] = last._replace(arguments=last.arguments + piece.text)
-                deltas.append(last._replace(arguments=piece.text, begins=False))
+                deltas.append(self.argue(piece.text))
             else:
-                (self._said if isinstance(piece, Text) else self._thought).append(piece.text)
-                deltas.append(piece)
+                deltas.append(self.speak(piece))
         return deltas
-
-    def _call_id(self, name: str) -> str:
-        """The same for the same place of the same reply, and another one for the next call."""
-        key = f"{self._seed}\0{len(self._calls)}\0{name}"
-        return f"call_{blake2b(key.encode(), digest_size=12).hexdigest()}"
 
 
 def tool_call(call: CallDelta) -> dict[str, Any]:

@@ -2,6 +2,6 @@
 
 from penstock.models.cache import Progress, kept
 from penstock.models.folder import ModelFolder
-from penstock.models.pull import cached, resolve
+from penstock.models.pull import cached, check_reachable, resolve
 
-__all__ = ["ModelFolder", "Progress", "cached", "kept", "resolve"]
+__all__ = ["ModelFolder", "Progress", "cached", "check_reachable", "kept", "resolve"]

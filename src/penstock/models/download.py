@@ -86,6 +86,19 @@ def fetch_snapshot(repository: str, revision: str | None, folder: Path, progress
             shutil.copyfile(file, folder / file.name)
 
 
+def check_snapshot(repository: str, revision: str | None, *, timeout_s: float = 10.0) -> None:
+    """ModelError where `fetch_snapshot` would find nothing to begin with: the repository is asked for, and nothing is fetched."""
+    from huggingface_hub import HfApi, errors, snapshot_download  # pyright: ignore[reportUnknownVariableType]
+
+    try:
+        HfApi().model_info(repository, revision=revision, timeout=timeout_s)
+    except Exception as cause:  # as in `fetch_snapshot`
+        try:
+            snapshot_download(repository, revision=revision, local_files_only=True, allow_patterns=list(WANTED))
+        except errors.LocalEntryNotFoundError:
+            raise ModelError(_hub_failure(f"hf:{repository}" + (f"@{revision}" if revision else ""), cause)) from cause
+
+
 def sha256(path: Path) -> str:
     """The file's digest, in hex."""
     with path.open("rb") as file:

@@ -61,6 +61,19 @@ def cached(reference: str) -> ModelFolder | None:
     return cache.find(recipe.key, recipe.version)
 
 
+def check_reachable(reference: str) -> None:
+    """ModelError where a pull would fail for what can be told at once: an unknown name, a missing package, no such repository."""
+    wanted = parse(reference)
+    if wanted.kind == "folder":
+        _in_place(wanted)
+        return
+    recipe = _recipe(wanted)
+    if cache.find(recipe.key, recipe.version) is None:
+        _require(recipe)
+        if wanted.kind == "hub":
+            download.check_snapshot(wanted.repository, wanted.revision)
+
+
 def _recipe(wanted: Reference) -> Recipe:
     match wanted.kind:
         case "built-in":

@@ -145,8 +145,10 @@ def leaves(error: BaseException) -> Iterator[BaseException]:
 
 
 def _is_ours(error: BaseException) -> bool:
+    """OpenAI's clients have the code at hand; Anthropic's leave it in the body, where its dialect puts it."""
     try:
-        return str(getattr(error, "code", "")) in OUR_CODES
+        code = getattr(error, "code", None) or getattr(error, "body", {})["error"]["details"]["error_code"]
+        return str(code) in OUR_CODES
     except Exception:  # an author's error may have any attributes
         return False
 

@@ -5,14 +5,15 @@ import time
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from penstock.config import RolloutSection
+from penstock.config import RolloutSection, run_secrets
 from penstock.errors import EngineError, GraderError, WorkerLost, WorkflowError
 from penstock.events import Events
 from penstock.gateway.recorder import settled
+from penstock.gateway.redact import Redactor
 from penstock.pool.base import Pool
 from penstock.records import Attempt, End, Grade, Message, Rollout, Sampling, Task
 from penstock.rollout.executors import EXECUTORS
@@ -60,6 +61,8 @@ class Runner:
     pool: Pool
     events: Events
     limits: RolloutSection
+    redactor: Redactor = field(default_factory=lambda: Redactor(run_secrets()))
+    """What an author's error says is written down without secrets."""
 
     async def run(self, rollout: Rollout, task: Task, sampling: Sampling) -> End | None:
         """Run an opened rollout to its one end, and tell it. Cancelled, it ends as CANCELLED before the cancellation goes on.
@@ -142,11 +145,11 @@ class Runner:
         return Verdict(End.COMPLETED, rewards=tuple(rewards))
 
     async def _end(self, rollout: Rollout, verdict: Verdict, started: float) -> End | None:
-        grades = self._grades(rollout.id, verdict.rewards)
+        grades, message = self._grades(rollout.id, verdict.rewards), self.redactor.text(verdict.message)
         for grade in grades:
             await self.pool.grade(grade)
-        attempt = Attempt(rollout=rollout, end=verdict.end, message=verdict.message, grades=grades)
-        first = await self.pool.end(rollout.id, verdict.end, verdict.message)
+        attempt = Attempt(rollout=rollout, end=verdict.end, message=message, grades=grades)
+        first = await self.pool.end(rollout.id, verdict.end, message)
         if not first or (not grades and verdict.end is End.COMPLETED):
             attempt = await self.pool.attempt(rollout.id)
         self._tell(rollout, attempt, started)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, cast
 from penstock.errors import GraderError, WorkflowError
 from penstock.records import Message, Task
 from penstock.rollout.guests import Guests, slots
-from penstock.sdk.context import AgentWorkflowContext, GraderContext, finite_reward
+from penstock.sdk.context import AgentWorkflowContext, GraderContext, finite_reward, leave_folder
 from penstock.sdk.discovery import Agent
 from penstock.sdk.routing import MAIN, RolloutContext
 from penstock.sdk.samples import RolloutSample, plain
@@ -75,7 +75,10 @@ class Work:
         config = deepcopy(self._agent.workflow_config)
         prompt, metadata = deepcopy(list(task.prompt)), deepcopy(task.metadata)
         given = AgentWorkflowContext(prompt=prompt, config=config, metadata=metadata, artifacts_dir=artifacts_dir)
-        returned = await self._agent.workflow(config).run(given)
+        try:
+            returned = await self._agent.workflow(config).run(given)
+        finally:
+            leave_folder(given)
         samples = await told_samples(context)
         if not samples and (messages := _messages(returned)):
             samples = {MAIN: messages}
@@ -84,7 +87,10 @@ class Work:
     async def _grade(self, context: GraderContext) -> object:
         if self._agent.grader is None:
             raise GraderError("there is none; define a Grader subclass next to the workflow")
-        return await self._agent.grader(deepcopy(self._agent.grader_config)).grade(context)
+        try:
+            return await self._agent.grader(deepcopy(self._agent.grader_config)).grade(context)
+        finally:
+            leave_folder(context)
 
 
 async def told_samples(context: RolloutContext) -> dict[str, list[Message]]:

@@ -23,6 +23,7 @@ from penstock.scale.sync import FILES, ParameterSynchronizer
 from penstock.scale.trainer import AsyncTrainer
 from penstock.train.folder import RunFolder, locked, open_run_folder
 from penstock.train.inputs import Inputs
+from penstock.train.run import refuse_endpoint
 from penstock.train.summary import Summary, finished
 
 COPIES = 3
@@ -58,6 +59,7 @@ async def train_on_ray(
 
 def refuse_misfits(config: RunConfig, inputs: Inputs) -> None:
     """ConfigError for what has no meaning in several processes: a pool that one of them sees, an executor's own cluster."""
+    refuse_endpoint(config)
     if config.pool.name == "memory":
         raise ConfigError("pool.name = 'memory' is for one process, and scale.name = 'ray' has several; use 'sqlite' or 'postgres'")
     if config.rollout.executor == "ray" and inputs.executor.address:

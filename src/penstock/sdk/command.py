@@ -20,7 +20,7 @@ from typing import IO, Any, cast
 from penstock.config import AgentSection
 from penstock.errors import ConfigError, WorkflowError
 from penstock.sdk.context import AgentWorkflowContext
-from penstock.sdk.discovery import Agent, find_judge, import_entry
+from penstock.sdk.discovery import Agent, Judge, find_judge, import_entry, is_ready_made, ready_judge
 from penstock.sdk.environment import routes, without_secrets
 from penstock.sdk.group import end_group, how_ended
 from penstock.sdk.routing import running_rollout
@@ -72,7 +72,7 @@ def command_agent(source: AgentSection, workflow: Mapping[str, Any], grader: Map
     if taken:
         raise ConfigError(f"[workflow] {taken[0]}: it is a key of [agent]; write it there, or call it something else")
     fields = {"name": _name(source.command), **workflow, "command": source.command, "folder": source.folder}
-    judge = find_judge(import_entry(source.entry), grader, source.entry)
+    judge = _judge(source.entry, grader)
     return Agent(
         entry=source.entry,
         workflow=CommandWorkflow,
@@ -82,6 +82,10 @@ def command_agent(source: AgentSection, workflow: Mapping[str, Any], grader: Map
         source=source,
         tables=(workflow, grader),
     )
+
+
+def _judge(entry: Path, table: Mapping[str, Any]) -> Judge:
+    return ready_judge(table["name"], table, entry) if is_ready_made(table) else find_judge(import_entry(entry), table, entry)
 
 
 def _check_program(command: Sequence[str], folder: Path) -> None:

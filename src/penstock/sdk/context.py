@@ -2,11 +2,12 @@
 
 import math
 import reprlib
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import KW_ONLY, dataclass, field
 from numbers import Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from penstock.errors import GraderError
 from penstock.records import Message
@@ -20,6 +21,31 @@ if TYPE_CHECKING:
 C = TypeVar("C")
 
 
+class Folder:
+    """A field for a path, whose folder is made when the field is read: most rollouts never do. None where it cannot be made."""
+
+    def __get__(self, owner: Any, kind: Any = None) -> Path | None:
+        if owner is None or (path := cast("Path | None", vars(owner)["_artifacts_dir"])) is None:
+            return None
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError:
+            return None
+        vars(owner)["_made"] = path
+        return path
+
+    def __set__(self, owner: Any, path: Path | None) -> None:
+        vars(owner)["_artifacts_dir"] = path
+
+
+def leave_folder(context: Any) -> None:
+    """Remove the folder that was made for a context, if nothing was put there."""
+    made = cast("Path | None", vars(context).get("_made"))
+    if made is not None:
+        with suppress(OSError):
+            made.rmdir()
+
+
 @dataclass
 class AgentWorkflowContext(Generic[C]):
     """What a workflow sees of its task: never the label."""
@@ -28,7 +54,7 @@ class AgentWorkflowContext(Generic[C]):
     config: C | None = None
     _: KW_ONLY
     metadata: dict[str, Any] | None = None
-    artifacts_dir: Path | None = None
+    artifacts_dir: Folder = Folder()  # a descriptor: what is read and set is a path or None
 
     def openai(self, transcript: str = MAIN) -> "AsyncOpenAI":
         """An `openai` client for the running rollout; the model's name may be anything."""
@@ -57,7 +83,7 @@ class GraderContext:
     samples: dict[str, RolloutSample] = field(default_factory=dict[str, RolloutSample])
     _: KW_ONLY
     metadata: dict[str, Any] | None = None
-    artifacts_dir: Path | None = None
+    artifacts_dir: Folder = Folder()  # a descriptor: what is read and set is a path or None
     project_path: Path | None = None
     """The folder of the file that holds the grader."""
     reward: float | None = None

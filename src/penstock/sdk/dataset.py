@@ -6,20 +6,25 @@ import json
 import math
 import reprlib
 from collections import Counter
+from collections.abc import Callable, Generator
 from contextlib import closing
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from penstock.codec import to_json
-from penstock.errors import DatasetError
+from penstock.errors import DatasetError, Issue
 from penstock.records import Message, Task
-from penstock.sdk.rows import Row, parse_json, read_rows
+from penstock.sdk.rows import Row, each_row, parse_json
+
+T = TypeVar("T")
 
 COLUMNS = ("system_prompt", "user_prompt", "prompt", "ground_truth", "label", "metadata")
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
+LISTED = 20
+"""Bad rows of a file that are named; more are only counted."""
 _DEEPEST = 64
 """Levels of nesting in metadata and messages; the JSON writer stops a little above that."""
 
@@ -33,18 +38,56 @@ def load_tasks(path: Path, *, limit: int | None = None, columns: bool = False) -
     With `columns`, as flows want it, the metadata holds every column but the prompt, and what the column `metadata` holds besides;
     the prompt may be missing, and the label may stand at `reward_model.ground_truth`.
     """
-    seen: Counter[str] = Counter()
-    with closing(read_rows(path)) as rows:
-        tasks = [_task(row, seen, columns) for row in islice(rows, limit)]
-    if not tasks:
+    return list(_made(path, _task_maker(columns), limit=limit))
+
+
+def check_tasks(path: Path, *, columns: bool | None = False) -> int:
+    """How many tasks there are, the whole file being read and nothing of it kept; DatasetError lists its bad rows.
+
+    With `columns` None, where it is not known what an agent takes, only rows that nobody could read are bad.
+    """
+    make: Callable[[Row], object] = (lambda row: row) if columns is None else _task_maker(columns)
+    return sum(1 for _ in _made(path, make))
+
+
+def count_rows(path: Path) -> int:
+    """How many rows there are, good or bad."""
+    with closing(each_row(path)) as rows:
+        return sum(1 for _ in rows)
+
+
+def _made(path: Path, make: Callable[[Row], T], *, limit: int | None = None) -> Generator[T, None, None]:
+    """What `make` makes of each row, as they are read; after the last one, DatasetError where any row is bad or there is none."""
+    flaws: list[Issue] = []
+    bad, empty = 0, True
+    with closing(each_row(path)) as rows:
+        for row in islice(rows, limit):
+            empty = False
+            flaw = row if isinstance(row, DatasetError) else None
+            try:
+                if isinstance(row, Row):
+                    yield make(row)
+            except DatasetError as error:
+                flaw = error
+            if flaw is not None:
+                bad += 1
+                flaws += [Issue(str(flaw).removeprefix(f"{path}, ").partition(":")[0], str(flaw))] if bad <= LISTED else []
+    if bad:
+        raise _bad_rows(path, flaws, bad)
+    if empty:
         raise DatasetError(f"{path}: has no rows; add at least one task")
-    return tasks
 
 
-def check_readable(path: Path) -> None:
-    """DatasetError where the file cannot be read, or its first row cannot: what can be told of it at once."""
-    with closing(read_rows(path)) as rows:
-        next(rows, None)
+def _task_maker(columns: bool) -> Callable[[Row], Task]:
+    seen: Counter[str] = Counter()
+    return lambda row: _task(row, seen, columns)
+
+
+def _bad_rows(path: Path, flaws: list[Issue], bad: int) -> DatasetError:
+    if bad == 1:
+        return DatasetError(flaws[0].message, flaws)
+    first = f", the first {LISTED} of them" if bad > LISTED else ""
+    return DatasetError("\n  ".join([f"{path}: {bad} rows cannot be tasks{first}", *(flaw.message for flaw in flaws)]), flaws)
 
 
 def _task(row: Row, seen: Counter[str], columns: bool) -> Task:

@@ -17,6 +17,7 @@ from pydantic import BaseModel
 
 from penstock.config import AgentSection
 from penstock.errors import ConfigError
+from penstock.registry import Registry
 from penstock.sdk.grader import Grader, GraderConfig
 from penstock.sdk.workflow import AgentWorkflow, AgentWorkflowConfig, BaseConfig
 from penstock.tables import validate
@@ -31,6 +32,15 @@ PACKAGES = {
     "strands": "strands-agents",
 }
 """What to install for modules that are not called like their package."""
+GRADERS = Registry(
+    "grader",
+    {
+        "rule": "penstock.graders.rule:RuleGrader",
+        "function": "penstock.graders.function:FunctionGrader",
+        "rubric": "penstock.graders.rubric:RubricGrader",
+    },
+)
+"""Ready-made ones. `[grader] name` takes one of them, whatever grader the entry file holds."""
 LONGEST_NAME = 256
 
 
@@ -93,10 +103,25 @@ class Judge(NamedTuple):
 
 
 def find_judge(module: ModuleType, table: Mapping[str, Any], entry: Path) -> Judge:
-    """The one grader of an imported entry file, whatever else it holds, with `[grader]` applied."""
+    """The ready-made grader that `[grader]` names, else the one of an imported entry file, with `[grader]` applied."""
+    if is_ready_made(table):
+        return ready_judge(table["name"], table, entry)
     grader = _one_class(module, Grader, entry)
     _check_async(grader, "grade", entry)
     return Judge(grader, _config(module, GraderConfig, grader, "grader", table, entry))
+
+
+def is_ready_made(table: Mapping[str, Any]) -> bool:
+    """Whether `[grader]` names a grader of ours: the entry file need not hold one."""
+    return table.get("name", "") in GRADERS
+
+
+def ready_judge(name: str, table: Mapping[str, Any], entry: Path) -> Judge:
+    """A ready-made grader with `[grader]` applied; its files are taken from the entry file's folder."""
+    grader = GRADERS.load(name)
+    config = _apply(getattr(grader, "settings", GraderConfig), None, {"name": name, **table}, name, "grader")
+    files = {key: entry.parent / value for key, value in config if isinstance(value, Path)}
+    return Judge(grader, config.model_copy(update=files))
 
 
 def construct(agent: Agent) -> None:
@@ -104,7 +129,7 @@ def construct(agent: Agent) -> None:
     for cls, config in ((agent.workflow, agent.workflow_config), (agent.grader, agent.grader_config)):
         try:
             _ = cls and cls(deepcopy(config))
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, ConfigError):
             raise
         except BaseException as cause:  # the author's code, as in `import_entry`
             where, name = _where(agent.entry, cause), cls.__name__ if cls else ""

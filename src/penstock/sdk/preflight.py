@@ -23,10 +23,19 @@ from penstock.sdk.group import how_ended
 
 STARTUP_S = 30.0
 """For an interpreter to come up, besides what the author's file takes."""
+FLOW_AGENTS = "penstock.sdk.flows.agent"
+"""Imported where the agent is made of flows, and else not."""
 GUARD = "under `if __name__ == '__main__':` or into run()"
 
 
-def preflight(source: AgentSection, workflow: Mapping[str, Any], grader: Mapping[str, Any], *, timeout_s: float = 60.0) -> None:
+class Tried(NamedTuple):
+    """What is known of an agent that was tried."""
+
+    columns: bool
+    """Whether it takes rows with all their columns, as flows do."""
+
+
+def preflight(source: AgentSection, workflow: Mapping[str, Any], grader: Mapping[str, Any], *, timeout_s: float = 60.0) -> Tried:
     """Open the agent in another process as `open_agent` does, and make one workflow and one grader.
 
     Raises the ConfigError that `open_agent` would, or one that says how the process hung or died. What the file prints is dropped,
@@ -37,9 +46,10 @@ def preflight(source: AgentSection, workflow: Mapping[str, Any], grader: Mapping
         code = _try(recipe, (verdict, stack, output), timeout_s)
         told, where, said = _read(verdict), _line(_read(stack), entry), _read(output).split("\n")
     if code == 0 and told:
-        if message := json.loads(told)["refused"]:
-            raise ConfigError(message)
-        return
+        answer = json.loads(told)
+        if answer["refused"]:
+            raise ConfigError(answer["refused"])
+        return Tried(answer["columns"])
     if where.late or code is None:
         raise ConfigError(f"{where.text}: importing it took longer than {timeout_s:g} s; move long work {GUARD}")
     last = next((f" and had said {line.strip()[:200]!r}" for line in reversed(said) if line.strip()), "")
@@ -93,12 +103,14 @@ def _attempt(verdict: int, stack: int, timeout_s: float) -> None:
     recipe = Recipe.read(sys.stdin.buffer.read())
     faulthandler.enable(stack, all_threads=False)
     faulthandler.dump_traceback_later(timeout_s, exit=True, file=stack)
-    refused = None
+    refused, columns = None, False
     try:
-        construct(recipe.load())
+        agent = recipe.load()
+        construct(agent)
+        columns = FLOW_AGENTS in sys.modules and sys.modules[FLOW_AGENTS].is_flow_agent(agent)
     except ConfigError as error:
         refused = str(error)
-    os.pwrite(verdict, json.dumps({"refused": refused}).encode(), 0)
+    os.pwrite(verdict, json.dumps({"refused": refused, "columns": columns}).encode(), 0)
     os._exit(0)  # whatever threads and exit hooks the file left behind
 
 

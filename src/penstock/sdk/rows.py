@@ -19,8 +19,20 @@ class Row(NamedTuple):
     columns: dict[str, Any]
 
 
+Found = Row | DatasetError
+"""A row, or what is wrong with it: the next one can be read all the same."""
+
+
 def read_rows(path: Path) -> Generator[Row, None, None]:
-    """The rows of `path`, read as they are asked for; the file's ending says how."""
+    """The rows of `path`, read as they are asked for; DatasetError at the first that is none."""
+    for found in each_row(path):
+        if isinstance(found, DatasetError):
+            raise found
+        yield found
+
+
+def each_row(path: Path) -> Generator[Found, None, None]:
+    """The same with bad rows among the others; the file's ending says how it is read. DatasetError where nothing more can be."""
     readers = {".jsonl": _read_jsonl, ".csv": _read_csv, ".parquet": _read_parquet}
     reader = readers.get(path.suffix.lower())
     if reader is None:
@@ -55,31 +67,39 @@ def parse_json(text: str, where: str) -> Any:
         raise DatasetError(f"{where}: JSON that cannot be read: {cause}; make it simpler") from cause
 
 
-def _read_jsonl(path: Path) -> Iterator[Row]:
+def _read_jsonl(path: Path) -> Iterator[Found]:
     with path.open("rb") as file:
-        for number, text in enumerate(_lines(path, file), 1):
-            where = f"{path}, line {number}"
-            if not text.strip():
-                raise DatasetError(f"{where}: blank line; remove it")
-            columns = parse_json(text, where)
-            if not isinstance(columns, dict):
-                raise DatasetError(f"{where}: {type(columns).__name__} instead of an object; write one JSON object per line")
-            yield Row(where, columns)  # pyright: ignore[reportUnknownArgumentType]
+        _check_mark(path, file)
+        for number, line in enumerate(file, 1):
+            try:
+                yield _object(_decoded(path, number, line), f"{path}, line {number}")
+            except DatasetError as flaw:
+                yield flaw
 
 
-def _read_csv(path: Path) -> Iterator[Row]:
+def _object(text: str, where: str) -> Row:
+    if not text.strip():
+        raise DatasetError(f"{where}: blank line; remove it")
+    columns = parse_json(text, where)
+    if not isinstance(columns, dict):
+        raise DatasetError(f"{where}: {type(columns).__name__} instead of an object; write one JSON object per line")
+    return Row(where, columns)  # pyright: ignore[reportUnknownArgumentType]
+
+
+def _read_csv(path: Path) -> Iterator[Found]:
     with path.open("rb") as file:
-        reader = csv.reader(_lines(path, file), strict=True)
+        _check_mark(path, file)
+        reader = csv.reader((_decoded(path, number, line) for number, line in enumerate(file, 1)), strict=True)
         header = next((_header(names, f"{path}, line 1") for _, names in _records(path, reader)), list[str]())
         for number, cells in _records(path, reader):
             where = f"{path}, line {number}"
             if not cells:
-                raise DatasetError(f"{where}: blank line; remove it")
-            if len(cells) != len(header):
-                raise DatasetError(
-                    f"{where}: {len(cells)} cells under {len(header)} columns; quote cells that hold commas or quotes"
-                )
-            yield Row(where, {name: cell or None for name, cell in zip(header, cells, strict=True)})
+                yield DatasetError(f"{where}: blank line; remove it")
+            elif len(cells) != len(header):
+                text = f"{len(cells)} cells under {len(header)} columns; quote cells that hold commas or quotes"
+                yield DatasetError(f"{where}: {text}")
+            else:
+                yield Row(where, {name: cell or None for name, cell in zip(header, cells, strict=True)})
 
 
 def _records(path: Path, reader: Any) -> Iterator[tuple[int, list[str]]]:
@@ -123,11 +143,14 @@ def _parquet_rows(path: Path, batches: Iterable[Any]) -> Iterator[Row]:
             yield Row(f"{path}, row {number}", columns)
 
 
-def _lines(path: Path, file: BinaryIO) -> Iterator[str]:
-    for number, line in enumerate(file, 1):
-        if number == 1 and line.startswith(_BOMS):
-            raise DatasetError(f"{path}, line 1: begins with a byte order mark; save the file as UTF-8 without one")
-        try:
-            yield line.decode()
-        except UnicodeDecodeError as cause:
-            raise DatasetError(f"{path}, line {number}: not UTF-8 ({cause.reason}); save the file as UTF-8") from cause
+def _check_mark(path: Path, file: BinaryIO) -> None:
+    if file.read(3).startswith(_BOMS):
+        raise DatasetError(f"{path}, line 1: begins with a byte order mark; save the file as UTF-8 without one")
+    file.seek(0)
+
+
+def _decoded(path: Path, number: int, line: bytes) -> str:
+    try:
+        return line.decode()
+    except UnicodeDecodeError as cause:
+        raise DatasetError(f"{path}, line {number}: not UTF-8 ({cause.reason}); save the file as UTF-8") from cause

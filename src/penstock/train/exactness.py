@@ -111,7 +111,7 @@ def why_untrainable(step: Step, graph: Graph) -> str | None:
     if reason := graph.flaws.get(step.index):
         return reason
     if not step.completion_ids:
-        return "empty"
+        return "empty" if step.usage is None else "relayed"
     if step.finish in ("cancelled", "error"):
         return step.finish
     return "greedy" if step.sampling.temperature == 0 else None
@@ -138,7 +138,9 @@ def _are_ids(numbers: tuple[int, ...]) -> bool:
 
 
 def _flaw(step: Step, node: Node) -> str | None:
-    """What is impossible in the record of one step, seen by itself."""
+    """What is impossible in the record of one step, seen by itself; one that an endpoint gave as text claims no tokens."""
+    if step.usage is not None and not step.completion_ids:
+        return None
     columns = (step.logprobs, step.versions, step.logprobs if step.full_logprobs is None else step.full_logprobs)
     if any(len(column) != len(step.completion_ids) for column in columns):
         return "misaligned"

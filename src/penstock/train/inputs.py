@@ -3,11 +3,11 @@
 import socket
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from penstock.config import RunConfig
 from penstock.engines import ENGINES
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, Problems
 from penstock.events import Listener
 from penstock.models import ModelFolder, cached, resolve
 from penstock.pool import POOLS
@@ -15,10 +15,10 @@ from penstock.records import Task
 from penstock.rollout.executors import EXECUTORS
 from penstock.rollout.executors.base import read_section
 from penstock.sdk.agents import open_agent
-from penstock.sdk.dataset import check_readable, load_tasks
+from penstock.sdk.dataset import check_tasks, load_tasks
 from penstock.sdk.discovery import Agent
 from penstock.sdk.flows.agent import check_rows, is_flow_agent, told_of_run
-from penstock.sdk.preflight import preflight
+from penstock.sdk.preflight import Tried, preflight
 from penstock.train import LOSSES
 from penstock.train.advantages import ADVANTAGES
 
@@ -34,23 +34,63 @@ class Inputs:
     """Settings of the executor."""
     model: str
     folder: Path
-    """The start policy's files."""
+    """The start policy's files; empty where an endpoint answers that keeps its weights to itself."""
 
 
 def read_inputs(config: RunConfig, listener: Listener) -> Inputs:
-    """Read and check all of it, the cheap first; ConfigError names the first thing that is wrong."""
-    _check_names(config)
-    _check_port(config.gateway.host, config.gateway.port)
-    executor = read_section(config.rollout.executor, config.executor)
-    check_readable(config.dataset.train)
-    preflight(config.agent, config.workflow, config.grader)
+    """Read and check all of it; ConfigError names everything that is wrong. A model is pulled only where all else is right."""
+    problems = Problems()
+    seen = examine(config, problems)
+    if seen.agent is None:
+        check_datasets(config, None, problems)
+        problems.refuse(_name(config))
     agent = open_agent(config.agent, config.workflow, config.grader)
-    tasks = _tasks(agent, config.dataset.train)
-    heldout = _tasks(agent, config.dataset.eval, config.dataset.eval_limit) if config.dataset.eval else []
-    model = cached(config.model.name) or _pull(config.model.name, listener)
+    tasks, heldout = list[Task](), list[Task]()
+    with problems.noting("dataset.train"):
+        tasks = _tasks(agent, config.dataset.train)
+    with problems.noting("dataset.eval"):
+        heldout = _tasks(agent, config.dataset.eval, config.dataset.eval_limit) if config.dataset.eval else heldout
+    problems.refuse(_name(config))
+    model = _policy(config, listener)
     config.engine.preflight(model.name)
     agent = told_of_run(agent, model=model.path, group_size=config.rollout.group_size)
-    return Inputs(tasks=tasks, heldout=heldout, agent=agent, executor=executor, model=model.name, folder=model.path)
+    return Inputs(tasks=tasks, heldout=heldout, agent=agent, executor=seen.executor, model=model.name, folder=model.path)
+
+
+class Examined(NamedTuple):
+    """What was found on the way."""
+
+    executor: Any
+    """Settings of the executor; None where they are wrong."""
+    agent: Tried | None
+    """None where it cannot be run."""
+
+
+def examine(config: RunConfig, problems: Problems) -> Examined:
+    """Look at all but the datasets' rows, without loading the agent's code here; what is wrong is noted."""
+    _check_names(config, problems)
+    with problems.noting("gateway.port"):
+        _check_port(config.gateway.host, config.gateway.port)
+    executor = agent = None
+    with problems.noting("executor", table=True):
+        executor = read_section(config.rollout.executor, config.executor)
+    with problems.noting("agent"):
+        agent = preflight(config.agent, config.workflow, config.grader)
+    if not config.engine.relays:
+        with problems.noting("model.name"):
+            cached(config.model.name)
+    return Examined(executor, agent)
+
+
+def check_datasets(config: RunConfig, columns: bool | None, problems: Problems) -> None:
+    """Read both files to their ends and note their bad rows; see `check_tasks`."""
+    for key, path in (("dataset.train", config.dataset.train), ("dataset.eval", config.dataset.eval)):
+        with problems.noting(key):
+            _ = path and check_tasks(path, columns=columns)
+
+
+def _name(config: RunConfig) -> str:
+    return f"the run {config.run.name!r}"
 
 
 def _tasks(agent: Agent, path: Path, limit: int | None = None) -> list[Task]:
@@ -59,20 +99,38 @@ def _tasks(agent: Agent, path: Path, limit: int | None = None) -> list[Task]:
     return tasks
 
 
-def _check_names(config: RunConfig) -> None:
-    ENGINES.check(config.engine.name)
-    if config.scale.address and config.scale.name == "none":
-        raise ConfigError("scale.address has no meaning for scale.name = 'none'; leave it out, or name 'ray'")
-    POOLS.check(config.pool.name)
+def _check_names(config: RunConfig, problems: Problems) -> None:
+    names = (
+        ("engine.name", ENGINES, config.engine.name),
+        ("pool.name", POOLS, config.pool.name),
+        ("rollout.executor", EXECUTORS, config.rollout.executor),
+        ("train.advantage", ADVANTAGES, config.train.advantage),
+        ("train.loss", LOSSES, config.train.loss),
+    )
+    for key, table, name in names:
+        with problems.noting(key):
+            table.check(name)
+    with problems.noting("scale.address"):
+        if config.scale.address and config.scale.name == "none":
+            raise ConfigError("scale.address has no meaning for scale.name = 'none'; leave it out, or name 'ray'")
+    with problems.noting("pool.url"):
+        _check_pool(config)
+
+
+def _check_pool(config: RunConfig) -> None:
     if config.pool.name == "postgres":
         from penstock.pool.postgres import check_url
 
         check_url(config.pool.url)
     elif config.pool.url:
         raise ConfigError(f"pool.url has no meaning for pool.name = {config.pool.name!r}; leave it out, or name 'postgres'")
-    EXECUTORS.check(config.rollout.executor)
-    ADVANTAGES.check(config.train.advantage)
-    LOSSES.check(config.train.loss)
+
+
+def _policy(config: RunConfig, listener: Listener) -> ModelFolder:
+    """The start policy's files; a path of none where the engine asks an endpoint for text."""
+    if config.engine.relays:
+        return ModelFolder(name=config.model.name, path=Path())
+    return cached(config.model.name) or _pull(config.model.name, listener)
 
 
 def _pull(name: str, listener: Listener) -> ModelFolder:

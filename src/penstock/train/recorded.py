@@ -51,6 +51,9 @@ async def open_recorded(path: Path, *, channel: str, limit: int | None = None) -
     """Open the run in folder `path` to read all groups of a channel, or the `limit` newest; ConfigError where there is nothing."""
     folder = find_run_folder(path)
     config = folder.config()
+    if config.engine.relays:
+        text = f"{path}: {config.model.name} answered as text from an endpoint (engine.name = {config.engine.name!r})"
+        raise ConfigError(f"{text}, and its tokens were never here: there is nothing to verify")
     if config.pool.name == "memory":
         raise ConfigError(f"{path}: this run kept its steps in memory (pool.name = 'memory'), so nothing is left of them to read")
     if config.pool.name == "sqlite" and not (path / "pool.db").exists():

@@ -1,22 +1,20 @@
 """The side of a run that makes rollouts, as its trainer sees it: engine, gateway, runner, scheduler, in this process or another."""
 
-import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from penstock.config import RunConfig
-from penstock.engines import ENGINES
+from penstock.config import RunConfig, run_secrets
 from penstock.engines.base import Engine
 from penstock.events import Events
 from penstock.gateway.app import Gateway
 from penstock.gateway.calls import Limits
+from penstock.gateway.opening import open_engine
 from penstock.gateway.spans import open_spans
 from penstock.pool.base import Pool
 from penstock.records import Sampling
-from penstock.render.renderer import Renderer
 from penstock.rollout.runner import Runner, open_runner
 from penstock.rollout.scheduler import Scheduler, run_once
 from penstock.train.folder import RunFolder
@@ -92,8 +90,7 @@ async def open_rollouts(
     """Open engine, gateway and runner for `config`, in the order of the data's way; all are closed on leaving, the last first."""
     async with AsyncExitStack() as stack:
         events.emit("stage", text=f"loading {inputs.model}")
-        renderer = await asyncio.to_thread(Renderer.load, inputs.folder)
-        engine = await _open_engine(config, inputs, renderer)
+        engine, renderer = await open_engine(config.engine, inputs.folder, name=inputs.model, seed=config.run.seed)
         stack.push_async_callback(engine.close)
         spans = await stack.enter_async_context(open_spans(config.gateway.otel, model=engine.model))
         gateway = await stack.enter_async_context(
@@ -108,6 +105,7 @@ async def open_rollouts(
                 events=events,
                 limits=Limits.of(config.gateway),
                 spans=spans,
+                secrets=run_secrets(),
             )
         )
         runner = await stack.enter_async_context(
@@ -130,13 +128,6 @@ def sampling(config: RunConfig, *, temperature: float) -> Sampling:
     """What holds for calls that do not say otherwise."""
     given = config.sampling
     return Sampling(max_tokens=given.max_tokens, temperature=temperature, top_p=given.top_p, top_k=given.top_k, min_p=given.min_p)
-
-
-async def _open_engine(config: RunConfig, inputs: Inputs, renderer: Renderer) -> Engine:
-    opener = ENGINES.load(config.engine.name)
-    return await asyncio.to_thread(
-        opener, inputs.folder, name=inputs.model, section=config.engine, seed=config.run.seed, decode=renderer.tokenizer.decode
-    )
 
 
 def _scheduler(config: RunConfig, inputs: Inputs, runner: Runner, pool: Pool, events: Events) -> Scheduler:

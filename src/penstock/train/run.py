@@ -24,6 +24,7 @@ T = TypeVar("T")
 
 async def train(config: RunConfig, inputs: Inputs, *, listener: Listener, stop: asyncio.Event, fresh: bool = False) -> Summary:
     """Train as `config` says, or take up the run of that name where it was left; `stop` ends it after the running step."""
+    refuse_endpoint(config)
     folder = open_run_folder(config, fresh=fresh)
     with locked(folder.path), Events(folder.events) as events:
         events.listen(listener)
@@ -34,6 +35,13 @@ async def train(config: RunConfig, inputs: Inputs, *, listener: Listener, stop: 
         folder.write_summary(to_json(summary))
         events.emit("run.end", summary=asdict(summary))
         return summary
+
+
+def refuse_endpoint(config: RunConfig) -> None:
+    """ConfigError where what samples gives text: its weights are not here, and its tokens are not known."""
+    if config.engine.relays:
+        text = f"engine.name = {config.engine.name!r} asks an endpoint for text, which can be evaluated and not trained"
+        raise ConfigError(f"{text}; name 'embedded', 'vllm' or 'sglang'")
 
 
 async def run(s: Stations, stop: asyncio.Event) -> Summary:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 from penstock.errors import RequestError
 from penstock.gateway.calls import Call, Past, Prompt
 from penstock.gateway.stream import Delta
-from penstock.records import Sampling, Step
+from penstock.records import Sampling, Step, Usage
 
 
 @dataclass(slots=True)
@@ -23,6 +23,32 @@ class Answer:
     prompt: Prompt
     steps: list[Step] = field(default_factory=list[Step])
     """All choices, once they are durable."""
+
+    def usage(self, steps: Sequence[Step]) -> Usage:
+        """Tokens read and sampled: ours to count, or what an endpoint told of each choice, whose prompts it read one by one."""
+        told = [step.usage.prompt_tokens for step in steps if step.usage is not None]
+        prompt = sum(told) if told else len(self.prompt.ids)
+        return Usage(prompt_tokens=prompt, completion_tokens=sum(step.sampled for step in steps))
+
+
+class Spelling(Protocol):
+    """What a dialect asks of a tokenizer."""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that one token stands for."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of tokens."""
+        ...
+
+    def encode(self, text: str) -> Sequence[int]:
+        """The tokens of a text."""
+        ...
+
+    def shield(self, value: Any) -> Any:
+        """A text for `encode` in which nothing is taken for a special token."""
+        ...
 
 
 class Fresh(NamedTuple):

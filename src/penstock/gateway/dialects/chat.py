@@ -8,11 +8,10 @@ import orjson
 from penstock.errors import RequestError
 from penstock.gateway.calls import Call, Past
 from penstock.gateway.dialects import fields
-from penstock.gateway.dialects.base import Answer, Fresh
+from penstock.gateway.dialects.base import Answer, Fresh, Spelling
 from penstock.gateway.dialects.sampling import SAMPLING, refuse, sampling
 from penstock.gateway.stream import CallDelta, Delta, sse, tool_call
 from penstock.records import Sampling, Step
-from penstock.render.tokenizer import Tokenizer
 from penstock.render.tools import Reasoning
 
 HONOURED = frozenset(
@@ -67,7 +66,7 @@ class ChatDialect:
     count_path = None
     ping = b": still sampling\n\n"
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Spelling) -> None:
         self._tokenizer = tokenizer
 
     def parse(self, body: dict[str, Any], defaults: Sampling, past: Past) -> Call:
@@ -132,7 +131,7 @@ class ChatDialect:
 class ChatEvents:
     """See `EventWriter`."""
 
-    def __init__(self, answer: Answer, tokenizer: Tokenizer) -> None:
+    def __init__(self, answer: Answer, tokenizer: Spelling) -> None:
         self._answer = answer
         self._tokenizer = tokenizer
         self._head = _head(answer, "chat.completion.chunk")
@@ -175,7 +174,7 @@ class ChatEvents:
         return sse(self._head | {"choices": [entry]})
 
 
-def logprobs(tokenizer: Tokenizer, ids: Sequence[int], values: Sequence[float]) -> dict[str, Any]:
+def logprobs(tokenizer: Spelling, ids: Sequence[int], values: Sequence[float]) -> dict[str, Any]:
     """Of the model's plain distribution, as vLLM gives them; the ones sampled from are in the record."""
     content: list[dict[str, Any]] = []
     for token_id, logprob in zip(ids, values, strict=True):
@@ -214,5 +213,6 @@ def _finish(step: Step) -> str:
 
 
 def _usage(answer: Answer, steps: list[Step]) -> dict[str, int]:
-    prompt, sampled = len(answer.prompt.ids), sum(len(step.completion_ids) for step in steps)
+    used = answer.usage(steps)
+    prompt, sampled = used.prompt_tokens, used.completion_tokens
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}

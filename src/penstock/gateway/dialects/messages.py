@@ -9,13 +9,12 @@ import orjson
 from penstock.errors import RequestError
 from penstock.gateway.calls import Call, Past
 from penstock.gateway.dialects import fields
-from penstock.gateway.dialects.base import Answer
+from penstock.gateway.dialects.base import Answer, Spelling
 from penstock.gateway.dialects.messages_blocks import Unit, read, split
 from penstock.gateway.dialects.messages_events import MessagesEvents, content, event, head, stop, usage
 from penstock.gateway.dialects.sampling import SAMPLING, refuse, sampling, unsupported
 from penstock.records import Message, Sampling
 from penstock.render.chat import Tool
-from penstock.render.tokenizer import Tokenizer
 
 HONOURED = frozenset(
     {"model", "messages", "system", "tools", "tool_choice", "stream", "thread", "thinking", "output_config"}
@@ -64,7 +63,7 @@ class MessagesDialect:
     count_path = "/v1/messages/count_tokens"
     ping = event("ping")
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Spelling) -> None:
         self._tokenizer = tokenizer
 
     def parse(self, body: dict[str, Any], defaults: Sampling, past: Past) -> Call:
@@ -92,7 +91,7 @@ class MessagesDialect:
         """See `Dialect.whole`."""
         step = answer.steps[0]
         said = {"content": content(answer, step.message), **stop(step, self._tokenizer)}
-        return orjson.dumps(head(answer) | said | {"usage": usage(answer, len(step.completion_ids))})
+        return orjson.dumps(head(answer) | said | {"usage": usage(answer, [step])})
 
     def events(self, answer: Answer) -> MessagesEvents:
         """See `Dialect.events`."""

@@ -1,14 +1,14 @@
 """A reply as Anthropic content blocks: whole, and as the events of a stream."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import orjson
 
-from penstock.gateway.dialects.base import Answer, Fresh
+from penstock.gateway.dialects.base import Answer, Fresh, Spelling
 from penstock.gateway.dialects.messages_input import InputText, as_input
 from penstock.gateway.stream import CallDelta, Delta, deltas_of
 from penstock.records import Message, Step
-from penstock.render.tokenizer import Tokenizer
 from penstock.render.tools import Reasoning
 
 EMPTY: dict[str, Any] = {"type": "text", "text": ""}
@@ -18,7 +18,7 @@ EMPTY: dict[str, Any] = {"type": "text", "text": ""}
 class MessagesEvents:
     """See `EventWriter`. One block is open at a time; what does not belong to it closes it."""
 
-    def __init__(self, answer: Answer, tokenizer: Tokenizer) -> None:
+    def __init__(self, answer: Answer, tokenizer: Spelling) -> None:
         self._answer = answer
         self._tokenizer = tokenizer
         self._index = -1
@@ -29,7 +29,7 @@ class MessagesEvents:
 
     def opening(self) -> bytes:
         """See `EventWriter.opening`."""
-        return event("message_start", message=head(self._answer) | {"usage": usage(self._answer, 0)})
+        return event("message_start", message=head(self._answer) | {"usage": usage(self._answer, [])})
 
     def grown(self, choice: int, deltas: list[Delta], fresh: Fresh) -> bytes:
         """See `EventWriter.grown`."""
@@ -38,7 +38,7 @@ class MessagesEvents:
     def closing(self, choice: int, step: Step, fresh: Fresh) -> bytes:
         """See `EventWriter.closing`."""
         begun = self._begin(EMPTY) if self._index < 0 else b""
-        reason, used = stop(step, self._tokenizer), usage(self._answer, len(step.completion_ids))
+        reason, used = stop(step, self._tokenizer), usage(self._answer, [step])
         return begun + self._close(cut=step.finish == "length") + event("message_delta", delta=reason, usage=used)
 
     def ending(self, steps: list[Step]) -> bytes:
@@ -109,7 +109,7 @@ def content(answer: Answer, message: Message) -> list[dict[str, Any]]:
     return blocks or [EMPTY]
 
 
-def stop(step: Step, tokenizer: Tokenizer) -> dict[str, str | None]:
+def stop(step: Step, tokenizer: Spelling) -> dict[str, str | None]:
     """Why the reply ended. Calls go first: whatever ended the reply, they must be answered."""
     if step.finish == "length":
         return {"stop_reason": "max_tokens", "stop_sequence": None}
@@ -119,10 +119,10 @@ def stop(step: Step, tokenizer: Tokenizer) -> dict[str, str | None]:
     return {"stop_reason": "end_turn" if found is None else "stop_sequence", "stop_sequence": found}
 
 
-def usage(answer: Answer, sampled: int) -> dict[str, int]:
+def usage(answer: Answer, steps: Sequence[Step]) -> dict[str, int]:
     """Tokens read and sampled; how many of them an engine had cached is not told."""
-    cached = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
-    return {"input_tokens": len(answer.prompt.ids), **cached, "output_tokens": sampled}
+    used, cached = answer.usage(steps), {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
+    return {"input_tokens": used.prompt_tokens, **cached, "output_tokens": used.completion_tokens}
 
 
 def signature(answer: Answer) -> str:
@@ -134,7 +134,7 @@ def _call(call: CallDelta, given: Any) -> dict[str, Any]:
     return {"type": "tool_use", "id": call.id, "name": call.name, "input": given}
 
 
-def _stop_string(step: Step, tokenizer: Tokenizer) -> str | None:
+def _stop_string(step: Step, tokenizer: Spelling) -> str | None:
     """The stop string that ended the reply, which the record has and the text has not; None where the model itself ended it."""
     if not step.sampling.stop or (step.completion_ids and step.completion_ids[-1] in step.sampling.stop_ids):
         return None

@@ -8,13 +8,12 @@ import orjson
 from penstock.errors import RequestError
 from penstock.gateway.calls import Call, Past
 from penstock.gateway.dialects import fields, responses_input, responses_output, responses_tools
-from penstock.gateway.dialects.base import Answer
+from penstock.gateway.dialects.base import Answer, Spelling
 from penstock.gateway.dialects.chat import error_body
 from penstock.gateway.dialects.responses_events import ResponseEvents
 from penstock.gateway.dialects.sampling import SAMPLING, refuse, sampling, unsupported
 from penstock.records import Sampling
 from penstock.render.chat import Tool
-from penstock.render.tokenizer import Tokenizer
 
 HONOURED = SAMPLING | frozenset(
     {"model", "input", "instructions", "previous_response_id", "tools", "tool_choice", "stream", "max_output_tokens"}
@@ -73,7 +72,7 @@ class ResponsesDialect:
     count_path = "/v1/responses/input_tokens"
     ping = b": still sampling\n\n"
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Spelling) -> None:
         self._tokenizer = tokenizer
 
     def parse(self, body: dict[str, Any], defaults: Sampling, past: Past) -> Call:

@@ -8,12 +8,11 @@ from typing import Any
 import orjson
 
 from penstock.gateway.dialects import responses_output as output
-from penstock.gateway.dialects.base import Answer, Fresh
+from penstock.gateway.dialects.base import Answer, Fresh, Spelling
 from penstock.gateway.dialects.chat import logprobs
 from penstock.gateway.dialects.responses_tools import FreeformReader, addresses
 from penstock.gateway.stream import CallDelta, Delta
 from penstock.records import Step
-from penstock.render.tokenizer import Tokenizer
 from penstock.render.tools import Reasoning
 
 GROWTH = {
@@ -49,7 +48,7 @@ class _Open:
 class ResponseEvents:
     """See `EventWriter`."""
 
-    def __init__(self, answer: Answer, tokenizer: Tokenizer) -> None:
+    def __init__(self, answer: Answer, tokenizer: Spelling) -> None:
         self._answer = answer
         self._tokenizer = tokenizer
         self._tools = addresses(dict(answer.call.echo).get("tools"))

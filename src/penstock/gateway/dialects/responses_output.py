@@ -3,12 +3,11 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from penstock.gateway.dialects.base import Answer
+from penstock.gateway.dialects.base import Answer, Spelling
 from penstock.gateway.dialects.chat import logprobs
 from penstock.gateway.dialects.responses_input import RESPONSE_ID
 from penstock.gateway.dialects.responses_tools import Address, freeform_text
 from penstock.records import Finish, Step
-from penstock.render.tokenizer import Tokenizer
 
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
 STATUS: dict[Finish, Status] = {"stop": "completed", "length": "incomplete", "cancelled": "failed", "error": "failed"}
@@ -34,7 +33,7 @@ def response(answer: Answer, status: Status, output: Sequence[dict[str, Any]] = 
     }
 
 
-def finished(answer: Answer, step: Step, output: Sequence[dict[str, Any]], tokenizer: Tokenizer) -> dict[str, Any]:
+def finished(answer: Answer, step: Step, output: Sequence[dict[str, Any]], tokenizer: Spelling) -> dict[str, Any]:
     """The response object of an answer that has come to its end."""
     status = STATUS[step.finish]
     whole = response(answer, status, output) | {"usage": usage(answer, step, tokenizer)}
@@ -43,9 +42,10 @@ def finished(answer: Answer, step: Step, output: Sequence[dict[str, Any]], token
     return whole
 
 
-def usage(answer: Answer, step: Step, tokenizer: Tokenizer) -> dict[str, Any]:
+def usage(answer: Answer, step: Step, tokenizer: Spelling) -> dict[str, Any]:
     """Reasoning tokens are those of its text, tokenized again; all other counts are exact."""
-    prompt, sampled = len(answer.prompt.ids), len(step.completion_ids)
+    used = answer.usage([step])
+    prompt, sampled = used.prompt_tokens, used.completion_tokens
     thought = min(len(tokenizer.encode(tokenizer.shield(step.message.get("reasoning_content") or ""))), sampled)
     return {
         "input_tokens": prompt,
@@ -56,7 +56,7 @@ def usage(answer: Answer, step: Step, tokenizer: Tokenizer) -> dict[str, Any]:
     }
 
 
-def items_of(answer: Answer, step: Step, tools: Mapping[str, Address], tokenizer: Tokenizer) -> list[dict[str, Any]]:
+def items_of(answer: Answer, step: Step, tools: Mapping[str, Address], tokenizer: Spelling) -> list[dict[str, Any]]:
     """A reply's items: reasoning, message, calls. A reply without calls has a message, were it empty, to be sent back."""
     reply, items = step.message, list[dict[str, Any]]()
     calls = reply.get("tool_calls") or ()
@@ -72,7 +72,7 @@ def items_of(answer: Answer, step: Step, tools: Mapping[str, Address], tokenizer
     return items
 
 
-def told(step: Step, tokenizer: Tokenizer) -> list[dict[str, Any]]:
+def told(step: Step, tokenizer: Spelling) -> list[dict[str, Any]]:
     """The log-probabilities of all tokens of a reply."""
     return logprobs(tokenizer, step.completion_ids, step.full_logprobs or step.logprobs)["content"]
 

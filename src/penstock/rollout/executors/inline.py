@@ -1,6 +1,7 @@
 """Runs workflows in our own event loop: the least overhead, for agents that await what they wait for."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -28,10 +29,12 @@ class InlineExecutor:
     async def run(self, task: Task, session: Session, *, rollout_id: str, timeout_s: float) -> Told:
         """See `Executor.run`."""
         context = Seat.of(session, self._given.agent).context(self._clients)
-        with self._given.artifacts_dir(rollout_id) as folder:
-            return await self._work.run(task, context, timeout_s=timeout_s, artifacts_dir=folder)
+        return await self._work.run(task, context, timeout_s=timeout_s, artifacts_dir=self._folder(rollout_id))
 
     async def grade(self, task: Task, samples: Mapping[str, RolloutSample], *, rollout_id: str, timeout_s: float) -> list[Reward]:
         """See `Executor.grade`."""
-        with self._given.artifacts_dir(rollout_id) as folder:
-            return await self._work.grade(task, samples, timeout_s=timeout_s, artifacts_dir=folder)
+        return await self._work.grade(task, samples, timeout_s=timeout_s, artifacts_dir=self._folder(rollout_id))
+
+    def _folder(self, rollout_id: str) -> Path | None:
+        """Made when it is read, as few agents do: in a crowd of rollouts every look at the disk counts."""
+        return self._given.artifacts and self._given.artifacts / rollout_id

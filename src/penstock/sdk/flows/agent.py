@@ -9,13 +9,12 @@ from typing import Any, ClassVar
 from penstock.config import AgentSection
 from penstock.errors import ConfigError, WorkflowError
 from penstock.records import Message, Sampling, Task
-from penstock.registry import Registry
 from penstock.sdk.context import AgentWorkflowContext
-from penstock.sdk.discovery import Agent, Judge, find_judge, import_entry, subclasses
+from penstock.sdk.discovery import GRADERS, Agent, Judge, find_judge, import_entry, is_ready_made, ready_judge, subclasses
 from penstock.sdk.flows.base import AgentFlowBase
 from penstock.sdk.flows.config import flow_config
 from penstock.sdk.flows.table import Flow, FlowTable, check_made, names_of, read_flows
-from penstock.sdk.grader import Grader, GraderConfig
+from penstock.sdk.grader import Grader
 from penstock.sdk.routing import RolloutContext, running_rollout
 from penstock.sdk.workflow import AgentWorkflow, AgentWorkflowConfig
 from penstock.tables import validate
@@ -24,7 +23,6 @@ AGENT_NAME = "agent_name"
 """The column by which a row names its flow."""
 RUN = "penstock"
 """The table under `[workflow]` in which a run tells its flows of itself: `model`, a folder, and `group_size`."""
-GRADERS = Registry("grader", {"rule": "penstock.graders.rule:RuleGrader", "function": "penstock.graders.function:FunctionGrader"})
 
 
 class FlowWorkflow(AgentWorkflow[AgentWorkflowConfig]):
@@ -124,7 +122,8 @@ def told_of_run(agent: Agent, *, model: Path, group_size: int) -> Agent:
     """A flow agent that knows the run it is in, wherever it is loaded: for its flows' tokenizer and config; others as they are."""
     if not is_flow_agent(agent) or agent.workflow_config is None:
         return agent
-    run = {RUN: {"model": str(model.resolve()), "group_size": group_size}}
+    files = {} if model == Path() else {"model": str(model.resolve())}  # an endpoint has none, and its flows no tokenizer
+    run = {RUN: {**files, "group_size": group_size}}
     workflow, grader = agent.tables
     config = agent.workflow_config.model_copy(update=run)
     return replace(agent, workflow_config=config, tables=({**workflow, **run}, grader))
@@ -171,10 +170,7 @@ def _default(source: AgentSection, own: Mapping[str, Flow]) -> str:
 
 
 def _judge(module: ModuleType | None, table: Mapping[str, Any], entry: Path) -> Judge:
-    if module is not None and any(True for _ in subclasses(module, Grader)):
+    if module is not None and not is_ready_made(table) and any(True for _ in subclasses(module, Grader)):
         return find_judge(module, table, entry)
-    if "path" in table:
-        function = GRADERS.load("function")
-        return Judge(function, validate(function.settings, table, "[grader]"))
-    config = validate(GraderConfig, {"name": "rule", **table}, "[grader]") if table else None
-    return Judge(GRADERS.load("rule"), config)
+    name = table["name"] if is_ready_made(table) else "function" if "path" in table else "rule"
+    return ready_judge(name, table, entry) if table else Judge(GRADERS.load(name), None)

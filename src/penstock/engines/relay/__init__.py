@@ -1,0 +1,1 @@
+"""Relays: endpoints that take messages and give text. They are measured, never trained."""

@@ -1,0 +1,183 @@
+"""Agents in front of endpoints that give text: the endpoint is a gateway of ours, over HTTP, in either vendor's form."""
+
+import asyncio
+import json
+from itertools import product
+
+import pytest
+from anthropic import AsyncAnthropic
+from gateway_cases import TOOL, USER, renderer
+from openai import AsyncOpenAI, BadRequestError
+from relay_cases import Both, relayed
+
+from penstock.testing import Scripted, ScriptedEngine
+from penstock.train.exactness import exactness, read_graph, why_untrainable
+
+KINDS = ("openai", "anthropic")
+CALL = '<tool_call>\n{"name": "multiply", "arguments": {"a": 6}}\n</tool_call>'
+FUNCTION = TOOL["function"]
+RESULT = "it is 42"
+
+
+def scripted(*replies: str | Scripted) -> ScriptedEngine:
+    return ScriptedEngine(replies, renderer().tokenizer, chunk=2)
+
+
+async def chat(client: AsyncOpenAI, stream: bool, history: list | None = None):
+    asked = {"model": "openai/osmosis-rollout", "messages": history or [USER], "tools": [TOOL]}
+    if not stream:
+        return await client.chat.completions.create(**asked)
+    events = client.chat.completions.stream(**asked, stream_options={"include_usage": True})
+    async with events as stream_:
+        return await stream_.get_final_completion()
+
+
+async def by_chat(both: Both, stream: bool) -> tuple[dict, str, int]:
+    async with AsyncOpenAI(api_key=both.session.token, base_url=both.session.base_url, max_retries=0) as client:
+        first = (await chat(client, stream)).choices[0]
+        [call] = first.message.tool_calls
+        assert first.finish_reason == "tool_calls"
+        told = {"role": "tool", "tool_call_id": call.id, "content": RESULT}
+        last = await chat(client, stream, [USER, first.message.model_dump(exclude_none=True, exclude={"parsed"}), told])
+        return json.loads(call.function.arguments), last.choices[0].message.content, last.usage.prompt_tokens
+
+
+async def by_responses(both: Both, stream: bool) -> tuple[dict, str, int]:
+    tools = [{"type": "function", "name": FUNCTION["name"], "parameters": FUNCTION["parameters"], "strict": False}]
+    async with AsyncOpenAI(api_key=both.session.token, base_url=both.session.base_url, max_retries=0) as client:
+
+        async def ask(given: list, **more):
+            asked = {"model": "any", "input": given, "tools": tools, **more}
+            if not stream:
+                return await client.responses.create(**asked)
+            async with client.responses.stream(**asked) as events:
+                return await events.get_final_response()
+
+        first = await ask([USER])
+        [call] = [item for item in first.output if item.type == "function_call"]
+        told = [{"type": "function_call_output", "call_id": call.call_id, "output": RESULT}]
+        last = await ask(told, previous_response_id=first.id)
+        return json.loads(call.arguments), last.output_text, last.usage.input_tokens
+
+
+async def by_messages(both: Both, stream: bool) -> tuple[dict, str, int]:
+    tools = [{"name": FUNCTION["name"], "input_schema": FUNCTION["parameters"]}]
+    root = both.session.base_url.removesuffix("/v1")
+    async with AsyncAnthropic(api_key=both.session.token, base_url=root, max_retries=0) as client:
+
+        async def ask(history: list):
+            asked = {"model": "any", "messages": history, "tools": tools, "max_tokens": 100}
+            if not stream:
+                return await client.messages.create(**asked)
+            async with client.messages.stream(**asked) as events:
+                return await events.get_final_message()
+
+        first = await ask([USER])
+        [call] = [block for block in first.content if block.type == "tool_use"]
+        said = {"role": "assistant", "content": [block.model_dump(exclude_none=True) for block in first.content]}
+        told = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": call.id, "content": RESULT}]}
+        last = await ask([USER, said, told])
+        return call.input, last.content[0].text, last.usage.input_tokens
+
+
+DIALECTS = {"chat": by_chat, "responses": by_responses, "messages": by_messages}
+
+
+@pytest.mark.parametrize(("kind", "dialect", "stream"), list(product(KINDS, DIALECTS, (False, True))))
+def test_an_agent_calls_a_tool_and_answers_through_an_endpoint(kind, dialect, stream, monkeypatch):
+    async def work() -> None:
+        engine = scripted(f"Let me see. {CALL}", "It is 42.")
+        async with relayed(kind, engine, renderer(), monkeypatch.setenv) as both:
+            arguments, text, prompt_tokens = await DIALECTS[dialect](both, stream)
+            assert (arguments, text) == ({"a": 6}, "It is 42.")
+            assert RESULT in renderer().tokenizer.decode(engine.prompts[1])
+            attempt, far = await both.attempt(), await both.far_attempt()
+            assert [step.message["content"] for step in attempt.steps] == ["Let me see.", "It is 42."]
+            assert [(step.completion_ids, step.finish) for step in attempt.steps] == [((), "stop")] * 2
+            assert [step.usage.completion_tokens for step in attempt.steps] == [step.sampled for step in far.steps]
+            assert [step.usage.prompt_tokens for step in attempt.steps] == [len(prompt) for prompt in engine.prompts]
+            assert prompt_tokens == len(engine.prompts[1])
+            assert [node.parent for node in attempt.nodes] == [None, 0]
+
+    asyncio.run(work())
+
+
+def test_what_was_relayed_is_never_trained_and_nothing_of_it_is_called_inexact(monkeypatch):
+    async def work() -> None:
+        async with relayed("openai", scripted(CALL, "42"), renderer(), monkeypatch.setenv) as both:
+            await by_chat(both, stream=False)
+            attempt = await both.attempt()
+            graph = read_graph(attempt)
+            assert [why_untrainable(step, graph) for step in attempt.steps] == ["relayed", "relayed"]
+            assert (exactness(attempt).sampled_tokens, exactness(attempt).inexact) == (0, {})
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_text_reaches_the_agent_while_the_endpoint_still_writes(kind, monkeypatch):
+    async def work() -> None:
+        engine = scripted(Scripted("It is 42, I am quite sure.", stall_after=4))
+        async with relayed(kind, engine, renderer(), monkeypatch.setenv) as both:
+            async with AsyncOpenAI(api_key=both.session.token, base_url=both.session.base_url, max_retries=0) as client:
+                stream = await client.chat.completions.create(model="any", messages=[USER], stream=True)
+                chunks = aiter(stream)
+                while not (await anext(chunks)).choices[0].delta.content:
+                    pass
+                assert engine.stalling == 1
+                await stream.close()
+                await engine.idle.wait()  # hanging up goes all the way
+            [step] = (await both.attempt()).steps
+            assert (step.finish, step.message["content"][:5]) == ("cancelled", "It is")
+
+    asyncio.run(work())
+
+
+def test_sampling_and_several_choices_reach_the_endpoint(monkeypatch):
+    async def work() -> None:
+        engine = scripted("a", "b")
+        async with relayed("openai", engine, renderer(), monkeypatch.setenv) as both:
+            async with AsyncOpenAI(api_key=both.session.token, base_url=both.session.base_url, max_retries=0) as client:
+                given = {"temperature": 0.5, "top_p": 0.9, "seed": 3, "stop": ["X"], "max_tokens": 500, "n": 2}
+                answer = await client.chat.completions.create(model="any", messages=[USER], **given)
+            assert sorted(choice.message.content for choice in answer.choices) == ["a", "b"]
+            sent = sorted(engine.samplings, key=lambda sampling: sampling.seed or 0)
+            assert [(each.temperature, each.top_p, each.seed, each.stop) for each in sent] == [
+                (0.5, 0.9, s, ("X",)) for s in (3, 4)
+            ]
+            assert {each.max_tokens for each in sent} == {200}  # the run's cap
+            assert both.bench.gateway.counts["capped:max_tokens"] == 1
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "said"),
+    [
+        ("/v1/chat/completions", {"messages": [USER], "logprobs": True}, "leave logprobs out"),
+        ("/v1/chat/completions", {"messages": [USER], "stop_token_ids": [3]}, "leave stop_token_ids out"),
+        ("/v1/completions", {"prompt": "6 times 7"}, "use /v1/chat/completions"),
+        ("/generate", {"messages": [USER]}, "use /v1/chat/completions"),
+        ("/v1/messages/count_tokens", {"messages": [USER]}, "cannot be counted"),
+    ],
+)
+def test_what_needs_tokens_is_refused_plainly(path, body, said, monkeypatch):
+    async def work() -> None:
+        async with relayed("openai", scripted(), renderer(), monkeypatch.setenv) as both:
+            headers = {"authorization": f"Bearer {both.session.token}"}
+            response = await both.bench.http().post(path, content=json.dumps(body), headers=headers)
+            assert response.status_code == 400
+            assert "is behind an endpoint that gives text" in response.text and said in response.text
+            assert (await both.attempt()).steps == ()
+
+    asyncio.run(work())
+
+
+def test_what_an_anthropic_endpoint_has_no_word_for_is_refused(monkeypatch):
+    async def work() -> None:
+        async with relayed("anthropic", scripted(), renderer(), monkeypatch.setenv) as both:
+            client = both.bench.openai(both.session)
+            with pytest.raises(BadRequestError, match="seed: an Anthropic endpoint has no such setting"):
+                await client.chat.completions.create(model="any", messages=[USER], seed=1)
+
+    asyncio.run(work())
