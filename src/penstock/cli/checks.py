@@ -7,14 +7,19 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
 from penstock.config import ModelSection, cache_folder
+from penstock.errors import ConfigError
 from penstock.models import cached
+from penstock.tables import read_toml
+from penstock.workspace.experiment import is_experiment, read_experiment
+from penstock.workspace.layout import EVALS, FOLDERS, TRAININGS, Workspace, find_workspace
+from penstock.workspace.sections import Kind
 
 GB = 1024**3
 DISK_NEEDED, DISK_WANTED = 2 * GB, 8 * GB
@@ -36,6 +41,34 @@ class Check:
 def look() -> list[Check]:
     """All checks, in the order in which a person would mend them."""
     return [python(), *packages(), torch_device(), memory(), disk(), cache(), model(), loopback()]
+
+
+def workspace(path: Path, made: Sequence[str] = ()) -> Iterator[Check]:
+    """The layout around `path`, and each experiment file in it; nothing outside of a workspace."""
+    found = find_workspace(path)
+    if found is None:
+        folder = path.resolve()
+        missing = Workspace(folder).missing()
+        if len(missing) < len(FOLDERS):  # one that lacks something, and not just any folder
+            remedy = f"make it with: penstock doctor {path} --fix"
+            yield Check(name="workspace", state="note", found=f"{folder} has no {', '.join(missing)}", remedy=remedy)
+        return
+    mended = f"; made {', '.join(made)}" if made else ""
+    yield Check(name="workspace", state="ok", found=f"{found.path}{mended}; rollouts: {', '.join(found.rollouts()) or 'none yet'}")
+    kinds: tuple[tuple[str, Kind], ...] = ((EVALS, "eval"), (TRAININGS, "train"))
+    for folder, kind in kinds:
+        for file in sorted((found.path / folder).glob("*.toml")):
+            yield from _experiment(file, kind)
+
+
+def _experiment(file: Path, kind: Kind) -> Iterator[Check]:
+    try:
+        tables = read_toml(file)
+        if is_experiment(tables):
+            read_experiment(tables, kind, file.name)
+    except ConfigError as error:
+        lines = [issue.line for issue in error.issues] or [str(error)]
+        yield Check(name=file.stem, state="note", found=f"{file}: {'; '.join(lines)}", remedy="fix the file")
 
 
 def python() -> Check:

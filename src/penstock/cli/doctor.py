@@ -1,23 +1,39 @@
-"""`penstock doctor`: whether training can run on this machine, and what to do where it cannot."""
+"""`penstock doctor`: whether training can run on this machine and a workspace is whole, and what to do where it is not."""
 
 from dataclasses import asdict
+from pathlib import Path
 from textwrap import wrap
 from typing import TYPE_CHECKING, Annotated
 
 import orjson
 import typer
 
+from penstock.errors import ConfigError
+
 if TYPE_CHECKING:
     from penstock.cli.checks import Check
 
 
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the checks as JSON.")] = False) -> None:
-    """Check that training can run on this machine (exit code 1 if not), with a remedy for all that is missing."""
-    from penstock.cli.checks import look
+def doctor(
+    path: Annotated[Path, typer.Argument(metavar="[PATH]", help="A workspace, or a folder that shall be one.")] = Path(),
+    fix: Annotated[bool, typer.Option("--fix", help="Make the folders of a workspace that are missing.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the checks as JSON.")] = False,
+) -> None:
+    """Check that training can run on this machine (exit code 1 if not), with a remedy for all that is missing.
 
-    checks = look()
-    able = all(check.state != "fail" for check in checks)
-    typer.echo(orjson.dumps({"ok": able, "checks": [asdict(c) for c in checks]}).decode() if as_json else as_text(checks))
+    In a workspace, its layout and experiment files are checked too; --fix makes PATH one.
+    """
+    from penstock.cli import checks
+    from penstock.workspace.layout import find_workspace
+    from penstock.workspace.scaffold import fix as mend
+
+    if not path.is_dir():
+        raise ConfigError(f"{path}: no such folder; give a workspace, or a folder that shall be one")
+    made = mend(path) if fix and find_workspace(path) is None else []
+    found = [*checks.look(), *checks.workspace(path, made)]
+    able = all(check.state != "fail" for check in found)
+    told = {"ok": able, "fixed": made, "checks": [asdict(check) for check in found]}
+    typer.echo(orjson.dumps(told).decode() if as_json else as_text(found))
     raise typer.Exit(0 if able else 1)
 
 

@@ -1,0 +1,63 @@
+"""A file on disk to the config of a run, whichever form it has: penstock's own tables, or an experiment of a workspace."""
+
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from penstock.config import RunConfig, load_config, make_config
+from penstock.errors import ConfigError, Issue, Problems, several
+from penstock.sdk.dataset import count_rows
+from penstock.tables import override, read_toml
+from penstock.workspace.experiment import Experiment, is_experiment, read_experiment
+from penstock.workspace.layout import workspace_of
+from penstock.workspace.sections import Kind
+
+
+def _silent(line: str) -> None:
+    pass
+
+
+def open_config(file: Path, overrides: Iterable[str], kind: Kind, *, tell: Callable[[str], None] = _silent) -> RunConfig:
+    """Read `file`, apply overrides of the run's own keys, check everything; `tell` hears of keys that change nothing.
+
+    The variables under `[env]` of an experiment are set in this process, where its agent looks for them.
+    """
+    tables = read_toml(file)
+    if not is_experiment(tables):
+        config = load_config(file, overrides)
+        check_kind(config, kind)
+        return config
+    experiment = read_experiment(tables, kind, str(file))
+    workspace = workspace_of(file.parent)
+    problems, config = Problems(), None
+    with problems.noting("secrets.required"):
+        _check_secrets(experiment, str(file))
+    with problems.noting("experiment.dataset"):
+        dataset = workspace.dataset(experiment.dataset)
+        tree = experiment.run_config(code=workspace.path, dataset=dataset, rows=count_rows(dataset))
+        tree["run"] = {"name": file.stem, "folder": str(workspace.path / "runs"), **experiment.advanced.get("run", {})}
+        override(tree, overrides)
+        if kind == "eval" and isinstance(samples := tree["eval"].get("samples"), int):
+            tree["eval"]["k"] = [k for k in tree["eval"]["k"] if k <= samples]  # --samples may have made them fewer
+        config = make_config(tree, str(file))
+        check_kind(config, kind)
+    problems.refuse(str(file))
+    assert config is not None  # else that has raised
+    for warning in experiment.warnings:
+        tell(f"{file}: {warning.line}")
+    os.environ.update(experiment.env)
+    return config
+
+
+def check_kind(config: RunConfig, kind: Kind) -> None:
+    """ConfigError where a run of this kind cannot be made with such an engine."""
+    if kind == "train" and config.engine.relays:
+        text = f"engine.name = {config.engine.name!r} asks an endpoint for text: there are no weights to train"
+        raise ConfigError(f"{text}; name embedded, vllm or sglang, or measure it with: penstock eval run")
+
+
+def _check_secrets(experiment: Experiment, where: str) -> None:
+    missing = [name for name in experiment.secrets if not os.environ.get(name)]
+    if missing:
+        told = "the environment has none; set it, or keep it with `penstock secret set` and submit the run"
+        raise several(where, [Issue("secrets.required", f"{name}: {told}") for name in missing])

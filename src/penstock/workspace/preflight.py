@@ -1,0 +1,117 @@
+"""What is checked before a run is begun or submitted: everything at once, and, if asked, one rollout from end to end."""
+
+import asyncio
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.config import PoolSection, RunConfig
+from penstock.errors import Problems
+from penstock.events import Events, Listener
+from penstock.models import cached, check_reachable
+from penstock.pool import POOLS
+from penstock.records import Attempt, End
+from penstock.rollout.scheduler import run_once
+from penstock.train.folder import open_run_folder
+from penstock.train.inputs import Inputs, check_datasets, examine, read_inputs
+from penstock.train.rollouts import open_rollouts, sampling
+from penstock.workspace.opening import check_kind
+from penstock.workspace.sections import Kind
+
+
+def check_project(config: RunConfig, where: str) -> None:
+    """Raise one ConfigError with an issue for each thing that is wrong: names, port, executor, agent, every row, the model.
+
+    The agent's code is loaded in a process of its own, nothing is written, and no model is fetched.
+    """
+    problems = Problems()
+    seen = examine(config, problems)
+    check_datasets(config, seen.agent and seen.agent.columns, problems)
+    if not any(key == "model.name" for key, _ in problems.errors):
+        with problems.noting("model.name"):
+            _check_policy(config)
+    problems.refuse(where)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DryRun:
+    """What came of one rollout that was tried and forgotten."""
+
+    model: str
+    task: str
+    status: str
+    """How it ended."""
+    message: str
+    reward: float | None
+    steps: int
+    """Model calls."""
+    tokens: int
+    """Sampled in all of them."""
+    seconds: float
+    """Of the rollout, loading left out."""
+
+    @property
+    def completed(self) -> bool:
+        """Whether it ended as it should."""
+        return self.status == End.COMPLETED
+
+
+def _silent(kind: str, fields: dict[str, Any]) -> None:
+    pass
+
+
+def dry_run(config: RunConfig, *, kind: Kind = "eval", listener: Listener = _silent) -> DryRun:
+    """Run the first task once, from the agent to its grade, in a folder that is removed; nothing is trained.
+
+    The agent's code is loaded in this process, and the model is pulled if it is not here.
+    """
+    check_kind(config, kind)
+    return asyncio.run(_try(config, read_inputs(config, listener), kind, listener))
+
+
+async def _try(config: RunConfig, inputs: Inputs, kind: Kind, listener: Listener) -> DryRun:
+    with tempfile.TemporaryDirectory(prefix="penstock-dry-run-") as scratch:
+        run = config.run.model_copy(update={"name": "dry-run", "folder": Path(scratch)})
+        config = config.model_copy(update={"run": run, "pool": PoolSection(name="memory")})
+        folder = open_run_folder(config, fresh=False)
+        with Events(folder.events) as events:
+            events.listen(listener)
+            pool = POOLS.load(config.pool.name)(folder.path)
+            try:
+                async with open_rollouts(config, inputs, folder, events, pool) as rollouts:
+                    task, started = (inputs.heldout or inputs.tasks)[0], time.monotonic()
+                    how = sampling(config, temperature=_temperature(config, kind))
+                    [name] = await run_once([task], rollouts.runner, pool=pool, sampling=how, limits=config.rollout)
+                    attempt, seconds = await pool.attempt(name), time.monotonic() - started
+            finally:
+                await pool.close()
+    return _told(attempt, inputs.model, task.id, seconds)
+
+
+def _told(attempt: Attempt, model: str, task: str, seconds: float) -> DryRun:
+    assert attempt.end is not None  # it was run to its end
+    return DryRun(
+        model=model,
+        task=task,
+        status=attempt.end.value,
+        message=attempt.message,
+        reward=attempt.reward,
+        steps=len(attempt.steps),
+        tokens=sum(step.sampled for step in attempt.steps),
+        seconds=round(seconds, 3),
+    )
+
+
+def _temperature(config: RunConfig, kind: Kind) -> float:
+    return config.sampling.temperature if kind == "train" else config.sampling.eval_temperature
+
+
+def _check_policy(config: RunConfig) -> None:
+    if config.engine.relays:
+        config.engine.preflight(config.model.name)
+        return
+    check_reachable(config.model.name)
+    found = cached(config.model.name)
+    config.engine.preflight(found.name if found else config.model.name)

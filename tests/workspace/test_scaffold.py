@@ -1,0 +1,116 @@
+"""Workspaces and rollouts as they are written: all or nothing, nothing overwritten, mended by the doctor."""
+
+import json
+
+import pytest
+
+from penstock.cli.app import run
+from penstock.config import make_config
+from penstock.errors import ConfigError
+from penstock.sdk.agents import open_agent
+from penstock.sdk.dataset import load_tasks
+from penstock.workspace.layout import find_workspace
+from penstock.workspace.opening import open_config
+from penstock.workspace.scaffold import fix, init_rollout, make_workspace, missing
+from penstock.workspace.templates import TEMPLATES, apply_template
+
+WORKSPACES = [name for name, template in TEMPLATES.items() if template.rollout]
+
+
+def everything(folder):
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+def test_a_new_rollout_has_code_configs_and_tasks_that_fit_together(tmp_path):
+    workspace = make_workspace(tmp_path)
+    written = init_rollout(workspace, "mine")
+    assert [path.relative_to(workspace.path).as_posix() for path in written] == [
+        *("rollouts/mine/main.py", "rollouts/mine/pyproject.toml", "rollouts/mine/README.md"),
+        *("configs/eval/mine.toml", "configs/training/mine.toml", "data/mine.jsonl"),
+    ]
+    heard = []
+    for kind, file in (("eval", "configs/eval/mine.toml"), ("train", "configs/training/mine.toml")):
+        config = open_config(tmp_path / file, (), kind, tell=heard.append)
+        assert open_agent(config.agent, config.workflow, config.grader).workflow_config is None
+        assert load_tasks(config.dataset.train) and config.sampling.max_tokens == 40
+    assert heard == [] and config.train.steps == 8
+
+
+def test_a_rollout_is_not_written_over_another_unless_forced_and_tasks_never(tmp_path):
+    workspace = make_workspace(tmp_path)
+    (tmp_path / "configs/eval/mine.toml").write_text("mine")
+    (tmp_path / "data/mine.jsonl").write_text("mine")
+    before = everything(tmp_path)
+    with pytest.raises(ConfigError, match=r"configs/eval/mine\.toml is there already and stays"):
+        init_rollout(workspace, "mine")
+    assert everything(tmp_path) == before
+    init_rollout(workspace, "mine", force=True)
+    assert "[experiment]" in (tmp_path / "configs/eval/mine.toml").read_text()
+    assert (tmp_path / "data/mine.jsonl").read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "..", "a b", "-x", "é"])
+def test_a_name_that_no_folder_should_have_is_refused(tmp_path, name):
+    with pytest.raises(ConfigError, match="no name for a rollout"):
+        init_rollout(make_workspace(tmp_path), name)
+
+
+def test_what_cannot_be_written_whole_is_taken_back(tmp_path):
+    workspace = make_workspace(tmp_path)
+    (tmp_path / "configs/training/mine.toml").mkdir()
+    with pytest.raises(ConfigError):
+        init_rollout(workspace, "mine", force=True)
+    assert not (tmp_path / "rollouts/mine").exists() and everything(tmp_path / "data") == [".gitkeep"]
+
+
+def test_the_doctor_mends_a_workspace_and_says_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rollouts").mkdir()
+    run(["doctor", "--json"])
+    checks = {check["name"]: check for check in json.loads(capsys.readouterr().out)["checks"]}
+    assert checks["workspace"]["state"] == "note" and "--fix" in checks["workspace"]["remedy"]
+    run(["doctor", ".", "--fix", "--json"])
+    told = json.loads(capsys.readouterr().out)
+    assert told["fixed"] == ["configs/eval", "configs/training", "data"] and missing(tmp_path) == []
+    assert fix(tmp_path) == []
+    run(["doctor", "rollouts", "--fix", "--json"])
+    assert json.loads(capsys.readouterr().out)["fixed"] == [] and not (tmp_path / "rollouts/data").exists()
+
+
+def test_the_doctor_names_what_is_wrong_with_each_experiment_file(tmp_path, capsys):
+    init_rollout(make_workspace(tmp_path), "mine")
+    (tmp_path / "configs/eval/bad.toml").write_text('[experiment]\nrollout = "mine"\n')
+    run(["doctor", str(tmp_path), "--json"])
+    checks = {check["name"]: check for check in json.loads(capsys.readouterr().out)["checks"]}
+    assert "rollouts: mine" in checks["workspace"]["found"] and "mine" not in checks
+    assert checks["bad"]["state"] == "note" and "'experiment.dataset' is missing" in checks["bad"]["found"]
+
+
+def test_the_doctor_leaves_other_folders_alone_and_refuses_none(tmp_path, capsys):
+    run(["doctor", str(tmp_path), "--json"])
+    assert "workspace" not in {check["name"] for check in json.loads(capsys.readouterr().out)["checks"]}
+    assert everything(tmp_path) == []
+    assert run(["doctor", str(tmp_path / "absent")]) == 2
+    (tmp_path / "data").write_text("in the way")
+    assert run(["doctor", str(tmp_path), "--fix"]) == 2
+    assert "cannot be made" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", WORKSPACES)
+def test_a_workspace_template_is_whole(tmp_path, capsys, name):
+    assert run(["template", "apply", name, str(tmp_path / "ws"), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["next"][-2:] == [f"penstock eval run configs/eval/{name}.toml", f"penstock train configs/training/{name}.toml"]
+    workspace = find_workspace(tmp_path / "ws")
+    assert workspace is not None and workspace.rollouts() == [name]
+    config = open_config(workspace.path / f"configs/training/{name}.toml", (), "train")
+    agent = open_agent(config.agent, config.workflow, config.grader)
+    assert agent.grader is not None and make_config(config.model_dump(mode="json"), "again") == config
+
+
+def test_a_template_is_written_over_only_when_forced(tmp_path):
+    apply_template(tmp_path, "command")
+    with pytest.raises(ConfigError, match=r"penstock\.toml is there already"):
+        apply_template(tmp_path, "flow")
+    apply_template(tmp_path, "flow", force=True)
+    assert "flow.py" in (tmp_path / "penstock.toml").read_text()

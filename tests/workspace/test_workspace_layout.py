@@ -1,0 +1,102 @@
+"""Where a workspace's things are, and files opened from anywhere inside it."""
+
+import os
+
+import pytest
+from workspace_cases import EVAL, made_workspace
+
+from penstock.errors import ConfigError, DatasetError
+from penstock.workspace.layout import Workspace, find_workspace, workspace_of
+from penstock.workspace.opening import open_config
+
+
+@pytest.fixture
+def workspace(tmp_path):
+    return made_workspace(tmp_path / "ws")
+
+
+def edited(workspace, old, new):
+    file = workspace / "configs/eval/multiply.toml"
+    assert old in EVAL
+    file.write_text(EVAL.replace(old, new))
+    return file
+
+
+def refusal(file, kind="eval"):
+    with pytest.raises(ConfigError) as refused:
+        open_config(file, (), kind)
+    return refused.value
+
+
+def test_a_workspace_is_found_from_any_folder_below_and_needs_all_its_folders(workspace):
+    assert find_workspace(workspace / "rollouts/multiply") == Workspace(workspace)
+    assert Workspace(workspace).rollouts() == ["multiply"]
+    (workspace / "configs/training/multiply.toml").unlink()
+    (workspace / "configs/training").rmdir()
+    assert find_workspace(workspace / "rollouts") is None
+    assert Workspace(workspace).missing() == ["configs/training"]
+    with pytest.raises(ConfigError, match="penstock doctor --fix"):
+        workspace_of(workspace)
+
+
+def test_a_dataset_is_a_name_or_a_path_and_never_one_of_two(workspace):
+    found = Workspace(workspace)
+    (workspace / "data/other.csv").write_text("prompt\nhi\n")
+    assert found.dataset("multiply") == found.dataset("data/multiply.jsonl") == found.dataset("multiply.jsonl")
+    assert found.dataset(str(workspace / "data/other.csv")).name == "other.csv"
+    with pytest.raises(DatasetError, match="there are multiply, other"):
+        found.dataset("absent")
+    (workspace / "data/multiply.csv").write_text("prompt\nhi\n")
+    with pytest.raises(DatasetError, match="several files"):
+        found.dataset("multiply")
+
+
+def test_an_experiment_is_opened_with_the_datasets_rows_and_our_overrides(workspace, monkeypatch):
+    monkeypatch.chdir(workspace / "rollouts")
+    trained = open_config(workspace / "configs/training/multiply.toml", ["train.lr=0.5"], "train")
+    assert (trained.train.steps, trained.train.lr, trained.run.name) == (16, 0.5, "multiply")  # 32 rows in steps of 2
+    assert trained.run.folder == workspace / "runs"
+    measured = open_config(workspace / "configs/eval/multiply.toml", ["eval.samples=2", "run.name=mine"], "eval")
+    assert (measured.eval.rows, measured.eval.k, measured.run.name) == ("0-2", (1,), "mine")
+
+
+def test_a_file_of_our_own_form_is_opened_as_ever(workspace):
+    (workspace / "penstock.toml").write_text('[dataset]\ntrain = "data/multiply.jsonl"\n')
+    assert open_config(workspace / "penstock.toml", ["train.steps=3"], "train").train.steps == 3
+
+
+def test_an_endpoint_in_a_file_of_our_own_form_cannot_be_trained_either(workspace):
+    (workspace / "penstock.toml").write_text('[dataset]\ntrain = "x.jsonl"\n[engine]\nname = "openai"\nurl = "http://h/v1"\n')
+    assert "no weights to train" in str(refusal(workspace / "penstock.toml", "train"))
+
+
+def test_what_the_agent_needs_in_its_environment_is_set_or_asked_for(workspace, monkeypatch):
+    monkeypatch.setenv("WS_PLACE", "before")
+    monkeypatch.delenv("WS_KEY", raising=False)
+    file = edited(workspace, "[secrets]\nrequired = []", '[env]\nWS_PLACE = "here"\n[secrets]\nrequired = ["WS_KEY"]')
+    assert "WS_KEY: the environment has none" in str(refusal(file))
+    assert os.environ["WS_PLACE"] == "before"
+    monkeypatch.setenv("WS_KEY", "x")
+    open_config(file, (), "eval")
+    assert os.environ["WS_PLACE"] == "here"
+
+
+def test_missing_secrets_and_a_missing_dataset_are_told_together(workspace, monkeypatch):
+    monkeypatch.delenv("WS_KEY", raising=False)
+    file = edited(
+        workspace,
+        'dataset = "multiply"\n[evaluation]\nlimit = 3\n[secrets]\nrequired = []',
+        'dataset = "gone"\n[secrets]\nrequired = ["WS_KEY"]',
+    )
+    assert [issue.key for issue in refusal(file).issues] == ["secrets.required", "experiment.dataset"]
+
+
+def test_keys_that_change_nothing_are_told_to_whoever_listens(workspace):
+    heard = []
+    open_config(edited(workspace, "[secrets]", "[advanced]\ngpu = 8\n[secrets]"), (), "eval", tell=heard.append)
+    assert len(heard) == 1 and "advanced.gpu is kept with the run" in heard[0]
+
+
+def test_an_experiment_outside_of_a_workspace_says_what_one_is(tmp_path):
+    (tmp_path / "x.toml").write_text(EVAL)
+    assert "not inside a workspace" in str(refusal(tmp_path / "x.toml"))
