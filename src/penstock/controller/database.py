@@ -19,8 +19,12 @@ class Database:
         with self._told():
             self._connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=30)
             self._connection.row_factory = sqlite3.Row
-            for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"):
-                self._connection.execute(f"PRAGMA {pragma}")
+            try:
+                for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"):
+                    self._connection.execute(f"PRAGMA {pragma}")
+            except sqlite3.Error:
+                self._connection.close()
+                raise
 
     def close(self) -> None:
         """Give the file back."""

@@ -114,8 +114,13 @@ class RunFiles:
 
     @property
     def end(self) -> Path:
-        """How its process ended, written once and before the lock is given back: JSON `{code, ended_at, stopped}`."""
+        """How its process ended, written once and before the lock is given back: JSON `{code, ended_at, stopped, message}`."""
         return self.path / "exit.json"
+
+    @property
+    def stop(self) -> Path:
+        """Made before the keeper is told to end: without it, its keeper was ended by others and the run is taken up again."""
+        return self.path / "stop"
 
     @property
     def log(self) -> Path:
@@ -141,7 +146,7 @@ class Runs:
 
     def free_name(self, kind: Kind, wanted: str) -> str:
         """`wanted` as a run's name, with a number where it is taken. One process admits runs, so it stays free until `add`."""
-        base = re.sub(r"[^a-z0-9_-]+", "-", wanted.lower()).strip("-") or "run"
+        base = re.sub(r"[^a-z0-9_-]+", "-", wanted.lower())[:80].strip("-_") or "run"
         found = self._database.rows("SELECT name FROM runs WHERE kind = ? AND name LIKE ? || '%'", [kind, base])
         taken = {row["name"] for row in found}
         return next(name for number in count(1) if (name := base if number == 1 else f"{base}-{number}") not in taken)

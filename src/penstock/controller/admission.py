@@ -1,0 +1,126 @@
+"""From a submission to a run in the queue: unpacked, planned, checked, laid out. Whatever is refused leaves nothing behind."""
+
+import asyncio
+import errno
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import file_digest
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from penstock.controller.checking import check
+from penstock.controller.environments import missing, requirements
+from penstock.controller.jobs import Job, write_durable
+from penstock.controller.plans import Plan, plan
+from penstock.controller.runs import Kind, Run, RunFiles, Submission, new_id
+from penstock.controller.snapshots import unpack
+from penstock.controller.stations import Controller
+from penstock.errors import ControllerError
+from penstock.sdk.dataset import check_tasks
+
+COMMANDS = {"eval": ["eval", "run"], "train": ["train"]}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """Where a submission's code came from."""
+
+    repository: str = ""
+    """owner/name."""
+    branch: str | None = None
+    commit_sha: str | None = None
+    dirty: bool = False
+    """Whether the code differed from that commit."""
+    creator: str = ""
+
+
+async def admit(controller: Controller, kind: Kind, body: Mapping[str, Any], *, snapshot: Path, origin: Origin) -> Run:
+    """Queue the run that `body` asks for, with the code in the tar.gz `snapshot`; once this returns it is carried out.
+
+    ConfigError, DatasetError, ModelError and ControllerError say what is wrong; then nothing has changed.
+    """
+    async with controller.admissions:
+        run = await asyncio.to_thread(_admit, controller, kind, body, snapshot, origin)
+    controller.supervisor.wake()
+    return run
+
+
+def _admit(controller: Controller, kind: Kind, body: Mapping[str, Any], snapshot: Path, origin: Origin) -> Run:
+    waiting = len(controller.runs.waiting())
+    if waiting >= controller.limits.queued:
+        text = f"{waiting} runs wait, as many as this controller takes; wait for one to begin, or stop one"
+        raise ControllerError(text, code="QUEUE_FULL", status=429)
+    run_id = new_id()
+    files = RunFiles(controller.home.runs / run_id)
+    try:
+        files.path.mkdir(mode=0o700)
+        unpack(snapshot, files.code, limit_mb=controller.limits.snapshot_mb)
+        planned = plan(controller, kind, body, files)
+        scopes = controller.vault.scopes(planned.secrets)
+        _check(controller, kind, planned, files)
+        with snapshot.open("rb") as file:
+            digest = file_digest(file, "sha256").hexdigest()
+        return _enqueue(controller, kind, run_id, files, planned, _submission(planned, digest, origin, scopes))
+    except OSError as cause:
+        shutil.rmtree(files.path, ignore_errors=True)
+        why = (
+            "the controller's disk is full"
+            if cause.errno in (errno.ENOSPC, errno.EDQUOT)
+            else f"the run cannot be laid out: {cause}"
+        )
+        raise ControllerError(f"{why}; free some space there, then submit it again", code="STORE_FAILED", status=503) from cause
+    except BaseException:
+        shutil.rmtree(files.path, ignore_errors=True)
+        raise
+
+
+def _check(controller: Controller, kind: Kind, planned: Plan, files: RunFiles) -> None:
+    """Where the rollout needs packages that are installed when it runs, only its tasks can be looked at before."""
+    if missing(planned.project):
+        for tasks in (planned.config.dataset.train, planned.config.dataset.eval):
+            if tasks is not None:
+                check_tasks(tasks, columns=None)
+        return
+    tree = planned.config.model_dump(mode="json")
+    check(tree, kind, code=files.code, env=planned.env, secrets=controller.vault.values(planned.secrets))
+
+
+def _submission(planned: Plan, digest: str, origin: Origin, scopes: dict[str, str]) -> Submission:
+    return Submission(
+        rollout=planned.rollout,
+        entrypoint=planned.entrypoint,
+        model=planned.model,
+        dataset=planned.dataset,
+        dataset_digest=planned.digest,
+        snapshot=digest,
+        tables=planned.tables,
+        repository=origin.repository,
+        branch=origin.branch,
+        commit_sha=origin.commit_sha,
+        dirty=origin.dirty,
+        env=planned.env,
+        secrets=scopes,
+        creator=origin.creator,
+    )
+
+
+def _enqueue(controller: Controller, kind: Kind, run_id: str, files: RunFiles, planned: Plan, submission: Submission) -> Run:
+    """Lay out what its keeper needs, then queue it, in one transaction: a name is taken by one run only."""
+    with controller.database.transaction():
+        name = controller.runs.free_name(kind, planned.name)
+        run = planned.config.run.model_copy(update={"name": name, "folder": files.out})
+        config = planned.config.model_copy(update={"run": run})
+        write_durable(files.config, orjson.dumps(config.model_dump(mode="json"), option=orjson.OPT_INDENT_2))
+        job = Job(
+            argv=[sys.executable, "-P", "-m", "penstock", *COMMANDS[kind], str(files.config)],
+            cwd=str(files.code),
+            env=planned.env,
+            project=str(planned.project) if requirements(planned.project) else "",
+            environments=str(controller.home.environments),
+        )
+        job.write(files)
+        return controller.runs.add(kind, run_id, name, submission)

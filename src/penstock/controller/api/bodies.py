@@ -1,0 +1,63 @@
+"""Request bodies in, JSON replies out."""
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+
+from penstock.errors import ControllerError
+
+LARGEST = 4 << 20
+"""Bytes of a JSON body: a submission holds settings, never files."""
+
+
+def reply(body: Mapping[str, Any], status: int = 200, **headers: str) -> Response:
+    """A JSON object. Numbers that are not finite become null: a client takes them for absent."""
+    return Response(orjson.dumps(dict(body), option=orjson.OPT_NON_STR_KEYS), status, headers, media_type="application/json")
+
+
+async def read_object(request: Request, *, largest: int = LARGEST) -> dict[str, Any]:
+    """The JSON object that a body is; `{}` for none. ControllerError 400 or 413 for anything else."""
+    body = await read_bytes(request, largest)
+    if not body.strip():
+        return {}
+    try:
+        value = orjson.loads(body)
+    except orjson.JSONDecodeError as cause:
+        raise ControllerError(f"the request's body is not JSON: {cause}", code="BODY_INVALID", status=400) from cause
+    if not isinstance(value, dict):
+        raise ControllerError("the request's body must be a JSON object", code="BODY_INVALID", status=400)
+    return cast(dict[str, Any], value)
+
+
+async def read_bytes(request: Request, largest: int) -> bytes:
+    """A body of at most `largest` bytes."""
+    parts: list[bytes] = []
+    size = 0
+    async for part in request.stream():
+        size += len(part)
+        if size > largest:
+            raise too_large(largest)
+        parts.append(part)
+    return b"".join(parts)
+
+
+def too_large(largest: int) -> ControllerError:
+    """Of a body."""
+    return ControllerError(f"the request's body is larger than {largest} bytes; send less", code="BODY_TOO_LARGE", status=413)
+
+
+def text_of(body: Mapping[str, Any], key: str, *, default: str | None = None) -> str:
+    """A string of a body; ControllerError 400 where it is missing (and there is no default) or of another type."""
+    value = body.get(key, default)
+    if not isinstance(value, str) or not value.strip():
+        text = f"{key} is missing" if value is None else f"{key} must be a string that is not empty"
+        raise ControllerError(f"the request's body: {text}", code="BODY_INVALID", status=400, details={"field": key})
+    return value
+
+
+def as_table(value: object) -> dict[str, Any]:
+    """A part of a body that is an object; empty where it is anything else."""
+    return cast(dict[str, Any], value) if isinstance(value, dict) else {}

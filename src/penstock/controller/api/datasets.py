@@ -1,0 +1,146 @@
+"""Datasets over HTTP: a record for each, uploads and downloads by links, and what was noted while one was received."""
+
+import asyncio
+from typing import Any
+from urllib.parse import quote
+
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response
+from starlette.routing import Route
+
+from penstock.controller.api.bodies import read_object, reply, text_of
+from penstock.controller.api.links import PATH, Links
+from penstock.controller.api.pages import number, page_reply, paged
+from penstock.controller.dataset_checks import preview
+from penstock.controller.datasets import Dataset
+from penstock.controller.stations import Controller
+from penstock.errors import ControllerError
+
+BASE = "/api/cli/datasets"
+
+
+def routes(controller: Controller, links: Links) -> list[Route]:
+    """Where what is."""
+    station = DatasetRoutes(controller, links)
+    return [
+        Route(BASE, station.begin, methods=["POST"]),
+        Route(BASE, station.listed, methods=["GET"]),
+        Route(f"{BASE}/{{ref}}", station.shown, methods=["GET"]),
+        Route(f"{BASE}/{{ref}}/complete", station.complete, methods=["POST"]),
+        Route(f"{BASE}/{{ref}}/abort", station.abort, methods=["POST"]),
+        Route(f"{BASE}/{{ref}}/download", station.download, methods=["GET"]),
+        Route(f"{BASE}/{{ref}}/logs", station.logs, methods=["GET"]),
+        Route(f"{PATH}/dataset-upload/{{token}}", station.upload, methods=["PUT"]),
+        Route(f"{PATH}/dataset/{{token}}", station.file, methods=["GET"]),
+    ]
+
+
+class DatasetRoutes:
+    """Their answers."""
+
+    def __init__(self, controller: Controller, links: Links) -> None:
+        self._datasets = controller.datasets
+        self._links = links
+
+    async def begin(self, request: Request) -> Response:
+        """A record with `upload`: one PUT of the whole file, by a link that is good for this upload alone."""
+        body = await read_object(request)
+        name, extension, size = text_of(body, "file_name"), text_of(body, "extension"), body.get("file_size")
+        if not isinstance(size, int) or isinstance(size, bool):
+            raise _wrong("file_size must be a whole number of bytes", "file_size")
+        replaced = text_of(body, "overwrite_dataset_id") if body.get("overwrite_dataset_id") is not None else None
+        begun = await asyncio.to_thread(
+            self._datasets.begin, name, size, extension.lower().lstrip("."), replaced, creator=request.state.who.name
+        )
+        upload = self._datasets.upload(begun.id)
+        assert upload is not None, "it was begun"
+        url = self._links.make("dataset-upload", dataset=begun.id, key=upload.key)
+        simple: dict[str, Any] = {
+            "method": "simple",
+            "s3_key": f"{begun.id}/{upload.key}",
+            "presigned_url": url,
+            "upload_headers": {},
+        }
+        return reply(_record(begun) | {"upload": simple | {"expires_in": int(self._links.lifetime_s)}}, 201)
+
+    async def upload(self, request: Request) -> Response:
+        """Bytes of a file, as they come."""
+        link = request.state.link
+        await self._datasets.receive(link["dataset"], request.stream(), key=link["key"])
+        return Response(status_code=204)
+
+    async def complete(self, request: Request) -> Response:
+        """The record, once every row was looked at; as `processing` where that takes long."""
+        body = await read_object(request)
+        extension = text_of(body, "file_extension") if body.get("file_extension") is not None else None
+        return reply(_record(await self._datasets.complete(request.path_params["ref"], extension)))
+
+    async def abort(self, request: Request) -> Response:
+        """The record of a dataset for which nothing is expected any more."""
+        return reply(_record(await asyncio.to_thread(self._datasets.abort, request.path_params["ref"])))
+
+    async def listed(self, request: Request) -> Response:
+        """A page."""
+        limit, offset = paged(request)
+        found, total = await asyncio.to_thread(self._datasets.page, limit=limit, offset=offset)
+        return page_reply("datasets", [_record(each) for each in found], total, limit, offset)
+
+    async def shown(self, request: Request) -> Response:
+        """A record with the first rows."""
+        found = self._datasets.get(request.path_params["ref"])
+        rows = await asyncio.to_thread(preview, found.path) if found.digest else None
+        return reply(_record(found) | {"data_preview": rows})
+
+    async def download(self, request: Request) -> Response:
+        """A link to the content as it is now: it leads there even where the dataset is replaced meanwhile."""
+        found = self._datasets.get(request.path_params["ref"])
+        if found.digest is None:
+            text = f"dataset {found.name!r} has no content: it is {found.status}{f' ({found.message})' if found.message else ''}"
+            raise ControllerError(text, code="DATASET_NOT_READY", status=409)
+        name = f"{found.name}.{found.extension}"
+        url = self._links.make("dataset", dataset=found.id, file=found.path.name, name=name)
+        return reply({"presigned_url": url, "expires_in": int(self._links.lifetime_s), "file_name": name})
+
+    async def file(self, request: Request) -> Response:
+        """The content behind a link."""
+        link = request.state.link
+        path = self._datasets.get(link["dataset"]).path.with_name(link["file"])
+        if not path.is_file():
+            raise ControllerError("the dataset's file is gone; upload it again", code="DATASET_NOT_FOUND", status=404)
+        plain = link["name"].encode("ascii", "replace").decode().replace('"', "_").replace("?", "_")
+        disposition = f"attachment; filename=\"{plain}\"; filename*=UTF-8''{quote(link['name'], safe='')}"
+        headers = {"content-disposition": disposition, "x-content-type-options": "nosniff", "cache-control": "no-store"}
+        return FileResponse(path, media_type="application/octet-stream", headers=headers)
+
+    async def logs(self, request: Request) -> Response:
+        """A page of what was noted."""
+        found = self._datasets.get(request.path_params["ref"])
+        limit, direction = number(request, "limit", 50, low=1, high=200), request.query_params.get("direction", "older")
+        if direction not in ("older", "newer"):
+            raise _wrong(f"direction = {direction[:40]!r}: give older or newer", "direction")
+        cursor, newer = request.query_params.get("cursor"), direction == "newer"
+        page = await asyncio.to_thread(self._datasets.logs.page, found.id, limit=limit, cursor=cursor, newer=newer)
+        return reply({"logs": page.entries, "next_cursor": page.next_cursor})
+
+
+def _record(dataset: Dataset) -> dict[str, Any]:
+    return {
+        "id": dataset.id,
+        "file_name": dataset.name,
+        "file_size": dataset.size,
+        "status": dataset.status,
+        "file_format": dataset.extension,
+        "original_file_format": dataset.extension,
+        "row_count": dataset.rows,
+        "original_file_size": dataset.size,
+        "creator_name": dataset.creator or None,
+        "created_at": dataset.created_at,
+        "updated_at": dataset.updated_at,
+        "df_stats": None,
+        "digest": dataset.digest,
+        "message": dataset.message or None,
+    }
+
+
+def _wrong(message: str, field: str) -> ControllerError:
+    return ControllerError(message, code="BODY_INVALID", status=400, details={"field": field})

@@ -1,0 +1,60 @@
+"""Secrets over HTTP: set, listed and deleted; no route tells a value."""
+
+import asyncio
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from penstock.controller.api.bodies import read_object, reply, text_of
+from penstock.controller.api.links import Links
+from penstock.controller.api.pages import page_reply, paged
+from penstock.controller.stations import Controller
+from penstock.controller.vault import Secret
+from penstock.errors import ControllerError
+
+PATH = "/api/cli/environment-secrets"
+
+
+def routes(controller: Controller, links: Links) -> list[Route]:
+    """Where what is."""
+    vault = controller.vault
+
+    async def listed(request: Request) -> Response:
+        limit, offset = paged(request)
+        scope = request.query_params.get("scope", "all")
+        found, total = await asyncio.to_thread(vault.page, scope, limit=limit, offset=offset)
+        return page_reply("environment_secrets", [_record(each) for each in found], total, limit, offset)
+
+    async def set_one(request: Request) -> Response:
+        body = await read_object(request)
+        value = body.get("value")
+        if not isinstance(value, str):  # never shown, so not by `text_of`, whose errors may grow to do that
+            raise ControllerError("value must be text", code="SECRET_INVALID", status=400, details={"field": "value"})
+        name, scope, who = text_of(body, "name"), text_of(body, "scope", default="user"), request.state.who.name
+        return reply(_record(await asyncio.to_thread(vault.set, name, value, scope, by=who)))
+
+    async def delete(request: Request) -> Response:
+        body = await read_object(request)
+        name, scope = text_of(body, "name"), text_of(body, "scope", default="user")
+        await asyncio.to_thread(vault.delete, name, scope)
+        return reply({"name": name, "scope": scope})
+
+    return [
+        Route(PATH, listed, methods=["GET"]),
+        Route(PATH, set_one, methods=["POST"]),
+        Route(PATH, delete, methods=["DELETE"]),
+    ]
+
+
+def _record(secret: Secret) -> dict[str, Any]:
+    return {
+        "id": secret.id,
+        "name": secret.name,
+        "scope": secret.scope,
+        "created_at": secret.created_at,
+        "updated_at": secret.updated_at,
+        "creator_name": secret.creator or None,
+        "updater_name": secret.updater or None,
+    }

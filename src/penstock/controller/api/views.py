@@ -1,0 +1,99 @@
+"""Runs as the platform shows them, in lists and one at a time. Pure."""
+
+from typing import Any
+
+from penstock.controller.api.bodies import as_table
+from penstock.controller.api.curves import Trained
+from penstock.controller.runs import Run
+
+NOT_SHOWN = ("experiment", "env", "secrets", "model", "agent", "dataset", "run")
+"""Tables that a detail tells in other places."""
+
+
+def accepted(run: Run) -> dict[str, Any]:
+    """Of a submission."""
+    return {"id": run.id, "name": run.name, "status": run.status, "created_at": run.created_at}
+
+
+def eval_row(run: Run, results: dict[str, Any] | None, settings: dict[str, Any]) -> dict[str, Any]:
+    """Of a list."""
+    return {**_scalars(run), **_references(run), "results": results, "config": _eval_config(run, settings)}
+
+
+def eval_detail(run: Run, results: dict[str, Any] | None, settings: dict[str, Any]) -> dict[str, Any]:
+    """One evaluation."""
+    config = _eval_config(run, settings)
+    return {"eval_run": _scalars(run), "config": config, "results": results, **_references(run), **_origin(run)}
+
+
+def training_row(run: Run, trained: Trained, steps: int | None) -> dict[str, Any]:
+    """Of a list; `steps` are those that were asked for."""
+    return {**_scalars(run), **_references(run), **_progress(trained, steps)}
+
+
+def training_detail(run: Run, trained: Trained, steps: int | None, settings: dict[str, Any]) -> dict[str, Any]:
+    """One training run."""
+    more = {"examples_processed_count": trained.examples, "notes": run.message or None}
+    scalars = {**_scalars(run), **_progress(trained, steps), **more}
+    return {"training_run": scalars, "config": _training_config(run, settings), **_references(run), **_origin(run)}
+
+
+def _scalars(run: Run) -> dict[str, Any]:
+    return {
+        **accepted(run),
+        "started_at": run.started_at,
+        "completed_at": run.ended_at,
+        "creator_name": run.submission.creator or None,
+        "creator_email": None,
+        "message": run.message or None,
+        "stop_asked": run.stop_asked,
+        "launches": run.launches,
+    }
+
+
+def _references(run: Run) -> dict[str, Any]:
+    """The names that lists and details use are not the same, so each has all."""
+    model, dataset, rollout = run.submission.model, run.submission.dataset, run.submission.rollout
+    return {
+        "model": {"id": model, "name": model, "model_name": model},
+        "dataset": {"id": dataset, "name": dataset, "file_name": dataset, "digest": run.submission.dataset_digest},
+        "rollout": {"id": rollout, "name": rollout},
+    }
+
+
+def _origin(run: Run) -> dict[str, Any]:
+    submitted = run.submission
+    return {
+        "entrypoint": submitted.entrypoint,
+        "repository": submitted.repository or None,
+        "branch": submitted.branch,
+        "commit_sha": submitted.commit_sha,
+        "dirty": submitted.dirty,
+        "snapshot": submitted.snapshot,
+        "env_config": submitted.env,
+        "resolved_secret_scopes": submitted.secrets,
+        "is_internal_user": False,
+    }
+
+
+def _progress(trained: Trained, steps: int | None) -> dict[str, Any]:
+    return {"current_step": trained.step, "total_steps": trained.steps or steps, "reward": trained.reward}
+
+
+def _eval_config(run: Run, settings: dict[str, Any]) -> dict[str, Any]:
+    """Flat. What was submitted as `[evaluation]`, or our own `[eval]`, and always the model and the attempts at each row."""
+    section: dict[str, Any] = settings.get("eval", {})
+    table = as_table(run.submission.tables.get("evaluation")) or {key: value for key, value in section.items() if key != "samples"}
+    return {**_plain(table), "model_path": run.submission.model, "n": section.get("samples", 1)}
+
+
+def _training_config(run: Run, settings: dict[str, Any]) -> dict[str, Any]:
+    """By table."""
+    submitted = {key: _plain(as_table(table)) for key, table in run.submission.tables.items() if key not in NOT_SHOWN}
+    tables = {key: table for key, table in submitted.items() if table}
+    return {"model_path": run.submission.model, **(tables or {"train": _plain(settings.get("train", {}))})}
+
+
+def _plain(table: dict[str, Any]) -> dict[str, Any]:
+    """Without what is not set."""
+    return {key: value for key, value in table.items() if value is not None and value != ""}

@@ -1,0 +1,222 @@
+"""The other end of a controller's API: a method for each route, over plain HTTP, one connection for each request."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import quote, urlencode
+
+from penstock import __version__
+from penstock.controller.runs import Kind
+from penstock.controller.transfer import Exchange, Progress, put_file, send
+
+ROUTES: Mapping[Kind, str] = {"eval": "eval-runs", "train": "training-runs"}
+PAGE = 50
+"""The most rows that a list gives at once."""
+Scope = Literal["all", "user", "workspace"]
+Answer = dict[str, Any]
+
+
+class Client:
+    """Asks a controller; whatever it refuses, and that it cannot be reached, is a ControllerError with its code.
+
+    Nothing is asked twice but uploads and downloads of files: a request that changes something is sent once.
+    A `ref` is a name or an id.
+    """
+
+    def __init__(self, url: str, token: str | None, git: str | None = None, *, timeout_s: float = 30.0) -> None:
+        self.url = url.rstrip("/")
+        self.git = git
+        """`owner/name` of the repository that stands for the code where no snapshot is sent along."""
+        self.token = token
+        self._timeout_s = timeout_s
+
+    def health(self) -> Answer:
+        """That it serves, without a token."""
+        return self._ask("GET", "/health", token=False)
+
+    def verify(self) -> Answer:
+        """Who the token belongs to."""
+        return self._cli("GET", "verify")
+
+    def authorize_device(self, device_name: str) -> Answer:
+        """Ask for a login that a person approves with `penstock controller approve`."""
+        return self._cli("POST", "device/authorize", {"deviceName": device_name}, token=False)
+
+    def device_token(self, device_code: str) -> Answer:
+        """The token of an approved login; a ControllerError whose message is `authorization_pending` until then."""
+        return self._cli("POST", "device/token", {"device_code": device_code}, token=False)
+
+    def approve(self, user_code: str) -> Answer:
+        """Let the device in that shows this code."""
+        return self._cli("POST", "device/approve", {"user_code": user_code})
+
+    def revoke(self, token_id: str) -> Answer:
+        """Make a token worthless."""
+        return self._cli("DELETE", f"tokens/{_segment(token_id)}")
+
+    def submit_run(self, kind: Kind, body: Mapping[str, Any]) -> Answer:
+        """Queue a run: `id, name, status, created_at`. It takes as long as the preflight of the controller does."""
+        return self._cli("POST", ROUTES[kind], body, timeout_s=300.0)
+
+    def runs(self, kind: Kind, *, limit: int = PAGE, offset: int = 0) -> Answer:
+        """A page of runs under `eval_runs` or `training_runs`, newest first."""
+        return self._cli("GET", ROUTES[kind], query={"limit": limit, "offset": offset})
+
+    def run(self, kind: Kind, ref: str) -> Answer:
+        """All there is to know of a run but its numbers; the run itself is under `eval_run` or `training_run`."""
+        return self._cli("GET", _run(kind, ref))
+
+    def stop(self, kind: Kind, ref: str) -> Answer:
+        """Ask a run to end."""
+        return self._cli("POST", _run(kind, ref, "stop"), {})
+
+    def metrics(self, kind: Kind, ref: str) -> Answer:
+        """A run's numbers so far."""
+        return self._cli("GET", _run(kind, ref, "metrics"))
+
+    def logs(
+        self,
+        kind: Kind,
+        ref: str,
+        *,
+        limit: int = PAGE,
+        cursor: str | None = None,
+        direction: Literal["older", "newer"] = "older",
+    ) -> Answer:
+        """A page of what a run's process said: the newest one and back from there, or from the beginning on (`newer`)."""
+        return self._cli("GET", _run(kind, ref, "logs"), query={"limit": limit, "direction": direction, "cursor": cursor})
+
+    def checkpoints(self, ref: str) -> Answer:
+        """Those that a training run has kept."""
+        return self._cli("GET", _run("train", ref, "checkpoints"))
+
+    def manifest(self, kind: Kind, ref: str, *, types: Sequence[str], rows: str | None = None) -> Answer:
+        """The files of a run that can be downloaded: `{files: [{path, size, token?}], totals}`."""
+        return self._cli("GET", _run(kind, ref, "samples/manifest"), query={"types": ",".join(types), "rows": rows})
+
+    def download_urls(self, kind: Kind, ref: str, items: Sequence[Mapping[str, Any]]) -> Answer:
+        """Links of files of a manifest, at most 500 at once: `{items: [{path, url}]}`."""
+        return self._cli("POST", _run(kind, ref, "samples/download-urls"), {"items": list(items)})
+
+    def put_snapshot(self, archive: Path, digest: str, progress: Progress | None = None) -> Answer:
+        """Upload code once; the controller knows it by its SHA-256."""
+        url = f"{self.url}/api/cli/snapshots/{digest}"
+        return put_file(url, archive, {**self._headers(), "content-type": "application/gzip"}, progress, stage="sending the code")
+
+    def begin_dataset(self, name: str, *, size: int, extension: str, overwrite_id: str | None = None) -> Answer:
+        """A new dataset with `upload`, which says where the file goes."""
+        body: Answer = {"file_name": name, "file_size": size, "extension": extension}
+        return self._cli("POST", "datasets", body | ({"overwrite_dataset_id": overwrite_id} if overwrite_id else {}))
+
+    def complete_dataset(self, dataset_id: str, *, extension: str, parts: Sequence[Mapping[str, Any]] = ()) -> Answer:
+        """Say that the file is there; the dataset as it is then."""
+        body: Answer = {"file_extension": extension} | ({"parts": list(parts)} if parts else {})
+        return self._cli("POST", f"datasets/{_segment(dataset_id)}/complete", body, timeout_s=300.0)
+
+    def abort_dataset(self, dataset_id: str) -> Answer:
+        """Give an upload up."""
+        return self._cli("POST", f"datasets/{_segment(dataset_id)}/abort", {})
+
+    def datasets(self, *, limit: int = PAGE, offset: int = 0) -> Answer:
+        """A page of datasets under `datasets`, newest first."""
+        return self._cli("GET", "datasets", query={"limit": limit, "offset": offset})
+
+    def dataset(self, ref: str) -> Answer:
+        """One dataset, with its first rows under `data_preview`."""
+        return self._cli("GET", f"datasets/{_segment(ref)}")
+
+    def dataset_link(self, ref: str) -> Answer:
+        """Where its file can be fetched: `presigned_url`, `file_name`."""
+        return self._cli("GET", f"datasets/{_segment(ref)}/download")
+
+    def dataset_logs(self, ref: str, *, limit: int = PAGE, cursor: str | None = None) -> Answer:
+        """What was noted while it was received."""
+        return self._cli("GET", f"datasets/{_segment(ref)}/logs", query={"limit": limit, "direction": "older", "cursor": cursor})
+
+    def models(self, kind: Literal["base", "lora"], *, limit: int = PAGE, offset: int = 0) -> Answer:
+        """A page of models under `models`: those to begin with, or those that runs have trained."""
+        return self._cli("GET", f"models/{kind}", query={"limit": limit, "offset": offset})
+
+    def model(self, name: str) -> Answer:
+        """One trained model."""
+        return self._cli("GET", f"models/{_segment(name)}")
+
+    def deploy(self, name: str) -> Answer:
+        """Have a trained model served."""
+        return self._cli("POST", f"models/{_segment(name)}/deploy", {}, timeout_s=300.0)
+
+    def undeploy(self, name: str) -> Answer:
+        """Serve it no longer."""
+        return self._cli("POST", f"models/{_segment(name)}/undeploy", {})
+
+    def secrets(self, *, scope: Scope = "all", limit: int = PAGE, offset: int = 0) -> Answer:
+        """A page of secrets under `environment_secrets`, never with their values."""
+        return self._cli("GET", "environment-secrets", query={"scope": scope, "limit": limit, "offset": offset})
+
+    def set_secret(self, name: str, value: str, scope: Literal["user", "workspace"]) -> Answer:
+        """Keep a secret, in the place of one of the same name and scope."""
+        return self._cli("POST", "environment-secrets", {"name": name, "value": value, "scope": scope})
+
+    def delete_secret(self, name: str, scope: Literal["user", "workspace"]) -> Answer:
+        """Forget a secret."""
+        return self._cli("DELETE", "environment-secrets", {"name": name, "scope": scope})
+
+    def rollouts(self, *, limit: int = PAGE, offset: int = 0, branch: str | None = None) -> Answer:
+        """A page of rollouts in the repositories that the controller knows, under `rollouts`."""
+        return self._cli("GET", "rollouts", query={"limit": limit, "offset": offset, "branch": branch})
+
+    def register_repository(self, name: str, path: Path) -> Answer:
+        """Let `owner/name` stand for a repository on the controller's machine."""
+        return self._cli("POST", "repositories", {"name": name, "path": str(path)})
+
+    def _cli(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        *,
+        query: Mapping[str, Any] | None = None,
+        token: bool = True,
+        timeout_s: float | None = None,
+    ) -> Answer:
+        chosen = {key: value for key, value in (query or {}).items() if value is not None}
+        return self._ask(method, f"/api/cli/{path}?{urlencode(chosen)}".rstrip("?"), body, token=token, timeout_s=timeout_s)
+
+    def _ask(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        *,
+        token: bool = True,
+        timeout_s: float | None = None,
+    ) -> Answer:
+        exchange = Exchange(method=method, url=f"{self.url}{path}", headers=self._headers(token=token))
+        return send(exchange, body, timeout_s=timeout_s or self._timeout_s)
+
+    def _headers(self, *, token: bool = True) -> dict[str, str]:
+        headers = {"user-agent": f"penstock/{__version__}"}
+        if self.git:
+            headers["x-osmosis-git"] = self.git
+        if token and self.token:
+            headers["authorization"] = f"Bearer {self.token}"
+        return headers
+
+
+def every(following: Callable[[int], Answer], key: str) -> Iterator[Answer]:
+    """The rows of all pages of a list; `following` fetches the page at an offset."""
+    offset: int | None = 0
+    while offset is not None:
+        page = following(offset)
+        rows: list[Answer] = page.get(key) or []
+        yield from rows
+        offset = page.get("next_offset") if rows else None
+
+
+def _run(kind: Kind, ref: str, below: str = "") -> str:
+    return f"{ROUTES[kind]}/{_segment(ref)}" + (f"/{below}" if below else "")
+
+
+def _segment(text: str) -> str:
+    """`text` as one segment of a path."""
+    return quote(text, safe="") or "%20"

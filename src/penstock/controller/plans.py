@@ -1,0 +1,247 @@
+"""A submission's body to what it asks for: the config of a run, its variables and secrets, and the file of its tasks."""
+
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from hashlib import file_digest
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from pydantic import Field
+
+from penstock.config import RunConfig, make_config
+from penstock.controller.datasets import Dataset
+from penstock.controller.runs import Kind, RunFiles
+from penstock.controller.stations import Controller
+from penstock.errors import ConfigError, ControllerError, DatasetError, Issue, several
+from penstock.sdk.dataset import count_rows
+from penstock.tables import validate
+from penstock.workspace.bodies import to_tables
+from penstock.workspace.experiment import read_experiment
+from penstock.workspace.layout import ROLLOUTS, Workspace
+from penstock.workspace.sections import VARIABLE, SecretsTable, Strict
+
+WHERE = "the submission"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A run that could be made; the author's code was not looked at yet."""
+
+    name: str
+    """That is wished for."""
+    config: RunConfig
+    """With absolute paths."""
+    tables: dict[str, Any]
+    """As they were submitted."""
+    rollout: str
+    entrypoint: str
+    model: str
+    dataset: str
+    digest: str
+    """Of the tasks."""
+    env: dict[str, str]
+    secrets: tuple[str, ...]
+    project: Path
+    """Folder that may have a pyproject.toml."""
+
+
+class Extras(Strict):
+    """What a submission of a run's own config may have beside it."""
+
+    env_config: dict[str, str] = Field(default_factory=dict[str, str])
+    secrets: SecretsTable = SecretsTable()
+
+
+def plan(controller: Controller, kind: Kind, body: Mapping[str, Any], files: RunFiles) -> Plan:
+    """Read the body, with the code unpacked at `files.code`; ConfigError lists everything that is wrong with it."""
+    if ("experiment_config" in body) == ("run_config" in body):
+        raise ConfigError(f"{WHERE} needs one of experiment_config and run_config")
+    name = body.get("name")
+    if name is not None and not (isinstance(name, str) and name.strip()):
+        raise several(WHERE, [Issue("name", "name is no text; write what the run is to be called, or leave it out")])
+    found = (_of_experiment if "experiment_config" in body else _of_config)(controller, kind, body, files)
+    return replace(found, name=name) if name else found
+
+
+def _of_experiment(controller: Controller, kind: Kind, body: Mapping[str, Any], files: RunFiles) -> Plan:
+    experiment = read_experiment(to_tables(body), kind, WHERE)
+    tasks = _named_dataset(controller, experiment.dataset, files, is_own="snapshot" in body)
+    model = controller.deployments.resolve(experiment.model_path)
+    tree = experiment.run_config(code=files.code, dataset=tasks.path, rows=tasks.rows, model=model)
+    config = make_config(tree, WHERE)
+    return Plan(
+        name=experiment.rollout,
+        config=config,
+        tables=experiment.tables,
+        rollout=experiment.rollout,
+        entrypoint=experiment.entrypoint,
+        model=experiment.model_path,
+        dataset=tasks.name,
+        digest=tasks.digest,
+        env=experiment.env,
+        secrets=_secrets(controller, experiment.secrets, config),
+        project=files.code / ROLLOUTS / experiment.rollout,
+    )
+
+
+def _of_config(controller: Controller, kind: Kind, body: Mapping[str, Any], files: RunFiles) -> Plan:
+    tables, file = _run_config(body)
+    extras = validate(Extras, {key: body[key] for key in ("env_config", "secrets") if body.get(key) is not None}, WHERE)
+    _check_variables(extras.env_config)
+    base, given = (files.code / file).parent, make_config(tables, file)
+    named = given.dataset.eval if kind == "eval" and given.dataset.eval else given.dataset.train
+    config = _absolute(controller, given, base, files)
+    tasks = config.dataset.eval if kind == "eval" and config.dataset.eval else config.dataset.train
+    return Plan(
+        name=config.run.name,
+        config=config,
+        tables=tables,
+        rollout=given.run.name,
+        entrypoint=given.agent.entry.as_posix(),
+        model=given.model.name,
+        dataset=named.name,
+        digest=_digest(tasks),
+        env=extras.env_config,
+        secrets=_secrets(controller, extras.secrets.required, config),
+        project=base,
+    )
+
+
+def _run_config(body: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    given: Any = body["run_config"]
+    tables, file = (given.get("tables"), given.get("file", "penstock.toml")) if isinstance(given, dict) else (None, None)  # pyright: ignore
+    if not isinstance(tables, dict) or not isinstance(file, str) or not inside(file):
+        raise ConfigError(f"{WHERE}: run_config needs `tables`, those of a run's file, and `file`, its path in the snapshot")
+    return cast("dict[str, Any]", tables), file
+
+
+def _absolute(controller: Controller, config: RunConfig, base: Path, files: RunFiles) -> RunConfig:
+    """The same with paths into the snapshot, and datasets and models of the controller's in the place of their names."""
+    issues: list[Issue] = []
+
+    def place(key: str, path: Path) -> Path:
+        found = Path(os.path.normpath(base / path))
+        if not found.is_relative_to(files.code):
+            issues.append(
+                Issue(key, f"{key} = {str(path)!r} is not in the submitted folder; put it there, and name it from {base.name}/")
+            )
+        return found
+
+    def tasks(key: str, path: Path) -> Path:
+        if (base / path).exists() or (known := _uploaded(controller, path.name)) is None:
+            return place(key, path)
+        return _kept(known, files)
+
+    agent, dataset = config.agent, config.dataset
+    entry, folder = place("agent.entry", agent.entry), place("agent.folder", agent.folder)
+    flows = agent.flows and place("agent.flows", agent.flows)
+    train, heldout = tasks("dataset.train", dataset.train), dataset.eval and tasks("dataset.eval", dataset.eval)
+    if issues:
+        raise several(WHERE, issues)
+    local = next((path for path in (base / config.model.name, files.code / config.model.name) if path.exists()), None)
+    model = controller.deployments.resolve(config.model.name) or (str(local.resolve()) if local else config.model.name)
+    return config.model_copy(
+        update={
+            "agent": agent.model_copy(update={"entry": entry, "folder": folder, "flows": flows}),
+            "dataset": dataset.model_copy(update={"train": train, "eval": heldout}),
+            "model": config.model.model_copy(update={"name": model}),
+        }
+    )
+
+
+class Tasks(NamedTuple):
+    """A dataset as one run has it."""
+
+    name: str
+    path: Path
+    digest: str
+    rows: int
+
+
+def _named_dataset(controller: Controller, name: str, files: RunFiles, *, is_own: bool) -> Tasks:
+    """One of the controller's, else a file of the workspace that was submitted; where both are and differ, none can be chosen."""
+    known = _uploaded(controller, name)
+    try:
+        file = Workspace(files.code).dataset(name)
+    except DatasetError:
+        file = None
+    if file is not None and not file.is_relative_to(files.code.resolve()):
+        file = None
+    if known is not None and file is not None and is_own and _digest(file) != known.digest:
+        text = f"experiment.dataset = {name!r}: the uploaded dataset is not what {file.name} in the workspace holds now"
+        raise several(
+            WHERE, [Issue("experiment.dataset", f"{text}; upload it again (penstock dataset upload), or rename one of them")]
+        )
+    if known is not None:
+        return Tasks(known.name, _kept(known, files), str(known.digest), known.rows or count_rows(known.path))
+    if file is None:
+        text = f"experiment.dataset = {name!r}: no such dataset, neither uploaded nor as data/{name}.jsonl in the workspace"
+        raise several(WHERE, [Issue("experiment.dataset", f"{text}; upload it with: penstock dataset upload FILE")])
+    return Tasks(name, file, _digest(file), count_rows(file))
+
+
+def _uploaded(controller: Controller, name: str) -> Dataset | None:
+    try:
+        found = controller.datasets.get(name)
+    except ControllerError as error:
+        if error.status == 404:
+            return None
+        raise
+    if found.digest is None:
+        text = f"dataset {name!r} has no content yet ({found.status}); wait for it, or upload it again"
+        raise ControllerError(text, code="DATASET_NOT_READY", status=409)
+    return found
+
+
+def _kept(dataset: Dataset, files: RunFiles) -> Path:
+    """The run's own name for the dataset's content, which lives as long as the run whatever becomes of the dataset."""
+    place = files.path / "tasks" / f"{dataset.digest}.{dataset.extension}"
+    place.parent.mkdir(exist_ok=True)
+    if not place.exists():
+        try:
+            os.link(dataset.path, place)
+        except OSError:  # another disk
+            shutil.copyfile(dataset.path, place)
+    return place
+
+
+def _digest(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return file_digest(file, "sha256").hexdigest()
+    except OSError as cause:
+        raise DatasetError(f"{path.name}: the file of tasks cannot be read: {cause.strerror}; check its path") from cause
+
+
+def _secrets(controller: Controller, names: Iterable[str], config: RunConfig) -> tuple[str, ...]:
+    """Those that are asked for, and the keys of endpoints that the config names and the controller has."""
+    keys = [value for value in _key_variables(config.model_dump(mode="json")) if _has_secret(controller, value)]
+    return tuple(dict.fromkeys([*names, *keys]))
+
+
+def _key_variables(tree: Any) -> Iterator[str]:
+    """Values of settings that name a variable with a key."""
+    if isinstance(tree, Mapping):
+        for key, value in cast("Mapping[str, Any]", tree).items():
+            if key.endswith("api_key_env") and isinstance(value, str) and value:
+                yield value
+            yield from _key_variables(value)
+
+
+def _has_secret(controller: Controller, name: str) -> bool:
+    try:
+        return bool(controller.vault.scopes([name]))
+    except ControllerError:
+        return False
+
+
+def _check_variables(env: Mapping[str, str]) -> None:
+    if wrong := [name for name in env if not VARIABLE.fullmatch(name)]:
+        raise several(WHERE, [Issue(f"env.{name}", f"{name!r} is no name of a variable; use A-Z, 0-9 and _") for name in wrong])
+
+
+def inside(path: str) -> bool:
+    """Whether a path of a snapshot stays in it."""
+    return bool(path) and not path.startswith("/") and ".." not in path.split("/") and "\0" not in path

@@ -1,0 +1,148 @@
+"""Repositories on this machine that stand for an owner/name: where code comes from when a submission brings none."""
+
+import re
+import subprocess
+from pathlib import Path
+from typing import NamedTuple
+
+from penstock.controller.database import Database
+from penstock.controller.runs import now
+from penstock.errors import ControllerError
+
+TABLE = """CREATE TABLE IF NOT EXISTS repositories (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL UNIQUE, path TEXT NOT NULL, created_at TEXT NOT NULL)"""
+NAME = re.compile(r"[a-z0-9](?:[a-z0-9._-]{0,98}[a-z0-9_-])?/[a-z0-9._-]{0,99}[a-z0-9_-]")
+FOLDERS = ("rollouts", "configs/eval", "configs/training", "data")
+"""Of a workspace that is not under git."""
+GIT_S = 30.0
+"""The longest that git may take to list a folder."""
+
+
+class Repository(NamedTuple):
+    """One that was registered."""
+
+    name: str
+    """owner/name, lower case."""
+    path: Path
+    created_at: str
+
+
+class Listing(NamedTuple):
+    """The rollouts of a repository at one commit."""
+
+    names: list[str]
+    commit_sha: str | None
+    """None where the folder is not under git."""
+    committed_at: str | None
+
+
+class Repositories:
+    """The register."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        database.create(TABLE)
+
+    def register(self, name: str, path: Path) -> Repository:
+        """Let `name` stand for the folder at `path`, from now on; ControllerError 400 where it cannot."""
+        name = checked_name(name)
+        place = _checked_path(path)
+        statement = "INSERT INTO repositories (name, path, created_at) VALUES (?, ?, ?) ON CONFLICT (name) DO UPDATE SET path = ?"
+        self._database.write(statement, [name, str(place), now(), str(place)])
+        return self.find(name)
+
+    def get(self, name: str) -> Path:
+        """Its folder."""
+        return self.find(name).path
+
+    def find(self, name: str) -> Repository:
+        """ControllerError 404 for a name that nothing stands behind, and 409 for a folder that is gone."""
+        found = self._database.row("SELECT name, path, created_at FROM repositories WHERE name = ?", [name.lower()])
+        if found is None:
+            text = f"repository {name!r} is not known to this controller; on its machine run: penstock controller register"
+            raise ControllerError(f"{text} {name.lower()} PATH", code="REPOSITORY_UNKNOWN", status=404)
+        known = Repository(found["name"], Path(found["path"]), found["created_at"])
+        if not known.path.is_dir():
+            text = f"repository {known.name!r} is registered at {known.path}, which is gone; register it where it is now"
+            raise ControllerError(text, code="REPOSITORY_GONE", status=409)
+        return known
+
+    def page(self, *, limit: int = 50, offset: int = 0) -> tuple[list[Repository], int]:
+        """Newest first, and how many there are in all."""
+        statement = "SELECT name, path, created_at FROM repositories ORDER BY seq DESC LIMIT ? OFFSET ?"
+        found = [
+            Repository(row["name"], Path(row["path"]), row["created_at"]) for row in self._database.rows(statement, [limit, offset])
+        ]
+        return found, self._database.rows("SELECT count(*) FROM repositories")[0][0]
+
+    def rollouts(self, name: str, *, branch: str | None = None) -> Listing:
+        """The folders under `rollouts/`, at HEAD or at the tip of a branch; it waits for git, so ask in a thread."""
+        path = self.get(name)
+        if not _is_git(path):
+            return Listing(_folders(path) if branch is None else _no_branch(name, branch), None, None)
+        told = _tip(path, branch)
+        if told is None:
+            return Listing(_no_branch(name, branch) if branch is not None else [], None, None)  # or there is no commit yet
+        commit, _, committed_at = told.strip().partition(" ")
+        listed = _git(path, "ls-tree", "-d", "-z", "--name-only", f"{commit}:rollouts")
+        names = [entry for entry in (listed or "").split("\0") if entry and not entry.startswith((".", "_"))]
+        return Listing(sorted(names), commit, committed_at or None)
+
+
+def checked_name(name: str) -> str:
+    """`name` in lower case; ControllerError 400 where it is no owner/name."""
+    lower = name.lower()
+    if not NAME.fullmatch(lower):
+        text = f"{name[:120]!r} is not the name of a repository; write it as owner/name, such as acme/agents"
+        raise ControllerError(text, code="REPOSITORY_INVALID", status=400, details={"field": "name"})
+    return lower
+
+
+def _checked_path(path: Path) -> Path:
+    place = path.expanduser()
+    why = ""
+    if not place.is_absolute():
+        why = "is not an absolute path"
+    elif not place.is_dir():
+        why = "is no folder on the controller's machine"
+    elif not _is_git(place) and (missing := [name for name in FOLDERS if not (place / name).is_dir()]):
+        why = f"is neither a git repository nor a workspace: it has no {missing[0]}/"
+    if why:
+        raise ControllerError(f"{place} {why}", code="REPOSITORY_INVALID", status=400, details={"field": "path"})
+    return place.resolve()
+
+
+def _is_git(path: Path) -> bool:
+    """Whether `path` is the top of a work tree, or a bare repository."""
+    told = _git(path, "rev-parse", "--is-bare-repository", "--show-prefix")
+    bare, _, prefix = (told or "").partition("\n")
+    return bare == "true" or (bare == "false" and not prefix.strip())
+
+
+def _tip(path: Path, branch: str | None) -> str | None:
+    """Commit and its date of HEAD or a branch, here or as it was last fetched; None where there is none."""
+    if branch is not None and (not branch or set(branch) & set(" ~^:?*[\\\0\n")):
+        return None
+    places = ("HEAD",) if branch is None else (f"refs/heads/{branch}", f"refs/remotes/origin/{branch}")
+    return next((told for place in places if (told := _git(path, "log", "-1", "--format=%H %cI", place, "--"))), None)
+
+
+def _no_branch(name: str, branch: str) -> list[str]:
+    text = f"repository {name!r} has no branch {branch[:120]!r} on the controller's machine; fetch it there, or leave it out"
+    raise ControllerError(text, code="BRANCH_UNKNOWN", status=404, details={"field": "branch"})
+
+
+def _folders(path: Path) -> list[str]:
+    place = path / "rollouts"
+    found = place.iterdir() if place.is_dir() else ()
+    return sorted(each.name for each in found if each.is_dir() and not each.name.startswith((".", "_")))
+
+
+def _git(path: Path, *arguments: str) -> str | None:
+    """What git says; None where it fails."""
+    command = ["git", "-C", str(path), *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=GIT_S, stdin=subprocess.DEVNULL, check=False)
+    except (OSError, subprocess.TimeoutExpired) as cause:
+        raise ControllerError(f"git cannot be asked about {path}: {cause}", code="GIT_FAILED", status=503) from cause
+    return done.stdout.decode("utf-8", "replace") if done.returncode == 0 else None

@@ -1,0 +1,166 @@
+"""The log of one run: what its process said, line by line, without its secrets, never torn and never without bound."""
+
+import base64
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, quote_plus
+
+import orjson
+
+from penstock.controller.runs import now
+
+LINE_CHARS = 16_000
+"""Of one line in the log; what is beyond is cut off, and that is said."""
+_BUFFER_BYTES = 128 * 1024
+"""Of a line that has not ended: more than is kept of it, so that a secret across that border is seen whole."""
+REDACTED = "[redacted]"
+
+_CODES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|[\x00-\x08\x0b-\x1f\x7f]")
+"""What colours text and moves cursors."""
+_ERROR = re.compile(r"^penstock: |^(?:[\w.]+\.)?\w*(?:Error|Exception|Interrupt|Exit)(?::|$)|\b(?:ERROR|CRITICAL|FATAL)\b")
+_WARNING = re.compile(r"\bWARN(?:ING)?\b|Warning:")
+_STEP = re.compile(r"^step +(\d+)/\d")
+
+
+class Strike:
+    """Takes known secrets out of a text, in the forms in which programs print them."""
+
+    def __init__(self, values: Iterable[str]) -> None:
+        forms = {form for value in values for part in _parts(value) for form in _forms(part)}
+        self._secret = re.compile("|".join(re.escape(form) for form in sorted(forms, key=len, reverse=True)) or r"(?!)")
+
+    def __call__(self, text: str) -> str:
+        """The text without them."""
+        return self._secret.sub(REDACTED, text)
+
+
+class Lines:
+    """Bytes as they come to lines of text. Of what a carriage return overwrites, the last is kept, as on a terminal."""
+
+    def __init__(self, strike: Strike) -> None:
+        self._strike = strike
+        self._rest = bytearray()
+        self._skipping = False
+
+    def feed(self, chunk: bytes) -> Iterator[str]:
+        """The lines that end in `chunk`."""
+        *ends, rest = chunk.split(b"\n")
+        for end in ends:
+            if not self._skipping:
+                yield self._text(self._rest + end)
+            self._rest.clear()
+            self._skipping = False
+        self._rest += rest
+        if len(self._rest) > _BUFFER_BYTES:
+            kept = self._rest.rpartition(b"\r")[2]  # a progress bar that never ends its line
+            if len(kept) > _BUFFER_BYTES:
+                if not self._skipping:
+                    yield self._text(kept)
+                self._skipping, kept = True, bytearray()
+            self._rest = kept
+
+    def close(self) -> Iterator[str]:
+        """The last line, where nothing ended it."""
+        if self._rest and not self._skipping:
+            yield self._text(self._rest)
+        self._rest.clear()
+
+    def _text(self, line: bytearray) -> str:
+        text = line.decode("utf-8", "replace").rstrip("\r\n").rpartition("\r")[2]
+        text = self._strike(_CODES.sub("", text))
+        return text if len(text) <= LINE_CHARS else f"{text[:LINE_CHARS]} … (a longer line; the rest is left out)"
+
+
+class RunLog:
+    """The file, open for appending. A full disk costs lines, which are counted, and nothing else."""
+
+    def __init__(self, path: Path, limit_mb: float) -> None:
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+        self._limit = int(limit_mb * 1_000_000)
+        self._size = self._mend()
+        self.resumed = self._size > 0
+        """Whether an earlier process wrote to it."""
+        self._full = self._size > self._limit
+        self._lost = 0
+        self.reason = ""
+        """The last line that tells of an error; else the last line whose level nobody gave."""
+        self._error = False
+
+    def close(self) -> None:
+        """Make it durable and give the file back."""
+        with suppress(OSError):  # a disk that fails must not undo a run that has ended
+            os.fsync(self._descriptor)
+        os.close(self._descriptor)
+
+    def add(self, text: str, level: str = "") -> None:
+        """One line; its level is read off the text unless given."""
+        found = level or level_of(text)
+        if text.strip() and (found == "error" or not (level or self._error)):
+            self.reason, self._error = text.strip()[:500], found == "error"
+        if self._full:
+            return
+        if self._lost and self._write(_entry(f"{self._lost} lines are missing here: the disk was full", "warning")):
+            self._lost = 0
+        entry = _entry(text, found)
+        if self._size + len(entry) > self._limit:
+            self._full = True
+            entry = _entry(f"the log is full ({self._limit / 1e6:g} MB); what is said from here on is left out", "warning")
+        if not self._write(entry):
+            self._lost += 1
+
+    def _write(self, entry: bytes) -> bool:
+        try:
+            written = os.write(self._descriptor, entry)
+        except OSError:
+            written = 0
+        if written < len(entry):
+            with suppress(OSError):
+                os.ftruncate(self._descriptor, self._size)
+            return False
+        self._size += written
+        return True
+
+    def _mend(self) -> int:
+        """Take off what a kill left of a last line; the size then."""
+        size = before = os.fstat(self._descriptor).st_size
+        while size and os.pread(self._descriptor, 1, size - 1) != b"\n":
+            start = max(0, size - 65536)
+            size = start + os.pread(self._descriptor, size - start, start).rfind(b"\n") + 1
+        if size < before:
+            os.ftruncate(self._descriptor, size)
+        return size
+
+
+def level_of(text: str) -> str:
+    """`error`, `warning` or `info`, as far as a line shows it."""
+    return "error" if _ERROR.search(text) else "warning" if _WARNING.search(text) else "info"
+
+
+def _entry(text: str, level: str) -> bytes:
+    step = _STEP.match(text)
+    entry: dict[str, Any] = {"timestamp": now(), "level": level, "step": step.group(1) if step else "", "message": text}
+    return orjson.dumps(entry | {"details": None}, option=orjson.OPT_APPEND_NEWLINE)
+
+
+def _parts(value: str) -> list[str]:
+    """The value, and each line of one that has several: a log has lines."""
+    lines = [line.strip() for line in value.splitlines()]
+    return [part for part in (value, value.strip(), *(line for line in lines if len(line) >= 8 or len(lines) == 1)) if part]
+
+
+def _forms(value: str) -> Iterator[str]:
+    """As it stands, escaped as in JSON and in Python's repr, in an address, in base64."""
+    yield value
+    yield json.dumps(value)[1:-1]
+    yield json.dumps(value, ensure_ascii=False)[1:-1]
+    yield repr(value)[1:-1]
+    yield quote(value, safe="")
+    yield quote_plus(value)
+    if len(value) >= 6:
+        yield base64.b64encode(value.encode()).decode().rstrip("=")
+        yield base64.urlsafe_b64encode(value.encode()).decode().rstrip("=")

@@ -1,0 +1,157 @@
+"""A process that serves one model over HTTP to whoever has its token. It keeps nothing of what was asked.
+
+It is run as a program: it reads its orders from stdin, says on stdout where it serves or why it cannot, and ends when it is told
+to or when the controller that started it is gone. Each call is a rollout of its own, which is forgotten once it was answered.
+"""
+
+import asyncio
+import contextlib
+import hmac
+import os
+import secrets
+import signal
+import sys
+import threading
+import time
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+import orjson
+from starlette.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
+
+from penstock.codec import from_json
+from penstock.config import EngineSection
+from penstock.controller import serving_vllm
+from penstock.controller.serving_orders import HOST, Orders, bound
+from penstock.engines import ENGINES
+from penstock.engines.base import Engine
+from penstock.errors import PenstockError
+from penstock.gateway.app import Gateway
+from penstock.gateway.auth import header
+from penstock.gateway.calls import Limits
+from penstock.gateway.http import HttpServer
+from penstock.gateway.listening import base_url
+from penstock.pool.memory import MemoryPool
+from penstock.records import Rollout, Sampling, Task, make_rollout
+from penstock.render.renderer import Renderer
+
+DRAIN_S = 5.0
+"""For answers under way when it is told to stop."""
+ORPHANED_S = 10.0
+"""How long it may take to end once its controller is gone."""
+
+
+class Passing(MemoryPool):
+    """A pool that forgets each rollout when it is told to."""
+
+    def forget(self, rollout: Rollout) -> None:
+        """As if it had never been."""
+        self._entries.pop(rollout.id, None)
+        self._groups.pop(rollout.group_id, None)
+        self._changes.clear()
+
+
+class Front:
+    """Lets callers with the token in, each call to the gateway as a rollout of its own."""
+
+    def __init__(self, gateway: Gateway, pool: Passing, *, token: str, sampling: Sampling) -> None:
+        self._gateway, self._pool, self._sampling = gateway, pool, sampling
+        self._token = token.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one call; only the health needs no token."""
+        if scope["path"] == "/health":
+            return await self._gateway.app(scope, receive, send)
+        if not self._admits(scope):
+            text = "the token of this deployment is missing or wrong; `penstock model info` shows it"
+            error = {"error": {"message": text, "type": "authentication_error", "code": "invalid_api_key"}}
+            return await JSONResponse(error, 401)(scope, receive, send)
+        rollout = make_rollout(secrets.token_hex(8), "deployment", 0, channel="deployment")
+        await self._pool.open_group(Task(id="deployment", prompt=()), [rollout], seq=0)
+        try:
+            self._gateway.open(rollout, self._sampling)
+            await self._gateway.app(self._as_rollout(scope, rollout), receive, send)
+        finally:
+            self._gateway.close(rollout.id)
+            self._pool.forget(rollout)
+
+    def _admits(self, scope: Scope) -> bool:
+        scheme, _, bearer = header(scope["headers"], b"authorization").partition(" ")
+        shown = bearer.strip() if scheme.lower() == "bearer" else header(scope["headers"], b"x-api-key")
+        return hmac.compare_digest(shown.encode("utf-8", "replace"), self._token)
+
+    def _as_rollout(self, scope: Scope, rollout: Rollout) -> Scope:
+        others = [(name, value) for name, value in scope["headers"] if name not in (b"authorization", b"x-api-key")]
+        token = f"Bearer {self._gateway.tokens.model(rollout.id)}"
+        return {**scope, "headers": [*others, (b"authorization", token.encode())]}
+
+
+@asynccontextmanager
+async def served(orders: Orders) -> AsyncGenerator[str]:
+    """Serve while this lasts; yields the URL that ends in `/v1`."""
+    folder = Path(orders.folder)
+    renderer = await asyncio.to_thread(Renderer.load, folder)
+    engine: Engine = await asyncio.to_thread(
+        ENGINES.load("embedded"),
+        folder,
+        name=orders.name,
+        section=EngineSection(),
+        seed=secrets.randbits(31),
+        decode=renderer.tokenizer.decode,
+    )
+    limits, pool = Limits(), Passing(time.monotonic)
+    try:
+        gateway = Gateway(engine, renderer, pool, secret=secrets.token_bytes(32), limits=limits)
+        front = Front(gateway, pool, token=orders.token, sampling=Sampling(max_tokens=engine.context_length))
+        sock = bound(orders.port)
+        async with HttpServer(front, sock, drain_s=DRAIN_S, reader_s=limits.reader_s):
+            yield base_url(HOST, sock.getsockname()[1])
+    finally:
+        await engine.close()
+
+
+async def _main(orders: Orders, out: BinaryIO) -> int:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, stop.set)
+    threading.Thread(target=_watch, args=(loop, stop), daemon=True).start()
+    opening = serving_vllm.served(orders) if orders.engine == "vllm" else served(orders)
+    try:
+        async with opening as url:
+            _say(out, url=url, pid=os.getpid())
+            await stop.wait()
+    except PenstockError as error:
+        _say(out, error=str(error))
+        return 2
+    return 0
+
+
+def _watch(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
+    """Wait until the controller is gone; then end, in good order or, where that takes too long, not."""
+    while os.read(0, 1 << 10):  # not by `sys.stdin`, whose lock would be held when this process ends in good order
+        pass
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(stop.set)
+    time.sleep(ORPHANED_S)
+    os._exit(1)
+
+
+def _say(out: BinaryIO, **told: object) -> None:
+    out.write(orjson.dumps(told) + b"\n")
+    out.flush()
+
+
+def main() -> int:
+    """Take orders and carry them out."""
+    orders = from_json(Orders, sys.stdin.buffer.readline())
+    out = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # whatever a library prints must not be taken for our word
+    with out:
+        return asyncio.run(_main(orders, out))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

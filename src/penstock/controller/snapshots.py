@@ -1,0 +1,190 @@
+"""Code as it is submitted: a folder or a commit packed into a tar.gz. What is the same makes the same archive."""
+
+import gzip
+import hashlib
+import io
+import os
+import subprocess
+import tarfile
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from types import TracebackType
+from typing import Self
+
+from penstock.controller.unpacking import unpack
+from penstock.errors import ConfigError, ControllerError
+
+LIMIT_MB = 256
+GIT_S = 120.0
+_LEFT_OUT = ("__pycache__", "node_modules", "site-packages")
+_OWN = ("runs",)
+"""Folders at the top that runs write to."""
+
+__all__ = ["Snapshot", "make_snapshot", "of_commit", "unpack"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """An archive in a file of its own, which is gone after `with` or `close`."""
+
+    path: Path
+    digest: str
+    """SHA-256 of the archive."""
+    files: int
+    commit_sha: str | None = None
+    """Of the repository that the folder belongs to; None outside of one."""
+    branch: str | None = None
+    dirty: bool = False
+    """Whether the files differ from that commit."""
+
+    def close(self) -> None:
+        """Remove the archive."""
+        self.path.unlink(missing_ok=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def make_snapshot(folder: Path, *, also: Iterable[Path] = (), limit_mb: int = LIMIT_MB) -> Snapshot:
+    """Pack a folder as it is now; ConfigError above the limit, or for a link that leaves it.
+
+    In a git repository: what is tracked, and what is neither tracked nor ignored. Elsewhere all but hidden files, caches and
+    virtual environments. What runs write (runs/) stays out. `also` are files under it that go along even if git ignores them.
+    """
+    root = folder.resolve()
+    named = {file.resolve().relative_to(root) for file in also}
+    listed = sorted({*(_tracked(root) or _all(root)), *named}, key=str)
+    present = [path for path in listed if (root / path).is_symlink() or (root / path).is_file()]
+    _check_size(root, present, limit_mb)
+    path, digest = _pack(root, present)
+    commit = _git(root, "rev-parse", "--verify", "-q", "HEAD")
+    return Snapshot(
+        path=path,
+        digest=digest,
+        files=len(present),
+        commit_sha=commit.strip() if commit else None,
+        branch=(_git(root, "symbolic-ref", "-q", "--short", "HEAD") or "").strip() or None,
+        dirty=bool(commit and _git(root, "status", "--porcelain", "--", ".")),
+    )
+
+
+def of_commit(repository: Path, ref: str | None = None) -> Snapshot:
+    """Pack what a commit, a branch or HEAD (None) of a repository holds; a folder that is under no git has its files only.
+
+    ControllerError 404 COMMIT_UNKNOWN for a ref that there is not.
+    """
+    wanted = ref or "HEAD"
+    commit = None if wanted.startswith("-") else _git(repository, "rev-parse", "--verify", "-q", f"{wanted}^{{commit}}")
+    if commit is None and ref is None:
+        return make_snapshot(repository)
+    if commit is None:
+        text = f"{repository} has no commit or branch {wanted[:120]!r}; fetch it there, or name another"
+        raise ControllerError(text, code="COMMIT_UNKNOWN", status=404)
+    tar = _git_bytes(repository, "archive", "--format=tar", commit.strip())
+    if tar is None:
+        raise ControllerError(f"{repository}: git cannot pack commit {commit.strip()}", code="GIT_FAILED", status=503)
+    path, digest = _write([tar])
+    with tarfile.open(fileobj=io.BytesIO(tar)) as archive:
+        files = sum(1 for member in archive if not member.isdir())
+    branch = _git(repository, "rev-parse", "--abbrev-ref", wanted) or ""
+    known = branch.strip() if branch.strip() not in ("", "HEAD") else None
+    return Snapshot(path=path, digest=digest, files=files, commit_sha=commit.strip(), branch=known)
+
+
+def _tracked(root: Path) -> list[Path]:
+    """By git; empty where the folder is in no repository, or in a part of one that it ignores."""
+    tracked = _git(root, "ls-files", "-z", "--cached") or ""
+    others = _git(root, "ls-files", "-z", "--others", "--exclude-standard") or ""
+    new = [Path(name) for name in others.split("\0") if name]
+    return [Path(name) for name in tracked.split("\0") if name] + [path for path in new if not _is_left_out(path)]
+
+
+def _all(root: Path) -> Iterator[Path]:
+    for place, folders, files in os.walk(root):
+        here = Path(place).relative_to(root)
+        links = [name for name in folders if (root / here / name).is_symlink()]
+        folders[:] = [
+            name
+            for name in sorted(folders)
+            if name not in links and not _is_left_out(here / name) and not (root / here / name / "pyvenv.cfg").exists()
+        ]
+        yield from (here / name for name in [*files, *links] if not _is_left_out(here / name))
+
+
+def _is_left_out(path: Path) -> bool:
+    return any(part.startswith(".") or part in _LEFT_OUT or part.endswith(".pyc") for part in path.parts) or path.parts[0] in _OWN
+
+
+def _check_size(root: Path, paths: list[Path], limit_mb: int) -> None:
+    sizes = {path: (root / path).lstat().st_size for path in paths}
+    total = sum(sizes.values())
+    if total > limit_mb * 1_000_000:
+        largest = ", ".join(f"{path} ({sizes[path] / 1e6:.0f} MB)" for path in sorted(paths, key=lambda each: -sizes[each])[:3])
+        text = f"{root} has {total / 1e6:.0f} MB of files, and {limit_mb} MB may be submitted; the largest are {largest}"
+        raise ConfigError(f"{text}; let git ignore what the run does not need, or upload data with: penstock dataset upload")
+
+
+def _pack(root: Path, paths: list[Path]) -> tuple[Path, str]:
+    with tempfile.TemporaryFile() as plain:
+        with tarfile.open(fileobj=plain, mode="w", format=tarfile.PAX_FORMAT) as archive:
+            for path in paths:
+                _add(archive, root, path)
+        plain.seek(0)
+        return _write(iter(lambda: plain.read(1 << 20), b""))
+
+
+def _add(archive: tarfile.TarFile, root: Path, path: Path) -> None:
+    file = root / path
+    entry = tarfile.TarInfo(PurePosixPath(path).as_posix())
+    if file.is_symlink():
+        if not file.resolve().is_relative_to(root):
+            raise ConfigError(f"{file} is a link that leaves {root}; copy what it points to, or let git ignore it")
+        entry.type, entry.linkname = tarfile.SYMTYPE, os.path.relpath(file.resolve(), file.parent.resolve())
+        archive.addfile(entry)
+        return
+    try:
+        content = file.read_bytes()
+    except FileNotFoundError:
+        return  # deleted meanwhile
+    except OSError as cause:
+        raise ConfigError(f"{file} cannot be read: {cause.strerror}; correct its permissions, or let git ignore it") from cause
+    entry.size, entry.mode = len(content), 0o755 if os.access(file, os.X_OK) else 0o644
+    archive.addfile(entry, io.BytesIO(content))
+
+
+def _write(chunks: Iterable[bytes]) -> tuple[Path, str]:
+    """Compress into a new file; its path and digest."""
+    descriptor, name = tempfile.mkstemp(prefix="penstock-", suffix=".tar.gz")
+    try:
+        with (
+            os.fdopen(descriptor, "wb") as file,
+            gzip.GzipFile(filename="", fileobj=file, mode="wb", compresslevel=6, mtime=0) as packed,
+        ):
+            for chunk in chunks:
+                packed.write(chunk)
+        with Path(name).open("rb") as file:
+            return Path(name), hashlib.file_digest(file, "sha256").hexdigest()
+    except BaseException:
+        Path(name).unlink()
+        raise
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    told = _git_bytes(folder, *arguments)
+    return None if told is None else os.fsdecode(told)
+
+
+def _git_bytes(folder: Path, *arguments: str) -> bytes | None:
+    """What git says; None where it fails, or is not there. It runs nothing that the repository asks for."""
+    command = ["git", "-C", str(folder), "-c", "core.fsmonitor=false", *arguments]
+    environment = os.environ | {"GIT_OPTIONAL_LOCKS": "0"}
+    try:
+        done = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, timeout=GIT_S, env=environment, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None

@@ -1,0 +1,166 @@
+"""From a config file on the user's disk to a run in a controller's queue: checked, its code packed, sent, accepted."""
+
+import os
+import re
+import subprocess
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.config import RunConfig, load_config
+from penstock.controller.client import Client
+from penstock.controller.runs import Kind
+from penstock.controller.snapshots import make_snapshot
+from penstock.controller.transfer import Progress
+from penstock.errors import ConfigError, DatasetError
+from penstock.tables import override, read_toml
+from penstock.workspace.bodies import to_body
+from penstock.workspace.experiment import is_experiment, read_experiment
+from penstock.workspace.layout import Workspace, workspace_of
+
+LARGEST_TASKS = 64_000_000
+"""Bytes of a dataset that goes along with the code."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A submission that this machine finds nothing wrong with; the controller checks the rest before it accepts it."""
+
+    kind: Kind
+    file: Path
+    body: dict[str, Any]
+    """What is posted, but for the code."""
+    folder: Path | None
+    """Whose files go along as they are now; None where the file pins code of a repository that the controller has."""
+    files: tuple[Path, ...] = ()
+    """Of the folder, that go along even where git ignores them."""
+    rollout: str
+    entrypoint: str
+    model: str
+    dataset: str
+    branch: str | None = None
+    commit_sha: str | None = None
+    secrets: tuple[str, ...] = ()
+    """Names of those that the controller must have."""
+
+
+def submit(
+    kind: Kind,
+    file: Path,
+    client: Client,
+    *,
+    name: str | None = None,
+    overrides: Iterable[str] = (),
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Queue a run of `file`, an experiment file or one of our own: `id, name, status, created_at` of it."""
+    return send(prepare(kind, file, name=name, overrides=overrides), client, progress=progress)
+
+
+def prepare(kind: Kind, file: Path, *, name: str | None = None, overrides: Iterable[str] = ()) -> Prepared:
+    """Read and check a config file without asking anybody; ConfigError lists everything that is wrong with it."""
+    chosen = list(overrides)
+    tables = read_toml(file)
+    if is_experiment(tables):
+        override(tables, (f"advanced.{each}" for each in chosen))  # where such a file has the keys of a run's own config
+        made = _of_experiment(kind, file, tables)
+    else:
+        override(tables, chosen)
+        made = _of_config(kind, file, tables, chosen)
+    if name is not None:
+        made.body["name"] = name
+    return made
+
+
+def send(prepared: Prepared, client: Client, *, progress: Progress | None = None) -> dict[str, Any]:
+    """Send the code, then the submission; the run is queued once this returns."""
+    if prepared.folder is None:
+        return client.submit_run(prepared.kind, prepared.body)
+    client.verify()  # a controller that is away, or a wrong token, is told before anything is packed
+    if progress is not None:
+        progress("packing the code", 0, None)
+    with make_snapshot(prepared.folder, also=prepared.files) as snapshot:
+        client.put_snapshot(snapshot.path, snapshot.digest, progress)
+        origin = {"branch": snapshot.branch, "commit_sha": snapshot.commit_sha, "dirty": snapshot.dirty}
+        if progress is not None:
+            progress("the controller checks it", 0, None)
+        return client.submit_run(prepared.kind, {**prepared.body, "snapshot": snapshot.digest, "origin": origin})
+
+
+def _of_experiment(kind: Kind, file: Path, tables: dict[str, Any]) -> Prepared:
+    experiment = read_experiment(tables, kind, str(file))
+    pinned = bool(experiment.branch or experiment.commit_sha)
+    workspace = None if pinned else workspace_of(file.absolute().parent)
+    return Prepared(
+        kind=kind,
+        file=file,
+        body=to_body(tables),
+        folder=workspace and workspace.path,
+        files=() if workspace is None else _tasks(workspace, experiment.dataset),
+        rollout=experiment.rollout,
+        entrypoint=experiment.entrypoint,
+        model=experiment.model_path,
+        dataset=experiment.dataset,
+        branch=experiment.branch,
+        commit_sha=experiment.commit_sha,
+        secrets=tuple(experiment.secrets),
+    )
+
+
+def _tasks(workspace: Workspace, dataset: str) -> tuple[Path, ...]:
+    """The workspace's own file of a dataset, which git often ignores; a large one is uploaded once, not with each run."""
+    with suppress(DatasetError):
+        file = workspace.dataset(dataset)
+        if file.is_relative_to(workspace.path) and file.stat().st_size <= LARGEST_TASKS:
+            return (file,)
+    return ()
+
+
+def _of_config(kind: Kind, file: Path, tables: dict[str, Any], overrides: list[str]) -> Prepared:
+    config = load_config(file, overrides)
+    folder = _folder(file, config)
+    dataset = config.dataset.eval if kind == "eval" and config.dataset.eval else config.dataset.train
+    return Prepared(
+        kind=kind,
+        file=file,
+        body={"run_config": {"tables": tables, "file": file.resolve().relative_to(folder).as_posix()}},
+        folder=folder,
+        files=tuple(path for path in _named(config) if path.is_file()),
+        rollout=config.run.name,
+        entrypoint=config.agent.entry.name,
+        model=config.model.name,
+        dataset=dataset.name,
+    )
+
+
+def _folder(file: Path, config: RunConfig) -> Path:
+    """The smallest folder that holds the file and all it names: its code goes along, and so do its tasks."""
+    paths = _named(config)
+    for path in (config.agent.entry, config.agent.folder):
+        if not path.exists():
+            raise ConfigError(f"{file}: {path} is named there and does not exist; correct the file")
+    folder = Path(os.path.commonpath([file.resolve().parent, *(path if path.is_dir() else path.parent for path in paths)]))
+    if folder in (Path(folder.anchor), Path.home()):
+        raise ConfigError(
+            f"{file} names files all over {folder}; put what belongs to the run into one folder, so that it can be sent"
+        )
+    return folder
+
+
+def _named(config: RunConfig) -> list[Path]:
+    """What a config names of the user's files. Tasks that are not there may be a dataset of the controller's."""
+    named = [config.agent.entry, config.agent.flows, config.agent.folder, config.dataset.train, config.dataset.eval]
+    return [path.resolve() for path in named if path is not None and path.exists()]
+
+
+def repository_name(folder: Path) -> str | None:
+    """`owner/name` of the repository that a folder belongs to, after its `origin` on whatever host; None where there is none."""
+    command = ["git", "-C", str(folder), "config", "--get", "remote.origin.url"]
+    try:
+        told = subprocess.run(command, capture_output=True, text=True, timeout=10, stdin=subprocess.DEVNULL, check=False).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    found = re.search(r"([^/:\s]+/[^/:\s]+?)(?:\.git)?/?$", told.strip())
+    return found[1].lower() if found else None

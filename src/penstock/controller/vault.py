@@ -1,0 +1,125 @@
+"""Secrets by name, in two scopes: a person's own, and those of the whole workspace. No value leaves but to a run that names it."""
+
+import re
+import sqlite3
+from collections.abc import Iterable, Sequence
+from typing import Literal, NamedTuple
+
+from penstock.controller.database import Database
+from penstock.controller.runs import new_id, now
+from penstock.controller.sealing import Seal
+from penstock.errors import ControllerError
+
+TABLE = """CREATE TABLE IF NOT EXISTS secrets (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, name TEXT NOT NULL, scope TEXT NOT NULL, sealed BLOB NOT NULL,
+    created_at TEXT NOT NULL, updated_at TEXT NOT NULL, creator TEXT NOT NULL, updater TEXT NOT NULL, UNIQUE (name, scope))"""
+NAME = re.compile(r"[A-Z][A-Z0-9_]*")
+LONGEST_NAME, LARGEST_VALUE = 255, 65_536
+"""In characters; the environment of a process holds no more."""
+Scope = Literal["user", "workspace"]
+SCOPES: tuple[Scope, ...] = ("user", "workspace")
+
+
+class Secret(NamedTuple):
+    """What may be told of a secret."""
+
+    id: str
+    name: str
+    scope: Scope
+    created_at: str
+    updated_at: str
+    creator: str
+    updater: str
+
+
+class Vault:
+    """Sealed values; `key` unseals them. Nothing here, its errors included, shows a value but `values`."""
+
+    def __init__(self, database: Database, key: bytes) -> None:
+        self._database = database
+        self._seal = Seal(key)
+        database.create(TABLE)
+
+    def set(self, name: str, value: str, scope: str, *, by: str = "") -> Secret:
+        """Keep a value under a name, in place of an earlier one; ControllerError 400 where name, value or scope cannot be."""
+        _check(name, value, scope)
+        moment = now()
+        self._database.write(
+            """INSERT INTO secrets (id, name, scope, sealed, created_at, updated_at, creator, updater)
+            VALUES (?, ?, ?, ?, ?, ?, ?, ?)
+            ON CONFLICT (name, scope) DO UPDATE SET sealed = excluded.sealed, updated_at = excluded.updated_at,
+            updater = excluded.updater""",
+            [new_id(), name, scope, self._seal.close(value, scope, name), moment, moment, by, by],
+        )
+        found = self._database.row("SELECT * FROM secrets WHERE name = ? AND scope = ?", [name, scope])
+        assert found is not None, "it was written"
+        return _secret(found)
+
+    def page(self, scope: str = "all", *, limit: int = 50, offset: int = 0) -> tuple[list[Secret], int]:
+        """By name, and how many there are in all."""
+        scopes: tuple[str, ...] = SCOPES if scope == "all" else (checked_scope(scope),)
+        where = f"scope IN ({_marks(scopes)})"
+        statement = f"SELECT * FROM secrets WHERE {where} ORDER BY name, scope LIMIT ? OFFSET ?"
+        found = self._database.rows(statement, [*scopes, limit, offset])
+        total = self._database.rows(f"SELECT count(*) FROM secrets WHERE {where}", scopes)[0][0]
+        return [_secret(row) for row in found], total
+
+    def delete(self, name: str, scope: str) -> None:
+        """Forget one; ControllerError 404 where there is none."""
+        if not self._database.write("DELETE FROM secrets WHERE name = ? AND scope = ?", [name, checked_scope(scope)]):
+            text = f"there is no secret {name[:LONGEST_NAME]!r} in scope {scope}; see: penstock secret list"
+            raise ControllerError(text, code="SECRET_NOT_FOUND", status=404)
+
+    def scopes(self, names: Iterable[str]) -> dict[str, str]:
+        """Which value each name stands for: `user`, `workspace`, or `user_override` where both scopes have one."""
+        words: dict[frozenset[str], str] = {
+            frozenset({"user"}): "user",
+            frozenset({"workspace"}): "workspace",
+            frozenset(SCOPES): "user_override",
+        }
+        return {name: words[frozenset(row["scope"] for row in rows)] for name, rows in self._find(names).items()}
+
+    def values(self, names: Iterable[str]) -> dict[str, str]:
+        """The values themselves, a person's own before the workspace's; ControllerError 404 where one is missing."""
+        chosen = {name: min(rows, key=lambda row: SCOPES.index(row["scope"])) for name, rows in self._find(names).items()}
+        return {name: self._seal.open(row["sealed"], row["scope"], name) for name, row in chosen.items()}
+
+    def _find(self, names: Iterable[str]) -> dict[str, list[sqlite3.Row]]:
+        wanted = list(dict.fromkeys(names))
+        found = self._database.rows(f"SELECT * FROM secrets WHERE name IN ({_marks(wanted)})", wanted) if wanted else []
+        rows = {name: [row for row in found if row["name"] == name] for name in wanted}
+        if missing := [name[:LONGEST_NAME] for name in wanted if not rows[name]]:
+            raise ControllerError(f"Secret(s) not found: {', '.join(missing)}", code="SECRET_NOT_FOUND", status=404)
+        return rows
+
+
+def checked_scope(scope: str) -> Scope:
+    """ControllerError 400 for a scope that there is not."""
+    if scope not in SCOPES:
+        raise _refused(f"scope {scope[:40]!r} is neither user nor workspace", "scope")
+    return scope
+
+
+def _check(name: str, value: str, scope: str) -> None:
+    checked_scope(scope)
+    if not NAME.fullmatch(name) or len(name) > LONGEST_NAME:
+        rule = f"begin with a capital letter and use A-Z, 0-9 and _ only, at most {LONGEST_NAME} characters"
+        raise _refused(f"secret name {name[:80]!r}: {rule}", "name")
+    if not value:
+        raise _refused(f"secret {name}: its value is empty; give one, or delete the secret", "value")
+    if len(value) > LARGEST_VALUE:
+        raise _refused(f"secret {name}: its value is longer than {LARGEST_VALUE} characters", "value")
+    if "\0" in value or any("\ud800" <= letter <= "\udfff" for letter in value):
+        raise _refused(f"secret {name}: its value has a character that no environment variable can hold", "value")
+
+
+def _refused(message: str, field: str) -> ControllerError:
+    return ControllerError(message, code="SECRET_INVALID", status=400, details={"field": field})
+
+
+def _marks(values: Sequence[str]) -> str:
+    return ", ".join("?" * len(values))
+
+
+def _secret(row: sqlite3.Row) -> Secret:
+    return Secret(*(row[field] for field in Secret._fields))

@@ -1,0 +1,215 @@
+"""The client over real HTTP: what it sends, what a refusal becomes, and files that are sent and fetched through faults."""
+
+import hashlib
+import json
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+import pytest
+
+from penstock.controller import transfer
+from penstock.controller.client import Client, every
+from penstock.controller.downloading import download_dataset, fetch_files, upload_dataset
+from penstock.errors import ConfigError, ControllerError
+
+
+class Seen(NamedTuple):
+    method: str
+    path: str
+    headers: dict[str, str]
+    body: bytes
+
+
+class Scripted:
+    """A server whose answers are a list for each path: (status, body), the last one for ever; a body of None cuts the line."""
+
+    def __init__(self) -> None:
+        self.answers: dict[str, list[tuple[int, Any]]] = {}
+        self.seen: list[Seen] = []
+        self.url = ""
+
+    def next(self, path: str) -> tuple[int, Any]:
+        left = self.answers.get(urlsplit(path).path, [(404, {"error": "no such route", "code": "NOT_FOUND"})])
+        return left.pop(0) if len(left) > 1 else left[0]
+
+
+@pytest.fixture
+def server() -> Generator[Scripted]:
+    script = Scripted()
+
+    class Answers(BaseHTTPRequestHandler):
+        def _answer(self) -> None:
+            body = self.rfile.read(int(self.headers.get("content-length") or 0))
+            script.seen.append(Seen(self.command, self.path, {k.lower(): v for k, v in self.headers.items()}, body))
+            status, content = script.next(self.path)
+            if content is None:
+                self.close_connection = True
+                return
+            sent = content if isinstance(content, bytes) else json.dumps(content).encode()
+            self.send_response(status)
+            self.send_header("content-length", str(len(sent) + (10 if status == 299 else 0)))  # 299: promises more than comes
+            self.end_headers()
+            self.wfile.write(sent)
+
+        do_GET = do_POST = do_PUT = do_DELETE = _answer
+
+        def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
+            pass
+
+    with _served(Answers) as url:
+        script.url = url
+        yield script
+
+
+@contextmanager
+def _served(handler: type[BaseHTTPRequestHandler]) -> Generator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as serving:
+        thread = threading.Thread(target=serving.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{serving.server_address[1]}"
+        finally:
+            serving.shutdown()
+            thread.join()
+
+
+@pytest.fixture
+def client(server, monkeypatch) -> Client:
+    monkeypatch.setattr(transfer, "PAUSES_S", (0.0, 0.0))  # faults of these tests pass at once
+    return Client(f"{server.url}/", "secret-token", "acme/agents")
+
+
+def test_a_request_has_the_token_the_repository_and_an_encoded_name(client, server):
+    server.answers["/api/cli/models/run%2Fstep-3"] = [(200, {"id": "x"})]
+    assert client.model("run/step-3") == {"id": "x"}
+    seen = server.seen[0]
+    assert seen.headers["authorization"] == "Bearer secret-token" and seen.headers["x-osmosis-git"] == "acme/agents"
+    assert seen.path == "/api/cli/models/run%2Fstep-3"
+
+
+def test_a_delete_has_a_body_and_an_empty_reply_is_an_empty_object(client, server):
+    server.answers["/api/cli/environment-secrets"] = [(204, b"")]
+    assert client.delete_secret("KEY", "user") == {}
+    assert (server.seen[0].method, json.loads(server.seen[0].body)) == ("DELETE", {"name": "KEY", "scope": "user"})
+
+
+def test_a_refusal_keeps_its_code_status_and_issues(client, server):
+    issues = [{"key": "train.lr", "message": "too large", "key_correction": None}]
+    server.answers["/api/cli/eval-runs"] = [(400, {"error": "2 problems", "code": "CONFIG_INVALID", "issues": issues})]
+    with pytest.raises(ControllerError, match="2 problems") as refused:
+        client.submit_run("eval", {})
+    assert (refused.value.code, refused.value.status, refused.value.details["issues"]) == ("CONFIG_INVALID", 400, issues)
+    assert len(server.seen) == 1  # what changes something is never sent twice
+
+
+@pytest.mark.parametrize("body", [b"<html>", b"[]", b"\xff"])
+def test_a_reply_that_is_no_controllers_is_told_as_such(client, server, body):
+    server.answers["/api/cli/verify"] = [(200, body)]
+    with pytest.raises(ControllerError, match="no controller's reply") as told:
+        client.verify()
+    assert told.value.code == "CONTROLLER_ANSWER"
+
+
+def test_a_line_that_is_cut_a_port_where_nothing_is_and_a_slow_answer_have_codes(client, server):
+    server.answers["/api/cli/verify"] = [(0, None)]
+    codes = {}
+    for name, asked in {"cut": client, "nothing": Client("http://127.0.0.1:1", "x")}.items():
+        with pytest.raises(ControllerError) as told:
+            asked.verify()
+        codes[name] = told.value.code
+    assert codes == {"cut": "CONTROLLER_UNREACHABLE", "nothing": "CONTROLLER_UNREACHABLE"}
+
+
+@pytest.mark.parametrize("url", ["nonsense", "ftp://host", "http://", "http://host:port", "http://[::1"])
+def test_an_address_that_is_none_is_refused(url):
+    with pytest.raises(ConfigError, match="no address of a controller"):
+        Client(url, "x").verify()
+
+
+def test_all_pages_are_walked_along_their_offsets(client, server):
+    page = {"datasets": [{"id": 1}], "next_offset": 1}
+    server.answers["/api/cli/datasets"] = [(200, page), (200, page | {"next_offset": 2}), (200, {"datasets": [], "next_offset": 3})]
+    assert len(list(every(lambda offset: client.datasets(offset=offset), "datasets"))) == 2
+    assert [seen.path.rpartition("=")[2] for seen in server.seen] == ["0", "1", "2"]
+
+
+def test_a_snapshot_is_sent_again_after_a_passing_fault(client, server, tmp_path):
+    archive = tmp_path / "code.tar.gz"
+    archive.write_bytes(b"x" * 700_000)
+    digest = hashlib.sha256(archive.read_bytes()).hexdigest()
+    server.answers[f"/api/cli/snapshots/{digest}"] = [(503, {"error": "later"}), (0, None), (201, {"snapshot": digest})]
+    told: list[tuple[int, int | None]] = []
+    assert client.put_snapshot(archive, digest, lambda stage, done, total: told.append((done, total)))["snapshot"] == digest
+    assert [len(seen.body) for seen in server.seen] == [700_000] * 3
+    assert told[-1] == (700_000, 700_000)
+
+
+def test_an_upload_that_is_refused_is_given_up_and_not_repeated(client, server, tmp_path):
+    file = tmp_path / "tasks.jsonl"
+    file.write_text("{}\n")
+    upload = {"method": "simple", "presigned_url": f"{server.url}/put"}
+    server.answers["/api/cli/datasets"] = [(200, {"id": "d1", "upload": upload})]
+    server.answers["/put"] = [(413, {"error": "too large", "code": "BODY_TOO_LARGE"})]
+    server.answers["/api/cli/datasets/d1/abort"] = [(200, {})]
+    with pytest.raises(ControllerError, match="too large"):
+        upload_dataset(client, file)
+    assert [seen.path for seen in server.seen] == ["/api/cli/datasets", "/put", "/api/cli/datasets/d1/abort"]
+    assert "authorization" not in server.seen[1].headers
+
+
+def test_a_dataset_that_is_cut_is_fetched_again_and_a_draft_never_stays(client, server, tmp_path):
+    server.answers["/api/cli/datasets/d"] = [(200, {"id": "d", "file_name": "d", "file_size": 5})]
+    server.answers["/api/cli/datasets/d/download"] = [(200, {"presigned_url": f"{server.url}/get", "file_name": "../d.jsonl"})]
+    server.answers["/get"] = [(299, b"half"), (200, b"whole")]
+    path = download_dataset(client, "d", tmp_path)
+    assert path == tmp_path / "d.jsonl" and path.read_bytes() == b"whole"
+    server.answers["/get"] = [(299, b"half")]
+    with pytest.raises(ControllerError):
+        download_dataset(client, "d", tmp_path / "e.jsonl")
+    assert [each.name for each in tmp_path.iterdir()] == ["d.jsonl"]
+
+
+def _offer(server: Scripted, files: dict[str, bytes]) -> list[dict[str, Any]]:
+    items = [{"path": path, "url": f"{server.url}/f/{index}"} for index, path in enumerate(files)]
+    server.answers["/api/cli/eval-runs/r/samples/download-urls"] = [(200, {"items": items})]
+    for index, content in enumerate(files.values()):
+        server.answers[f"/f/{index}"] = [(200, content)]
+    return [{"path": path, "size": len(content)} for path, content in files.items()]
+
+
+def test_files_of_a_run_are_fetched_and_those_of_the_right_size_are_skipped(client, server, tmp_path):
+    files = _offer(server, {"metrics.json": b"{}", "trajectories/row_0_run_0.json": b"[1]"})
+    fetched = fetch_files(client, "eval", "r", files, tmp_path / "into")
+    assert (sorted(fetched.downloaded), fetched.bytes) == (["metrics.json", "trajectories/row_0_run_0.json"], 5)
+    again = fetch_files(client, "eval", "r", files, tmp_path / "into")
+    assert (again.downloaded, len(again.skipped)) == ([], 2)
+    assert len(fetch_files(client, "eval", "r", files, tmp_path / "into", overwrite=True).downloaded) == 2
+
+
+@pytest.mark.parametrize("path", ["../outside", "/etc/outside", "a/../../outside", "a\\b", ""])
+def test_a_path_that_leads_elsewhere_is_left_out_and_the_others_come(client, server, tmp_path, path):
+    files = _offer(server, {"metrics.json": b"{}", path: b"x"})
+    fetched = fetch_files(client, "eval", "r", files, tmp_path / "into")
+    assert fetched.downloaded == ["metrics.json"] and list(fetched.failed) == [path]
+    assert [each.name for each in tmp_path.iterdir()] == ["into"]
+
+
+def test_a_link_that_is_over_is_asked_for_again_and_one_failure_fails_no_other(client, server, tmp_path):
+    files = _offer(server, {"a": b"aa", "b": b"bb"})
+    server.answers["/f/0"] = [(403, {"error": "over", "code": "LINK_EXPIRED"}), (200, b"aa")]
+    server.answers["/f/1"] = [(410, {"error": "gone", "code": "GONE"})]
+    fetched = fetch_files(client, "eval", "r", files, tmp_path)
+    assert (fetched.downloaded, fetched.failed) == (["a"], {"b": "gone"})
+    assert [each.name for each in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_asked(client, server, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="give another place with -o"):
+        fetch_files(client, "eval", "r", [{"path": "a", "size": 1}], Path(tmp_path / "file" / "below"))
+    assert server.seen == []

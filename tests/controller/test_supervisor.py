@@ -1,0 +1,180 @@
+"""The supervisor carries out what is queued, finds what others left, and stops what it is asked to."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+from core_cases import (
+    COUNTS,
+    WAITS,
+    files_of,
+    is_gone,
+    is_ready,
+    keeper,
+    lay_out,
+    ledger,
+    messages,
+    until_async,
+)
+
+from penstock.controller.home import Home
+from penstock.controller.keeper import end_strays
+from penstock.controller.runs import Run, RunFiles, Status
+from penstock.controller.stations import Controller, Limits, open_controller
+from penstock.errors import ControllerError
+
+ONCE = """
+import os, time
+if os.path.exists('again'):
+    print('done')
+else:
+    open('again', 'w').close()
+    print('ready', flush=True)
+    time.sleep(300)
+"""
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Generator[Home]:
+    yield Home(tmp_path / "home")
+    for folder in (tmp_path / "home" / "runs").glob("*"):
+        end_strays(RunFiles(folder))
+
+
+def status(controller: Controller, run: Run) -> Status:
+    return controller.runs.get(run.kind, run.id).status
+
+
+async def over(controller: Controller, *runs: Run) -> list[Run]:
+    await until_async(lambda: all(status(controller, run).over for run in runs), "the end")
+    return [controller.runs.get(run.kind, run.id) for run in runs]
+
+
+def test_runs_are_carried_out_oldest_first_and_as_many_at_once_as_may(home: Home) -> None:
+    order = "import pathlib\nwith open('../../order', 'a') as file: file.write('{0} ')\n"
+    runs = [lay_out(home, order.format(n), f"run-{n}") for n in range(4)]
+
+    async def work() -> None:
+        async with open_controller(home, Limits(runs=1)) as controller:
+            ended = await over(controller, *runs)
+        assert [run.status for run in ended] == [Status.FINISHED] * 4
+        assert all(run.started_at and run.ended_at and run.launches == 1 for run in ended)
+
+    asyncio.run(work())
+    assert (home.runs / "order").read_text() == "0 1 2 3 "
+
+
+def test_how_runs_end_is_told_with_a_reason(home: Home) -> None:
+    bad = lay_out(home, "raise ValueError('no such thing')", "bad")
+    halted = lay_out(home, "import sys; sys.exit(130)", "halted")
+
+    async def work() -> None:
+        async with open_controller(home, Limits(runs=2)) as controller:
+            ended = await over(controller, bad, halted)
+        assert [(run.status, run.message) for run in ended] == [("failed", "ValueError: no such thing"), ("stopped", "stopped")]
+
+    asyncio.run(work())
+
+
+def test_a_run_goes_on_without_its_controller_and_is_found_by_the_next(home: Home) -> None:
+    run, quick = lay_out(home, WAITS), lay_out(home, COUNTS, "quick")
+
+    async def first() -> int:
+        async with open_controller(home, Limits(runs=2)) as controller:
+            await until_async(is_ready(home, run))
+            assert status(controller, run) is Status.RUNNING
+            return keeper(home, run)
+
+    async def second(pid: int) -> None:
+        async with open_controller(home, Limits(runs=2)) as controller:
+            assert keeper(home, run) == pid
+            assert controller.supervisor.stop(controller.runs.get("eval", run.id))
+            ended = await over(controller, run, quick)
+            assert [each.status for each in ended] == [Status.STOPPED, Status.FINISHED]
+            assert ended[0].launches == 1 and ended[0].message == "stopped on request"
+
+    asyncio.run(second(asyncio.run(first())))
+    assert ledger(home, run) == ["begin", "asked"] and ledger(home, quick) == ["begin", "end"]
+
+
+def test_a_run_whose_keeper_is_killed_is_started_again_and_one_that_is_always_lost_fails(home: Home) -> None:
+    once, always = lay_out(home, ONCE, "once"), lay_out(home, "import os; os.kill(os.getppid(), 9)", "always")
+
+    async def work() -> None:
+        async with open_controller(home, Limits(runs=1, launches=3)) as controller:
+            await until_async(is_ready(home, once))
+            os.kill(keeper(home, once), signal.SIGKILL)
+            ended = await over(controller, once, always)
+        assert [(run.status, run.launches) for run in ended] == [("finished", 2), ("failed", 3)]
+        assert ended[1].message.startswith("its process was lost 3 times")
+
+    asyncio.run(work())
+    assert [line for line in messages(home, once) if line == "done"] == ["done"]
+
+
+def test_a_run_that_waits_is_stopped_at_once_and_one_that_is_over_not_at_all(home: Home) -> None:
+    first, second = lay_out(home, WAITS, "first"), lay_out(home, COUNTS, "second")
+
+    async def work() -> None:
+        async with open_controller(home, Limits(runs=1)) as controller:
+            await until_async(is_ready(home, first))
+            assert controller.supervisor.stop(second)
+            assert status(controller, second) is Status.STOPPED
+            assert not controller.supervisor.stop(second)
+            pid = keeper(home, first)
+            assert controller.supervisor.stop(first)
+            await over(controller, first)
+            await until_async(lambda: is_gone(pid), "the keeper's end")
+            assert not controller.supervisor.stop(first)
+
+    asyncio.run(work())
+    assert not files_of(home, second).log.exists()
+
+
+def test_a_run_whose_secret_is_gone_or_whose_files_are_fails_alone(home: Home) -> None:
+    lost = lay_out(home, COUNTS, "lost", secrets={"GONE": ""})
+    broken, good = lay_out(home, COUNTS, "broken"), lay_out(home, COUNTS, "good")
+    files_of(home, broken).job.write_text("{")
+
+    async def work() -> None:
+        async with open_controller(home, Limits(runs=1, launches=2)) as controller:
+            ended = await over(controller, lost, broken, good)
+        assert [run.status for run in ended] == [Status.FAILED, Status.FAILED, Status.FINISHED]
+        assert ended[0].message == "Secret(s) not found: GONE"
+
+    asyncio.run(work())
+
+
+def test_secrets_of_the_vault_reach_the_run_and_no_file(home: Home) -> None:
+    script = "import os\nprint('the key is', os.environ['KEY'])\nassert os.environ['KEY'] == 'sesame-open-1234'\n"
+    run = lay_out(home, script, secrets={"KEY": ""})
+
+    async def work() -> None:
+        async with open_controller(home, Limits(runs=0)) as controller:
+            controller.vault.set("KEY", "sesame-open-1234", "user")
+        async with open_controller(home, Limits()) as controller:
+            [ended] = await over(controller, run)
+            assert ended.status is Status.FINISHED
+
+    asyncio.run(work())
+    assert "the key is [redacted]" in messages(home, run)
+    for file in home.path.rglob("*"):
+        assert not file.is_file() or file.suffix == ".py" or b"sesame-open" not in file.read_bytes(), file
+
+
+def test_one_controller_serves_a_folder_and_what_a_killed_one_took_in_is_swept(home: Home) -> None:
+    half, whole = home.make().runs / "half", lay_out(home, COUNTS)
+    (half / "code").mkdir(parents=True)
+
+    async def work() -> None:
+        async with open_controller(home, Limits(runs=0)):
+            assert not half.exists() and files_of(home, whole).job.exists()
+            with pytest.raises(ControllerError) as refused:
+                async with open_controller(home, Limits()):
+                    pass
+        assert refused.value.code == "CONTROLLER_RUNNING"
+
+    asyncio.run(work())

@@ -1,0 +1,155 @@
+"""The vault: what is set comes back to runs alone, and nothing else shows it."""
+
+import stat
+from contextlib import contextmanager
+
+import pytest
+
+from penstock.controller.database import Database
+from penstock.controller.home import Home
+from penstock.controller.sealing import Seal, use_keyring, vault_key
+from penstock.controller.vault import Vault
+from penstock.errors import ConfigError, ControllerError
+
+KEY = b"k" * 32
+VALUE = "s3cr3t value\nof two lines ü"
+
+
+@contextmanager
+def opened(folder, key=KEY):
+    database = Database(folder / "c.db")
+    try:
+        yield Vault(database, key), database
+    finally:
+        database.close()
+
+
+def test_a_persons_own_value_goes_before_the_workspaces(tmp_path):
+    with opened(tmp_path) as (vault, _):
+        vault.set("A", "mine", "user")
+        vault.set("A", "ours", "workspace")
+        vault.set("B", "ours too", "workspace")
+        vault.set("C", "mine too", "user")
+        assert vault.values(["A", "B", "C"]) == {"A": "mine", "B": "ours too", "C": "mine too"}
+        assert vault.scopes(["A", "B", "C"]) == {"A": "user_override", "B": "workspace", "C": "user"}
+        vault.delete("A", "user")
+        assert vault.values(["A"]) == {"A": "ours"} and vault.scopes(["A"]) == {"A": "workspace"}
+
+
+def test_a_value_is_replaced_and_keeps_its_id(tmp_path):
+    with opened(tmp_path) as (vault, _):
+        first = vault.set("A", "one", "user", by="ann")
+        second = vault.set("A", "two", "user", by="bob")
+        assert (first.id, second.creator, second.updater) == (second.id, "ann", "bob")
+        assert vault.values(["A"]) == {"A": "two"} and vault.page()[1] == 1
+
+
+def test_no_file_of_the_controller_has_a_value(tmp_path):
+    with opened(tmp_path) as (vault, database):
+        vault.set("A", VALUE, "user")
+        database.write("PRAGMA wal_checkpoint(TRUNCATE)")
+        kept = b"".join(file.read_bytes() for file in tmp_path.iterdir())
+        assert b"s3cr3t" not in kept and b"A" in kept
+        assert "s3cr3t" not in repr(vault.page()) + repr(vars(vault))
+    with opened(tmp_path) as (vault, _):
+        assert vault.values(["A"]) == {"A": VALUE}
+
+
+def test_missing_names_are_told_all_at_once(tmp_path):
+    with opened(tmp_path) as (vault, _):
+        vault.set("B", "x", "user")
+        for asked in (vault.values, vault.scopes):
+            with pytest.raises(ControllerError) as refused:
+                asked(["A", "B", "C", "A"])
+            assert (str(refused.value), refused.value.status) == ("Secret(s) not found: A, C", 404)
+        assert vault.values([]) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "scope", "field"),
+    [
+        ("lower", VALUE, "user", "name"),
+        ("1A", VALUE, "user", "name"),
+        ("A-B", VALUE, "user", "name"),
+        ("A\n", VALUE, "user", "name"),
+        ("A" * 256, VALUE, "user", "name"),
+        ("A", "", "user", "value"),
+        ("A", f"{VALUE}\0", "user", "value"),
+        ("A", VALUE * 9999, "user", "value"),
+        ("A", VALUE, "team", "scope"),
+    ],
+)
+def test_what_cannot_be_a_secret_is_refused_without_its_value(tmp_path, name, value, scope, field):
+    with opened(tmp_path) as (vault, _):
+        with pytest.raises(ControllerError) as refused:
+            vault.set(name, value, scope)
+        assert (refused.value.status, refused.value.details) == (400, {"field": field})
+        assert "s3cr3t" not in str(refused.value) and vault.page()[1] == 0
+
+
+def test_a_sealed_value_that_was_changed_moved_or_sealed_with_another_key_is_refused(tmp_path):
+    with opened(tmp_path) as (vault, database):
+        vault.set("A", VALUE, "user")
+        vault.set("B", "other", "user")
+        database.write("UPDATE secrets SET sealed = (SELECT sealed FROM secrets WHERE name = 'A') WHERE name = 'B'")
+        with pytest.raises(ControllerError, match="set it again"):
+            vault.values(["B"])
+    with opened(tmp_path, b"x" * 32) as (vault, _), pytest.raises(ControllerError, match="set it again") as refused:
+        vault.values(["A"])
+    assert "s3cr3t" not in str(refused.value)
+
+
+def test_each_bit_of_a_sealed_text_counts_and_no_two_are_alike():
+    seal = Seal(KEY)
+    sealed = seal.close(VALUE, "user", "A")
+    assert sealed != seal.close(VALUE, "user", "A") and seal.open(sealed, "user", "A") == VALUE
+    for place in range(len(sealed)):
+        changed = sealed[:place] + bytes([sealed[place] ^ 1]) + sealed[place + 1 :]
+        with pytest.raises(ControllerError):
+            seal.open(changed, "user", "A")
+    for cut in (b"", sealed[:40], sealed[:-1]):
+        with pytest.raises(ControllerError):
+            seal.open(cut, "user", "A")
+    with pytest.raises(ControllerError):
+        seal.open(sealed, "use", "rA")  # the parts that it belongs to have lengths
+
+
+def test_the_length_of_a_value_is_hidden_in_steps():
+    seal = Seal(KEY)
+    assert len(seal.close("x", "A")) == len(seal.close("x" * 50, "A")) < len(seal.close("x" * 100, "A"))
+
+
+def test_the_key_is_made_once_for_its_owner_alone(tmp_path):
+    home = Home(tmp_path / "home").make()
+    key = vault_key(home)
+    assert key == vault_key(home) and len(key) >= 32
+    assert stat.S_IMODE((home.path / "vault.key").stat().st_mode) == 0o600
+    with pytest.raises(ConfigError, match="32"):
+        Seal(b"short")
+
+
+KEYRING = """
+import json, pathlib
+FILE = pathlib.Path(__file__).with_name("ring.json")
+def _all(): return json.loads(FILE.read_text()) if FILE.exists() else {}
+def set_password(service, name, word): FILE.write_text(json.dumps(_all() | {service + name: word}))
+def get_password(service, name): return _all().get(service + name)
+"""
+
+
+def test_the_key_moves_to_the_operating_systems_keyring(tmp_path, monkeypatch):
+    home = Home(tmp_path / "home").make()
+    key = vault_key(home)
+    with pytest.raises(ConfigError, match="pip install keyring"):
+        use_keyring(home)
+    (tmp_path / "ring").mkdir()
+    (tmp_path / "ring" / "keyring.py").write_text(KEYRING)
+    monkeypatch.syspath_prepend(str(tmp_path / "ring"))
+    monkeypatch.delitem(__import__("sys").modules, "keyring", raising=False)
+    use_keyring(home)
+    use_keyring(home)
+    assert vault_key(home) == key and not (home.path / "vault.key").exists()
+    (tmp_path / "ring" / "ring.json").unlink()
+    with pytest.raises(ConfigError, match="unlock the keyring"):
+        vault_key(home)
+    monkeypatch.delitem(__import__("sys").modules, "keyring")
