@@ -1,22 +1,43 @@
 """The `penstock` command: its sub-commands, and the one place where errors become a line and an exit code."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import takewhile
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import orjson
 import typer
 
 from penstock import __version__
-from penstock.cli import doctor, evaluate, gateway, models, pool, quickstart, report, rollout, train, verify
+from penstock.cli import (
+    controller,
+    datasets,
+    doctor,
+    evaluate,
+    gateway,
+    models,
+    pool,
+    quickstart,
+    report,
+    rollout,
+    secrets,
+    submitted,
+    verify,
+)
 from penstock.cli import run as recording
-from penstock.errors import ConfigError, PenstockError
+from penstock.cli import train as training
+from penstock.cli.fallback import RunsByDefault
+from penstock.cli.interrupts import INTERRUPTED
+from penstock.errors import ConfigError, ControllerError, Issue, PenstockError
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 app.command("quickstart")(quickstart.quickstart)
 app.add_typer(quickstart.app, name="template")
-app.command("train")(train.train)
+train = typer.Typer(cls=RunsByDefault, help="Train the policy of an agent, here (penstock train [FILE.toml]) or by a controller.")
+train.command("run")(training.train)
+submitted.attach(train, "train")
+app.add_typer(train, name="train")
+submitted.attach(evaluate.app, "eval")
 app.add_typer(evaluate.app, name="eval")
 app.command("gateway")(gateway.gateway)
 app.command("run", context_settings={"allow_interspersed_args": False})(recording.run)
@@ -24,9 +45,15 @@ app.add_typer(rollout.app, name="rollout")
 app.command("report")(report.report)
 app.command("verify")(verify.verify)
 app.add_typer(pool.app, name="pool")
-app.add_typer(models.app, name="models")
+app.add_typer(datasets.app, name="dataset")
+app.add_typer(models.app, name="model")
+app.add_typer(models.app, name="models", hidden=True)
+app.add_typer(secrets.app, name="secret")
+app.add_typer(controller.app, name="controller")
 app.command("doctor")(doctor.doctor)
 
+BUSY = 429
+"""The status of what a controller will take later."""
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 """What typer raises for a command line that it cannot read; it exports this child of it only."""
 
@@ -71,6 +98,9 @@ def exit_code(command: Callable[[], Any], *, as_json: bool = False) -> int:
         code = command()
     except typer.Exit as end:
         return end.exit_code
+    except typer.Abort:  # Ctrl-C where a person was asked something
+        typer.echo("\npenstock: nothing was done", err=True)
+        return INTERRUPTED
     except PenstockError as error:
         return _tell_error(error, as_json=as_json)
     except ExceptionGroup as group:
@@ -84,7 +114,23 @@ def exit_code(command: Callable[[], Any], *, as_json: bool = False) -> int:
 
 
 def _tell_error(error: PenstockError, *, as_json: bool) -> int:
-    return _tell(str(error), code=_code(error), as_json=as_json, exit_code=2 if isinstance(error, ConfigError) else 1)
+    if isinstance(error, ControllerError):
+        theirs = error.status is not None and 400 <= error.status < 500 and error.status != BUSY
+        return _tell(str(error), code=error.code, as_json=as_json, exit_code=2 if theirs else 1, issues=_answered_issues(error))
+    issues = error.issues if isinstance(error, ConfigError) else ()
+    return _tell(
+        str(error), code=_code(error), as_json=as_json, exit_code=2 if isinstance(error, ConfigError) else 1, issues=issues
+    )
+
+
+def _answered_issues(error: ControllerError) -> list[Issue]:
+    """What a controller found wrong, each thing by itself."""
+    found = cast("list[Any]", error.details.get("issues") or [])
+    return [_issue(cast("dict[str, Any]", one)) if isinstance(one, dict) else Issue("", str(one)) for one in found]
+
+
+def _issue(told: dict[str, Any]) -> Issue:
+    return Issue(str(told.get("key", "")), str(told.get("message", "")), told.get("key_correction"))
 
 
 def _tell_usage(message: str, *, as_json: bool) -> int:
@@ -99,12 +145,18 @@ def _first(group: ExceptionGroup[PenstockError]) -> PenstockError:
     return _first(first) if isinstance(first, ExceptionGroup) else first
 
 
-def _tell(message: str, *, code: str, as_json: bool, exit_code: int) -> int:
-    line = " ".join(part.strip() for part in message.splitlines())
+def _tell(message: str, *, code: str, as_json: bool, exit_code: int, issues: Sequence[Issue] = ()) -> int:
+    several = len(issues) > 1
+    told = message.split("\n", 1)[0] if several else message  # its further lines are the issues
+    line = " ".join(part.strip() for part in told.splitlines())
     if as_json:
-        typer.echo(orjson.dumps({"error": {"code": code, "message": line}}).decode())
-    else:
-        typer.echo(f"penstock: {line}", err=True)
+        listed = {"issues": [issue._asdict() for issue in issues]} if issues else {}
+        typer.echo(orjson.dumps({"error": {"code": code, "message": line, **listed}}).decode())
+        return exit_code
+    typer.echo(f"penstock: {line}", err=True)
+    for issue in issues if several else ():
+        where = "" if issue.key in issue.line else f"{issue.key}: "
+        typer.echo(f"  {where}{issue.line}", err=True)
     return exit_code
 
 

@@ -1,4 +1,4 @@
-"""`penstock models`: pull a model, list those that are here."""
+"""`penstock model`: pull a model, list those that are here and those that runs have trained, have one served."""
 
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -6,11 +6,15 @@ import orjson
 import typer
 
 from penstock.cli.progress import stage_progress
+from penstock.cli.telling import AsJson, Plain, labelled, show, when
+from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
     from penstock.models import ModelFolder
 
-app = typer.Typer(no_args_is_help=True, help="Pull models, and list those that are here.")
+app = typer.Typer(no_args_is_help=True, help="Pull models, list them, and have trained ones served.")
+
+Name = Annotated[str, typer.Argument(metavar="NAME", help="Of a model that `penstock model list` names.")]
 
 
 @app.command()
@@ -33,20 +37,91 @@ def pull(
 
 
 @app.command("list")
-def list_models(as_json: Annotated[bool, typer.Option("--json", help="Print the models as JSON.")] = False) -> None:
-    """List the models that are here, and the built-in ones that can be pulled."""
+def list_models(plain: Plain = False, as_json: AsJson = False) -> None:
+    """List the models that are here, the built-in ones that can be pulled, and those that submitted runs have trained."""
     from penstock.models import cached, kept
     from penstock.models.references import BUILT_IN
 
+    if plain and as_json:
+        raise ConfigError("--json and --plain go without each other")
     here = [_row(model.name, model) for model in kept()]
     absent = [_row(name, None) for name in BUILT_IN if cached(name) is None]
+    trained = _trained()
     if as_json:
-        typer.echo(orjson.dumps({"models": here + absent}))
+        show({"models": here + absent, **({} if trained is None else {"trained": trained})}, "", as_json=True)
         return
     for row in here + absent:
-        typer.echo(_line(row))
-    if absent:
-        typer.echo(f"next: penstock models pull {absent[0]['name']}", err=True)
+        typer.echo(f"{row['name']}\t{row['bytes'] or ''}\t{row['path'] or ''}" if plain else _line(row))
+    for row in trained or []:
+        typer.echo("\t".join(map(str, _trained_cells(row))) if plain else _trained_line(row))
+    if absent and not plain:
+        typer.echo(f"next: penstock model pull {absent[0]['name']}", err=True)
+
+
+@app.command("info")
+def details(name: Name, as_json: AsJson = False) -> None:
+    """Tell of one model: where it is, or which run has trained it and whether it is served."""
+    from penstock.cli.connection import connect
+    from penstock.models import kept
+
+    local = next((model for model in kept() if model.name == name), None)
+    if local is not None:
+        row = _row(name, local)
+        show(row, labelled(row.items()), as_json=as_json)
+        return
+    record = connect().model(name)
+    served = record.get("inference_model")
+    following = f"penstock model undeploy {name}" if served else f"penstock model deploy {name}"
+    shown = [(key.replace("_", " "), value) for key, value in record.items() if key != "is_internal_user"]
+    show(record, f"{labelled(shown)}\n\n  next  {following}", as_json=as_json)
+
+
+@app.command()
+def deploy(name: Name, as_json: AsJson = False) -> None:
+    """Have the controller serve a trained model behind an OpenAI-compatible address."""
+    from penstock.cli.connection import connect
+
+    client = connect()
+    with stage_progress() as progress:
+        progress(f"loading {name}")
+        record = client.deploy(name)
+    show(record, f"Model {name} is {record.get('status')}.\n\n  next  penstock model info {name}", as_json=as_json)
+
+
+@app.command()
+def undeploy(name: Name, as_json: AsJson = False) -> None:
+    """Serve a model no longer; it stays."""
+    from penstock.cli.connection import connect
+
+    record = connect().undeploy(name)
+    show(record, f"Model {name} is {record.get('status')}.\n\n  next  penstock model deploy {name}", as_json=as_json)
+
+
+def _trained() -> list[dict[str, Any]] | None:
+    """What runs have trained; None where no controller is named or serves, for a list starts none."""
+    from penstock.controller.client import PAGE, Client, every
+    from penstock.controller.home import default_home
+    from penstock.controller.local import living, named_controller
+
+    home = default_home()
+    client = named_controller()
+    if client is None:
+        address = living(home) if home.path.is_dir() else None
+        client = Client(address.url, home.token()) if address else None
+    if client is None:
+        return None
+    known = client
+    return list(every(lambda offset: known.models("lora", limit=PAGE, offset=offset), "models"))
+
+
+def _trained_cells(row: dict[str, Any]) -> tuple[object, ...]:
+    step = "" if row.get("checkpoint_step") is None else f"step {row['checkpoint_step']}"
+    return row.get("model_name"), row.get("deployment_status") or "", step, row.get("base_model") or "", when(row.get("created_at"))
+
+
+def _trained_line(row: dict[str, Any]) -> str:
+    name, status, step, base, made = _trained_cells(row)
+    return f"{name:<24} {step:>12}  {status:<8} of {base}, {made}".rstrip()
 
 
 def _row(name: str, model: "ModelFolder | None") -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`penstock rollout`: an agent behind HTTP, for controllers anywhere."""
+"""`penstock rollout`: agents of a workspace, made and listed; an agent behind HTTP, for controllers anywhere."""
 
 import asyncio
 import os
@@ -6,27 +6,71 @@ import signal
 import socket
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import orjson
 import typer
 
 from penstock.cli.interrupts import INTERRUPTED, Interrupts
+from penstock.cli.telling import AsJson, Column, Plain, show, show_rows
 from penstock.config import rollout_token, secret
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
 
-app = typer.Typer(help="Serve an agent to controllers over HTTP.", no_args_is_help=True)
+app = typer.Typer(help="Agents of a workspace, and an agent behind HTTP.", no_args_is_help=True)
 
 TokenEnv = Annotated[str, typer.Option(metavar="NAME", help="The environment variable with the token that callers must show.")]
 HostsList = Annotated[str, typer.Option(metavar="A,B,…", help="Hosts that may be called for models and callbacks; this machine's.")]
 
 
-@app.callback()
-def rollout() -> None:
-    """Serve an agent to controllers over HTTP."""
+@app.command()
+def init(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Of the folder under rollouts/.")],
+    force: Annotated[bool, typer.Option("--force", "-f", help="Write over files that are there.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write a rollout that runs as it is, with its tasks and its experiment files."""
+    from penstock.workspace.layout import workspace_of
+    from penstock.workspace.scaffold import init_rollout
+
+    workspace = workspace_of(Path())
+    written = [str(path.relative_to(workspace.path)) for path in init_rollout(workspace, name, force)]
+    following = [f"penstock eval run configs/eval/{name}.toml", f"penstock eval submit configs/eval/{name}.toml"]
+    text = f"Wrote rollout {name} into {workspace.path}:\n\n  " + "\n  ".join(written) + "\n\nNext:\n\n  " + "\n  ".join(following)
+    show({"name": name, "workspace": str(workspace.path), "files": written, "next": following}, text, as_json=as_json)
+
+
+@app.command("list")
+def list_rollouts(
+    registered: Annotated[bool, typer.Option("--registered", help="Those of the repository as the controller has it.")] = False,
+    branch: Annotated[str | None, typer.Option(help="Of a registered repository.")] = None,
+    plain: Plain = False,
+    as_json: AsJson = False,
+) -> None:
+    """List the rollouts of the workspace here, or of its repository at the controller."""
+    if branch is not None and not registered:
+        raise ConfigError("--branch goes with --registered: the workspace has the files that are there now")
+    page = _registered(branch) if registered else _here()
+    columns = [Column("name", lambda row: row.get("name")), Column("commit", lambda row: row.get("last_synced_commit_sha"))]
+    empty = "there is no rollout; begin with: penstock rollout init NAME"
+    show_rows(page, "rollouts", columns[: 1 + registered], as_json=as_json, plain=plain, empty=empty)
+
+
+def _here() -> dict[str, Any]:
+    from penstock.workspace.layout import workspace_of
+
+    workspace = workspace_of(Path())
+    rows = [{"name": name, "path": str(workspace.path / "rollouts" / name)} for name in workspace.rollouts()]
+    return {"rollouts": rows, "total_count": len(rows), "has_more": False, "next_offset": None}
+
+
+def _registered(branch: str | None) -> dict[str, Any]:
+    from penstock.cli.connection import connect, listed
+
+    client = connect()
+    return listed(lambda limit, offset: client.rollouts(limit=limit, offset=offset, branch=branch), "rollouts", 50, everything=True)
 
 
 @app.command()

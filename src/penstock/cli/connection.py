@@ -1,0 +1,47 @@
+"""The controller that a command talks to, and how long exchanges with it are shown."""
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from penstock.cli.progress import stage_progress
+
+if TYPE_CHECKING:
+    from penstock.controller.client import Client
+    from penstock.controller.transfer import Progress
+
+
+def connect() -> "Client":
+    """The controller of the environment, else the user's own, started where it does not run."""
+    from penstock.controller.home import default_home
+    from penstock.controller.local import find_controller, named_controller, read_address
+    from penstock.controller.submitting import repository_name
+
+    git = repository_name(Path())
+    if named_controller(git) is None and read_address(default_home()) is None:
+        typer.echo("penstock: starting a controller in the background; penstock controller status tells of it", err=True)
+    return find_controller(git)
+
+
+@contextmanager
+def transferring() -> "Generator[Progress]":
+    """Shows on stderr how far a transfer is."""
+    with stage_progress() as progress:
+
+        def tell(stage: str, done: int, total: int | None) -> None:
+            progress(stage, done, total)
+
+        yield tell
+
+
+def listed(fetch: Callable[[int, int], dict[str, Any]], key: str, limit: int, *, everything: bool) -> dict[str, Any]:
+    """The first page of a list, of `limit` rows; or all of it as if it were one page."""
+    from penstock.controller.client import PAGE, every
+
+    if not everything:
+        return fetch(limit, 0)
+    rows = list(every(lambda offset: fetch(PAGE, offset), key))
+    return {key: rows, "total_count": len(rows), "has_more": False, "next_offset": None}

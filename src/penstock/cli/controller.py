@@ -1,0 +1,165 @@
+"""`penstock controller`: the service that carries submitted runs out, and how to reach it."""
+
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import orjson
+import typer
+
+from penstock.cli.interrupts import INTERRUPTED, Interrupts
+from penstock.cli.telling import AsJson, labelled, show
+from penstock.errors import ConfigError, ControllerError
+
+if TYPE_CHECKING:
+    from penstock.controller.home import Home
+
+PORT = 8470
+DOWN_S = 60.0
+
+app = typer.Typer(help="The service that carries submitted runs out.", no_args_is_help=True)
+
+HomeOption = Annotated[Path | None, typer.Option("--home", help="Its folder; else $PENSTOCK_HOME, else the user's state folder.")]
+
+
+@app.command()
+def up(
+    host: Annotated[str, typer.Option(help="The interface to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = PORT,
+    runs: Annotated[int, typer.Option(min=1, help="Runs that are carried out at once.")] = 1,
+    home: HomeOption = None,
+    url: Annotated[str, typer.Option(help="Where others reach it, such as https://HOST behind a proxy.")] = "",
+    names: Annotated[list[str] | None, typer.Option("--name", metavar="HOST", help="A name that callers may use for it.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Say nothing but JSON, errors too.")] = False,
+) -> None:
+    """Serve until SIGTERM or Ctrl-C; prints one line of JSON once it does. Runs that are under way go on without it.
+
+    Commands that need a controller start one in the background by themselves; this is for one that other machines use.
+    """
+    place = _home(home).make()
+    try:
+        first = asyncio.run(_serve(place, host, port, runs, url, names or [], quiet=as_json))
+    except asyncio.CancelledError:
+        first = signal.SIGINT
+    raise typer.Exit(INTERRUPTED if first == signal.SIGINT else 0)
+
+
+@app.command()
+def status(home: HomeOption = None, as_json: AsJson = False) -> None:
+    """Tell whether a controller serves, where, and what it has to do; exit code 1 where none does."""
+    from penstock.controller.client import Client
+    from penstock.controller.local import living, named_controller
+
+    place = _home(home)
+    named = named_controller() if home is None else None
+    address = living(place) if named is None and place.path.is_dir() else None
+    if named is None and address is None:
+        text = f"No controller serves {place.path}.\n\n  next  penstock controller up, or any command that needs one"
+        show({"running": False, "home": str(place.path)}, text, as_json=as_json)
+        raise typer.Exit(1)
+    client = named or Client(address.url if address else "", place.token())
+    found: dict[str, Any] = {"running": True, "url": client.url, "user": client.verify()["user"]["name"]}
+    if address is not None:
+        found |= {"pid": address.pid, "home": str(place.path), "log": str(place.log)}
+    found["runs"] = {kind: client.runs(kind, limit=1)["total_count"] for kind in ("eval", "train")}
+    shown = [*((key, found.get(key)) for key in ("url", "pid", "home", "log"))]
+    counted = [("evaluations", found["runs"]["eval"]), ("training runs", found["runs"]["train"])]
+    show(found, f"A controller serves.\n\n{labelled([*shown, *counted])}", as_json=as_json)
+
+
+@app.command()
+def down(home: HomeOption = None, as_json: AsJson = False) -> None:
+    """Stop this machine's controller; runs that are under way go on, and the next controller sees how they ended."""
+    from penstock.controller.local import is_free, living
+
+    place = _home(home)
+    address = living(place) if place.path.is_dir() else None
+    if address is None:
+        raise ControllerError(f"no controller serves {place.path}; nothing was stopped", code="CONTROLLER_ABSENT", status=404)
+    os.kill(address.pid, signal.SIGTERM)
+    deadline = time.monotonic() + DOWN_S
+    while not is_free(place):
+        if time.monotonic() > deadline:
+            text = f"the controller (process {address.pid}) does not stop; see {place.log}"
+            raise ControllerError(text, code="CONTROLLER_STUCK")
+        time.sleep(0.05)
+    text = f"Stopped the controller of {place.path}. Runs that were under way go on.\n\n  next  penstock controller up"
+    show({"stopped": True, "pid": address.pid, "home": str(place.path)}, text, as_json=as_json)
+
+
+@app.command()
+def register(
+    path: Annotated[Path, typer.Argument(help="A repository or workspace on the controller's machine.")] = Path(),
+    name: Annotated[str | None, typer.Option(metavar="OWNER/NAME", help="What it is called; else as its origin is.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Let OWNER/NAME stand for a repository, for submissions that bring no code along."""
+    from penstock.cli.connection import connect
+    from penstock.controller.submitting import repository_name
+
+    chosen = name or repository_name(path)
+    if chosen is None:
+        raise ConfigError(f"{path} has no remote called origin to take a name from; give one: --name OWNER/NAME")
+    record = connect().register_repository(chosen, path.resolve())
+    show(record, f"{record['name']} now stands for {record['path']}.", as_json=as_json)
+
+
+@app.command()
+def approve(
+    code: Annotated[str, typer.Argument(metavar="CODE", help="The code that the device shows.")],
+    as_json: AsJson = False,
+) -> None:
+    """Let a device in that asks to log in; run it on the controller's machine."""
+    from penstock.cli.connection import connect
+
+    record = connect().approve(code)
+    show(record, f"Let {record.get('device_name') or 'the device'} in.", as_json=as_json)
+
+
+@app.command()
+def token(as_json: AsJson = False) -> None:
+    """Print what to set to reach this controller, with penstock and with the osmosis command line. It opens everything: keep it."""
+    from penstock.cli.connection import connect
+
+    client = connect()
+    variables = {
+        "PENSTOCK_CONTROLLER": client.url,
+        "PENSTOCK_CONTROLLER_TOKEN": client.token or "",
+        "OSMOSIS_PLATFORM_URL": client.url,
+        "OSMOSIS_TOKEN": client.token or "",
+    }
+    text = "\n".join(f"export {name}={value}" for name, value in variables.items())
+    show({"url": client.url, "token": client.token, "variables": variables}, text, as_json=as_json)
+
+
+async def _serve(home: "Home", host: str, port: int, runs: int, url: str, names: list[str], *, quiet: bool) -> int | None:
+    """Serve until a signal comes; which one that was."""
+    from penstock.controller.api.serve import serving
+    from penstock.controller.local import announced
+    from penstock.controller.stations import Limits, open_controller
+
+    def tell(text: str) -> None:
+        if not quiet:
+            typer.echo(f"penstock: {text}", err=True)
+
+    stop = asyncio.Event()
+    with Interrupts(stop, lambda: tell("stopping; runs that are under way go on")) as interrupts:
+        async with (
+            open_controller(home, Limits(runs=runs)) as controller,
+            serving(controller, host=host, port=port, base_url=url.rstrip("/"), names=names) as here,
+        ):
+            with announced(home, here) as address:
+                ready = {"event": "ready", "url": url.rstrip("/") or here, "pid": address.pid, "home": str(home.path)}
+                typer.echo(orjson.dumps(ready).decode())
+                tell(f"serving {home.path} at {ready['url']}; how to connect: penstock controller token")
+                await stop.wait()
+        return interrupts.first
+
+
+def _home(chosen: Path | None) -> "Home":
+    from penstock.controller.home import Home, default_home
+
+    return default_home() if chosen is None else Home(chosen.expanduser())

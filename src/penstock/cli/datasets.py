@@ -1,0 +1,114 @@
+"""`penstock dataset`: check task files, keep them with a controller, look at them, fetch them."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import orjson
+import typer
+
+from penstock.cli.telling import All, AsJson, Column, Limit, Plain, labelled, show, show_rows, size, when
+
+app = typer.Typer(help="Task files: check them, keep them with a controller, fetch them.", no_args_is_help=True)
+
+Name = Annotated[str, typer.Argument(metavar="NAME", help="The dataset's name or id.")]
+COLUMNS = (
+    Column("name", lambda row: row.get("file_name")),
+    Column("status", lambda row: row.get("status")),
+    Column("rows", lambda row: row.get("row_count")),
+    Column("size", lambda row: size(row.get("file_size"))),
+    Column("uploaded", lambda row: when(row.get("created_at"))),
+    Column("by", lambda row: row.get("creator_name")),
+)
+
+
+@app.command()
+def validate(file: Annotated[Path, typer.Argument(help="JSONL, CSV or parquet.")], as_json: AsJson = False) -> None:
+    """Look at every row of a file, here; each flaw is told with its row."""
+    from penstock.controller.downloading import check_file
+    from penstock.sdk.dataset import check_tasks
+
+    _, count = check_file(file)
+    rows = check_tasks(file, columns=True)
+    found = {"valid": True, "file": str(file), "rows": rows, "size": count}
+    show(found, f"{file} is fine: {rows} rows.\n\n  next  penstock dataset upload {file}", as_json=as_json)
+
+
+@app.command()
+def upload(
+    file: Annotated[Path, typer.Argument(help="JSONL, CSV or parquet.")],
+    name: Annotated[str | None, typer.Option(help="Of the dataset; else the file's, without its ending.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a dataset of the same name.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Send a file to the controller, which looks at every row; runs then name it."""
+    from penstock.cli.connection import connect, transferring
+    from penstock.controller.downloading import check_file, upload_dataset
+    from penstock.sdk.dataset import check_tasks
+
+    check_file(file)
+    check_tasks(file, columns=True)  # the controller looks at every row again; a bad file need not travel
+    client = connect()
+    with transferring() as progress:
+        record = upload_dataset(client, file, name=name, overwrite=overwrite, progress=progress)
+    kept = record.get("file_name") or name or file.stem
+    text = f"Uploaded {file} as dataset {kept} ({size(record.get('file_size'))}); it is {record.get('status')}."
+    show(record, f"{text}\n\n  next  penstock dataset info {kept}", as_json=as_json)
+
+
+@app.command("list")
+def list_datasets(limit: Limit = 20, everything: All = False, plain: Plain = False, as_json: AsJson = False) -> None:
+    """List the controller's datasets, newest first."""
+    from penstock.cli.connection import connect, listed
+
+    client = connect()
+    page = listed(lambda limit, offset: client.datasets(limit=limit, offset=offset), "datasets", limit, everything=everything)
+    empty = "there is no dataset yet; begin with: penstock dataset upload FILE"
+    show_rows(page, "datasets", COLUMNS, as_json=as_json, plain=plain, empty=empty)
+
+
+@app.command("info")
+def details(name: Name, as_json: AsJson = False) -> None:
+    """Tell what the controller knows of a dataset."""
+    from penstock.cli.connection import connect
+
+    record = connect().dataset(name)
+    facts = [(column.title, column.cell(record)) for column in COLUMNS]
+    shown = [("id", record.get("id")), *facts, ("format", record.get("file_format"))]
+    record.pop("data_preview", None)
+    show(record, f"{labelled(shown)}\n\n  next  penstock dataset preview {name}", as_json=as_json)
+
+
+@app.command()
+def preview(
+    name: Name,
+    rows: Annotated[int, typer.Option(min=1, max=50, help="How many.")] = 5,
+    as_json: AsJson = False,
+) -> None:
+    """Print the first rows, one JSON object a line."""
+    from penstock.cli.connection import connect
+
+    record = connect().dataset(name)
+    known: list[dict[str, Any]] = record.get("data_preview") or []
+    first = known[:rows]
+    if not first:
+        typer.echo(f"no rows can be shown: the dataset is {record.get('status')}; see: penstock dataset info {name}", err=True)
+    text = "\n".join(orjson.dumps(row).decode() for row in first)
+    show({"name": record.get("file_name"), "status": record.get("status"), "rows": first}, text, as_json=as_json)
+
+
+@app.command()
+def download(
+    name: Name,
+    output: Annotated[str | None, typer.Option("-o", "--output", help="A file, or a folder/; else the current folder.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that is there.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Fetch a dataset's file as it was uploaded."""
+    from penstock.cli.connection import connect, transferring
+    from penstock.controller.downloading import download_dataset
+
+    client = connect()
+    with transferring() as progress:
+        path = download_dataset(client, name, output, overwrite=overwrite, progress=progress)
+    count = path.stat().st_size
+    show({"name": name, "path": str(path), "size": count}, f"Fetched dataset {name} into {path} ({size(count)}).", as_json=as_json)

@@ -1,0 +1,85 @@
+"""`penstock secret`: values that runs need and nobody should read, kept encrypted by a controller."""
+
+import sys
+from enum import StrEnum
+from typing import Annotated, Literal
+
+import typer
+
+from penstock.cli.telling import All, AsJson, Column, Limit, Plain, Yes, confirmed, show, show_rows, when
+from penstock.errors import ConfigError
+
+app = typer.Typer(help="Values that runs need and nobody should read.", no_args_is_help=True)
+
+
+class Scope(StrEnum):
+    """Whose a secret is: a run takes the personal one where both have the name."""
+
+    personal = "personal"
+    workspace = "workspace"
+
+    @property
+    def wire(self) -> Literal["user", "workspace"]:
+        """What the controller calls it."""
+        return "user" if self is Scope.personal else "workspace"
+
+
+Name = Annotated[str, typer.Argument(metavar="NAME", help="Of the variable that runs find it in, such as OPENAI_API_KEY.")]
+ScopeOption = Annotated[Scope, typer.Option(help="Whose it is; a run takes the personal one first.")]
+COLUMNS = (
+    Column("name", lambda row: row.get("name")),
+    Column("scope", lambda row: "personal" if row.get("scope") == "user" else row.get("scope")),
+    Column("updated", lambda row: when(row.get("updated_at") or row.get("created_at"))),
+)
+
+
+@app.command("set")
+def set_secret(
+    name: Name,
+    env: Annotated[str | None, typer.Option(metavar="VAR", help="Take the value of this environment variable.")] = None,
+    scope: ScopeOption = Scope.personal,
+    as_json: AsJson = False,
+) -> None:
+    """Keep a secret, in the place of one of the same name. Its value is asked for or read from stdin, never from an argument."""
+    from penstock.cli.connection import connect
+
+    value = _value(name, env)
+    record = connect().set_secret(name, value, scope.wire)
+    following = f'name it in an experiment file: [secrets] required = ["{name}"]'
+    show(record, f"Keeps secret {name} ({scope}), encrypted.\n\n  next  {following}", as_json=as_json)
+
+
+@app.command("list")
+def list_secrets(limit: Limit = 20, everything: All = False, plain: Plain = False, as_json: AsJson = False) -> None:
+    """List secrets by name; no value is ever told."""
+    from penstock.cli.connection import connect, listed
+
+    client, key = connect(), "environment_secrets"
+    page = listed(lambda limit, offset: client.secrets(limit=limit, offset=offset), key, limit, everything=everything)
+    show_rows(
+        page, key, COLUMNS, as_json=as_json, plain=plain, empty="there is no secret yet; begin with: penstock secret set NAME"
+    )
+
+
+@app.command()
+def delete(name: Name, scope: ScopeOption = Scope.personal, yes: Yes = False, as_json: AsJson = False) -> None:
+    """Forget a secret."""
+    from penstock.cli.connection import connect
+
+    client = connect()
+    confirmed(f"Delete secret {name} ({scope})?", yes=yes or as_json)
+    client.delete_secret(name, scope.wire)
+    show({"name": name, "scope": str(scope), "deleted": True}, f"Deleted secret {name} ({scope}).", as_json=as_json)
+
+
+def _value(name: str, env: str | None) -> str:
+    if env is not None:
+        from penstock.config import secret
+
+        return secret(env, "--env")
+    if sys.stdin.isatty():
+        return typer.prompt(f"Value of {name}", hide_input=True, err=True)
+    value = sys.stdin.read().removesuffix("\n").removesuffix("\r")
+    if not value:
+        raise ConfigError(f"no value came on stdin; pipe it, or name a variable: penstock secret set {name} --env VAR")
+    return value
