@@ -111,9 +111,12 @@ def test_a_name_that_there_is_not_is_an_attribute_error(module):
         _ = importlib.import_module(module).nothing
 
 
-def test_the_rubric_says_that_it_is_not_there_yet():
-    with pytest.raises(AttributeError, match="evaluate_rubric is not in this release"):
-        _ = importlib.import_module("osmosis_ai").evaluate_rubric
+def test_the_rubric_and_its_errors_are_there_when_asked_for():
+    module = importlib.import_module("osmosis_ai")
+    assert issubclass(module.ModelNotFoundError, module.ProviderRequestError) and issubclass(
+        module.MissingAPIKeyError, RuntimeError
+    )
+    assert (module.RubricResult(0.5, "half").score, callable(module.evaluate_rubric)) == (0.5, True)
 
 
 def loaded_after(line):

@@ -1,0 +1,147 @@
+"""`osmosis auth`: who one is at a controller."""
+
+import os
+import platform
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from osmosis_ai.cli.connection import identify, open_client, platform_url
+from osmosis_ai.cli.figures import moment
+from osmosis_ai.cli.logins import Login, forget_login, save_login, saved_login
+from osmosis_ai.cli.output import CliError, Terminal, terminal
+from osmosis_ai.cli.records import Record, below, known
+from osmosis_ai.cli.results import Detail, Operation
+from osmosis_ai.cli.runs import Yes
+from penstock.controller.client import Client
+from penstock.errors import ControllerError
+
+app = typer.Typer(help="Log in at a controller.", no_args_is_help=True)
+LONGEST_S = 900
+"""How long a login waits for its approval."""
+
+
+@app.command("login")
+def login(
+    context: typer.Context,
+    force: Annotated[bool, typer.Option("--force", help="Log in again where one is logged in.")] = False,
+    token: Annotated[str | None, typer.Option("--token", help="A token that the controller knows.")] = None,
+) -> Operation:
+    """Log in at OSMOSIS_PLATFORM_URL; a controller on this machine needs no login."""
+    url = platform_url()
+    if url is None:
+        if token is not None:
+            raise CliError("--token is for the controller that OSMOSIS_PLATFORM_URL names; set it")
+        client = open_client()
+        return _told(client.url, _login_of(client, ""), "environment", "The controller on this machine needs no login.", "noop")
+    variable = os.environ.get("OSMOSIS_TOKEN")
+    if token is None and variable:
+        found = _login_of(Client(url, variable), variable)
+        return _told(url, found, "environment", f"OSMOSIS_TOKEN is {found.email}'s; nothing was kept.", "noop")
+    before = saved_login(url)
+    if token is None and before is not None and not force:
+        return _told(
+            url, _login_of(Client(url, before.token), before.token), "token", f"Logged in already as {before.email}.", "noop"
+        )
+    made = _login_of(Client(url, token), token) if token is not None else _approved(url, terminal(context))
+    save_login(url, made)
+    return _told(url, made, "token", f"Logged in at {url} as {made.email}.", "success", saved=True)
+
+
+@app.command("logout")
+def logout(context: typer.Context, yes: Yes = False) -> Operation:
+    """Forget the login at OSMOSIS_PLATFORM_URL, and make its token worthless."""
+    url = platform_url()
+    login = saved_login(url) if url else None
+    told: dict[str, Any] = {"logged_in": False, "platform_url": url} | (
+        {"env_token_set": True} if os.environ.get("OSMOSIS_TOKEN") else {}
+    )
+    if url is None or login is None:
+        return Operation(operation="auth.logout", status="noop", message="Not logged in; nothing to do.", resource=told)
+    terminal(context).confirm(f"Log {login.email} out?", yes=yes, summary={"Account": login.email, "Controller": url})
+    told["revoked"] = _revoked(Client(url, login.token), login, terminal(context))
+    forget_login(url)
+    return Operation(operation="auth.logout", message=f"Logged out at {url}.", resource=told)
+
+
+@app.command("whoami")
+def whoami() -> Detail:
+    """Tell who one is at the controller."""
+    from penstock.workspace.layout import find_workspace
+
+    workspace = find_workspace(Path())
+    try:
+        client = open_client(identify(workspace.path).identity if workspace else None)
+    except CliError as error:
+        raise CliError(str(error), "AUTH_REQUIRED") from error
+    found = client.verify()
+    source = "environment" if platform_url() and os.environ.get("OSMOSIS_TOKEN") else "credentials"
+    user: Record = found["user"]
+    account = {"email": user["email"], "name": user.get("name"), "expires_at": found.get("expires_at")}
+    account |= {"platform_url": client.url, "source": source}
+    data = account | {"workspace": found.get("workspace"), "account": account | known({"token_id": found.get("token_id")})}
+    fields = {
+        "Email": user["email"],
+        "Name": user.get("name"),
+        "Controller": client.url,
+        "Workspace": below(found, "workspace").get("name"),
+        "Expires": moment(found["expires_at"]) if found.get("expires_at") else None,
+        "Source": source,
+    }
+    return Detail(data=data, fields=fields)
+
+
+def _login_of(client: Client, token: str) -> Login:
+    """Whom a token belongs to; AUTH_REQUIRED where the controller does not know it."""
+    found = client.verify()
+    user: Record = found["user"]
+    return Login(
+        token=token,
+        email=user["email"],
+        name=user.get("name"),
+        expires_at=found.get("expires_at"),
+        token_id=found.get("token_id"),
+    )
+
+
+def _approved(url: str, told: Terminal) -> Login:
+    """Wait until somebody approves this machine at the controller."""
+    if not told.can_ask:
+        raise CliError(
+            "Nobody can approve a login here; pass --token, or set OSMOSIS_TOKEN", "INTERACTIVE_REQUIRED", flags=["--token"]
+        )
+    client = Client(url, None)
+    asked = client.authorize_device(platform.node() or "osmosis")
+    typer.echo(f"Code: {asked['user_code']}\nApprove it at: {asked['verification_uri']}", err=True)
+    deadline, pause_s = time.monotonic() + min(LONGEST_S, asked["expires_in"]), asked["interval"]
+    while time.monotonic() < deadline:
+        time.sleep(pause_s)
+        try:
+            token: str = client.device_token(asked["device_code"])["token"]
+            return _login_of(Client(url, token), token)
+        except ControllerError as error:
+            if str(error) not in ("authorization_pending", "slow_down"):
+                raise
+            pause_s = min(pause_s + 5, 30) if str(error) == "slow_down" else pause_s
+    raise CliError("Nobody approved the login in time; run: osmosis auth login", "AUTH_REQUIRED")
+
+
+def _revoked(client: Client, login: Login, told: Terminal) -> bool:
+    """Whether the token opens nothing any more."""
+    if login.token_id is None:
+        return False
+    try:
+        client.revoke(login.token_id)
+    except ControllerError as error:
+        if error.status != 401:
+            told.warn(f"The token could not be made worthless: {error}")
+            return False
+    return True
+
+
+def _told(url: str, login: Login, source: str, message: str, status: str, *, saved: bool = False) -> Operation:
+    resource = {"email": login.email, "name": login.name, "expires_at": login.expires_at, "platform_url": url}
+    resource |= {"workspace": None, "source": source, "verified": True, "saved": saved} | ({"token_store": "file"} if saved else {})
+    return Operation(operation="auth.login", status=status, message=message, resource=resource)

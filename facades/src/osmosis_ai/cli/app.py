@@ -1,0 +1,112 @@
+"""The `osmosis` command: its tree, its global flags, and the one place where results are printed and errors become exit codes."""
+
+import os
+import sys
+from collections.abc import Sequence
+from itertools import takewhile
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from osmosis_ai import __version__
+from osmosis_ai.cli import account, datasets, evals, models, rollouts, secrets, setup, templates, training
+from osmosis_ai.cli.environment import load_environment
+from osmosis_ai.cli.failures import Failure, failure_of
+from osmosis_ai.cli.output import Terminal
+from osmosis_ai.cli.results import Mode
+
+HELP_NAMES = {"help_option_names": ["-h", "--help"]}
+INTERRUPTED = 130
+FLAGS = ("--json", "--plain")
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None, context_settings=HELP_NAMES)
+GROUPS = {
+    "dataset": datasets.app,
+    "train": training.app,
+    "model": models.app,
+    "eval": evals.app,
+    "rollout": rollouts.app,
+    "template": templates.app,
+    "auth": account.app,
+    "secret": secrets.app,
+}
+for name, group in GROUPS.items():
+    app.add_typer(group, name=name)
+app.command("doctor")(setup.doctor)
+app.command("upgrade")(setup.upgrade)
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", "-V", help="Print the version.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object; may stand anywhere on the line.")] = False,
+    as_plain: Annotated[bool, typer.Option("--plain", help="Print lines for shell pipelines; may stand anywhere.")] = False,
+) -> None:
+    """Evaluate and train agents on a Penstock controller, with the commands of Osmosis.
+
+    Without OSMOSIS_PLATFORM_URL a controller on this machine is used, and started where none runs.
+    """
+    del as_json, as_plain  # taken out of the line before it is read
+    if version:
+        typer.echo(f"osmosis-ai {__version__}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+def main() -> None:
+    """The console script."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="replace")  # pyright: ignore[reportAttributeAccessIssue]  # model text may not fit the terminal
+    load_environment(Path.cwd())
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command line, print what came of it, and return its exit code."""
+    flags, line = split_flags(arguments)
+    terminal = Terminal(_mode(flags))
+    try:
+        if len(flags) > 1:
+            raise typer.BadParameter("--json and --plain cannot be combined")
+        result: Any = app(line, prog_name="osmosis", standalone_mode=False, obj=terminal)
+        return result if isinstance(result, int) else 0 if result is None else terminal.show(result)
+    except typer.Exit as end:
+        return end.exit_code
+    except (KeyboardInterrupt, typer.Abort):
+        return INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # who read it has left: nothing more to say
+        return 1
+    except Exception as error:
+        failure = failure_of(error)
+        if failure.is_bug and terminal.mode == "human":
+            raise
+        _tell(terminal, failure, line)
+        return failure.exit_code
+
+
+def split_flags(arguments: Sequence[str]) -> tuple[set[str], list[str]]:
+    """The global flags, wherever they stand before a `--`, and the line without them."""
+    before = list(takewhile(lambda word: word != "--", arguments))
+    rest = [word for word in before if word not in FLAGS]
+    return set(before) & set(FLAGS), [*rest, *arguments[len(before) :]]
+
+
+def command_of(line: Sequence[str]) -> str:
+    """The command of a line, for people who read many errors: `eval submit`."""
+    words = [word for word in line if not word.startswith("-")]
+    return " ".join(words[: 2 if words[:1] and words[0] in GROUPS else 1]) or "<root>"
+
+
+def _mode(flags: set[str]) -> Mode:
+    return "json" if "--json" in flags else "plain" if "--plain" in flags else "human"
+
+
+def _tell(terminal: Terminal, failure: Failure, line: Sequence[str]) -> None:
+    if failure.is_help:
+        typer.echo(failure.message, err=terminal.mode == "json")
+    else:
+        terminal.fail(failure.message, failure.code, command_of(line), failure.details)

@@ -1,0 +1,150 @@
+"""`osmosis dataset`: check, upload, look at and fetch datasets."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from osmosis_ai.cli.connection import connect
+from osmosis_ai.cli.figures import moment, plain, size
+from osmosis_ai.cli.output import CliError, terminal
+from osmosis_ai.cli.paging import All, Cursor, Limit, LogLimit, fetch_page, show_logs
+from osmosis_ai.cli.records import Record, dataset_item
+from osmosis_ai.cli.results import Detail, Listing, Operation
+from osmosis_ai.cli.runs import Yes
+
+app = typer.Typer(help="Datasets of a controller.", no_args_is_help=True)
+File = Annotated[Path, typer.Argument(metavar="FILE", help="A .jsonl, .csv or .parquet file.")]
+Name = Annotated[str, typer.Argument(metavar="NAME", help="Name or id of the dataset.")]
+USABLE = "uploaded"
+
+
+@app.command("validate")
+def validate(file: File) -> Detail:
+    """Check a file, every row of it, without a controller."""
+    from osmosis_ai.cli.dataset_rules import check_file
+
+    found = check_file(file)
+    data = {
+        "valid": not found.errors,
+        "file": str(file),
+        "file_name": file.name,
+        "extension": file.suffix.removeprefix(".").lower(),
+        "file_size": file.stat().st_size if file.is_file() else None,
+        "errors": found.errors,
+        "warnings": found.warnings,
+    }
+    fields = {"File": file, "Valid": "yes" if not found.errors else "no", "Rows": found.rows}
+    sections = {"Errors": [f"Error: {line}" for line in found.errors], "Warnings": [f"Warning: {line}" for line in found.warnings]}
+    shown = {heading: lines for heading, lines in sections.items() if lines}
+    return Detail(data=data, fields=fields, sections=shown, exit_code=1 if found.errors else 0)
+
+
+@app.command("upload")
+def upload(
+    context: typer.Context,
+    file: File,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a dataset of the same name.")] = False,
+    yes: Yes = False,
+) -> Operation:
+    """Check a file and send it to the controller, named as the file is."""
+    from osmosis_ai.cli.dataset_rules import check_file
+    from penstock.controller.downloading import upload_dataset
+
+    here = connect()
+    found = check_file(file)
+    if found.errors:
+        raise CliError("\n  - ".join([f"{file} cannot be used as a dataset:", *found.errors]), errors=found.errors)
+    for warning in found.warnings:
+        terminal(context).warn(warning)
+    prompt = f"Upload {file.name}" + (" over a dataset of the same name?" if overwrite else "?")
+    terminal(context).confirm(prompt, yes=yes or not overwrite, summary={"Name": file.stem, "Size": size(file.stat().st_size)})
+    record = upload_dataset(here.client, file, overwrite=overwrite)
+    name = record.get("file_name")
+    return Operation(
+        operation="dataset.upload",
+        message=f"Uploaded the dataset {name}.",
+        resource=dataset_item(record) | here.where,
+        steps=[{"action": "dataset_info", "name": name}],
+        hints=[f"Look at it: osmosis dataset info {name}"],
+    )
+
+
+@app.command("download")
+def download(
+    name: Name,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="File or folder; else the working directory.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that is there.")] = False,
+) -> Operation:
+    """Fetch a dataset's file."""
+    from penstock.controller.downloading import download_dataset
+
+    here = connect()
+    record = here.client.dataset(name)
+    if record.get("status") != USABLE:
+        raise CliError(f"The dataset {name} is {record.get('status')}, not {USABLE}; wait until it is", status=record.get("status"))
+    path = download_dataset(here.client, name, output, overwrite=overwrite)
+    resource = dataset_item(record) | {"output_path": str(path)} | here.where
+    return Operation(operation="dataset.download", message=f"Saved the dataset as {path}.", resource=resource)
+
+
+@app.command("list")
+def list_datasets(limit: Limit = 50, everything: All = False) -> Listing:
+    """List datasets, newest first."""
+    here = connect()
+    page = fetch_page(lambda rows, at: here.client.datasets(limit=rows, offset=at), "datasets", limit=limit, everything=everything)
+    return Listing(
+        items=[dataset_item(record) for record in page.rows],
+        shown=[_shown(record) for record in page.rows],
+        titles=["Name", "Status", "Size", "Uploaded", "By"],
+        extra=here.where,
+        **page.listed(),
+    )
+
+
+@app.command("info")
+def show(name: Name) -> Detail:
+    """Show a dataset."""
+    here = connect()
+    item = dataset_item(here.client.dataset(name))
+    fields = {
+        "Name": item["file_name"],
+        "Status": item["status"],
+        "Size": size(item["file_size"]),
+        "Format": item["file_format"],
+        "Rows": item["row_count"],
+        "Uploaded": moment(item["created_at"]),
+        "Uploaded By": item["creator_name"],
+        "Id": item["id"],
+    }
+    return Detail(data=item | here.where, fields=fields)
+
+
+@app.command("preview")
+def preview(name: Name, rows: Annotated[int, typer.Option("--rows", help="How many rows.")] = 5) -> Detail:
+    """Show a dataset's first rows."""
+    if rows < 1:
+        raise CliError(f"--rows is {rows}; give a positive number")
+    here = connect()
+    record = here.client.dataset(name)
+    found: list[Record] | None = record.get("data_preview")
+    shown = (found or [])[:rows]
+    told = {"requested_rows": rows, "returned_rows": len(shown), "available": found is not None}
+    absent = {} if found is not None else {"message": f"The dataset {name} is {record.get('status')}; its rows cannot be shown."}
+    data = {"dataset": dataset_item(record), "rows": shown, **told, **absent, **here.where}
+    lines = {f"Row {place}": [f"{key}: {plain(value)}" for key, value in row.items()] for place, row in enumerate(shown)}
+    return Detail(
+        data=data, fields={"Name": record.get("file_name"), "Preview": absent.get("message") or len(shown)}, sections=lines
+    )
+
+
+@app.command("logs")
+def logs(name: Name, limit: LogLimit = 50, cursor: Cursor = None) -> Listing:
+    """Show what was noted while a dataset was received, oldest line first."""
+    here = connect()
+    return show_logs(lambda rows, at: here.client.dataset_logs(name, limit=rows, cursor=at), here, limit=limit, cursor=cursor)
+
+
+def _shown(record: Record) -> list[str]:
+    names = [plain(record.get("file_name")), f"[{record.get('status')}]", size(record.get("file_size"))]
+    return [*names, moment(record.get("created_at")), plain(record.get("creator_name"))]

@@ -1,0 +1,55 @@
+"""An evaluation as people read it: a row of a list, labelled lines, results."""
+
+from typing import Any
+
+from osmosis_ai.cli.figures import NONE, duration, moment, percent, plain, settings, two_digits
+from osmosis_ai.cli.records import PENDING, Record, below, eval_item
+from osmosis_ai.cli.runs import progress
+
+
+def listed(item: Record, summary: Record) -> list[str]:
+    """A row of a list."""
+    reward = two_digits(summary.get("avg_reward"))
+    return [
+        item["name"],
+        f"[{item['status']}]",
+        plain(item["rollout"]),
+        reward,
+        moment(item["created_at"]),
+        plain(item["creator_name"]),
+    ]
+
+
+def labelled(row: Record, summary: Record, export: Record | None) -> dict[str, Any]:
+    """The values by their labels, in order."""
+    item = eval_item(row)
+    waits = item["status"] in PENDING
+    return {
+        "Name": item["name"],
+        "Status": item["status"],
+        "Progress": "waits to be started" if waits else progress(summary),
+        "Duration": duration(below(export or {}, "eval_run").get("duration_ms")),
+        "Pass Rate": percent(summary.get("pass_rate")),
+        "Tokens Used": summary.get("total_tokens"),
+        "Submitted": moment(item["created_at"]),
+        "Submitted By": item["creator_name"],
+        "Started": moment(item["started_at"]) if item["started_at"] else None,
+        "Completed": moment(item["completed_at"]) if item["completed_at"] else None,
+        "Dataset": item["dataset"],
+        "Model": item["model"],
+        "Rollout": item["rollout"],
+    }
+
+
+def results_of(summary: Record, results: Record) -> list[str]:
+    """How the samples were graded, a line for each part that is known."""
+    stats = dict(results.get("reward_stats") or {})
+    pass_at_k: Record = stats.pop("pass_at_k", None) or {}
+    counts = ", ".join(f"{name} {summary[name]}" for name in ("graded", "passed", "failed", "skipped") if name in summary)
+    told = {
+        "Results": counts,
+        "Pass Threshold": summary.get("pass_threshold"),
+        "Reward Stats": settings(stats),
+        "Pass@k": ", ".join(f"{k}: {NONE if value is None else f'{value:.3f}'}" for k, value in pass_at_k.items()),
+    }
+    return [f"{label}: {value}" for label, value in told.items() if value not in (None, "")]

@@ -1,0 +1,72 @@
+"""Values as people read them: aligned columns, local times, sizes, durations."""
+
+import re
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any, cast
+
+NONE = "—"
+
+
+def columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows with each column as wide as its widest cell."""
+    widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
+    return ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def plain(value: Any) -> str:
+    """One line, whatever it is."""
+    return NONE if value is None else re.sub(r"\s+", " ", str(value))
+
+
+def moment(text: str | None) -> str:
+    """`Jan 2, 2026 3:04 PM` in this machine's zone; raw where it has none of its own."""
+    try:
+        read = datetime.fromisoformat(text or "")
+    except ValueError:
+        return text or NONE
+    if read.tzinfo is None:
+        return text or NONE
+    local = read.astimezone()
+    return f"{local:%b} {local.day}, {local.year} {local.hour % 12 or 12}:{local:%M %p}"
+
+
+def size(count: int | None) -> str:
+    """`1.5 MB`."""
+    if count is None:
+        return NONE
+    amount, unit = float(count), "B"
+    for larger in ("KB", "MB", "GB"):
+        if amount < 1024:
+            break
+        amount, unit = amount / 1024, larger
+    return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
+
+
+def duration(milliseconds: float | None) -> str | None:
+    """`1h 2m 3s`."""
+    if milliseconds is None:
+        return None
+    seconds = round(milliseconds / 1000)
+    parts = [(seconds // 3600, "h"), (seconds % 3600 // 60, "m"), (seconds % 60, "s")]
+    return " ".join(f"{count}{unit}" for count, unit in parts if count) or "0s"
+
+
+def settings(config: dict[str, Any] | None) -> str | None:
+    """`key=value, table.key=value`, without the model, which has a line of its own."""
+    told: list[str] = []
+    for key, value in sorted((config or {}).items()):
+        table = cast("dict[str, Any]", value) if isinstance(value, dict) else {}
+        pairs = [(f"{key}.{inner}", one) for inner, one in sorted(table.items())] or [(key, value)]
+        told += [f"{name}={one}" for name, one in pairs if one is not None and name != "model_path"]
+    return ", ".join(told) or None
+
+
+def two_digits(value: float | None) -> str:
+    """A reward."""
+    return NONE if value is None else f"{value:.2f}"
+
+
+def percent(value: float | None) -> str | None:
+    """A rate between 0 and 1."""
+    return None if value is None else f"{value:.1%}"

@@ -1,0 +1,83 @@
+"""How results and errors are written, and how people are asked: one line of JSON, plain lines, or text."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+import orjson
+import typer
+
+from osmosis_ai import __version__
+from osmosis_ai.cli.figures import columns, plain
+from osmosis_ai.cli.results import Listing, Mode, Result
+from penstock.errors import PenstockError
+
+SCHEMA = {"schema_version": 1}
+
+
+class CliError(PenstockError):
+    """What ends a command, with a code that a script can act on."""
+
+    def __init__(self, message: str, code: str = "VALIDATION", **details: Any) -> None:
+        super().__init__(message)
+        self.code = code
+        self.details = details
+
+
+@dataclass(frozen=True, slots=True)
+class Terminal:
+    """Where a command's words go; `typer.Context.obj` of every command."""
+
+    mode: Mode
+
+    def show(self, result: Result) -> int:
+        """Print it on stdout; the exit code."""
+        if self.mode == "json":
+            self._write(sys.stdout, result.as_json())
+        else:
+            typer.echo("\n".join(result.lines(self.mode))) if result.lines(self.mode) else None
+        return 0 if isinstance(result, Listing) else result.exit_code
+
+    def fail(self, message: str, code: str, command: str, details: Mapping[str, Any] | None = None) -> None:
+        """Print an error on stderr."""
+        if self.mode == "json":
+            error = {"code": code, "message": message, "details": dict(details or {}), "request_id": None}
+            self._write(sys.stderr, {"command": command, "cli_version": __version__, "error": error})
+        else:
+            typer.echo(f"Error: {message}", err=True)
+
+    def warn(self, message: str, code: str | None = None) -> None:
+        """Print a warning on stderr; the command goes on."""
+        if self.mode == "json":
+            self._write(sys.stderr, {"cli_version": __version__, "warning": {"code": code, "message": message}})
+        else:
+            typer.echo(f"Warning: {message}", err=True)
+
+    def confirm(self, prompt: str, *, yes: bool, summary: Mapping[str, Any], warnings: Sequence[str] = ()) -> None:
+        """Go on only where the user says so; a script says it with --yes."""
+        if yes:
+            return
+        told = [{"label": label, "value": value} for label, value in summary.items()]
+        if not self.can_ask:
+            text = f"{prompt} Nobody can be asked here; pass --yes"
+            raise CliError(text, "INTERACTIVE_REQUIRED", prompt=prompt, summary=told, notes=[], warnings=list(warnings))
+        typer.echo("\n".join(columns([[f"{label}:", plain(value)] for label, value in summary.items()])), err=True)
+        if not typer.confirm(prompt, err=True):
+            typer.echo("Nothing was done.", err=True)
+            raise typer.Exit(1)
+
+    @property
+    def can_ask(self) -> bool:
+        """Whether a person sits there."""
+        return self.mode == "human" and sys.stdin.isatty()
+
+    @staticmethod
+    def _write(stream: TextIO, body: Mapping[str, Any]) -> None:
+        stream.write(orjson.dumps(SCHEMA | dict(body), default=str).decode() + "\n")
+        stream.flush()
+
+
+def terminal(context: typer.Context) -> Terminal:
+    """Of a running command."""
+    return context.obj

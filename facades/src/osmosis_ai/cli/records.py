@@ -1,0 +1,105 @@
+"""A controller's records as the envelopes of the command line show them; pure."""
+
+from typing import Any
+
+Record = dict[str, Any]
+
+DATASET = (
+    "id",
+    "file_name",
+    "file_size",
+    "status",
+    "file_format",
+    "original_file_format",
+    "row_count",
+    "original_file_size",
+    "creator_name",
+    "created_at",
+    "updated_at",
+)
+RUN = ("id", "name", "status", "created_at", "started_at", "completed_at", "creator_name", "creator_email")
+SECRET = ("id", "name", "scope", "created_at", "updated_at", "creator_name", "updater_name")
+ROLLOUT = ("id", "name", "is_active", "repo_full_name", "last_synced_commit_sha", "created_at")
+CHECKPOINT = ("id", "checkpoint_name", "checkpoint_step", "status", "created_at")
+COUNTS = ("pass_rate", "graded", "passed", "failed", "skipped")
+TERMINAL = frozenset({"finished", "failed", "crashed", "stopped", "killed", "unknown"})
+PENDING = frozenset({"pending", "queued"})
+
+
+def taken(record: Record, names: tuple[str, ...], *, when_set: tuple[str, ...] = ()) -> Record:
+    """These fields, null where they are missing, and those that are set of some more."""
+    return {name: record.get(name) for name in names} | known({name: record.get(name) for name in when_set})
+
+
+def known(record: Record) -> Record:
+    """Without nulls."""
+    return {name: value for name, value in record.items() if value is not None}
+
+
+def below(record: Record, name: str) -> Record:
+    """The object under a name; an empty one where there is none."""
+    found: Record | None = record.get(name)
+    return found or {}
+
+
+def dataset_item(record: Record) -> Record:
+    """D of the envelopes."""
+    return taken(record, DATASET, when_set=("platform_url",))
+
+
+def eval_item(row: Record) -> Record:
+    """E of the envelopes, from a row of a list."""
+    names = {key: below(row, key).get("name") for key in ("model", "dataset", "rollout")}
+    return taken(row, RUN) | names | known({key: row.get(key) for key in ("results", "config", "platform_url")})
+
+
+def eval_row(detail: Record) -> Record:
+    """The row of a list that stands for the same run as a detail."""
+    model = {"name": below(detail, "config").get("model_path")}
+    beside = {key: detail.get(key) for key in ("dataset", "rollout", "results", "config")}
+    return {**below(detail, "eval_run"), "model": model, **beside}
+
+
+def eval_summary(row: Record) -> Record:
+    """S of the envelopes: each number only where it is known."""
+    results = below(row, "results")
+    found = known({"avg_reward": results.get("score")} | {key: results.get(key) for key in COUNTS})
+    rows, done, samples = results.get("sampled_rows"), results.get("total_runs"), below(row, "config").get("n")
+    if rows is not None and done is not None and samples is not None:
+        found["progress"] = {"completed": done, "total": rows * samples, "unit": "samples"}
+    return found
+
+
+def eval_details(results: Record) -> Record:
+    """What the summary of one evaluation has beyond that of a list."""
+    more = {key: results.get(key) for key in ("pass_threshold", "total_tokens", "resumed_count")}
+    return known(more | {"dataset_rows": results.get("total_dataset_rows")})
+
+
+def training_item(row: Record) -> Record:
+    """T of the envelopes, from a row of a list."""
+    references: Record = {}
+    for key, inner in (("model", "model_name"), ("dataset", "file_name"), ("rollout", "name")):
+        found = below(row, key)
+        references |= {f"{key}_id": found.get("id"), f"{key}_name": found.get(inner) or found.get("name")}
+    first, rest = RUN[:3], RUN[3:]
+    item = taken(row, first) | references | taken(row, rest)
+    return item | known({key: row.get(key) for key in ("platform_url", "current_step", "total_steps", "reward")})
+
+
+def training_row(detail: Record) -> Record:
+    """The row of a list that stands for the same run as a detail."""
+    return {**below(detail, "training_run"), **{key: detail.get(key) for key in ("model", "dataset", "rollout")}}
+
+
+def training_summary(row: Record) -> Record:
+    """Reward and progress, where they are known."""
+    found = known({"reward": row.get("reward")})
+    if row.get("total_steps") is not None:
+        found["progress"] = {"completed": row.get("current_step") or 0, "total": row["total_steps"], "unit": "steps"}
+    return found
+
+
+def secret_item(record: Record) -> Record:
+    """With the scope as people write it."""
+    return taken(record, SECRET) | {"scope": "personal" if record.get("scope") == "user" else record.get("scope")}

@@ -1,0 +1,97 @@
+"""`evaluate_rubric` and what it gives and raises, over penstock's judge."""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from penstock.errors import ConfigError
+from penstock.records import Message
+
+if TYPE_CHECKING:
+    from penstock.graders.judge import Endpoint
+
+
+@dataclass
+class RubricResult:
+    """A judge's verdict."""
+
+    score: float
+    explanation: str
+    raw: Any = None
+
+
+class MissingAPIKeyError(RuntimeError):
+    """No key for the judge was given, and the environment has none."""
+
+
+class ProviderRequestError(RuntimeError):
+    """The judge's provider refused, could not be reached, or gave nothing that can be used."""
+
+    def __init__(self, provider: str, model: str, detail: str) -> None:
+        self.provider, self.model, self.detail = provider, model, detail.strip() or "no reason was given"
+        super().__init__(f"{provider}, model {model!r}: {self.detail}")
+
+
+class ModelNotFoundError(ProviderRequestError):
+    """The provider has no such model."""
+
+
+async def evaluate_rubric(
+    solution_str: str | list[Message],
+    rubric: str,
+    model: str,
+    *,
+    ground_truth: str | None = None,
+    original_input: str | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    score_min: float = 0.0,
+    score_max: float = 1.0,
+    api_key: str | None = None,
+    timeout: float | None = None,
+) -> RubricResult:
+    """Let `model` (`openai/gpt-5-mini` and the like) score an answer, or a conversation, by `rubric`.
+
+    A score that is not between the two bounds is refused, never moved. OPENAI_BASE_URL leads models of OpenAI's elsewhere.
+    """
+    from penstock.graders.judge import Judge, JudgeError
+    from penstock.graders.rubric import conversation
+    from penstock.graders.verdict import Case, Scale
+
+    if not rubric.strip() or score_min >= score_max:
+        raise ValueError("give a rubric, and a score_min below score_max")
+    case = Case(
+        solution_str if isinstance(solution_str, str) else conversation(solution_str),
+        task=original_input or "",
+        reference=ground_truth or "",
+        context=json.dumps(metadata, default=str) if metadata else "",
+    )
+    endpoint = _endpoint(model, api_key or "", timeout or 60.0)
+    try:
+        async with Judge(endpoint, rubric, Scale(score_min, score_max)) as judge:
+            verdict = await judge.verdict(case)
+    except JudgeError as error:
+        kind = ModelNotFoundError if error.status == 404 else ProviderRequestError
+        raise kind(_provider(model), endpoint.model, str(error)) from error
+    return RubricResult(verdict.score, verdict.explanation, verdict._asdict())
+
+
+def _endpoint(model: str, key: str, timeout_s: float) -> "Endpoint":
+    from penstock.graders.judge import find_endpoint
+
+    url = os.environ.get("OPENAI_BASE_URL", "") if _provider(model) == "openai" else ""
+    named = model.removeprefix("openai/") if url else model
+    try:
+        if url:
+            return find_endpoint(named, url=url, key=key, api_key_env="" if key else "OPENAI_API_KEY", timeout_s=timeout_s)
+        return find_endpoint(named, key=key, timeout_s=timeout_s)
+    except ConfigError as error:
+        if "the key of" in str(error):
+            raise MissingAPIKeyError(str(error)) from error
+        raise ProviderRequestError(_provider(model), model, str(error)) from error
+
+
+def _provider(model: str) -> str:
+    provider, slash, _ = model.partition("/")
+    return provider if slash else "openai"

@@ -1,0 +1,512 @@
+"""The `osmosis` command where no controller is needed: its tree, its flags, its envelopes, checks of files and folders."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from osmosis_shell import FOLDERS, Shell, answering, at_a_terminal, make_workspace, run_process
+
+from osmosis_ai import __version__
+from osmosis_ai.cli.app import GROUPS, command_of, split_flags
+from osmosis_ai.cli.connection import identify
+from osmosis_ai.cli.environment import read_settings
+from osmosis_ai.cli.figures import columns, duration, moment, size
+
+TREE = {
+    "dataset": {"validate", "upload", "download", "list", "info", "logs", "preview"},
+    "train": {"submit", "list", "info", "logs", "stop"},
+    "model": {"list", "info", "deploy", "undeploy"},
+    "eval": {"submit", "list", "info", "logs", "download", "stop", "rubric"},
+    "rollout": {"init", "list"},
+    "template": {"list", "apply"},
+    "auth": {"login", "logout", "whoami"},
+    "secret": {"list", "set", "delete"},
+}
+ROW = {"system_prompt": "", "user_prompt": "3*7", "ground_truth": "21", "metadata": {"level": 1}}
+
+
+@pytest.fixture
+def osmosis(capsys, monkeypatch, tmp_path):
+    for name in ("OSMOSIS_PLATFORM_URL", "OSMOSIS_TOKEN", "PENSTOCK_CONTROLLER", "PENSTOCK_CONTROLLER_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    return Shell(capsys)
+
+
+def rows_file(*rows, name="rows.jsonl"):
+    Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return name
+
+
+def test_the_tree_has_the_commands_of_osmosis():
+    assert {name: {command.name for command in group.registered_commands} for name, group in GROUPS.items()} == TREE
+
+
+@pytest.mark.parametrize("group", TREE)
+def test_a_group_alone_shows_its_commands(osmosis, group):
+    ran = osmosis(group)
+    assert (ran.code, ran.err) == (0, "") and all(f"  {name} " in ran.out for name in TREE[group])
+
+
+@pytest.mark.parametrize("line", [["upgrade", "--json"], ["--json", "upgrade"]])
+def test_the_flags_stand_anywhere(osmosis, line):
+    told = osmosis(*line).told
+    assert list(told) == ["schema_version", "status", "operation", "resource", "message"]
+    assert (told["schema_version"], told["status"], told["operation"]) == (1, "noop", "upgrade") and "pip install" in told[
+        "message"
+    ]
+
+
+def test_flags_after_two_dashes_are_words_of_the_command():
+    assert split_flags(["a", "--json", "--", "--plain"]) == ({"--json"}, ["a", "--", "--plain"])
+
+
+@pytest.mark.parametrize(
+    ("line", "command"),
+    [
+        (["eval", "submit"], "eval submit"),
+        (["eval", "submit", "x.toml", "--nonsense"], "eval submit"),
+        (["evil"], "evil"),
+        (["secret", "set"], "secret set"),
+        (["doctor", "a", "b"], "doctor"),
+        (["--nonsense"], "<root>"),
+        (["upgrade", "--plain"], "upgrade"),
+    ],
+)
+def test_a_line_that_cannot_be_read_exits_with_two(osmosis, line, command):
+    ran = osmosis.json(*line)
+    assert ran.code == 2 and (ran.error["code"], ran.error["command"]) == ("VALIDATION", command)
+
+
+def test_the_envelope_of_an_error_names_the_version_of_this_program(osmosis):
+    assert json.loads(osmosis.json("eval", "list").err)["cli_version"] == __version__
+
+
+def test_errors_for_people_and_pipelines_are_a_line(osmosis):
+    for flags in ([], ["--plain"]):
+        ran = osmosis("eval", "list", *flags)
+        assert (ran.code, ran.out) == (1, "") and ran.err.startswith("Error: ") and "osmosis doctor --fix" in ran.err
+
+
+def test_version_and_help_work_as_a_program(tmp_path):
+    assert run_process(tmp_path, "-V")[:2] == (0, f"osmosis-ai {__version__}\n")
+    assert "Usage: osmosis [OPTIONS] COMMAND" in run_process(tmp_path, "-h").out
+
+
+def test_naming_the_command_loads_no_framework_and_no_web_server(tmp_path):
+    heavy = "torch", "transformers", "ray", "openai", "agents", "strands", "starlette", "aiohttp", "pydantic"
+    code = f"import sys, osmosis_ai.cli; print([name for name in {heavy} if name in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+NEED_A_WORKSPACE = [
+    ["dataset", "upload", "x.jsonl"],
+    ["dataset", "download", "x"],
+    ["dataset", "list"],
+    ["dataset", "info", "x"],
+    ["dataset", "logs", "x"],
+    ["dataset", "preview", "x"],
+    ["eval", "submit", "x.toml"],
+    ["eval", "list"],
+    ["eval", "info", "x"],
+    ["eval", "logs", "x"],
+    ["eval", "download", "x"],
+    ["eval", "stop", "x", "-y"],
+    ["train", "submit", "x.toml"],
+    ["train", "list"],
+    ["train", "info", "x"],
+    ["train", "logs", "x"],
+    ["train", "stop", "x", "-y"],
+    ["model", "list"],
+    ["model", "info", "x"],
+    ["model", "deploy", "x"],
+    ["model", "undeploy", "x"],
+    ["rollout", "list"],
+    ["secret", "list"],
+    ["secret", "set", "X", "--env", "HOME"],
+    ["secret", "delete", "X", "-y"],
+]
+
+
+@pytest.mark.parametrize("line", NEED_A_WORKSPACE, ids=" ".join)
+def test_outside_of_a_workspace_nothing_is_begun(osmosis, tmp_path, line):
+    ran = osmosis.json(*line)
+    assert (ran.code, ran.error["code"], ran.error["command"]) == (1, "WORKSPACE_REQUIRED", " ".join(line[:2]))
+    assert not (tmp_path / "home").exists()
+
+
+@pytest.mark.parametrize("line", NEED_A_WORKSPACE, ids=" ".join)
+def test_a_controller_that_was_named_and_knows_no_login_is_not_asked(osmosis, monkeypatch, line):
+    make_workspace(Path.cwd())
+    monkeypatch.setenv("OSMOSIS_PLATFORM_URL", "http://127.0.0.1:9")
+    error = osmosis.json(*line).error
+    assert error["code"] == "VALIDATION" and "osmosis auth login" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("url", "code"), [("http://127.0.0.1:9", "PLATFORM_ERROR"), ("ftp://nowhere", "VALIDATION"), ("http://[", "VALIDATION")]
+)
+def test_a_controller_that_does_not_answer_is_named(osmosis, monkeypatch, url, code):
+    make_workspace(Path.cwd())
+    monkeypatch.setenv("OSMOSIS_PLATFORM_URL", url)
+    monkeypatch.setenv("OSMOSIS_TOKEN", "t")
+    for line in (["eval", "list"], ["auth", "whoami"], ["auth", "login"], ["auth", "login", "--token", "t"]):
+        error = osmosis.json(*line).error
+        assert error["code"] == code and url in error["message"]
+
+
+@pytest.mark.parametrize("file", ["x.toml", "configs/training/x.toml", "configs/eval/missing.toml", "configs/eval/../x.toml"])
+def test_a_file_that_lies_elsewhere_is_not_submitted(osmosis, monkeypatch, file):
+    make_workspace(Path.cwd())
+    monkeypatch.setenv("OSMOSIS_PLATFORM_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("OSMOSIS_TOKEN", "t")
+    Path("x.toml").write_text("")
+    Path("configs/training/x.toml").write_text("")
+    error = osmosis.json("eval", "submit", file, "-y").error
+    assert error["code"] == "VALIDATION" and file in error["message"] and "configs/eval" in error["message"]
+
+
+def test_all_that_is_wrong_with_a_file_is_told_at_once(osmosis, monkeypatch):
+    make_workspace(Path.cwd())
+    monkeypatch.setenv("OSMOSIS_PLATFORM_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("OSMOSIS_TOKEN", "t")
+    Path("configs/eval/x.toml").write_text('[experiment]\nrollout = "a"\nentrypont = "main.py"\n[evaluation]\nn = -1\n')
+    error = osmosis.json("eval", "submit", "configs/eval/x.toml", "-y").error
+    keys = {issue["key"] for issue in error["details"]["issues"]}
+    assert error["code"] == "VALIDATION" and {"experiment.entrypont", "experiment.model_path", "evaluation.n"} <= keys
+    assert all(key in error["message"] for key in keys)
+
+
+def test_doctor_tells_what_is_missing_and_makes_it(osmosis):
+    ran = osmosis.json("doctor")
+    told = ran.told
+    assert (ran.code, told["status"], told["operation"]) == (1, "failed", "doctor")
+    assert told["resource"]["missing"] == told["resource"]["required_paths"] and not told["resource"]["valid"]
+    fixed = osmosis.json("doctor", "--fix").told["resource"]
+    assert (fixed["valid"], fixed["missing"]) == (True, []) and set(FOLDERS) <= set(fixed["fixed"])
+    assert all(Path(name).is_dir() for name in FOLDERS)
+    again = osmosis.json("doctor", "rollouts")
+    assert (again.code, again.told["resource"]["fixed"], again.told["resource"]["workspace_directory"]) == (0, [], str(Path.cwd()))
+    assert list(fixed) == ["workspace_directory", "git", "workspace", "required_paths", "missing", "valid", "fixed"]
+
+
+def test_doctor_says_what_it_cannot_look_at(osmosis):
+    assert osmosis.json("doctor", "nowhere").error["code"] == "VALIDATION"
+
+
+@pytest.mark.parametrize(
+    ("remote", "identity"),
+    [
+        ("https://github.com/Owner/Repo.git", "owner/repo"),
+        ("git@github.com:Owner/Repo.git", "owner/repo"),
+        ("ssh://git@example.org:22/group/sub/Repo", "sub/repo"),
+        ("https://user:password@example.org/a/b/", "a/b"),
+        (None, "local/work-space"),
+    ],
+)
+def test_a_workspace_goes_by_its_origin_on_any_host_or_by_its_folder(tmp_path, remote, identity):
+    folder = tmp_path / "Work Space"
+    subprocess.run(["git", "init", "-q", folder], check=True)
+    if remote:
+        subprocess.run(["git", "remote", "add", "origin", remote], cwd=folder, check=True)
+    found = identify(folder)
+    assert found.identity == identity and "password" not in (found.remote_url or "")
+
+
+def test_a_folder_without_git_is_a_workspace_too(tmp_path):
+    assert identify(make_workspace(tmp_path / "plain")).as_json() == {"identity": "local/plain", "remote_url": None}
+
+
+GOOD = [ROW] * 4
+
+
+@pytest.mark.parametrize(
+    ("rows", "flaw"),
+    [
+        ([ROW] * 3, "3 rows; a dataset has at least 4"),
+        ([*GOOD, {**ROW, "user_prompt": " "}], "line 5: user_prompt is empty"),
+        ([*GOOD, {"user_prompt": "1*1"}], "line 5: no column 'system_prompt'"),
+        ([*GOOD, {"System_Prompt": "", "user_prompt": "1*1"}], "case-sensitive"),
+        ([*GOOD, {**ROW, "ground_truth": 21}], "line 5: ground_truth is int"),
+        ([*GOOD, {**ROW, "metadata": []}], "line 5: metadata is list"),
+        ([*GOOD, {**ROW, "metadata": "[1]"}], "line 5: metadata is list"),
+        ([*GOOD, {**ROW, "metadata": "{"}], "line 5: metadata: not valid JSON"),
+        ([*GOOD, {**ROW, "metadata": {"level": "one"}}], "line 5: metadata.level is string, but number in"),
+        ([*GOOD, {**ROW, "metadata": {"of": {}}}], "line 5: metadata.of is an empty object"),
+        ([*GOOD, {**ROW, "metadata": {"level": 2**64}}], "beyond 64 bits"),
+        ([{**ROW, "metadata": {}}] * 4, "empty object in every row"),
+    ],
+)
+def test_every_row_of_a_dataset_is_looked_at(osmosis, rows, flaw):
+    ran = osmosis.json("dataset", "validate", rows_file(*rows))
+    (error,) = ran.told["data"]["errors"]
+    assert ran.code == 1 and flaw in error and not ran.told["data"]["valid"]
+
+
+def test_a_dataset_without_flaw_is_valid(osmosis):
+    blank = {**ROW, "metadata": None}
+    ran = osmosis.json("dataset", "validate", rows_file(*GOOD, blank, {**ROW, "metadata": '{"level": 1.5}'}))
+    assert list(ran.told["data"]) == ["valid", "file", "file_name", "extension", "file_size", "errors", "warnings"]
+    assert (ran.code, ran.told["data"]["valid"], ran.told["data"]["extension"]) == (0, True, "jsonl")
+
+
+def test_flaws_of_all_rows_are_told_up_to_a_number(osmosis):
+    errors = osmosis.json("dataset", "validate", rows_file(*[{**ROW, "user_prompt": ""}] * 30)).told["data"]["errors"]
+    assert len(errors) == 21 and errors[-1] == "and 10 more"
+
+
+@pytest.mark.parametrize(("name", "content"), [("rows.txt", "x"), ("missing.csv", None), ("rows.csv", "user_prompt\n\n")])
+def test_a_file_that_is_no_dataset_is_told(osmosis, name, content):
+    if content is not None:
+        Path(name).write_text(content)
+    ran = osmosis("dataset", "validate", name, "--plain")
+    assert ran.code == 1 and "Valid: no" in ran.out and "Error: " in ran.out
+
+
+@pytest.mark.parametrize("wrong", [["--limit", "0"], ["--limit", "51"]])
+@pytest.mark.parametrize("group", ["dataset", "eval", "train", "model", "rollout", "secret"])
+def test_a_limit_has_bounds(osmosis, monkeypatch, group, wrong):
+    make_workspace(Path.cwd())
+    monkeypatch.setenv("OSMOSIS_PLATFORM_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("OSMOSIS_TOKEN", "t")
+    error = osmosis.json(group, "list", *wrong).error
+    assert error["code"] == "VALIDATION" and "--limit" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [
+        (["secret", "set", "lower", "--env", "HOME"], "VALIDATION"),
+        (["secret", "set", "X", "--env", "SURELY_NOT_SET"], "VALIDATION"),
+        (["secret", "set", "X", "--scope", "mine", "--env", "HOME"], "VALIDATION"),
+        (["secret", "set", "X"], "INTERACTIVE_REQUIRED"),
+        (["secret", "list", "--scope", "mine"], "VALIDATION"),
+        (["secret", "delete", "X", "--scope", "all", "-y"], "VALIDATION"),
+        (["eval", "download", "x", "--type", "everything"], "VALIDATION"),
+        (["eval", "download", "x", "--rows", "1..3"], "VALIDATION"),
+        (["model", "list", "--type", "other"], "VALIDATION"),
+        (["dataset", "preview", "x", "--rows", "0"], "VALIDATION"),
+        (["eval", "logs", "x", "--limit", "201"], "VALIDATION"),
+        (["auth", "login", "--token", "t"], "VALIDATION"),
+        (["template", "apply", "nothing-like-it"], "NOT_FOUND"),
+        (["rollout", "init", "../up"], "VALIDATION"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else value,
+)
+def test_wrong_values_are_refused_before_anybody_is_asked(osmosis, monkeypatch, tmp_path, line, code):
+    make_workspace(Path.cwd())
+    if line[0] != "auth":
+        monkeypatch.setenv("OSMOSIS_PLATFORM_URL", "http://127.0.0.1:9")
+        monkeypatch.setenv("OSMOSIS_TOKEN", "t")
+    ran = osmosis.json(*line)
+    assert (ran.code, ran.error["code"]) == (1, code)
+    assert not (tmp_path / "home").exists()
+
+
+def test_what_env_files_say_stands_behind_the_environment(tmp_path):
+    make_workspace(tmp_path)
+    (tmp_path / ".env").write_text("OSMOSIS_PLATFORM_URL=http://127.0.0.1:9/base/\nOSMOSIS_TOKEN='from the file'\n")
+    below = tmp_path / "rollouts"
+    assert "127.0.0.1:9" in run_process(below, "eval", "list", "--json").error["message"]
+    assert "127.0.0.1:8" in run_process(below, "eval", "list", "--json", OSMOSIS_PLATFORM_URL="http://127.0.0.1:8").error["message"]
+
+
+def test_lines_of_an_env_file():
+    text = "# no\nA=1\nexport B = two words # no\nC=\"x\\n'y'\" # no\nD='#in'\nE=\nF=a#b\nbroken\n=1\n"
+    expected = {"A": "1", "B": "two words", "C": "x\n'y'", "D": "#in", "E": "", "F": "a#b"}
+    assert dict(read_settings(text)) == expected
+
+
+def test_figures_for_people(monkeypatch):
+    assert [size(value) for value in (None, 12, 2048, 3 * 1024**3)] == ["—", "12 B", "2.0 KB", "3.0 GB"]
+    assert [duration(value) for value in (None, 0, 61_000, 3_600_000)] == [None, "0s", "1m 1s", "1h"]
+    assert moment("2026-01-02T03:04:05") == "2026-01-02T03:04:05" and moment(None) == "—"
+    assert moment("2026-01-02T03:04:05Z").endswith(("AM", "PM"))
+    assert columns([["a", "b"], ["long", ""]]) == ["a     b", "long"]
+    assert command_of([]) == "<root>"
+
+
+def test_templates_are_named_and_written_whole(osmosis):
+    told = osmosis.json("template", "list").told
+    names = [item["name"] for item in told["items"]]
+    assert {"multiply-local-strands", "multiply-local-openai"} <= set(names) and told["total_count"] == len(names)
+    assert osmosis("template", "list", "--plain").out.startswith(f"{names[0]}\t")
+    assert osmosis.json("template", "apply", names[0]).error["code"] == "WORKSPACE_REQUIRED"
+    make_workspace(Path.cwd())
+    applied = osmosis.json("template", "apply", names[0]).told
+    assert (applied["operation"], applied["resource"]["name"]) == ("template.apply", names[0])
+    assert all(Path(file).is_file() for file in applied["resource"]["files"])
+    assert f"rollouts/{names[0]}/main.py" in applied["resource"]["files"]
+    assert osmosis.json("template", "apply", names[0]).error["code"] == "CONFLICT"
+    assert osmosis.json("template", "apply", names[0], "-f").code == 0
+
+
+def test_a_rollout_is_begun_with_its_files_and_not_written_over(osmosis):
+    make_workspace(Path.cwd())
+    told = osmosis.json("rollout", "init", "mine").told
+    configs = {"eval": "configs/eval/mine.toml", "training": "configs/training/mine.toml"}
+    assert (told["operation"], told["resource"]["rollout_dir"], told["resource"]["configs"]) == (
+        "rollout.init",
+        "rollouts/mine",
+        configs,
+    )
+    Path("rollouts/mine/main.py").write_text("mine")
+    error = osmosis.json("rollout", "init", "mine").error
+    assert (error["code"], Path("rollouts/mine/main.py").read_text()) == ("CONFLICT", "mine")
+    assert osmosis.json("rollout", "init", "mine", "--force").code == 0 and Path("rollouts/mine/main.py").read_text() != "mine"
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "code"),
+    [
+        (400, {"error": "bad", "code": "X", "field": "n"}, "VALIDATION"),
+        (401, {"error": "who", "code": "TOKEN_EXPIRED"}, "AUTH_REQUIRED"),
+        (403, {"error": "no", "code": "SUBSCRIPTION_REQUIRED"}, "PLATFORM_ERROR"),
+        (404, {"error": "none", "code": "X"}, "NOT_FOUND"),
+        (409, {"error": "twice", "code": "X"}, "CONFLICT"),
+        (422, {"error": "bad", "code": "X"}, "PLATFORM_ERROR"),
+        (426, {"message": "old"}, "UPGRADE_REQUIRED"),
+        (429, {"error": "later", "code": "X"}, "RATE_LIMITED"),
+        (500, {"error": "oh", "code": "X"}, "PLATFORM_ERROR"),
+        (200, b"<html>", "PLATFORM_ERROR"),
+        (200, [], "PLATFORM_ERROR"),
+    ],
+)
+def test_what_a_platform_answers_has_a_code(osmosis, monkeypatch, status, body, code):
+    make_workspace(Path.cwd())
+    with answering({"GET /api/cli/eval-runs": (status, body)}) as environment:
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        ran = osmosis.json("eval", "list")
+    assert (ran.code, ran.error["code"], ran.error["details"]["status_code"]) == (1, code, status)
+    if isinstance(body, dict):
+        assert body.items() <= ran.error["details"].items() and ran.error["message"] == (body.get("error") or body["message"])
+
+
+def test_issues_of_a_platform_are_listed_below_its_message(osmosis, monkeypatch):
+    make_workspace(Path.cwd())
+    issues = [{"key": "evaluation.n", "message": "too many", "key_correction": "limit"}, "and another"]
+    with answering({"GET /api/cli/models/base": (400, {"error": "wrong", "code": "X", "issues": issues})}) as environment:
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        error = osmosis.json("model", "list").error
+    assert error["message"] == "wrong\n  - evaluation.n: too many (did you mean 'limit'?)\n  - and another"
+    assert error["details"]["issues"] == issues and error["details"]["platform_code"] == "X"
+
+
+def test_files_that_may_not_be_taken_are_left_and_others_come(osmosis, monkeypatch):
+    make_workspace(Path.cwd())
+    kept = "trajectories/row_0_run_1.json"
+    paths = [
+        kept,
+        kept,
+        "../escape",
+        "/etc/passwd",
+        "logs.txt",
+        "artifacts/row_0_run_0/manifest.json",
+        "trajectories/row_x.json",
+        "summary.jsonl",
+    ]
+    run = {"eval_run": {"id": "i", "name": "odd name", "status": "running"}}
+    answers = {
+        "GET /api/cli/eval-runs/odd": (200, run),
+        "GET /api/cli/eval-runs/i/samples/manifest": (200, {"files": [{"path": path, "size": 2} for path in paths], "totals": {}}),
+        "GET /file": (200, b"{}"),
+    }
+    with answering(answers) as environment:
+        links = [{"path": kept, "url": f"{environment['OSMOSIS_PLATFORM_URL']}/file"}]
+        answers["POST /api/cli/eval-runs/i/samples/download-urls"] = (200, {"items": links})
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        ran = osmosis.json("eval", "download", "odd")
+    told = ran.told["resource"]
+    assert (ran.code, ran.told["status"], told["status"], told["files_downloaded"]) == (1, "partial", "partial", 1)
+    assert sorted(one["path"] for one in told["files_failed"]) == sorted(paths[1:])
+    assert [path.name for path in Path(".osmosis/evals/odd-name-i").rglob("*") if path.is_file()] == ["row_0_run_1.json"]
+
+
+def test_many_bytes_are_not_fetched_unasked(osmosis, monkeypatch):
+    make_workspace(Path.cwd())
+    answers = {
+        "GET /api/cli/eval-runs/x": (200, {"eval_run": {"id": "i", "name": "x", "status": "finished"}}),
+        "GET /api/cli/eval-runs/i/samples/manifest": (200, {"files": [{"path": "metrics.json", "size": 2**30}]}),
+    }
+    with answering(answers) as environment:
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        error = osmosis.json("eval", "download", "x").error
+    assert error["code"] == "INTERACTIVE_REQUIRED" and error["details"]["prompt"] == "Download 1.0 GB?"
+
+
+@pytest.mark.parametrize(("typed", "code", "said"), [("n\n", 1, "Nothing was done."), ("y\n", 0, "")])
+def test_a_person_is_asked_and_heard(tmp_path, typed, code, said):
+    line = (make_workspace(tmp_path / "w"), "eval", "stop", "x")
+    with answering({"POST /api/cli/eval-runs/x/stop": (200, {})}) as place, at_a_terminal(*line, **place) as (process, person):
+        os.write(person, typed.encode())
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == code and said in err and ("Stopped" in out) == (code == 0)
+
+
+def test_an_interrupted_command_exits_with_130(tmp_path):
+    place = {"OSMOSIS_PLATFORM_URL": "http://127.0.0.1:9", "OSMOSIS_TOKEN": "t"}
+    with at_a_terminal(make_workspace(tmp_path / "w"), "eval", "stop", "x", **place) as (process, _):
+        assert process.stderr.readline().startswith("Name:")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
+
+
+def completion(text):
+    return {"choices": [{"message": {"role": "assistant", "content": text}}]}
+
+
+@pytest.fixture
+def judged(osmosis, monkeypatch):
+    """Runs `eval rubric` with a judge that always says the same."""
+
+    def judge(answer, *words, status=200):
+        with answering({"POST /v1/chat/completions": (status, answer)}) as environment:
+            monkeypatch.setenv("OPENAI_BASE_URL", f"{environment['OSMOSIS_PLATFORM_URL']}/v1")
+            return osmosis.json("eval", "rubric", "-r", "Be right.", "--model", "openai/judge", "--api-key", "hush-hush", *words)
+
+    return judge
+
+
+def test_answers_in_a_file_are_judged(judged, tmp_path):
+    messages = [{"role": "user", "content": "3*7"}, {"role": "assistant", "content": "21"}]
+    file = rows_file({"messages": messages, "id": "first"}, {"solution_str": "20", "ground_truth": "21"})
+    ran = judged(completion('{"score": 0.5, "explanation": "half"}'), "-d", file, "-n", 2)
+    told = ran.told
+    assert (ran.code, told["operation"], told["resource"]["record_count"], told["resource"]["error_count"]) == (
+        0,
+        "eval.rubric",
+        2,
+        0,
+    )
+    assert told["resource"]["statistics"]["mean"] == 0.5
+    assert [(one["label"], one["scores"]) for one in told["resource"]["records"]] == [("first", [0.5, 0.5]), ("row 2", [0.5, 0.5])]
+    saved = judged(completion('{"score": 1, "explanation": ""}'), "-d", file, "-o", tmp_path).told["resource"]
+    assert Path(saved["output_path"]).is_file() and "records" not in saved
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["-d", "missing.jsonl"], "VALIDATION"),
+        (["-d", "rows.jsonl", "--score-min", "2"], "VALIDATION"),
+        (["-d", "rows.jsonl", "--timeout", "0"], "VALIDATION"),
+        (["-d", "rows.jsonl", "-n", "0"], "VALIDATION"),
+        (["-d", "rows.jsonl", "-r", "@missing.txt"], "VALIDATION"),
+        (["-d", "rows.jsonl"], "PLATFORM_ERROR"),
+    ],
+)
+def test_a_judgement_that_cannot_be_is_told(judged, words, code):
+    rows_file({"solution_str": "20"})
+    ran = judged({"error": {"message": "no"}}, *words, status=400)
+    assert (ran.code, ran.error["code"]) == (1, code) and "hush" not in ran.err
