@@ -3,7 +3,7 @@
 import importlib
 import sys
 
-NAMES = ("decode", "training", "pool", "gateway", "rollouts", "scale")
+NAMES = ("decode", "training", "pool", "gateway", "rollouts", "evals", "scale")
 
 
 def main() -> None:

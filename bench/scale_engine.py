@@ -53,3 +53,4 @@ def open_timed(
 
 open_quick = partial(open_timed, 0.0)
 open_slow = partial(open_timed, SLOW_S)
+open_tenth = partial(open_timed, 0.1)

@@ -1,6 +1,7 @@
 """An evaluation's report in a real browser."""
 
 import asyncio
+import json
 import re
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,8 +11,9 @@ from penstock.config import EvalSection
 from penstock.evals.eval_page import render_eval_page
 from penstock.evals.stored import Stored
 from penstock.pool.memory import open_pool
-from penstock.records import End, Grade, Node, Sampling, Step, Task, make_rollout
+from penstock.records import Attempt, End, Grade, Group, Node, Sampling, Step, Task, make_rollout
 
+CONFIG = {"model": {"name": "tiny"}, "engine": {"price_in": 2.0, "price_out": 10.0}}
 NASTY = "<b>bold</b> & <script>alert(1)</script> \u2028 ünïcödé"
 
 
@@ -42,8 +44,13 @@ def page_file(tmp_path_factory):
     folder = tmp_path_factory.mktemp("page")
     with ThreadPoolExecutor() as elsewhere:  # the browser's driver keeps an event loop in this thread
         groups = elsewhere.submit(lambda: asyncio.run(make_groups(folder))).result()
-    config = {"run": {"name": NASTY}, "model": {"name": "tiny"}, "eval": EvalSection(samples=2, k=(1, 2)).model_dump(mode="json")}
-    (folder / "report.html").write_text(render_eval_page(Stored(config, {"status": "finished"}, groups)))
+    config = CONFIG | {"run": {"name": NASTY}} | {"eval": EvalSection(samples=2, k=(1, 2)).model_dump(mode="json")}
+    seconds = {attempt.rollout.id: 0.5 + row for row, group in enumerate(groups) for attempt in group.attempts}
+    verdict = folder / "artifacts" / "eval-3.0.1"
+    verdict.mkdir(parents=True)
+    (verdict / "verdict.json").write_text(json.dumps({"score": 1.0, "explanation": NASTY}))
+    page = render_eval_page(Stored(config, {"status": "finished"}, groups, seconds), folder / "artifacts")
+    (folder / "report.html").write_text(page)
     return folder / "report.html"
 
 
@@ -51,16 +58,22 @@ def test_numbers_are_seen_and_fit_their_boxes(read, page_file):
     page = read(page_file)
     assert page.locator("h1").inner_text() == NASTY
     shown = page.locator(".tile").all_inner_texts()
-    assert [text.split("\n")[-1] for text in shown] == ["0.500", "0.250", "0.250", "8", "8", "8", "0.25 s"]
+    assert [text.split("\n")[-1] for text in shown] == [
+        "0.500", "0.250", "0.250", "8", "8", "8", "16", "0.000112", "0.25 / 0.25 s", "2 / 3.5 s",
+    ]  # fmt: skip
     for box in page.locator(".tile").all():
         assert box.evaluate("tile => tile.scrollWidth <= tile.clientWidth")
 
 
 def test_rewards_are_drawn_and_every_task_is_listed(read, page_file):
     page = read(page_file)
-    tall = [bar.bounding_box()["height"] for bar in page.locator("svg rect").all()]
-    assert sum(height > 0 for height in tall) == 4
+    for spread in page.locator("svg").all():
+        tall = [bar.bounding_box()["height"] for bar in spread.locator("rect").all()]
+        assert sum(height > 0 for height in tall) == 4
     assert "1 tasks with a mean reward from 0.95 to 1" in page.locator("svg title").all_text_contents()
+    assert any(
+        text.startswith("2 rollouts with a time in seconds from 3.3") for text in page.locator("svg title").all_text_contents()
+    )
     page.get_by_text("Every task").click()
     rows = page.locator("details[open] tbody tr").all_inner_texts()
     assert [re.split(r"\s+", row)[1] for row in rows] == [f"task-{n}" for n in range(4)]
@@ -74,3 +87,41 @@ def test_transcripts_unfold_with_their_text_as_text(read, page_file):
     failed.locator("summary").click()
     assert NASTY.split()[0] in failed.locator(".message").first.inner_text()
     assert page.locator("body b", has_text="bold").count() == 0
+
+
+def test_what_a_judge_said_is_read_with_the_transcript(read, page_file):
+    page = read(page_file)
+    judged = page.locator("details", has_text="judge:")
+    judged.locator("summary").click()
+    assert f"judge: {NASTY}" in judged.inner_text()
+
+
+def long_attempt(rollout):
+    """One whose agent went on and on, with a tool."""
+    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    said = [{"role": "assistant", "content": "x" * 1000, "tool_calls": [call]}, {"role": "tool", "content": "y" * 1000}] * 500
+    schema = {"type": "function", "function": {"name": "look", "parameters": {}}}
+    node = Node(rollout_id=rollout.id, id=0, parent=None, token_ids=(1,), chain="a", messages=tuple(said), tools=(schema,))
+    step = Step(
+        rollout_id=rollout.id, index=0, node=0, transcript="main", completion_ids=(3,), logprobs=(-1.0,), versions=(0,),
+        sampling=Sampling(), finish="stop", message={"role": "assistant", "content": "the end"}, chain="b",
+    )  # fmt: skip
+    grade = Grade(rollout_id=rollout.id, reward=0.5, source="test")
+    return Attempt(rollout=rollout, end=End.COMPLETED, nodes=(node,), steps=(step,), grades=(grade,))
+
+
+def test_many_long_rollouts_make_a_page_that_stays_small_and_says_what_it_leaves_out(read, tmp_path):
+    rollouts = [make_rollout(f"eval-{row}", f"task-{row}", 0, channel="eval") for row in range(1200)]
+    groups = [
+        Group(id=r.group_id, seq=row, task=Task(id=r.task_id, prompt=()), channel="eval", attempts=(long_attempt(r),))
+        for row, r in enumerate(rollouts)
+    ]
+    (tmp_path / "report.html").write_text(render_eval_page(Stored(CONFIG | {"run": {"name": "many"}}, {}, groups)))
+    assert (tmp_path / "report.html").stat().st_size < 3_000_000
+    page = read(tmp_path / "report.html")
+    page.get_by_text("Every task").click()
+    assert page.locator("details[open] tbody tr").count() == 1000 and page.get_by_text("and 200 more").is_visible()
+    worst = page.locator("details", has_text="worst").first
+    worst.locator("summary").click()
+    assert worst.get_by_text("801 messages are left out here").is_visible() and worst.get_by_text("tools: look").is_visible()
+    assert (worst.locator(".message").count(), worst.get_by_text("the end").is_visible()) == (200, True)

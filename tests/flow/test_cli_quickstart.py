@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from penstock.cli.app import run
-from penstock.cli.quickstart import TEMPLATES
 from penstock.config import load_config
 from penstock.sdk.agents import open_agent
 from penstock.sdk.dataset import load_tasks
+from penstock.sdk.flows.agent import is_flow_agent
+from penstock.workspace.templates import TEMPLATES
 
 PENSTOCK = str(Path(sys.executable).with_name("penstock"))
 
@@ -32,14 +33,15 @@ def test_quickstart_then_eval_then_train_work_without_an_edit(tmp_path):
     assert json.loads(trained.stdout)["steps"] == 2
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("name", [name for name, template in TEMPLATES.items() if not template.rollout])
 def test_every_template_is_whole(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     assert run(["template", "apply", name, "here"]) == 0
     assert "examples/" not in (tmp_path / "here" / "penstock.toml").read_text()
     config = load_config(tmp_path / "here" / "penstock.toml")
     agent = open_agent(config.agent, config.workflow, config.grader)
-    assert agent.grader is not None and load_tasks(config.dataset.train) and load_tasks(config.dataset.eval)
+    assert agent.grader is not None
+    assert all(load_tasks(file, columns=is_flow_agent(agent)) for file in (config.dataset.train, config.dataset.eval))
 
 
 def test_nothing_is_overwritten_and_nothing_half_written(tmp_path, monkeypatch, capsys):

@@ -7,7 +7,7 @@ import typer
 
 from penstock import __version__
 from penstock.cli import app as edge
-from penstock.errors import DatasetError, EngineError, TrainError
+from penstock.errors import ControllerError, DatasetError, EngineError, Issue, TrainError, several
 
 
 def run(capsys, *arguments: str) -> tuple[int, str, str]:
@@ -95,6 +95,30 @@ def test_with_json_a_usage_error_is_an_object_too(capsys):
     code, out, _ = run(capsys, "verify", "--json")
     assert code == 2
     assert json.loads(out)["error"]["code"] == "usage"
+
+
+def test_several_problems_are_a_line_each_and_a_list_in_json(capsys, failing):
+    failing(several("a.toml", [Issue("train.lr", "train.lr is too large"), Issue("line 3", "no prompt", "prompt")]))
+    code, out, err = run(capsys, "fail")
+    assert (code, out) == (2, "")
+    assert err == "penstock: a.toml: 2 problems\n  train.lr is too large\n  line 3: no prompt; did you mean 'prompt'?\n"
+    told = json.loads(run(capsys, "fail", "--json")[1])["error"]
+    assert told["message"] == "a.toml: 2 problems"
+    assert told["issues"][1] == {"key": "line 3", "message": "no prompt", "correction": "prompt"}
+
+
+@pytest.mark.parametrize(("status", "code"), [(None, 1), (404, 2), (401, 2), (409, 2), (429, 1), (503, 1)])
+def test_a_controllers_refusal_keeps_its_code_and_its_issues(capsys, failing, status, code):
+    answer = {"issues": [{"key": "a", "message": "a is wrong", "key_correction": None}, "b is wrong"]}
+    failing(ControllerError("2 problems", code="RUN_REFUSED", status=status, details=answer))
+    assert run(capsys, "fail") == (code, "", "penstock: 2 problems\n  a is wrong\n  b is wrong\n")
+    assert json.loads(run(capsys, "fail", "--json")[1])["error"]["code"] == "RUN_REFUSED"
+
+
+def test_ctrl_c_at_a_question_is_130_and_no_traceback(capsys, failing):
+    failing(typer.Abort())
+    code, out, err = run(capsys, "fail")
+    assert (code, out) == (130, "") and "nothing was done" in err
 
 
 def test_ctrl_c_outside_of_training_is_130(capsys, failing):

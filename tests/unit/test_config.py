@@ -73,10 +73,7 @@ def test_a_file_with_a_byte_order_mark_is_read(tmp_path):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (
-            LEAST + "[train]\nlearning_rat = 1\n[rollout]\ngroup_sise = 4\n",
-            "unknown key 'rollout.group_sise'; did you mean 'group_size'?",
-        ),
+        (LEAST + "[rollout]\ngroup_sise = 4\n", "unknown key 'rollout.group_sise'; did you mean 'group_size'?"),
         (LEAST + "[training]\nsteps = 1\n", "unknown key 'training'; did you mean 'train'?"),
         ('[datasets]\ntrain = "tasks.jsonl"\n', "unknown key 'datasets'; did you mean 'dataset'?"),
         (LEAST + "[agent]\nzzzzzz = 1\n", "unknown key 'agent.zzzzzz'; known keys: command, entry, flow, flows"),
@@ -102,6 +99,24 @@ def test_an_unknown_key_names_the_nearest(tmp_path, text, said):
 )
 def test_a_wrong_value_is_shown_with_its_key(tmp_path, text, said):
     assert said in complaint(tmp_path, text)
+
+
+def test_everything_that_is_wrong_is_told_at_once_each_on_a_line_of_its_own(tmp_path):
+    text = LEAST + '[train]\nlearning_rat = 1\nsteps = -1\n[rollout]\ngroup_sise = 4\n[engine]\nslot = 3\ndtype = "x"\n'
+    with pytest.raises(ConfigError) as caught:
+        load_config(written(tmp_path, text))
+    found = {issue.key: issue.correction for issue in caught.value.issues}
+    assert found == {
+        "rollout.group_sise": "group_size", "train.learning_rat": None, "train.steps": None,
+        "engine.slot": "slots", "engine.dtype": None,
+    }  # fmt: skip
+    first, *lines = str(caught.value).splitlines()
+    assert first.endswith("train.toml: 5 problems")
+    assert [line.strip() for line in lines] == [issue.line for issue in caught.value.issues]
+
+
+def test_a_mistyped_key_stands_for_the_one_that_is_missing(tmp_path):
+    assert "'datasets'; did you mean 'dataset'?" in complaint(tmp_path, '[datasets]\ntrain = "tasks.jsonl"\n')
 
 
 @pytest.mark.parametrize("override", ["train.lr", "=3", "", "train.=3", ".lr=3", "train..lr=3"])

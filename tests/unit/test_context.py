@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from penstock import AgentWorkflowContext, GraderContext, RolloutContext, get_rollout_context
 from penstock.errors import ConfigError, GraderError
 from penstock.sdk.clients import Clients
-from penstock.sdk.context import finite_reward
+from penstock.sdk.context import finite_reward, leave_folder
 from penstock.sdk.samples import RolloutSample, plain
 from penstock.sdk.strays import is_provider
 
@@ -278,3 +278,21 @@ def test_numpy_and_fraction_rewards_are_numbers():
     numpy = pytest.importorskip("numpy")
     assert finite_reward(numpy.float32(0.5)) == finite_reward(Fraction(1, 2)) == 0.5
     assert type(finite_reward(numpy.int64(1))) is float
+
+
+def test_a_folder_for_artifacts_is_made_when_it_is_read_and_goes_again_if_nothing_is_put_there(tmp_path):
+    context = AgentWorkflowContext(prompt=[], artifacts_dir=tmp_path / "runs" / "one")
+    leave_folder(context)
+    assert not (tmp_path / "runs").exists()
+    assert context.artifacts_dir == tmp_path / "runs" / "one" and context.artifacts_dir.is_dir()
+    leave_folder(context)
+    assert not (tmp_path / "runs" / "one").exists()
+    (context.artifacts_dir / "kept").touch()
+    leave_folder(context)
+    assert (tmp_path / "runs" / "one" / "kept").exists()
+
+
+def test_there_is_no_folder_for_artifacts_where_none_is_given_or_none_can_be_made(tmp_path):
+    (tmp_path / "file").touch()
+    assert AgentWorkflowContext(prompt=[]).artifacts_dir is None
+    assert GraderContext(artifacts_dir=tmp_path / "file" / "below").artifacts_dir is None

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from penstock.errors import DatasetError
-from penstock.sdk.dataset import load_tasks
+from penstock.sdk.dataset import check_tasks, count_rows, load_tasks
 
 ROW = {"system_prompt": "Be brief.", "user_prompt": "What is 2 times 3?", "ground_truth": "6"}
 
@@ -192,3 +192,37 @@ def test_broken_parquet_is_one_line(tmp_path):
 def test_parquet_without_pyarrow_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)  # the interpreter's own way to make an import fail; no seam is nearer
     assert "pip install pyarrow" in refused(written(tmp_path, b"PAR1", "tasks.parquet"))
+
+
+def bad_rows(path, **options):
+    with pytest.raises(DatasetError) as caught:
+        check_tasks(path, **options)
+    return caught.value
+
+
+def test_every_bad_row_is_named_and_the_good_ones_are_counted(tmp_path):
+    good = b'{"prompt": "x"}'
+    lines = [good, b"{", good, b"", b'{"label": "1"}', b'"text"', b"\xff", b'{"prompt": 3}', good]
+    found = bad_rows(written(tmp_path, b"\n".join(lines)))
+    assert [issue.key for issue in found.issues] == [f"line {number}" for number in (2, 4, 5, 6, 7, 8)]
+    first, *told = str(found).splitlines()
+    assert first.endswith("tasks.jsonl: 6 rows cannot be tasks") and len(told) == 6
+    assert check_tasks(written(tmp_path, good + b"\n" + good)) == 2
+
+
+def test_of_many_bad_rows_the_first_twenty_are_named_and_all_are_counted(tmp_path):
+    found = bad_rows(rows(tmp_path, *({"prompt": index} for index in range(100))))
+    assert len(found.issues) == 20
+    assert "100 rows cannot be tasks, the first 20 of them" in str(found)
+
+
+def test_where_nobody_knows_the_agent_only_rows_that_cannot_be_read_are_bad(tmp_path):
+    path = rows(tmp_path, {"question": "no prompt"}, ["no object"])
+    assert [issue.key for issue in bad_rows(path, columns=None).issues] == ["line 2"]
+    assert count_rows(path) == 2
+
+
+def test_a_csv_file_names_its_bad_rows_too_and_goes_on_after_them(tmp_path):
+    path = tmp_path / "tasks.csv"
+    path.write_text("prompt,label\nx,1\n\nx,1,2\n,1\nx,2\n")
+    assert [issue.key for issue in bad_rows(path).issues] == ["line 3", "line 4", "line 5"]

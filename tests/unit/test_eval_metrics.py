@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.evals.metrics import difference, estimate, median, pass_at_k
+from penstock.evals.metrics import difference, estimate, pass_at_k, quantile
 
 
 @pytest.mark.parametrize(
@@ -49,5 +49,9 @@ def test_many_tasks_are_judged_by_drawn_signs():
     assert difference(one, [1.0, -1.0] * 20).p > 0.5
 
 
-def test_median_of_odd_even_and_none():
-    assert (median([3.0, 1.0, 2.0]), median([4.0, 1.0]), median([])) == (2.0, 2.5, None)
+@pytest.mark.parametrize(
+    ("values", "share", "expected"),
+    [([3.0, 1.0, 2.0], 0.5, 2.0), ([4.0, 1.0], 0.5, 2.5), ([7.0], 0.95, 7.0), ([float(n) for n in range(101)], 0.95, 95.0)],
+)
+def test_a_quantile_lies_where_one_counts_to(values, share, expected):
+    assert quantile(values, share) == pytest.approx(expected)

@@ -28,7 +28,8 @@ def test_the_check_itself_sees_a_loaded_module():
     "arguments",
     [
         *([], ["--help"], ["--version"], ["rollout", "serve", "--help"]),
-        *([name, "--help"] for name in ("train", "verify", "gateway", "run", "models", "doctor", "rollout", "pool")),
+        *([name, "--help"] for name in ("train", "eval", "verify", "gateway", "run", "model", "doctor", "rollout", "pool")),
+        *([name, "--help"] for name in ("dataset", "secret", "controller")),
     ],
 )
 def test_help_loads_nothing_heavy_and_no_server(arguments):
@@ -40,6 +41,8 @@ def test_help_loads_nothing_heavy_and_no_server(arguments):
     "arguments",
     [
         ["train", "absent.toml", "--json"],
+        ["eval", "submit", "absent.toml", "--json"],
+        ["dataset", "validate", "absent.jsonl"],
         ["verify", "absent", "--json"],
         ["gateway", "--model", "absent"],
         ["run", "absent"],

@@ -2,6 +2,7 @@
 
 import threading
 from collections import Counter
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from textwrap import shorten
@@ -18,9 +19,12 @@ if TYPE_CHECKING:
     from penstock.evals.metrics import Difference, Estimate
     from penstock.evals.outcome import Outcome
     from penstock.evals.run import Evaluation
+    from penstock.evals.spending import Spending
 
 LINES = 10
 """How often, in all, a log is told how far it is."""
+ROWS = 100
+"""Results of single rollouts that a terminal shows above the bar, spread over all of them; the first is always shown."""
 
 
 class EvalView:
@@ -81,10 +85,24 @@ class EvalView:
             self.notice(
                 f"first rollout to end {fields['end']}: {fields['rollout_id']}: {' '.join((fields['message'] or '-').split())}"
             )
-        if self._bar is not None:
-            self._bars.update(self._bar, completed=self._done, description=f"reward {reward(mean)}")
-        elif self._done == 1 or self._done * LINES // self._total > (self._done - 1) * LINES // self._total:
-            self._say(f"{self._done}/{self._total} rollouts, reward {reward(mean)}")
+        if self._bar is None:
+            if self._due(LINES):
+                self._say(f"{self._done}/{self._total} rollouts, reward {reward(mean)}")
+            return
+        if self._due(ROWS):
+            self.notice(result_line(fields))
+        self._bars.update(self._bar, completed=self._done, description=f"reward {reward(mean)}")
+
+    def _due(self, often: int) -> bool:
+        """Whether this is the first rollout to end, or one of `often` in all."""
+        return self._done == 1 or self._done * often // self._total > (self._done - 1) * often // self._total
+
+
+def result_line(fields: Mapping[str, Any]) -> str:
+    """How one rollout ended; its row in the dataset is that of its group."""
+    row, place = fields["group_id"].rpartition("-")[2], fields["rollout_id"].rpartition(".")[0].rpartition(".")[2]
+    verdict = reward(fields["reward"]) if fields["end"] == "completed" else fields["end"]
+    return f"row {row}, attempt {int(place) + 1}: {verdict} in {fields['seconds']:.1f} s"
 
 
 def as_text(found: "Evaluation", page: Path | None, train: str) -> str:
@@ -97,8 +115,7 @@ def as_text(found: "Evaluation", page: Path | None, train: str) -> str:
     for end, messages in own.reasons.items():
         message, count = max(messages.items(), key=lambda item: item[1])
         rows.append(("", shorten(f"{end} ({count}x): {message or 'no message'}", 160, placeholder="…")))
-    calls = f"{own.steps:,} calls" + ("" if own.call_seconds is None else f", median {own.call_seconds:.2f} s")
-    rows.append(("model", f"{calls}, {own.sampled_tokens:,} tokens sampled, {own.prompt_tokens:,} read"))
+    rows += _spent(own.spent)
     rows += [("", ""), ("folder", found.folder)]
     rows += [("report", str(page))] if page else []
     following = [train] if train else []
@@ -107,6 +124,14 @@ def as_text(found: "Evaluation", page: Path | None, train: str) -> str:
     )
     rows += [("next" if place == 0 else "", text) for place, text in enumerate(again)]
     return f"\n{head}\n\n" + "\n".join(f"  {label:<12}{text}".rstrip() for label, text in rows) + "\n"
+
+
+def _spent(spent: "Spending") -> list[tuple[str, str]]:
+    rows = [("model", f"{spent.steps:,} calls, {spent.completion_tokens:,} tokens sampled, {spent.prompt_tokens:,} read")]
+    times = {"call": spent.call_s, "rollout": spent.rollout_s}
+    took = [f"{name} {each.p50:.2f} s (p95 {each.p95:.2f} s)" for name, each in times.items() if each is not None]
+    rows += [("median", ", ".join(took))] if took else []
+    return rows if spent.cost is None else [*rows, ("cost", f"{spent.cost:.4g}")]
 
 
 def regraded_text(own: "Outcome", before: Path, folder: Path) -> str:
@@ -124,6 +149,8 @@ def compared_text(found: "Compared") -> str:
     rows.append(("tasks", f"{found.tasks} that both tried: B is better on {found.better}, worse on {found.worse}"))
     if found.left_out:
         rows.append(("left out", f"{found.left_out} that one of them did not try"))
+    for name, spent in zip("AB", found.spent, strict=True):
+        rows += [(f"{name}, {label}", text) for label, text in _spent(spent)]
     return "\n" + "\n".join(f"  {label:<12}{text}".rstrip() for label, text in rows) + "\n"
 
 

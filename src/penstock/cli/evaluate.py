@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import orjson
 import typer
 
+from penstock.cli import dry_run
 from penstock.cli.interrupts import INTERRUPTED, Interrupts
 from penstock.cli.quickstart import FILE
+from penstock.cli.rubric import rubric
 from penstock.errors import ConfigError, PenstockError
 
 if TYPE_CHECKING:
@@ -19,6 +21,10 @@ if TYPE_CHECKING:
     from penstock.evals.run import Evaluation
 
 app = typer.Typer(help="Measure an agent.", no_args_is_help=True)
+app.command("rubric")(rubric)
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+Plain = Annotated[bool, typer.Option("--plain", help="Print the result as lines with tabs: name, value, lower and upper bound.")]
 
 
 @app.command("run")
@@ -38,19 +44,25 @@ def run(
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start over; an evaluation of the same name is kept aside.")] = False,
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Make failed attempts again too.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    as_json: AsJson = False,
+    plain: Plain = False,
+    dry: dry_run.Option = False,
 ) -> None:
     """Try an agent on tasks and tell its rewards.
 
     The same command goes on where an earlier one stopped. Ctrl-C stops now (exit code 130); nothing that has ended is run again.
     """
+    from penstock.cli.eval_plain import evaluation_lines
     from penstock.cli.eval_view import EvalView, as_text
-    from penstock.evals.run import as_json as plain
+    from penstock.evals.run import as_json as told
     from penstock.evals.run import evaluation_config
 
+    _one_form(as_json, plain)
     flags = {"model.name": model, "run.name": name, "eval.samples": samples, "eval.rows": rows, "rollout.concurrency": concurrency}
     set_flags = [f"{key}={orjson.dumps(value).decode()}" for key, value in flags.items() if value is not None]
     config = evaluation_config(_config(file, agent, dataset, [*set_flags, *(overrides or [])]))
+    if dry:
+        dry_run.try_once(config, "eval", as_json=as_json, following="penstock eval run" + (f" {file}" if file else ""))
     view = EvalView()
     try:
         with contextlib.redirect_stdout(sys.stderr), view:
@@ -60,7 +72,9 @@ def run(
         raise typer.Exit(INTERRUPTED) from None
     page = _page(Path(found.folder))
     if as_json:
-        typer.echo(orjson.dumps(plain(found) | {"report": str(page) if page else None}).decode())
+        typer.echo(orjson.dumps(told(found) | {"report": str(page) if page else None}).decode())
+    elif plain:
+        typer.echo(evaluation_lines(found, page))
     else:
         train = "" if agent else "penstock train" + (f" {file}" if file else "")
         typer.echo(as_text(found, page, train))
@@ -72,14 +86,18 @@ def run(
 def compare(
     first: Annotated[Path, typer.Argument(metavar="A", help="An evaluation's folder.")],
     second: Annotated[Path, typer.Argument(metavar="B", help="Another one's, over the same tasks.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    as_json: AsJson = False,
+    plain: Plain = False,
 ) -> None:
     """Tell whether B does better than A on the tasks that both tried, task by task."""
+    from penstock.cli.eval_plain import compared_lines
     from penstock.cli.eval_view import compared_text
     from penstock.evals.compare import compare as paired
 
+    _one_form(as_json, plain)
     found = asyncio.run(paired(first, second))
-    typer.echo(orjson.dumps(found.as_json()).decode() if as_json else compared_text(found))
+    text = compared_lines if plain else compared_text
+    typer.echo(orjson.dumps(found.as_json()).decode() if as_json else text(found))
 
 
 @app.command("regrade")
@@ -91,31 +109,41 @@ def regrade(
         list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override one key, such as grader.strict.")
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start over; one of the same name is kept aside.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    as_json: AsJson = False,
+    plain: Plain = False,
 ) -> None:
     """Grade an evaluation's rollouts again, without a model call.
 
     A grader sees the messages as they were recorded, in the OpenAI form, whatever framework the agent used.
     """
+    from penstock.cli.eval_plain import regraded_lines
     from penstock.cli.eval_view import regraded_text
     from penstock.evals.regrade import regrade as grade_again
     from penstock.evals.regrade import regrade_config
-    from penstock.evals.run import outcome_json
 
+    _one_form(as_json, plain)
     config = regrade_config(folder, agent=agent, name=name or f"{folder.resolve().name}-regraded", overrides=overrides or ())
     with contextlib.redirect_stdout(sys.stderr):
         made, found = asyncio.run(grade_again(folder, config, fresh=fresh))
     page = _page(made.path)
     if as_json:
-        told = {"folder": str(made.path), "outcome": outcome_json(found), "report": str(page) if page else None}
+        told = {"folder": str(made.path), "outcome": found.as_json(), "report": str(page) if page else None}
         typer.echo(orjson.dumps(told).decode())
+    elif plain:
+        typer.echo(regraded_lines(found, made.path, page))
     else:
         typer.echo(regraded_text(found, folder, made.path))
 
 
+def _one_form(as_json: bool, plain: bool) -> None:
+    if as_json and plain:
+        raise ConfigError("--json and --plain go without each other")
+
+
 def _config(file: Path | None, agent: Path | None, dataset: Path | None, overrides: list[str]) -> "RunConfig":
-    from penstock.config import load_config, make_config
+    from penstock.config import make_config
     from penstock.tables import override
+    from penstock.workspace.opening import open_config
 
     if file is not None and agent is not None:
         raise ConfigError("--agent goes without a file: set agent.entry in the file, or leave the file out")
@@ -127,7 +155,7 @@ def _config(file: Path | None, agent: Path | None, dataset: Path | None, overrid
         tree: dict[str, Any] = {"agent": {"entry": str(agent)}, "dataset": {"train": str(dataset)}, "run": {"name": agent.stem}}
         override(tree, overrides)
         return make_config(tree, "the command line")
-    config = load_config(file, overrides)
+    config = open_config(file, overrides, "eval", tell=dry_run.warn)
     if dataset is not None:
         config = config.model_copy(update={"dataset": config.dataset.model_copy(update={"eval": dataset})})
     return config

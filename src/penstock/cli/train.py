@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
+from penstock.cli import dry_run
 from penstock.cli.interrupts import INTERRUPTED, Interrupts
 from penstock.cli.quickstart import FILE
 from penstock.errors import PenstockError
@@ -28,14 +29,18 @@ def train(
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start over; a run of the same name is kept aside.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
+    dry: dry_run.Option = False,
 ) -> None:
     """Train the policy of an agent, or take up a run where it stopped.
 
     Ctrl-C once stops after the running step (exit code 130); the same command then goes on from there.
     """
-    from penstock.config import load_config
+    from penstock.workspace.opening import open_config
 
-    carry_out(load_config(file, overrides or ()), Again(_command(file, overrides or [])), fresh=fresh, as_json=as_json)
+    config, again = open_config(file, overrides or (), "train", tell=dry_run.warn), Again(_command(file, overrides or []))
+    if dry:
+        dry_run.try_once(config, "train", as_json=as_json, following=again.command)
+    carry_out(config, again, fresh=fresh, as_json=as_json)
 
 
 class Again(NamedTuple):

@@ -41,15 +41,24 @@ async def plan(rows: Sequence[Row], pool: Pool, *, samples: int, retry_failed: b
     """Open what was never opened, give new attempts to what was begun and, if asked, to what failed."""
     known = {group.seq: group async for group in stored(pool)}
     places: list[Place] = []
-    for number, task in rows:
-        group = known.get(number)
-        if group is None:
-            rollouts = [make_rollout(f"{CHANNEL}-{number}", task.id, place, channel=CHANNEL) for place in range(samples)]
-            await pool.open_group(task, rollouts, seq=number)
-            places += [Place(rollout, task) for rollout in rollouts]
-        else:
-            places += [Place(await pool.replace(a.rollout, LOST), task) for a in group.attempts if _again(a, retry_failed)]
+    for first in range(0, len(rows), PAGE):
+        async with asyncio.TaskGroup() as opening:  # what is written together costs one wait for the disk
+            given = [
+                opening.create_task(_places(row, known.get(row.number), pool, samples=samples, retry_failed=retry_failed))
+                for row in rows[first : first + PAGE]
+            ]
+        places += [place for each in given for place in each.result()]
     return Plan(places, len(rows) * samples - len(places))
+
+
+async def _places(row: Row, group: Group | None, pool: Pool, *, samples: int, retry_failed: bool) -> list[Place]:
+    """What there is to do for one row."""
+    if group is not None:
+        again = [attempt.rollout for attempt in group.attempts if _again(attempt, retry_failed)]
+        return [Place(await pool.replace(rollout, LOST), row.task) for rollout in again]
+    rollouts = [make_rollout(f"{CHANNEL}-{row.number}", row.task.id, place, channel=CHANNEL) for place in range(samples)]
+    await pool.open_group(row.task, rollouts, seq=row.number)
+    return [Place(rollout, row.task) for rollout in rollouts]
 
 
 async def make(places: Sequence[Place], runner: Runner, pool: Pool, *, sampling: Sampling, concurrency: int, retries: int) -> None:

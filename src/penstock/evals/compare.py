@@ -1,13 +1,15 @@
 """Two evaluations of the same tasks, side by side."""
 
+from collections.abc import Container
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from penstock.errors import ConfigError
 from penstock.evals.metrics import Difference, difference
-from penstock.evals.outcome import scores
-from penstock.evals.stored import read_evaluation
+from penstock.evals.outcome import ended, scores
+from penstock.evals.spending import Spending, spending
+from penstock.evals.stored import Stored, read_evaluation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,15 +26,18 @@ class Compared:
     worse: int
     left_out: int
     """Tasks that one of them did not try."""
+    spent: tuple[Spending, Spending]
+    """By each, on those tasks."""
 
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
-        return asdict(self) | {"difference": self.difference._asdict()}
+        return asdict(self) | {"difference": self.difference._asdict(), "spent": [each.as_json() for each in self.spent]}
 
 
 async def compare(first: Path, second: Path) -> Compared:
     """Tasks are the same where their content is, whatever rows they stand in."""
-    one, other = [{s.task_id: s.mean for s in scores((await read_evaluation(folder)).groups)} for folder in (first, second)]
+    stored = [await read_evaluation(folder) for folder in (first, second)]
+    one, other = ({s.task_id: s.mean for s in scores(found.groups)} for found in stored)
     shared = [task for task in one if task in other]
     if not shared:
         raise ConfigError(f"{first} and {second} have no task in common; evaluate both on the same dataset")
@@ -46,4 +51,10 @@ async def compare(first: Path, second: Path) -> Compared:
         better=sum(a > b for b, a in zip(before, after, strict=True)),
         worse=sum(a < b for b, a in zip(before, after, strict=True)),
         left_out=len(one.keys() ^ other.keys()),
+        spent=(_spent(stored[0], set(shared)), _spent(stored[1], set(shared))),
     )
+
+
+def _spent(found: Stored, tasks: Container[str]) -> Spending:
+    attempts = [attempt for group in found.groups if group.task.id in tasks for attempt in ended(group)]
+    return spending(attempts, prices=found.prices, seconds=found.seconds)

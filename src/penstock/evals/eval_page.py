@@ -1,43 +1,50 @@
 """An evaluation as one HTML page: its numbers, how rewards are spread, every task, and the transcripts worth reading."""
 
 from collections.abc import Sequence
-from html import escape
+from dataclasses import replace
 from pathlib import Path
 
 from penstock.config import EvalSection
+from penstock.evals.histogram import histogram
 from penstock.evals.html import Pick, config_part, document, number, table, tiles, transcript
 from penstock.evals.metrics import Estimate
 from penstock.evals.outcome import Outcome, Scores, ended, outcome, reward_of, scores
+from penstock.evals.spending import Latency
 from penstock.evals.stored import Stored, read_evaluation
+from penstock.graders.rubric import read_verdict_file
 from penstock.records import End, Group
 
 SHOWN = 3
 """Best and worst rollouts with their transcripts, and failed ones of each end."""
-BARS, WIDTH, HEIGHT, FOOT = 20, 760, 180, 24
+LISTED = 1000
+"""Tasks in the list of all; what is left out is counted."""
 
 
 async def write_eval_page(folder: Path) -> Path:
     """Write `report.html` into the evaluation's folder and return its path."""
     found = await read_evaluation(folder)
     path, draft = folder / "report.html", folder / "report.html.new"
-    draft.write_text(render_eval_page(found), encoding="utf-8", errors="replace")
+    draft.write_text(render_eval_page(found, folder / "artifacts"), encoding="utf-8", errors="replace")
     return draft.replace(path)
 
 
-def render_eval_page(found: Stored) -> str:
-    """The whole document."""
+def render_eval_page(found: Stored, artifacts: Path | None = None) -> str:
+    """The whole document; in `artifacts` are the rollouts' folders, with what a judge said of them."""
     section = EvalSection.model_validate(found.config.get("eval", {}))
-    result, scored = outcome(found.groups, section), scores(found.groups)
+    result = outcome(found.groups, section, prices=found.prices, seconds=found.seconds)
+    scored = scores(found.groups)
     name, model = found.config["run"]["name"], found.config["model"]["name"]
     body = f"""{_tiles(result)}
 <h2>Mean reward of each task</h2>
-{_histogram([each.mean for each in scored])}
+{histogram([each.mean for each in scored], what="tasks", of="mean reward", low=0.0, high=1.0)}
 <details><summary>Every task</summary><div class="wide">{_tasks(scored)}</div></details>
+<h2>How long rollouts took</h2>
+{histogram(list(found.seconds.values()), what="rollouts", of="time in seconds", low=0.0, high=0.0)}
 <h2>How rollouts ended</h2>
 {table(["end", "rollouts"], result.ends.items())}
 {_reasons(result)}
 <h2>Transcripts</h2>
-{"".join(transcript(pick) for pick in picks(found.groups))}
+{"".join(transcript(replace(pick, note=_note(artifacts, pick))) for pick in picks(found.groups))}
 {config_part(found.config, "evaluation")}"""
     status = found.summary.get("status", "not finished")
     return document(name, f"{model} · {result.tasks} tasks x {result.samples} · {status}", body)
@@ -58,9 +65,21 @@ def picks(groups: Sequence[Group]) -> list[Pick]:
 
 def _tiles(result: Outcome) -> str:
     named = [_between("reward", result.reward), *(_between(f"pass@{k}", value) for k, value in result.passes.items())]
-    named += [("rollouts", f"{result.rollouts:,}"), ("model calls", f"{result.steps:,}")]
-    named += [("tokens sampled", f"{result.sampled_tokens:,}"), ("median call", f"{number(result.call_seconds)} s")]
+    spent = result.spent
+    named += [("rollouts", f"{result.rollouts:,}"), ("model calls", f"{spent.steps:,}")]
+    named += [("tokens sampled", f"{spent.completion_tokens:,}"), ("tokens read", f"{spent.prompt_tokens:,}")]
+    named += [("cost", "-" if spent.cost is None else f"{spent.cost:.4g}")]
+    named += [("call, p50 / p95", _took(spent.call_s)), ("rollout, p50 / p95", _took(spent.rollout_s))]
     return tiles(named)
+
+
+def _took(seconds: Latency | None) -> str:
+    return "-" if seconds is None else f"{seconds.p50:.3g} / {seconds.p95:.3g} s"
+
+
+def _note(artifacts: Path | None, pick: Pick) -> str:
+    verdict = read_verdict_file(artifacts / pick.attempt.rollout.id) if artifacts else None
+    return verdict.explanation if verdict else ""
 
 
 def _between(name: str, value: Estimate | None) -> tuple[str, str]:
@@ -68,31 +87,13 @@ def _between(name: str, value: Estimate | None) -> tuple[str, str]:
 
 
 def _tasks(scored: Sequence[Scores]) -> str:
-    rows = [(each.row, each.task_id, number(each.mean), " ".join(number(reward) for reward in each.rewards)) for each in scored]
-    return table(["row", "task", "mean", "rewards"], rows)
+    rows = [
+        (each.row, each.task_id, number(each.mean), " ".join(number(reward) for reward in each.rewards)) for each in scored[:LISTED]
+    ]
+    beyond = f'<p class="dim">and {len(scored) - LISTED:,} more</p>' if len(scored) > LISTED else ""
+    return table(["row", "task", "mean", "rewards"], rows) + beyond
 
 
 def _reasons(result: Outcome) -> str:
     rows = [(end, count, message[:300]) for end, messages in result.reasons.items() for message, count in messages.items()]
     return table(["end", "rollouts", "message"], rows) if rows else ""
-
-
-def _histogram(means: Sequence[float]) -> str:
-    """How many tasks have which mean reward, as inline SVG with a tooltip for each bar."""
-    low, high = min(0.0, *means), max(1.0, *means)
-    width, counts = (high - low) / BARS, [0] * BARS
-    for mean in means:
-        counts[min(BARS - 1, int((mean - low) / width))] += 1
-    most, step, bars = max(counts), WIDTH / BARS, list[str]()
-    for place, count in enumerate(counts):
-        tall = (HEIGHT - FOOT - 10) * count / most
-        said = f"{count} tasks with a mean reward from {low + place * width:.3g} to {low + (place + 1) * width:.3g}"
-        box = f'x="{place * step + 1:.1f}" y="{HEIGHT - FOOT - tall:.1f}" width="{step - 2:.1f}" height="{tall:.1f}"'
-        bars.append(f'<g><rect class="dot" {box}/><title>{escape(said)}</title></g>')
-    ticks = [
-        f'<text class="tick" x="{at * (WIDTH - 30) + 2:.0f}" y="{HEIGHT - 6}">{low + at * (high - low):.3g}</text>'
-        for at in (0, 0.5, 1)
-    ]
-    ticks.append(f'<line class="grid" x1="0" x2="{WIDTH}" y1="{HEIGHT - FOOT}" y2="{HEIGHT - FOOT}"/>')
-    label = f"Mean rewards of {len(means)} tasks"
-    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">{"".join([*bars, *ticks])}</svg>'

@@ -14,6 +14,8 @@ from penstock.rollout.transcripts import transcripts
 
 LONGEST = 20_000
 """Characters of one message that are shown; what is cut is counted."""
+MOST = 100
+"""Messages of one transcript that are shown from its beginning, and from its end; others are counted."""
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1d2430; --dim: #667085; --line: #d9dee6; --page: #fff; --card: #f6f7f9; --mark: #0a7f58; }
@@ -50,6 +52,8 @@ class Pick:
     why: str
     task: Task
     attempt: Attempt
+    note: str = ""
+    """What a judge said of it."""
 
 
 def document(title: str, subtitle: str, body: str) -> str:
@@ -99,11 +103,25 @@ def transcript(pick: Pick) -> str:
     parts = [f'<p class="dim">{escape(attempt.message)}</p>' if attempt.message else ""]
     if pick.task.label is not None:
         parts.append(f'<p class="dim">label: {escape(_cut(pick.task.label))}</p>')
+    if pick.note:
+        parts.append(f'<p class="dim">judge: {escape(_cut(pick.note))}</p>')
     told = transcripts(attempt)
     for name, transcript in told.items():
         parts.append(f"<h3>{escape(name)}</h3>" if len(told) > 1 else "")
-        parts += [_message(message) for message in transcript.messages]
+        parts += [_tools(transcript.tools), *_messages(transcript.messages)]
     return f"<details><summary><b>{escape(pick.why)}</b> {escape(said)}</summary>{''.join(parts)}</details>"
+
+
+def _tools(schemas: list[dict[str, Any]]) -> str:
+    names = [str((schema.get("function") or schema).get("name")) for schema in schemas]
+    return f'<p class="dim">tools: {escape(_cut(", ".join(names)))}</p>' if names else ""
+
+
+def _messages(messages: list[Message]) -> list[str]:
+    if len(messages) <= 2 * MOST:
+        return [_message(message) for message in messages]
+    left_out = f'<p class="dim">{len(messages) - 2 * MOST:,} messages are left out here</p>'
+    return [*map(_message, messages[:MOST]), left_out, *map(_message, messages[-MOST:])]
 
 
 def _message(message: Message) -> str:

@@ -2,7 +2,8 @@
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 DRAWS = 2000
@@ -39,28 +40,33 @@ def pass_at_k(attempts: int, passed: int, k: int) -> float:
 
 def estimate(values: Sequence[float], *, seed: int = 0) -> Estimate:
     """The mean of one value per task, with its bootstrap interval; of a single task it is the value itself."""
-    low, high = _interval(values, _mean, seed)
+    low, high = _interval(tuple(values), seed)
     return Estimate(_mean(values), low, high)
 
 
 def difference(first: Sequence[float], second: Sequence[float], *, seed: int = 0) -> Difference:
     """Of two evaluations of the same tasks, in the same order: paired, as a task's own difficulty is no difference."""
     gains = [after - before for before, after in zip(first, second, strict=True)]
-    low, high = _interval(gains, _mean, seed)
+    low, high = _interval(tuple(gains), seed)
     return Difference(_mean(gains), low, high, _sign_flips(gains, seed))
 
 
-def median(values: Sequence[float]) -> float | None:
-    """The middle one, or between the two; None where there are none."""
-    if not values:
-        return None
-    ranked, half = sorted(values), len(values) // 2
-    return ranked[half] if len(ranked) % 2 else (ranked[half - 1] + ranked[half]) / 2
+def quantile(values: Sequence[float], share: float) -> float:
+    """The value that `share` of them do not exceed, between two neighbours where it falls between them.
+
+    >>> quantile([4.0, 1.0], 0.5), quantile([1.0, 2.0, 3.0, 4.0, 5.0], 0.95)
+    (2.5, 4.8)
+    """
+    ranked, at = sorted(values), share * (len(values) - 1)
+    low, high = ranked[math.floor(at)], ranked[math.ceil(at)]
+    return low + (high - low) * (at - math.floor(at))
 
 
-def _interval(values: Sequence[float], statistic: Callable[[Sequence[float]], float], seed: int) -> tuple[float, float]:
+@lru_cache(maxsize=16)
+def _interval(values: tuple[float, ...], seed: int) -> tuple[float, float]:
+    """Kept: rewards of 0 and 1 are pass@1 too, and a report asks for what was just told."""
     draw, count = random.Random(seed), len(values)
-    drawn = sorted(statistic(draw.choices(values, k=count)) for _ in range(DRAWS))
+    drawn = sorted(_mean(draw.choices(values, k=count)) for _ in range(DRAWS))
     edge = int(DRAWS * (1.0 - LEVEL) / 2)
     return drawn[edge], drawn[-edge - 1]
 

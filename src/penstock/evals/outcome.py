@@ -1,11 +1,13 @@
-"""What an evaluation came to: rewards and pass@k with their intervals, ends, tokens and times."""
+"""What an evaluation came to: rewards and pass@k with their intervals, ends, and what was spent."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from penstock.config import EvalSection
-from penstock.evals.metrics import Estimate, estimate, median, pass_at_k
+from penstock.evals.metrics import Estimate, estimate, pass_at_k
+from penstock.evals.spending import Prices, Spending, spending
 from penstock.records import Attempt, Group
 
 
@@ -24,13 +26,15 @@ class Outcome:
     ends: dict[str, int]
     reasons: dict[str, dict[str, int]]
     """Per end other than completed: its messages and how often each came."""
-    steps: int
-    """Model calls."""
-    sampled_tokens: int
-    prompt_tokens: int
-    """Of nodes: what a caller's messages added, each shared prefix once."""
-    call_seconds: float | None
-    """Median time of a model call."""
+    spent: Spending
+    """By the attempts that have ended."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values, estimates by name; what was spent stands beside the rest."""
+        own = asdict(self)
+        del own["spent"]
+        passes = {str(k): value._asdict() for k, value in self.passes.items()}
+        return own | {"reward": self.reward and self.reward._asdict(), "passes": passes} | self.spent.as_json()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,12 +58,13 @@ def scores(groups: Iterable[Group]) -> list[Scores]:
     return [each for each in found if each.rewards]
 
 
-def outcome(groups: Sequence[Group], section: EvalSection) -> Outcome:
-    """All of it, from what the pool holds."""
+def outcome(
+    groups: Sequence[Group], section: EvalSection, *, prices: Prices | None = None, seconds: Mapping[str, float] | None = None
+) -> Outcome:
+    """All of it, from what the pool holds; `seconds` are those of rollouts by their id."""
     scored = scores(groups)
     attempts = [attempt for group in groups for attempt in ended(group)]
     whole = [each for each in scored if len(each.rewards) == section.samples]
-    steps = [step for attempt in attempts for step in attempt.steps]
     return Outcome(
         tasks=len(scored),
         samples=section.samples,
@@ -68,10 +73,7 @@ def outcome(groups: Sequence[Group], section: EvalSection) -> Outcome:
         passes={k: estimate([_pass(each, k, section.passes) for each in whole]) for k in section.k if whole},
         ends=dict(Counter(str(attempt.end) for attempt in attempts)),
         reasons=_reasons(attempts),
-        steps=len(steps),
-        sampled_tokens=sum(len(step.completion_ids) for step in steps),
-        prompt_tokens=sum(len(node.token_ids) for attempt in attempts for node in attempt.nodes),
-        call_seconds=median([step.seconds for step in steps]),
+        spent=spending(attempts, prices=prices, seconds=seconds),
     )
 
 

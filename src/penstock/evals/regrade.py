@@ -8,16 +8,18 @@ from typing import Any
 import orjson
 
 from penstock.config import RunConfig, make_config
-from penstock.errors import ConfigError, GraderError
+from penstock.errors import ConfigError, EngineError, GraderError
 from penstock.evals.attempts import stored
 from penstock.evals.outcome import Outcome, outcome
+from penstock.evals.run import judged_files
+from penstock.evals.spending import prices_of
 from penstock.evals.stored import read_evaluation
 from penstock.events import Events
 from penstock.pool.base import Pool
 from penstock.records import Attempt, End, Grade, Group
 from penstock.rollout.guests import Guests
 from penstock.rollout.transcripts import make_samples, transcripts
-from penstock.rollout.work import Work
+from penstock.rollout.work import Reward, Work
 from penstock.sdk.agents import open_agent
 from penstock.sdk.discovery import Agent
 from penstock.sdk.preflight import preflight
@@ -49,43 +51,56 @@ async def regrade(source: Path, config: RunConfig, *, fresh: bool = False) -> tu
     preflight(config.agent, config.workflow, config.grader)
     agent = open_agent(config.agent, config.workflow, config.grader)
     recorded = (await read_evaluation(source)).groups
-    folder = open_run_folder(config, fresh=fresh, files=[agent.entry])
+    folder = open_run_folder(config, fresh=fresh, files=judged_files(agent))
     with locked(folder.path):
         pool = open_pool(config, folder)
         try:
             known = {group.seq: group async for group in stored(pool)}
-            slots = asyncio.Semaphore(config.rollout.concurrency)
+            regrader = _Regrader(pool, agent, config, folder.path / "artifacts")
             async with asyncio.TaskGroup() as tasks:
                 for group in recorded:
-                    tasks.create_task(_copy(group, known.get(group.seq), pool, agent, slots, config.rollout.grader_timeout_s))
-            return folder, outcome([group async for group in stored(pool)], config.eval)
+                    tasks.create_task(regrader.copy(group, known.get(group.seq)))
+            prices = prices_of(config.model_dump(include={"engine"}))
+            return folder, outcome([group async for group in stored(pool)], config.eval, prices=prices)
         finally:
             await pool.close()
 
 
-async def _copy(group: Group, known: Group | None, pool: Pool, agent: Agent, slots: asyncio.Semaphore, timeout_s: float) -> None:
-    attempts = [attempt for attempt in group.attempts if attempt.end is not None]
-    ended = {attempt.rollout.id for attempt in known.attempts if attempt.end is not None} if known else set[str]()
-    await pool.open_group(group.task, [attempt.rollout for attempt in attempts], seq=group.seq)
-    for attempt in attempts:
-        if attempt.rollout.id not in ended:
-            async with slots:
-                await _copy_attempt(group, attempt, pool, agent, timeout_s)
+class _Regrader:
+    """Copies groups, with another grader's verdicts."""
 
+    def __init__(self, pool: Pool, agent: Agent, config: RunConfig, artifacts: Path) -> None:
+        self._pool, self._agent, self._artifacts = pool, agent, artifacts
+        self._work = Work(agent, Guests(agent.entry.parent, Events()))
+        self._slots, self._timeout_s = asyncio.Semaphore(config.rollout.concurrency), config.rollout.grader_timeout_s
 
-async def _copy_attempt(group: Group, attempt: Attempt, pool: Pool, agent: Agent, timeout_s: float) -> None:
-    nodes, rollout_id, end, message = {node.id: node for node in attempt.nodes}, attempt.rollout.id, attempt.end, attempt.message
-    for step in sorted(attempt.steps, key=lambda step: step.index):
-        await pool.append(step, nodes.pop(step.node, None))
-    if end in GRADED:
-        end, message = End.COMPLETED, ""
-        work = Work(agent, Guests(agent.entry.parent, Events()))
+    async def copy(self, group: Group, known: Group | None) -> None:
+        """All attempts that have ended, less those that `known` has."""
+        attempts = [attempt for attempt in group.attempts if attempt.end is not None]
+        ended = {attempt.rollout.id for attempt in known.attempts if attempt.end is not None} if known else set[str]()
+        await self._pool.open_group(group.task, [attempt.rollout for attempt in attempts], seq=group.seq)
+        for attempt in attempts:
+            if attempt.rollout.id not in ended:
+                async with self._slots:
+                    await self._copy_attempt(group, attempt)
+
+    async def _copy_attempt(self, group: Group, attempt: Attempt) -> None:
+        nodes, rollout_id = {node.id: node for node in attempt.nodes}, attempt.rollout.id
+        end, message = attempt.end or End.LOST, attempt.message
+        for step in sorted(attempt.steps, key=lambda step: step.index):
+            await self._pool.append(step, nodes.pop(step.node, None))
+        if end in GRADED:
+            end, message = End.COMPLETED, ""
+            try:
+                rewards = await self._grade(group, attempt)
+            except (GraderError, EngineError, TimeoutError) as error:
+                rewards, end, message = [], End.GRADER_ERROR, str(error) or f"the grader ran longer than {self._timeout_s:g} s"
+            for name, value, index in rewards:
+                source = self._agent.grader_name
+                await self._pool.grade(Grade(rollout_id=rollout_id, reward=value, source=source, transcript=name, step=index))
+        await self._pool.end(rollout_id, end, message)
+
+    async def _grade(self, group: Group, attempt: Attempt) -> list[Reward]:
         samples = make_samples(transcripts(attempt), {})
-        try:
-            rewards = await work.grade(group.task, samples, timeout_s=timeout_s)
-        except (GraderError, TimeoutError) as error:
-            rewards, end, message = [], End.GRADER_ERROR, str(error) or f"the grader ran longer than {timeout_s:g} s"
-        for name, value, index in rewards:
-            grade = Grade(rollout_id=rollout_id, reward=value, source=agent.grader_name, transcript=name, step=index)
-            await pool.grade(grade)
-    await pool.end(rollout_id, end or End.LOST, message)
+        folder = self._artifacts / attempt.rollout.id
+        return await self._work.grade(group.task, samples, timeout_s=self._timeout_s, artifacts_dir=folder)

@@ -13,10 +13,12 @@ from penstock.config import RunConfig
 from penstock.errors import ConfigError
 from penstock.evals.attempts import Plan, Row, make, plan, stored
 from penstock.evals.outcome import Outcome, outcome
+from penstock.evals.spending import Prices, prices_of, rollout_seconds
 from penstock.events import Events, Listener
 from penstock.pool.base import Pool
 from penstock.records import Sampling
 from penstock.sdk.dataset import load_tasks
+from penstock.sdk.discovery import Agent
 from penstock.train.folder import RunFolder, locked, open_run_folder
 from penstock.train.inputs import Inputs
 from penstock.train.rollouts import open_rollouts, sampling
@@ -24,6 +26,7 @@ from penstock.train.stations import open_pool
 
 MAY_CHANGE = (
     "train.", "gateway.", "executor.", "scale.", "run.folder", "dataset.train", "eval.rows", "eval.k", "eval.passes",
+    "engine.price_", "engine.api_key_env", "engine.retries", "engine.retry_s", "engine.first_token_s", "engine.stall_s",
     "rollout.executor", "rollout.concurrency", "rollout.retries", "rollout.group", "rollout.min_size", "rollout.top_up",
     "rollout.max_", "rollout.overflow",
 )  # fmt: skip
@@ -44,6 +47,8 @@ class Evaluation:
     """Attempts that an earlier process had made."""
     seconds: float
     """Of this process, loading left out."""
+    prices: Prices | None = None
+    """By which its cost was told."""
 
 
 def evaluation_config(config: RunConfig) -> RunConfig:
@@ -89,7 +94,7 @@ async def evaluate(
     retry_failed: bool = False,
 ) -> Evaluation:
     """Try each row as often as `eval.samples` says, or go on where an earlier process stopped; `stop` leaves what runs undone."""
-    folder = open_run_folder(config, fresh=fresh, may_change=MAY_CHANGE, files=[inputs.agent.entry])
+    folder = open_run_folder(config, fresh=fresh, may_change=MAY_CHANGE, files=judged_files(inputs.agent))
     with locked(folder.path), Events(folder.events) as events:
         events.listen(listener)
         pool = open_pool(config, folder)
@@ -100,14 +105,16 @@ async def evaluate(
             groups = [group async for group in stored(pool) if group.seq in numbers]
         finally:
             await pool.close()
+        prices = prices_of(config.model_dump(include={"engine"}))
         found = Evaluation(
             name=config.run.name,
             folder=str(folder.path),
             status="stopped" if stop.is_set() else "finished",
             model=inputs.model,
-            outcome=outcome(groups, config.eval),
+            outcome=outcome(groups, config.eval, prices=prices, seconds=rollout_seconds(folder.events)),
             resumed=planned.done,
             seconds=round(time.monotonic() - started, 3),
+            prices=prices,
         )
         folder.write_summary(orjson.dumps(as_json(found)))
         events.emit("eval.over", status=found.status, rollouts=found.outcome.rollouts)
@@ -116,13 +123,13 @@ async def evaluate(
 
 def as_json(found: Evaluation) -> dict[str, Any]:
     """Plain values; estimates by name."""
-    return asdict(found) | {"outcome": outcome_json(found.outcome)}
+    return asdict(found) | {"outcome": found.outcome.as_json(), "prices": found.prices and found.prices._asdict()}
 
 
-def outcome_json(found: Outcome) -> dict[str, Any]:
-    """The same of the numbers alone."""
-    passes = {str(k): value._asdict() for k, value in found.passes.items()}
-    return asdict(found) | {"reward": found.reward and found.reward._asdict(), "passes": passes}
+def judged_files(agent: Agent) -> list[Path]:
+    """What decides of a rollout beside the settings: the entry file, and files of the grader's."""
+    files = [value for _, value in agent.grader_config or () if isinstance(value, Path)]
+    return [file for file in (agent.entry, *files) if file.is_file()]
 
 
 async def _run(

@@ -1,0 +1,119 @@
+"""What rollouts took: model calls, tokens, money where prices are known, and time. Pure, but for reading times back."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import orjson
+
+from penstock.evals.metrics import quantile
+from penstock.records import Attempt, Node, Step
+
+
+class Prices(NamedTuple):
+    """Of a million tokens, in whatever currency the user wrote them."""
+
+    prompt: float
+    completion: float
+
+
+class Latency(NamedTuple):
+    """How long a thing took, in seconds: half of them no longer than `p50`, all but one in twenty no longer than `p95`."""
+
+    p50: float
+    p95: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spending:
+    """Of some rollouts together."""
+
+    steps: int
+    """Model calls."""
+    prompt_tokens: int
+    """What the model read: a conversation that goes on is read again with each call."""
+    completion_tokens: int
+    """What it sampled."""
+    cost: float | None
+    """By `engine.price_in` and `engine.price_out`; None where there are none, or where an endpoint did not tell its tokens."""
+    call_s: Latency | None
+    """Of model calls; None where there are none."""
+    rollout_s: Latency | None
+    """Of rollouts, grading included; None where that is not known."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        times = {"call_s": self.call_s and self.call_s._asdict(), "rollout_s": self.rollout_s and self.rollout_s._asdict()}
+        return asdict(self) | times
+
+
+def spending(attempts: Sequence[Attempt], *, prices: Prices | None = None, seconds: Mapping[str, float] | None = None) -> Spending:
+    """All of it; `seconds` are those of rollouts by their id."""
+    steps = [step for attempt in attempts for step in attempt.steps]
+    read = [count for attempt in attempts for count in _prompts(attempt)]
+    sampled = sum(step.sampled for step in steps)
+    told = all(step.usage is None or step.usage.prompt_tokens for step in steps)
+    cost = (sum(read) * prices.prompt + sampled * prices.completion) / 1e6 if prices and told else None
+    took = [(seconds or {})[attempt.rollout.id] for attempt in attempts if attempt.rollout.id in (seconds or {})]
+    return Spending(
+        steps=len(steps),
+        prompt_tokens=sum(read),
+        completion_tokens=sampled,
+        cost=cost,
+        call_s=latency([step.seconds for step in steps]),
+        rollout_s=latency(took),
+    )
+
+
+def latency(seconds: Sequence[float]) -> Latency | None:
+    """None of nothing."""
+    return Latency(quantile(seconds, 0.5), quantile(seconds, 0.95)) if seconds else None
+
+
+def prices_of(config: Mapping[str, Any]) -> Prices | None:
+    """Those of a run's settings; None where one of them is not set."""
+    engine: Mapping[str, Any] = config.get("engine") or {}
+    prompt, completion = engine.get("price_in"), engine.get("price_out")
+    return None if prompt is None or completion is None else Prices(float(prompt), float(completion))
+
+
+def rollout_seconds(events: Path) -> dict[str, float]:
+    """How long rollouts took, by their id, from a run's event log; nothing where there is none."""
+    if not events.exists():
+        return {}
+    with events.open("rb") as lines:
+        ended = [_event(line) for line in lines if b'"rollout.end"' in line]
+    return {each["rollout_id"]: each["seconds"] for each in ended if each.get("seconds") is not None}
+
+
+def _event(line: bytes) -> dict[str, Any]:
+    try:
+        found: Any = orjson.loads(line)
+        return found if found["kind"] == "rollout.end" else {}
+    except (ValueError, LookupError, TypeError):  # a kill cut it short
+        return {}
+
+
+def _prompts(attempt: Attempt) -> Iterable[int]:
+    """Tokens of each call's prompt; further choices of one answer read nothing again."""
+    nodes, steps = {node.id: node for node in attempt.nodes}, {step.index: step for step in attempt.steps}
+    lengths: dict[int, int] = {}
+    for step in attempt.steps:
+        if step.usage is not None:
+            yield step.usage.prompt_tokens
+        elif step.choice == 0:
+            yield _path(step.node, nodes, steps, lengths)
+
+
+def _path(node_id: int, nodes: Mapping[int, Node], steps: Mapping[int, Step], lengths: dict[int, int]) -> int:
+    """Tokens from the root to the end of a node; `lengths` are those that are known."""
+    way: list[Node] = []
+    at: int | None = node_id
+    while at is not None and at not in lengths:
+        way.append(nodes[at])
+        at = None if way[-1].parent is None else steps[way[-1].parent].node
+    for node in reversed(way):
+        before = 0 if node.parent is None else lengths[steps[node.parent].node] + len(steps[node.parent].completion_ids)
+        lengths[node.id] = before + len(node.token_ids)
+    return lengths[node_id]

@@ -1,0 +1,172 @@
+"""A model behind any OpenAI-compatible endpoint as a judge: one verdict for each case, or an error that says why there is none."""
+
+import asyncio
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import aiohttp
+import orjson
+
+from penstock.config import secret
+from penstock.errors import ConfigError, GraderError
+from penstock.graders.rule import said
+from penstock.graders.verdict import Case, Scale, Unusable, Verdict, again, questions, read_verdict
+from penstock.records import Message
+
+TRIES = 3
+"""Of one request that an endpoint is too busy for, or that does not reach it."""
+LONGEST_WAIT_S = 20.0
+_QUOTED = 300
+
+
+class Provider(NamedTuple):
+    """Where a provider's models are served, and which variable has its key."""
+
+    url: str
+    key_variable: str
+
+
+PROVIDERS = {
+    "openai": Provider("https://api.openai.com/v1", "OPENAI_API_KEY"),
+    "anthropic": Provider("https://api.anthropic.com/v1", "ANTHROPIC_API_KEY"),
+    "deepseek": Provider("https://api.deepseek.com/v1", "DEEPSEEK_API_KEY"),
+    "gemini": Provider("https://generativelanguage.googleapis.com/v1beta/openai", "GEMINI_API_KEY"),
+    "groq": Provider("https://api.groq.com/openai/v1", "GROQ_API_KEY"),
+    "mistral": Provider("https://api.mistral.ai/v1", "MISTRAL_API_KEY"),
+    "openrouter": Provider("https://openrouter.ai/api/v1", "OPENROUTER_API_KEY"),
+    "together_ai": Provider("https://api.together.xyz/v1", "TOGETHER_API_KEY"),
+    "xai": Provider("https://api.x.ai/v1", "XAI_API_KEY"),
+}
+"""By the first part of a model's name, such as `openai/gpt-5-mini`."""
+
+
+class JudgeError(GraderError):
+    """There is no verdict."""
+
+    def __init__(self, message: str, *, status: int | None = None, retry_s: float | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        """What the endpoint answered with; None where it did not, or where its answer could not be used."""
+        self.retry_s = retry_s
+        """When it may do better; None where it will not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """Which model is asked, and where."""
+
+    url: str
+    """Up to and without `/chat/completions`."""
+    model: str
+    key: str = field(default="", repr=False)
+    timeout_s: float = 60.0
+    """Of one answer."""
+    temperature: float | None = None
+    """None leaves it to the endpoint: some models take none."""
+
+
+def find_endpoint(
+    model: str, *, url: str = "", api_key_env: str = "", key: str = "", timeout_s: float = 60.0, temperature: float | None = None
+) -> Endpoint:
+    """The model's endpoint: `url`, else its provider's by the first part of its name (`openai/…`, and without one OpenAI's).
+
+    The key is `key`, else what the environment has under `api_key_env`, else under the provider's own variable; an endpoint that
+    is given by its address needs none. ConfigError where one is missing.
+    """
+    provider, slash, rest = model.partition("/")
+    known = PROVIDERS.get(provider if slash else "openai")
+    if not url and known is None:
+        raise ConfigError(f"model {model!r}: no provider {provider!r} is known; give the address of an OpenAI-compatible endpoint")
+    if url and not url.startswith(("http://", "https://")):
+        raise ConfigError(f"url {url!r}: write an address, such as http://127.0.0.1:8000/v1")
+    variable = api_key_env or ("" if url or known is None else known.key_variable)
+    return Endpoint(
+        url=(url or (known.url if known else "")).rstrip("/"),
+        model=model if url or not slash else rest,
+        key=key or (secret(variable, f"the key of the judge {model!r}") if variable else ""),
+        timeout_s=timeout_s,
+        temperature=temperature,
+    )
+
+
+class Judge:
+    """Asks one endpoint by one rubric. A context manager: leaving it closes its connections."""
+
+    def __init__(self, endpoint: Endpoint, rubric: str, scale: Scale) -> None:
+        self._endpoint, self._rubric, self._scale = endpoint, rubric, scale
+
+    async def __aenter__(self) -> Self:
+        headers = {"content-type": "application/json"}
+        if self._endpoint.key:
+            headers["authorization"] = f"Bearer {self._endpoint.key}"
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=aiohttp.ClientTimeout(total=self._endpoint.timeout_s),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            headers=headers,
+            trust_env=self._endpoint.url.startswith("https:"),
+        )
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        await self._session.close()
+
+    async def verdict(self, case: Case) -> Verdict:
+        """What the judge says of `case`. An answer that cannot be used is told so, and the second such one is a JudgeError."""
+        asked = questions(self._rubric, case, self._scale)
+        answer = await self._answer(asked)
+        try:
+            return read_verdict(answer, self._scale)
+        except Unusable as fault:
+            answer = await self._answer(again(asked, answer, str(fault)))
+        try:
+            return read_verdict(answer, self._scale)
+        except Unusable as fault:
+            told = f"judge {self._endpoint.model!r} gave no usable verdict, twice: {fault}"
+            raise JudgeError(f"{told}; it said: {self._quote(answer) or '-'}") from fault
+
+    async def _answer(self, messages: list[Message]) -> str:
+        for left in reversed(range(TRIES)):
+            try:
+                return await self._complete(messages)
+            except JudgeError as error:
+                if not left or error.retry_s is None:
+                    raise
+                await asyncio.sleep(error.retry_s)
+        raise AssertionError
+
+    async def _complete(self, messages: list[Message]) -> str:
+        """The text of one reply. A redirect is not followed: it could lead the key elsewhere."""
+        endpoint, url = self._endpoint, f"{self._endpoint.url}/chat/completions"
+        body: dict[str, Any] = {"model": endpoint.model, "messages": messages}
+        if endpoint.temperature is not None:
+            body["temperature"] = endpoint.temperature
+        try:
+            async with self._session.post(url, data=orjson.dumps(body), allow_redirects=False) as response:
+                text = await response.text(errors="replace")
+        except TimeoutError as cause:
+            raise JudgeError(f"{url} did not answer within {endpoint.timeout_s:g} s; raise the judge's timeout") from cause
+        except (aiohttp.ClientError, OSError) as cause:
+            raise JudgeError(f"{url}: {self._quote(str(cause)) or type(cause).__name__}", retry_s=0.5) from cause
+        if response.status != 200:
+            raise self._refusal(url, response, text)
+        try:
+            return said([{**orjson.loads(text)["choices"][0]["message"], "role": "assistant"}])
+        except (ValueError, LookupError, TypeError) as cause:
+            raise JudgeError(f"{url} answered with no chat completion: {self._quote(text)}") from cause
+
+    def _refusal(self, url: str, response: aiohttp.ClientResponse, text: str) -> JudgeError:
+        told = f"{url} answered {response.status} {response.reason} for model {self._endpoint.model!r}: {self._quote(text) or '-'}"
+        busy = response.status == 429 or response.status >= 500
+        return JudgeError(told, status=response.status, retry_s=_wait_s(response.headers.get("retry-after", "")) if busy else None)
+
+    def _quote(self, text: str) -> str:
+        """The beginning of what a server said, on one line, without the key."""
+        line = " ".join(text.split())
+        line = line.replace(self._endpoint.key, "***") if self._endpoint.key else line
+        return line if len(line) <= _QUOTED else f"{line[:_QUOTED]}…"
+
+
+def _wait_s(after: str) -> float:
+    return min(float(after), LONGEST_WAIT_S) if after.isdecimal() else 1.0

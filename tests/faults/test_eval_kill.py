@@ -1,0 +1,94 @@
+"""An evaluation of more than a thousand rollouts, killed twice: the same command goes on and repeats nothing that had ended."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from penstock.evals.stored import read_evaluation
+
+ROWS, SAMPLES, AT_ONCE = 258, 4, 32
+ENGINE = Path(__file__).parents[1] / "flow" / "cli_engine"
+AGENT = """
+import os
+from penstock import AgentWorkflow, Grader, get_rollout_context
+
+class Asker(AgentWorkflow):
+    async def run(self, ctx):
+        name = get_rollout_context().rollout_id
+        ledger = os.open("ledger", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        os.write(ledger, f"{os.environ['LIFE']} {name}\\n".encode())
+        os.close(ledger)
+        await ctx.openai().chat.completions.create(model="any", messages=ctx.prompt, max_tokens=16)
+
+class Even(Grader):
+    async def grade(self, ctx):
+        return float(ctx.metadata["n"] % 2 == 0)
+"""
+CONFIG = f"""
+run.name = "killed"
+model.name = "tiny"
+engine.name = "cli_engine:open_engine"
+dataset.train = "tasks.jsonl"
+eval.samples = {SAMPLES}
+rollout.concurrency = {AT_ONCE}
+"""
+
+
+@pytest.fixture
+def project(tmp_path) -> Path:
+    (tmp_path / "agent.py").write_text(AGENT)
+    (tmp_path / "eval.toml").write_text(CONFIG)
+    rows = [{"prompt": f"{n} times 3?", "metadata": {"n": n}} for n in range(ROWS)]
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path
+
+
+def evaluate(project: Path, life: int, *, kill: bool) -> str:
+    """Run the command; killed in the middle, or to its end, whose result comes back."""
+    command = [sys.executable, "-c", "from penstock.cli import main; main()", "eval", "run", "eval.toml", "--json"]
+    named = os.environ | {"PYTHONPATH": str(ENGINE), "LIFE": str(life)}
+    piped = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=project, env=named, **piped) as process:
+        try:
+            for line in process.stderr:
+                done, slash, total = line.partition(" ")[0].partition("/")
+                if kill and slash and int(done) >= 0.4 * int(total):
+                    process.kill()
+            return process.stdout.read()
+        finally:
+            process.kill()
+
+
+def places(project: Path) -> set[str]:
+    """What has ended, by its place in its group: the same for every attempt at it."""
+    groups = asyncio.run(read_evaluation(project / "runs/evals/killed")).groups
+    return {place(a.rollout.id) for group in groups for a in group.attempts if a.end is not None}
+
+
+def place(rollout_id: str) -> str:
+    return rollout_id.rpartition(".")[0]
+
+
+@pytest.mark.slow
+def test_after_a_kill_nothing_that_had_ended_is_run_again(project):
+    total, ended = ROWS * SAMPLES, [set[str]()]
+    for life in (1, 2):
+        assert evaluate(project, life, kill=True) == ""
+        ended.append(places(project))
+    assert 0 < len(ended[1]) < len(ended[2]) < total
+    found = json.loads(evaluate(project, 3, kill=False))
+    assert (found["status"], found["resumed"], found["outcome"]["ends"]) == ("finished", len(ended[2]), {"completed": total})
+    assert found["outcome"]["reward"]["value"] == 0.5
+    begun = [line.split(" ") for line in (project / "ledger").read_text().splitlines()]
+    for life in (1, 2):
+        assert {place(name) for own, name in begun if int(own) > life} & ended[life] == set()
+    times = Counter(name for _, name in begun)
+    assert set(times.values()) == {1} and {place(name) for name in times} == places(project)
+    assert total <= len(begun) <= total + 2 * AT_ONCE
+    print(f"{len(ended[1])}, then {len(ended[2])} of {total} had ended at the kills; {len(begun) - total} ran twice")
