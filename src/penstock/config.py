@@ -24,7 +24,7 @@ class RunSection(Section):
 
 
 class ModelSection(Section):
-    """`[model]`: the start policy, as `penstock models pull` takes it."""
+    """`[model]`: the start policy, as `penstock model pull` takes it."""
 
     name: str = "smollm2-135m"
     """`smollm2-135m`, `tiny`, `hf:ORG/NAME[@REV]`, or the path of a model folder or GGUF file."""

@@ -19,7 +19,7 @@ HEAVY = ("torch", "transformers", "huggingface_hub")
 
 
 def pull(reference: str | Path, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """`penstock models pull` as a user runs it, with caches of its own in `folder`."""
+    """`penstock model pull` as a user runs it, with caches of its own in `folder`."""
     command = [str(Path(sys.executable).with_name("penstock")), "models", "pull", str(reference), "--json"]
     own = {"PENSTOCK_CACHE": str(folder / "penstock"), "HF_HOME": str(folder / "hub"), **environment}
     return subprocess.run(command, env={**os.environ, **own}, capture_output=True, text=True, timeout=280)

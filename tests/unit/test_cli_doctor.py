@@ -42,7 +42,7 @@ def test_a_model_that_is_not_there_yet_is_a_note_with_the_command_that_fetches_i
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path))
     check = checks.model()
     assert check.state == "note"
-    assert "penstock models pull smollm2-135m" in check.remedy
+    assert "penstock model pull smollm2-135m" in check.remedy
 
 
 @pytest.mark.parametrize(("free_gb", "state"), [(1, "fail"), (5, "note"), (50, "ok")])

@@ -136,7 +136,7 @@ def model() -> Check:
     name = ModelSection().name
     found = cached(name)
     if found is None:
-        remedy = f"the first run fetches it; or fetch it now: penstock models pull {name}"
+        remedy = f"the first run fetches it; or fetch it now: penstock model pull {name}"
         return Check(name="model", state="note", found=f"{name} is not here yet", remedy=remedy)
     return Check(name="model", state="ok", found=f"{name} in {found.path}")
 

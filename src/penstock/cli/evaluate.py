@@ -34,7 +34,7 @@ def run(
     ] = None,
     agent: Annotated[Path | None, typer.Option(help="Without a file: the Python file of the agent.")] = None,
     dataset: Annotated[Path | None, typer.Option(help="The tasks; goes before dataset.eval of the file.")] = None,
-    model: Annotated[str | None, typer.Option(help="As for models pull, or a checkpoint's folder.")] = None,
+    model: Annotated[str | None, typer.Option(help="As for `penstock model pull`, or a checkpoint's folder.")] = None,
     name: Annotated[str | None, typer.Option(help="Of the evaluation's folder.")] = None,
     samples: Annotated[int | None, typer.Option(help="Attempts at each task.")] = None,
     rows: Annotated[str | None, typer.Option(help="Which tasks, such as 0-9,17.")] = None,

@@ -20,7 +20,7 @@ SERVERS = ("vllm", "sglang")
 Engine = Annotated[
     str, typer.Option(help="embedded, in this process; vllm or sglang, servers that --url names; openai or anthropic, an endpoint.")
 ]
-Model = Annotated[str, typer.Option(help="As `penstock models pull` takes it.")]
+Model = Annotated[str, typer.Option(help="As `penstock model pull` takes it.")]
 Urls = Annotated[
     list[str] | None, typer.Option("--url", metavar="URL", help="Of a server or an endpoint; may be repeated for servers.")
 ]

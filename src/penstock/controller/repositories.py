@@ -60,7 +60,7 @@ class Repositories:
         found = self._database.row("SELECT name, path, created_at FROM repositories WHERE name = ?", [name.lower()])
         if found is None:
             text = f"repository {name!r} is not known to this controller; on its machine run: penstock controller register"
-            raise ControllerError(f"{text} {name.lower()} PATH", code="REPOSITORY_UNKNOWN", status=404)
+            raise ControllerError(f"{text} PATH --name {name.lower()}", code="REPOSITORY_UNKNOWN", status=404)
         known = Repository(found["name"], Path(found["path"]), found["created_at"])
         if not known.path.is_dir():
             text = f"repository {known.name!r} is registered at {known.path}, which is gone; register it where it is now"

@@ -13,6 +13,9 @@ CHANNEL = "eval"
 PAGE = 100
 UNDONE = (None, End.CANCELLED, End.LOST)
 """Ends of attempts that another process began: they are made again."""
+AHEAD_S = 3.0
+"""How long the first attempt of an evaluation may have the engine to itself: whoever watches sees soon whether the agent works at
+all, and the engine has read what its prompts have in common once the others come."""
 
 
 class Row(NamedTuple):
@@ -74,7 +77,9 @@ async def make(places: Sequence[Place], runner: Runner, pool: Pool, *, sampling:
     async with asyncio.TaskGroup() as running:
         for place in places:
             await slots.acquire()
-            running.create_task(run(place))
+            task = running.create_task(run(place))
+            if place is places[0]:
+                await asyncio.wait({task}, timeout=AHEAD_S)
 
 
 async def stored(pool: Pool) -> AsyncGenerator[Group]:
