@@ -1,6 +1,7 @@
 """The seeds' own workflow, submitted with `osmosis eval submit` and `osmosis train submit`, carried out and looked at."""
 
 import json
+import shlex
 import time
 from pathlib import Path
 
@@ -79,7 +80,9 @@ def evaluation(osmosis, workspace, monkeypatch):
     if "eval" not in submitted:
         monkeypatch.setenv("THE_WORD", "hush-hush-hush")
         assert osmosis.json("secret", "set", "A_WORD", "--env", "THE_WORD").code == 0
-        submitted["eval"] = osmosis.json("eval", "submit", "configs/eval/multiply.toml", "-y").told
+        command, *arguments = shlex.split(SEED[8].code.replace("<rollout-name>", "multiply"))
+        assert command == "osmosis"
+        submitted["eval"] = osmosis.json(*arguments, "-y").told
     return submitted["eval"]["resource"]
 
 

@@ -34,7 +34,7 @@ ONE_CALL_OPENAI = {"001-3": "simple-openai-agent", "002-0": "assistant"}
 GRADED = ["002-1"]
 FRAGMENTS = ["002-2", "002-3", "002-4", "002-5", "002-6", "002-7"]
 COMMANDS = ["002-8"]
-"""Lines for a terminal."""
+"""Lines for a terminal: `test_osmosis_cli_runs.py` types them."""
 
 SEARCH = '<tool_call>\n{"name": "search", "arguments": {"query": "7"}}\n</tool_call>'
 MULTIPLY = '<tool_call>\n{"name": "multiply", "arguments": {"a": 6, "b": 7}}\n</tool_call>'
@@ -252,8 +252,3 @@ def test_the_fragment_that_replaces_the_model_routes_the_agent(renderer):
 
     ran = played_fragment(renderer, "002-6", ["42"], after)
     assert ran.ids == [(ran.attempt.rollout.id, "main")]
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_a_line_for_the_terminal(name):
-    pytest.skip("`osmosis eval submit` comes with the command line of a later release")
