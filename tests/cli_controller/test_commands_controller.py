@@ -5,11 +5,13 @@ import os
 import re
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from commands_stage import DEADLINE_S, controller_up, end_runs, environment, eventually, penstock, ran, tiny_project
 
+from penstock.cli.app import run
 from penstock.controller.client import Client
 from penstock.controller.home import Home
 from penstock.controller.local import is_free, living
@@ -129,3 +131,10 @@ def test_every_command_that_the_page_names_is_there(capsys):
         assert f"penstock {words}" in shown
     options = set(re.findall(r"`(--[a-z-]+)", page))
     assert {option for option in options if option not in shown} == set()
+
+
+def test_a_keyring_that_is_not_there_is_told_and_the_key_stays_in_its_file(home, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "keyring", None)
+    assert run(["controller", "up", "--port", "0", "--keyring", "--home", str(home.path), "--json"]) == 2
+    assert "pip install" in json.loads(capsys.readouterr().out)["error"]["message"]
+    assert not home.address.exists() and is_free(home)

@@ -112,6 +112,13 @@ def test_an_evaluation_needs_an_endpoint_and_no_weights(kind, way, project, serv
     assert served[1] not in "".join(file.read_text(errors="replace") for file in Path(found["folder"]).rglob("*") if file.is_file())
 
 
+def test_flags_name_the_endpoint_and_a_url_alone_speaks_openais(project, served, capsys):
+    what = ["--agent", "agent.py", "--dataset", "tasks.jsonl", "--rows", "0-0", "--set", "workflow.way=chat"]
+    where = ["--base-url", base_url("openai", served[0]), "--api-key-env", KEY, "--model", "far"]
+    found = result(capsys, "eval", "run", *what, *where)
+    assert (found["model"], found["outcome"]["ends"]) == ("far", {"completed": 1})
+
+
 def test_a_policy_measures_the_same_behind_an_endpoint_as_embedded(project, served, capsys):
     greedy = ["eval", "run", str(MULTIPLY), "--rows", "0-7", "--set", "eval.temperature=0"]
     near = result(capsys, *greedy, "--name", "near")

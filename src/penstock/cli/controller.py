@@ -33,6 +33,9 @@ def up(
     home: HomeOption = None,
     url: Annotated[str, typer.Option(help="Where others reach it, such as https://HOST behind a proxy.")] = "",
     names: Annotated[list[str] | None, typer.Option("--name", metavar="HOST", help="A name that callers may use for it.")] = None,
+    keyring: Annotated[
+        bool, typer.Option("--keyring", help="Keep the key of secrets in the operating system's keyring from now on.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Say nothing but JSON, errors too.")] = False,
 ) -> None:
     """Serve until SIGTERM or Ctrl-C; prints one line of JSON once it does. Runs that are under way go on without it.
@@ -40,6 +43,10 @@ def up(
     Commands that need a controller start one in the background by themselves; this is for one that other machines use.
     """
     place = _home(home).make()
+    if keyring:
+        from penstock.controller.sealing import use_keyring
+
+        use_keyring(place)
     try:
         first = asyncio.run(_serve(place, host, port, runs, url, names or [], quiet=as_json))
     except asyncio.CancelledError:

@@ -35,6 +35,11 @@ def run(
     agent: Annotated[Path | None, typer.Option(help="Without a file: the Python file of the agent.")] = None,
     dataset: Annotated[Path | None, typer.Option(help="The tasks; goes before dataset.eval of the file.")] = None,
     model: Annotated[str | None, typer.Option(help="As for `penstock model pull`, or a checkpoint's folder.")] = None,
+    engine: Annotated[str | None, typer.Option(help="What samples: embedded, vllm, sglang, openai, anthropic, litellm.")] = None,
+    base_url: Annotated[
+        str | None, typer.Option(metavar="URL", help="Of an endpoint or server; alone, it speaks OpenAI's.")
+    ] = None,
+    api_key_env: Annotated[str | None, typer.Option(metavar="NAME", help="The variable that holds the endpoint's key.")] = None,
     name: Annotated[str | None, typer.Option(help="Of the evaluation's folder.")] = None,
     samples: Annotated[int | None, typer.Option(help="Attempts at each task.")] = None,
     rows: Annotated[str | None, typer.Option(help="Which tasks, such as 0-9,17.")] = None,
@@ -58,7 +63,16 @@ def run(
     from penstock.evals.run import evaluation_config
 
     _one_form(as_json, plain)
-    flags = {"model.name": model, "run.name": name, "eval.samples": samples, "eval.rows": rows, "rollout.concurrency": concurrency}
+    flags: dict[str, Any] = {
+        "model.name": model,
+        "engine.name": engine or ("openai" if base_url else None),
+        "engine.url": base_url,
+        "engine.api_key_env": api_key_env,
+        "run.name": name,
+        "eval.samples": samples,
+        "eval.rows": rows,
+        "rollout.concurrency": concurrency,
+    }
     set_flags = [f"{key}={orjson.dumps(value).decode()}" for key, value in flags.items() if value is not None]
     config = evaluation_config(_config(file, agent, dataset, [*set_flags, *(overrides or [])]))
     if dry:

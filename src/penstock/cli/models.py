@@ -77,14 +77,18 @@ def details(name: Name, as_json: AsJson = False) -> None:
 
 
 @app.command()
-def deploy(name: Name, as_json: AsJson = False) -> None:
+def deploy(
+    name: Name,
+    engine: Annotated[str | None, typer.Option(help="What serves it: embedded, or vllm where that is installed.")] = None,
+    as_json: AsJson = False,
+) -> None:
     """Have the controller serve a trained model behind an OpenAI-compatible address."""
     from penstock.cli.connection import connect
 
     client = connect()
     with stage_progress() as progress:
         progress(f"loading {name}")
-        record = client.deploy(name)
+        record = client.deploy(name, engine=engine)
     show(record, f"Model {name} is {record.get('status')}.\n\n  next  penstock model info {name}", as_json=as_json)
 
 

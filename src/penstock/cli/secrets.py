@@ -42,7 +42,9 @@ def set_secret(
 ) -> None:
     """Keep a secret, in the place of one of the same name. Its value is asked for or read from stdin, never from an argument."""
     from penstock.cli.connection import connect
+    from penstock.controller.vault import check_name
 
+    check_name(name)
     value = _value(name, env)
     record = connect().set_secret(name, value, scope.wire)
     following = f'name it in an experiment file: [secrets] required = ["{name}"]'

@@ -141,9 +141,9 @@ class Client:
         """One trained model."""
         return self._cli("GET", f"models/{_segment(name)}")
 
-    def deploy(self, name: str) -> Answer:
-        """Have a trained model served."""
-        return self._cli("POST", f"models/{_segment(name)}/deploy", {}, timeout_s=300.0)
+    def deploy(self, name: str, *, engine: str | None = None) -> Answer:
+        """Have a trained model served, by the engine that is named."""
+        return self._cli("POST", f"models/{_segment(name)}/deploy", {"engine": engine} if engine else {}, timeout_s=300.0)
 
     def undeploy(self, name: str) -> Answer:
         """Serve it no longer."""

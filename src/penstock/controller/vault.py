@@ -100,11 +100,16 @@ def checked_scope(scope: str) -> Scope:
     return scope
 
 
-def _check(name: str, value: str, scope: str) -> None:
-    checked_scope(scope)
+def check_name(name: str) -> None:
+    """Refuse what cannot name a secret."""
     if not NAME.fullmatch(name) or len(name) > LONGEST_NAME:
         rule = f"begin with a capital letter and use A-Z, 0-9 and _ only, at most {LONGEST_NAME} characters"
         raise _refused(f"secret name {name[:80]!r}: {rule}", "name")
+
+
+def _check(name: str, value: str, scope: str) -> None:
+    checked_scope(scope)
+    check_name(name)
     if not value:
         raise _refused(f"secret {name}: its value is empty; give one, or delete the secret", "value")
     if len(value) > LARGEST_VALUE:
