@@ -32,9 +32,8 @@ def test_an_unknown_repository_branch_or_none_is_told_with_a_remedy(tmp_path):
         async with called(tmp_path) as caller:
             caller.controller.repositories.register("a/b", tmp_path / "r")
             status, refused = await caller.ask("GET", "rollouts", **{"X-Osmosis-Git": "a/c"})
-            assert (status, refused["code"]) == (404, "REPOSITORY_UNKNOWN") and "penstock controller register a/c" in refused[
-                "error"
-            ]
+            assert (status, refused["code"]) == (404, "REPOSITORY_UNKNOWN")
+            assert "penstock controller register PATH --name a/c" in refused["error"]
             status, refused = await caller.ask("GET", "rollouts?branch=none", **{"X-Osmosis-Git": "a/b"})
             assert (status, refused["code"]) == (404, "BRANCH_UNKNOWN")
             status, refused = await caller.ask("GET", "rollouts")

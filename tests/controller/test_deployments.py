@@ -263,7 +263,7 @@ def test_a_process_that_is_lost_is_replaced_at_the_same_address(tmp_path, tiny, 
             await until(lambda: (now := deployments.get(made.name)).url and now.pid != made.pid)
             again = deployments.get(made.name)
             assert (again.url, again.token) == (made.url, made.token) and (await chat(again))[0] == 200
-            assert is_gone(made.pid) and is_gone(server)
+            await until(lambda: is_gone(made.pid) and is_gone(server))
 
     asyncio.run(whole())
 

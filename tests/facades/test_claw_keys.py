@@ -136,7 +136,7 @@ def test_every_key_that_is_said_to_set_something_names_a_setting_that_there_is(k
         ("async_training.max_queue_size=9", "rollout.overflow", "drop"),
         ("rollout.total_rollout_steps=7", "train.steps", 7),
         ("trainer.default_local_dir=a/b", "run.folder", "a"),
-        ("custom_reward_function.path=score.py", "grader.path", "score.py"),
+        ("custom_reward_function.path=score.py", "grader.path", str(Path("score.py").absolute())),
         ("penstock.train.lr=1e-3", "train.lr", 1e-3),
     ],
 )

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 from gateway_client import Client
 
-from penstock.gateway import app, auth, serve, sessions
+from penstock.gateway import app, auth, sessions, sources
 from penstock.pool.base import Pool
 from penstock.pool.sqlite import open_pool
 from penstock.records import End, Grade, Rollout, Sampling, Task, make_rollout
@@ -26,7 +26,7 @@ lowered here, since no seam leads to them."""
 def lower_bounds() -> None:
     auth.SEEN = sessions.REMEMBERED = sessions.TAKEN = BOUND
     app.Told = partial(app.Told, most_bytes=BOUND * 1000)  # type: ignore[misc]
-    serve.Roots = partial(serve.Roots, most_tokens=BOUND * 100)  # type: ignore[misc]
+    sources.Roots = partial(sources.Roots, most_tokens=BOUND * 100)  # type: ignore[misc]
 
 
 async def live(bench: Workbench, rollout: Rollout) -> None:

@@ -38,6 +38,11 @@ class Set(NamedTuple):
     note: str = ""
 
 
+def from_here(value: Any) -> Any:
+    """A file by its path from the current folder, which is not where other processes look for it."""
+    return value and str(Path(str(value)).absolute())
+
+
 def model(value: Any) -> Any:
     """A Hugging Face name gets the prefix that marks one here; a folder and a name of ours stay."""
     is_remote = isinstance(value, str) and value.count("/") == 1 and not value.startswith(("/", ".", "~", "hf:"))
@@ -105,7 +110,7 @@ SETS: dict[str, Set] = {
     "trainer.device": Set("engine.device"),
     "async_training.enable_prefix_tree_merge": Set("train.shared_prefix", note="on where not given; the gradients are the same"),
     "ray_kwargs.ray_init.address": Set("scale.address", note="`auto` or an address; a Ray of its own is started where not given"),
-    "custom_reward_function.path": Set("grader.path", note="a file with the function that grades"),
+    "custom_reward_function.path": Set("grader.path", from_here, "a file with the function that grades"),
     "custom_reward_function.name": Set("grader.function", note="`compute_score` where not given"),
 }
 

@@ -57,9 +57,7 @@ def run(
 
     The same command goes on where an earlier one stopped. Ctrl-C stops now (exit code 130); nothing that has ended is run again.
     """
-    from penstock.cli.eval_plain import evaluation_lines
-    from penstock.cli.eval_view import EvalView, as_text
-    from penstock.evals.run import as_json as told
+    from penstock.cli.eval_view import EvalView
     from penstock.evals.run import evaluation_config
 
     _one_form(as_json, plain)
@@ -84,14 +82,7 @@ def run(
     except asyncio.CancelledError:
         typer.echo("penstock: quit; the same command goes on", err=True)
         raise typer.Exit(INTERRUPTED) from None
-    page = _page(Path(found.folder))
-    if as_json:
-        typer.echo(orjson.dumps(told(found) | {"report": str(page) if page else None}).decode())
-    elif plain:
-        typer.echo(evaluation_lines(found, page))
-    else:
-        train = "" if agent else "penstock train" + (f" {file}" if file else "")
-        typer.echo(as_text(found, page, train))
+    _tell(found, "" if agent else "penstock train" + (f" {file}" if file else ""), as_json=as_json, plain=plain)
     if found.status == "stopped":
         raise typer.Exit(INTERRUPTED)
 
@@ -189,6 +180,20 @@ def _evaluate(config: "RunConfig", view: "EvalView", *, fresh: bool, retry_faile
             return await evaluate(config, inputs, rows, listener=view, stop=stop, fresh=fresh, retry_failed=retry_failed)
 
     return asyncio.run(work())
+
+
+def _tell(found: "Evaluation", train: str, *, as_json: bool, plain: bool) -> None:
+    from penstock.cli.eval_plain import evaluation_lines
+    from penstock.cli.eval_view import as_text
+    from penstock.evals.run import as_json as told
+
+    page = _page(Path(found.folder))
+    if as_json:
+        typer.echo(orjson.dumps(told(found) | {"report": str(page) if page else None}).decode())
+    elif plain:
+        typer.echo(evaluation_lines(found, page))
+    else:
+        typer.echo(as_text(found, page, train))
 
 
 def _page(folder: Path) -> Path | None:

@@ -86,7 +86,8 @@ class Datasets:
 
     async def complete(self, dataset_id: str, extension: str | None = None) -> Dataset:
         """Look at every row, then put the file in its place. Repeating it is harmless, and tells of a flaw again (DatasetError)."""
-        known, upload = self.get(dataset_id), self.upload(dataset_id)
+        upload = self.upload(dataset_id)
+        known = self.get(dataset_id)  # after it: a look that ended meanwhile has changed both
         if upload is None:
             return _had(known)
         if upload.error is not None:
