@@ -109,6 +109,7 @@ def test_a_checkpoint_is_a_model_folder(tmp_path: Path, model: Path):
     assert (folder / "tokenizer.json").exists() and not (folder / "model.safetensors.index.json").exists()
     again = save(tmp_path / "d", PolicyVersion(number=2, step=2), learner, folder)
     assert latest(tmp_path / "d") == PolicyVersion(number=2, step=2) and (again / "config.json").exists()
+    assert [file.name for file in folder.glob("*.safetensors")] == ["model.safetensors"]  # vLLM takes each for weights
 
 
 def writes(checkpoints: Path, model: Path) -> int:
@@ -152,7 +153,7 @@ def test_a_full_disk_is_one_clear_line_and_leaves_no_litter(tmp_path: Path, mode
         assert latest(checkpoints) == PolicyVersion(number=1, step=1)
 
 
-@pytest.mark.parametrize("damage", ["state.json", "model.safetensors", "optimizer.safetensors", "config.json"])
+@pytest.mark.parametrize("damage", ["state.json", "model.safetensors", "optimizer.state", "config.json"])
 @pytest.mark.parametrize("how", ["missing", "short"])
 def test_a_damaged_version_is_passed_over(tmp_path: Path, model: Path, damage: str, how: str):
     learner = make_learner()

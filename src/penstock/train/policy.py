@@ -27,7 +27,8 @@ from penstock.models.cache import sync
 from penstock.records import PolicyVersion
 from penstock.train.learner import Learner
 
-OPTIMIZER, STATE = "optimizer.safetensors", "state.json"
+OPTIMIZER, STATE = "optimizer.state", "state.json"
+"""What only the trainer reads. Not with the ending of weights: other programs take each file that has it for part of the model."""
 COPIED = (".jinja", ".json", ".model", ".txt")
 """What makes weights a model folder: config, tokenizer, chat template."""
 PART = ".part"
