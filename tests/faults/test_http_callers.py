@@ -188,6 +188,23 @@ def test_a_caller_who_does_not_go_on_is_cut_off(said, limit, code, monkeypatch):
     run(main)
 
 
+def test_a_large_body_may_take_long_while_it_comes(monkeypatch):
+    monkeypatch.setattr(intake, "BODY_S", 0.05)  # as above
+    monkeypatch.setattr(intake, "HEAD_S", 0.2)
+    monkeypatch.setattr(intake, "SLOWEST_BYTES_S", 10)
+    monkeypatch.setattr(http, "SWEEP_S", 0.02)
+
+    async def main():
+        async with serving(echo) as site:
+            slow, fresh = await site.call(), await site.call()
+            await slow.say(b"POST / HTTP/1.1\r\nContent-Length: 1001\r\n\r\n" + bytes(1000))
+            assert await fresh.rest() == b""
+            await slow.say(b"x")
+            assert (await slow.answer()).status == 200
+
+    run(main)
+
+
 def test_an_idle_connection_is_closed_but_not_one_whose_app_works(monkeypatch):
     monkeypatch.setattr(connection, "IDLE_S", 0.05)  # as above
     monkeypatch.setattr(intake, "HEAD_S", 0.05)

@@ -16,6 +16,9 @@ HEADERS = 200
 TARGET_BYTES = 16 * 1024
 HEAD_S = 30.0
 BODY_S = 300.0
+"""For any body; a large one has longer."""
+SLOWEST_BYTES_S = 64 * 1024
+"""Of a large body: it goes on as long as it comes as fast as this, however large it is."""
 
 # What of a request is expected.
 NEXT, HEAD, BODY = range(3)
@@ -115,6 +118,7 @@ class Intake:
     def on_body(self, part: bytes) -> None:
         """More of the body."""
         self._loose = self._fed
+        self.deadline += len(part) / SLOWEST_BYTES_S
         if self.incoming is not None:
             self.incoming.grow(part)
 
