@@ -13,6 +13,7 @@ from core_cases import CONFIG, files_of, messages, until_async, write_project
 from penstock.controller.admission import Origin, admit
 from penstock.controller.home import Home
 from penstock.controller.keeper import end_strays
+from penstock.controller.plans import plan
 from penstock.controller.runs import Kind, Run, RunFiles, Status
 from penstock.controller.snapshots import make_snapshot
 from penstock.controller.stations import Controller, Limits, open_controller
@@ -167,3 +168,21 @@ def test_an_experiment_takes_its_uploaded_dataset_and_a_name_that_is_free(home: 
                 await submit(controller, folder, body | {"snapshot": "0" * 64})
 
     asyncio.run(work())
+
+
+@pytest.mark.parametrize(
+    ("engine", "is_local"), [({"name": "embedded"}, True), ({"name": "openai", "url": "http://127.0.0.1:9"}, False)]
+)
+def test_a_models_name_is_one_of_ours_unless_an_endpoint_has_it(
+    home: Home, tmp_path: Path, engine: dict[str, str], is_local: bool
+) -> None:
+    files = RunFiles(tmp_path / "run")
+    write_project(files.code)
+    (files.code / "far" / "one").mkdir(parents=True)
+    body = {"run_config": {"tables": {**TABLES, "engine": engine, "model": {"name": "far/one"}}, "file": "penstock.toml"}}
+
+    async def work() -> str:
+        async with open_controller(home, Limits(runs=0)) as controller:
+            return plan(controller, "eval", body, files).config.model.name
+
+    assert asyncio.run(work()) == (str(files.code / "far" / "one") if is_local else "far/one")

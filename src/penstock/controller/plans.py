@@ -140,8 +140,7 @@ def _absolute(controller: Controller, config: RunConfig, base: Path, files: RunF
     train, heldout = tasks("dataset.train", dataset.train), dataset.eval and tasks("dataset.eval", dataset.eval)
     if issues:
         raise several(WHERE, issues)
-    local = next((path for path in (base / config.model.name, files.code / config.model.name) if path.exists()), None)
-    model = controller.deployments.resolve(config.model.name) or (str(local.resolve()) if local else config.model.name)
+    model = config.model.name if config.engine.relays else _model(controller, config.model.name, [base, files.code])
     return config.model_copy(
         update={
             "agent": agent.model_copy(update={"entry": entry, "folder": folder, "flows": flows}),
@@ -149,6 +148,12 @@ def _absolute(controller: Controller, config: RunConfig, base: Path, files: RunF
             "model": config.model.model_copy(update={"name": model}),
         }
     )
+
+
+def _model(controller: Controller, name: str, folders: Iterable[Path]) -> str:
+    """What a run's own machine has under the name: a checkpoint of the controller's, a file that was submitted, or what it is."""
+    local = next((path for folder in folders if (path := folder / name).exists()), None)
+    return controller.deployments.resolve(name) or (str(local.resolve()) if local else name)
 
 
 class Tasks(NamedTuple):
