@@ -9,6 +9,12 @@ from rich.console import Console
 from penstock.cli.eval_view import EvalView
 
 
+@pytest.fixture(autouse=True)
+def _able(monkeypatch):
+    """Whatever the terminal of these tests is: a dumb one shows lines, as a log does."""
+    monkeypatch.setenv("TERM", "xterm")
+
+
 def shown(total: int, *, terminal: bool, end: str = "completed") -> list[str]:
     """The lines that an evaluation leaves, less the bar."""
     console = Console(file=StringIO(), force_terminal=terminal, width=120, highlight=False, legacy_windows=False, no_color=True)
