@@ -92,6 +92,18 @@ def test_a_restored_learner_goes_on_bit_for_bit(tmp_path: Path, model: Path, dty
     assert_equal(other.state(), learner.state())
 
 
+def test_a_checkpoint_whose_optimizer_has_its_former_name_can_be_restored(tmp_path: Path, model: Path):
+    learner, other = make_learner(0), make_learner(1)
+    step(learner, 0)
+    folder = save(tmp_path, PolicyVersion(number=1, step=1), learner, model)
+    (folder / "optimizer.state").rename(folder / "optimizer.safetensors")
+    state = (folder / "state.json").read_text()
+    (folder / "state.json").write_text(state.replace("optimizer.state", "optimizer.safetensors"))
+    assert latest(tmp_path) == PolicyVersion(number=1, step=1)
+    restore(tmp_path, PolicyVersion(number=1, step=1), other)
+    assert_equal(other.state(), learner.state())
+
+
 def test_a_version_before_any_update_can_be_saved_and_restored(tmp_path: Path, model: Path):
     learner, other = make_learner(0), make_learner(1)
     step(other, 0)

@@ -29,6 +29,8 @@ from penstock.train.learner import Learner
 
 OPTIMIZER, STATE = "optimizer.state", "state.json"
 """What only the trainer reads. Not with the ending of weights: other programs take each file that has it for part of the model."""
+FORMER = "optimizer.safetensors"
+"""What the first of them was called once; runs of then can still be taken up."""
 COPIED = (".jinja", ".json", ".model", ".txt")
 """What makes weights a model folder: config, tokenizer, chat template."""
 PART = ".part"
@@ -111,7 +113,8 @@ def restore(checkpoints: Path, version: PolicyVersion, learner: Learner) -> None
     try:
         saved = _read(folder)
         learner.decoder.load_state_dict(load_decoder(folder).state_dict())
-        learner.load({name: value.clone() for name, value in load_file(folder / OPTIMIZER).items()})
+        optimizer = folder / (FORMER if FORMER in saved.files else OPTIMIZER)
+        learner.load({name: value.clone() for name, value in load_file(optimizer).items()})
     except (OSError, SafetensorError, ModelError, ValueError, KeyError, RuntimeError) as cause:
         raise TrainError(f"checkpoint {folder} cannot be read: {cause}; remove it to resume from the one before") from cause
     random.setstate((3, saved.python_random, saved.python_gauss))

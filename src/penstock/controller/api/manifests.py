@@ -25,7 +25,7 @@ TYPES: Mapping[Kind, tuple[str, ...]] = {
 }
 FARTHEST = 10_000_000
 """The highest row that can be asked for."""
-OWN = ("state.json", "optimizer.state")
+OWN = ("state.json", "optimizer.state", "optimizer.safetensors")
 """Files of a checkpoint that only the trainer reads."""
 PLACE = re.compile(r"(?:trajectories|artifacts)/row_(\d{1,8})_run_\d{1,8}[./]")
 
