@@ -1,5 +1,11 @@
-"""One thread per test process: the models of the tests are too small for more, and two processes share the machine."""
+"""One thread per test process: the models of the tests are too small for more, and two processes share the machine.
+
+Ctrl-C is heard, in processes that tests start too, although a shell ignores it for what it runs in the background.
+"""
 
 import os
+import signal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
