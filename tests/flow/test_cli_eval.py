@@ -63,6 +63,14 @@ def stored_ids(folder: Path) -> dict[str, str]:
     return {a.rollout.id: str(a.end) for group in groups for a in group.attempts if a.end is not None}
 
 
+def test_the_first_attempt_goes_ahead_of_the_others(project, capsys):
+    folder = Path(result(capsys, "run", "eval.toml")["folder"])
+    events = [json.loads(line)["kind"] for line in (folder / "events.jsonl").read_text().splitlines()]
+    told = [kind for kind in events if kind in ("rollout.start", "rollout.end")]
+    assert told[:3] == ["rollout.start", "rollout.end", "rollout.start"]
+    assert told[3] == "rollout.start"  # the others go together
+
+
 def test_an_evaluation_tells_its_numbers_and_is_not_made_twice(project, capsys):
     arguments = ("run", "eval.toml", "--samples", "3", "--set", "eval.k=[1,3]")
     found = result(capsys, *arguments)

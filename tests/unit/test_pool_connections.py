@@ -1,12 +1,16 @@
 """The pool's threads outlive their connections: one that breaks at the worst moment fails its callers and nobody else."""
 
 import asyncio
+import sqlite3
+import threading
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import closing
 from typing import Any, ClassVar
 
 import pytest
 
 from penstock.errors import PoolFailed
+from penstock.pool.migrations import open_database
 from penstock.pool.reader import Reader
 from penstock.pool.writer import Bulk, Writer
 
@@ -107,3 +111,29 @@ def test_a_batch_whose_connection_is_gone_asks_for_a_new_one_once_and_not_for_ea
         return True
 
     play(steps)
+
+
+def test_a_write_whose_caller_is_cancelled_is_carried_out_before_the_cancellation_goes_on(tmp_path):
+    begun, go = threading.Event(), threading.Event()
+
+    def write(database):
+        begun.set()
+        assert go.wait(60)
+        database.execute("CREATE TABLE kept (x)")
+
+    async def main():
+        writer = Writer(open_database(tmp_path / "pool.db"), lambda cause: cause)
+        task = asyncio.create_task(writer.submit(write))
+        await asyncio.to_thread(begun.wait, 60)
+        task.cancel()
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not task.done()
+        go.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await writer.close()
+
+    asyncio.run(main())
+    with closing(sqlite3.connect(tmp_path / "pool.db")) as database:
+        assert database.execute("SELECT name FROM sqlite_master").fetchall() == [("kept",)]
