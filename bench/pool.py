@@ -140,6 +140,23 @@ def rates(writers: int) -> Rates:
     return sorted(rounds, key=lambda rate: rate.pool / rate.sqlite)[ROUNDS // 2]
 
 
+async def end_us(folder: Path) -> float:
+    """Processor time of a grade and an end, where many rollouts end at once."""
+    pool: Pool = open_pool(folder)
+    costs: list[float] = []
+    for seq in range(ROUNDS):
+        groups = [[make_rollout(f"train-{seq}-{n}", TASK.id, place) for place in range(GROUP_SIZE)] for n in range(AT_ONCE)]
+        for group in groups:
+            await pool.open_group(TASK, group, seq=seq)
+        start = time.process_time()
+        async with asyncio.TaskGroup() as tasks:
+            for name in [rollout.id for group in groups for rollout in group]:
+                tasks.create_task(pool.end(name, End.COMPLETED, grades=[Grade(rollout_id=name, reward=1.0, source="bench")]))
+        costs.append((time.process_time() - start) / (AT_ONCE * GROUP_SIZE) * 1e6)
+    await pool.close()
+    return sorted(costs)[ROUNDS // 2]
+
+
 async def bytes_per_step(folder: Path) -> tuple[float, float]:
     """Of rollouts with many turns: as the pool stores them, and as rows that hold each call's whole context."""
     pool: Pool = open_pool(folder)
@@ -213,8 +230,7 @@ async def _fill(pool: Pool, seq: int) -> None:
         for rollout in rollouts:
             await pool.append(replace(step, rollout_id=rollout.id), replace(node, rollout_id=rollout.id))
     for rollout in rollouts:
-        await pool.grade(Grade(rollout_id=rollout.id, reward=1.0, source="bench"))
-        await pool.end(rollout.id, End.COMPLETED)
+        await pool.end(rollout.id, End.COMPLETED, grades=[Grade(rollout_id=rollout.id, reward=1.0, source="bench")])
 
 
 SMALL = [make_call("", index, parent=index - 1 if index else None, context=16, new=16) for index in range(TURNS)]
@@ -237,6 +253,8 @@ def measure(total: int) -> dict[str, Any]:
     most = found["steps_per_s"][max(WRITERS)]
     found["over_sqlite_256"] = most["pool"] / most["sqlite"]
     found["over_file_256"] = most["pool"] / most["file"]
+    with tempfile.TemporaryDirectory() as folder:
+        found["end_us"] = asyncio.run(end_us(Path(folder)))
     with tempfile.TemporaryDirectory() as folder:
         ours, whole = asyncio.run(bytes_per_step(Path(folder)))
     found |= {"bytes_per_step": ours, "bytes_whole": whole, "smaller": whole / ours}
@@ -261,6 +279,7 @@ def main(arguments: list[str] | None = None) -> None:
     for writers, rate in found["steps_per_s"].items():
         shares = f"{rate['pool'] / rate['sqlite']:.2f} of bare SQLite, {rate['pool'] / rate['file']:.2f} of a bare file with fsync"
         print(f"pool: {rate['pool']:,.0f} durable steps/s with {writers} writers ({CONTEXT} + {NEW} tokens each): {shares}")
+    print(f"pool: a graded end costs {found['end_us']:.0f} µs of processor time where {AT_ONCE * GROUP_SIZE} end at once")
     print(
         f"pool: {found['bytes_per_step']:,.0f} bytes a step on {TURNS} turns; whole contexts take {found['smaller']:.1f} times that"
     )

@@ -50,8 +50,27 @@ def ids_hash(previous: blake2b | None, ids: Sequence[int]) -> blake2b:
     `hexdigest()` of it is what `Step.context` holds, whoever computes it and in however many parts.
     """
     grown = blake2b(digest_size=16) if previous is None else previous.copy()
-    grown.update(pack_ints(ids))
+    for piece in pieces(pack_ints(ids), UNLOCKED):
+        grown.update(piece)
     return grown
+
+
+UNLOCKED = 2047
+"""Up to so many bytes, hashlib keeps the interpreter's lock."""
+LONG = 64 * 1024
+
+
+def pieces(blob: bytes, size: int) -> Iterable[bytes | memoryview]:
+    """`blob` in parts of at most `size` bytes, unless it is long.
+
+    Checksums and hashes give up the interpreter's lock for larger ones. Unless they take long they have it back before another
+    thread has woken up, which then begins its wait anew: a thread that computes one after the other keeps the others from their
+    turn for a hundred times as long as a switch may take.
+    """
+    if len(blob) <= size or len(blob) > LONG:
+        return (blob,)
+    view = memoryview(blob)
+    return [view[first : first + size] for first in range(0, len(blob), size)]
 
 
 def context_digest(ids: Sequence[int]) -> str:

@@ -3,6 +3,7 @@
 import math
 import struct
 from dataclasses import is_dataclass
+from hashlib import blake2b
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -11,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock import records
-from penstock.codec import context_digest, from_json, ids_hash, pack_floats, pack_ints, to_json, unpack_floats, unpack_ints
+from penstock.codec import context_digest, from_json, ids_hash, pack_floats, pack_ints, pieces, to_json, unpack_floats, unpack_ints
 from penstock.records import Grade, Message, Task
 
 names = st.text(st.characters(codec="utf-8"), max_size=8)
@@ -130,3 +131,10 @@ def test_the_digest_of_a_context_never_changes() -> None:
 @pytest.mark.parametrize("other", [[], [1], [1, 2], [1, 2, 4], [2, 1, 3], [1, 2, 3, 0], [0, 1, 2, 3]])
 def test_other_ids_have_another_digest(other: list[int]) -> None:
     assert context_digest(other) != context_digest([1, 2, 3])
+
+
+@pytest.mark.parametrize("size", [0, 1, 2047, 2048, 5000, 64 * 1024, 64 * 1024 + 1])
+def test_pieces_are_the_whole_in_order(size: int) -> None:
+    blob = bytes(range(256)) * 257
+    assert b"".join(pieces(blob[:size], 2047)) == blob[:size]
+    assert context_digest(range(size)) == blake2b(struct.pack(f"<{size}i", *range(size)), digest_size=16).hexdigest()

@@ -103,6 +103,26 @@ class PoolModel(RuleBasedStateMachine):
         self.both(lambda pool: pool.end(self.pick(number).id, end, "because"))
 
     @precondition(lambda self: self.rollouts)
+    @rule(number=numbers, end=st.sampled_from(End), rewards=st.lists(st.sampled_from([0.0, 1.0, float("nan")]), max_size=2))
+    def end_graded(self, number: int, end: End, rewards: list[float]) -> None:
+        name = self.pick(number).id
+        grades = [Grade(rollout_id=name, reward=reward, source="g", step=step or None) for step, reward in enumerate(rewards)]
+        self.both(lambda pool: pool.end(name, end, "judged", grades))
+
+    @precondition(lambda self: self.rollouts)
+    @rule(number=numbers, end=st.sampled_from(End))
+    def end_group(self, number: int, end: End) -> None:
+        """All its attempts at once, in few statements."""
+        names = [other.id for other in self.rollouts if other.group_id == self.pick(number).group_id]
+
+        async def act(pool: Pool) -> list[bool]:
+            async with asyncio.TaskGroup() as tasks:
+                ends = [tasks.create_task(pool.end(name, end, "all")) for name in names]
+            return [end.result() for end in ends]
+
+        self.both(act)
+
+    @precondition(lambda self: self.rollouts)
     @rule(number=numbers, version=versions)
     def finish_group(self, number: int, version: int) -> None:
         for rollout in [other for other in self.rollouts if other.group_id == self.pick(number).group_id]:

@@ -11,7 +11,7 @@ from pool_cases import TASK, complete, make_node, make_step, must_claim, open_gr
 from penstock.pool import migrations
 from penstock.pool.base import Bound
 from penstock.pool.sqlite import open_pool
-from penstock.records import End, Mark
+from penstock.records import End, Grade, Mark
 
 GROWING = re.compile(r"SCAN (nodes|steps|grades|marks|rollouts|groups|changes|lease_groups|ledger)\b")
 WHOLE = ("FROM ledger", "ORDER BY position DESC LIMIT 1")
@@ -19,7 +19,7 @@ WHOLE = ("FROM ledger", "ORDER BY position DESC LIMIT 1")
 
 
 async def live(folder: Path) -> None:
-    """Everything that a run does, several appends together included."""
+    """Everything that a run does, several appends and ends together included."""
     pool = open_pool(folder)
     await complete(pool, 0, 1)
     await open_groups(pool, first=2, size=8)
@@ -33,6 +33,10 @@ async def live(folder: Path) -> None:
     await pool.replace(places(2, 8)[0], "lost")
     await pool.end(places(2, 8)[1].id, End.TIMEOUT, "late")
     await pool.mark(Mark(rollout_id=places(2, 8)[1].id, step=1))
+    await open_groups(pool, 2, first=4, size=4)
+    async with asyncio.TaskGroup() as group:
+        for rollout in [*places(4, 4), *places(5, 4)]:
+            group.create_task(pool.end(rollout.id, End.COMPLETED, "", [Grade(rollout_id=rollout.id, reward=1.0, source="g")]))
     await pool.open_group(TASK, places(3), seq=None, min_size=2, bound=Bound(9, "drop"))
     lease = await must_claim(pool)
     await pool.renew(lease.id, 60)

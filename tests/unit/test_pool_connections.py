@@ -113,6 +113,38 @@ def test_a_batch_whose_connection_is_gone_asks_for_a_new_one_once_and_not_for_ea
     play(steps)
 
 
+def test_writes_of_one_kind_that_wait_together_are_carried_out_together_and_the_last_kind_last() -> None:
+    async def steps() -> None:
+        done: list[str] = []
+        begun, block, loop = asyncio.Event(), asyncio.Event(), asyncio.get_running_loop()
+        writer = Writer(Breaking(), explain)  # type: ignore[arg-type]
+
+        async def held() -> None:
+            begun.set()
+            await block.wait()
+
+        def first(_: object, values: list[str]) -> bool:
+            done.append("".join(values))
+            return True
+
+        def last(_: object, values: list[str]) -> bool:
+            return first(_, values)
+
+        kinds = {"a": lambda name: Bulk(name, first), "b": lambda name: Bulk(name, last, result=name, last=True)}
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(writer.submit(lambda _: asyncio.run_coroutine_threadsafe(held(), loop).result()))
+            await begun.wait()
+            for name in "baba.abb":
+                alone, bulk = (lambda _, name=name: done.append(name)), kinds.get(name, lambda _: None)(name)
+                told = [tasks.create_task(writer.submit(alone, bulk))]
+            await asyncio.sleep(0)
+            block.set()
+        assert (done, told[-1].result()) == (["aa", "bb", ".", "a", "bb"], "b")
+        await writer.close()
+
+    play(steps)
+
+
 def test_a_write_whose_caller_is_cancelled_is_carried_out_before_the_cancellation_goes_on(tmp_path):
     begun, go = threading.Event(), threading.Event()
 

@@ -99,8 +99,12 @@ class Pool(Protocol):
         """
         ...
 
-    async def end(self, rollout_id: str, end: End, message: str = "") -> bool:
-        """Give the rollout its one end. False where it had one already: the first stays."""
+    async def end(self, rollout_id: str, end: End, message: str = "", grades: Sequence[Grade] = ()) -> bool:
+        """Give the rollout its one end. False where it had one already: the first stays.
+
+        With `grades` of it, as if `grade` had stored each of them just before, all or nothing: where one is refused, as all are
+        once the rollout has ended, nothing is written.
+        """
         ...
 
     async def mark(self, mark: Mark) -> bool:

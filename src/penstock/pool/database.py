@@ -120,5 +120,7 @@ class SqliteDatabase(sqlite3.Connection):
         )
 
     def tell(self, changes: Iterable[tuple[Kind, str, str]]) -> None:
-        """See `Database.tell`."""
-        self.executemany("INSERT INTO changes (kind, channel, id) VALUES (?, ?, ?)", changes)
+        """See `Database.tell`. One statement, as the interpreter's lock is given up and waited for with each."""
+        rows = [value for change in changes for value in change]
+        if rows:
+            self.execute(f"INSERT INTO changes (kind, channel, id) VALUES {', '.join(['(?, ?, ?)'] * (len(rows) // 3))}", rows)

@@ -133,18 +133,14 @@ class MemoryPool:
         if step.index not in entry.steps:
             entry.steps[step.index] = row
             entry.tokens += len(step.completion_ids)
-            entry.oldest = rules.oldest_version((entry.oldest, min(step.versions, default=None)))
-            entry.newest = max(entry.newest, *step.versions, 0)
+            versions = rules.version_span(step.versions)
+            entry.oldest = rules.oldest_version((entry.oldest, versions.oldest))
+            entry.newest = max(entry.newest, versions.newest)
 
     async def grade(self, grade: Grade) -> None:
         """See `Pool.grade`."""
         rules.check_grade(grade)
-        row, key, name = seal(grade, rules.grade_name(grade)), grade_key(grade), rules.grade_name(grade)
-        entry = self._running(grade.rollout_id, name)
-        if key not in entry.grades:
-            self._tell("graded", entry.rollout.channel, grade.rollout_id)
-        if entry.grades.setdefault(key, row) != row:
-            raise rules.differs(name)
+        self._store_grades(grade.rollout_id, [grade])
 
     async def mark(self, mark: Mark) -> bool:
         """See `Pool.mark`."""
@@ -166,17 +162,19 @@ class MemoryPool:
         self._drop(group, reason)
         return True
 
-    async def end(self, rollout_id: str, end: End, message: str = "") -> bool:
+    async def end(self, rollout_id: str, end: End, message: str = "", grades: Sequence[Grade] = ()) -> bool:
         """See `Pool.end`."""
+        rules.check_grades(rollout_id, grades)
+        self._store_grades(rollout_id, grades)
         entry = self._entry(rollout_id)
         if entry.end is not None:
             return False
         entry.end, entry.message = end, pack_message(message)
         group = self._groups[entry.rollout.group_id]
         self._tell("ended", entry.rollout.channel, rollout_id)
-        if all(place.end is not None for place in group.current.values()):
-            short = rules.is_short((place.end for place in group.current.values()), group.min_size)
-            group.state = State.SHORT if short else State.COMPLETE
+        ends = [place.end for place in group.current.values()]
+        if None not in ends:
+            group.state = State.SHORT if rules.is_short(ends.count(End.COMPLETED), group.min_size) else State.COMPLETE
         return True
 
     async def claim(self, count: int, *, channel: str = "train", version: int, max_staleness: int, lease_s: float) -> Lease | None:
@@ -299,6 +297,20 @@ class MemoryPool:
     def _tell(self, kind: Kind, channel: str, name: str) -> None:
         self._changes.append(Change(len(self._changes) + 1, kind, channel, name))
         self._changed.set()
+
+    def _store_grades(self, rollout_id: str, grades: Sequence[Grade]) -> None:
+        """All or none of them."""
+        entry = self._entry(rollout_id)
+        stored = dict(entry.grades)
+        for grade in grades:
+            name = rules.grade_name(grade)
+            row = seal(grade, name)
+            self._running(rollout_id, name)
+            if stored.setdefault(grade_key(grade), row) != row:
+                raise rules.differs(name)
+        for _ in range(len(stored) - len(entry.grades)):
+            self._tell("graded", entry.rollout.channel, rollout_id)
+        entry.grades = stored
 
     def _make_room(self, channel: str, bound: Bound | None) -> None:
         """Refuse one group more, or drop the oldest for it."""

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
-from penstock.codec import field_names, from_json, pack_floats, pack_ints, to_json, unpack_floats, unpack_ints
+from penstock.codec import field_names, from_json, pack_floats, pack_ints, pieces, to_json, unpack_floats, unpack_ints
 from penstock.errors import PoolError, boundary
 from penstock.records import Attempt, End, Grade, Mark, Node, Rollout, Step
 
@@ -130,8 +130,18 @@ def _pack(column: Column, values: Sequence[Any] | None) -> bytes | None:
 
 
 def _checksum(record: bytes, columns: tuple[bytes | None, ...]) -> int:
-    crc = zlib.crc32(record)
+    crc = _crc32(record, 0)
     for column in columns:
         size = -1 if column is None else len(column)
-        crc = zlib.crc32(column or b"", zlib.crc32(size.to_bytes(8, "little", signed=True), crc))
+        crc = _crc32(column or b"", zlib.crc32(size.to_bytes(8, "little", signed=True), crc))
     return crc
+
+
+def _crc32(blob: bytes, crc: int) -> int:
+    for piece in pieces(blob, UNLOCKED):
+        crc = zlib.crc32(piece, crc)
+    return crc
+
+
+UNLOCKED = 5 * 1024
+"""Up to so many bytes, zlib keeps the interpreter's lock."""

@@ -51,18 +51,17 @@ def check_group(task: Task, rollouts: Sequence[Rollout]) -> str:
 
 def check_step(step: Step, node: Node | None) -> None:
     """Refuse a step whose token columns are not aligned, or a node that is not the step's own."""
-    name, size = step_name(step), len(step.completion_ids)
-    columns = [step.logprobs, step.versions, *([] if step.full_logprobs is None else [step.full_logprobs])]
-    if any(len(column) != size for column in columns):
-        raise PoolError(
-            f"{name} has {size} tokens but {[len(c) for c in columns]} log-probabilities and versions; record one of each per token"
-        )
-    if not math.isfinite(sum(step.logprobs) + sum(step.full_logprobs or ())):
-        raise PoolError(
-            f"{name} has a log-probability that is not finite; no token is ever sampled at such odds, so look at the engine"
-        )
-    if node is not None and (node.rollout_id, node.id) != (step.rollout_id, step.node):
-        raise PoolError(f"{name} continues node {step.node}, but came with node {node.id} of rollout {node.rollout_id!r}")
+    size, full = len(step.completion_ids), step.full_logprobs
+    lengths = [len(column) for column in (step.logprobs, step.versions, *([] if full is None else [full]))]
+    if lengths.count(size) != len(lengths):
+        what = f"has {size} tokens but {lengths} log-probabilities and versions; record one of each per token"
+    elif not math.isfinite(sum(step.logprobs) + sum(full or ())):
+        what = "has a log-probability that is not finite; no token is ever sampled at such odds, so look at the engine"
+    elif node is not None and (node.rollout_id, node.id) != (step.rollout_id, step.node):
+        what = f"continues node {step.node}, but came with node {node.id} of rollout {node.rollout_id!r}"
+    else:
+        return
+    raise PoolError(f"{step_name(step)} {what}")
 
 
 def check_grade(grade: Grade) -> None:
@@ -70,6 +69,14 @@ def check_grade(grade: Grade) -> None:
     reward: Any = grade.reward
     if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
         raise PoolError(f"{grade_name(grade)} is {reward!r}; a reward must be a finite number")
+
+
+def check_grades(rollout_id: str, grades: Sequence[Grade]) -> None:
+    """Refuse grades that cannot be given together with the end of this rollout."""
+    for grade in grades:
+        if grade.rollout_id != rollout_id:
+            raise PoolError(f"{grade_name(grade)} came with the end of rollout {rollout_id!r}; give it to its own rollout")
+        check_grade(grade)
 
 
 def check_mark(mark: Mark) -> None:
@@ -93,9 +100,9 @@ def full(channel: str, bound: Bound) -> PoolFull:
     return PoolFull(f"{bound.groups} groups of channel {channel!r} wait to be trained already; wait, or raise rollout.max_waiting")
 
 
-def is_short(ends: Iterable[str | None], min_size: int) -> bool:
-    """Whether a group with these ends has too few rollouts to train on."""
-    return sum(end == End.COMPLETED for end in ends) < min_size
+def is_short(completed: int, min_size: int) -> bool:
+    """Whether a group that has ended with so many completed rollouts has too few to train on."""
+    return completed < min_size
 
 
 def check_claim(count: int, lease_s: float) -> None:
@@ -133,6 +140,21 @@ def acknowledges(group_id: str, lease_id: str, version: int, *, holder: str | No
     if holder not in (None, lease_id):
         raise PoolError(f"lease {lease_id!r} ran out and lease {holder!r} holds group {group_id!r} now; drop this update")
     return True
+
+
+class Span(NamedTuple):
+    """The policy versions on the tokens of a step."""
+
+    oldest: int | None
+    """None where there is no token."""
+    newest: int
+
+
+def version_span(versions: Sequence[int]) -> Span:
+    """The oldest and the newest of them; mostly they are all the same, which is found out faster than a minimum."""
+    if versions and versions.count(versions[0]) == len(versions):
+        return Span(versions[0], versions[0])
+    return Span(min(versions, default=None), max(versions, default=0))
 
 
 def oldest_version(versions: Iterable[int | None]) -> int | None:

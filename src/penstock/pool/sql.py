@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import TypeVar
 
 from penstock.errors import PoolError
-from penstock.pool import rules, sql_leases, sql_reads, sql_writes
+from penstock.pool import rules, sql_ends, sql_leases, sql_reads, sql_steps, sql_writes
 from penstock.pool.base import Bound, Change, PoolStats
 from penstock.pool.bell import Bell
 from penstock.pool.database import Database
@@ -60,24 +60,25 @@ class SqlPool:
 
     async def append(self, step: Step, node: Node | None) -> None:
         """See `Pool.append`."""
-        given = sql_writes.seal_append(step, node)
-        await self._writer.submit(lambda database: sql_writes.append(database, given), Bulk(given, together=sql_writes.append_all))
+        given = sql_steps.seal_append(step, node)
+        await self._writer.submit(lambda database: sql_steps.append(database, given), Bulk(given, sql_steps.append_all))
 
     async def grade(self, grade: Grade) -> None:
         """See `Pool.grade`."""
-        rules.check_grade(grade)
-        row = seal(grade, rules.grade_name(grade))
-        await self._change(lambda database: sql_writes.grade(database, grade, row))
+        given = sql_ends.seal_grade(grade)
+        await self._change(lambda database: sql_ends.grade(database, given))
 
-    async def end(self, rollout_id: str, end: End, message: str = "") -> bool:
+    async def end(self, rollout_id: str, end: End, message: str = "", grades: Sequence[Grade] = ()) -> bool:
         """See `Pool.end`."""
-        return await self._change(lambda database: sql_writes.end(database, rollout_id, end, message))
+        given = sql_ends.seal_end(rollout_id, end, message, grades)
+        bulk = Bulk(given, sql_ends.end_all, result=True, last=True)
+        return await self._change(lambda database: sql_ends.end(database, given), bulk)
 
     async def mark(self, mark: Mark) -> bool:
         """See `Pool.mark`."""
         rules.check_mark(mark)
         row = seal(mark, rules.mark_name(mark))
-        return await self._change(lambda database: sql_writes.mark(database, mark, row))
+        return await self._change(lambda database: sql_ends.mark(database, mark, row))
 
     async def drop(self, group_id: str, reason: str) -> bool:
         """See `Pool.drop`."""
@@ -171,10 +172,10 @@ class SqlPool:
         await self._reader.close()
         await self._writer.close()
 
-    async def _change(self, write: Callable[[Database], T]) -> T:
+    async def _change(self, write: Callable[[Database], T], bulk: Bulk | None = None) -> T:
         """A write that others may wait for."""
         try:
-            return await self._writer.submit(write)
+            return await self._writer.submit(write, bulk)
         finally:
             self._bell.ring()
 

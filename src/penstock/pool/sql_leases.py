@@ -7,7 +7,7 @@ from penstock.pool.database import Database, Tally
 from penstock.pool.leases import Beat, LeaseClock
 from penstock.pool.rules import State, Trained
 from penstock.pool.seals import seal_line
-from penstock.pool.sql_writes import count_move
+from penstock.pool.sql_rows import count_move
 
 
 class Wanted(NamedTuple):

@@ -22,6 +22,10 @@ class Bulk(NamedTuple):
     value: Any
     together: Callable[[Database, list[Any]], bool]
     """Writes the values of several; False where they must be written one by one, and then what it did is undone."""
+    result: Any = None
+    """Of each that is written so."""
+    last: bool = False
+    """Whether it comes after others that wait with it: no caller can tell their order, and alike ones shall be neighbours."""
 
 
 @dataclass(slots=True, eq=False)
@@ -72,7 +76,7 @@ class Writer:
     async def submit(self, write: Callable[[Database], T], bulk: Bulk | None = None) -> T:
         """Run `write` in a transaction and return its result once that is on disk. It may raise: then it has changed nothing.
 
-        With `bulk`, it may be left to that function to do the same for several, where `write` returns nothing.
+        With `bulk`, it may be left to that function to do the same for several.
         """
         job = _Job(write, asyncio.get_running_loop().create_future(), bulk)
         while (room := self._offer(job)) is not None:
@@ -166,6 +170,8 @@ class Writer:
             self._database.execute("ROLLBACK TO many")
         if not alone:
             self._database.execute("RELEASE many")
+        for job in jobs if done else ():
+            job.result = job.bulk and job.bulk.result
         return done
 
     def _carry_out(self, job: _Job) -> None:
@@ -197,15 +203,16 @@ class Writer:
 
 
 def _runs(batch: list[_Job]) -> Iterator[list[_Job]]:
-    """The batch in its order, cut into runs that can be written together."""
-    for together, jobs in groupby(batch, key=lambda job: job.bulk and job.bulk.together):
-        if together:
-            yield list(jobs)
-        else:
+    """The batch cut into runs that can be written together; a write that cannot be stays after those that came before it."""
+    for plain, jobs in groupby(batch, key=lambda job: job.bulk is None):
+        if plain:
             yield from ([job] for job in jobs)
+        else:
+            ordered = sorted(jobs, key=lambda job: bool(job.bulk and job.bulk.last))
+            yield from (list(alike) for _, alike in groupby(ordered, key=lambda job: job.bulk and job.bulk.together))
 
 
-SWITCH_S = 0.0005
+SWITCH_S = 0.0002
 """How long one thread of the process may keep the others waiting. The writing thread asks for its turn with every statement: at
 Python's usual 5 ms a busy process would keep each commit waiting for many times as long as the disk does."""
 GATHER_S = 0.003
