@@ -9,6 +9,7 @@ from penstock.errors import RequestError
 from penstock.gateway.calls import Prompt
 from penstock.gateway.dialects.base import Answer, Fresh
 from penstock.gateway.dialects.messages import MessagesDialect
+from penstock.gateway.paths import TokenPath
 from penstock.gateway.talks import Talk
 from penstock.records import Sampling, Step
 
@@ -79,7 +80,7 @@ def step(message, *, sampled="", finish="stop", stop=(), stop_ids=(0,)):
 
 
 def answer(*steps):
-    prompt = Prompt(ids=(1, 2, 3), parent=None, added=(1, 2, 3), messages=(), tools=(), chain="")
+    prompt = Prompt(ids=TokenPath((1, 2, 3)), parent=None, added=(1, 2, 3), messages=(), tools=(), chain="")
     return Answer("abc-0", 1700000000.5, "tiny", parse(USER), prompt, list(steps))
 
 

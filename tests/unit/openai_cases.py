@@ -8,6 +8,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from penstock.gateway.calls import Prompt
 from penstock.gateway.dialects.base import Answer, Fresh
+from penstock.gateway.paths import TokenPath
 from penstock.gateway.stream import CallDelta
 from penstock.gateway.talks import Talk
 from penstock.records import Sampling, Step
@@ -74,7 +75,7 @@ def answer_to(call, reply, finish="stop", seconds=1.5):
         answer="0123-0",
         created=1000.25,
     )
-    prompt = Prompt(ids=(1, 2, 3), parent=None, added=(1, 2, 3), messages=call.messages, tools=call.tools, chain="")
+    prompt = Prompt(ids=TokenPath((1, 2, 3)), parent=None, added=(1, 2, 3), messages=call.messages, tools=call.tools, chain="")
     return Answer("0123-0", 1000.25, "tiny", call, prompt, [step])
 
 

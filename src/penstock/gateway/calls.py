@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from penstock.config import GatewaySection
+from penstock.gateway.paths import TokenPath
 from penstock.gateway.talks import Talk
 from penstock.records import Message, Sampling
 from penstock.render.chat import Tool
@@ -66,7 +67,7 @@ class Call:
 class Prompt:
     """The tokens that a call's reply is sampled after, and how they hang on the graph."""
 
-    ids: tuple[int, ...]
+    ids: TokenPath
     parent: int | None
     added: tuple[int, ...]
     """The end of `ids` that its own node adds."""

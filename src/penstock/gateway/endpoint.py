@@ -4,8 +4,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
-from hashlib import sha256
-from typing import Any
+from typing import Any, cast
 
 import orjson
 from starlette.types import Receive, Scope, Send
@@ -20,6 +19,7 @@ from penstock.gateway.serve import Service
 from penstock.gateway.sessions import Session
 from penstock.gateway.spans import Spans
 from penstock.gateway.stream import Delta
+from penstock.gateway.talks import Talk
 from penstock.records import Step
 
 VISIT = "penstock.visit"
@@ -66,13 +66,13 @@ class ModelRoute:
             session = await self._find(caller.rollout_id, scope[VISIT])
             if caller.transcript == session.rollout.group_id:  # in a path, after the token: which prompt it is, not who speaks
                 caller = account.caller = caller._replace(transcript=MAIN)
-            flight.request = _request(caller, self._dialect.path, body)
+            flight.request = _request(caller, self._dialect.path, body, session.talk(caller.transcript))
             if flight.request in session.refused:
                 caller = caller._replace(is_retry=False)
             elif caller.is_retry and await self._repeat(session, flight, scope, receive, send):
                 return
             past = await self._service.past(session, caller.transcript)
-            call = account.call = self._dialect.parse(parse_json(body), session.sampling, past)
+            call = account.call = self._dialect.parse(parse_json(body, past.talk.body.read), session.sampling, past)
         except PenstockError as error:
             await flight.refuse(as_refusal(error))
             return
@@ -276,15 +276,15 @@ async def read_body(receive: Receive, limit: int) -> bytes | None:
     return b"".join(parts)
 
 
-def parse_json(body: bytes) -> dict[str, Any]:
+def parse_json(body: bytes, read: Callable[[bytes], Any] = orjson.loads) -> dict[str, Any]:
     """The JSON object that `body` is."""
     try:
-        value = orjson.loads(body)
+        value = read(body)
     except orjson.JSONDecodeError as error:
         raise RequestError(f"the request body is not valid JSON: {error}", code="invalid_json") from error
     if not isinstance(value, dict):
         raise RequestError("the request body must be a JSON object", code="invalid_json")
-    return value  # pyright: ignore[reportUnknownVariableType]
+    return cast("dict[str, Any]", value)
 
 
 def as_refusal(error: PenstockError) -> RequestError:
@@ -319,16 +319,7 @@ def _caller(scope: Scope) -> Caller:
     return Caller(rollout_id, transcript, bool(key) or header(headers, b"x-stainless-retry-count") not in ("", "0"), key)
 
 
-UNSHARED = 2047
-"""Bytes up to which hashing does not let other threads in: getting its turn again would take longer than the hashing."""
-LONG_BODY = 1 << 15
-
-
-def _request(caller: Caller, path: str, body: bytes) -> str:
-    """What a request is known by when it comes again. SHA-256, since processors compute it themselves: bodies may be large."""
+def _request(caller: Caller, path: str, body: bytes, talk: Talk) -> str:
+    """What a request is known by when it comes again: a digest of whose it is and of every byte."""
     who = f"{caller.rollout_id}\0{caller.transcript}\0{caller.key}\0{path}\0"
-    digest, view = sha256(who.encode("utf-8", "surrogatepass")), memoryview(body)
-    step = UNSHARED if len(body) < LONG_BODY else len(body)
-    for start in range(0, len(body), step):
-        digest.update(view[start : start + step])
-    return digest.hexdigest()[:24]
+    return talk.body.digest(who.encode("utf-8", "surrogatepass"), body)[:24]

@@ -16,6 +16,7 @@ from itertools import chain, takewhile
 from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.codec import ids_hash
+from penstock.gateway.paths import TokenPath
 from penstock.records import Attempt, Message, Node, Step
 from penstock.render.chat import Tool, digest, flatten, reasons, tools_digest
 
@@ -71,7 +72,7 @@ class TokenGraph:
         """Step, to the running hash of all tokens up to its end."""
         self._thoughtful: set[int] = set()
         """Steps with tokens of reasoning on their path, their own included."""
-        self._last_prompt: tuple[int, tuple[int, ...]] = (-1, ())
+        self._last_prompt = (-1, TokenPath())
         self._replies: set[str] = set()
         """Digests of all replies, wherever they stand."""
         self._tools: set[str] = set()
@@ -122,7 +123,7 @@ class TokenGraph:
             sizes = {step: len(text) for step, text in self._raw.items() if text and raw.startswith(text)}
         else:
             contexts = {step: self.context(step) for step in self._raw}
-            sizes = {step: len(ids) for step, ids in contexts.items() if raw[: len(ids)] == ids}
+            sizes = {step: len(ids) for step, ids in contexts.items() if ids == raw[: len(ids)]}
         return max(sizes, key=lambda step: (sizes[step], step), default=None)
 
     def raw_text(self, step: int) -> str:
@@ -175,13 +176,13 @@ class TokenGraph:
         """Whether tokens of reasoning stand on the path up to the end of `step`'s reply: a template may drop them later."""
         return step in self._thoughtful
 
-    def context(self, step: int, added: tuple[int, ...] = ()) -> tuple[int, ...]:
-        """All tokens up to the end of `step`'s reply, and `added` after them: one copy of what may be long."""
+    def context(self, step: int) -> TokenPath:
+        """All tokens up to the end of `step`'s reply."""
         reply = self.steps[step]
         node, prompt = self._last_prompt
-        return (prompt if node == reply.node else self.prompt(reply.node)) + (reply.completion_ids + added)
+        return (prompt if node == reply.node else self._path(reply.node)).then(reply.completion_ids)
 
-    def keep_prompt(self, node: int, ids: tuple[int, ...]) -> None:
+    def keep_prompt(self, node: int, ids: TokenPath) -> None:
         """Remember the prompt that ends with `node`: the next call most likely goes on from a reply to it."""
         self._last_prompt = (node, ids)
 
@@ -192,6 +193,9 @@ class TokenGraph:
 
     def prompt(self, node: int) -> tuple[int, ...]:
         """The prompt that ends with `node`, as the engine saw it."""
+        return tuple(self._path(node))
+
+    def _path(self, node: int) -> TokenPath:
         parts: list[tuple[int, ...]] = []
         at: int | None = node
         while at is not None:
@@ -200,7 +204,7 @@ class TokenGraph:
             at = None if parent is None else self.steps[parent].node
             if parent is not None:
                 parts.append(self.steps[parent].completion_ids)
-        return tuple(chain.from_iterable(reversed(parts)))
+        return TokenPath(*reversed(parts))
 
     def _file(self, step: Step) -> None:
         """Note which answer the step is part of, and the text that it ends if no template touched it."""

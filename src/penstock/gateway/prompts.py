@@ -11,6 +11,7 @@ from penstock.codec import pack_ints
 from penstock.errors import RequestError
 from penstock.gateway.calls import Call, Prompt
 from penstock.gateway.graph import RAW, REWRITTEN, TokenGraph
+from penstock.gateway.paths import TokenPath
 from penstock.records import Message
 from penstock.render.chat import flatten
 from penstock.render.renderer import Renderer
@@ -61,11 +62,12 @@ async def _render(graph: TokenGraph, renderer: Renderer, roots: Roots, call: Cal
         )
         added = await _work(new, extend)
         if added is not None:
-            ids = graph.context(place.step, added)
+            ids = graph.context(place.step).then(added)
             return Prompt(ids=ids, parent=place.step, added=added, messages=new, tools=(), chain=place.chain, reason=reason)
         reason = reason or REWRITTEN
     root = await roots.render(call, place.chain)
-    return Prompt(ids=root, parent=None, added=root, messages=messages, tools=call.tools, chain=place.chain, reason=reason)
+    ids, tools = TokenPath(root), call.tools
+    return Prompt(ids=ids, parent=None, added=root, messages=messages, tools=tools, chain=place.chain, reason=reason)
 
 
 def _continue_raw(graph: TokenGraph, renderer: Renderer, raw: str | tuple[int, ...]) -> Prompt:
@@ -77,9 +79,9 @@ def _continue_raw(graph: TokenGraph, renderer: Renderer, raw: str | tuple[int, .
     else:
         added = raw if parent is None else raw[len(graph.context(parent)) :]
         rest, chain = renderer.tokenizer.decode(added), blake2b(pack_ints(raw), digest_size=16).hexdigest()
-    before = () if parent is None else graph.context(parent)
+    before = TokenPath() if parent is None else graph.context(parent)
     said: tuple[Message, ...] = ({"role": "user", "content": rest},)
-    return Prompt(ids=before + added, parent=parent, added=added, messages=said, tools=(), chain=RAW + chain)
+    return Prompt(ids=before.then(added), parent=parent, added=added, messages=said, tools=(), chain=RAW + chain)
 
 
 def _begin_call(prompt: Prompt, renderer: Renderer, name: str) -> Prompt:
@@ -89,7 +91,7 @@ def _begin_call(prompt: Prompt, renderer: Renderer, name: str) -> Prompt:
         message = "this model's form of tool calls cannot be forced; use tool_choice 'auto' or 'none'"
         raise RequestError(message, code="unsupported_parameter", param="tool_choice")
     ids, text = begun
-    return replace(prompt, ids=prompt.ids + ids, added=prompt.added + ids, begun=text)
+    return replace(prompt, ids=prompt.ids.then(ids), added=prompt.added + ids, begun=text)
 
 
 async def _work(messages: Sequence[Message], render: Callable[[], Any]) -> Any:

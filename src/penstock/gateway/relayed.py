@@ -9,6 +9,7 @@ from penstock.errors import RequestError
 from penstock.gateway.calls import Call, Prompt
 from penstock.gateway.dialects.base import Spelling
 from penstock.gateway.graph import TokenGraph
+from penstock.gateway.paths import TokenPath
 from penstock.gateway.sources import seeds
 from penstock.gateway.stream import Delta, Speech
 from penstock.records import Finish, Sampling, Usage
@@ -29,7 +30,8 @@ class RelaySource:
         place = graph.match(call.messages, chains)
         tools = call.tools if place.step is None else ()
         new = call.messages[place.known :]
-        return Prompt(ids=(), parent=place.step, added=(), messages=new, tools=tools, chain=place.chain, reason=place.reason)
+        chain, reason = place.chain, place.reason
+        return Prompt(ids=TokenPath(), parent=place.step, added=(), messages=new, tools=tools, chain=chain, reason=reason)
 
     def length(self, prompt: Prompt) -> int:
         """See `Source.length`."""

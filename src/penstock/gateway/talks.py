@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from penstock.gateway.growth import GrowingBody
 from penstock.records import Message
 from penstock.render.chat import Tool, digest, link, tools_digest
 
@@ -11,6 +12,7 @@ class Talk:
     """The last call of one transcript, as it came and as it was read."""
 
     def __init__(self) -> None:
+        self.body = GrowingBody()
         self._raw: list[Any] = []
         self._messages: list[Message] = []
         self._raw_tools: Any = None

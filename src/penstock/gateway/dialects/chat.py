@@ -100,7 +100,7 @@ class ChatDialect:
         choices = [self._choice(answer, place, step) for place, step in enumerate(answer.steps)]
         body = _head(answer, "chat.completion") | {"choices": choices, "usage": _usage(answer, answer.steps)}
         if answer.call.token_ids:
-            body["prompt_token_ids"] = answer.prompt.ids
+            body["prompt_token_ids"] = tuple(answer.prompt.ids)
         return orjson.dumps(body)
 
     def events(self, answer: Answer) -> "ChatEvents":
@@ -141,7 +141,7 @@ class ChatEvents:
         choices = [_entry(choice, {"role": "assistant", "content": ""}) for choice in range(self._answer.call.choices)]
         event = self._head | {"choices": choices}
         if self._answer.call.token_ids:
-            event["prompt_token_ids"] = self._answer.prompt.ids
+            event["prompt_token_ids"] = tuple(self._answer.prompt.ids)
         return sse(event)
 
     def grown(self, choice: int, deltas: list[Delta], fresh: Fresh) -> bytes:

@@ -98,7 +98,7 @@ class CompletionsDialect:
             if answer.call.logprobs:
                 choice["logprobs"] = logprobs(self._tokenizer, step.completion_ids, step.full_logprobs or step.logprobs)
             if answer.call.token_ids:
-                choice |= {"token_ids": step.completion_ids, "prompt_token_ids": answer.prompt.ids}
+                choice |= {"token_ids": step.completion_ids, "prompt_token_ids": tuple(answer.prompt.ids)}
             choices.append(choice)
         return orjson.dumps(head_of(answer) | {"choices": choices, "usage": usage(answer, answer.steps)})
 
@@ -152,7 +152,7 @@ class CompletionEvents:
             return b""
         choices = [entry(place, text) for place in range(self._answer.call.choices)]
         if self._answer.call.token_ids:
-            choices = [choice | {"token_ids": [], "prompt_token_ids": self._answer.prompt.ids} for choice in choices]
+            choices = [choice | {"token_ids": [], "prompt_token_ids": tuple(self._answer.prompt.ids)} for choice in choices]
         return sse(self._head | {"choices": choices})
 
     def grown(self, choice: int, deltas: list[Delta], fresh: Fresh) -> bytes:

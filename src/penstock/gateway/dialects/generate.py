@@ -76,7 +76,7 @@ class GenerateDialect:
             "step_index": step.index,
             "response_text": step.message["content"] or "",
             "response_ids": step.completion_ids,
-            "prompt_ids": answer.prompt.ids,
+            "prompt_ids": tuple(answer.prompt.ids),
             "token_ids": step.completion_ids,
             "log_probs": step.logprobs,
             "stop_reason": step.finish,
