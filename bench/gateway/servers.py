@@ -17,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from penstock.collector import collect_seldom
 from penstock.engines.base import Sampled
 from penstock.gateway import Gateway, Limits
 from penstock.pool import POOLS
@@ -162,5 +163,6 @@ async def serving(*arguments: str) -> AsyncGenerator[tuple[str, psutil.Process],
 
 
 if __name__ == "__main__":
+    collect_seldom()  # as `penstock gateway` does; the proxy gets it too
     servers = {"gateway": serve_gateway, "proxy": serve_proxy, "upstream": serve_upstream}
     asyncio.run(servers[sys.argv[1]](*sys.argv[2:]))

@@ -28,6 +28,7 @@ from penstock.cli import run as recording
 from penstock.cli import train as training
 from penstock.cli.fallback import RunsByDefault
 from penstock.cli.interrupts import INTERRUPTED
+from penstock.collector import collect_seldom
 from penstock.errors import ConfigError, ControllerError, Issue, PenstockError
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -81,6 +82,7 @@ def root(
 
 def main() -> None:
     """The console script."""
+    collect_seldom()
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # pyright: ignore[reportAttributeAccessIssue]  # model text may not fit the terminal
     sys.exit(run(sys.argv[1:]))

@@ -23,6 +23,7 @@ from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from penstock.codec import from_json
+from penstock.collector import collect_seldom
 from penstock.config import EngineSection
 from penstock.controller import serving_vllm
 from penstock.controller.serving_orders import HOST, Orders, bound
@@ -146,6 +147,7 @@ def _say(out: BinaryIO, **told: object) -> None:
 
 def main() -> int:
     """Take orders and carry them out."""
+    collect_seldom()
     orders = from_json(Orders, sys.stdin.buffer.readline())
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever a library prints must not be taken for our word

@@ -16,6 +16,7 @@ from typing import Any
 import orjson
 
 from penstock.codec import from_json, to_json
+from penstock.collector import collect_seldom
 from penstock.errors import ConfigError, EngineError, PenstockError
 from penstock.gateway.listening import bind
 from penstock.gateway.peers import Peers
@@ -193,4 +194,5 @@ def _say(line: bytes) -> None:
 
 
 if __name__ == "__main__":
+    collect_seldom()
     sys.exit(asyncio.run(_main()))

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from penstock.collector import collect_seldom
 from penstock.scale.calls import Telling
 from penstock.scale.locks import alone
 from penstock.scale.sent import Sent
@@ -24,6 +25,7 @@ class AsyncRollouter:
     """Opened by the first call. A process that Ray started anew is behind: it serves version 0 until it is given weights."""
 
     def __init__(self, folder: str) -> None:
+        collect_seldom()
         self._sent = Sent.read(folder)
         self._telling = Telling()
         self._stack: AsyncExitStack | None = None
