@@ -83,7 +83,7 @@ class Remote:
     def __init__(self, base_url: str) -> None:
         self._tokens, self._base_url = Tokens(SECRET), base_url
 
-    def open(self, rollout: Rollout, sampling: Sampling) -> Session:
+    def open(self, rollout: Rollout, sampling: Sampling, *, fresh: bool) -> Session:
         return Session(self._tokens.model(rollout.id), self._base_url, rollout, sampling)
 
     def close(self, rollout_id: str) -> None:

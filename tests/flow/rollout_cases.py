@@ -32,7 +32,7 @@ class FakeGateway:
     def __init__(self, pool):
         self.pool, self.sessions, self.closed = pool, {}, []
 
-    def open(self, rollout, sampling):
+    def open(self, rollout, sampling, *, fresh):
         self.sessions[rollout.id] = []
         return SimpleNamespace(token=rollout.id, base_url="http://fake/v1", flow_token="", rollout=rollout, sampling=sampling)
 

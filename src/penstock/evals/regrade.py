@@ -19,7 +19,7 @@ from penstock.pool.base import Pool
 from penstock.records import Attempt, End, Grade, Group
 from penstock.rollout.guests import Guests
 from penstock.rollout.transcripts import make_samples, transcripts
-from penstock.rollout.work import Reward, Work
+from penstock.rollout.work import Work
 from penstock.sdk.agents import open_agent
 from penstock.sdk.discovery import Agent
 from penstock.sdk.preflight import preflight
@@ -86,21 +86,21 @@ class _Regrader:
 
     async def _copy_attempt(self, group: Group, attempt: Attempt) -> None:
         nodes, rollout_id = {node.id: node for node in attempt.nodes}, attempt.rollout.id
-        end, message = attempt.end or End.LOST, attempt.message
+        end, message, grades = attempt.end or End.LOST, attempt.message, list[Grade]()
         for step in sorted(attempt.steps, key=lambda step: step.index):
             await self._pool.append(step, nodes.pop(step.node, None))
         if end in GRADED:
             end, message = End.COMPLETED, ""
             try:
-                rewards = await self._grade(group, attempt)
+                grades = await self._grade(group, attempt)
             except (GraderError, EngineError, TimeoutError) as error:
-                rewards, end, message = [], End.GRADER_ERROR, str(error) or f"the grader ran longer than {self._timeout_s:g} s"
-            for name, value, index in rewards:
-                source = self._agent.grader_name
-                await self._pool.grade(Grade(rollout_id=rollout_id, reward=value, source=source, transcript=name, step=index))
-        await self._pool.end(rollout_id, end, message)
+                end, message = End.GRADER_ERROR, str(error) or f"the grader ran longer than {self._timeout_s:g} s"
+        await self._pool.end(rollout_id, end, message, grades)
 
-    async def _grade(self, group: Group, attempt: Attempt) -> list[Reward]:
-        samples = make_samples(transcripts(attempt), {})
-        folder = self._artifacts / attempt.rollout.id
-        return await self._work.grade(group.task, samples, timeout_s=self._timeout_s, artifacts_dir=folder)
+    async def _grade(self, group: Group, attempt: Attempt) -> list[Grade]:
+        samples, rollout_id, source = make_samples(transcripts(attempt), {}), attempt.rollout.id, self._agent.grader_name
+        folder = self._artifacts / rollout_id
+        rewards = await self._work.grade(group.task, samples, timeout_s=self._timeout_s, artifacts_dir=folder)
+        return [
+            Grade(rollout_id=rollout_id, reward=value, source=source, transcript=name, step=index) for name, value, index in rewards
+        ]

@@ -37,7 +37,7 @@ from penstock.gateway.sources import Source, TokenSource
 from penstock.gateway.spans import Spans
 from penstock.gateway.trajectories import Trajectories
 from penstock.pool.base import Pool
-from penstock.records import Rollout, Sampling
+from penstock.records import Attempt, Rollout, Sampling
 from penstock.render.renderer import Renderer
 
 LAST_BYTES_S = 1.0
@@ -122,13 +122,16 @@ class Gateway:
         engine = self._service.engine
         return self._service.metrics.samples(model=engine.model, version=engine.version, rollouts=len(self._sessions))
 
-    def open(self, rollout: Rollout, sampling: Sampling) -> Session:
-        """Let a rollout of the pool call the model; `sampling` holds for calls that do not say otherwise."""
-        return self._sessions.open(rollout, sampling)
+    def open(self, rollout: Rollout, sampling: Sampling, *, fresh: bool = False) -> Session:
+        """Let a rollout of the pool call the model; `sampling` holds for calls that do not say otherwise.
 
-    def close(self, rollout_id: str) -> None:
-        """Refuse the rollout's calls from now on; those that run are cancelled."""
-        self._sessions.close(rollout_id)
+        Of a `fresh` one nothing is stored yet: its first call need not ask the pool.
+        """
+        return self._sessions.open(rollout, sampling, fresh=fresh)
+
+    def close(self, rollout_id: str) -> Attempt | None:
+        """Refuse the rollout's calls from now on; those that run are cancelled. What it recorded, unless only the pool knows."""
+        return self._sessions.close(rollout_id)
 
     async def __aenter__(self) -> Self:
         bound = self._sock or bind(*self._address)

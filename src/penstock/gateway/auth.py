@@ -61,6 +61,12 @@ class Tokens:
         """Opens the model routes for this rollout, nothing else."""
         return f"mk-{rollout_id}.{self._sign(f'model:{rollout_id}')}"
 
+    def issue(self, rollout_id: str) -> str:
+        """The same, known at once when it comes back."""
+        token = self.model(rollout_id)
+        self._remember(token, Held(Needs.MODEL, rollout_id))
+        return token
+
     def flow(self, rollout_id: str) -> str:
         """Opens the flow routes for this rollout: what it says of itself is submitted, graded and completed there."""
         return f"fk-{rollout_id}.{self._sign(f'flow:{rollout_id}')}"
@@ -122,10 +128,13 @@ class Tokens:
                 found = kind
         if found is None or found not in (Needs.MODEL, Needs.FLOW):
             return found and Held(found, "")
+        return self._remember(token, Held(found, rollout_id))
+
+    def _remember(self, token: str, held: Held) -> Held:
         while len(self._seen) >= SEEN:
             del self._seen[next(iter(self._seen))]
-        self._seen[token] = Held(found, rollout_id)
-        return self._seen[token]
+        self._seen[token] = held
+        return held
 
     def _sign(self, text: str) -> str:
         signing = self._key.copy()

@@ -68,8 +68,10 @@ class Recorder:
 
     async def _store(self, session: Session, step: Step, node: Node | None) -> None:
         """Append both to the pool, without the secrets in their texts."""
+        clean, clean_node = self._clean_step(step), node and self._clean_node(node)
+        session.redacted = session.redacted or clean is not step or clean_node is not node
         try:
-            await self._pool.append(self._clean_step(step), node and self._clean_node(node))
+            await self._pool.append(clean, clean_node)
         except PoolError as error:
             if session.shared and isinstance(error, PoolConflict):
                 raise
@@ -86,7 +88,8 @@ class Recorder:
 
     def _clean_node(self, node: Node) -> Node:
         messages = tuple(map(self._redactor.message, node.messages))
-        return node if messages == node.messages else replace(node, messages=messages)
+        same = all(clean is given for clean, given in zip(messages, node.messages, strict=True))
+        return node if same else replace(node, messages=messages)
 
     async def _refuse_if_ended(self, session: Session) -> None:
         try:

@@ -26,17 +26,16 @@ class Session:
         rollout: Rollout,
         sampling: Sampling,
         *,
-        token: str,
-        flow_token: str,
+        tokens: Tokens,
         base_url: str,
         limits: Limits,
         share: tuple[int, int] = (0, 1),
+        fresh: bool = False,
     ) -> None:
         self.rollout = rollout
         self.rollout_id = rollout.id
-        self.flow_token = flow_token
-        """Lets a flow submit, grade and complete this rollout."""
-        self.token = token
+        self._tokens = tokens
+        self.token = tokens.issue(rollout.id)
         """The model token: opens model routes for this rollout, nothing else."""
         self.base_url = base_url
         """Of the OpenAI routes, ending in `/v1`."""
@@ -48,18 +47,25 @@ class Session:
         """Calls that are being answered, by the digest of their request: a retry joins the one that it repeats."""
         self.refused: set[str] = set()
         """Requests whose last answer was an error: sent again they are sampled, whatever was answered before."""
+        self.redacted = False
+        """Whether a text of it was stored without the secrets in it."""
         self.closed = False
         self._limits = limits
         self.shared = share[1] > 1
         """Whether other workers may record steps of it."""
         self._share = share
-        self._graph: TokenGraph | None = None
+        self._graph = TokenGraph(Attempt(rollout=rollout)) if fresh else None
         self._running: set[asyncio.Task[Any]] = set()
         self._talks: dict[str, Talk] = {}
         self._named: set[str] = set()
         """Names of the answers on their way."""
         self._allowance = limits.calls_per_s
         self._counted_at = time.monotonic()
+
+    @property
+    def flow_token(self) -> str:
+        """Lets a flow submit, grade and complete this rollout."""
+        return self._tokens.flow(self.rollout_id)
 
     @property
     def tasks(self) -> frozenset[asyncio.Task[Any]]:
@@ -83,6 +89,12 @@ class Session:
         if attempt.end is not None:
             raise over(attempt)
         graph.grow(attempt)
+
+    def recorded(self) -> Attempt | None:
+        """Its nodes and steps as they are stored; None where only the pool knows them all."""
+        if self._graph is None or self.shared or self.redacted:
+            return None
+        return Attempt(rollout=self.rollout, nodes=tuple(self._graph.nodes.values()), steps=tuple(self._graph.steps.values()))
 
     def forget(self) -> None:
         """Read the graph again before the next call: a write failed, so the pool may know more or less than we do."""
@@ -227,9 +239,9 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._open) + len(self._taken)
 
-    def open(self, rollout: Rollout, sampling: Sampling) -> Session:
-        """Let the rollout call the model."""
-        session = self._open[rollout.id] = self._make(rollout, sampling)
+    def open(self, rollout: Rollout, sampling: Sampling, *, fresh: bool = False) -> Session:
+        """Let the rollout call the model; of a `fresh` one nothing is stored yet, so the pool is not asked."""
+        session = self._open[rollout.id] = self._make(rollout, sampling, fresh=fresh)
         self._closed.pop(rollout.id, None)
         self._taken.pop(rollout.id, None)
         return session
@@ -247,14 +259,19 @@ class Sessions:
         """Whether it is known here that its flow has completed it."""
         return self._closed.get(rollout_id, False)
 
-    def close(self, rollout_id: str, *, complete: bool = False) -> None:
-        """Refuse its calls from now on and cancel those that run; an unknown rollout is nothing to close."""
+    def close(self, rollout_id: str, *, complete: bool = False) -> Attempt | None:
+        """Refuse its calls from now on and cancel those that run; an unknown rollout is nothing to close.
+
+        What it recorded, where that is known here and nothing runs that could add to it.
+        """
         complete = complete or self.is_complete(rollout_id)
         session = self._open.pop(rollout_id, None) or self._taken.pop(rollout_id, None)
-        if session is not None:
-            session.close()
         _bound(self._closed, REMEMBERED)
         self._closed[rollout_id] = complete
+        if session is None:
+            return None
+        session.close()
+        return None if session.tasks else session.recorded()
 
     async def drain(self, within_s: float) -> None:
         """Take no more calls and wait for those that run, but not longer than that."""
@@ -304,15 +321,15 @@ class Sessions:
             del self._taken[idle]
         return self._taken.setdefault(rollout_id, self._make(attempt.rollout, sampling))
 
-    def _make(self, rollout: Rollout, sampling: Sampling) -> Session:
+    def _make(self, rollout: Rollout, sampling: Sampling, *, fresh: bool = False) -> Session:
         return Session(
             rollout,
             sampling,
-            token=self._tokens.model(rollout.id),
-            flow_token=self._tokens.flow(rollout.id),
+            tokens=self._tokens,
             base_url=self.base_url,
             limits=self._limits,
             share=self._share,
+            fresh=fresh,
         )
 
 

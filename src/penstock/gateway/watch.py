@@ -14,7 +14,7 @@ class Watch:
         self._stall_s = stall_s
         self._allowed_s = first_s
         self._last = self._loop.time()
-        self._timer = self._loop.call_at(self._last + first_s, self._look)
+        self._timer = self._loop.call_at(self._last + min(first_s, stall_s), self._look)  # one timer, whatever comes first
         self._barked = False
         self._began = self._last
         self.first_s: float | None = None
@@ -26,8 +26,6 @@ class Watch:
         if self.first_s is None:
             self.first_s = self._last - self._began
             self._allowed_s = self._stall_s
-            self._timer.cancel()
-            self._timer = self._loop.call_at(self._last + self._stall_s, self._look)
 
     def stop(self) -> None:
         """Watch no longer."""

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Sequence
+from functools import cache
 
 import orjson
 
@@ -71,7 +72,7 @@ class CallParser:
         self.source = Source()
         self.reading = reading
         self._opens = self.opens if reading.calls else ()
-        self._opening = re.compile("|".join(map(re.escape, self._opens)))
+        self._opening = _any_of(self._opens)
         self._pieces: list[Piece] = []
         self._after_call = False
         self._reply = self.reply()
@@ -171,6 +172,11 @@ class CallParser:
             return len(rest)
         held = max(overlap(rest, opener) for opener in self._opens)
         return len(rest[: len(rest) - held].rstrip())
+
+
+@cache
+def _any_of(texts: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, texts)))
 
 
 def _trim_newlines(text: str) -> str:

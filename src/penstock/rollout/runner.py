@@ -33,12 +33,12 @@ STOPPED = "stopped before it ended"
 class Gateway(Protocol):
     """What the runner needs of the gateway."""
 
-    def open(self, rollout: Rollout, sampling: Sampling) -> Session:
-        """Let the rollout call the model; `sampling` holds for calls that do not say otherwise."""
+    def open(self, rollout: Rollout, sampling: Sampling, *, fresh: bool) -> Session:
+        """Let it call the model; `sampling` holds for calls that do not say otherwise. Nothing is stored of a `fresh` one yet."""
         ...
 
-    def close(self, rollout_id: str) -> None:
-        """Refuse its calls from now on."""
+    def close(self, rollout_id: str) -> Attempt | None:
+        """Refuse its calls from now on. The nodes and steps that are stored of it, where the gateway knows them all."""
         ...
 
 
@@ -61,6 +61,8 @@ class Runner:
     pool: Pool
     events: Events
     limits: RolloutSection
+    trusted: bool = False
+    """Whether the agent may grade its own rollouts: then the pool knows more of them than the gateway recorded."""
     redactor: Redactor = field(default_factory=lambda: Redactor(run_secrets()))
     """What an author's error says is written down without secrets."""
 
@@ -111,7 +113,7 @@ class Runner:
         )
 
     async def _attempt(self, rollout: Rollout, task: Task, sampling: Sampling) -> Verdict:
-        session, limit_s = self.gateway.open(rollout, sampling), self.limits.agent_timeout_s
+        session, limit_s = self.gateway.open(rollout, sampling, fresh=True), self.limits.agent_timeout_s
         try:
             told = await self.executor.run(task, session, rollout_id=rollout.id, timeout_s=limit_s)
         except TimeoutError:
@@ -121,14 +123,15 @@ class Runner:
         except WorkflowError as error:
             return Verdict(End.AGENT_ERROR, str(error))
         finally:
-            self.gateway.close(rollout.id)
+            recorded = self.gateway.close(rollout.id)
         if told.strays:
             self.events.emit("rollout.strays", rollout_id=rollout.id, providers=list(told.strays))
-        return await self._judge(rollout, task, told)
+        if recorded is None or self.trusted:
+            recorded = await self.pool.attempt(rollout.id)
+        return await self._judge(rollout, task, told, recorded)
 
-    async def _judge(self, rollout: Rollout, task: Task, told: Told) -> Verdict:
-        attempt, limit_s = await self.pool.attempt(rollout.id), self.limits.grader_timeout_s
-        recorded = transcripts(attempt)
+    async def _judge(self, rollout: Rollout, task: Task, told: Told, attempt: Attempt) -> Verdict:
+        recorded, limit_s = transcripts(attempt), self.limits.grader_timeout_s
         if not recorded:
             return Verdict(End.AGENT_ERROR, no_call(told))
         if attempt.grades:  # a flow has graded itself through the gateway
@@ -146,10 +149,8 @@ class Runner:
 
     async def _end(self, rollout: Rollout, verdict: Verdict, started: float) -> End | None:
         grades, message = self._grades(rollout.id, verdict.rewards), self.redactor.text(verdict.message)
-        for grade in grades:
-            await self.pool.grade(grade)
         attempt = Attempt(rollout=rollout, end=verdict.end, message=message, grades=grades)
-        first = await self.pool.end(rollout.id, verdict.end, message)
+        first = await self.pool.end(rollout.id, verdict.end, message, grades)
         if not first or (not grades and verdict.end is End.COMPLETED):
             attempt = await self.pool.attempt(rollout.id)
         self._tell(rollout, attempt, started)
@@ -201,4 +202,12 @@ async def open_runner(
         events=events,
     )
     async with EXECUTORS.load(limits.executor)(given) as executor:
-        yield Runner(executor=executor, grader=agent.grader_name, gateway=gateway, pool=pool, events=events, limits=limits)
+        yield Runner(
+            executor=executor,
+            grader=agent.grader_name,
+            gateway=gateway,
+            pool=pool,
+            events=events,
+            limits=limits,
+            trusted=agent.trusted,
+        )

@@ -5,6 +5,7 @@ import hashlib
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import lru_cache
+from typing import Protocol
 
 from penstock.config import RolloutSection
 from penstock.errors import PoolFull, WorkerLost
@@ -21,6 +22,14 @@ REOPENED = "the run stopped first"
 
 _RECHECK_S = 5.0
 """How often a waiting scheduler asks whether groups were dropped, which must then be made up for."""
+
+
+class Runs(Protocol):
+    """What runs rollouts: a Runner, or what stands for those of several processes."""
+
+    async def run(self, rollout: Rollout, task: Task, sampling: Sampling) -> End | None:
+        """See `Runner.run`."""
+        ...
 
 
 def task_at(tasks: Sequence[Task], seq: int, *, seed: int, shuffle: bool = True) -> Task:
@@ -200,7 +209,7 @@ async def after_loss(pool: Pool, rollout: Rollout, lost: WorkerLost, retries: in
     return None
 
 
-async def run_to_end(rollout: Rollout, task: Task, runner: Runner, *, pool: Pool, sampling: Sampling, retries: int) -> Rollout:
+async def run_to_end(rollout: Rollout, task: Task, runner: Runs, *, pool: Pool, sampling: Sampling, retries: int) -> Rollout:
     """Run an opened rollout, and again where it is lost with its worker; the attempt that counts."""
     while True:
         try:

@@ -1,11 +1,10 @@
 """Recorded steps to transcripts: what each agent of a rollout had said and been told by the end, and the samples a grader sees."""
 
 from collections.abc import Mapping
-from copy import deepcopy
 from typing import Any, NamedTuple
 
 from penstock.records import Attempt, Message, Step
-from penstock.sdk.samples import RolloutSample
+from penstock.sdk.samples import RolloutSample, copied
 
 
 class Transcript(NamedTuple):
@@ -36,8 +35,8 @@ def make_samples(recorded: Mapping[str, Transcript], told: Mapping[str, list[Mes
     samples: dict[str, RolloutSample] = {}
     for name in {**recorded, **told}:
         seen = recorded.get(name, Transcript([], [], ()))
-        own = deepcopy(told.get(name, seen.messages))
-        transcript, tools = deepcopy(seen.messages), deepcopy(seen.tools)
+        own = copied(told.get(name, seen.messages))
+        transcript, tools = copied(seen.messages), copied(seen.tools)
         samples[name] = RolloutSample(id=name, messages=own, transcript=transcript, tools=tools, steps=seen.steps)
     return samples
 

@@ -1,7 +1,6 @@
 """The author's workflow and grader, run in this process: what every executor comes down to, wherever its process is."""
 
 from collections.abc import Mapping
-from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -11,7 +10,7 @@ from penstock.rollout.guests import Guests, slots
 from penstock.sdk.context import AgentWorkflowContext, GraderContext, finite_reward, leave_folder
 from penstock.sdk.discovery import Agent
 from penstock.sdk.routing import MAIN, RolloutContext
-from penstock.sdk.samples import RolloutSample, plain
+from penstock.sdk.samples import RolloutSample, copied, plain
 
 
 class Told(NamedTuple):
@@ -72,8 +71,8 @@ class Work:
             raise GraderError(f"{what}: {cause}") from cause
 
     async def _work(self, task: Task, context: RolloutContext, artifacts_dir: Path | None) -> Told:
-        config = deepcopy(self._agent.workflow_config)
-        prompt, metadata = deepcopy(list(task.prompt)), deepcopy(task.metadata)
+        config = copied(self._agent.workflow_config)
+        prompt, metadata = copied(list(task.prompt)), copied(task.metadata)
         given = AgentWorkflowContext(prompt=prompt, config=config, metadata=metadata, artifacts_dir=artifacts_dir)
         try:
             returned = await self._agent.workflow(config).run(given)
@@ -88,7 +87,7 @@ class Work:
         if self._agent.grader is None:
             raise GraderError("there is none; define a Grader subclass next to the workflow")
         try:
-            return await self._agent.grader(deepcopy(self._agent.grader_config)).grade(context)
+            return await self._agent.grader(copied(self._agent.grader_config)).grade(context)
         finally:
             leave_folder(context)
 

@@ -3,7 +3,6 @@
 import math
 import reprlib
 from contextlib import suppress
-from copy import deepcopy
 from dataclasses import KW_ONLY, dataclass, field
 from numbers import Real
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 from penstock.errors import GraderError
 from penstock.records import Message
 from penstock.sdk.routing import MAIN, running_rollout
-from penstock.sdk.samples import RolloutSample
+from penstock.sdk.samples import RolloutSample, copied
 
 if TYPE_CHECKING:
     from anthropic import AsyncAnthropic
@@ -92,7 +91,7 @@ class GraderContext:
     """By the index of the call."""
 
     def __post_init__(self) -> None:
-        self.metadata = deepcopy(self.metadata)
+        self.metadata = copied(self.metadata)
 
     def get_samples(self) -> dict[str, RolloutSample]:
         """The transcripts by id."""

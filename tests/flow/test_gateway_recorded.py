@@ -1,0 +1,104 @@
+"""What a gateway tells of a rollout when it is closed: the same as the pool holds, or nothing."""
+
+import asyncio
+
+import pytest
+from gateway_cases import USER, chat, renderer
+
+from penstock.pool.memory import MemoryPool
+from penstock.records import Sampling, Task, make_rollout
+from penstock.testing import ScriptedEngine, memory_pool, workbench
+
+
+class CountingPool(MemoryPool):
+    """Counts who asks it for a rollout."""
+
+    def __init__(self):
+        super().__init__(lambda: 0.0)
+        self.asked = 0
+
+    async def attempt(self, rollout_id, *, first_step=0, first_node=0):
+        self.asked += 1
+        return await super().attempt(rollout_id, first_step=first_step, first_node=first_node)
+
+
+def closed(calls, *, fresh=True, pool=None, script=("one", "two"), secrets=()):
+    """Close a rollout after `calls(http)`; what the gateway tells of it, and what the pool holds."""
+
+    async def main():
+        store = pool or memory_pool()
+        rollout = make_rollout("train-0", "t", 0)
+        await store.open_group(Task(id="t", prompt=(USER,)), [rollout], seq=0)
+        engine = ScriptedEngine(list(script), renderer().tokenizer)
+        async with workbench(engine, renderer(), pool=store, secrets=secrets) as bench:
+            session = bench.gateway.open(rollout, Sampling(), fresh=fresh)
+            await calls(bench.http(session.token))
+            told = bench.gateway.close(rollout.id)
+            asked = getattr(store, "asked", None)
+            return told, await store.attempt(rollout.id), asked
+
+    return asyncio.run(main())
+
+
+async def two_turns(http):
+    await chat(http, USER)
+    await chat(http, USER, {"role": "assistant", "content": "one"}, USER)
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+def test_a_closed_rollout_is_told_as_the_pool_holds_it(fresh):
+    told, stored, _ = closed(two_turns, fresh=fresh)
+    assert (told.rollout, told.nodes, told.steps) == (stored.rollout, stored.nodes, stored.steps)
+    assert len(told.steps) == 2
+
+
+def test_the_pool_is_not_asked_about_a_fresh_rollout():
+    assert closed(two_turns, pool=CountingPool())[2] == 0
+    assert closed(two_turns, pool=CountingPool(), fresh=False)[2] == 1
+
+
+def test_where_a_secret_was_taken_out_only_the_pool_tells():
+    told, stored, _ = closed(lambda http: chat(http, USER), script=["It is hunter2hunter2."], secrets=["hunter2hunter2"])
+    assert told is None
+    assert stored.steps[0].message["content"] == "It is [redacted]."
+
+
+def test_where_the_caller_sent_a_secret_only_the_pool_tells():
+    asked = {"role": "user", "content": "my key is hunter2hunter2"}
+    told, stored, _ = closed(lambda http: chat(http, asked), secrets=["hunter2hunter2"])
+    assert told is None
+    assert stored.nodes[0].messages[0]["content"] == "my key is [redacted]"
+
+
+class Silent(ScriptedEngine):
+    """Takes a call and never answers it."""
+
+    def __init__(self):
+        super().__init__([], renderer().tokenizer)
+        self.asked = asyncio.Event()
+
+    async def generate(self, prompt_ids, sampling, *, rollout_id=""):
+        self.asked.set()
+        await asyncio.Event().wait()
+        yield
+
+
+def test_of_a_rollout_whose_call_still_runs_only_the_pool_tells():
+    async def main():
+        engine = Silent()
+        async with workbench(engine, renderer()) as bench:
+            session = await bench.rollout()
+            call = asyncio.ensure_future(chat(bench.http(session.token), USER))
+            await engine.asked.wait()
+            assert bench.gateway.close(session.rollout_id) is None
+            assert (await call).status_code == 409
+
+    asyncio.run(main())
+
+
+def test_a_rollout_that_nobody_opened_is_nothing_to_tell_of():
+    async def main():
+        async with workbench(ScriptedEngine([], renderer().tokenizer), renderer()) as bench:
+            assert bench.gateway.close("train-7.0.1") is None
+
+    asyncio.run(main())
