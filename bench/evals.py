@@ -7,6 +7,8 @@ second, and how near to it one process comes is decided by the processor time of
 (b) a bare loop that awaits `engine.generate`: no agent, no HTTP, nothing recorded, no grade
 (c) the same agent's client alone, against a server in another process that answers alike and does nothing else
 ours: `evaluate`, from the first rollout's start to the last one's end on disk; agent, gateway, pool, grader and events included
+With `--processes N`, ours makes its rollouts in N processes: N times as many, so that each has some time to run, with a part of the
+engine's slots for each; processor time is the parent's alone.
 Two agents: one on the `openai` client that a workflow is given, one on bare aiohttp, the least that an agent in Python can spend.
 """
 
@@ -46,10 +48,19 @@ ASKED = {"role": "user", "content": "Answer what is asked in one sentence, pleas
 SAMPLING = Sampling(max_tokens=256)
 
 
+class Ours(NamedTuple):
+    """How fast an evaluation was."""
+
+    per_s: float
+    cpu_ms: float
+    crowd_per_s: float
+    """Past the first 256: the attempts that go ahead of the others, and what each process loads with them, left out."""
+
+
 class Round(NamedTuple):
     """One repetition."""
 
-    ours: Speed
+    ours: Ours
     bare: Speed
     client: Speed
 
@@ -58,8 +69,8 @@ class Clock:
     """Listens to an evaluation."""
 
     def __init__(self, total: int) -> None:
-        self.total, self.ended = total, 0
-        self.first_s = self.last_s = self.cpu_s = 0.0
+        self.total, self.ended, self.first = total, 0, min(AT_ONCE, total // 2)
+        self.first_s = self.crowd_s = self.last_s = self.cpu_s = 0.0
 
     def __call__(self, kind: str, fields: dict[str, Any]) -> None:
         if kind == "eval.begin":
@@ -67,11 +78,13 @@ class Clock:
         elif kind == "rollout.end":
             self.last_s = time.perf_counter()
             self.ended += 1
+            if self.ended == self.first:
+                self.crowd_s = self.last_s
             if self.ended == self.total:
                 self.cpu_s += time.process_time()
 
 
-def config_of(folder: Path, agent: str, slots: int) -> RunConfig:
+def config_of(folder: Path, agent: str, slots: int, processes: int) -> RunConfig:
     """An evaluation of one attempt at each task."""
     tree = {
         "run": {"name": agent, "folder": str(folder)},
@@ -79,16 +92,17 @@ def config_of(folder: Path, agent: str, slots: int) -> RunConfig:
         "agent": {"entry": str(Path(__file__).parent / "eval_agents" / f"{agent}.py")},
         "dataset": {"train": str(folder / "tasks.jsonl")},
         "rollout": {"concurrency": AT_ONCE, "agent_timeout_s": 600, "grader_timeout_s": 600},
-        "engine": {"name": "bench.scale_engine:open_tenth", "slots": slots},
+        "engine": {"name": "bench.scale_engine:open_tenth", "slots": slots // processes},
         "gateway": {"rollout_calls_per_s": 1e9},
+        "eval": {"processes": processes},
     }
     return evaluation_config(make_config(tree, "the benchmark"))
 
 
-async def ours(folder: Path, model: Path, agent: str, slots: int, total: int) -> Speed:
+async def ours(folder: Path, model: Path, agent: str, slots: int, total: int, processes: int) -> Ours:
     """A whole evaluation, in a folder of its own."""
     (folder / "tasks.jsonl").write_text("{}\n")
-    config, listener = config_of(folder, agent, slots), Clock(total)
+    config, listener = config_of(folder, agent, slots, processes), Clock(total)
     rows = [Row(number, Task(id=f"t{number}", prompt=(ASKED,))) for number in range(total)]
     inputs = Inputs(
         tasks=[],
@@ -101,7 +115,8 @@ async def ours(folder: Path, model: Path, agent: str, slots: int, total: int) ->
     found = await evaluate(config, inputs, rows, listener=listener, stop=asyncio.Event())
     if found.outcome.ends != {"completed": total} or found.outcome.spent.steps != total:
         raise SystemExit(f"rollouts were lost: {found.outcome}")
-    return Speed(total / (listener.last_s - listener.first_s), listener.cpu_s / total * 1e3)
+    crowd_per_s = (total - listener.first) / (listener.last_s - listener.crowd_s)
+    return Ours(total / (listener.last_s - listener.first_s), listener.cpu_s / total * 1e3, crowd_per_s)
 
 
 async def bare(engine: TimedEngine, total: int) -> Speed:
@@ -139,9 +154,9 @@ async def _clocked(call: Callable[[], Awaitable[Any]], total: int) -> Speed:
     return await clock(lambda: closed_loop(rollout, total, AT_ONCE), total, alone=True)
 
 
-async def measure(agent: str, slots: int, *, quick: bool) -> list[Round]:
+async def measure(agent: str, slots: int, *, quick: bool, processes: int) -> list[Round]:
     """Repetitions, ours beside its neighbours; the client alone has a server without such slots."""
-    total, rounds = min(ROLLOUTS, 32 * slots) // (4 if quick else 1), list[Round]()
+    total, rounds = min(ROLLOUTS * processes, 32 * slots) // (4 if quick else 1), list[Round]()
     with tempfile.TemporaryDirectory() as name:
         model = write_tokenizer(Path(name) / "model", corpus=[SAID * 40, str(ASKED) * 40], vocab_size=400)
         engine = open_tenth(model, name="scripted", section=EngineSection(slots=slots), seed=0)
@@ -150,8 +165,9 @@ async def measure(agent: str, slots: int, *, quick: bool) -> list[Round]:
             for number in range(1 if quick else REPETITIONS):
                 folder = Path(name) / str(number)
                 folder.mkdir()
-                own = await ours(folder, model, agent, slots, total)
-                rounds.append(Round(own, await bare(engine, total), await client_alone(upstream, agent, total)))
+                own = await ours(folder, model, agent, slots, total, processes)
+                beside = min(total, ROLLOUTS)
+                rounds.append(Round(own, await bare(engine, beside), await client_alone(upstream, agent, beside)))
     return rounds
 
 
@@ -163,6 +179,7 @@ def figures(rounds: list[Round], slots: int) -> dict[str, float]:
         "cpu_ms": median(each.ours.cpu_ms for each in rounds),
         "over_ideal": median(each.ours.per_s for each in rounds) / ideal,
         "over_bare_loop": median(each.ours.per_s / each.bare.per_s for each in rounds),
+        "crowd_over_bare_loop": median(each.ours.crowd_per_s / each.bare.per_s for each in rounds),
         "bare_per_s": median(each.bare.per_s for each in rounds),
         "over_client_alone": median(each.ours.per_s / each.client.per_s for each in rounds),
         "client_per_s": median(each.client.per_s for each in rounds),
@@ -175,19 +192,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.evals", description="Evaluations with 256 rollouts at once.")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     parser.add_argument("--quick", action="store_true", help="fewer rollouts: a look, not a measurement")
+    parser.add_argument("--processes", type=int, default=1, help="that make our rollouts")
     options, _ = parser.parse_known_args()
-    found = {
-        agent: {engine: figures(asyncio.run(measure(agent, slots, quick=options.quick)), slots) for engine, slots in SLOTS.items()}
-        for agent in AGENTS
-    }
+
+    def figured(agent: str, slots: int) -> dict[str, float]:
+        return figures(asyncio.run(measure(agent, slots, quick=options.quick, processes=options.processes)), slots)
+
+    found = {agent: {engine: figured(agent, slots) for engine, slots in SLOTS.items()} for agent in AGENTS}
     if options.json:
-        print(orjson.dumps({"cores": os.cpu_count(), **found}, option=orjson.OPT_INDENT_2).decode())
+        head = {"cores": os.cpu_count(), "processes": options.processes}
+        print(orjson.dumps({**head, **found}, option=orjson.OPT_INDENT_2).decode())
         return
+    many = "es (processor time is the parent's alone)" if options.processes > 1 else ""
+    print(f"evals: {options.processes} process{many} on {os.cpu_count()} cores")
     for agent, engines in found.items():
         for engine, own in engines.items():
             print(f"evals: {agent}, engine of {engine}: {own['rollouts_per_s']:.0f} rollouts/s with {AT_ONCE} at once", end="")
             print(f", {own['cpu_ms']:.2f} ms of a core each (the client alone: {own['client_cpu_ms']:.2f})")
             print(f"  {own['over_bare_loop']:.2f} of the bare loop's {own['bare_per_s']:.0f}/s (aim: 0.9)", end="")
+            print(f", {own['crowd_over_bare_loop']:.2f} past the first {AT_ONCE}", end="")
             print(f", {own['over_client_alone']:.2f} of the client alone's {own['client_per_s']:.0f}/s")
 
 

@@ -157,6 +157,9 @@ class EvalSection(Section):
     """Which tasks, by row from 0 on, such as `0-9,17`; empty takes all."""
     temperature: float | None = Field(default=None, ge=0)
     """None takes `sampling.eval_temperature` for one attempt at each task, `sampling.temperature` for several."""
+    processes: int = Field(default=1, ge=1)
+    """Processes that make the attempts, `rollout.concurrency` of them at once in all. A fast engine needs several: one Python
+    process makes some hundred short rollouts a second. Not for the `embedded` engine, whose weights are in one process."""
 
 
 class EngineSection(Section):

@@ -25,7 +25,7 @@ class Events:
     def emit(self, kind: str, **fields: Any) -> None:
         """Tell everybody. The wall time is a label; order is the order of lines."""
         if self._file:
-            self._file.write(_line({"time": round(time.time(), 3), "kind": kind, **fields}))
+            self._file.write(json_line({"time": round(time.time(), 3), "kind": kind, **fields}))
         for listener in self._listeners:
             listener(kind, fields)
 
@@ -42,7 +42,8 @@ class Events:
         self.close()
 
 
-def _line(event: dict[str, Any]) -> bytes:
+def json_line(event: dict[str, Any]) -> bytes:
+    """Plain fields as a line of JSON, whatever text is in them."""
     try:
         return orjson.dumps(event, option=orjson.OPT_APPEND_NEWLINE)
     except TypeError:  # half a character in an author's message must not end the run

@@ -44,6 +44,7 @@ def run(
     samples: Annotated[int | None, typer.Option(help="Attempts at each task.")] = None,
     rows: Annotated[str | None, typer.Option(help="Which tasks, such as 0-9,17.")] = None,
     concurrency: Annotated[int | None, typer.Option(help="Rollouts that run at once.")] = None,
+    processes: Annotated[int | None, typer.Option(help="Processes that make them; not for the embedded engine.")] = None,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override one key; may be repeated.")
     ] = None,
@@ -70,6 +71,7 @@ def run(
         "eval.samples": samples,
         "eval.rows": rows,
         "rollout.concurrency": concurrency,
+        "eval.processes": processes,
     }
     set_flags = [f"{key}={orjson.dumps(value).decode()}" for key, value in flags.items() if value is not None]
     config = evaluation_config(_config(file, agent, dataset, [*set_flags, *(overrides or [])]))

@@ -6,8 +6,7 @@ from typing import NamedTuple
 
 from penstock.pool.base import Pool
 from penstock.records import Attempt, End, Group, Rollout, Sampling, Task, make_rollout
-from penstock.rollout.runner import Runner
-from penstock.rollout.scheduler import LOST, run_to_end
+from penstock.rollout.scheduler import LOST, Runs, run_to_end
 
 CHANNEL = "eval"
 PAGE = 100
@@ -15,7 +14,8 @@ UNDONE = (None, End.CANCELLED, End.LOST)
 """Ends of attempts that another process began: they are made again."""
 AHEAD_S = 3.0
 """How long the first attempt of an evaluation may have the engine to itself: whoever watches sees soon whether the agent works at
-all, and the engine has read what its prompts have in common once the others come."""
+all, and the engine has read what its prompts have in common once the others come. Where several processes make attempts, it is the
+first of each: what an agent loads on its first call, it loads then."""
 
 
 class Row(NamedTuple):
@@ -64,8 +64,13 @@ async def _places(row: Row, group: Group | None, pool: Pool, *, samples: int, re
     return [Place(rollout, row.task) for rollout in rollouts]
 
 
-async def make(places: Sequence[Place], runner: Runner, pool: Pool, *, sampling: Sampling, concurrency: int, retries: int) -> None:
-    """Run each to its end, so many at once; one that is lost with its worker is made again. Cancelled, what runs is undone."""
+async def make(
+    places: Sequence[Place], runner: Runs, pool: Pool, *, sampling: Sampling, concurrency: int, retries: int, ahead: int = 1
+) -> None:
+    """Run each to its end, so many at once; one that is lost with its worker is made again. Cancelled, what runs is undone.
+
+    The first ones, as many as `ahead`, go ahead of the others.
+    """
     slots = asyncio.Semaphore(concurrency)
 
     async def run(place: Place) -> None:
@@ -75,11 +80,14 @@ async def make(places: Sequence[Place], runner: Runner, pool: Pool, *, sampling:
             slots.release()
 
     async with asyncio.TaskGroup() as running:
+        first: list[asyncio.Task[None]] = []
         for place in places:
             await slots.acquire()
             task = running.create_task(run(place))
-            if place is places[0]:
-                await asyncio.wait({task}, timeout=AHEAD_S)
+            if len(first) < ahead:
+                first.append(task)
+                if len(first) == ahead:
+                    await asyncio.wait(first, timeout=AHEAD_S)
 
 
 async def stored(pool: Pool) -> AsyncGenerator[Group]:

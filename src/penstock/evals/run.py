@@ -2,7 +2,8 @@
 
 import asyncio
 import time
-from contextlib import suppress
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,12 @@ from penstock.config import RunConfig
 from penstock.errors import ConfigError
 from penstock.evals.attempts import Plan, Row, make, plan, stored
 from penstock.evals.outcome import Outcome, outcome
+from penstock.evals.processes import check_limits, check_processes, open_processes
 from penstock.evals.spending import Prices, prices_of, rollout_seconds
 from penstock.events import Events, Listener
 from penstock.pool.base import Pool
 from penstock.records import Sampling
+from penstock.rollout.scheduler import Runs
 from penstock.sdk.dataset import load_tasks
 from penstock.sdk.discovery import Agent
 from penstock.train.folder import RunFolder, locked, open_run_folder
@@ -26,9 +29,9 @@ from penstock.train.stations import open_pool
 
 MAY_CHANGE = (
     "train.", "gateway.", "executor.", "scale.", "run.folder", "dataset.train", "eval.rows", "eval.k", "eval.passes",
-    "engine.price_", "engine.api_key_env", "engine.retries", "engine.retry_s", "engine.first_token_s", "engine.stall_s",
-    "rollout.executor", "rollout.concurrency", "rollout.retries", "rollout.group", "rollout.min_size", "rollout.top_up",
-    "rollout.max_", "rollout.overflow",
+    "eval.processes", "engine.price_", "engine.api_key_env", "engine.retries", "engine.retry_s", "engine.first_token_s",
+    "engine.stall_s", "rollout.executor", "rollout.concurrency", "rollout.retries", "rollout.group", "rollout.min_size",
+    "rollout.top_up", "rollout.max_", "rollout.overflow",
 )  # fmt: skip
 """What decides nothing about an attempt that has ended."""
 
@@ -57,6 +60,7 @@ def evaluation_config(config: RunConfig) -> RunConfig:
         raise ConfigError(f"eval.k = {too_many[0]}: pass@{too_many[0]} needs as many attempts; raise eval.samples, or leave it out")
     if config.pool.name == "memory":
         raise ConfigError("pool.name = 'memory' forgets: an evaluation that is stopped could not go on; use 'sqlite'")
+    check_processes(config)
     return config.model_copy(update={"run": config.run.model_copy(update={"folder": config.run.folder / "evals"})})
 
 
@@ -94,6 +98,7 @@ async def evaluate(
     retry_failed: bool = False,
 ) -> Evaluation:
     """Try each row as often as `eval.samples` says, or go on where an earlier process stopped; `stop` leaves what runs undone."""
+    check_limits(config, inputs.agent)
     folder = open_run_folder(config, fresh=fresh, may_change=MAY_CHANGE, files=judged_files(inputs.agent))
     with locked(folder.path), Events(folder.events) as events:
         events.listen(listener)
@@ -138,17 +143,19 @@ async def _run(
     """Make what is missing; when that began, loading left out."""
     if not planned.places:
         return time.monotonic()
-    async with open_rollouts(config, inputs, folder, events, pool) as rollouts:
+    count = min(config.eval.processes, config.rollout.concurrency, len(planned.places))  # one more would have nothing to do
+    async with _runs(config, inputs, folder, events, pool, count) as runs:
         started = time.monotonic()
         events.emit("eval.begin", model=inputs.model, folder=str(folder.path), rollouts=len(planned.places), done=planned.done)
         work = asyncio.ensure_future(
             make(
                 planned.places,
-                rollouts.runner,
+                runs,
                 pool,
                 sampling=_sampling(config),
                 concurrency=config.rollout.concurrency,
                 retries=config.rollout.retries,
+                ahead=count,
             )
         )
         stopped = asyncio.ensure_future(stop.wait())
@@ -160,6 +167,19 @@ async def _run(
             with suppress(asyncio.CancelledError):
                 await work
         return started
+
+
+@asynccontextmanager
+async def _runs(
+    config: RunConfig, inputs: Inputs, folder: RunFolder, events: Events, pool: Pool, count: int
+) -> AsyncGenerator[Runs]:
+    """What makes attempts: this process alone, or `count` others."""
+    if count > 1:
+        async with open_processes(config, inputs, folder, events, pool, count=count) as processes:
+            yield processes
+    else:
+        async with open_rollouts(config, inputs, folder, events, pool) as rollouts:
+            yield rollouts.runner
 
 
 def _sampling(config: RunConfig) -> Sampling:

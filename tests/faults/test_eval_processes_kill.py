@@ -1,0 +1,90 @@
+"""An evaluation in several processes whose parent is killed: they end too, and the same command repeats nothing that had ended."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from test_eval_kill import AGENT, CONFIG, ENGINE, place
+
+from penstock.evals.stored import read_evaluation
+
+ROWS, SAMPLES, PROCESSES = 60, 4, 3
+BLOCKED = """
+        if name == "eval-20.0.1":
+            import time
+            time.sleep(1000)
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    (tmp_path / "agent.py").write_text(AGENT.replace("{os.environ['LIFE']}", "{os.environ['LIFE']} {os.getpid()}"))
+    (tmp_path / "eval.toml").write_text(f"{CONFIG}\neval.processes = {PROCESSES}\n")
+    rows = [{"prompt": f"{n} times 3?", "metadata": {"n": n}} for n in range(ROWS)]
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path
+
+
+def evaluate(project: Path, life: int, *, kill: bool) -> str:
+    """Run the command; killed in the middle, or to its end, whose result comes back."""
+    command = [sys.executable, "-c", "from penstock.cli import main; main()", "eval", "run", "eval.toml", "--json"]
+    named = os.environ | {"PYTHONPATH": str(ENGINE), "LIFE": str(life)}
+    with subprocess.Popen(command, cwd=project, env=named, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            for line in process.stderr or ():
+                done, slash, total = line.partition(" ")[0].partition("/")
+                if kill and slash and int(done) >= 0.4 * int(total):
+                    process.kill()
+            return process.stdout.read() if process.stdout else ""
+        finally:
+            process.kill()
+
+
+def completed(project: Path) -> set[str]:
+    """By place in a group: the same for every attempt at it."""
+    groups = asyncio.run(read_evaluation(project / "runs/evals/killed")).groups
+    return {place(attempt.rollout.id) for group in groups for attempt in group.attempts if attempt.end == "completed"}
+
+
+def ledger(project: Path) -> list[list[str]]:
+    """Life, process and name of each rollout that was begun."""
+    return [line.split(" ") for line in (project / "ledger").read_text().splitlines()]
+
+
+def lives(pid: int) -> bool:
+    """Whether a process runs; one that nobody has looked after yet does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def await_deaths(pids: set[int], within_s: float) -> None:
+    deadline = time.monotonic() + within_s
+    while alive := {pid for pid in pids if lives(pid)}:
+        assert time.monotonic() < deadline, f"still there: {alive}"
+        time.sleep(0.02)  # a poll with a deadline: they are no children of this process
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("blocked", [False, True])
+def test_processes_end_with_their_parent_and_nothing_that_had_ended_is_run_again(project: Path, blocked: bool) -> None:
+    if blocked:  # an agent that never lets go of its event loop
+        agent = project / "agent.py"
+        agent.write_text(agent.read_text().replace("        await ctx.openai()", f"{BLOCKED}        await ctx.openai()"))
+    evaluate(project, 1, kill=True)
+    pids = {int(pid) for _, pid, _ in ledger(project)}
+    assert len(pids) == PROCESSES
+    await_deaths(pids, within_s=60.0)
+    ended, total = completed(project), ROWS * SAMPLES
+    assert 0 < len(ended) < total
+    found = json.loads(evaluate(project, 2, kill=False))
+    assert (found["status"], found["resumed"], found["outcome"]["ends"]) == ("finished", len(ended), {"completed": total})
+    names = [name for _, _, name in ledger(project)]
+    assert len(names) == len(set(names)) and {place(name) for name in names} == completed(project)
+    assert {place(name) for life, _, name in ledger(project) if life == "2"} & ended == set()
