@@ -30,6 +30,7 @@ from openai import AsyncOpenAI, DefaultAioHttpClient
 from bench.gateway.servers import serving
 from bench.scale_engine import SAID, TimedEngine, open_tenth
 from bench.scale_rollouts import Speed, clock, closed_loop
+from penstock.collector import collect_seldom
 from penstock.config import EngineSection, RunConfig, make_config
 from penstock.evals.attempts import Row
 from penstock.evals.run import evaluate, evaluation_config
@@ -189,6 +190,7 @@ def figures(rounds: list[Round], slots: int) -> dict[str, float]:
 
 def main() -> None:
     """Print the figures, or one JSON object with `--json`."""
+    collect_seldom()  # as the command does
     parser = argparse.ArgumentParser(prog="python -m bench.evals", description="Evaluations with 256 rollouts at once.")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     parser.add_argument("--quick", action="store_true", help="fewer rollouts: a look, not a measurement")

@@ -155,7 +155,7 @@ class Bench:
         await self._runner.run(case.rollout, case.task, SAMPLING)
 
     async def _unmodified(self, case: Case) -> None:
-        client = self._plain.copy(api_key=self._gateway.open(case.rollout, SAMPLING).token)
+        client = self._plain.copy(api_key=self._gateway.open(case.rollout, SAMPLING, fresh=True).token)
         model = OpenAIChatCompletionsModel("any", client)
         agent = PlainAgent[None](name="solver", instructions=INSTRUCTIONS, model=model, tools=[multiply])
         prompt = cast(list[TResponseInputItem], list(case.task.prompt))

@@ -1,12 +1,18 @@
 """A connection as the pools' SQL sees it: the same statements for SQLite and PostgreSQL, with what differs named here."""
 
 import sqlite3
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import orjson
 
 from penstock.pool.base import Kind
+
+BUSY_S = 30.0
+"""How long another process may hold a SQLite file before it is said to be in use."""
+LOOK_S = 0.0003
+"""How long one that waits for such a file pauses between two looks."""
 
 
 class Tally(NamedTuple):
@@ -95,8 +101,16 @@ class SqliteDatabase(sqlite3.Connection):
     ERRORS: ClassVar[tuple[type[Exception], ...]] = (sqlite3.Error,)
 
     def begin(self) -> None:
-        """See `Database.begin`."""
-        self.execute("BEGIN IMMEDIATE")
+        """See `Database.begin`. Where others write, this waits by itself: SQLite would pause ever longer between two looks."""
+        deadline = time.monotonic() + BUSY_S
+        while True:
+            try:
+                self.execute("BEGIN IMMEDIATE")
+                return
+            except sqlite3.OperationalError as cause:
+                if cause.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
+                    raise
+            time.sleep(LOOK_S)
 
     def begin_reading(self) -> None:
         """See `Database.begin_reading`."""

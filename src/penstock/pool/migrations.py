@@ -5,13 +5,10 @@ import time
 from pathlib import Path
 
 from penstock.errors import PoolError, PoolFailed
-from penstock.pool.database import SqliteDatabase
+from penstock.pool.database import BUSY_S, SqliteDatabase
 
 APPLICATION_ID = 0x50535450
 """Marks the file as ours, so that nobody's other database is taken for a pool."""
-
-BUSY_S = 30.0
-"""How long another process may hold the file before it is said to be in use."""
 
 FAULTS = (sqlite3.Error, OSError, UnicodeError, OverflowError)
 """What `explain` explains."""

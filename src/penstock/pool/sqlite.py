@@ -25,6 +25,7 @@ def open_pool(folder: Path, *, url: str = "", clock: Clock = time.monotonic, max
             folder.mkdir(parents=True, exist_ok=True)
             writing = opened.enter_context(closing(open_database(path, max_pages=max_pages)))
             migrate(writing)
+            writing.execute("PRAGMA busy_timeout = 0")  # `begin` waits, and nothing else has to
             reading = [opened.enter_context(closing(open_database(path))) for _ in range(READERS)]
             pool = SqlPool(writing, reading, LeaseClock(clock), partial(explain, path=path))
         except FAULTS as cause:
