@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from pool_cases import TASK, FakeClock, claim, complete, ids, make_node, make_step, must_claim, open_groups, open_one, places, play
 
-from penstock.errors import PoolError
+from penstock.errors import PoolError, PoolFailed
 from penstock.pool import POOLS
 from penstock.pool.base import Pool
 from penstock.pool.migrations import APPLICATION_ID, MIGRATIONS, open_database
@@ -332,3 +332,34 @@ def make_old(folder: Path, number: int) -> None:
             "INSERT INTO steps VALUES (?, 0, ?, ?, ?, ?, ?, ?)", (rollout.id, step_row.record, *step_row.columns, step_row.crc)
         )
         database.execute("INSERT INTO tally VALUES ('train', 'state', 'complete', 1), ('train', 'count', 'steps', 1)")
+
+
+def test_a_write_waits_until_another_process_lets_go_of_the_file(tmp_path: Path) -> None:
+    async def act(pool: Pool) -> None:
+        await open_groups(pool)
+        with closing(open_database(tmp_path / "pool.db")) as other:
+            other.execute("BEGIN IMMEDIATE")
+            writing = asyncio.ensure_future(pool.end("train-0.0.1", End.COMPLETED))
+            assert not (await asyncio.wait({writing}, timeout=0.05))[0]
+            other.execute("COMMIT")
+            assert await writing
+
+    play("sqlite", tmp_path, act)
+
+
+def test_a_file_that_is_not_let_go_of_fails_the_write_and_the_next_one_succeeds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.pool.database.BUSY_S", 0.02)
+
+    async def act(pool: Pool) -> None:
+        await open_groups(pool)
+        with closing(open_database(tmp_path / "pool.db")) as other:
+            other.execute("BEGIN IMMEDIATE")
+            with pytest.raises(PoolFailed, match="another process is writing to it and does not let go"):
+                await pool.end("train-0.0.1", End.COMPLETED)
+            other.execute("COMMIT")
+        assert (await pool.attempt("train-0.0.1")).end is None
+        assert await pool.end("train-0.0.1", End.COMPLETED)
+
+    play("sqlite", tmp_path, act)
