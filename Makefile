@@ -27,7 +27,7 @@ demo: $(STAMP)
 	$(BIN)/penstock train examples/multiply/train.toml
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 3 --dist loadfile
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 test-faults: $(STAMP)
 	PENSTOCK_FAULTS=full $(BIN)/python -m pytest -n 2 --dist loadfile -s tests/faults

@@ -60,7 +60,7 @@ UNLOCKED = 2047
 LONG = 64 * 1024
 
 
-def pieces(blob: bytes, size: int) -> Iterable[bytes | memoryview]:
+def pieces(blob: bytes | memoryview, size: int) -> Iterable[bytes | memoryview]:
     """`blob` in parts of at most `size` bytes, unless it is long.
 
     Checksums and hashes give up the interpreter's lock for larger ones. Unless they take long they have it back before another

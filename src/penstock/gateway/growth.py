@@ -12,11 +12,10 @@ from typing import Any
 
 import orjson
 
+from penstock.codec import UNLOCKED, pieces
+
 LONG = 1 << 14
 """Bytes from which a body is remembered; shorter ones are read as fast as they are compared."""
-UNSHARED = 2047
-"""Bytes up to which hashing does not let other threads in: getting its turn again would take longer than the hashing."""
-LONG_HASH = 1 << 15
 MOST_LOOSE = 3
 """How many entries may be loose: one more for each body that none went on from, so there is an end to trying."""
 
@@ -111,6 +110,5 @@ class GrowingBody:
 
 
 def _feed(digest: Any, view: memoryview) -> None:
-    step = UNSHARED if len(view) < LONG_HASH else len(view)
-    for start in range(0, len(view), step):
-        digest.update(view[start : start + step])
+    for piece in pieces(view, UNLOCKED):
+        digest.update(piece)

@@ -212,7 +212,7 @@ def _runs(batch: list[_Job]) -> Iterator[list[_Job]]:
             yield from (list(alike) for _, alike in groupby(ordered, key=lambda job: job.bulk and job.bulk.together))
 
 
-SWITCH_S = 0.0002
+SWITCH_S = 0.0005
 """How long one thread of the process may keep the others waiting. The writing thread asks for its turn with every statement: at
 Python's usual 5 ms a busy process would keep each commit waiting for many times as long as the disk does."""
 GATHER_S = 0.003
