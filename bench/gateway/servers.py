@@ -2,7 +2,6 @@
 
 import asyncio
 import sys
-import tempfile
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -20,6 +19,8 @@ from starlette.routing import Route
 from penstock.collector import collect_seldom
 from penstock.engines.base import Sampled
 from penstock.gateway import Gateway, Limits
+from penstock.gateway.listening import bind
+from penstock.gateway.peers import Peers
 from penstock.pool import POOLS
 from penstock.records import Sampling, Task, make_rollout
 from penstock.render.renderer import Renderer
@@ -72,18 +73,24 @@ class ReadyEngine(ScriptedEngine):
         return Sampled(tuple(ids), logprobs, logprobs, tuple(0 for _ in ids), finish)
 
 
-async def serve_gateway(folder: str) -> None:
-    """Our gateway on a SQLite pool of its own, every step on disk before its last byte."""
-    model = write_tokenizer(Path(folder) / "model", corpus=CORPUS, vocab_size=600)
-    renderer, store = Renderer.load(model), Path(tempfile.mkdtemp(dir=folder))
-    pool = POOLS.load("sqlite")(store)
-    rollouts = [make_rollout("train-0", "t", place) for place in range(CALLERS)]
-    await pool.open_group(Task(id="t", prompt=({"role": "user", "content": "?"},)), rollouts, seq=0)
+async def serve_gateway(folder: str, number: str = "0", of: str = "1", port: str = "0") -> None:
+    """Our gateway on a SQLite pool of its own, every step on disk before its last byte, or one of several workers on it."""
+    model, store = write_tokenizer(Path(folder) / "model", corpus=CORPUS, vocab_size=600), Path(folder) / "pool"
+    renderer, pool = Renderer.load(model), POOLS.load("sqlite")(store)
+    if number == "0":
+        rollouts = [make_rollout("train-0", "t", place) for place in range(CALLERS)]
+        await pool.open_group(Task(id="t", prompt=({"role": "user", "content": "?"},)), rollouts, seq=0)
     engine = ReadyEngine([], renderer.tokenizer)
     engine.answer(renderer.tokenizer.encode(SAID * 50)[: REPLY_TOKENS - 1] + list(renderer.stop_ids[:1]))
-    limits = Limits(calls_per_s=1e9)
     async with Gateway(
-        engine, renderer, pool, secret=SECRET, sampling={"train": Sampling(max_tokens=1024)}, limits=limits
+        engine,
+        renderer,
+        pool,
+        secret=SECRET,
+        sampling={"train": Sampling(max_tokens=1024)},
+        limits=Limits(calls_per_s=1e9),
+        sock=bind("127.0.0.1", int(port), shared=of != "1"),
+        peers=Peers(int(number), int(of)),
     ) as gateway:
         await say_and_wait(gateway.base_url)
 
