@@ -11,6 +11,7 @@ An `open` gateway asks for the control token only: whoever reaches it may name a
 
 import hmac
 import secrets
+from collections import OrderedDict
 from collections.abc import Iterable
 from enum import StrEnum
 from hashlib import sha256
@@ -50,7 +51,7 @@ class Tokens:
         if len(secret) < 16:
             raise ConfigError(f"the gateway's secret has {len(secret)} bytes; give at least 16 random ones")
         self._key = hmac.new(secret, digestmod=sha256)
-        self._seen: dict[str, Held] = {}
+        self._seen = OrderedDict[str, Held]()
         """Model and flow tokens that proved right: an agent sends the same one with each call."""
         self.control = f"ck-{self._sign('control')}"
         """Opens the control routes; the runner holds it, an agent never sees it."""
@@ -132,7 +133,7 @@ class Tokens:
 
     def _remember(self, token: str, held: Held) -> Held:
         while len(self._seen) >= SEEN:
-            del self._seen[next(iter(self._seen))]
+            self._seen.popitem(last=False)
         self._seen[token] = held
         return held
 

@@ -6,6 +6,7 @@ answers are remembered for a while, so that a retry that comes after gets the sa
 
 import asyncio
 import time
+from collections import OrderedDict
 
 import orjson
 from starlette.types import Message as AsgiMessage
@@ -155,7 +156,7 @@ class Told:
     def __init__(self, most_bytes: int = 32 << 20) -> None:
         self._most_bytes = most_bytes
         self._bytes = 0
-        self._answers: dict[str, list[AsgiMessage]] = {}
+        self._answers = OrderedDict[str, list[AsgiMessage]]()  # the oldest of a plain dictionary is found ever more slowly
 
     def keep(self, flight: Flight) -> None:
         """Remember a complete answer; the oldest ones make room."""
@@ -165,7 +166,7 @@ class Told:
         self._answers[flight.request] = flight.sent
         self._bytes += _size(flight.sent)
         while self._bytes > self._most_bytes:
-            self._forget(next(iter(self._answers)))
+            self._bytes -= _size(self._answers.popitem(last=False)[1])
 
     def find(self, request: str) -> list[AsgiMessage] | None:
         """What was sent in answer to a request; None where that is not known any more."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections import OrderedDict
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -232,7 +233,7 @@ class Sessions:
         self._share = share
         self._open: dict[str, Session] = {}
         self._taken: dict[str, Session] = {}
-        self._closed: dict[str, bool] = {}
+        self._closed = OrderedDict[str, bool]()
         """Whether it was its flow that completed it."""
         self._stopping = False
 
@@ -266,7 +267,8 @@ class Sessions:
         """
         complete = complete or self.is_complete(rollout_id)
         session = self._open.pop(rollout_id, None) or self._taken.pop(rollout_id, None)
-        _bound(self._closed, REMEMBERED)
+        while len(self._closed) >= REMEMBERED:
+            self._closed.popitem(last=False)
         self._closed[rollout_id] = complete
         if session is None:
             return None
@@ -359,8 +361,3 @@ def is_gone(rollout_id: str) -> RequestError:
 def over(attempt: Attempt) -> RequestError:
     """A call to a rollout that has ended, in whatever process."""
     return is_gone(attempt.rollout.id) if attempt.message == COMPLETE else has_ended(attempt.rollout.id, attempt.end)
-
-
-def _bound(table: dict[str, bool], size: int) -> None:
-    while len(table) >= size:
-        del table[next(iter(table))]
