@@ -2,14 +2,11 @@
 
 import asyncio
 import json
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
-from test_eval_kill import AGENT, CONFIG, ENGINE, place
+from test_eval_kill import AGENT, CONFIG, evaluate, place
 
 from penstock.evals.stored import read_evaluation
 
@@ -28,21 +25,6 @@ def project(tmp_path: Path) -> Path:
     rows = [{"prompt": f"{n} times 3?", "metadata": {"n": n}} for n in range(ROWS)]
     (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return tmp_path
-
-
-def evaluate(project: Path, life: int, *, kill: bool) -> str:
-    """Run the command; killed in the middle, or to its end, whose result comes back."""
-    command = [sys.executable, "-c", "from penstock.cli import main; main()", "eval", "run", "eval.toml", "--json"]
-    named = os.environ | {"PYTHONPATH": str(ENGINE), "LIFE": str(life)}
-    with subprocess.Popen(command, cwd=project, env=named, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            for line in process.stderr or ():
-                done, slash, total = line.partition(" ")[0].partition("/")
-                if kill and slash and int(done) >= 0.4 * int(total):
-                    process.kill()
-            return process.stdout.read() if process.stdout else ""
-        finally:
-            process.kill()
 
 
 def completed(project: Path) -> set[str]:

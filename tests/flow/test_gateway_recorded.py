@@ -102,3 +102,17 @@ def test_a_rollout_that_nobody_opened_is_nothing_to_tell_of():
             assert bench.gateway.close("train-7.0.1") is None
 
     asyncio.run(main())
+
+
+def test_of_a_rollout_that_was_graded_by_a_route_only_the_pool_tells():
+    async def main():
+        async with workbench(ScriptedEngine(["one"], renderer().tokenizer), renderer()) as bench:
+            session = await bench.rollout()
+            await chat(bench.http(session.token), USER)
+            control = bench.http(bench.gateway.tokens.control)
+            answer = await control.post(f"/rollouts/{session.rollout_id}/grade", content='{"reward": 0.5}')
+            assert answer.status_code == 200
+            assert bench.gateway.close(session.rollout_id) is None
+            assert [grade.reward for grade in (await bench.attempt(session)).grades] == [0.5]
+
+    asyncio.run(main())

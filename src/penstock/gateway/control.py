@@ -94,6 +94,7 @@ class Control:
         """Reward a rollout, one of its transcripts or one of its steps."""
         body = await self._read(request, GradeBody)
         grade = from_json(Grade, orjson.dumps(body.model_dump() | {"rollout_id": request.path_params["rollout_id"]}))
+        self._sessions.graded(grade.rollout_id)
         with _refusing(status=409, code="not_graded"):
             await self._pool.grade(grade)
         return reply({"rollout_id": grade.rollout_id, "reward": grade.reward})

@@ -69,7 +69,7 @@ class Recorder:
     async def _store(self, session: Session, step: Step, node: Node | None) -> None:
         """Append both to the pool, without the secrets in their texts."""
         clean, clean_node = self._clean_step(step), node and self._clean_node(node)
-        session.redacted = session.redacted or clean is not step or clean_node is not node
+        session.partial = session.partial or clean is not step or clean_node is not node
         try:
             await self._pool.append(clean, clean_node)
         except PoolError as error:

@@ -48,8 +48,8 @@ class Session:
         """Calls that are being answered, by the digest of their request: a retry joins the one that it repeats."""
         self.refused: set[str] = set()
         """Requests whose last answer was an error: sent again they are sampled, whatever was answered before."""
-        self.redacted = False
-        """Whether a text of it was stored without the secrets in it."""
+        self.partial = False
+        """Whether the pool holds of it what is not known here: a grade, or a text without its secrets."""
         self.closed = False
         self._limits = limits
         self.shared = share[1] > 1
@@ -93,7 +93,7 @@ class Session:
 
     def recorded(self) -> Attempt | None:
         """Its nodes and steps as they are stored; None where only the pool knows them all."""
-        if self._graph is None or self.shared or self.redacted:
+        if self._graph is None or self.shared or self.partial:
             return None
         return Attempt(rollout=self.rollout, nodes=tuple(self._graph.nodes.values()), steps=tuple(self._graph.steps.values()))
 
@@ -255,6 +255,12 @@ class Sessions:
     def stopping(self) -> bool:
         """Whether no more calls are taken."""
         return self._stopping
+
+    def graded(self, rollout_id: str) -> None:
+        """A grade of it comes by a route, and goes to the pool alone."""
+        session = self._open.get(rollout_id) or self._taken.get(rollout_id)
+        if session is not None:
+            session.partial = True
 
     def is_complete(self, rollout_id: str) -> bool:
         """Whether it is known here that its flow has completed it."""

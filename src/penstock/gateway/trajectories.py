@@ -102,6 +102,7 @@ class Trajectories:
 
     async def grade(self, grade: Grade) -> None:
         """Store it; RequestError 409 where another one stands, or the rollout has ended."""
+        self._sessions.graded(grade.rollout_id)
         try:
             await self._pool.grade(grade)
         except PoolFailed:

@@ -61,8 +61,6 @@ class Runner:
     pool: Pool
     events: Events
     limits: RolloutSection
-    trusted: bool = False
-    """Whether the agent may grade its own rollouts: then the pool knows more of them than the gateway recorded."""
     redactor: Redactor = field(default_factory=lambda: Redactor(run_secrets()))
     """What an author's error says is written down without secrets."""
 
@@ -126,7 +124,7 @@ class Runner:
             recorded = self.gateway.close(rollout.id)
         if told.strays:
             self.events.emit("rollout.strays", rollout_id=rollout.id, providers=list(told.strays))
-        if recorded is None or self.trusted:
+        if recorded is None:
             recorded = await self.pool.attempt(rollout.id)
         return await self._judge(rollout, task, told, recorded)
 
@@ -202,12 +200,4 @@ async def open_runner(
         events=events,
     )
     async with EXECUTORS.load(limits.executor)(given) as executor:
-        yield Runner(
-            executor=executor,
-            grader=agent.grader_name,
-            gateway=gateway,
-            pool=pool,
-            events=events,
-            limits=limits,
-            trusted=agent.trusted,
-        )
+        yield Runner(executor=executor, grader=agent.grader_name, gateway=gateway, pool=pool, events=events, limits=limits)
