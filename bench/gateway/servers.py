@@ -90,7 +90,7 @@ async def serve_gateway(folder: str, number: str = "0", of: str = "1", port: str
         sampling={"train": Sampling(max_tokens=1024)},
         limits=Limits(calls_per_s=1e9),
         sock=bind("127.0.0.1", int(port), shared=of != "1"),
-        peers=Peers(int(number), int(of)),
+        peers=Peers(int(number), int(of), Path(folder)),
     ) as gateway:
         await say_and_wait(gateway.base_url)
 

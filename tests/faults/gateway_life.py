@@ -22,8 +22,8 @@ async def serve(renderer: Renderer, name: str, folder: Path, url: str, number: i
     """Worker `number` of `of`, each with a port of its own, which it tells."""
     pool = POOLS.load(name)(folder, url=url)
     engine = ScriptedEngine(lambda prompt: f"{secrets.token_hex(8)} after {len(prompt)}", renderer.tokenizer, chunk=64)
-    sampling, limits = {"": Sampling(max_tokens=1024)}, Limits(calls_per_s=1e6)
-    async with Gateway(engine, renderer, pool, secret=SECRET, sampling=sampling, limits=limits, peers=Peers(number, of)) as gateway:
+    sampling, limits, peers = {"": Sampling(max_tokens=1024)}, Limits(calls_per_s=1e6), Peers(number, of, folder)
+    async with Gateway(engine, renderer, pool, secret=SECRET, sampling=sampling, limits=limits, peers=peers) as gateway:
         say(gateway.base_url.removesuffix("/v1"))
         await asyncio.Event().wait()
 

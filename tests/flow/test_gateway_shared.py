@@ -1,36 +1,44 @@
 """Two workers of one gateway over one pool: whichever a call lands in, its rollout goes on where it was."""
 
 import asyncio
+import tempfile
+import time
 from contextlib import AsyncExitStack
+from pathlib import Path
 
 import pytest
 from gateway_cases import USER, chat, messages_of, renderer
 
 from penstock.errors import PoolError
 from penstock.gateway.app import Gateway
+from penstock.gateway.auth import Tokens
 from penstock.gateway.peers import Peers
+from penstock.pool.memory import MemoryPool
 from penstock.records import End, Sampling, Task, make_rollout
 from penstock.testing import Scripted, ScriptedEngine, Workbench, memory_pool
 
 ROLLOUT = make_rollout("train-0", "t", 0)
+SECRET = b"a secret for tests only"
 
 
 def run(steps, script=lambda prompt: "Hi."):
-    """Run `steps` with an HTTP client of each worker, and the pool and the engine that they share."""
+    """Run `steps` with an HTTP client of each worker, and the pool and the engine that they share: with a board and without."""
 
-    async def main():
+    async def main(folder):
         engine, pool = ScriptedEngine(script, renderer().tokenizer), memory_pool()
         await pool.open_group(Task(id="t", prompt=()), [ROLLOUT], seq=0)
         async with asyncio.timeout(60), AsyncExitStack() as clients:
             workers = [
-                Gateway(engine, renderer(), pool, secret=b"a secret for tests only", sampling={"": Sampling()}, peers=Peers(n, 2))
+                Gateway(engine, renderer(), pool, secret=SECRET, sampling={"": Sampling()}, peers=Peers(n, 2, folder))
                 for n in range(2)
             ]
             token = workers[0].tokens.model(ROLLOUT.id)
             https = [Workbench(worker, pool, False, clients).http(token) for worker in workers]
             await steps(*https, pool, engine)
 
-    asyncio.run(main())
+    with tempfile.TemporaryDirectory() as name:
+        for folder in (None, Path(name)):
+            asyncio.run(main(folder))
 
 
 def test_turns_that_alternate_between_workers_are_one_exact_path():
@@ -75,12 +83,58 @@ def test_a_rollout_that_one_worker_ended_is_over_in_the_other():
     async def steps(one, other, pool, engine):
         for http in (one, other):
             assert (await chat(http, USER)).status_code == 200
-        await pool.end(ROLLOUT.id, End.COMPLETED)
+        control = {"authorization": f"Bearer {Tokens(SECRET).control}"}
+        ended = await one.post(f"/rollouts/{ROLLOUT.id}/end", json={"end": "completed"}, headers=control)
+        assert ended.status_code == 200
         for http in (one, other, one):
             response = await chat(http, USER)
             assert (response.status_code, response.json()["error"]["code"]) == (409, "rollout_ended")
 
     run(steps)
+
+
+def test_a_rollout_that_ended_past_all_workers_takes_no_step_from_either():
+    async def steps(one, other, pool, engine):
+        for http in (one, other):
+            assert (await chat(http, USER)).status_code == 200
+        await pool.end(ROLLOUT.id, End.COMPLETED)
+        for http in (one, other, one):
+            assert (await chat(http, USER)).json()["error"]["code"] == "rollout_ended"
+        assert len((await pool.attempt(ROLLOUT.id)).steps) == 2
+
+    run(steps)
+
+
+def test_with_a_board_the_pool_is_asked_only_after_another_worker_wrote(tmp_path):
+    async def main():
+        engine, pool = ScriptedEngine(lambda prompt: "Hi.", renderer().tokenizer), Asked()
+        await pool.open_group(Task(id="t", prompt=()), [ROLLOUT], seq=0)
+        async with asyncio.timeout(60), AsyncExitStack() as clients:
+            workers = [
+                Gateway(engine, renderer(), pool, secret=SECRET, sampling={"": Sampling()}, peers=Peers(n, 2, tmp_path))
+                for n in range(2)
+            ]
+            one, other = (Workbench(worker, pool, False, clients).http(worker.tokens.model(ROLLOUT.id)) for worker in workers)
+            asked = []
+            for http in (one, one, one, other, other, one, one):
+                before = pool.asked
+                assert (await chat(http, USER)).status_code == 200
+                asked.append(pool.asked - before)
+            assert asked == [1, 0, 0, 1, 0, 1, 0]
+
+    asyncio.run(main())
+
+
+class Asked(MemoryPool):
+    """Counts how often it is asked for a rollout."""
+
+    def __init__(self):
+        super().__init__(time.monotonic)
+        self.asked = 0
+
+    async def attempt(self, rollout_id, **kwargs):
+        self.asked += 1
+        return await super().attempt(rollout_id, **kwargs)
 
 
 def test_a_previous_response_is_known_to_the_other_worker():
@@ -96,7 +150,8 @@ def test_a_previous_response_is_known_to_the_other_worker():
 @pytest.mark.parametrize("fails", ["attempt", "append"])
 def test_a_pool_that_fails_is_a_503_and_no_endless_trial(fails, monkeypatch):
     async def steps(one, other, pool, engine):
-        assert (await chat(one, USER)).status_code == 200
+        for http in (one, other):
+            assert (await chat(http, USER)).status_code == 200
 
         async def failing(*_, **__):
             raise PoolError("the disk is full")

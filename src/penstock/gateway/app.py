@@ -90,7 +90,7 @@ class Gateway:
             defaults=sampling or {},
             limits=limits,
             base_url=base_url(host, port, hosts),
-            share=(peers.number, peers.of),
+            peers=peers,
         )
         self._trajectories = Trajectories(pool, self._sessions, self.tokens)
         self._flows = FlowRoutes(pool, self._sessions, self._trajectories, self._service, tokens=self.tokens, limits=limits)

@@ -16,6 +16,7 @@ from penstock.gateway.calls import Limits
 from penstock.gateway.endpoint import read_body
 from penstock.gateway.routes import reply
 from penstock.gateway.sessions import Sessions
+from penstock.gateway.trajectories import BEYOND
 from penstock.pool.base import Pool
 from penstock.records import End, Grade
 
@@ -105,7 +106,7 @@ class Control:
         rollout_id = request.path_params["rollout_id"]
         with _refusing(status=404, code="unknown_rollout"):
             first = await self._pool.end(rollout_id, body.end, body.message)
-            end = (await self._pool.attempt(rollout_id)).end
+            end = (await self._pool.attempt(rollout_id, first_step=BEYOND, first_node=BEYOND)).end
         self._sessions.close(rollout_id)
         return reply({"rollout_id": rollout_id, "end": end, "first": first})
 
@@ -114,7 +115,7 @@ class Control:
         if body.rollout_id is None or body.model_fields_set != {"rollout_id"}:
             return None
         try:
-            return (await self._pool.attempt(body.rollout_id)).rollout.id
+            return (await self._pool.attempt(body.rollout_id, first_step=BEYOND, first_node=BEYOND)).rollout.id
         except PoolFailed:
             raise
         except PoolError:

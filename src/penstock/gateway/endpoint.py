@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import orjson
 from starlette.types import Receive, Scope, Send
@@ -25,8 +25,14 @@ from penstock.records import Step
 VISIT = "penstock.visit"
 """In a scope: the prompt's uid, where the path or the body names the rollout without a token of its own; else None."""
 MAIN = "main"
-FindSession = Callable[[str, str | None], Awaitable[Session]]
-"""The session of a rollout; where a prompt's uid is given, of one that may not be there yet."""
+
+
+class FindSession(Protocol):
+    """The session of a rollout; where a prompt's uid is given as `visit`, of one that may not be there yet."""
+
+    def __call__(self, rollout_id: str, visit: str | None, *, again: bool = False) -> Awaitable[Session]:
+        """See `Trajectories.session`."""
+        ...
 
 
 class ModelRoute:
@@ -63,7 +69,7 @@ class ModelRoute:
             body = await read_body(receive, self._limits.body_bytes)
             if body is None:
                 return
-            session = await self._find(caller.rollout_id, scope[VISIT])
+            session = await self._find(caller.rollout_id, scope[VISIT], again=caller.is_retry)
             if caller.transcript == session.rollout.group_id:  # in a path, after the token: which prompt it is, not who speaks
                 caller = account.caller = caller._replace(transcript=MAIN)
             flight.request = _request(caller, self._dialect.path, body, session.talk(caller.transcript))

@@ -46,6 +46,15 @@ class Place(NamedTuple):
     """What broke, if a root must be opened although replies were sent back, or a path goes on with other replies; or None."""
 
 
+class RawPlace(NamedTuple):
+    """Where an untemplated prompt leaves the known paths."""
+
+    step: int | None
+    """The last reply on the path; None opens a root."""
+    known: int
+    """How much of the prompt lies on the path, in characters or tokens."""
+
+
 class TokenGraph:
     """Nodes and steps of one rollout, and the way back from a call's messages to them."""
 
@@ -67,7 +76,9 @@ class TokenGraph:
         self._answers_to: dict[str, list[str]] = {}
         """Digest of a request, to the names of its answers."""
         self._raw: dict[int, str] = {}
-        """Step on a path that no template touched, to all text up to its end."""
+        """Step on a path that no template touched, to the text that it and its node add."""
+        self._raw_after: dict[int | None, list[int]] = {}
+        """Such a step, None for none, to those that go on from it."""
         self._hashes: dict[int, blake2b] = {}
         """Step, to the running hash of all tokens up to its end."""
         self._thoughtful: set[int] = set()
@@ -117,18 +128,16 @@ class TokenGraph:
                 return Place(step, known, chains[-1], self._why_branch(messages[known:]))
         return Place(None, 0, chains[-1], self._why_root(messages, chains))
 
-    def match_raw(self, raw: str | tuple[int, ...]) -> int | None:
-        """The step with the longest path that an untemplated prompt continues, by its text or by its tokens."""
-        if isinstance(raw, str):
-            sizes = {step: len(text) for step, text in self._raw.items() if text and raw.startswith(text)}
-        else:
-            contexts = {step: self.context(step) for step in self._raw}
-            sizes = {step: len(ids) for step, ids in contexts.items() if ids == raw[: len(ids)]}
-        return max(sizes, key=lambda step: (sizes[step], step), default=None)
-
-    def raw_text(self, step: int) -> str:
-        """All text up to the end of a step that `match_raw` gave."""
-        return self._raw[step]
+    def match_raw(self, raw: str | tuple[int, ...]) -> RawPlace:
+        """The longest path that an untemplated prompt continues, by its text or by its tokens."""
+        paths = [RawPlace(None, 0)]
+        for before, known in paths:  # which grow meanwhile
+            for step in self._raw_after.get(before, ()):
+                added = self._raw[step] if isinstance(raw, str) else self._added(step)
+                if raw[known : known + len(added)] == added:
+                    paths.append(RawPlace(step, known + len(added)))
+        said = [place for place in paths if place.known]
+        return max(said, key=lambda place: (place.known, place.step or 0), default=paths[0])
 
     def find(self, parent: int | None, messages_chain: str, token_ids: Sequence[int]) -> Node | None:
         """The node that adds exactly these tokens there, if one does: the same call made again shares it."""
@@ -206,16 +215,21 @@ class TokenGraph:
                 parts.append(self.steps[parent].completion_ids)
         return TokenPath(*reversed(parts))
 
+    def _added(self, step: int) -> tuple[int, ...]:
+        """The tokens of a step and its node."""
+        reply = self.steps[step]
+        return self.nodes[reply.node].token_ids + reply.completion_ids
+
     def _file(self, step: Step) -> None:
-        """Note which answer the step is part of, and the text that it ends if no template touched it."""
+        """Note which answer the step is part of, and the text that it adds if no template touched it."""
         steps = self._steps_of.setdefault(step.answer, [])
         if not steps:
             self._answers_to.setdefault(step.answer.rpartition("-")[0], []).append(step.answer)
         steps.append(step.index)
         node = self.nodes[step.node]
         if node.chain.startswith(RAW):
-            before = "" if node.parent is None else self._raw[node.parent]
-            self._raw[step.index] = before + flatten(node.messages[0]["content"]) + flatten(step.message["content"])
+            self._raw_after.setdefault(node.parent, []).append(step.index)
+            self._raw[step.index] = flatten(node.messages[0]["content"]) + flatten(step.message["content"])
 
     def _thinks(self, step: Step) -> bool:
         node = self.nodes[step.node]

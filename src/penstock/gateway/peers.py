@@ -1,4 +1,4 @@
-"""What the workers of one gateway know of each other: their numbers, and each other's counts."""
+"""What the workers of one gateway know of each other: their numbers, what they have written to, and each other's counts."""
 
 import asyncio
 from collections.abc import Callable
@@ -6,6 +6,7 @@ from pathlib import Path
 
 import orjson
 
+from penstock.gateway.board import Board
 from penstock.gateway.metrics import FAMILIES, Samples, merge
 
 SAVE_S = 1.0
@@ -14,13 +15,24 @@ SAVE_S = 1.0
 
 class Peers:
     """Worker `number` of `of`; alone by default. Each keeps its counts in a file of `folder`, where the others and its successor
-    read them: what a gateway has counted does not go back when a worker dies, but for its last second."""
+    read them: what a gateway has counted does not go back when a worker dies, but for its last second. Without a folder they know
+    each other by the pool alone."""
 
     def __init__(self, number: int = 0, of: int = 1, folder: Path | None = None) -> None:
         self.number = number
         self.of = of
         self._folder = folder
+        self._board = Board(folder / "board", number, of) if folder and of > 1 else None
         self._before = _counters(self._read(number)) if folder else {}
+
+    def tell(self, rollout_id: str) -> None:
+        """Let the others know that something of a rollout is stored."""
+        if self._board is not None:
+            self._board.tell(rollout_id)
+
+    def look(self, rollout_id: str) -> tuple[int, ...] | None:
+        """What changes when another of them writes to the rollout; None where only the pool can tell."""
+        return None if self._board is None else self._board.look(rollout_id)
 
     async def together(self, mine: Samples) -> Samples:
         """The counts of all workers, mine as they are now."""

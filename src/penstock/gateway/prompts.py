@@ -1,6 +1,7 @@
 """The prompt of a call: the tokens of the longest known path and what is new, or a root rendered from scratch."""
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -26,7 +27,7 @@ class Roots:
     def __init__(self, renderer: Renderer, most_tokens: int = 2_000_000) -> None:
         self._renderer = renderer
         self._left = most_tokens
-        self._known: dict[str, tuple[int, ...]] = {}
+        self._known = OrderedDict[str, tuple[int, ...]]()  # the oldest of a plain dictionary is found ever more slowly
 
     async def render(self, call: Call, chain: str) -> tuple[int, ...]:
         """Ids of the call's whole conversation; only one that its digest tells wholly, without any reply, is known again."""
@@ -38,7 +39,7 @@ class Roots:
             self._known[chain] = ids
             self._left -= len(ids)
             while self._left < 0:
-                self._left += len(self._known.pop(next(iter(self._known))))
+                self._left += len(self._known.popitem(last=False)[1])
         return ids
 
 
@@ -72,12 +73,12 @@ async def _render(graph: TokenGraph, renderer: Renderer, roots: Roots, call: Cal
 
 def _continue_raw(graph: TokenGraph, renderer: Renderer, raw: str | tuple[int, ...]) -> Prompt:
     """An untemplated prompt, after the longest path that it goes on from."""
-    parent = graph.match_raw(raw)
+    parent, known = graph.match_raw(raw)
     if isinstance(raw, str):
-        rest = raw if parent is None else raw[len(graph.raw_text(parent)) :]
+        rest = raw[known:]
         added, chain = tuple(renderer.encode_raw(rest)), blake2b(raw.encode(), digest_size=16).hexdigest()
     else:
-        added = raw if parent is None else raw[len(graph.context(parent)) :]
+        added = raw[known:]
         rest, chain = renderer.tokenizer.decode(added), blake2b(pack_ints(raw), digest_size=16).hexdigest()
     before = TokenPath() if parent is None else graph.context(parent)
     said: tuple[Message, ...] = ({"role": "user", "content": rest},)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
@@ -14,6 +15,7 @@ from penstock.gateway import views
 from penstock.gateway.cursors import MOST, Place, read_channels, read_limit, read_offset, read_places, read_positions
 from penstock.gateway.flow_bodies import read, wrong
 from penstock.gateway.routes import reply
+from penstock.gateway.trajectories import BEYOND
 from penstock.pool.base import Pool
 from penstock.pool.paging import every_group
 from penstock.records import Attempt, Group, Mark
@@ -26,6 +28,8 @@ SCANNED = 1000
 """Of groups, how many are read for one answer at most: one that is asked for little may have to look at many."""
 
 Entries = Callable[[Group], Iterable[dict[str, Any]]]
+Marks = dict[int | None, Mark]
+"""Of one rollout, by what they are about."""
 
 
 class Update(BaseModel):
@@ -105,19 +109,21 @@ class Reading:
         """Take steps or rollouts out of training, or weigh them; it holds for groups that no trainer has taken yet."""
         body = await read(request, Updates, self._body_bytes)
         late: list[str] = []
+        known: dict[str, Marks] = {}
         for place, update in enumerate(body.updates):
-            mark = await self._mark(update, place)
+            mark = await self._mark(update, place, known)
             try:
                 in_time = await self._pool.mark(mark)
             except PoolFailed:
                 raise
             except PoolError as error:
                 raise RequestError(str(error), status=404, code="unknown_step") from error
+            known[mark.rollout_id][mark.step] = mark
             late += [] if in_time else [update.key or mark.rollout_id]
         return reply({"updated": len(body.updates) - len(late), "late": late})
 
-    async def _mark(self, update: Update, place: int) -> Mark:
-        """What stands on it now, with what the update says."""
+    async def _mark(self, update: Update, place: int, known: dict[str, Marks]) -> Mark:
+        """What stands on it now, with what the update says; `known` are the marks of rollouts that were asked for before."""
         rollout_id, index = update.trajectory_uid, update.step_index
         if update.key:
             rollout_id, _, step = update.key.rpartition(":")
@@ -126,15 +132,17 @@ class Reading:
             index = int(step)
         if not rollout_id:
             raise wrong("say what is meant, by key or trajectory_uid", "body", "updates", place)
-        marks = {mark.step: mark for mark in (await self._attempt(rollout_id)).marks}
+        if rollout_id not in known:
+            attempt = await self._attempt(rollout_id, first=BEYOND)
+            known[rollout_id] = {mark.step: mark for mark in attempt.marks}
         said = update.model_dump(include={"trainable", "quality", "note"}, exclude_none=True)
-        return replace(marks.get(index) or Mark(rollout_id=rollout_id, step=index), **said)
+        return replace(known[rollout_id].get(index) or Mark(rollout_id=rollout_id, step=index), **said)
 
     async def _page(self, request: Request, name: str, entries: Entries) -> Response:
         limit, skip = read_limit(request), read_offset(request)
         if uid := request.query_params.get("trajectory_uid"):
             group = await self._alone(uid)
-            told = list(entries(group))[skip:]
+            told = list(islice(entries(group), skip, skip + limit + 1))
             return reply({name: told[:limit], "cursors": {}, "more": len(told) > limit})
         channels = await self._channels(request)
         places, found, more = read_places(request, channels), list[dict[str, Any]](), False
@@ -172,9 +180,9 @@ class Reading:
         rollout, task = attempt.rollout, await self._pool.task(rollout_id)
         return Group(id=rollout.group_id, seq=0, task=task, channel=rollout.channel, attempts=(attempt,))
 
-    async def _attempt(self, rollout_id: str) -> Attempt:
+    async def _attempt(self, rollout_id: str, *, first: int = 0) -> Attempt:
         try:
-            return await self._pool.attempt(rollout_id)
+            return await self._pool.attempt(rollout_id, first_step=first, first_node=first)
         except PoolFailed:
             raise
         except PoolError as error:

@@ -59,6 +59,7 @@ class Recorder:
                 except PoolConflict:  # another worker took the number: the next one is tried
                     await session.catch_up(self._pool)
                     continue
+                session.tell()
                 graph.add(step, None if known else node, context)
                 graph.keep_prompt(node.id, prompt.ids)
                 self._breaks.update([node.reason] if node.reason and not known else ())

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ from penstock.gateway.auth import Tokens
 from penstock.gateway.calls import Limits
 from penstock.gateway.flights import Flight
 from penstock.gateway.graph import TokenGraph
+from penstock.gateway.peers import Peers
 from penstock.gateway.talks import Talk
 from penstock.pool.base import Pool
 from penstock.records import Attempt, Message, Rollout, Sampling
@@ -20,7 +21,7 @@ from penstock.render.chat import Tool
 
 
 class Session:
-    """One rollout's way into the gateway; `share` is which of how many workers this is."""
+    """One rollout's way into the gateway; `stored` is what the pool holds of it, where that is known."""
 
     def __init__(
         self,
@@ -30,8 +31,9 @@ class Session:
         tokens: Tokens,
         base_url: str,
         limits: Limits,
-        share: tuple[int, int] = (0, 1),
-        fresh: bool = False,
+        peers: Peers,
+        stored: Attempt | None = None,
+        heard: tuple[int, ...] | None = None,
     ) -> None:
         self.rollout = rollout
         self.rollout_id = rollout.id
@@ -52,10 +54,12 @@ class Session:
         """Whether the pool holds of it what is not known here: a grade, or a text without its secrets."""
         self.closed = False
         self._limits = limits
-        self.shared = share[1] > 1
+        self.shared = peers.of > 1
         """Whether other workers may record steps of it."""
-        self._share = share
-        self._graph = TokenGraph(Attempt(rollout=rollout)) if fresh else None
+        self._peers = peers
+        self._heard = heard
+        """What the other workers had told when the pool was last asked."""
+        self._graph = TokenGraph(stored) if stored else None
         self._running: set[asyncio.Task[Any]] = set()
         self._talks: dict[str, Talk] = {}
         self._named: set[str] = set()
@@ -69,9 +73,9 @@ class Session:
         return self._tokens.flow(self.rollout_id)
 
     @property
-    def tasks(self) -> frozenset[asyncio.Task[Any]]:
+    def tasks(self) -> Set[asyncio.Task[Any]]:
         """The calls that run."""
-        return frozenset(self._running)
+        return self._running
 
     async def graph(self, pool: Pool) -> TokenGraph:
         """The rollout's token graph, read from the pool on the first call."""
@@ -90,6 +94,17 @@ class Session:
         if attempt.end is not None:
             raise over(attempt)
         graph.grow(attempt)
+
+    async def hear(self, pool: Pool, *, again: bool) -> None:
+        """Catch up where another worker has told something new; `again`, in any case: one that died may not have come to tell."""
+        told = self._peers.look(self.rollout_id)
+        if again or told is None or told != self._heard:
+            await self.catch_up(pool)
+            self._heard = told
+
+    def tell(self) -> None:
+        """Let the other workers know that a step is stored."""
+        self._peers.tell(self.rollout_id)
 
     def recorded(self) -> Attempt | None:
         """Its nodes and steps as they are stored; None where only the pool knows them all."""
@@ -122,7 +137,7 @@ class Session:
     def begin(self, flight: Flight, task: "asyncio.Task[Any]") -> None:
         """Name the flight's answer, and let retries of its request join it; RequestError where it would be one too many."""
         self._check_limits()
-        worker, workers = self._share
+        worker, workers = self._peers.number, self._peers.of
         request, times = flight.request, (self._graph.times(flight.request) if self._graph else 0) * workers + worker
         while f"{request}-{times}" in self._named:
             times += workers
@@ -212,7 +227,7 @@ class SessionPast(NamedTuple):
 class Sessions:
     """The rollouts that this gateway serves. One that nobody opened here is taken over from the pool.
 
-    `defaults` are by channel, "" for the others; `share` is which of how many workers this is.
+    `defaults` are by channel, "" for the others; `peers` are the other workers.
     """
 
     def __init__(
@@ -223,16 +238,17 @@ class Sessions:
         defaults: Mapping[str, Sampling],
         limits: Limits,
         base_url: str,
-        share: tuple[int, int] = (0, 1),
+        peers: Peers,
     ) -> None:
         self.base_url = base_url
         self._pool = pool
         self._tokens = tokens
         self._defaults = defaults
         self._limits = limits
-        self._share = share
+        self._peers = peers
         self._open: dict[str, Session] = {}
-        self._taken: dict[str, Session] = {}
+        self._taken = OrderedDict[str, Session]()
+        """The one that called last comes last."""
         self._closed = OrderedDict[str, bool]()
         """Whether it was its flow that completed it."""
         self._stopping = False
@@ -242,7 +258,7 @@ class Sessions:
 
     def open(self, rollout: Rollout, sampling: Sampling, *, fresh: bool = False) -> Session:
         """Let the rollout call the model; of a `fresh` one nothing is stored yet, so the pool is not asked."""
-        session = self._open[rollout.id] = self._make(rollout, sampling, fresh=fresh)
+        session = self._open[rollout.id] = self._make(rollout, sampling, stored=Attempt(rollout=rollout) if fresh else None)
         self._closed.pop(rollout.id, None)
         self._taken.pop(rollout.id, None)
         return session
@@ -276,6 +292,7 @@ class Sessions:
         while len(self._closed) >= REMEMBERED:
             self._closed.popitem(last=False)
         self._closed[rollout_id] = complete
+        self._peers.tell(rollout_id)
         if session is None:
             return None
         session.close()
@@ -293,27 +310,33 @@ class Sessions:
         for rollout_id in [*self._open, *self._taken]:
             self.close(rollout_id)
 
-    async def get(self, rollout_id: str) -> Session:
-        """The rollout's session; RequestError 409 where it has ended, 404 where the pool does not know it, 503 when we stop."""
+    async def get(self, rollout_id: str, *, again: bool = False) -> Session:
+        """The rollout's session; RequestError 409 where it has ended, 404 where the pool does not know it, 503 when we stop.
+
+        `again` is for a call that may have been made before, at another worker.
+        """
         if self._stopping:
             raise RequestError("the gateway is stopping; try again at the next one", status=503, code="stopping")
         if (complete := self._closed.get(rollout_id)) is not None:
             raise is_gone(rollout_id) if complete else has_ended(rollout_id)
-        session = self._open.get(rollout_id) or self._taken.get(rollout_id)
+        session = self._open.get(rollout_id)
+        if session is None and (session := self._taken.get(rollout_id)) is not None:
+            self._taken.move_to_end(rollout_id)
         if session is None:
             return await self._take_over(rollout_id)
         if session.shared:
-            await self._catch_up(session)
+            await self._hear(session, again)
         return session
 
-    async def _catch_up(self, session: Session) -> None:
+    async def _hear(self, session: Session, again: bool) -> None:
         try:
-            await session.catch_up(self._pool)
+            await session.hear(self._pool, again=again)
         except RequestError as error:
             self.close(session.rollout_id, complete=error.status == 410)
             raise
 
     async def _take_over(self, rollout_id: str) -> Session:
+        heard = self._peers.look(rollout_id)
         try:
             attempt = await self._pool.attempt(rollout_id)
             task = await self._pool.task(rollout_id)
@@ -324,20 +347,30 @@ class Sessions:
         if attempt.end is not None:
             raise over(attempt)
         default = self._defaults.get(attempt.rollout.channel) or self._defaults.get("") or Sampling()
-        sampling = sampling_of(task, default)
-        for idle in [key for key, session in self._taken.items() if not session.tasks][: max(0, len(self._taken) - TAKEN)]:
-            del self._taken[idle]
-        return self._taken.setdefault(rollout_id, self._make(attempt.rollout, sampling))
+        taken = self._make(attempt.rollout, sampling_of(task, default), stored=attempt, heard=heard)
+        session = self._taken.setdefault(rollout_id, taken)
+        self._make_room()
+        return session
 
-    def _make(self, rollout: Rollout, sampling: Sampling, *, fresh: bool = False) -> Session:
+    def _make_room(self) -> None:
+        """Where there are too many, forget those that called longest ago; one that runs calls has its turn again later."""
+        for _ in range(min(2, len(self._taken) - TAKEN)):
+            rollout_id, oldest = self._taken.popitem(last=False)
+            if oldest.tasks:
+                self._taken[rollout_id] = oldest
+
+    def _make(
+        self, rollout: Rollout, sampling: Sampling, *, stored: Attempt | None, heard: tuple[int, ...] | None = None
+    ) -> Session:
         return Session(
             rollout,
             sampling,
             tokens=self._tokens,
             base_url=self.base_url,
             limits=self._limits,
-            share=self._share,
-            fresh=fresh,
+            peers=self._peers,
+            stored=stored,
+            heard=heard,
         )
 
 

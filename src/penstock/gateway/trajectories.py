@@ -48,10 +48,10 @@ class Trajectories:
         self._sessions = sessions
         self._tokens = tokens
 
-    async def session(self, rollout_id: str, visit: str | None) -> Session:
-        """The rollout's session; with the prompt's uid as `visit`, one that is not there is opened."""
+    async def session(self, rollout_id: str, visit: str | None, *, again: bool = False) -> Session:
+        """The rollout's session, see `Sessions.get`; with the prompt's uid as `visit`, one that is not there is opened."""
         try:
-            return await self._sessions.get(rollout_id)
+            return await self._sessions.get(rollout_id, again=again)
         except RequestError as error:
             if visit is None or error.code != "unknown_rollout":
                 raise

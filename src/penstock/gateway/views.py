@@ -36,30 +36,51 @@ def trajectories(group: Group) -> Iterator[dict[str, Any]]:
 def steps(group: Group, *, with_ids: bool = False) -> Iterator[dict[str, Any]]:
     """One entry for each step of a group's rollouts."""
     for attempt in group.attempts:
-        graph, last = TokenGraph(attempt), max((step.index for step in attempt.steps), default=-1)
+        graph, sizes = TokenGraph(attempt) if with_ids else None, _prompt_sizes(attempt)
+        marks: dict[int | None, Mark] = {mark.step: mark for mark in attempt.marks}
+        rewards: dict[int | None, float] = {}
+        for grade in attempt.grades:
+            rewards[grade.step] = rewards.get(grade.step, 0) + grade.reward
+        out, last = attempt.curated_out, max((step.index for step in attempt.steps), default=-1)
         for step in attempt.steps:
-            prompt = graph.prompt(step.node)
-            told = {"prompt_uid": prompt_uid(group), "channel": group.channel, "prompt_length": len(prompt)}
-            ids = {"prompt_ids": prompt, "response_ids": step.completion_ids, "rollout_log_probs": step.logprobs}
-            is_last = attempt.end is not None and step.index == last
-            yield _step(attempt, step) | told | {"is_last": is_last} | (ids if with_ids else {})
+            yield _step(step, marks.get(step.index) or Mark(rollout_id=attempt.rollout.id), out=out) | {
+                "reward": rewards.get(step.index),
+                "prompt_uid": prompt_uid(group),
+                "channel": group.channel,
+                "prompt_length": sizes[step.index],
+                "is_last": attempt.end is not None and step.index == last,
+                **({} if graph is None else _ids(graph, step)),
+            }
 
 
-def _step(attempt: Attempt, step: Step) -> dict[str, Any]:
-    marks: dict[int | None, Mark] = {mark.step: mark for mark in attempt.marks}
-    mark = marks.get(step.index) or Mark(rollout_id=attempt.rollout.id)
-    rewards = [grade.reward for grade in attempt.grades if grade.step == step.index]
+def _prompt_sizes(attempt: Attempt) -> dict[int, int]:
+    """How many tokens the prompt of each step has."""
+    nodes = {node.id: node for node in attempt.nodes}
+    sizes: dict[int, int] = {}
+    ends: dict[int | None, int] = {None: 0}
+    for step in attempt.steps:
+        node = nodes[step.node]
+        sizes[step.index] = ends[node.parent] + len(node.token_ids)
+        ends[step.index] = sizes[step.index] + len(step.completion_ids)
+    return sizes
+
+
+def _ids(graph: TokenGraph, step: Step) -> dict[str, Any]:
+    return {"prompt_ids": graph.prompt(step.node), "response_ids": step.completion_ids, "rollout_log_probs": step.logprobs}
+
+
+def _step(step: Step, mark: Mark, *, out: bool) -> dict[str, Any]:
+    """What the step itself says, and its mark; `out` where its whole rollout was taken out of training."""
     return {
-        "key": f"{attempt.rollout.id}:{step.index}",
-        "trajectory_uid": attempt.rollout.id,
+        "key": f"{step.rollout_id}:{step.index}",
+        "trajectory_uid": step.rollout_id,
         "step_index": step.index,
         "response_length": len(step.completion_ids),
-        "reward": sum(rewards) if rewards else None,
         "policy_version": step.versions[-1] if step.versions else None,
         "finish": step.finish,
         "transcript": step.transcript,
         "text": (step.message.get("content") or "")[:SHOWN],
-        "trainable": mark.trainable and not attempt.curated_out,
+        "trainable": mark.trainable and not out,
         "quality": mark.quality,
         "note": mark.note,
     }
