@@ -54,11 +54,7 @@ def await_deaths(pids: set[int], within_s: float) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("blocked", [False, True])
-def test_processes_end_with_their_parent_and_nothing_that_had_ended_is_run_again(project: Path, blocked: bool) -> None:
-    if blocked:  # an agent that never lets go of its event loop
-        agent = project / "agent.py"
-        agent.write_text(agent.read_text().replace("        await ctx.openai()", f"{BLOCKED}        await ctx.openai()"))
+def test_processes_end_with_their_parent_and_nothing_that_had_ended_is_run_again(project: Path) -> None:
     evaluate(project, 1, kill=True)
     pids = {int(pid) for _, pid, _ in ledger(project)}
     assert len(pids) == PROCESSES
@@ -70,3 +66,15 @@ def test_processes_end_with_their_parent_and_nothing_that_had_ended_is_run_again
     names = [name for _, _, name in ledger(project)]
     assert len(names) == len(set(names)) and {place(name) for name in names} == completed(project)
     assert {place(name) for life, _, name in ledger(project) if life == "2"} & ended == set()
+
+
+@pytest.mark.slow
+def test_the_same_command_right_after_a_kill_waits_for_processes_that_do_not_let_go_and_goes_on(project: Path) -> None:
+    agent = project / "agent.py"  # never lets go of its event loop
+    agent.write_text(agent.read_text().replace("        await ctx.openai()", f"{BLOCKED}        await ctx.openai()"))
+    evaluate(project, 1, kill=True)
+    found = json.loads(evaluate(project, 2, kill=False))
+    assert not any(lives(int(pid)) for life, pid, _ in ledger(project) if life == "1")
+    assert (found["status"], found["outcome"]["ends"]) == ("finished", {"completed": ROWS * SAMPLES})
+    again = [name for life, _, name in ledger(project) if life == "2"]
+    assert len(again) == len(set(again)) == ROWS * SAMPLES - found["resumed"]

@@ -22,6 +22,7 @@ from penstock.codec import from_json
 from penstock.collector import collect_seldom
 from penstock.config import make_config
 from penstock.errors import ConfigError, PenstockError
+from penstock.evals.presence import LEAVE_S, present
 from penstock.events import Events, json_line
 from penstock.pool import POOLS
 from penstock.records import Rollout, Sampling, Task
@@ -32,8 +33,6 @@ from penstock.train.folder import RunFolder
 from penstock.train.inputs import Inputs
 from penstock.train.rollouts import open_rollouts
 
-LEAVE_S = 15.0
-"""For a process to let go of everything once its stdin has ended; it is then ended as it is."""
 LONGEST = 1 << 30
 """Bytes of one line."""
 
@@ -105,13 +104,14 @@ async def work(orders: Orders, pipe: asyncio.StreamReader, teller: Teller) -> No
     )
     events = Events()
     events.listen(partial(_tell, teller, orders.number))
-    pool = POOLS.load(config.pool.name)(folder.path, url=config.pool.url)
-    try:
-        async with open_rollouts(config, inputs, folder, events, pool) as rollouts:
-            teller.say(ready=True)
-            await _serve(pipe, rollouts.runner, teller)
-    finally:
-        await pool.close()
+    with present(folder.path):
+        pool = POOLS.load(config.pool.name)(folder.path, url=config.pool.url)
+        try:
+            async with open_rollouts(config, inputs, folder, events, pool) as rollouts:
+                teller.say(ready=True)
+                await _serve(pipe, rollouts.runner, teller)
+        finally:
+            await pool.close()
 
 
 def _tell(teller: Teller, number: int, kind: str, fields: dict[str, Any]) -> None:

@@ -13,7 +13,8 @@ import orjson
 
 from penstock.codec import to_json
 from penstock.errors import ConfigError, EngineError, GraderError, PenstockError, PoolError, PoolFailed, WorkerLost
-from penstock.evals.child import LEAVE_S, Ask, Order, Orders
+from penstock.evals.child import Ask, Order, Orders
+from penstock.evals.presence import LEAVE_S
 from penstock.events import Events
 from penstock.records import End, Rollout, Sampling, Task
 from penstock.sdk.elsewhere import command

@@ -14,6 +14,7 @@ from penstock.config import RunConfig
 from penstock.errors import ConfigError
 from penstock.evals.attempts import Plan, Row, make, plan, stored
 from penstock.evals.outcome import Outcome, outcome
+from penstock.evals.presence import await_others
 from penstock.evals.processes import check_limits, check_processes, open_processes
 from penstock.evals.spending import Prices, prices_of, rollout_seconds
 from penstock.events import Events, Listener
@@ -102,6 +103,7 @@ async def evaluate(
     folder = open_run_folder(config, fresh=fresh, may_change=MAY_CHANGE, files=judged_files(inputs.agent))
     with locked(folder.path), Events(folder.events) as events:
         events.listen(listener)
+        await await_others(folder.path, events)
         pool = open_pool(config, folder)
         try:
             planned = await plan(rows, pool, samples=config.eval.samples, retry_failed=retry_failed)
