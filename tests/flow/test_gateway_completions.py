@@ -71,6 +71,26 @@ def test_a_prompt_that_holds_the_reply_goes_on_token_by_token():
     run([" 42.\nSo", " 42 too."], steps)
 
 
+@pytest.mark.parametrize("as_ids", [False, True])
+def test_a_prompt_goes_on_from_the_longest_of_many_paths(as_ids):
+    async def steps(client, engine, bench, session):
+        write = renderer().tokenizer.encode if as_ids else str
+
+        async def told(prompt):
+            answer = await client.completions.create(model="any", prompt=prompt)
+            step = (await bench.attempt(session)).steps[-1]
+            return [*prompt, *step.completion_ids] if as_ids else prompt + answer.choices[0].text
+
+        first = await told(write(ASKED))
+        longer = await told(first + write(" And"))
+        await told(write("Another beginning"))
+        await told(first + write(" Or"))
+        await told(longer + write(" then"))
+        assert [node.parent for node in (await bench.attempt(session)).nodes] == [None, 0, None, 0, 1]
+
+    run([" 42.", " more.", " too.", " not.", " end."], steps)
+
+
 def test_the_prompt_can_be_repeated_and_the_text_ends_before_a_stop_string():
     async def steps(client, engine, bench, session):
         answer = await client.completions.create(model="any", prompt=ASKED, echo=True, stop=["."])

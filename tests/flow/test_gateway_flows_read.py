@@ -119,13 +119,15 @@ def test_curation_marks_what_a_trainer_has_not_taken_and_says_what_came_late():
         assert [group.id for group in lease.groups] == ["train-0"]
         updates = [
             {"key": "train-1:0", "trainable": False, "note": "leaks the answer"},
+            {"key": "train-1:0", "quality": 0.75},
             {"trajectory_uid": "train-1", "quality": 0.5},
             {"key": "train-0:0", "quality": 0.0},
         ]
         answer = (await http.post("/api/curation", json={"updates": updates})).json()
-        assert answer == {"updated": 2, "late": ["train-0:0"]}
+        assert answer == {"updated": 3, "late": ["train-0:0"]}
         marks = {mark.step: mark for mark in (await bench.pool.attempt("train-1")).marks}
-        assert (marks[0].trainable, marks[0].note, marks[None].quality) == (False, "leaks the answer", 0.5)
+        assert (marks[0].trainable, marks[0].note, marks[0].quality) == (False, "leaks the answer", 0.75)
+        assert marks[None].quality == 0.5
         await http.post("/api/curation", json={"updates": [{"key": "train-1:0", "quality": 0.25}]})
         mark = next(mark for mark in (await bench.pool.attempt("train-1")).marks if mark.step == 0)
         assert (mark.trainable, mark.quality, mark.note) == (False, 0.25, "leaks the answer")

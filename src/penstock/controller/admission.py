@@ -50,7 +50,7 @@ async def admit(controller: Controller, kind: Kind, body: Mapping[str, Any], *, 
 
 
 def _admit(controller: Controller, kind: Kind, body: Mapping[str, Any], snapshot: Path, origin: Origin) -> Run:
-    waiting = len(controller.runs.waiting())
+    waiting = controller.runs.count_waiting()
     if waiting >= controller.limits.queued:
         text = f"{waiting} runs wait, as many as this controller takes; wait for one to begin, or stop one"
         raise ControllerError(text, code="QUEUE_FULL", status=429)

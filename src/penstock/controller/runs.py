@@ -21,6 +21,10 @@ TABLE = """CREATE TABLE IF NOT EXISTS runs (
     seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, name TEXT NOT NULL, kind TEXT NOT NULL, status TEXT NOT NULL,
     submission TEXT NOT NULL, created_at TEXT NOT NULL, started_at TEXT, ended_at TEXT, stop_asked INTEGER NOT NULL DEFAULT 0,
     launches INTEGER NOT NULL DEFAULT 0, message TEXT NOT NULL DEFAULT '', UNIQUE (kind, name))"""
+INDEXES = (
+    "CREATE INDEX IF NOT EXISTS runs_by_kind ON runs (kind, seq)",
+    "CREATE INDEX IF NOT EXISTS runs_by_status ON runs (status, seq)",
+)
 
 
 class Status(StrEnum):
@@ -142,7 +146,7 @@ class Runs:
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        database.create(TABLE)
+        database.create(TABLE, *INDEXES)
 
     def free_name(self, kind: Kind, wanted: str) -> str:
         """`wanted` as a run's name, with a number where it is taken. One process admits runs, so it stays free until `add`."""
@@ -175,9 +179,14 @@ class Runs:
         total = self._database.rows("SELECT count(*) FROM runs WHERE kind = ?", [kind])[0][0]
         return [_run(row) for row in found], total
 
-    def waiting(self) -> list[Run]:
-        """Those that no process was started for, oldest first."""
-        return [_run(row) for row in self._database.rows("SELECT * FROM runs WHERE status = 'pending' ORDER BY seq")]
+    def waiting(self, limit: int = -1) -> list[Run]:
+        """Those that no process was started for, oldest first; all of them, or up to `limit`."""
+        found = self._database.rows("SELECT * FROM runs WHERE status = 'pending' ORDER BY seq LIMIT ?", [limit])
+        return [_run(row) for row in found]
+
+    def count_waiting(self) -> int:
+        """How many those are."""
+        return self._database.rows("SELECT count(*) FROM runs WHERE status = 'pending'")[0][0]
 
     def running(self) -> list[Run]:
         """Those that a process was started for and that are not over, oldest first."""

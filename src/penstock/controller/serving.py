@@ -50,9 +50,10 @@ class Passing(MemoryPool):
 
     def forget(self, rollout: Rollout) -> None:
         """As if it had never been."""
-        self._entries.pop(rollout.id, None)
-        self._groups.pop(rollout.group_id, None)
+        del self._entries[rollout.id]
+        self._shelves[rollout.channel].remove(self._groups.pop(rollout.group_id))
         self._changes.clear()
+        self._tallies.clear()
 
 
 class Front:

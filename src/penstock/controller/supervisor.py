@@ -91,7 +91,7 @@ class Supervisor:
             for run in running:
                 self._guarded(run)
             room = self._at_once - len(self._runs.running()) if running else self._at_once
-            for run in self._runs.waiting()[:room] if room > 0 else ():
+            for run in self._runs.waiting(room) if room > 0 else ():
                 self._guarded(run)
             self._told.pop("", None)
         except PenstockError as error:  # the database: the next look may find it well again

@@ -52,4 +52,5 @@ def _equal(before: list[Any], now: list[Any]) -> int:
     """How many entries the two lists begin with alike."""
     if now[: len(before)] == before:
         return len(before)
-    return next((place for place, (one, other) in enumerate(zip(before, now, strict=False)) if one != other), len(now))
+    pairs = enumerate(zip(before, now, strict=False))
+    return next((place for place, (one, other) in pairs if one is not other and one != other), len(now))

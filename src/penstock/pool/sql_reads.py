@@ -1,6 +1,5 @@
 """What is read of a pool, in SQL."""
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -10,6 +9,7 @@ from penstock.pool.database import Cursor, Database
 from penstock.pool.rows import AttemptRows, Ending, Row, build_attempt, column_names, unseal
 from penstock.pool.rules import State
 from penstock.pool.seals import Opened, Parts
+from penstock.pool.tallies import add_up
 from penstock.records import Attempt, Grade, Group, Mark, Node, Rollout, Step, Task
 
 _NODES = f"SELECT {', '.join(column_names(Node))} FROM nodes WHERE rollout_id = ? AND id >= ? ORDER BY id"
@@ -110,30 +110,9 @@ def read_position(database: Database) -> int:
 
 def read_stats(database: Database, channel: str | None) -> PoolStats:
     """The running counts of one channel, or of all together."""
-    query = "SELECT kind, name, sum(n), max(n) FROM tally WHERE CAST(? AS TEXT) IS NULL OR channel = ? GROUP BY kind, name"
-    counts: defaultdict[str, dict[str, int]] = defaultdict(dict)
-    for kind, name, total, highest in database.execute(query, (channel, channel)):
-        counts[kind][name] = highest if kind == "top" else int(total)
-    state, plain, top = counts["state"], counts["count"], counts["top"]
-    groups = sum(state.values())
-    return PoolStats(
-        groups=groups,
-        groups_complete=groups - state.get(State.OPEN, 0),
-        groups_leased=state.get(State.LEASED, 0),
-        groups_trained=state.get(State.TRAINED, 0),
-        groups_stale=state.get(State.STALE, 0),
-        groups_short=state.get(State.SHORT, 0),
-        groups_dropped=state.get(State.DROPPED, 0),
-        rollouts=plain.get("rollouts", 0),
-        steps=plain.get("steps", 0),
-        tokens=plain.get("tokens", 0),
-        prompt_tokens=plain.get("prompt_tokens", 0),
-        ends=counts["end"],
-        drops=counts["drop"],
-        breaks=counts["break"],
-        last_seq=top.get("seq", -1),
-        last_version=max(top.get("version", 0), 0),
-    )
+    value = "CASE kind WHEN 'top' THEN max(n) ELSE sum(n) END"
+    query = f"SELECT kind, name, {value} FROM tally WHERE CAST(? AS TEXT) IS NULL OR channel = ? GROUP BY kind, name"
+    return add_up((kind, name, int(n)) for kind, name, n in database.execute(query, (channel, channel)))
 
 
 def _build_group(database: Database, row: tuple[Any, ...]) -> Group:

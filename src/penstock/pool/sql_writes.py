@@ -53,7 +53,7 @@ def _make_room(database: Database, channel: str, bound: Bound | None) -> None:
     """Refuse one group more, or drop the oldest complete one for it."""
     if bound is None:
         return
-    query = f"SELECT count(*) FROM groups WHERE channel = ? AND state IN ({marks(rules.WAITING)})"
+    query = f"SELECT coalesce(sum(n), 0) FROM tally WHERE channel = ? AND kind = 'state' AND name IN ({marks(rules.WAITING)})"
     (waiting,) = database.execute(query, (channel, *rules.WAITING)).fetchone()
     if waiting < bound.groups:
         return

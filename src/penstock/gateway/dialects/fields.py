@@ -66,7 +66,7 @@ def strings(body: dict[str, Any], name: str, *, most: int = 16) -> tuple[str, ..
 def integers(body: dict[str, Any], name: str) -> tuple[int, ...]:
     """A list of token ids."""
     values = _several(body.get(name))
-    if not all(isinstance(each, int) and not isinstance(each, bool) and 0 <= each < 2**31 for each in values):
+    if values and not (set(map(type, values)) == {int} and 0 <= min(values) <= max(values) < 2**31):
         raise wrong(name, "must be a list of token ids")
     return tuple(values)
 
