@@ -16,18 +16,25 @@ _NODES = f"SELECT {', '.join(column_names(Node))} FROM nodes WHERE rollout_id = 
 _STEPS = f"SELECT {', '.join(column_names(Step))} FROM steps WHERE rollout_id = ? AND id >= ? ORDER BY id"
 _GRADES = f"SELECT {', '.join(column_names(Grade))} FROM grades WHERE rollout_id = ? ORDER BY position"
 _MARKS = f"SELECT {', '.join(column_names(Mark))} FROM marks WHERE rollout_id = ? ORDER BY id"
+_ROLLOUT = """SELECT record, crc, ended, message, seal,
+    EXISTS (SELECT 1 FROM nodes WHERE rollout_id = r.id AND id >= ?),
+    EXISTS (SELECT 1 FROM steps WHERE rollout_id = r.id AND id >= ?),
+    EXISTS (SELECT 1 FROM grades WHERE rollout_id = r.id),
+    EXISTS (SELECT 1 FROM marks WHERE rollout_id = r.id)
+    FROM rollouts AS r WHERE id = ?"""
+"""With whether there is anything to read in each of the tables: the interpreter's lock is waited for with each statement."""
 _GROUP = "SELECT id, seq, channel, min_size, seal, record, crc FROM groups"
 
 
 def read_attempt(database: Database, rollout_id: str, *, first_step: int = 0, first_node: int = 0) -> Attempt:
     """Everything recorded of one rollout, from a step and a node on."""
-    found = database.execute("SELECT record, crc, ended, message, seal FROM rollouts WHERE id = ?", (rollout_id,)).fetchone()
+    found = database.execute(_ROLLOUT, (first_node, first_step, rollout_id)).fetchone()
     if found is None:
         raise rules.unknown_rollout(rollout_id)
-    record, crc, ended, message, seal = found
+    record, crc, ended, message, seal, *there = found
     numbered = ((_NODES, (rollout_id, first_node)), (_STEPS, (rollout_id, first_step)))
-    wanted = (*numbered, (_GRADES, (rollout_id,)), (_MARKS, (rollout_id,)))
-    nodes, steps, grades, marks = (_rows(database.execute(query, values)) for query, values in wanted)
+    wanted = zip((*numbered, (_GRADES, (rollout_id,)), (_MARKS, (rollout_id,))), there, strict=True)
+    nodes, steps, grades, marks = (_rows(database.execute(*query)) if some else iter(()) for query, some in wanted)
     attempt = build_attempt(rollout_id, AttemptRows(Row(record, (), crc), Ending(ended, message), nodes, steps, grades, marks))
     whole = not first_step and not first_node
     seals.check_rollout(rollout_id, Ending(ended, message), seal, _parts(attempt) if whole else None)
