@@ -125,6 +125,27 @@ def test_with_a_board_the_pool_is_asked_only_after_another_worker_wrote(tmp_path
     asyncio.run(main())
 
 
+def test_an_answer_that_its_worker_did_not_come_to_tell_of_is_known_to_all_once_a_retry_has_it(tmp_path):
+    async def main():
+        engine, pool = ScriptedEngine(lambda prompt: "Hi.", renderer().tokenizer), memory_pool()
+        await pool.open_group(Task(id="t", prompt=()), [ROLLOUT], seq=0)
+        async with asyncio.timeout(60), AsyncExitStack() as clients:
+
+            def worker(peers):
+                gateway = Gateway(engine, renderer(), pool, secret=SECRET, sampling={"": Sampling()}, peers=peers)
+                return Workbench(gateway, pool, False, clients).http(gateway.tokens.model(ROLLOUT.id))
+
+            other = worker(Peers(1, 2, tmp_path))
+            await chat(other, {"role": "user", "content": "Another talk."})
+            await chat(worker(Peers(0, 2)), USER)  # it dies once the step is stored: nobody hears of it
+            again = await chat(worker(Peers(0, 2, tmp_path)), USER, headers={"x-stainless-retry-count": "1"})
+            await chat(other, USER, messages_of(again)[0], USER)
+        nodes = (await pool.attempt(ROLLOUT.id)).nodes
+        assert [(node.parent, node.reason) for node in nodes] == [(None, None), (None, None), (1, None)]
+
+    asyncio.run(main())
+
+
 class Asked(MemoryPool):
     """Counts how often it is asked for a rollout."""
 

@@ -323,9 +323,11 @@ class Sessions:
         if session is None and (session := self._taken.get(rollout_id)) is not None:
             self._taken.move_to_end(rollout_id)
         if session is None:
-            return await self._take_over(rollout_id)
-        if session.shared:
+            session = await self._take_over(rollout_id)
+        elif session.shared:
             await self._hear(session, again)
+        if again:
+            session.tell()  # what a worker stored and did not come to tell is about to be answered from here
         return session
 
     async def _hear(self, session: Session, again: bool) -> None:
