@@ -146,6 +146,44 @@ def test_an_answer_that_its_worker_did_not_come_to_tell_of_is_known_to_all_once_
     asyncio.run(main())
 
 
+def test_a_call_that_finds_its_rollout_taken_over_by_one_that_asked_earlier_knows_what_came_between(tmp_path):
+    async def main():
+        engine, pool = ScriptedEngine(lambda prompt: "Hi.", renderer().tokenizer), Slow()
+        await pool.open_group(Task(id="t", prompt=()), [ROLLOUT], seq=0)
+        async with asyncio.timeout(60), AsyncExitStack() as clients:
+            workers = [
+                Gateway(engine, renderer(), pool, secret=SECRET, sampling={"": Sampling()}, peers=Peers(n, 2, tmp_path))
+                for n in range(2)
+            ]
+            one, other = (Workbench(worker, pool, False, clients).http(worker.tokens.model(ROLLOUT.id)) for worker in workers)
+            await chat(one, {"role": "user", "content": "Another talk."})
+            pool.answers = asyncio.Event()
+            async with asyncio.TaskGroup() as group:
+                group.create_task(chat(other, {"role": "user", "content": "A third."}))
+                await pool.asked.acquire()
+                answer = await chat(one, USER)
+                group.create_task(chat(other, USER, messages_of(answer)[0], USER))
+                await pool.asked.acquire()
+                pool.answers.set()
+        assert [node.reason for node in (await pool.attempt(ROLLOUT.id)).nodes] == [None] * 4
+
+    asyncio.run(main())
+
+
+class Slow(MemoryPool):
+    """Takes its time to tell a task."""
+
+    def __init__(self):
+        super().__init__(time.monotonic)
+        self.asked, self.answers = asyncio.Semaphore(0), None
+
+    async def task(self, rollout_id):
+        if self.answers is not None:
+            self.asked.release()
+            await self.answers.wait()
+        return await super().task(rollout_id)
+
+
 class Asked(MemoryPool):
     """Counts how often it is asked for a rollout."""
 

@@ -352,6 +352,8 @@ class Sessions:
         taken = self._make(attempt.rollout, sampling_of(task, default), stored=attempt, heard=heard)
         session = self._taken.setdefault(rollout_id, taken)
         self._make_room()
+        if session is not taken and session.shared:  # another call was faster, and may have asked the pool before us
+            await self._hear(session, again=False)
         return session
 
     def _make_room(self) -> None:
