@@ -162,7 +162,12 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 def _digests(config: RunConfig, others: Sequence[Path]) -> dict[str, str]:
     files = [config.dataset.train, config.dataset.eval, *others]
-    return {str(f): hashlib.sha256(f.read_bytes()).hexdigest() for f in files if f is not None}
+    return {str(file): _digest(file) for file in files if file is not None}
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 def _archive(path: Path) -> None:
