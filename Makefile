@@ -26,6 +26,9 @@ install: $(STAMP)
 demo: $(STAMP)
 	$(BIN)/penstock train examples/multiply/train.toml
 
+# The tests start a thousand interpreters, which share compiled modules even where a shell forbids to write them.
+test test-faults check: export PYTHONDONTWRITEBYTECODE =
+
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 

@@ -101,7 +101,8 @@ class Peer:
     def __init__(self, folder: Path) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            from transformers import AutoModelForCausalLM, DynamicCache
+            from transformers.cache_utils import DynamicCache
+            from transformers.models.auto.modeling_auto import AutoModelForCausalLM
             from transformers.utils.logging import disable_progress_bar
 
             disable_progress_bar()

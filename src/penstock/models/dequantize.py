@@ -9,7 +9,9 @@ import orjson
 def main(file: Path, folder: Path) -> None:
     """Write config, float32 weights and tokenizer of the model in `file` into `folder`."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+    from transformers.models.auto.tokenization_auto import AutoTokenizer
+    from transformers.utils.quantization_config import GgufConfig
 
     place, name = str(file.parent), file.name
     AutoTokenizer.from_pretrained(place, gguf_file=name).save_pretrained(folder)
