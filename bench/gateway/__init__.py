@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 import orjson
 import psutil
 
-from bench.gateway.load import Cell, Result, load
+from bench.gateway.load import Cell, Result, callers, go_on, load
 from bench.gateway.peer import against
 from bench.gateway.servers import serving
 from bench.gateway.turns import turns
@@ -119,23 +119,25 @@ def figures(pairs: list[Pair]) -> dict[str, float | int]:
 
 
 async def crowd(ours: Server, upstream: Server) -> dict[str, float | int]:
-    """Thousands of calls in flight at an engine that takes two seconds, against calling that engine directly."""
-    direct = await load(*upstream, CROWD)
+    """Thousands of calls in flight at an engine that takes two seconds, against calling that engine directly.
+
+    Memory is what the gateway grew by until the last repetition, when each caller's conversation has some eight turns.
+    """
     before = ours[1].memory_info().rss
     peak = asyncio.create_task(_peak(ours[1]))
-    through = await load(*ours, CROWD)
+    errors, ratio = await _crowd_over_direct(ours, upstream)
     peak.cancel()
     grown = max(0, await peak - before)
     return {
         "crowd.calls": CROWD.callers,
-        "crowd.errors": through.errors,
-        "crowd.p50_over_direct": through.p50_ms / direct.p50_ms,
+        "crowd.errors": errors,
+        "crowd.p50_over_direct": ratio,
         "crowd.kb_per_call": grown / CROWD.callers / 1024,
     }
 
 
 async def shared_crowd(folder: Path, upstream: Server, workers: int) -> dict[str, float | int]:
-    """The same on several workers of one gateway: each knows a rollout from the pool, and asks it before every call what is new."""
+    """The same on several workers of one gateway, which tell each other what they wrote."""
     async with AsyncExitStack() as stack:
         home = Path(tempfile.mkdtemp(dir=folder))
         first = await stack.enter_async_context(serving("gateway", str(home), "0", str(workers)))
@@ -143,9 +145,19 @@ async def shared_crowd(folder: Path, upstream: Server, workers: int) -> dict[str
         for number in range(1, workers):
             await stack.enter_async_context(serving("gateway", str(home), str(number), str(workers), port))
         await load(*first, Cell(32 * workers, seconds=0.5))
-        direct, through = await load(*upstream, CROWD), await load(*first, CROWD)
-    ratio = through.p50_ms / direct.p50_ms
-    return {"shared_crowd.workers": workers, "shared_crowd.errors": through.errors, "shared_crowd.p50_over_direct": ratio}
+        errors, ratio = await _crowd_over_direct(first, upstream)
+    return {"shared_crowd.workers": workers, "shared_crowd.errors": errors, "shared_crowd.p50_over_direct": ratio}
+
+
+async def _crowd_over_direct(ours: Server, upstream: Server) -> tuple[int, float]:
+    """Errors through the gateway, and the median of the ratios of median latencies."""
+    async with callers(upstream[0], CROWD) as directly, callers(ours[0], CROWD) as through:
+        pairs = [
+            Pair(bare=await go_on(directly, upstream[1], CROWD), ours=await go_on(through, ours[1], CROWD))
+            for _ in range(REPETITIONS)
+        ]
+    _say(f"crowd: p50 over direct {' '.join(f'{pair.ours.p50_ms / pair.bare.p50_ms:.2f}' for pair in pairs)}")
+    return sum(pair.ours.errors for pair in pairs), median(pair.ours.p50_ms / pair.bare.p50_ms for pair in pairs)
 
 
 async def _peak(process: psutil.Process) -> int:

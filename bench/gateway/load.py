@@ -2,6 +2,8 @@
 
 import asyncio
 import time
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from statistics import median
 from urllib.parse import urlsplit
@@ -98,20 +100,32 @@ async def load(url: str, process: psutil.Process, cell: Cell, *, token: str = ""
 
     Each caller has the token of a rollout of its own, unless one is given for all.
     """
-    result = Result()
-    callers = [Caller(await Connection.open(url), place, cell, token) for place in range(cell.callers)]
+    async with callers(url, cell, token=token) as them:
+        return await go_on(them, process, cell)
+
+
+@asynccontextmanager
+async def callers(url: str, cell: Cell, *, token: str = "") -> AsyncGenerator[list["Caller"]]:
+    """As many as `cell` says, each with a conversation that is open."""
+    them = [Caller(await Connection.open(url), place, cell, token) for place in range(cell.callers)]
     try:
         async with asyncio.TaskGroup() as group:
-            for caller in callers:
+            for caller in them:
                 group.create_task(caller.begin())
-        before, start = process.cpu_times(), time.perf_counter()
-        async with asyncio.TaskGroup() as group:
-            for caller in callers:
-                group.create_task(caller.go_on(start + cell.seconds, result))
-        result.seconds, after = time.perf_counter() - start, process.cpu_times()
+        yield them
     finally:
-        for caller in callers:
+        for caller in them:
             caller.line.close()
+
+
+async def go_on(them: list["Caller"], process: psutil.Process, cell: Cell) -> Result:
+    """Let all of them call as long as `cell` says."""
+    result = Result()
+    before, start = process.cpu_times(), time.perf_counter()
+    async with asyncio.TaskGroup() as group:
+        for caller in them:
+            group.create_task(caller.go_on(start + cell.seconds, result))
+    result.seconds, after = time.perf_counter() - start, process.cpu_times()
     result.cpu_s = after.user + after.system - before.user - before.system
     return result
 

@@ -140,8 +140,10 @@ async def serve_upstream() -> None:
 
 
 async def serve(app: Starlette) -> None:
-    """Serve as uvicorn does by itself."""
-    config = uvicorn.Config(app, port=0, log_config=None, access_log=False, lifespan="off", ws="none", backlog=4096)
+    """Serve as uvicorn does by itself, but keep connections that are idle for a while."""
+    config = uvicorn.Config(
+        app, port=0, log_config=None, access_log=False, lifespan="off", ws="none", backlog=4096, timeout_keep_alive=600
+    )
     config.load()
     server = uvicorn.Server(config)
     server.lifespan = config.lifespan_class(config)
