@@ -2,6 +2,6 @@
 
 from penstock.gateway.app import Gateway
 from penstock.gateway.calls import Limits
-from penstock.gateway.sessions import Session
+from penstock.gateway.session import Session
 
 __all__ = ["Gateway", "Limits", "Session"]

@@ -32,7 +32,8 @@ from penstock.gateway.redact import Redactor
 from penstock.gateway.relayed import RelaySource, no_tokens
 from penstock.gateway.routes import Plain, Route, Routes, reply
 from penstock.gateway.serve import Service
-from penstock.gateway.sessions import Session, Sessions
+from penstock.gateway.session import Session
+from penstock.gateway.sessions import Sessions
 from penstock.gateway.sources import Source, TokenSource
 from penstock.gateway.spans import Spans
 from penstock.gateway.trajectories import Trajectories

@@ -16,7 +16,7 @@ from penstock.gateway.dialects.base import Answer, Dialect, EventWriter, Fresh
 from penstock.gateway.exchange import LEAVING
 from penstock.gateway.flights import Flight, Told
 from penstock.gateway.serve import Service
-from penstock.gateway.sessions import Session
+from penstock.gateway.session import Session
 from penstock.gateway.spans import Spans
 from penstock.gateway.stream import Delta
 from penstock.gateway.talks import Talk

@@ -10,7 +10,7 @@ from penstock.errors import PoolConflict, PoolError, RequestError
 from penstock.gateway.calls import Prompt
 from penstock.gateway.graph import TokenGraph
 from penstock.gateway.redact import Redactor
-from penstock.gateway.sessions import Session
+from penstock.gateway.session import Session
 from penstock.gateway.stream import Speech
 from penstock.pool.base import Pool
 from penstock.records import Node, Sampling, Step

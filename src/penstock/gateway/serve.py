@@ -14,7 +14,7 @@ from penstock.gateway.flights import Flight
 from penstock.gateway.metrics import Metrics
 from penstock.gateway.recorder import Label, Recorder, settled
 from penstock.gateway.redact import Redactor
-from penstock.gateway.sessions import Session, SessionPast
+from penstock.gateway.session import Session, SessionPast
 from penstock.gateway.sources import Source
 from penstock.gateway.stream import Delta, Speech, deltas_of
 from penstock.gateway.watch import Watch

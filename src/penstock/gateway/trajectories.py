@@ -12,7 +12,8 @@ from typing import Any
 from penstock.errors import PoolConflict, PoolError, PoolFailed, RequestError
 from penstock.gateway import adhoc
 from penstock.gateway.auth import Tokens
-from penstock.gateway.sessions import COMPLETE, Session, Sessions, is_gone, over
+from penstock.gateway.session import COMPLETE, Session, is_gone, over
+from penstock.gateway.sessions import Sessions
 from penstock.pool.base import Pool
 from penstock.records import Attempt, End, Grade, Rollout, Task
 

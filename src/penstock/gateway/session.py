@@ -1,0 +1,246 @@
+"""One open rollout: its token graph, its sampling defaults and its running calls."""
+
+import asyncio
+import time
+from collections.abc import Set
+from types import TracebackType
+from typing import Any, NamedTuple
+
+from penstock.errors import RequestError
+from penstock.gateway.auth import Tokens
+from penstock.gateway.calls import Limits
+from penstock.gateway.flights import Flight
+from penstock.gateway.graph import TokenGraph
+from penstock.gateway.peers import Peers
+from penstock.gateway.talks import Talk
+from penstock.pool.base import Pool
+from penstock.records import Attempt, Message, Rollout, Sampling
+from penstock.render.chat import Tool
+
+
+class Session:
+    """One rollout's way into the gateway; `stored` is what the pool holds of it, where that is known."""
+
+    def __init__(
+        self,
+        rollout: Rollout,
+        sampling: Sampling,
+        *,
+        tokens: Tokens,
+        base_url: str,
+        limits: Limits,
+        peers: Peers,
+        stored: Attempt | None = None,
+        heard: tuple[int, ...] | None = None,
+    ) -> None:
+        self.rollout = rollout
+        self.rollout_id = rollout.id
+        self._tokens = tokens
+        self.token = tokens.issue(rollout.id)
+        """The model token: opens model routes for this rollout, nothing else."""
+        self.base_url = base_url
+        """Of the OpenAI routes, ending in `/v1`."""
+        self.sampling = sampling
+        """What holds for calls that do not say otherwise; its `max_tokens` is a cap too."""
+        self.recording = asyncio.Lock()
+        """Held while a step is stored, so that steps are numbered in the order in which they became durable."""
+        self.flights: dict[str, Flight] = {}
+        """Calls that are being answered, by the digest of their request: a retry joins the one that it repeats."""
+        self.refused: set[str] = set()
+        """Requests whose last answer was an error: sent again they are sampled, whatever was answered before."""
+        self.partial = False
+        """Whether the pool holds of it what is not known here: a grade, or a text without its secrets."""
+        self.closed = False
+        self._limits = limits
+        self.shared = peers.of > 1
+        """Whether other workers may record steps of it."""
+        self._peers = peers
+        self._heard = heard
+        """What the other workers had told when the pool was last asked."""
+        self._graph = TokenGraph(stored) if stored else None
+        self._running: set[asyncio.Task[Any]] = set()
+        self._talks: dict[str, Talk] = {}
+        self._named: set[str] = set()
+        """Names of the answers on their way."""
+        self._allowance = limits.calls_per_s
+        self._counted_at = time.monotonic()
+
+    @property
+    def flow_token(self) -> str:
+        """Lets a flow submit, grade and complete this rollout."""
+        return self._tokens.flow(self.rollout_id)
+
+    @property
+    def tasks(self) -> Set[asyncio.Task[Any]]:
+        """The calls that run."""
+        return self._running
+
+    async def graph(self, pool: Pool) -> TokenGraph:
+        """The rollout's token graph, read from the pool on the first call."""
+        if self._graph is None:
+            attempt = await pool.attempt(self.rollout_id)
+            if attempt.end is not None:
+                raise over(attempt)
+            self._graph = self._graph or TokenGraph(attempt)
+        return self._graph
+
+    async def catch_up(self, pool: Pool) -> None:
+        """Take in what other workers have recorded; RequestError 409 where one of them ended the rollout."""
+        if (graph := self._graph) is None:
+            return
+        attempt = await pool.attempt(self.rollout_id, first_step=graph.next_step, first_node=graph.next_node)
+        if attempt.end is not None:
+            raise over(attempt)
+        graph.grow(attempt)
+
+    async def hear(self, pool: Pool, *, again: bool) -> None:
+        """Catch up where another worker has told something new; `again`, in any case: one that died may not have come to tell."""
+        told = self._peers.look(self.rollout_id)
+        if again or told is None or told != self._heard:
+            await self.catch_up(pool)
+            self._heard = told
+
+    def tell(self) -> None:
+        """Let the other workers know that a step is stored."""
+        self._peers.tell(self.rollout_id)
+
+    def recorded(self) -> Attempt | None:
+        """Its nodes and steps as they are stored; None where only the pool knows them all."""
+        if self._graph is None or self.shared or self.partial:
+            return None
+        return Attempt(rollout=self.rollout, nodes=tuple(self._graph.nodes.values()), steps=tuple(self._graph.steps.values()))
+
+    def forget(self) -> None:
+        """Read the graph again before the next call: a write failed, so the pool may know more or less than we do."""
+        self._graph = None
+
+    def talk(self, transcript: str) -> Talk:
+        """What the transcript's last call said; the least recent one is forgotten where there are many."""
+        talk = self._talks.pop(transcript, None) or Talk()
+        while len(self._talks) >= TALKS:
+            del self._talks[next(iter(self._talks))]
+        self._talks[transcript] = talk
+        return talk
+
+    def refuse(self, request: str) -> None:
+        """Remember that a request got an error for an answer."""
+        if len(self.refused) >= 1000:
+            self.refused.clear()
+        self.refused.add(request)
+
+    def carrying(self, flight: Flight) -> "Carrying":
+        """Count the current task as one of the rollout's calls while it carries `flight`."""
+        return Carrying(self, flight)
+
+    def begin(self, flight: Flight, task: "asyncio.Task[Any]") -> None:
+        """Name the flight's answer, and let retries of its request join it; RequestError where it would be one too many."""
+        self._check_limits()
+        worker, workers = self._peers.number, self._peers.of
+        request, times = flight.request, (self._graph.times(flight.request) if self._graph else 0) * workers + worker
+        while f"{request}-{times}" in self._named:
+            times += workers
+        flight.name = f"{request}-{times}"
+        self._named.add(flight.name)
+        self.flights[request] = flight
+        self._running.add(task)
+
+    def finish(self, flight: Flight, name: str, task: "asyncio.Task[Any]") -> None:
+        """The flight that was begun under `name` is over."""
+        self._named.discard(name)
+        self._running.discard(task)
+        if self.flights.get(flight.request) is flight:
+            del self.flights[flight.request]
+
+    def _check_limits(self) -> None:
+        """Refuse a call that would be one too many, saying of what."""
+        if self.closed:
+            raise has_ended(self.rollout_id)
+        limits, who = self._limits, f"rollout {self.rollout_id}"
+        if len(self._running) >= limits.concurrent_calls:
+            text = f"{who} has {len(self._running)} calls running; wait for one to end"
+            raise RequestError(text, status=429, code="too_many_calls")
+        if not self._spend():
+            text = f"{who} makes more than {limits.calls_per_s:g} calls a second; slow down"
+            raise RequestError(text, status=429, code="rate_limit_exceeded")
+        if self._graph and self._graph.next_step >= limits.steps:
+            raise RequestError(f"{who} has made {limits.steps} calls; end it", code="too_many_steps")
+        if self._graph and self._graph.tokens >= limits.tokens:
+            raise RequestError(f"{who} has sampled {self._graph.tokens} tokens; end it", code="too_many_tokens")
+
+    def _spend(self) -> bool:
+        """Take one call off the allowance, which fills up again with time."""
+        rate, now = self._limits.calls_per_s, time.monotonic()
+        self._allowance = min(max(rate, 1.0), self._allowance + (now - self._counted_at) * rate)
+        self._counted_at = now
+        if self._allowance < 1.0:
+            return False
+        self._allowance -= 1.0
+        return True
+
+    def close(self) -> None:
+        """Refuse further calls and cancel those that run."""
+        self.closed = True
+        for task in self._running:
+            task.cancel()
+
+
+class Carrying:
+    """See `Session.carrying`. Closing the session ends what runs inside with RequestError 409."""
+
+    __slots__ = ("_flight", "_name", "_session", "_task")
+
+    def __init__(self, session: Session, flight: Flight) -> None:
+        self._session = session
+        self._flight = flight
+
+    def __enter__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._session.begin(self._flight, task)
+        self._name = self._flight.name
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._session.finish(self._flight, self._name, self._task)
+        if isinstance(error, asyncio.CancelledError) and self._session.closed:
+            self._task.uncancel()
+            raise has_ended(self._session.rollout_id) from None
+
+
+class SessionPast(NamedTuple):
+    """See `Past`."""
+
+    talk: Talk
+    graph: TokenGraph
+
+    def messages(self, answer: str) -> tuple[Message, ...] | None:
+        """See `Past.messages`."""
+        return self.graph.messages(answer)
+
+    def tools(self, answer: str) -> tuple[Tool, ...] | None:
+        """See `Past.tools`."""
+        return self.graph.tools(answer)
+
+
+TALKS = 8
+"""How many transcripts' last calls a rollout keeps; one that is forgotten is read from the beginning again."""
+
+
+def has_ended(rollout_id: str, end: str | None = None) -> RequestError:
+    """A call that came too late."""
+    how = f" as {end}" if end else ""
+    return RequestError(f"rollout {rollout_id} has ended{how}; its calls are no longer served", status=409, code="rollout_ended")
+
+
+COMPLETE = "completed by its flow"
+"""What is kept with the end of a rollout that its flow completed."""
+
+
+def is_gone(rollout_id: str) -> RequestError:
+    """A call to a rollout that its flow has completed."""
+    return RequestError(f"rollout {rollout_id} is complete; begin another one for more calls", status=410, code="rollout_complete")
+
+
+def over(attempt: Attempt) -> RequestError:
+    """A call to a rollout that has ended, in whatever process."""
+    return is_gone(attempt.rollout.id) if attempt.message == COMPLETE else has_ended(attempt.rollout.id, attempt.end)
