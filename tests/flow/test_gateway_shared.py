@@ -21,24 +21,25 @@ ROLLOUT = make_rollout("train-0", "t", 0)
 SECRET = b"a secret for tests only"
 
 
-def run(steps, script=lambda prompt: "Hi."):
+def run(steps, script=lambda prompt: "Hi.", *, pool=memory_pool, boards=(False, True)):
     """Run `steps` with an HTTP client of each worker, and the pool and the engine that they share: with a board and without."""
 
     async def main(folder):
-        engine, pool = ScriptedEngine(script, renderer().tokenizer), memory_pool()
-        await pool.open_group(Task(id="t", prompt=()), [ROLLOUT], seq=0)
+        engine, shared = ScriptedEngine(script, renderer().tokenizer), pool()
+        await shared.open_group(Task(id="t", prompt=()), [ROLLOUT], seq=0)
         async with asyncio.timeout(60), AsyncExitStack() as clients:
-            workers = [
-                Gateway(engine, renderer(), pool, secret=SECRET, sampling={"": Sampling()}, peers=Peers(n, 2, folder))
-                for n in range(2)
-            ]
-            token = workers[0].tokens.model(ROLLOUT.id)
-            https = [Workbench(worker, pool, False, clients).http(token) for worker in workers]
-            await steps(*https, pool, engine)
+            https = [worker(engine, shared, clients, Peers(number, 2, folder)) for number in range(2)]
+            await steps(*https, shared, engine)
 
-    with tempfile.TemporaryDirectory() as name:
-        for folder in (None, Path(name)):
-            asyncio.run(main(folder))
+    for board in boards:
+        with tempfile.TemporaryDirectory() as folder:
+            asyncio.run(main(Path(folder) if board else None))
+
+
+def worker(engine, pool, clients, peers):
+    """An HTTP client of a gateway's worker."""
+    gateway = Gateway(engine, renderer(), pool, secret=SECRET, sampling={"": Sampling()}, peers=peers)
+    return Workbench(gateway, pool, False, clients).http(gateway.tokens.model(ROLLOUT.id))
 
 
 def test_turns_that_alternate_between_workers_are_one_exact_path():
@@ -105,24 +106,16 @@ def test_a_rollout_that_ended_past_all_workers_takes_no_step_from_either():
     run(steps)
 
 
-def test_with_a_board_the_pool_is_asked_only_after_another_worker_wrote(tmp_path):
-    async def main():
-        engine, pool = ScriptedEngine(lambda prompt: "Hi.", renderer().tokenizer), Asked()
-        await pool.open_group(Task(id="t", prompt=()), [ROLLOUT], seq=0)
-        async with asyncio.timeout(60), AsyncExitStack() as clients:
-            workers = [
-                Gateway(engine, renderer(), pool, secret=SECRET, sampling={"": Sampling()}, peers=Peers(n, 2, tmp_path))
-                for n in range(2)
-            ]
-            one, other = (Workbench(worker, pool, False, clients).http(worker.tokens.model(ROLLOUT.id)) for worker in workers)
-            asked = []
-            for http in (one, one, one, other, other, one, one):
-                before = pool.asked
-                assert (await chat(http, USER)).status_code == 200
-                asked.append(pool.asked - before)
-            assert asked == [1, 0, 0, 1, 0, 1, 0]
+def test_with_a_board_the_pool_is_asked_only_after_another_worker_wrote():
+    async def steps(one, other, pool, engine):
+        asked = []
+        for http in (one, one, one, other, other, one, one):
+            before = pool.asked
+            assert (await chat(http, USER)).status_code == 200
+            asked.append(pool.asked - before)
+        assert asked == [1, 0, 0, 1, 0, 1, 0]
 
-    asyncio.run(main())
+    run(steps, pool=Asked, boards=[True])
 
 
 def test_an_answer_that_its_worker_did_not_come_to_tell_of_is_known_to_all_once_a_retry_has_it(tmp_path):
@@ -130,15 +123,11 @@ def test_an_answer_that_its_worker_did_not_come_to_tell_of_is_known_to_all_once_
         engine, pool = ScriptedEngine(lambda prompt: "Hi.", renderer().tokenizer), memory_pool()
         await pool.open_group(Task(id="t", prompt=()), [ROLLOUT], seq=0)
         async with asyncio.timeout(60), AsyncExitStack() as clients:
-
-            def worker(peers):
-                gateway = Gateway(engine, renderer(), pool, secret=SECRET, sampling={"": Sampling()}, peers=peers)
-                return Workbench(gateway, pool, False, clients).http(gateway.tokens.model(ROLLOUT.id))
-
-            other = worker(Peers(1, 2, tmp_path))
+            other = worker(engine, pool, clients, Peers(1, 2, tmp_path))
             await chat(other, {"role": "user", "content": "Another talk."})
-            await chat(worker(Peers(0, 2)), USER)  # it dies once the step is stored: nobody hears of it
-            again = await chat(worker(Peers(0, 2, tmp_path)), USER, headers={"x-stainless-retry-count": "1"})
+            await chat(worker(engine, pool, clients, Peers(0, 2)), USER)  # it dies once the step is stored: nobody hears of it
+            successor = worker(engine, pool, clients, Peers(0, 2, tmp_path))
+            again = await chat(successor, USER, headers={"x-stainless-retry-count": "1"})
             await chat(other, USER, messages_of(again)[0], USER)
         nodes = (await pool.attempt(ROLLOUT.id)).nodes
         assert [(node.parent, node.reason) for node in nodes] == [(None, None), (None, None), (1, None)]
@@ -146,28 +135,20 @@ def test_an_answer_that_its_worker_did_not_come_to_tell_of_is_known_to_all_once_
     asyncio.run(main())
 
 
-def test_a_call_that_finds_its_rollout_taken_over_by_one_that_asked_earlier_knows_what_came_between(tmp_path):
-    async def main():
-        engine, pool = ScriptedEngine(lambda prompt: "Hi.", renderer().tokenizer), Slow()
-        await pool.open_group(Task(id="t", prompt=()), [ROLLOUT], seq=0)
-        async with asyncio.timeout(60), AsyncExitStack() as clients:
-            workers = [
-                Gateway(engine, renderer(), pool, secret=SECRET, sampling={"": Sampling()}, peers=Peers(n, 2, tmp_path))
-                for n in range(2)
-            ]
-            one, other = (Workbench(worker, pool, False, clients).http(worker.tokens.model(ROLLOUT.id)) for worker in workers)
-            await chat(one, {"role": "user", "content": "Another talk."})
-            pool.answers = asyncio.Event()
-            async with asyncio.TaskGroup() as group:
-                group.create_task(chat(other, {"role": "user", "content": "A third."}))
-                await pool.asked.acquire()
-                answer = await chat(one, USER)
-                group.create_task(chat(other, USER, messages_of(answer)[0], USER))
-                await pool.asked.acquire()
-                pool.answers.set()
+def test_a_call_that_finds_its_rollout_taken_over_by_one_that_asked_earlier_knows_what_came_between():
+    async def steps(one, other, pool, engine):
+        await chat(one, {"role": "user", "content": "Another talk."})
+        pool.answers = asyncio.Event()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(chat(other, {"role": "user", "content": "A third."}))
+            await pool.asked.acquire()
+            answer = await chat(one, USER)
+            group.create_task(chat(other, USER, messages_of(answer)[0], USER))
+            await pool.asked.acquire()
+            pool.answers.set()
         assert [node.reason for node in (await pool.attempt(ROLLOUT.id)).nodes] == [None] * 4
 
-    asyncio.run(main())
+    run(steps, pool=Slow)
 
 
 class Slow(MemoryPool):
