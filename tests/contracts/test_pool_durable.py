@@ -7,16 +7,27 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from pool_cases import TASK, FakeClock, claim, complete, ids, make_node, make_step, must_claim, open_groups, open_one, places, play
+from pool_cases import (
+    DURABLE,
+    TASK,
+    FakeClock,
+    claim,
+    complete,
+    ids,
+    make_node,
+    make_step,
+    must_claim,
+    open_groups,
+    open_one,
+    places,
+    play,
+)
 
 from penstock.errors import PoolError, PoolFailed
-from penstock.pool import POOLS
 from penstock.pool.base import Pool
 from penstock.pool.migrations import APPLICATION_ID, MIGRATIONS, open_database
 from penstock.pool.rows import seal
 from penstock.records import End, Mark
-
-DURABLE = [name for name in POOLS if name != "memory"]
 
 
 @pytest.fixture(params=DURABLE)

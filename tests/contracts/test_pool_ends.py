@@ -10,15 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pool_cases import TASK, ids, make_node, make_step, must_claim, open_groups, places, play
+from pool_cases import KINDS, TASK, ids, make_node, make_step, must_claim, open_groups, places, play
 
 from penstock.errors import PoolError
-from penstock.pool import POOLS
 from penstock.pool.base import Pool
 from penstock.records import End, Grade
 
 
-@pytest.fixture(params=list(POOLS))
+@pytest.fixture(params=KINDS)
 def run(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., None]:
     """Run an act on a new pool of each kind."""
     return partial(play, request.param, tmp_path)

@@ -8,16 +8,15 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from pool_cases import TASK, make_node, make_step, open_groups, places, play
+from pool_cases import KINDS, TASK, make_node, make_step, open_groups, places, play
 
 from penstock.errors import PoolConflict, PoolError
-from penstock.pool import POOLS
 from penstock.pool.base import Pool
 from penstock.pool.migrations import migrate, open_database
 from penstock.records import make_rollout
 
 
-@pytest.fixture(params=list(POOLS))
+@pytest.fixture(params=KINDS)
 def run(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., None]:
     """Run an act on a new pool of each kind."""
     return partial(play, request.param, tmp_path)

@@ -5,14 +5,16 @@ import sqlite3
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import closing
+from functools import partial
 from typing import Any, ClassVar
 
 import pytest
 
 from penstock.errors import PoolFailed
+from penstock.pool.jobs import Bulk
 from penstock.pool.migrations import open_database
 from penstock.pool.reader import Reader
-from penstock.pool.writer import Bulk, Writer
+from penstock.pool.writer import Writer
 
 
 class Broken(Exception):
@@ -98,7 +100,7 @@ def test_a_batch_whose_connection_is_gone_asks_for_a_new_one_once_and_not_for_ea
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(writer.submit(lambda _: asyncio.run_coroutine_threadsafe(held(), loop).result()))
             await begun.wait()
-            lost = [tasks.create_task(fails(writer.submit(lambda _: None, Bulk(None, break_off)))) for _ in range(20)]
+            lost = [tasks.create_task(fails(writer.store(Bulk("any", break_off, break_off), None))) for _ in range(20)]
             await asyncio.sleep(0)
             block.set()
         assert [task.result() for task in lost] == [True] * 20
@@ -130,16 +132,16 @@ def test_writes_of_one_kind_that_wait_together_are_carried_out_together_and_the_
         def last(_: object, values: list[str]) -> bool:
             return first(_, values)
 
-        kinds = {"a": lambda name: Bulk(name, first), "b": lambda name: Bulk(name, last, result=name, last=True)}
+        kinds = {"a": Bulk("a", first, first), "b": Bulk("b", last, last, result="b", last=True)}
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(writer.submit(lambda _: asyncio.run_coroutine_threadsafe(held(), loop).result()))
             await begun.wait()
             for name in "baba.abb":
-                alone, bulk = (lambda _, name=name: done.append(name)), kinds.get(name, lambda _: None)(name)
-                told = [tasks.create_task(writer.submit(alone, bulk))]
+                alone = partial(lambda name, _: done.append(name), name)
+                told = tasks.create_task(writer.store(kinds[name], name) if name in kinds else writer.submit(alone))
             await asyncio.sleep(0)
             block.set()
-        assert (done, told[-1].result()) == (["aa", "bb", ".", "a", "bb"], "b")
+        assert (done, told.result()) == (["aa", "bb", ".", "a", "bb"], "b")
         await writer.close()
 
     play(steps)

@@ -91,17 +91,18 @@ class MemoryPool:
     async def append(self, step: Step, node: Node | None) -> None:
         """See `Pool.append`."""
         rules.check_step(step, node)
-        row, node_row = seal(step, rules.step_name(step)), node and seal(node, rules.node_name(node))
-        entry = self._running(step.rollout_id, rules.step_name(step))
+        name, node_name = rules.step_name(step.rollout_id, step.index), rules.node_name(step.rollout_id, step.node)
+        row, node_row = seal(step, name), node and seal(node, node_name)
+        entry = self._running(step.rollout_id, name)
         channel = entry.rollout.channel
         if node is None and step.node not in entry.nodes:
-            raise rules.missing_node(step)
+            raise rules.missing_node(step.rollout_id, step.index, step.node)
         if node is not None and node.parent is not None and node.parent not in entry.steps:
-            raise rules.missing_parent(node)
+            raise rules.missing_parent(node.rollout_id, node.id, node.parent)
         if node is not None and entry.nodes.get(node.id, node_row) != node_row:
-            raise rules.differs(rules.node_name(node))
+            raise rules.differs(node_name)
         if entry.steps.get(step.index, row) != row:
-            raise rules.differs(rules.step_name(step))
+            raise rules.differs(name)
         if node is not None and node_row is not None and node.id not in entry.nodes:
             entry.nodes[node.id] = node_row
             self._count(channel, "count", "prompt_tokens", len(node.token_ids))

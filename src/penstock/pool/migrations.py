@@ -100,7 +100,7 @@ def explain(cause: Exception, path: Path) -> Exception:
     code = getattr(cause, "sqlite_errorcode", 0) & 0xFF
     kind = PoolFailed
     if isinstance(cause, UnicodeEncodeError | OverflowError):
-        kind, reason = PoolError, "a value cannot be stored; leave out lone surrogates and numbers beyond 64 bits"
+        kind, reason = PoolError, UNFIT
     elif isinstance(cause, UnicodeDecodeError):  # SQLite quotes damaged names in its message
         reason = _REMEDIES[sqlite3.SQLITE_CORRUPT]
     else:
@@ -110,6 +110,7 @@ def explain(cause: Exception, path: Path) -> Exception:
     return error
 
 
+UNFIT = "a value cannot be stored; leave out lone surrogates and numbers beyond 64 bits"
 _REMEDIES = {
     sqlite3.SQLITE_FULL: "the disk is full; free some space and repeat, nothing acknowledged is lost",
     sqlite3.SQLITE_BUSY: "another process is writing to it and does not let go; stop that one",

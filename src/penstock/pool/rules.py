@@ -61,7 +61,7 @@ def check_step(step: Step, node: Node | None) -> None:
         what = f"continues node {step.node}, but came with node {node.id} of rollout {node.rollout_id!r}"
     else:
         return
-    raise PoolError(f"{step_name(step)} {what}")
+    raise PoolError(f"{step_name(step.rollout_id, step.index)} {what}")
 
 
 def check_grade(grade: Grade) -> None:
@@ -167,14 +167,14 @@ def is_stale(oldest: int | None, version: int, max_staleness: int) -> bool:
     return oldest is not None and oldest < version - max_staleness
 
 
-def step_name(step: Step) -> str:
-    """The step, for a message."""
-    return f"step {step.index} of rollout {step.rollout_id!r}"
+def step_name(rollout_id: str, index: int) -> str:
+    """A step, for a message."""
+    return f"step {index} of rollout {rollout_id!r}"
 
 
-def node_name(node: Node) -> str:
-    """The node, for a message."""
-    return f"node {node.id} of rollout {node.rollout_id!r}"
+def node_name(rollout_id: str, node: int) -> str:
+    """A node, for a message."""
+    return f"node {node} of rollout {rollout_id!r}"
 
 
 def mark_name(mark: Mark) -> str:
@@ -212,14 +212,14 @@ def missing_step(mark: Mark) -> PoolError:
     return PoolError(f"{mark_name(mark)}: there is no such step; mark one that was recorded")
 
 
-def missing_node(step: Step) -> PoolError:
+def missing_node(rollout_id: str, index: int, node: int) -> PoolError:
     """A step hangs in the air."""
-    return PoolError(f"{step_name(step)} continues node {step.node}, which is not stored; append it with its node")
+    return PoolError(f"{step_name(rollout_id, index)} continues node {node}, which is not stored; append it with its node")
 
 
-def missing_parent(node: Node) -> PoolError:
+def missing_parent(rollout_id: str, node: int, parent: int) -> PoolError:
     """A node hangs in the air."""
-    return PoolError(f"{node_name(node)} continues step {node.parent}, which is not stored; append that step first")
+    return PoolError(f"{node_name(rollout_id, node)} continues step {parent}, which is not stored; append that step first")
 
 
 def too_late(name: str, end: End) -> PoolError:

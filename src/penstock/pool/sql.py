@@ -12,11 +12,12 @@ from penstock.pool import rules, sql_ends, sql_leases, sql_reads, sql_steps, sql
 from penstock.pool.base import Bound, Change, PoolStats
 from penstock.pool.bell import Bell
 from penstock.pool.database import Database
+from penstock.pool.dictation import Dictation
 from penstock.pool.leases import LeaseClock
 from penstock.pool.reader import Reader
 from penstock.pool.rows import seal
 from penstock.pool.sql_leases import Wanted
-from penstock.pool.writer import Bulk, Writer
+from penstock.pool.writer import Writer
 from penstock.records import Attempt, End, Grade, Group, Lease, Mark, Node, Rollout, Step, Task
 
 T = TypeVar("T")
@@ -28,7 +29,10 @@ MISSED_S = 5.0
 
 
 class SqlPool:
-    """The contract of `Pool` over tables that several processes may have open; `explain` makes PoolErrors of faults."""
+    """The contract of `Pool` over tables that several processes may have open; `explain` makes PoolErrors of faults.
+
+    Where `scribe` is the address of a process that writes for several, steps and ends are left to it.
+    """
 
     def __init__(
         self,
@@ -37,12 +41,14 @@ class SqlPool:
         clock: LeaseClock,
         explain: Callable[[Exception], Exception],
         bell: Bell | None = None,
+        scribe: str = "",
     ) -> None:
         clock.expired(sql_leases.open_beats(writing))  # the time of leases left by others starts now
         self._clock = clock
         self._bell = bell or Bell()
         self._poll_s = ELSEWHERE_S if bell is None else MISSED_S
-        self._writer = Writer(writing, explain)
+        writer = Writer(writing, explain)
+        self._writer = Dictation(scribe, writer) if scribe else writer
         self._reader = Reader(reading, explain)
 
     async def open_group(
@@ -60,8 +66,7 @@ class SqlPool:
 
     async def append(self, step: Step, node: Node | None) -> None:
         """See `Pool.append`."""
-        given = sql_steps.seal_append(step, node)
-        await self._writer.submit(lambda database: sql_steps.append(database, given), Bulk(given, sql_steps.append_all))
+        await self._writer.store(sql_steps.APPEND, sql_steps.seal_append(step, node))
 
     async def grade(self, grade: Grade) -> None:
         """See `Pool.grade`."""
@@ -71,8 +76,10 @@ class SqlPool:
     async def end(self, rollout_id: str, end: End, message: str = "", grades: Sequence[Grade] = ()) -> bool:
         """See `Pool.end`."""
         given = sql_ends.seal_end(rollout_id, end, message, grades)
-        bulk = Bulk(given, sql_ends.end_all, result=True, last=True)
-        return await self._change(lambda database: sql_ends.end(database, given), bulk)
+        try:
+            return await self._writer.store(sql_ends.END, given)
+        finally:
+            self._bell.ring()
 
     async def mark(self, mark: Mark) -> bool:
         """See `Pool.mark`."""
@@ -172,10 +179,10 @@ class SqlPool:
         await self._reader.close()
         await self._writer.close()
 
-    async def _change(self, write: Callable[[Database], T], bulk: Bulk | None = None) -> T:
+    async def _change(self, write: Callable[[Database], T]) -> T:
         """A write that others may wait for."""
         try:
-            return await self._writer.submit(write, bulk)
+            return await self._writer.submit(write)
         finally:
             self._bell.ring()
 

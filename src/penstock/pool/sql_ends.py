@@ -7,6 +7,7 @@ from typing import NamedTuple
 from penstock.pool import rules, seals
 from penstock.pool.base import Kind
 from penstock.pool.database import Database, Tally
+from penstock.pool.jobs import Bulk
 from penstock.pool.rows import Ending, Row, grade_key, mark_key, pack_message, seal
 from penstock.pool.rules import State
 from penstock.pool.seals import Parts
@@ -104,6 +105,9 @@ def end_all(database: Database, given: Sequence[Finish]) -> bool:
         return False
     _finish(database, given, places, graded=[each.key[0] for each in grades])
     return True
+
+
+END = Bulk("end", end, end_all, result=True, last=True)
 
 
 def _places(database: Database, names: Collection[str]) -> dict[str, _Place]:

@@ -3,49 +3,15 @@
 import asyncio
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import suppress
-from dataclasses import dataclass
-from itertools import groupby
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from penstock.errors import PoolError
+from penstock.pool.committer import TOGETHER, Committer, Explain
 from penstock.pool.database import Database
+from penstock.pool.jobs import Bulk, Waiting, writes
 
 T = TypeVar("T")
-Explain = Callable[[Exception], Exception]
-
-
-class Bulk(NamedTuple):
-    """A write that may be carried out together with its like."""
-
-    value: Any
-    together: Callable[[Database, list[Any]], bool]
-    """Writes the values of several; False where they must be written one by one, and then what it did is undone."""
-    result: Any = None
-    """Of each that is written so."""
-    last: bool = False
-    """Whether it comes after others that wait with it: no caller can tell their order, and alike ones shall be neighbours."""
-
-
-@dataclass(slots=True, eq=False)
-class _Job:
-    write: Callable[[Database], Any]
-    done: asyncio.Future[Any]
-    bulk: Bulk | None = None
-    result: Any = None
-    error: Exception | None = None
-    settled: bool = False
-
-    def settle(self) -> None:
-        """Tell the one who waits, on its own loop."""
-        self.settled = True
-        if self.done.done():
-            return
-        if self.error is not None:
-            self.done.set_exception(self.error)
-        else:
-            self.done.set_result(self.result)
 
 
 class Writer:
@@ -58,11 +24,10 @@ class Writer:
     """
 
     def __init__(self, database: Database, explain: Explain, *, limit: int = 1024) -> None:
-        self._database = database
-        self._explain = explain
+        self._committer = Committer(database, explain)
         self._limit = limit
         self._changed = threading.Condition()
-        self._queue: list[_Job] = []
+        self._queue: list[Waiting] = []
         self._outside: list[asyncio.Future[None]] = []
         self._together = 1
         """Writes in the last batch: where there were several, others are likely to come at once."""
@@ -73,22 +38,13 @@ class Writer:
         self._thread = threading.Thread(target=self._run, name="penstock-pool-writer", daemon=True)
         self._thread.start()
 
-    async def submit(self, write: Callable[[Database], T], bulk: Bulk | None = None) -> T:
-        """Run `write` in a transaction and return its result once that is on disk. It may raise: then it has changed nothing.
+    async def submit(self, write: Callable[[Database], T]) -> T:
+        """Run `write` in a transaction and return its result once that is on disk. It may raise: then it has changed nothing."""
+        return await self._carried_out(Waiting(write=write))
 
-        With `bulk`, it may be left to that function to do the same for several.
-        """
-        job = _Job(write, asyncio.get_running_loop().create_future(), bulk)
-        while (room := self._offer(job)) is not None:
-            await room
-        try:
-            return await job.done
-        except asyncio.CancelledError:
-            if not job.settled:
-                job.done = asyncio.get_running_loop().create_future()
-                await asyncio.wait({job.done})
-                job.done.exception()  # it is the cancellation that goes on
-            raise
+    async def store(self, bulk: Bulk, value: Any) -> Any:
+        """The same for a value of this kind, perhaps together with others."""
+        return await self._carried_out(Waiting(write=writes(bulk, value), bulk=bulk, value=value))
 
     async def close(self) -> None:
         """Finish what waits, then close the connection."""
@@ -97,7 +53,12 @@ class Writer:
             self._changed.notify()
         await asyncio.to_thread(self._thread.join)
 
-    def _offer(self, job: _Job) -> asyncio.Future[None] | None:
+    async def _carried_out(self, job: Waiting) -> Any:
+        while (room := self._offer(job)) is not None:
+            await room
+        return await job.outcome()
+
+    def _offer(self, job: Waiting) -> asyncio.Future[None] | None:
         """Queue the job, or return what to wait for before the next try."""
         with self._changed:
             if self._closed:
@@ -112,11 +73,11 @@ class Writer:
 
     def _run(self) -> None:
         while batch := self._take():
-            self._commit(batch)
+            self._committer.commit(batch)
             _settle(batch)
-        self._database.close()
+        self._committer.close()
 
-    def _take(self) -> list[_Job]:
+    def _take(self) -> list[Waiting]:
         """All that waits; empty once the pool is closed and everything is written."""
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._closed)
@@ -131,98 +92,15 @@ class Writer:
             _call(room.get_loop(), lambda room=room: room.done() or room.set_result(None))
         return batch
 
-    def _commit(self, batch: list[_Job]) -> bool:
-        """Write the batch; False where no transaction could be begun."""
-        try:
-            self._database.begin()
-        except self._database.ERRORS as cause:
-            self._fail(batch, cause)
-            return False
-        try:
-            for alike in _runs(batch):
-                if not self._carry_out_together(alike, alone=len(alike) == len(batch)):
-                    for job in alike:
-                        self._carry_out(job)
-            self._database.execute("COMMIT")
-        except Exception as cause:
-            with suppress(*self._database.ERRORS):  # where the connection broke just now, there is nothing left to undo
-                if self._database.in_transaction:
-                    self._database.execute("ROLLBACK")
-            self._retry(batch, cause)
-        return True
-
-    def _carry_out_together(self, jobs: list[_Job], *, alone: bool) -> bool:
-        """Writes of one kind; False, and nothing changed, where one of them needs care. `alone` they are the whole transaction."""
-        if jobs[0].bulk is None:
-            return False
-        if not alone:
-            self._database.execute("SAVEPOINT many")
-        try:
-            done = jobs[0].bulk.together(self._database, [job.bulk.value for job in jobs if job.bulk])
-        except self._database.ERRORS:
-            if not self._database.in_transaction:
-                raise
-            done = False
-        if alone and not done:
-            self._database.execute("ROLLBACK")
-            self._database.begin()
-        if not alone and not done:
-            self._database.execute("ROLLBACK TO many")
-        if not alone:
-            self._database.execute("RELEASE many")
-        for job in jobs if done else ():
-            job.result = job.bulk and job.bulk.result
-        return done
-
-    def _carry_out(self, job: _Job) -> None:
-        """One write, alone in a savepoint: if it fails, its neighbours do not."""
-        self._database.execute("SAVEPOINT one")
-        try:
-            job.result, job.error = job.write(self._database), None
-        except Exception as cause:
-            if not self._database.in_transaction:  # SQLite gave up the whole transaction, the neighbours' writes included
-                raise
-            self._database.execute("ROLLBACK TO one")
-            job.error = self._explain(cause)
-        self._database.execute("RELEASE one")
-
-    def _retry(self, batch: list[_Job], cause: Exception) -> None:
-        """The transaction came to nothing: what can be written alone is."""
-        if len(batch) == 1:
-            self._fail(batch, cause)
-            return
-        for place, job in enumerate(batch):
-            job.error = None
-            if not self._commit([job]):  # nor will the others be able to, and each would wait as long
-                self._fail(batch[place + 1 :], cause)
-                return
-
-    def _fail(self, batch: list[_Job], cause: Exception) -> None:
-        for job in batch:
-            job.error = self._explain(cause)
-
-
-def _runs(batch: list[_Job]) -> Iterator[list[_Job]]:
-    """The batch cut into runs that can be written together; a write that cannot be stays after those that came before it."""
-    for plain, jobs in groupby(batch, key=lambda job: job.bulk is None):
-        if plain:
-            yield from ([job] for job in jobs)
-        else:
-            ordered = sorted(jobs, key=lambda job: bool(job.bulk and job.bulk.last))
-            yield from (list(alike) for _, alike in groupby(ordered, key=lambda job: job.bulk and job.bulk.together))
-
 
 SWITCH_S = 0.0005
 """How long one thread of the process may keep the others waiting. The writing thread asks for its turn with every statement: at
 Python's usual 5 ms a busy process would keep each commit waiting for many times as long as the disk does."""
 GATHER_S = 0.003
 """That moment. Each commit takes a sync and several turns at the interpreter's lock, which those who share it pay once."""
-TOGETHER = 64
-"""How many writes one commit and one statement may carry. Their SQL differs by number, and SQLite remembers a limited number of
-statements; and the pages of many more would not fit into its cache, from where they go to the file twice."""
 
 
-def _settle(batch: list[_Job]) -> None:
+def _settle(batch: Sequence[Waiting]) -> None:
     """Wake each event loop once, however many of its callers waited."""
     loops = {job.done.get_loop() for job in batch}
     for loop in loops:

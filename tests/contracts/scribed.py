@@ -1,0 +1,46 @@
+"""A SQLite pool that has its steps and ends written by a scribe, in a thread of this process."""
+
+import os
+import socket
+import tempfile
+import threading
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from penstock.pool.committer import Committer
+from penstock.pool.migrations import explain, open_database
+from penstock.pool.scribe import Scribe
+from penstock.pool.sqlite import open_pool
+
+
+class ScribedPool:
+    """Does what the pool does, and ends the scribe with it."""
+
+    def __init__(self, folder: Path, **options: Any) -> None:
+        self._place = tempfile.TemporaryDirectory(prefix="penstock-")
+        address = f"{self._place.name}/scribe"
+        self._pool = open_pool(folder, scribe=address, **options)
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(address)
+        listener.listen()
+        orders, self._orders = os.pipe()
+        self._thread = threading.Thread(target=self._serve, args=(listener, folder / "pool.db", orders))
+        self._thread.start()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pool, name)
+
+    async def close(self) -> None:
+        await self._pool.close()
+        if self._orders >= 0:
+            os.close(self._orders)
+            self._orders = -1
+            self._thread.join()
+            self._place.cleanup()
+
+    def _serve(self, listener: socket.socket, path: Path, orders: int) -> None:
+        with listener, closing(Committer(open_database(path), partial(explain, path=path))) as committer:
+            Scribe(listener, committer).serve(orders)
+        os.close(orders)

@@ -1,0 +1,75 @@
+"""What a process sends to the one that writes for it arrives as it was, however its bytes are cut."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.errors import PoolConflict, PoolError, PoolFailed
+from penstock.pool.jobs import Job
+from penstock.pool.letters import Letters, read_answers, write_answers, write_letter
+from penstock.pool.sql_ends import END, seal_end
+from penstock.pool.sql_steps import APPEND, seal_append
+from penstock.records import End, Grade, Node, Sampling, Step
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+IDS = st.lists(st.integers(0, 2**31 - 1), max_size=5).map(tuple)
+
+
+@st.composite
+def appends(draw: st.DrawFn):
+    rollout, ids, number = draw(TEXT), draw(IDS), draw(st.integers(0, 1000))
+    floats = tuple(-0.5 * n for n in range(len(ids)))
+    step = Step(
+        rollout_id=rollout,
+        index=draw(st.integers(0, 1000)),
+        node=number,
+        transcript="main",
+        completion_ids=ids,
+        logprobs=floats,
+        full_logprobs=draw(st.sampled_from([None, floats])),
+        versions=ids,
+        sampling=Sampling(),
+        finish="stop",
+        message={"role": "assistant", "content": draw(TEXT)},
+        chain="s",
+    )
+    parent, reason = draw(st.none() | st.integers(0, 9)), draw(st.none() | TEXT)
+    node = Node(rollout_id=rollout, id=number, parent=parent, token_ids=draw(IDS), chain="n", messages=(), reason=reason)
+    return APPEND, seal_append(step, draw(st.sampled_from([None, node])))
+
+
+@st.composite
+def ends(draw: st.DrawFn):
+    rollout, message = draw(TEXT), draw(st.text(max_size=20))
+    given = [Grade(rollout_id=rollout, reward=draw(st.floats(-9, 9)), source=draw(TEXT)) for _ in range(draw(st.integers(0, 3)))]
+    return END, seal_end(rollout, draw(st.sampled_from(End)), message, given)
+
+
+@given(st.lists(appends() | ends(), max_size=4), st.integers(1, 40))
+def test_letters_arrive_as_they_were_sent_however_they_are_cut(sent, size):
+    stream = b"".join(write_letter(number, *each) for number, each in enumerate(sent))
+    letters = Letters()
+    read = [letter for at in range(0, len(stream), size) for letter in letters.read(stream[at : at + size])]
+    assert read == [(number, *each) for number, each in enumerate(sent)]
+
+
+@pytest.mark.parametrize("name", ["a lone \ud800 surrogate"])
+def test_a_value_that_no_pool_could_hold_is_refused_by_its_sender(name):
+    with pytest.raises(PoolError, match="cannot be stored"):
+        write_letter(1, END, seal_end(name, End.COMPLETED, "", []))
+
+
+def test_answers_keep_results_and_the_kinds_of_errors():
+    def job(result=None, error=None):
+        return Job(write=lambda _: None, result=result, error=error)
+
+    errors = [PoolConflict("differs"), PoolFailed("full"), PoolError("late"), ZeroDivisionError("a mistake of ours")]
+    line = write_answers([(7, job(result=True)), *((8 + n, job(error=error)) for n, error in enumerate(errors))])
+    read = [(number, result, type(error), str(error or "")) for number, result, error in read_answers(line)]
+    assert read == [
+        (7, True, type(None), ""),
+        (8, None, PoolConflict, "differs"),
+        (9, None, PoolFailed, "full"),
+        (10, None, PoolError, "late"),
+        (11, None, PoolFailed, "a mistake of ours"),
+    ]
