@@ -2,7 +2,9 @@
 
 import threading
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,8 +15,6 @@ from penstock.train.folder import RunFolder
 Stamp = tuple[tuple[int, int], ...]
 """When files were last written, and their sizes."""
 REMEMBERED = 200
-LINE_AT_MOST = 64 << 20
-"""Bytes of events that are read at once."""
 
 NAMES = {
     "reward": ("rollout/raw_reward", "Training reward"),
@@ -40,8 +40,12 @@ class Point(NamedTuple):
 
     step: int
     value: float
-    timestamp: int
-    """Milliseconds since 1970."""
+    of: int | str
+    """What was measured, by which its time is known: the step, or an evaluation such as `during-8`."""
+
+
+Curves = dict[tuple[str, str], list[Point]]
+"""By key and title."""
 
 
 @dataclass(slots=True)
@@ -49,33 +53,60 @@ class Times:
     """When steps and held-out evaluations ended, from the event log; read on from where the last reading stopped."""
 
     offset: int = 0
-    steps: dict[int, float] = field(default_factory=dict[int, float])
-    evals: dict[str, float] = field(default_factory=dict[str, float])
+    ends: dict[int | str, float] = field(default_factory=dict[int | str, float])
 
     def read_on(self, file: Path) -> None:
-        """Take in what was added. A line that is being written is left for the next time."""
-        if not file.exists() or file.stat().st_size <= self.offset:
-            return
-        with file.open("rb") as lines:
-            lines.seek(self.offset)
-            part = lines.read(LINE_AT_MOST)
-        whole = part[: part.rfind(b"\n") + 1]
-        self.offset += len(whole)
-        for line in whole.splitlines():
+        """Take in what was added."""
+        for line in _whole_lines(file, self.offset):
+            self.offset += len(line)
             if b'"kind":"train.step"' in line[:80] or b'"kind":"eval.end"' in line[:80]:
                 event = orjson.loads(line)
-                if event["kind"] == "train.step":
-                    self.steps[event["step"]] = event["time"]
-                else:
-                    self.evals[f"{event['when']}-{event['step']}"] = event["time"]
+                of = event["step"] if event["kind"] == "train.step" else f"{event['when']}-{event['step']}"
+                self.ends[of] = event["time"]
+
+
+@dataclass(slots=True)
+class Steps:
+    """What the steps came to, from the metrics; read on from where the last reading stopped."""
+
+    offset: int = 0
+    read: bytes = b""
+    """The line before `offset`. A file in which it stands elsewhere, or no more, was cut or written anew."""
+    last: dict[str, Any] = field(default_factory=dict[str, Any])
+    """The last step's metrics."""
+    curves: Curves = field(default_factory=Curves)
+    examples: int = 0
+
+    def read_on(self, file: Path) -> "Steps":
+        """With what was added; read from the beginning where the file is not the one that was read."""
+        lines = _whole_lines(file, self.offset - len(self.read))
+        if self.read and next(lines, b"") != self.read:
+            return Steps().read_on(file)
+        for line in lines:
+            if line.endswith(b"}\n"):
+                self._add(orjson.loads(line))
+            self.offset, self.read = self.offset + len(line), line
+        return self
+
+    def _add(self, entry: dict[str, Any]) -> None:
+        step, rollouts = entry["step"], entry.get("rollouts")
+        derived = {"response_length": entry["sampled_tokens"] / rollouts} if rollouts else {}
+        for name, value in {**entry, **derived}.items():
+            if name in NAMES and isinstance(value, (int, float)):
+                self.curves.setdefault(NAMES[name], []).append(Point(step, float(value), step))
+        self.last = entry
+        self.examples += entry.get("groups", 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
     """A training run in numbers."""
 
-    curves: dict[tuple[str, str], list[Point]]
-    """By key and title."""
+    curves: Curves
+    ends: dict[int | str, float]
+    """When what was measured ended, in seconds since 1970."""
+    otherwise: float
+    """When the rest did, as far as is known."""
     step: int
     steps: int | None
     """None before the first."""
@@ -85,9 +116,15 @@ class Trained:
     """Tasks whose groups were trained."""
 
     def metrics(self) -> list[dict[str, Any]]:
-        """As the platform gives them."""
+        """As the platform gives them; timestamps are milliseconds since 1970."""
+        at = {of: round(seconds * 1000) for of, seconds in self.ends.items()}
+        rest = round(self.otherwise * 1000)
         return [
-            {"metric_key": key, "title": title, "data_points": [point._asdict() for point in points]}
+            {
+                "metric_key": key,
+                "title": title,
+                "data_points": [{"step": step, "value": value, "timestamp": at.get(of, rest)} for step, value, of in points],
+            }
             for (key, title), points in self.curves.items()
         ]
 
@@ -107,6 +144,7 @@ class Trainings:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._times: OrderedDict[Path, Times] = OrderedDict()
+        self._steps: dict[Path, Steps] = {}
         self._read: dict[Path, tuple[Stamp, Trained]] = {}
 
     def read(self, path: Path) -> Trained:
@@ -125,41 +163,36 @@ class Trainings:
         while len(self._times) > REMEMBERED:
             forgotten, _ = self._times.popitem(last=False)
             self._read.pop(forgotten, None)
+            self._steps.pop(forgotten, None)
         times.read_on(folder.events)
-        entries = folder.metrics()
-        last: dict[str, Any] = entries[-1] if entries else {}
+        steps = self._steps[path] = self._steps.get(path, Steps()).read_on(path / "metrics.jsonl")
         return Trained(
-            curves=_curves(entries, folder.evaluations(), times, _changed_at(path)),
-            step=last.get("step", 0),
-            steps=last.get("steps"),
-            reward=last.get("reward"),
-            examples=sum(entry.get("groups", 0) for entry in entries),
+            curves={name: points.copy() for name, points in steps.curves.items()} | _held_out(folder.evaluations()),
+            ends=times.ends.copy(),
+            otherwise=_changed_at(path),
+            step=steps.last.get("step", 0),
+            steps=steps.last.get("steps"),
+            reward=steps.last.get("reward"),
+            examples=steps.examples,
         )
 
 
-def _curves(
-    entries: list[dict[str, Any]], evals: dict[str, float | None], times: Times, otherwise: float
-) -> dict[tuple[str, str], list[Point]]:
-    curves: dict[tuple[str, str], list[Point]] = {}
-    for entry in entries:
-        at = _ms(times.steps.get(entry["step"], otherwise))
-        rollouts = entry.get("rollouts")
-        derived = {"response_length": entry["sampled_tokens"] / rollouts} if rollouts else {}
-        for name, value in {**entry, **derived}.items():
-            if name in NAMES and isinstance(value, (int, float)):
-                curves.setdefault(NAMES[name], []).append(Point(entry["step"], float(value), at))
-    held = [(int(when.rpartition("-")[2]), when, reward) for when, reward in evals.items() if reward is not None]
-    points = [Point(step, reward, _ms(times.evals.get(when, otherwise))) for step, when, reward in sorted(held)]
-    return curves | ({HELD_OUT: points} if points else {})
+def _held_out(evals: dict[str, float | None]) -> Curves:
+    points = [Point(int(of.rpartition("-")[2]), reward, of) for of, reward in evals.items() if reward is not None]
+    return {HELD_OUT: sorted(points, key=lambda point: (point.step, point.of))} if points else {}
+
+
+def _whole_lines(file: Path, offset: int) -> Iterator[bytes]:
+    """From there on; one that is being written is left for the next time."""
+    if file.exists():
+        with file.open("rb") as lines:
+            lines.seek(offset)
+            yield from takewhile(lambda line: line.endswith(b"\n"), lines)
 
 
 def _changed_at(path: Path) -> float:
     file = path / "metrics.jsonl"
     return file.stat().st_mtime if file.exists() else 0.0
-
-
-def _ms(seconds: float) -> int:
-    return round(seconds * 1000)
 
 
 def _stamp(file: Path) -> tuple[int, int]:

@@ -11,7 +11,7 @@ import orjson
 
 from penstock.config import EvalSection
 from penstock.controller.runs import Run, RunFiles
-from penstock.evals.spending import spending
+from penstock.evals.spending import took
 from penstock.pool import POOLS
 from penstock.pool.base import Pool
 from penstock.records import Attempt, End
@@ -121,7 +121,7 @@ async def _advance(pool: Pool, seen: Seen) -> None:
 
 
 def _tried(attempt: Attempt) -> Tried:
-    rollout, spent = attempt.rollout, spending([attempt])
+    rollout, spent = attempt.rollout, took(attempt)
     return Tried(
         rollout_id=rollout.id,
         row=_row(rollout.group_id),
@@ -129,10 +129,10 @@ def _tried(attempt: Attempt) -> Tried:
         end=str(attempt.end),
         reward=attempt.reward or 0.0,
         message=attempt.message,
-        calls=spent.steps,
+        calls=len(spent.call_s),
         prompt_tokens=spent.prompt_tokens,
         sampled_tokens=spent.completion_tokens,
-        seconds=round(sum(step.seconds for step in attempt.steps), 4),
+        seconds=round(sum(spent.call_s), 4),
     )
 
 

@@ -5,14 +5,14 @@ from typing import Any
 import orjson
 
 from penstock.controller.runs import Run
-from penstock.evals.spending import spending
+from penstock.evals.spending import took
 from penstock.records import Attempt, Task
 from penstock.rollout.transcripts import transcripts
 
 
 def trajectory(run: Run, row: int, task: Task, attempt: Attempt) -> bytes:
     """As JSON: every transcript with its messages and tools, every grade, every model call with its tokens and time."""
-    told, spent = transcripts(attempt), spending([attempt])
+    told, spent = transcripts(attempt), took(attempt)
     first = next(iter(told.values()), None)
     content: dict[str, Any] = {
         "eval_run": {"id": run.id, "name": run.name},
