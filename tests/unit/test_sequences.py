@@ -272,3 +272,24 @@ def test_a_rollout_that_a_curator_took_out_counts_for_nobody():
     result = sequences(both, [2.0])
     assert both.rewards == [1.0]
     assert ({each.rollout_id for each in result.sequences}, result.counts["curated"]) == ({"train-0.0.1"}, 1)
+
+
+def test_with_a_second_reply_at_every_turn_each_is_trained_once_after_all_that_came_before_it():
+    nodes = [node(turn, 2 * turn - 2 if turn else None, 10 * turn) for turn in range(4)]
+    steps = [step(2 * turn + n, turn, 10 * turn + 1 + n, versions=(turn,)) for turn in range(4) for n in range(2)]
+    made = sequences(group(attempt(nodes, steps)), [1.0]).sequences
+    assert [sequence.token_ids for sequence in made] == [
+        (0, 2),
+        (0, 1, 10, 12),
+        (0, 1, 10, 11, 20, 22),
+        (0, 1, 10, 11, 20, 21, 30, 31),
+        (0, 1, 10, 11, 20, 21, 30, 32),
+    ]
+    assert [sequence.versions for sequence in made] == [
+        (-1, 0),
+        (-1, 0, -1, 1),
+        (-1, -1, -1, 1, -1, 2),
+        (-1, -1, -1, -1, -1, 2, -1, 3),
+        (-1, -1, -1, -1, -1, -1, -1, 3),
+    ]
+    assert all(sequence.trained == tuple(version >= 0 for version in sequence.versions) for sequence in made)

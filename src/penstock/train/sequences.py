@@ -82,23 +82,21 @@ def _qualities(attempt: Attempt) -> dict[int, float]:
 
 def _sequence(attempt: Attempt, graph: Graph, path: list[int], credit: dict[int, float], *, weight: float) -> Sequence:
     """The path up to its last step with credit, which every token of such a step gets."""
+    last = max(place for place, index in enumerate(path) if index in credit)
     ids: list[int] = []
-    trained: list[bool] = []
-    logprobs: list[float] = []
-    temperatures: list[float] = []
-    advantages: list[float] = []
-    versions: list[int] = []
-    last = max(path.index(index) for index in credit)
+    credited: list[tuple[slice, Step]] = []
     for index in path[: last + 1]:
         step = graph.steps[index]
-        glue, reply = graph.nodes[step.node].token_ids, step.completion_ids
-        credited = index in credit
-        ids += glue + reply
-        trained += [False] * len(glue) + [credited] * len(reply)
-        logprobs += [0.0] * len(glue) + (list(step.logprobs) if credited else [0.0] * len(reply))
-        temperatures += [1.0] * len(glue) + [step.sampling.temperature if credited else 1.0] * len(reply)
-        advantages += [0.0] * len(glue) + [credit.get(index, 0.0)] * len(reply)
-        versions += [-1] * len(glue) + (list(step.versions) if credited else [-1] * len(reply))
+        ids += graph.nodes[step.node].token_ids
+        if index in credit:
+            credited.append((slice(len(ids), len(ids) + len(step.completion_ids)), step))
+        ids += step.completion_ids
+    trained, logprobs, versions = [False] * len(ids), [0.0] * len(ids), [-1] * len(ids)
+    temperatures, advantages = [1.0] * len(ids), [0.0] * len(ids)
+    for reply, step in credited:
+        size = len(step.completion_ids)
+        trained[reply], logprobs[reply], versions[reply] = [True] * size, step.logprobs, step.versions
+        temperatures[reply], advantages[reply] = [step.sampling.temperature] * size, [credit[step.index]] * size
     return Sequence(
         rollout_id=attempt.rollout.id,
         group_id=attempt.rollout.group_id,
