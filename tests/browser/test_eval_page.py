@@ -11,13 +11,13 @@ from penstock.config import EvalSection
 from penstock.evals.eval_page import render_eval_page
 from penstock.evals.stored import Stored
 from penstock.pool.memory import open_pool
-from penstock.records import Attempt, End, Grade, Group, Node, Sampling, Step, Task, make_rollout
+from penstock.records import End, Grade, Node, Sampling, Step, Task, make_rollout
 
 CONFIG = {"model": {"name": "tiny"}, "engine": {"price_in": 2.0, "price_out": 10.0}}
 NASTY = "<b>bold</b> & <script>alert(1)</script> \u2028 ünïcödé"
 
 
-async def make_groups(path):
+async def make_pool(path):
     """Four tasks with two attempts each: rewards 0, 1/3, 2/3 and 1 by task; the last attempt of the first task failed."""
     pool = open_pool(path)
     for row in range(4):
@@ -36,22 +36,30 @@ async def make_groups(path):
             if not failed:
                 await pool.grade(Grade(rollout_id=rollout.id, reward=row / 3, source="test"))
             await pool.end(rollout.id, End.AGENT_ERROR if failed else End.COMPLETED, NASTY if failed else "")
-    return await pool.groups("eval")
+    return pool
+
+
+def rendered(folder, make, config, summary, seconds):
+    """The page of an evaluation over the pool that `make` makes."""
+
+    async def work():
+        pool = await make(folder)
+        return await render_eval_page(Stored(config, summary, pool, seconds), folder / "artifacts")
+
+    with ThreadPoolExecutor() as elsewhere:  # the browser's driver keeps an event loop in this thread
+        (folder / "report.html").write_text(elsewhere.submit(lambda: asyncio.run(work())).result())
+    return folder / "report.html"
 
 
 @pytest.fixture(scope="module")
 def page_file(tmp_path_factory):
     folder = tmp_path_factory.mktemp("page")
-    with ThreadPoolExecutor() as elsewhere:  # the browser's driver keeps an event loop in this thread
-        groups = elsewhere.submit(lambda: asyncio.run(make_groups(folder))).result()
     config = CONFIG | {"run": {"name": NASTY}} | {"eval": EvalSection(samples=2, k=(1, 2)).model_dump(mode="json")}
-    seconds = {attempt.rollout.id: 0.5 + row for row, group in enumerate(groups) for attempt in group.attempts}
+    seconds = {f"eval-{row}.{place}.1": 0.5 + row for row in range(4) for place in range(2)}
     verdict = folder / "artifacts" / "eval-3.0.1"
     verdict.mkdir(parents=True)
     (verdict / "verdict.json").write_text(json.dumps({"score": 1.0, "explanation": NASTY}))
-    page = render_eval_page(Stored(config, {"status": "finished"}, groups, seconds), folder / "artifacts")
-    (folder / "report.html").write_text(page)
-    return folder / "report.html"
+    return rendered(folder, make_pool, config, {"status": "finished"}, seconds)
 
 
 def test_numbers_are_seen_and_fit_their_boxes(read, page_file):
@@ -96,27 +104,28 @@ def test_what_a_judge_said_is_read_with_the_transcript(read, page_file):
     assert f"judge: {NASTY}" in judged.inner_text()
 
 
-def long_attempt(rollout):
-    """One whose agent went on and on, with a tool."""
+async def make_long_pool(path):
+    """Many rollouts; in one of a hundred the agent went on and on, with a tool, and these are the worst and the best."""
+    pool = open_pool(path)
     call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
     said = [{"role": "assistant", "content": "x" * 1000, "tool_calls": [call]}, {"role": "tool", "content": "y" * 1000}] * 500
     schema = {"type": "function", "function": {"name": "look", "parameters": {}}}
-    node = Node(rollout_id=rollout.id, id=0, parent=None, token_ids=(1,), chain="a", messages=tuple(said), tools=(schema,))
-    step = Step(
-        rollout_id=rollout.id, index=0, node=0, transcript="main", completion_ids=(3,), logprobs=(-1.0,), versions=(0,),
-        sampling=Sampling(), finish="stop", message={"role": "assistant", "content": "the end"}, chain="b",
-    )  # fmt: skip
-    grade = Grade(rollout_id=rollout.id, reward=0.5, source="test")
-    return Attempt(rollout=rollout, end=End.COMPLETED, nodes=(node,), steps=(step,), grades=(grade,))
+    for row in range(1200):
+        rollout = make_rollout(f"eval-{row}", f"task-{row}", 0, channel="eval")
+        messages, reward = ((), 0.5) if row % 100 else (tuple(said), float(row >= 600))
+        node = Node(rollout_id=rollout.id, id=0, parent=None, token_ids=(1,), chain="a", messages=messages, tools=(schema,))
+        step = Step(
+            rollout_id=rollout.id, index=0, node=0, transcript="main", completion_ids=(3,), logprobs=(-1.0,), versions=(0,),
+            sampling=Sampling(), finish="stop", message={"role": "assistant", "content": "the end"}, chain="b",
+        )  # fmt: skip
+        await pool.open_group(Task(id=rollout.task_id, prompt=()), [rollout], seq=row)
+        await pool.append(step, node)
+        await pool.end(rollout.id, End.COMPLETED, "", [Grade(rollout_id=rollout.id, reward=reward, source="test")])
+    return pool
 
 
-def test_many_long_rollouts_make_a_page_that_stays_small_and_says_what_it_leaves_out(read, tmp_path):
-    rollouts = [make_rollout(f"eval-{row}", f"task-{row}", 0, channel="eval") for row in range(1200)]
-    groups = [
-        Group(id=r.group_id, seq=row, task=Task(id=r.task_id, prompt=()), channel="eval", attempts=(long_attempt(r),))
-        for row, r in enumerate(rollouts)
-    ]
-    (tmp_path / "report.html").write_text(render_eval_page(Stored(CONFIG | {"run": {"name": "many"}}, {}, groups)))
+def test_many_and_long_rollouts_make_a_page_that_stays_small_and_says_what_it_leaves_out(read, tmp_path):
+    rendered(tmp_path, make_long_pool, CONFIG | {"run": {"name": "many"}}, {}, {})
     assert (tmp_path / "report.html").stat().st_size < 3_000_000
     page = read(tmp_path / "report.html")
     page.get_by_text("Every task").click()

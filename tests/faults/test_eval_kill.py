@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.evals.stored import read_evaluation
+from penstock.evals.stored import open_evaluation
+from penstock.records import End
 
 ROWS, SAMPLES, AT_ONCE = 258, 4, 32
 ENGINE = Path(__file__).parents[1] / "flow" / "cli_engine"
@@ -49,12 +50,16 @@ def project(tmp_path) -> Path:
     return tmp_path
 
 
-def evaluate(project: Path, life: int, *, kill: bool) -> str:
-    """Run the command; killed in the middle, or to its end, whose result comes back."""
+def started(project: Path, life: int) -> subprocess.Popen[str]:
+    """The command, just begun."""
     command = [sys.executable, "-c", "from penstock.cli import main; main()", "eval", "run", "eval.toml", "--json"]
     named = os.environ | {"PYTHONPATH": str(ENGINE), "LIFE": str(life)}
-    piped = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, cwd=project, env=named, **piped) as process:
+    return subprocess.Popen(command, cwd=project, env=named, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def evaluate(project: Path, life: int, *, kill: bool) -> str:
+    """Run the command; killed in the middle, or to its end, whose result comes back."""
+    with started(project, life) as process:
         try:
             for line in process.stderr:
                 done, slash, total = line.partition(" ")[0].partition("/")
@@ -67,8 +72,13 @@ def evaluate(project: Path, life: int, *, kill: bool) -> str:
 
 def places(project: Path) -> set[str]:
     """What has ended, by its place in its group: the same for every attempt at it."""
-    groups = asyncio.run(read_evaluation(project / "runs/evals/killed")).groups
-    return {place(a.rollout.id) for group in groups for a in group.attempts if a.end is not None}
+    return {place(name) for name, end in asyncio.run(ends(project)).items() if end is not None}
+
+
+async def ends(project: Path) -> dict[str, End | None]:
+    """Of the rollouts that count, by their id."""
+    async with open_evaluation(project / "runs/evals/killed") as found:
+        return {attempt.rollout.id: attempt.end async for group in found.groups() for attempt in group.attempts}
 
 
 def place(rollout_id: str) -> str:

@@ -6,9 +6,10 @@ import time
 from pathlib import Path
 
 import pytest
-from test_eval_kill import AGENT, CONFIG, evaluate, place
+from test_eval_kill import AGENT, CONFIG, ends, evaluate, place, started
+from test_scribe_kill import scribe_of
 
-from penstock.evals.stored import read_evaluation
+from penstock.records import End
 
 ROWS, SAMPLES, PROCESSES = 60, 4, 3
 BLOCKED = """
@@ -29,8 +30,7 @@ def project(tmp_path: Path) -> Path:
 
 def completed(project: Path) -> set[str]:
     """By place in a group: the same for every attempt at it."""
-    groups = asyncio.run(read_evaluation(project / "runs/evals/killed")).groups
-    return {place(attempt.rollout.id) for group in groups for attempt in group.attempts if attempt.end == "completed"}
+    return {place(name) for name, end in asyncio.run(ends(project)).items() if end is End.COMPLETED}
 
 
 def ledger(project: Path) -> list[list[str]]:
@@ -78,3 +78,21 @@ def test_the_same_command_right_after_a_kill_waits_for_processes_that_do_not_let
     assert (found["status"], found["outcome"]["ends"]) == ("finished", {"completed": ROWS * SAMPLES})
     again = [name for life, _, name in ledger(project) if life == "2"]
     assert len(again) == len(set(again)) == ROWS * SAMPLES - found["resumed"]
+
+
+@pytest.mark.slow
+def test_where_the_process_that_writes_for_all_is_killed_the_command_says_so_and_the_same_one_goes_on(project: Path) -> None:
+    with started(project, 1) as process:
+        said, scribe = list[str](), None
+        for line in process.stderr:
+            said.append(line)
+            if scribe is None and "/" in line.partition(" ")[0] and int(line.partition("/")[0]) >= 60:
+                scribe = scribe_of(process.pid)
+                scribe.kill()
+        assert process.wait(60) == 1 and "Traceback" not in "".join(said)
+        assert "the process that writes to the pool has ended" in json.loads(process.stdout.read())["error"]["message"]
+    ended = completed(project)
+    assert 60 <= len(ended) < ROWS * SAMPLES
+    found = json.loads(evaluate(project, 2, kill=False))
+    assert (found["status"], found["outcome"]["ends"]) == ("finished", {"completed": ROWS * SAMPLES})
+    assert {place(name) for life, _, name in ledger(project) if life == "2"} & ended == set()

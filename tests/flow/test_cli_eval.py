@@ -1,6 +1,5 @@
 """`penstock eval` as its user runs it: to the end, stopped or killed and taken up again, compared, and with mistakes."""
 
-import asyncio
 import json
 import signal
 import subprocess
@@ -8,9 +7,9 @@ from pathlib import Path
 
 import pytest
 from cli_cases import environment, penstock
+from eval_cases import attempts
 
 from penstock.cli.app import run
-from penstock.evals.stored import read_evaluation
 
 AGENT = """
 import asyncio
@@ -59,8 +58,7 @@ def result(capsys, *arguments: str, code: int = 0):
 
 def stored_ids(folder: Path) -> dict[str, str]:
     """The ended rollouts of an evaluation, with their ends."""
-    groups = asyncio.run(read_evaluation(folder)).groups
-    return {a.rollout.id: str(a.end) for group in groups for a in group.attempts if a.end is not None}
+    return {attempt.rollout.id: str(attempt.end) for attempt in attempts(folder) if attempt.end is not None}
 
 
 def test_the_first_attempt_goes_ahead_of_the_others(project, capsys):

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from eval_cases import attempts
 
 from penstock.cli.app import run
 from penstock.config import load_config
 from penstock.evals.run import Evaluation, evaluate, evaluation_config, read_rows
-from penstock.evals.stored import read_evaluation
 from penstock.train.inputs import read_inputs
 
 ROWS = 8
@@ -114,8 +114,7 @@ def ledger() -> list[list[str]]:
 
 def stored() -> dict[str, str]:
     """The attempts that count, with their ends."""
-    groups = asyncio.run(read_evaluation(Path("runs/evals/shared"))).groups
-    return {a.rollout.id: str(a.end) for group in groups for a in group.attempts}
+    return {attempt.rollout.id: str(attempt.end) for attempt in attempts(Path("runs/evals/shared"))}
 
 
 def ends(told: list[tuple[str, dict[str, Any]]]) -> dict[str, str]:

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import cli_cases
 import pytest
+from eval_cases import attempts
 from relay_cases import KEY, Answer, Endpoint, base_url, in_thread
 
 from penstock.cli.app import run
 from penstock.config import EngineSection
-from penstock.evals.stored import read_evaluation
 from penstock.gateway.opening import open_engine
 from penstock.models import resolve
-from penstock.records import Attempt, Sampling
+from penstock.records import Sampling
 from penstock.testing import workbench
 
 MULTIPLY = Path(__file__).parents[2] / "examples" / "multiply" / "tiny.toml"
@@ -92,11 +92,6 @@ def result(capsys, *arguments: str, code: int = 0):
     return json.loads(capsys.readouterr().out)
 
 
-def attempts(folder: str) -> list[Attempt]:
-    groups = asyncio.run(read_evaluation(Path(folder))).groups
-    return [attempt for group in groups for attempt in group.attempts]
-
-
 @pytest.mark.parametrize(("kind", "way"), [(kind, way) for kind, ways in WAYS.items() for way in ways])
 def test_an_evaluation_needs_an_endpoint_and_no_weights(kind, way, project, served, capsys, monkeypatch):
     monkeypatch.setenv("PENSTOCK_CACHE", str(project / "empty"))
@@ -106,7 +101,7 @@ def test_an_evaluation_needs_an_endpoint_and_no_weights(kind, way, project, serv
     assert found["outcome"]["prompt_tokens"] > 0 and found["outcome"]["completion_tokens"] > 0
     cost = (2 * found["outcome"]["prompt_tokens"] + 10 * found["outcome"]["completion_tokens"]) / 1e6
     assert found["outcome"]["cost"] == pytest.approx(cost)
-    steps = [step for attempt in attempts(found["folder"]) for step in attempt.steps]
+    steps = [step for attempt in attempts(Path(found["folder"])) for step in attempt.steps]
     assert [step.completion_ids for step in steps] == [()] * 3
     assert not (project / "empty").exists()
     assert served[1] not in "".join(file.read_text(errors="replace") for file in Path(found["folder"]).rglob("*") if file.is_file())
@@ -124,7 +119,9 @@ def test_a_policy_measures_the_same_behind_an_endpoint_as_embedded(project, serv
     near = result(capsys, *greedy, "--name", "near")
     far = result(capsys, *greedy, "--name", "far", *settings("openai", served[0]))
     assert far["outcome"]["steps"] == near["outcome"]["steps"] > 8
-    said = [[[step.message["content"] for step in attempt.steps] for attempt in attempts(each["folder"])] for each in (near, far)]
+    said = [
+        [[step.message["content"] for step in attempt.steps] for attempt in attempts(Path(each["folder"]))] for each in (near, far)
+    ]
     assert said[0] == said[1]
     assert far["outcome"]["completion_tokens"] == near["outcome"]["completion_tokens"]
     compared = result(capsys, "eval", "compare", near["folder"], far["folder"])

@@ -1,15 +1,14 @@
 """A rubric as the grader of an evaluation, and `penstock eval rubric`, against a judge on a real port."""
 
-import asyncio
 import json
 from pathlib import Path
 
 import pytest
 from cli_cases import served
+from eval_cases import attempts
 from judge_double import judge_double, says
 
 from penstock.cli.app import run
-from penstock.evals.stored import read_evaluation
 
 KEY = "a-key-that-nobody-may-see"
 AGENT = """
@@ -70,8 +69,7 @@ def test_a_judge_grades_rollouts_and_is_no_part_of_them(project, capsys):
     assert set(double.keys) == {f"Bearer {KEY}"} and KEY.encode() not in everything(project)
     asked = next(body["messages"][1]["content"] for body in double.asked if "0 times" in str(body))
     assert "Is it right?" in asked and "user: 0 times 3?" in asked and "tokens" in asked and "reference" in asked
-    groups = asyncio.run(read_evaluation(folder)).groups
-    assert [grade.source for grade in groups[0].attempts[0].grades] == ["rubric"]
+    assert [grade.source for grade in attempts(folder)[0].grades] == ["rubric"]
     page = Path(found["report"]).read_text()
     assert "judge: &lt;i&gt;well done&lt;/i&gt;" in page
 

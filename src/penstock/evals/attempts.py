@@ -9,7 +9,10 @@ from penstock.records import Attempt, End, Group, Rollout, Sampling, Task, make_
 from penstock.rollout.scheduler import LOST, Runs, run_to_end
 
 CHANNEL = "eval"
-PAGE = 100
+READ = 4
+"""Groups in memory at once: more of them are read no faster, and those of long agents are large."""
+OPENED = 100
+"""Groups opened at once: what is written together costs one wait for the disk."""
 UNDONE = (None, End.CANCELLED, End.LOST)
 """Ends of attempts that another process began: they are made again."""
 AHEAD_S = 3.0
@@ -42,22 +45,23 @@ class Plan(NamedTuple):
 
 async def plan(rows: Sequence[Row], pool: Pool, *, samples: int, retry_failed: bool = False) -> Plan:
     """Open what was never opened, give new attempts to what was begun and, if asked, to what failed."""
-    known = {group.seq: group async for group in stored(pool)}
+    again = {
+        group.seq: [attempt.rollout for attempt in group.attempts if _again(attempt, retry_failed)] async for group in stored(pool)
+    }
     places: list[Place] = []
-    for first in range(0, len(rows), PAGE):
-        async with asyncio.TaskGroup() as opening:  # what is written together costs one wait for the disk
+    for first in range(0, len(rows), OPENED):
+        async with asyncio.TaskGroup() as opening:
             given = [
-                opening.create_task(_places(row, known.get(row.number), pool, samples=samples, retry_failed=retry_failed))
-                for row in rows[first : first + PAGE]
+                opening.create_task(_places(row, again.get(row.number), pool, samples=samples))
+                for row in rows[first : first + OPENED]
             ]
         places += [place for each in given for place in each.result()]
     return Plan(places, len(rows) * samples - len(places))
 
 
-async def _places(row: Row, group: Group | None, pool: Pool, *, samples: int, retry_failed: bool) -> list[Place]:
-    """What there is to do for one row."""
-    if group is not None:
-        again = [attempt.rollout for attempt in group.attempts if _again(attempt, retry_failed)]
+async def _places(row: Row, again: Sequence[Rollout] | None, pool: Pool, *, samples: int) -> list[Place]:
+    """What there is to do for one row: these `again`, or all of it where it was never opened."""
+    if again is not None:
         return [Place(await pool.replace(rollout, LOST), row.task) for rollout in again]
     rollouts = [make_rollout(f"{CHANNEL}-{row.number}", row.task.id, place, channel=CHANNEL) for place in range(samples)]
     await pool.open_group(row.task, rollouts, seq=row.number)
@@ -65,13 +69,22 @@ async def _places(row: Row, group: Group | None, pool: Pool, *, samples: int, re
 
 
 async def make(
-    places: Sequence[Place], runner: Runs, pool: Pool, *, sampling: Sampling, concurrency: int, retries: int, ahead: int = 1
+    places: Sequence[Place],
+    runner: Runs,
+    pool: Pool,
+    *,
+    sampling: Sampling,
+    concurrency: int,
+    retries: int,
+    ahead: int = 1,
+    spare: int = 0,
 ) -> None:
     """Run each to its end, so many at once; one that is lost with its worker is made again. Cancelled, what runs is undone.
 
-    The first ones, as many as `ahead`, go ahead of the others.
+    The first ones, as many as `ahead`, go ahead of the others. `spare` ones wait with the runner, who starts them without asking;
+    towards the end there are none, as each may then begin at once somewhere.
     """
-    slots = asyncio.Semaphore(concurrency)
+    slots = asyncio.Semaphore(concurrency + spare)
 
     async def run(place: Place) -> None:
         try:
@@ -81,7 +94,9 @@ async def make(
 
     async with asyncio.TaskGroup() as running:
         first: list[asyncio.Task[None]] = []
-        for place in places:
+        for number, place in enumerate(places):
+            for _ in range(spare if number == max(0, len(places) - concurrency) else 0):
+                await slots.acquire()
             await slots.acquire()
             task = running.create_task(run(place))
             if len(first) < ahead:
@@ -91,12 +106,12 @@ async def make(
 
 
 async def stored(pool: Pool) -> AsyncGenerator[Group]:
-    """All groups of the evaluation, by row."""
+    """All groups of the evaluation, by row; none is kept once the next one is asked for."""
     first = 0
-    while page := await pool.groups(CHANNEL, first_seq=first, limit=PAGE):
-        for group in page:
-            yield group
+    while page := await pool.groups(CHANNEL, first_seq=first, limit=READ):
         first = page[-1].seq + 1
+        while page:
+            yield page.pop(0)
 
 
 def _again(attempt: Attempt, retry_failed: bool) -> bool:

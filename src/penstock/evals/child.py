@@ -24,14 +24,15 @@ from penstock.config import make_config
 from penstock.errors import ConfigError, PenstockError
 from penstock.evals.presence import LEAVE_S, present
 from penstock.events import Events, json_line
-from penstock.pool import POOLS
+from penstock.pool.sqlite import open_pool as open_dictating
 from penstock.records import Rollout, Sampling, Task
 from penstock.rollout.executors.base import read_section
-from penstock.rollout.runner import Runner
+from penstock.rollout.runner import Room, Runner
 from penstock.sdk.elsewhere import Recipe
 from penstock.train.folder import RunFolder
 from penstock.train.inputs import Inputs
 from penstock.train.rollouts import open_rollouts
+from penstock.train.stations import open_pool
 
 LONGEST = 1 << 30
 """Bytes of one line."""
@@ -48,6 +49,10 @@ class Orders:
     model_folder: str
     run_folder: str
     number: int = 0
+    at_once: int = 1
+    """Rollouts whose agents run at once; others that it is asked for wait here, so that none has to be asked for in between."""
+    scribe: str = ""
+    """The address of the process that writes for all of them; see `open_scribe`. Empty where each writes by itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,11 +110,11 @@ async def work(orders: Orders, pipe: asyncio.StreamReader, teller: Teller) -> No
     events = Events()
     events.listen(partial(_tell, teller, orders.number))
     with present(folder.path):
-        pool = POOLS.load(config.pool.name)(folder.path, url=config.pool.url)
+        pool = open_dictating(folder.path, scribe=orders.scribe) if orders.scribe else open_pool(config, folder)
         try:
             async with open_rollouts(config, inputs, folder, events, pool) as rollouts:
                 teller.say(ready=True)
-                await _serve(pipe, rollouts.runner, teller)
+                await _serve(pipe, rollouts.runner, teller, asyncio.Semaphore(orders.at_once))
         finally:
             await pool.close()
 
@@ -119,7 +124,7 @@ def _tell(teller: Teller, number: int, kind: str, fields: dict[str, Any]) -> Non
         teller.say(event=kind, fields=fields)
 
 
-async def _serve(pipe: asyncio.StreamReader, runner: Runner, teller: Teller) -> None:
+async def _serve(pipe: asyncio.StreamReader, runner: Runner, teller: Teller, room: Room) -> None:
     running: dict[str, asyncio.Task[dict[str, Any]]] = {}
 
     def over(rollout_id: str, done: asyncio.Task[dict[str, Any]]) -> None:
@@ -131,7 +136,7 @@ async def _serve(pipe: asyncio.StreamReader, runner: Runner, teller: Teller) -> 
         while line := await pipe.readline():
             order = from_json(Order, line)
             if order.ask is not None:
-                task = running[order.ask.rollout.id] = group.create_task(_run(order.ask, runner))
+                task = running[order.ask.rollout.id] = group.create_task(_run(order.ask, runner, room))
                 task.add_done_callback(partial(over, order.ask.rollout.id))
             elif order.cancel in running:
                 running[order.cancel].cancel()
@@ -139,10 +144,10 @@ async def _serve(pipe: asyncio.StreamReader, runner: Runner, teller: Teller) -> 
             task.cancel()
 
 
-async def _run(ask: Ask, runner: Runner) -> dict[str, Any]:
+async def _run(ask: Ask, runner: Runner, room: Room) -> dict[str, Any]:
     """How a rollout came out, as the parent is told."""
     try:
-        return {"end": await runner.run(ask.rollout, ask.task, ask.sampling)}
+        return {"end": await runner.run(ask.rollout, ask.task, ask.sampling, room=room)}
     except PenstockError as error:
         return {"error": type(error).__name__, "message": str(error)}
     except Exception as error:

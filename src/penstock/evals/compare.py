@@ -1,15 +1,15 @@
 """Two evaluations of the same tasks, side by side."""
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from penstock.errors import ConfigError
 from penstock.evals.metrics import Difference, difference
-from penstock.evals.outcome import ended, scores
+from penstock.evals.outcome import Scores, scores
 from penstock.evals.spending import Spending, spending
-from penstock.evals.stored import Stored, read_evaluation
+from penstock.evals.stored import Stored, open_evaluation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +36,9 @@ class Compared:
 
 async def compare(first: Path, second: Path) -> Compared:
     """Tasks are the same where their content is, whatever rows they stand in."""
-    stored = [await read_evaluation(folder) for folder in (first, second)]
-    one, other = ({s.task_id: s.mean for s in scores(found.groups)} for found in stored)
+    async with open_evaluation(first) as old, open_evaluation(second) as new:
+        scored = [await scores(found.groups()) for found in (old, new)]
+    one, other = ({each.task_id: each.mean for each in own} for own in scored)
     shared = [task for task in one if task in other]
     if not shared:
         raise ConfigError(f"{first} and {second} have no task in common; evaluate both on the same dataset")
@@ -51,10 +52,10 @@ async def compare(first: Path, second: Path) -> Compared:
         better=sum(a > b for b, a in zip(before, after, strict=True)),
         worse=sum(a < b for b, a in zip(before, after, strict=True)),
         left_out=len(one.keys() ^ other.keys()),
-        spent=(_spent(stored[0], set(shared)), _spent(stored[1], set(shared))),
+        spent=(_spent(old, scored[0], set(shared)), _spent(new, scored[1], set(shared))),
     )
 
 
-def _spent(found: Stored, tasks: Container[str]) -> Spending:
-    attempts = [attempt for group in found.groups if group.task.id in tasks for attempt in ended(group)]
-    return spending(attempts, prices=found.prices, seconds=found.seconds)
+def _spent(found: Stored, scored: Sequence[Scores], tasks: Container[str]) -> Spending:
+    rollouts = [each.took for task in scored if task.task_id in tasks for each in task.tried]
+    return spending(rollouts, prices=found.prices, seconds=found.seconds)

@@ -8,11 +8,12 @@ from penstock.config import EvalSection
 from penstock.evals.histogram import histogram
 from penstock.evals.html import Pick, config_part, document, number, table, tiles, transcript
 from penstock.evals.metrics import Estimate
-from penstock.evals.outcome import Outcome, Scores, ended, outcome, reward_of, scores
+from penstock.evals.outcome import Outcome, Scores, outcome, scores
 from penstock.evals.spending import Latency
-from penstock.evals.stored import Stored, read_evaluation
+from penstock.evals.stored import Stored, open_evaluation
 from penstock.graders.rubric import read_verdict_file
-from penstock.records import End, Group
+from penstock.pool.base import Pool
+from penstock.records import End
 
 SHOWN = 3
 """Best and worst rollouts with their transcripts, and failed ones of each end."""
@@ -22,17 +23,19 @@ LISTED = 1000
 
 async def write_eval_page(folder: Path) -> Path:
     """Write `report.html` into the evaluation's folder and return its path."""
-    found = await read_evaluation(folder)
+    async with open_evaluation(folder) as found:
+        page = await render_eval_page(found, folder / "artifacts")
     path, draft = folder / "report.html", folder / "report.html.new"
-    draft.write_text(render_eval_page(found, folder / "artifacts"), encoding="utf-8", errors="replace")
+    draft.write_text(page, encoding="utf-8", errors="replace")
     return draft.replace(path)
 
 
-def render_eval_page(found: Stored, artifacts: Path | None = None) -> str:
+async def render_eval_page(found: Stored, artifacts: Path | None = None) -> str:
     """The whole document; in `artifacts` are the rollouts' folders, with what a judge said of them."""
     section = EvalSection.model_validate(found.config.get("eval", {}))
-    result = outcome(found.groups, section, prices=found.prices, seconds=found.seconds)
-    scored = scores(found.groups)
+    scored = await scores(found.groups())
+    result = outcome(scored, section, prices=found.prices, seconds=found.seconds)
+    picked = await picks(scored, found.pool)
     name, model = found.config["run"]["name"], found.config["model"]["name"]
     body = f"""{_tiles(result)}
 <h2>Mean reward of each task</h2>
@@ -44,23 +47,23 @@ def render_eval_page(found: Stored, artifacts: Path | None = None) -> str:
 {table(["end", "rollouts"], result.ends.items())}
 {_reasons(result)}
 <h2>Transcripts</h2>
-{"".join(transcript(replace(pick, note=_note(artifacts, pick))) for pick in picks(found.groups))}
+{"".join(transcript(replace(pick, note=_note(artifacts, pick))) for pick in picked)}
 {config_part(found.config, "evaluation")}"""
     status = found.summary.get("status", "not finished")
     return document(name, f"{model} · {result.tasks} tasks x {result.samples} · {status}", body)
 
 
-def picks(groups: Sequence[Group]) -> list[Pick]:
+async def picks(scored: Sequence[Scores], pool: Pool) -> list[Pick]:
     """The worst, the best, and some of each way to fail; each once."""
-    tried = [(group.task, attempt) for group in groups for attempt in ended(group)]
-    graded = sorted((each for each in tried if each[1].end is End.COMPLETED), key=lambda each: reward_of(each[1]))
+    tried = [each for task in scored for each in task.tried]
+    graded = sorted((each for each in tried if each.end is End.COMPLETED), key=lambda each: each.reward)
     chosen = [("worst", each) for each in graded[:SHOWN]] + [("best", each) for each in graded[::-1][:SHOWN]]
-    for end in sorted({str(attempt.end) for _, attempt in tried if attempt.end is not End.COMPLETED}):
-        chosen += [("failed", each) for each in tried if each[1].end == end][:SHOWN]
-    found: dict[str, Pick] = {}
-    for why, (task, attempt) in chosen:
-        found.setdefault(attempt.rollout.id, Pick(why=why, task=task, attempt=attempt))
-    return list(found.values())
+    for end in sorted({str(each.end) for each in tried if each.end is not End.COMPLETED}):
+        chosen += [("failed", each) for each in tried if each.end == end][:SHOWN]
+    reasons: dict[str, str] = {}
+    for why, each in chosen:
+        reasons.setdefault(each.took.rollout_id, why)
+    return [Pick(why=why, task=await pool.task(name), attempt=await pool.attempt(name)) for name, why in reasons.items()]
 
 
 def _tiles(result: Outcome) -> str:

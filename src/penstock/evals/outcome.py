@@ -1,14 +1,15 @@
 """What an evaluation came to: rewards and pass@k with their intervals, ends, and what was spent."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import AsyncIterable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from sys import intern
+from typing import Any, NamedTuple
 
 from penstock.config import EvalSection
 from penstock.evals.metrics import Estimate, estimate, pass_at_k
-from penstock.evals.spending import Prices, Spending, spending
-from penstock.records import Attempt, Group
+from penstock.evals.spending import Prices, Spending, Took, spending, took
+from penstock.records import End, Group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,63 +38,71 @@ class Outcome:
         return own | {"reward": self.reward and self.reward._asdict(), "passes": passes} | self.spent.as_json()
 
 
+class Tried(NamedTuple):
+    """An attempt that has ended, without its tokens and its text: those of a whole evaluation may be more than fits in memory."""
+
+    end: End
+    message: str
+    reward: float
+    """0 for one that failed."""
+    took: Took
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
-    """One task's attempts."""
+    """One task's attempts that have ended."""
 
     task_id: str
     row: int
-    rewards: tuple[float, ...]
-    """Of the attempts that have ended, 0 for one that failed."""
+    tried: tuple[Tried, ...]
+    """At least one."""
+
+    @property
+    def rewards(self) -> list[float]:
+        """Of the attempts, in the same order."""
+        return [each.reward for each in self.tried]
 
     @property
     def mean(self) -> float:
         """Over the attempts."""
-        return sum(self.rewards) / len(self.rewards)
+        return sum(self.rewards) / len(self.tried)
 
 
-def scores(groups: Iterable[Group]) -> list[Scores]:
-    """Of every task that has an attempt which ended, by row."""
-    found = [Scores(task_id=g.task.id, row=g.seq, rewards=tuple(reward_of(a) for a in ended(g))) for g in groups]
-    return [each for each in found if each.rewards]
+async def scores(groups: AsyncIterable[Group]) -> list[Scores]:
+    """Of every task that has an attempt which ended, by row; a group is let go before the next one is read."""
+    return [Scores(task_id=group.task.id, row=group.seq, tried=tried) async for group in groups if (tried := _tried(group))]
 
 
 def outcome(
-    groups: Sequence[Group], section: EvalSection, *, prices: Prices | None = None, seconds: Mapping[str, float] | None = None
+    scored: Sequence[Scores], section: EvalSection, *, prices: Prices | None = None, seconds: Mapping[str, float] | None = None
 ) -> Outcome:
-    """All of it, from what the pool holds; `seconds` are those of rollouts by their id."""
-    scored = scores(groups)
-    attempts = [attempt for group in groups for attempt in ended(group)]
-    whole = [each for each in scored if len(each.rewards) == section.samples]
+    """All of it; `seconds` are those of rollouts by their id."""
+    tried = [each for task in scored for each in task.tried]
+    whole = [each for each in scored if len(each.tried) == section.samples]
     return Outcome(
         tasks=len(scored),
         samples=section.samples,
-        rollouts=len(attempts),
+        rollouts=len(tried),
         reward=estimate([each.mean for each in scored]) if scored else None,
         passes={k: estimate([_pass(each, k, section.passes) for each in whole]) for k in section.k if whole},
-        ends=dict(Counter(str(attempt.end) for attempt in attempts)),
-        reasons=_reasons(attempts),
-        spent=spending(attempts, prices=prices, seconds=seconds),
+        ends=dict(Counter(str(each.end) for each in tried)),
+        reasons=_reasons(tried),
+        spent=spending([each.took for each in tried], prices=prices, seconds=seconds),
     )
 
 
-def ended(group: Group) -> list[Attempt]:
-    """Attempts that count."""
-    return [attempt for attempt in group.attempts if attempt.end is not None]
-
-
-def reward_of(attempt: Attempt) -> float:
-    """0 for one that failed."""
-    return attempt.reward or 0.0
+def _tried(group: Group) -> tuple[Tried, ...]:
+    """Many fail with the same words: those are kept once."""
+    return tuple(Tried(a.end, intern(a.message), a.reward or 0.0, took(a)) for a in group.attempts if a.end is not None)
 
 
 def _pass(each: Scores, k: int, threshold: float) -> float:
-    return pass_at_k(len(each.rewards), sum(reward >= threshold for reward in each.rewards), k)
+    return pass_at_k(len(each.tried), sum(reward >= threshold for reward in each.rewards), k)
 
 
-def _reasons(attempts: Iterable[Attempt]) -> dict[str, dict[str, int]]:
+def _reasons(tried: Iterable[Tried]) -> dict[str, dict[str, int]]:
     found: dict[str, Counter[str]] = {}
-    for attempt in attempts:
-        if attempt.end != "completed":
-            found.setdefault(str(attempt.end), Counter())[attempt.message] += 1
+    for each in tried:
+        if each.end is not End.COMPLETED:
+            found.setdefault(str(each.end), Counter())[each.message] += 1
     return {end: dict(messages.most_common(10)) for end, messages in found.items()}

@@ -29,11 +29,11 @@ async def await_others(folder: Path, events: Events) -> None:
 
 
 @contextmanager
-def present(folder: Path) -> Generator[None]:
-    """Be counted among them; ends with the process at the latest."""
+def present(folder: Path) -> Generator[int]:
+    """Be counted among them; ends with the process at the latest, and with the last one that has inherited the descriptor."""
     with _file(folder).open("w") as file:
         fcntl.flock(file, fcntl.LOCK_SH)
-        yield
+        yield file.fileno()
 
 
 def _file(folder: Path) -> Path:

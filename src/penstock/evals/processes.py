@@ -8,9 +8,11 @@ from dataclasses import replace
 from penstock.config import RunConfig
 from penstock.errors import ConfigError, PenstockError
 from penstock.evals.child import Orders
+from penstock.evals.presence import present
 from penstock.evals.process import Child, ChildLost, start
 from penstock.events import Events
 from penstock.pool.base import Pool
+from penstock.pool.dictation import open_scribe
 from penstock.records import Attempt, End, Rollout, Sampling, Task
 from penstock.rollout.guests import leaves
 from penstock.sdk.discovery import Agent
@@ -60,7 +62,8 @@ class Place:
     @property
     def room(self) -> tuple[bool, int]:
         """The least of these has the most."""
-        return (True, 0) if self.child is None or self.child.is_over else (False, len(self.child.running))
+        is_here = self.child is not None and not self.child.is_over
+        return (False, len(self.child.running) - self._orders.at_once) if self.child and is_here else (True, 0)
 
     async def living(self) -> Child:
         """The process that is here, or a new one; PenstockError where that would die like those before it."""
@@ -127,22 +130,41 @@ async def open_processes(
     config: RunConfig, inputs: Inputs, folder: RunFolder, events: Events, pool: Pool, *, count: int
 ) -> AsyncGenerator[Processes]:
     """Start `count` of them, each with an engine, a gateway and a runner of its own; leaving ends them and undoes what they run."""
-    orders = Orders(
-        config=config.model_dump(mode="json"),
-        recipe=Recipe.of(inputs.agent).write().decode(),
-        model=inputs.model,
-        model_folder=str(inputs.folder),
-        run_folder=str(folder.path),
-    )
     folder.secret()  # made once, and not by several at the same time
-    places = [Place(replace(orders, number=number), events) for number in range(count)]
-    try:
-        await _start_all(places)
-        yield Processes(places, events, pool)
-    finally:
-        async with asyncio.TaskGroup() as closing:
-            for place in places:
-                closing.create_task(place.close())
+    async with _scribe(config, folder) as scribe:
+        orders = Orders(
+            config=config.model_dump(mode="json"),
+            recipe=Recipe.of(inputs.agent).write().decode(),
+            model=inputs.model,
+            model_folder=str(inputs.folder),
+            run_folder=str(folder.path),
+            scribe=scribe,
+        )
+        shares = [config.rollout.concurrency // count + (number < config.rollout.concurrency % count) for number in range(count)]
+        places = [Place(replace(orders, number=number, at_once=share), events) for number, share in enumerate(shares)]
+        try:
+            await _start_all(places)
+            yield Processes(places, events, pool)
+        finally:
+            async with asyncio.TaskGroup() as closing:
+                for place in places:
+                    closing.create_task(place.close())
+
+
+def spare_of(concurrency: int, count: int) -> int:
+    """Rollouts that wait in `count` processes: as many as end there while the next ones are on their way."""
+    return 0 if count == 1 else count * max(1, concurrency // count // 4)
+
+
+@asynccontextmanager
+async def _scribe(config: RunConfig, folder: RunFolder) -> AsyncGenerator[str]:
+    """One that writes for all, where they would wait for each other's turn at a file; nobody where a server takes their writes."""
+    if config.pool.name != "sqlite":
+        yield ""
+        return
+    with present(folder.path) as presence:
+        async with open_scribe(folder.path, keeps=[presence]) as address:
+            yield address
 
 
 async def _start_all(places: list[Place]) -> None:

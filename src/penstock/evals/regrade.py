@@ -1,7 +1,7 @@
 """Another grader over an evaluation's rollouts: nothing is sampled again, and the first verdicts stay where they are."""
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import AsyncIterable, Container, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +10,10 @@ import orjson
 from penstock.config import RunConfig, make_config
 from penstock.errors import ConfigError, EngineError, GraderError
 from penstock.evals.attempts import stored
-from penstock.evals.outcome import Outcome, outcome
+from penstock.evals.outcome import Outcome, outcome, scores
 from penstock.evals.run import judged_files
 from penstock.evals.spending import prices_of
-from penstock.evals.stored import read_evaluation
+from penstock.evals.stored import open_evaluation
 from penstock.events import Events
 from penstock.pool.base import Pool
 from penstock.records import Attempt, End, Grade, Group
@@ -50,20 +50,16 @@ async def regrade(source: Path, config: RunConfig, *, fresh: bool = False) -> tu
     """Grade what `source` holds into an evaluation of its own, which a stopped one goes on with; its folder and its numbers."""
     preflight(config.agent, config.workflow, config.grader)
     agent = open_agent(config.agent, config.workflow, config.grader)
-    recorded = (await read_evaluation(source)).groups
-    folder = open_run_folder(config, fresh=fresh, files=judged_files(agent))
-    with locked(folder.path):
-        pool = open_pool(config, folder)
-        try:
-            known = {group.seq: group async for group in stored(pool)}
-            regrader = _Regrader(pool, agent, config, folder.path / "artifacts")
-            async with asyncio.TaskGroup() as tasks:
-                for group in recorded:
-                    tasks.create_task(regrader.copy(group, known.get(group.seq)))
-            prices = prices_of(config.model_dump(include={"engine"}))
-            return folder, outcome([group async for group in stored(pool)], config.eval, prices=prices)
-        finally:
-            await pool.close()
+    async with open_evaluation(source) as recorded:
+        folder = open_run_folder(config, fresh=fresh, files=judged_files(agent))
+        with locked(folder.path):
+            pool = open_pool(config, folder)
+            try:
+                await _Regrader(pool, agent, config, folder.path / "artifacts").copy(recorded.groups())
+                prices = prices_of(config.model_dump(include={"engine"}))
+                return folder, outcome(await scores(stored(pool)), config.eval, prices=prices)
+            finally:
+                await pool.close()
 
 
 class _Regrader:
@@ -74,15 +70,23 @@ class _Regrader:
         self._work = Work(agent, Guests(agent.entry.parent, Events()))
         self._slots, self._timeout_s = asyncio.Semaphore(config.rollout.concurrency), config.rollout.grader_timeout_s
 
-    async def copy(self, group: Group, known: Group | None) -> None:
-        """All attempts that have ended, less those that `known` has."""
-        attempts = [attempt for attempt in group.attempts if attempt.end is not None]
-        ended = {attempt.rollout.id for attempt in known.attempts if attempt.end is not None} if known else set[str]()
-        await self._pool.open_group(group.task, [attempt.rollout for attempt in attempts], seq=group.seq)
-        for attempt in attempts:
-            if attempt.rollout.id not in ended:
-                async with self._slots:
+    async def copy(self, groups: AsyncIterable[Group]) -> None:
+        """All attempts that have ended, less those that the pool has; one of a group at a time."""
+        ended = {a.rollout.id async for group in stored(self._pool) for a in group.attempts if a.end is not None}
+        async with asyncio.TaskGroup() as tasks:
+            async for group in groups:
+                await self._slots.acquire()
+                tasks.create_task(self._copy_group(group, ended))
+
+    async def _copy_group(self, group: Group, ended: Container[str]) -> None:
+        try:
+            attempts = [attempt for attempt in group.attempts if attempt.end is not None]
+            await self._pool.open_group(group.task, [attempt.rollout for attempt in attempts], seq=group.seq)
+            for attempt in attempts:
+                if attempt.rollout.id not in ended:
                     await self._copy_attempt(group, attempt)
+        finally:
+            self._slots.release()
 
     async def _copy_attempt(self, group: Group, attempt: Attempt) -> None:
         nodes, rollout_id = {node.id: node for node in attempt.nodes}, attempt.rollout.id

@@ -13,9 +13,9 @@ import orjson
 from penstock.config import RunConfig
 from penstock.errors import ConfigError
 from penstock.evals.attempts import Plan, Row, make, plan, stored
-from penstock.evals.outcome import Outcome, outcome
+from penstock.evals.outcome import Outcome, outcome, scores
 from penstock.evals.presence import await_others
-from penstock.evals.processes import check_limits, check_processes, open_processes
+from penstock.evals.processes import check_limits, check_processes, open_processes, spare_of
 from penstock.evals.spending import Prices, prices_of, rollout_seconds
 from penstock.events import Events, Listener
 from penstock.pool.base import Pool
@@ -109,7 +109,7 @@ async def evaluate(
             planned = await plan(rows, pool, samples=config.eval.samples, retry_failed=retry_failed)
             started = await _run(config, inputs, folder, events, pool, planned, stop)
             numbers = {row.number for row in rows}
-            groups = [group async for group in stored(pool) if group.seq in numbers]
+            scored = await scores(group async for group in stored(pool) if group.seq in numbers)
         finally:
             await pool.close()
         prices = prices_of(config.model_dump(include={"engine"}))
@@ -118,7 +118,7 @@ async def evaluate(
             folder=str(folder.path),
             status="stopped" if stop.is_set() else "finished",
             model=inputs.model,
-            outcome=outcome(groups, config.eval, prices=prices, seconds=rollout_seconds(folder.events)),
+            outcome=outcome(scored, config.eval, prices=prices, seconds=rollout_seconds(folder.events)),
             resumed=planned.done,
             seconds=round(time.monotonic() - started, 3),
             prices=prices,
@@ -158,6 +158,7 @@ async def _run(
                 concurrency=config.rollout.concurrency,
                 retries=config.rollout.retries,
                 ahead=count,
+                spare=spare_of(config.rollout.concurrency, count),
             )
         )
         stopped = asyncio.ensure_future(stop.wait())

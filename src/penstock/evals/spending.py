@@ -1,5 +1,6 @@
 """What rollouts took: model calls, tokens, money where prices are known, and time. Pure, but for reading times back."""
 
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,6 +26,18 @@ class Latency(NamedTuple):
     p95: float
 
 
+class Took(NamedTuple):
+    """What one rollout took: of its tokens no more than their number."""
+
+    rollout_id: str
+    call_s: Sequence[float]
+    """Of each of its model calls."""
+    prompt_tokens: int
+    completion_tokens: int
+    told: bool
+    """False where an endpoint did not tell its tokens."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spending:
     """Of some rollouts together."""
@@ -48,21 +61,29 @@ class Spending:
         return asdict(self) | times
 
 
-def spending(attempts: Sequence[Attempt], *, prices: Prices | None = None, seconds: Mapping[str, float] | None = None) -> Spending:
+def took(attempt: Attempt) -> Took:
+    """From what was recorded of it."""
+    return Took(
+        rollout_id=attempt.rollout.id,
+        call_s=array("d", [step.seconds for step in attempt.steps]),
+        prompt_tokens=sum(_prompts(attempt)),
+        completion_tokens=sum(step.sampled for step in attempt.steps),
+        told=all(step.usage is None or step.usage.prompt_tokens > 0 for step in attempt.steps),
+    )
+
+
+def spending(rollouts: Sequence[Took], *, prices: Prices | None = None, seconds: Mapping[str, float] | None = None) -> Spending:
     """All of it; `seconds` are those of rollouts by their id."""
-    steps = [step for attempt in attempts for step in attempt.steps]
-    read = [count for attempt in attempts for count in _prompts(attempt)]
-    sampled = sum(step.sampled for step in steps)
-    told = all(step.usage is None or step.usage.prompt_tokens for step in steps)
-    cost = (sum(read) * prices.prompt + sampled * prices.completion) / 1e6 if prices and told else None
-    took = [(seconds or {})[attempt.rollout.id] for attempt in attempts if attempt.rollout.id in (seconds or {})]
+    read, sampled = sum(each.prompt_tokens for each in rollouts), sum(each.completion_tokens for each in rollouts)
+    told = all(each.told for each in rollouts)
+    calls = [call_s for each in rollouts for call_s in each.call_s]
     return Spending(
-        steps=len(steps),
-        prompt_tokens=sum(read),
+        steps=len(calls),
+        prompt_tokens=read,
         completion_tokens=sampled,
-        cost=cost,
-        call_s=latency([step.seconds for step in steps]),
-        rollout_s=latency(took),
+        cost=(read * prices.prompt + sampled * prices.completion) / 1e6 if prices and told else None,
+        call_s=latency(calls),
+        rollout_s=latency([seconds[each.rollout_id] for each in rollouts if each.rollout_id in seconds] if seconds else []),
     )
 
 
@@ -83,8 +104,8 @@ def rollout_seconds(events: Path) -> dict[str, float]:
     if not events.exists():
         return {}
     with events.open("rb") as lines:
-        ended = [_event(line) for line in lines if b'"rollout.end"' in line]
-    return {each["rollout_id"]: each["seconds"] for each in ended if each.get("seconds") is not None}
+        ended = (_event(line) for line in lines if b'"rollout.end"' in line)
+        return {each["rollout_id"]: each["seconds"] for each in ended if each.get("seconds") is not None}
 
 
 def _event(line: bytes) -> dict[str, Any]:

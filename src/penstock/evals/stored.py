@@ -1,6 +1,7 @@
 """An evaluation's folder, read back: its settings and what its pool holds."""
 
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -8,7 +9,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from penstock.errors import ConfigError
-from penstock.evals.attempts import stored
+from penstock.evals.attempts import CHANNEL, stored
 from penstock.evals.spending import Prices, prices_of, rollout_seconds
 from penstock.pool import POOLS
 from penstock.pool.base import Pool
@@ -20,7 +21,7 @@ class Stored(NamedTuple):
 
     config: dict[str, Any]
     summary: dict[str, Any]
-    groups: list[Group]
+    pool: Pool
     seconds: Mapping[str, float] = MappingProxyType({})
     """How long rollouts took, by their id; those of which it is known."""
 
@@ -30,8 +31,13 @@ class Stored(NamedTuple):
         told = self.summary.get("prices")
         return Prices(**told) if told else prices_of(self.config)
 
+    def groups(self) -> AsyncGenerator[Group]:
+        """See `stored`."""
+        return stored(self.pool)
 
-async def read_evaluation(folder: Path) -> Stored:
+
+@asynccontextmanager
+async def open_evaluation(folder: Path) -> AsyncGenerator[Stored]:
     """ConfigError where the folder is none that `penstock eval run` made."""
     try:
         config: dict[str, Any] = orjson.loads((folder / "config.json").read_bytes())["config"]
@@ -41,12 +47,11 @@ async def read_evaluation(folder: Path) -> Stored:
         raise _none(folder) from cause
     pool: Pool = POOLS.load(config["pool"]["name"])(folder, url=config["pool"].get("url", ""))
     try:
-        groups = [group async for group in stored(pool)]
+        if not (await pool.stats(CHANNEL)).groups:
+            raise _none(folder)
+        yield Stored(config, summary, pool, rollout_seconds(folder / "events.jsonl"))
     finally:
         await pool.close()
-    if not groups:
-        raise _none(folder)
-    return Stored(config, summary, groups, rollout_seconds(folder / "events.jsonl"))
 
 
 def _none(folder: Path) -> ConfigError:

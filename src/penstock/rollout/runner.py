@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Iterable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,6 +28,9 @@ from penstock.sdk.samples import RolloutSample
 NO_CALL = "the workflow made no model call through penstock"
 REMEDY = "use ctx.openai() or ctx.anthropic(), an integration, or ctx.base_url and ctx.api_key with another client"
 STOPPED = "stopped before it ended"
+
+Room = AbstractAsyncContextManager[Any]
+"""A place among those that run at once, such as a semaphore: held while the agent and its grader run."""
 
 
 class Gateway(Protocol):
@@ -64,18 +67,21 @@ class Runner:
     redactor: Redactor = field(default_factory=lambda: Redactor(run_secrets()))
     """What an author's error says is written down without secrets."""
 
-    async def run(self, rollout: Rollout, task: Task, sampling: Sampling) -> End | None:
+    async def run(self, rollout: Rollout, task: Task, sampling: Sampling, *, room: Room | None = None) -> End | None:
         """Run an opened rollout to its one end, and tell it. Cancelled, it ends as CANCELLED before the cancellation goes on.
 
-        WorkerLost goes on to the caller, who gives the rollout a successor or an end: between the two, its group would count as
-        complete.
+        It waits for `room`, and gives it to the next one as soon as the agent and its grader are done: while its end is written
+        down. WorkerLost goes on to the caller, who gives the rollout a successor or an end: between the two, its group would count
+        as complete.
         """
         started = time.perf_counter()
-        self.events.emit(
-            "rollout.start", rollout_id=rollout.id, group_id=rollout.group_id, channel=rollout.channel, task_id=task.id
-        )
         try:
-            verdict = await self._attempt(rollout, task, sampling)
+            async with room or nullcontext():
+                started = time.perf_counter()
+                self.events.emit(
+                    "rollout.start", rollout_id=rollout.id, group_id=rollout.group_id, channel=rollout.channel, task_id=task.id
+                )
+                verdict = await self._attempt(rollout, task, sampling)
         except asyncio.CancelledError:
             await settled(self._end(rollout, Verdict(End.CANCELLED, STOPPED), started))
             raise

@@ -1,0 +1,17 @@
+"""What tests of evaluations share."""
+
+import asyncio
+from pathlib import Path
+
+from penstock.evals.stored import open_evaluation
+from penstock.records import Attempt
+
+
+def attempts(folder: Path) -> list[Attempt]:
+    """Those of an evaluation that count, by row and place."""
+
+    async def read() -> list[Attempt]:
+        async with open_evaluation(folder) as found:
+            return [attempt async for group in found.groups() for attempt in group.attempts]
+
+    return asyncio.run(read())
