@@ -75,6 +75,8 @@ class TokenGraph:
         """Name of an answer, to its steps."""
         self._answers_to: dict[str, list[str]] = {}
         """Digest of a request, to the names of its answers."""
+        self._numbers: dict[str, int] = {}
+        """And to the highest number that one of them has."""
         self._raw: dict[int, str] = {}
         """Step on a path that no template touched, to the text that it and its node add."""
         self._raw_after: dict[int | None, list[int]] = {}
@@ -147,9 +149,9 @@ class TokenGraph:
                 return node
         return None
 
-    def times(self, request: str) -> int:
-        """How often a request was answered, wholly or not."""
-        return len(self._answers_to.get(request, ()))
+    def last_number(self, request: str) -> int:
+        """The highest number of an answer to a request, whole or not; -1 where there is none."""
+        return self._numbers.get(request, -1)
 
     def answer(self, request: str, choices: int) -> list[Step] | None:
         """The last whole answer to a request, all its choices; None where there is none."""
@@ -224,7 +226,9 @@ class TokenGraph:
         """Note which answer the step is part of, and the text that it adds if no template touched it."""
         steps = self._steps_of.setdefault(step.answer, [])
         if not steps:
-            self._answers_to.setdefault(step.answer.rpartition("-")[0], []).append(step.answer)
+            request, _, number = step.answer.rpartition("-")
+            self._answers_to.setdefault(request, []).append(step.answer)
+            self._numbers[request] = max(self.last_number(request), int(number) if number.isdecimal() else -1)
         steps.append(step.index)
         node = self.nodes[step.node]
         if node.chain.startswith(RAW):

@@ -18,6 +18,14 @@ from penstock.records import Attempt, Message, Rollout, Sampling
 from penstock.render.chat import Tool
 
 
+class Named(NamedTuple):
+    """Answers to one request that are on their way."""
+
+    last: int
+    """The highest of their numbers."""
+    flying: int
+
+
 class Session:
     """One rollout's way into the gateway; `stored` is what the pool holds of it, where that is known."""
 
@@ -60,8 +68,8 @@ class Session:
         self._graph = TokenGraph(stored) if stored else None
         self._running: set[asyncio.Task[Any]] = set()
         self._talks: dict[str, Talk] = {}
-        self._named: set[str] = set()
-        """Names of the answers on their way."""
+        self._named: dict[str, Named] = {}
+        """Digest of a request, to its answers on their way."""
         self._allowance = limits.calls_per_s
         self._counted_at = time.monotonic()
 
@@ -135,18 +143,20 @@ class Session:
     def begin(self, flight: Flight, task: "asyncio.Task[Any]") -> None:
         """Name the flight's answer, and let retries of its request join it; RequestError where it would be one too many."""
         self._check_limits()
-        worker, workers = self._peers.number, self._peers.of
-        request, times = flight.request, (self._graph.times(flight.request) if self._graph else 0) * workers + worker
-        while f"{request}-{times}" in self._named:
-            times += workers
-        flight.name = f"{request}-{times}"
-        self._named.add(flight.name)
+        request, named = flight.request, self._named.get(flight.request, Named(-1, 0))
+        stored = self._graph.last_number(request) if self._graph else -1
+        times = max(stored // self._peers.of, named.last) + 1  # of workers each has numbers of its own
+        self._named[request] = Named(times, named.flying + 1)
+        flight.name = f"{request}-{times * self._peers.of + self._peers.number}"
         self.flights[request] = flight
         self._running.add(task)
 
     def finish(self, flight: Flight, name: str, task: "asyncio.Task[Any]") -> None:
         """The flight that was begun under `name` is over."""
-        self._named.discard(name)
+        request = name.rpartition("-")[0]
+        last, flying = self._named.pop(request)
+        if flying > 1:
+            self._named[request] = Named(last, flying - 1)
         self._running.discard(task)
         if self.flights.get(flight.request) is flight:
             del self.flights[flight.request]

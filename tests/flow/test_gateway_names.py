@@ -1,0 +1,91 @@
+"""What answers are called: each its own name, however many are on their way for the same request."""
+
+import asyncio
+
+import pytest
+from gateway_cases import USER, chat, renderer
+
+from penstock.gateway.auth import Tokens
+from penstock.gateway.calls import Limits
+from penstock.gateway.dialects.chat import ChatDialect
+from penstock.gateway.flights import Flight
+from penstock.gateway.peers import Peers
+from penstock.gateway.session import Session
+from penstock.records import Sampling, make_rollout
+from penstock.testing import Scripted, ScriptedEngine, workbench
+
+
+class Asked(str):
+    """A request's digest that counts the names that are made of it."""
+
+    names = 0
+
+    def __format__(self, form):
+        self.names += 1
+        return super().__format__(form)
+
+
+async def unsent(message):
+    raise AssertionError(f"nothing is sent here, but {message} was")
+
+
+def named(steps, *, worker=0, workers=1):
+    """What `steps` returns, given two functions: one begins an answer to a request, the other ends it."""
+
+    async def main():
+        session = Session(
+            make_rollout("g", "t", 0),
+            Sampling(),
+            tokens=Tokens(b"a secret for tests only"),
+            base_url="",
+            limits=Limits(),
+            peers=Peers(worker, workers),
+        )
+        task = asyncio.current_task()
+
+        def begin(request):
+            flight = Flight(request, ChatDialect(renderer().tokenizer), unsent)
+            session.begin(flight, task)
+            return flight
+
+        return steps(begin, lambda flight: session.finish(flight, flight.name, task))
+
+    return asyncio.run(main())
+
+
+def test_as_many_names_are_made_as_there_are_answers_to_the_same_request():
+    asked = Asked("q")
+    names = named(lambda begin, end: [begin(asked).name for _ in range(100)])
+    assert names == [f"q-{number}" for number in range(100)]
+    assert asked.names == 100
+
+
+@pytest.mark.parametrize(("worker", "workers"), [(0, 1), (2, 3)])
+def test_an_answer_gets_the_number_after_all_that_are_on_their_way(worker, workers):
+    def steps(begin, end):
+        flights = [begin("q") for _ in range(3)]
+        end(flights[1])
+        names = [begin(request).name for request in ("q", "other")]
+        end(flights[0])
+        return [*names, begin("q").name]
+
+    expected = [f"{request}-{number * workers + worker}" for request, number in (("q", 3), ("other", 0), ("q", 4))]
+    assert named(steps, worker=worker, workers=workers) == expected
+
+
+def test_answers_that_overtake_an_earlier_one_have_names_of_their_own():
+    async def main():
+        engine = ScriptedEngine([Scripted("first", stall_after=1), "second", "third"], renderer().tokenizer)
+        async with workbench(engine, renderer()) as bench, asyncio.timeout(30):
+            session = await bench.rollout()
+            http = bench.http(session.token)
+            async with asyncio.TaskGroup() as calls:
+                first = calls.create_task(chat(http, USER))
+                await engine.until_stalling(1)
+                later = [(await chat(http, USER)).json() for _ in range(2)]
+                engine.release()
+            answers = [first.result().json(), *later]
+            assert [answer["id"].rpartition("-")[2] for answer in answers] == ["0", "1", "2"]
+            assert len({step.answer for step in (await bench.attempt(session)).steps}) == 3
+
+    asyncio.run(main())
