@@ -8,7 +8,8 @@ second, and how near to it one process comes is decided by the processor time of
 (c) the same agent's client alone, against a server in another process that answers alike and does nothing else
 ours: `evaluate`, from the first rollout's start to the last one's end on disk; agent, gateway, pool, grader and events included
 With `--processes N`, ours makes its rollouts in N processes: N times as many, so that each has some time to run, with a part of the
-engine's slots for each; processor time is the parent's alone.
+engine's slots for each; processor time is the parent's alone. By default as many as there are cores, less those of the parent, of the
+process that writes, and one for all else.
 Two agents: one on the `openai` client that a workflow is given, one on bare aiohttp, the least that an agent in Python can spend.
 """
 
@@ -194,7 +195,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.evals", description="Evaluations with 256 rollouts at once.")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     parser.add_argument("--quick", action="store_true", help="fewer rollouts: a look, not a measurement")
-    parser.add_argument("--processes", type=int, default=1, help="that make our rollouts")
+    default = max(min(2, os.cpu_count() or 1), (os.cpu_count() or 1) - 3)
+    parser.add_argument("--processes", type=int, default=default, help=f"that make our rollouts; {default} here")
     options, _ = parser.parse_known_args()
 
     def figured(agent: str, slots: int) -> dict[str, float]:

@@ -4,6 +4,7 @@ import asyncio
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import psutil
@@ -98,4 +99,18 @@ def test_a_pool_that_cannot_be_opened_is_told_in_one_line(tmp_path: Path) -> Non
             raise AssertionError("it opened")
 
     with pytest.raises(PoolFailed, match="not a penstock pool, or it is damaged"):
+        asyncio.run(main())
+
+
+def test_a_temporary_folder_whose_path_is_too_long_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    deep = tmp_path / ("d" * 100)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+
+    async def main() -> None:
+        await open_pool(tmp_path).close()
+        async with open_scribe(tmp_path):
+            raise AssertionError("it listened")
+
+    with pytest.raises(PoolFailed, match="TMPDIR"):
         asyncio.run(main())

@@ -2,6 +2,9 @@
 
 import asyncio
 import json
+import os
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,7 @@ from eval_cases import attempts
 
 from penstock.cli.app import run
 from penstock.config import load_config
+from penstock.evals import processes
 from penstock.evals.run import Evaluation, evaluate, evaluation_config, read_rows
 from penstock.train.inputs import read_inputs
 
@@ -67,6 +71,25 @@ class Asker(AgentWorkflow):
 class Even(Grader):
     async def grade(self, ctx):
         return float(ctx.metadata["n"] % 2 == 0)
+"""
+COUNTED = """
+import asyncio, os
+from penstock import AgentWorkflow, Grader
+
+class Counter(AgentWorkflow):
+    running = 0
+
+    async def run(self, ctx):
+        Counter.running += 1
+        with open("ledger", "a") as ledger:
+            ledger.write(f"{os.getpid()} {Counter.running}\\n")
+        await ctx.openai().chat.completions.create(model="any", messages=ctx.prompt, max_tokens=16)
+        await asyncio.sleep(0.02)
+        Counter.running -= 1
+
+class Any(Grader):
+    async def grade(self, ctx):
+        return 1.0
 """
 CONFIG = """
 run.name = "shared"
@@ -187,6 +210,35 @@ def test_a_stop_undoes_what_runs_and_the_next_one_goes_on_with_another_number_of
     again, _ = evaluated("eval.processes=3")
     assert (again.status, again.resumed, again.outcome.ends) == ("finished", len(done), {"completed": ROWS})
     assert all(sum(name == begun for _, begun in ledger()) == 1 for name in done)
+
+
+def test_no_more_run_at_once_than_their_share_however_many_wait_there(project: Path) -> None:
+    (project / "agent.py").write_text(COUNTED)
+    rows = [{"prompt": f"is {n} even?", "metadata": {"n": n}} for n in range(60)]
+    (project / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found, _ = evaluated("rollout.concurrency=9")
+    assert found.outcome.ends == {"completed": 60}
+    most = {pid: max(int(count) for own, count in ledger() if own == pid) for pid, _ in ledger()}
+    assert sorted(most.values()) == [4, 5]
+
+
+def test_processes_load_no_more_than_a_rollout_needs() -> None:
+    code = "import sys, penstock.evals.child; assert not {'torch', 'transformers', 'openai'} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "advised"),
+    [([], True), (["rollout.concurrency=1"], False), (["workflow.concurrency.max_concurrent=2"], False)],
+)
+def test_one_process_that_the_engine_waited_for_advises_more(
+    overrides: list[str], advised: bool, project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "LONG_S", 0.0)
+    monkeypatch.setattr(processes, "BUSY", 0.0)
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    _, told = evaluated("eval.processes=1", *overrides)
+    assert any("--processes 3" in fields["text"] for kind, fields in told if kind == "stage") is advised
 
 
 @pytest.mark.parametrize(

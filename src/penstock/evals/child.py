@@ -20,11 +20,13 @@ from typing import Any, NamedTuple
 
 from penstock.codec import from_json
 from penstock.collector import collect_seldom
-from penstock.config import make_config
+from penstock.config import RunConfig, make_config
 from penstock.errors import ConfigError, PenstockError
 from penstock.evals.presence import LEAVE_S, present
 from penstock.events import Events, json_line
-from penstock.pool.sqlite import open_pool as open_dictating
+from penstock.pool import POOLS
+from penstock.pool.base import Pool
+from penstock.pool.sqlite import open_pool
 from penstock.records import Rollout, Sampling, Task
 from penstock.rollout.executors.base import read_section
 from penstock.rollout.runner import Room, Runner
@@ -32,7 +34,6 @@ from penstock.sdk.elsewhere import Recipe
 from penstock.train.folder import RunFolder
 from penstock.train.inputs import Inputs
 from penstock.train.rollouts import open_rollouts
-from penstock.train.stations import open_pool
 
 LONGEST = 1 << 30
 """Bytes of one line."""
@@ -110,13 +111,20 @@ async def work(orders: Orders, pipe: asyncio.StreamReader, teller: Teller) -> No
     events = Events()
     events.listen(partial(_tell, teller, orders.number))
     with present(folder.path):
-        pool = open_dictating(folder.path, scribe=orders.scribe) if orders.scribe else open_pool(config, folder)
+        pool = _open_pool(config, orders)
         try:
             async with open_rollouts(config, inputs, folder, events, pool) as rollouts:
                 teller.say(ready=True)
                 await _serve(pipe, rollouts.runner, teller, asyncio.Semaphore(orders.at_once))
         finally:
             await pool.close()
+
+
+def _open_pool(config: RunConfig, orders: Orders) -> Pool:
+    folder = Path(orders.run_folder)
+    if orders.scribe:
+        return open_pool(folder, scribe=orders.scribe)
+    return POOLS.load(config.pool.name)(folder, url=config.pool.url)
 
 
 def _tell(teller: Teller, number: int, kind: str, fields: dict[str, Any]) -> None:

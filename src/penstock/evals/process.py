@@ -29,19 +29,19 @@ KILLED_S = 5.0
 
 
 class ChildLost(WorkerLost):
-    """The process died with the rollout; `told` says whether the rollout's end was heard before."""
+    """The process died with the rollout; `half_told` says whether its start was heard of, and its end was not."""
 
-    def __init__(self, message: str, *, told: bool) -> None:
+    def __init__(self, message: str, *, half_told: bool) -> None:
         super().__init__(message)
-        self.told = told
+        self.half_told = half_told
 
 
 @dataclass(slots=True)
 class _Running:
     done: asyncio.Future[End | None]
     answered: bool = False
-    told: bool = False
-    """Whether its `rollout.end` was heard."""
+    half_told: bool = False
+    """Whether its `rollout.start` was heard, and its `rollout.end` was not."""
 
 
 class Child(asyncio.SubprocessProtocol):
@@ -118,8 +118,8 @@ class Child(asyncio.SubprocessProtocol):
     def _hear(self, told: dict[str, Any]) -> None:
         if kind := told.get("event"):
             fields: dict[str, Any] = told["fields"]
-            if kind == "rollout.end" and (running := self.running.get(fields["rollout_id"])):
-                running.told = True
+            if kind in ("rollout.start", "rollout.end") and (running := self.running.get(fields["rollout_id"])):
+                running.half_told = kind == "rollout.start"
             self._events.emit(kind, **fields)
         elif rollout_id := told.get("over"):
             self._answer(rollout_id, told)
@@ -173,7 +173,7 @@ class Child(asyncio.SubprocessProtocol):
         for running in self.running.values():
             if not running.done.done():
                 text = f"process {self._number} of the evaluation {self.fate}"
-                running.done.set_exception(ChildLost(text, told=running.told))
+                running.done.set_exception(ChildLost(text, half_told=running.half_told))
 
     def _last_line(self) -> str:
         with self.log.open("rb") as file:

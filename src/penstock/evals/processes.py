@@ -1,6 +1,7 @@
 """An evaluation's attempts in several processes, as their parent sees them: each rollout goes to the one with the most room."""
 
 import asyncio
+import os
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -22,6 +23,8 @@ from penstock.train.inputs import Inputs
 
 IN_A_ROW = 5
 """Processes that may die in one place, each before it brought a rollout to its end, until the evaluation is given up."""
+LONG_S, BUSY = 10.0, 0.85
+"""An evaluation that is worth advice: it takes as long, and computes as large a part of the time."""
 
 
 def check_processes(config: RunConfig) -> None:
@@ -49,6 +52,20 @@ def check_limits(config: RunConfig, agent: Agent) -> None:
             raise ConfigError(f"eval.processes = {config.eval.processes}: {text}; leave one of the two out")
 
 
+def advice(config: RunConfig, agent: Agent, *, busy_s: float, seconds: float) -> str:
+    """What to say of an evaluation that one process made in so many seconds, of which it computed `busy_s`; mostly nothing."""
+    cores = min(os.cpu_count() or 1, config.rollout.concurrency)
+    if cores == 1 or seconds < LONG_S or busy_s < BUSY * seconds:
+        return ""
+    several = config.model_copy(update={"eval": config.eval.model_copy(update={"processes": cores})})
+    try:
+        check_processes(several)
+        check_limits(several, agent)
+    except ConfigError:
+        return ""
+    return f"the engine waited for this process, which was always busy; with `--processes {cores}` it would be faster"
+
+
 class Place:
     """Room for one process, and for its successor where it dies."""
 
@@ -62,8 +79,9 @@ class Place:
     @property
     def room(self) -> tuple[bool, int]:
         """The least of these has the most."""
-        is_here = self.child is not None and not self.child.is_over
-        return (False, len(self.child.running) - self._orders.at_once) if self.child and is_here else (True, 0)
+        if self.child is None or self.child.is_over:
+            return True, 0
+        return False, len(self.child.running) - self._orders.at_once
 
     async def living(self) -> Child:
         """The process that is here, or a new one; PenstockError where that would die like those before it."""
@@ -103,7 +121,7 @@ class Processes:
             return await child.run(rollout, task, sampling)
         except ChildLost as lost:
             attempt = await self._pool.attempt(rollout.id)  # it may have ended, and its process died before it answered
-            if not lost.told:
+            if lost.half_told:
                 self._tell(attempt, str(lost), asyncio.get_running_loop().time() - started)
             if attempt.end is not None:
                 return attempt.end

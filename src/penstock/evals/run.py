@@ -15,7 +15,7 @@ from penstock.errors import ConfigError
 from penstock.evals.attempts import Plan, Row, make, plan, stored
 from penstock.evals.outcome import Outcome, outcome, scores
 from penstock.evals.presence import await_others
-from penstock.evals.processes import check_limits, check_processes, open_processes, spare_of
+from penstock.evals.processes import advice, check_limits, check_processes, open_processes, spare_of
 from penstock.evals.spending import Prices, prices_of, rollout_seconds
 from penstock.events import Events, Listener
 from penstock.pool.base import Pool
@@ -147,7 +147,7 @@ async def _run(
         return time.monotonic()
     count = min(config.eval.processes, config.rollout.concurrency, len(planned.places))  # one more would have nothing to do
     async with _runs(config, inputs, folder, events, pool, count) as runs:
-        started = time.monotonic()
+        started, computed = time.monotonic(), time.process_time()
         events.emit("eval.begin", model=inputs.model, folder=str(folder.path), rollouts=len(planned.places), done=planned.done)
         work = asyncio.ensure_future(
             make(
@@ -169,6 +169,9 @@ async def _run(
             work.cancel()
             with suppress(asyncio.CancelledError):
                 await work
+        took = {"busy_s": time.process_time() - computed, "seconds": time.monotonic() - started}
+        if count == 1 and (text := advice(config, inputs.agent, **took)):
+            events.emit("stage", text=text)
         return started
 
 

@@ -142,6 +142,9 @@ def main() -> int:
         try:
             listener.bind(given.socket)
             listener.listen()
+        except OSError as cause:
+            return _say(1, error=f"{given.socket}: cannot listen there ({cause}); set TMPDIR to a folder with a short path")
+        try:
             _say(0, ready=True)
             Scribe(listener, committer).serve(0)
         finally:

@@ -70,24 +70,23 @@ class Runner:
     async def run(self, rollout: Rollout, task: Task, sampling: Sampling, *, room: Room | None = None) -> End | None:
         """Run an opened rollout to its one end, and tell it. Cancelled, it ends as CANCELLED before the cancellation goes on.
 
-        It waits for `room`, and gives it to the next one as soon as the agent and its grader are done: while its end is written
-        down. WorkerLost goes on to the caller, who gives the rollout a successor or an end: between the two, its group would count
-        as complete.
+        It waits for `room`, and is left as it was where it is cancelled there; the next one has the room as soon as the agent and
+        its grader are done, while the end is written down. WorkerLost goes on to the caller, who gives the rollout a successor or
+        an end: between the two, its group would count as complete.
         """
-        started = time.perf_counter()
-        try:
-            async with room or nullcontext():
-                started = time.perf_counter()
-                self.events.emit(
-                    "rollout.start", rollout_id=rollout.id, group_id=rollout.group_id, channel=rollout.channel, task_id=task.id
-                )
+        async with room or nullcontext():
+            started = time.perf_counter()
+            self.events.emit(
+                "rollout.start", rollout_id=rollout.id, group_id=rollout.group_id, channel=rollout.channel, task_id=task.id
+            )
+            try:
                 verdict = await self._attempt(rollout, task, sampling)
-        except asyncio.CancelledError:
-            await settled(self._end(rollout, Verdict(End.CANCELLED, STOPPED), started))
-            raise
-        except WorkerLost as lost:
-            self._tell(rollout, Attempt(rollout=rollout, end=End.LOST, message=str(lost)), started)
-            raise
+            except asyncio.CancelledError:
+                await settled(self._end(rollout, Verdict(End.CANCELLED, STOPPED), started))
+                raise
+            except WorkerLost as lost:
+                self._tell(rollout, Attempt(rollout=rollout, end=End.LOST, message=str(lost)), started)
+                raise
         return await settled(self._end(rollout, verdict, started))
 
     async def judge(self, rollout_id: str, messages: list[Message], fields: Mapping[str, Any]) -> float:
