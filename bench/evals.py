@@ -8,8 +8,8 @@ second, and how near to it one process comes is decided by the processor time of
 (c) the same agent's client alone, against a server in another process that answers alike and does nothing else
 ours: `evaluate`, from the first rollout's start to the last one's end on disk; agent, gateway, pool, grader and events included
 With `--processes N`, ours makes its rollouts in N processes: N times as many, so that each has some time to run, with a part of the
-engine's slots for each; processor time is the parent's alone. By default as many as there are cores, less those of the parent, of the
-process that writes, and one for all else.
+engine's slots for each; processor time is the parent's alone. By default as many as there are cores, less one each for the parent,
+the process that writes, and all else.
 Two agents: one on the `openai` client that a workflow is given, one on bare aiohttp, the least that an agent in Python can spend.
 """
 
