@@ -61,7 +61,7 @@ def test_a_value_that_no_pool_could_hold_is_refused_by_its_sender(name):
 
 def test_answers_keep_results_and_the_kinds_of_errors():
     def job(result=None, error=None):
-        return Job(write=lambda _: None, result=result, error=error)
+        return Job(result=result, error=error)
 
     errors = [PoolConflict("differs"), PoolFailed("full"), PoolError("late"), ZeroDivisionError("a mistake of ours")]
     line = write_answers([(7, job(result=True)), *((8 + n, job(error=error)) for n, error in enumerate(errors))])

@@ -73,7 +73,7 @@ class Committer:
         """One write, alone in a savepoint: if it fails, its neighbours do not."""
         self._database.execute("SAVEPOINT one")
         try:
-            job.result, job.error = job.write(self._database), None
+            job.result, job.error = job.carry_out(self._database), None
         except Exception as cause:
             if not self._database.in_transaction:  # SQLite gave up the whole transaction, the neighbours' writes included
                 raise

@@ -12,7 +12,7 @@ import orjson
 
 from penstock.errors import PoolError, PoolFailed
 from penstock.pool.database import Database
-from penstock.pool.jobs import Bulk, Waiting, writes
+from penstock.pool.jobs import Bulk, Waiting
 from penstock.pool.letters import read_answers, write_letter
 from penstock.pool.scribe import OUTLIVES_S, Orders
 from penstock.pool.writer import Writer
@@ -44,7 +44,7 @@ class Dictation(asyncio.Protocol):
         """See `Writer.store`; PoolFailed where the scribe is gone, and then it is not known whether the value was stored."""
         if self._transport is None:
             await self._connect()
-        job = Waiting(write=writes(bulk, value))
+        job = Waiting()
         self._count += 1
         self._send(write_letter(self._count, bulk, value))
         self._waiting[self._count] = job

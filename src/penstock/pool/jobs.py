@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 from penstock.pool.database import Database
@@ -28,14 +27,20 @@ class Bulk(NamedTuple):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Job:
-    """A write, and what came of it."""
+    """A write, or a value of a kind of them, and what came of it."""
 
-    write: Write
+    write: Write | None = None
     bulk: Bulk | None = None
     value: Any = None
-    """What one of such a kind writes."""
     result: Any = None
     error: Exception | None = None
+
+    def carry_out(self, database: Database) -> Any:
+        """This one alone."""
+        if self.bulk is not None:
+            return self.bulk.one(database, self.value)
+        assert self.write is not None, "it is one of the two"
+        return self.write(database)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -65,12 +70,3 @@ class Waiting(Job):
             self.done.set_exception(self.error)
         else:
             self.done.set_result(self.result)
-
-
-def writes(bulk: Bulk, value: Any) -> Write:
-    """The write of one value."""
-    return partial(_write, bulk, value)
-
-
-def _write(bulk: Bulk, value: Any, database: Database) -> Any:
-    return bulk.one(database, value)

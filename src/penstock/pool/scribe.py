@@ -22,7 +22,7 @@ import orjson
 from penstock.collector import collect_seldom
 from penstock.errors import PenstockError
 from penstock.pool.committer import TOGETHER, Committer
-from penstock.pool.jobs import Job, writes
+from penstock.pool.jobs import Job
 from penstock.pool.letters import Letters, write_answers
 from penstock.pool.migrations import FAULTS, explain, open_database
 
@@ -64,14 +64,15 @@ class _Sender:
         if not received:
             return None
         letters = self._letters.read(received)
-        return [
-            _Sent(write=writes(bulk, value), bulk=bulk, value=value, sender=self, number=number) for number, bulk, value in letters
-        ]
+        return [_Sent(bulk=bulk, value=value, sender=self, number=number) for number, bulk, value in letters]
 
     def answer(self, jobs: list[_Sent]) -> None:
-        """Say what came of them; one that is gone has no use for it."""
-        with suppress(OSError):
+        """Say what came of them; one that is gone or stuck is heard of no more."""
+        try:
             self.connection.sendall(write_answers([(job.number, job) for job in jobs]))
+        except OSError:
+            with suppress(OSError):
+                self.connection.shutdown(socket.SHUT_RDWR)
 
 
 class Scribe:

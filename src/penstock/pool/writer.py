@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from penstock.errors import PoolError
 from penstock.pool.committer import TOGETHER, Committer, Explain
 from penstock.pool.database import Database
-from penstock.pool.jobs import Bulk, Waiting, writes
+from penstock.pool.jobs import Bulk, Waiting
 
 T = TypeVar("T")
 
@@ -44,7 +44,7 @@ class Writer:
 
     async def store(self, bulk: Bulk, value: Any) -> Any:
         """The same for a value of this kind, perhaps together with others."""
-        return await self._carried_out(Waiting(write=writes(bulk, value), bulk=bulk, value=value))
+        return await self._carried_out(Waiting(bulk=bulk, value=value))
 
     async def close(self) -> None:
         """Finish what waits, then close the connection."""
