@@ -115,10 +115,9 @@ class PoolModel(RuleBasedStateMachine):
         """All its attempts at once, in few statements."""
         names = [other.id for other in self.rollouts if other.group_id == self.pick(number).group_id]
 
-        async def act(pool: Pool) -> list[bool]:
-            async with asyncio.TaskGroup() as tasks:
-                ends = [tasks.create_task(pool.end(name, end, "all")) for name in names]
-            return [end.result() for end in ends]
+        async def act(pool: Pool) -> list[Any]:
+            ends = await asyncio.gather(*(pool.end(name, end, "all") for name in names), return_exceptions=True)
+            return [REFUSED if isinstance(end, PoolError) else end for end in ends]
 
         self.both(act)
 
