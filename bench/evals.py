@@ -200,6 +200,7 @@ def main() -> None:
     options, _ = parser.parse_known_args()
 
     def figured(agent: str, slots: int) -> dict[str, float]:
+        slots -= slots % options.processes  # each process has as many, and the bare loop those of all
         return figures(asyncio.run(measure(agent, slots, quick=options.quick, processes=options.processes)), slots)
 
     found = {agent: {engine: figured(agent, slots) for engine, slots in SLOTS.items()} for agent in AGENTS}
