@@ -33,8 +33,9 @@ asyncio.run(main())
 
 
 def scribe_of(pid: int) -> psutil.Process:
-    """The one that a process started."""
-    return next(each for each in psutil.Process(pid).children() if "penstock.pool.scribe" in each.cmdline())
+    """The one that a process started; of a zombie among the others there is nothing to read."""
+    found = psutil.process_iter(["ppid", "cmdline"])
+    return next(each for each in found if each.info["ppid"] == pid and "penstock.pool.scribe" in (each.info["cmdline"] or ()))
 
 
 def test_what_a_killed_scribe_had_acknowledged_is_stored_and_who_waits_is_told(tmp_path: Path) -> None:
