@@ -16,6 +16,7 @@ from penstock.pool.dictation import open_scribe
 from penstock.pool.sqlite import open_pool
 from penstock.pool.sqlite_check import check_file
 from penstock.records import make_rollout
+from penstock.sdk.elsewhere import command
 
 LANES, STEPS = 12, 200
 STARTER = """
@@ -90,6 +91,11 @@ def test_a_scribe_writes_for_those_that_are_left_when_its_starter_is_killed_and_
         asyncio.run(main(starter, address))
     gone, _ = psutil.wait_procs([scribe], timeout=30)
     assert gone and not Path(address).parent.exists()
+
+
+def test_one_whose_starter_is_gone_before_it_said_anything_ends_without_a_word() -> None:
+    ended = subprocess.run(command("penstock.pool.scribe"), stdin=subprocess.DEVNULL, capture_output=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (1, b"", b"")
 
 
 def test_a_pool_that_cannot_be_opened_is_told_in_one_line(tmp_path: Path) -> None:

@@ -131,7 +131,10 @@ class Scribe:
 def main() -> int:
     """Read the orders, listen, serve."""
     with open(0, "rb", buffering=0, closefd=False) as orders:
-        given = Orders(**orjson.loads(orders.readline()))
+        line = orders.readline()
+    if not line:  # whoever started this was killed before it could say anything
+        return 1
+    given = Orders(**orjson.loads(line))
     where, path = Path(given.socket), Path(given.folder) / "pool.db"
     try:
         database = open_database(path)
