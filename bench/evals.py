@@ -31,13 +31,13 @@ from openai import AsyncOpenAI, DefaultAioHttpClient
 from bench.gateway.servers import serving
 from bench.scale_engine import SAID, TimedEngine, open_tenth
 from bench.scale_rollouts import Speed, clock, closed_loop
-from penstock.collector import collect_seldom
 from penstock.config import EngineSection, RunConfig, make_config
 from penstock.evals.attempts import Row
 from penstock.evals.run import evaluate, evaluation_config
 from penstock.records import Sampling, Task
 from penstock.rollout.executors.base import read_section
 from penstock.sdk.agents import open_agent
+from penstock.system.garbage import collect_seldom
 from penstock.testing import write_tokenizer
 from penstock.train.inputs import Inputs
 

@@ -28,6 +28,7 @@ from agents import Runner as AgentsRunner
 from openai import AsyncOpenAI
 
 from penstock import AgentWorkflow, AgentWorkflowConfig, AgentWorkflowContext, Grader, GraderConfig, GraderContext
+from penstock.chat.renderer import Renderer
 from penstock.config import RolloutSection
 from penstock.events import Events
 from penstock.gateway import Gateway, Limits
@@ -36,7 +37,6 @@ from penstock.integrations.openai_agents import RolloutAgent, RolloutModel, Roll
 from penstock.pool import POOLS
 from penstock.pool.base import Pool
 from penstock.records import End, Rollout, Sampling, Task, make_rollout
-from penstock.render.renderer import Renderer
 from penstock.rollout.runner import Runner, open_runner
 from penstock.sdk.discovery import Agent
 from penstock.testing import ScriptedEngine, write_tokenizer

@@ -5,10 +5,10 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+from penstock.chat.tokenizer import Tokenizer
 from penstock.config import EngineSection
 from penstock.engines.base import Sampled
 from penstock.records import Sampling
-from penstock.render.tokenizer import Tokenizer
 from penstock.testing import ScriptedEngine
 
 SAID = "I have looked it up: the number is 42."

@@ -16,14 +16,14 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from penstock.collector import collect_seldom
+from penstock.chat.renderer import Renderer
 from penstock.engines.base import Sampled
 from penstock.gateway import Gateway, Limits
-from penstock.gateway.listening import bind
 from penstock.gateway.peers import Peers
+from penstock.http.listen import bind
 from penstock.pool import POOLS
 from penstock.records import Sampling, Task, make_rollout
-from penstock.render.renderer import Renderer
+from penstock.system.garbage import collect_seldom
 from penstock.testing import ScriptedEngine, write_tokenizer
 
 SECRET = b"a secret for benchmarks"

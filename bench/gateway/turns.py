@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import orjson
 
 from bench.gateway.servers import SAID, ReadyEngine
+from penstock.chat.renderer import Renderer
 from penstock.gateway import Gateway
 from penstock.records import Sampling, Task, make_rollout
-from penstock.render.renderer import Renderer
 from penstock.testing import memory_pool, write_tokenizer
 
 TURNS, REPETITIONS = 100, 5

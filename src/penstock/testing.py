@@ -19,14 +19,14 @@ import orjson
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Core
 
+from penstock.chat.renderer import Renderer
+from penstock.chat.tokenizer import BYTE_OF, Tokenizer
 from penstock.engines.base import Sampled
 from penstock.errors import ConfigError, EngineBusy, EngineError
 from penstock.gateway import Gateway, Limits, Session
 from penstock.pool import POOLS
 from penstock.pool.base import Pool
 from penstock.records import Attempt, Finish, Rollout, Sampling, Task, make_rollout
-from penstock.render.renderer import Renderer
-from penstock.render.tokenizer import BYTE_OF, Tokenizer
 
 if TYPE_CHECKING:
     from httpx2 import AsyncClient

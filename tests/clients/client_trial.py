@@ -15,9 +15,9 @@ from client_outside import Outside
 from environments import PROJECT, ROOT, bin_of, missing, npm_prefix, python_of
 from scripts import Script
 
+from penstock.chat.renderer import Renderer
 from penstock.pool import POOLS
 from penstock.records import Attempt, Sampling
-from penstock.render.renderer import Renderer
 from penstock.testing import CHATML, ScriptedEngine, workbench, write_tokenizer
 
 PROGRAMS = Path(__file__).parent / "programs"

@@ -12,10 +12,10 @@ from client_trial import needs
 from environments import ROOT, npm_prefix
 from scripts import call, last_turn
 
+from penstock.chat.renderer import Renderer
 from penstock.config import RunConfig, load_config
 from penstock.events import Events
 from penstock.records import Attempt, End, Sampling
-from penstock.render.renderer import Renderer
 from penstock.rollout.runner import open_runner
 from penstock.rollout.scheduler import run_once
 from penstock.sdk.agents import open_agent

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import torch
 
+from penstock.chat.tokenizer import Tokenizer
 from penstock.engines.base import Engine, Sampled
 from penstock.engines.embedded.core import Core
 from penstock.engines.embedded.decoder import Decoder, Shape
 from penstock.engines.embedded.engine import EmbeddedEngine
 from penstock.engines.embedded.weights import save_decoder
 from penstock.records import Sampling
-from penstock.render.tokenizer import Tokenizer
 from penstock.testing import ScriptedEngine, write_tokenizer
 
 VOCAB = 60

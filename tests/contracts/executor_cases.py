@@ -9,12 +9,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from penstock.chat.renderer import Renderer
 from penstock.config import RolloutSection
 from penstock.events import Events
-from penstock.gateway.http import HttpServer
-from penstock.gateway.listening import bind
+from penstock.http.listen import bind
+from penstock.http.server import HttpServer
 from penstock.records import Attempt, Sampling, Task, make_rollout
-from penstock.render.renderer import Renderer
 from penstock.rollout.executors import EXECUTORS
 from penstock.rollout.executors.base import Given, read_section
 from penstock.rollout.guests import Guests

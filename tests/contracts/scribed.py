@@ -9,10 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from penstock.pool.committer import Committer
-from penstock.pool.migrations import explain, open_database
-from penstock.pool.scribe import Scribe
-from penstock.pool.sqlite import open_pool
+from penstock.pool.sqlite import explain, open_database, open_pool
+from penstock.pool.writer import Committer
+from penstock.pool.writer_process import WriterProcess
 
 
 class ScribedPool:
@@ -42,5 +41,5 @@ class ScribedPool:
 
     def _serve(self, listener: socket.socket, path: Path, orders: int) -> None:
         with listener, closing(Committer(open_database(path), partial(explain, path=path))) as committer:
-            Scribe(listener, committer).serve(orders)
+            WriterProcess(listener, committer).serve(orders)
         os.close(orders)

@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from aiohttp import web
 
-from penstock.engines.sglang import SglangEngine, SglangSection, open_engine
+from penstock.engines.servers.sglang import SglangEngine, SglangSection, open_engine
 
 CONTEXT = 4096
 MODEL = "made-up"

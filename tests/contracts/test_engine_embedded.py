@@ -13,8 +13,7 @@ from engine_cases import VOCAB, embedded, joined, make_decoder, read, read_all, 
 from penstock.config import EngineSection
 from penstock.engines import ENGINES
 from penstock.engines.embedded.core import Core
-from penstock.engines.embedded.engine import EmbeddedEngine
-from penstock.engines.embedded.opening import end_ids
+from penstock.engines.embedded.engine import EmbeddedEngine, end_ids
 from penstock.errors import ConfigError, EngineBusy, EngineError, ModelError
 from penstock.records import Sampling
 

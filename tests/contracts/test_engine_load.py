@@ -12,8 +12,8 @@ from sglang_double import SglangDouble, sglang
 
 from faults.upstream_cases import QUICK, Act, FakeVllm, engine_over
 from penstock.engines.base import Engine, Sampled
-from penstock.engines.remote import RemoteEngine
-from penstock.engines.upstream import Patience
+from penstock.engines.retry import Patience
+from penstock.engines.servers.base import RemoteEngine
 from penstock.errors import EngineError
 from penstock.records import Sampling
 

@@ -142,4 +142,4 @@ def test_a_server_that_samples_with_other_weights_than_it_was_given_is_not_belie
 
 
 def test_the_tables_know_sglang():
-    assert ENGINES.load("sglang").__module__ == SECTIONS.load("sglang").__module__ == "penstock.engines.sglang"
+    assert ENGINES.load("sglang").__module__ == SECTIONS.load("sglang").__module__ == "penstock.engines.servers.sglang"

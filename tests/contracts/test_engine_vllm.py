@@ -11,8 +11,8 @@ from engine_cases import joined, read, run
 from faults.upstream_cases import MODEL, Act, FakeVllm, edited, engine_over, opened
 from penstock.engines import ENGINES
 from penstock.engines.base import Engine
-from penstock.engines.upstream import Patience
-from penstock.engines.vllm import VllmSection
+from penstock.engines.retry import Patience
+from penstock.engines.servers.vllm import VllmSection
 from penstock.errors import ConfigError, EngineError
 from penstock.records import Sampling
 
@@ -250,7 +250,7 @@ def test_what_comes_together_is_one_chunk_and_a_slow_reader_loses_nothing():
 
 
 def test_the_table_knows_vllm():
-    assert ENGINES.load("vllm").__module__ == "penstock.engines.vllm"
+    assert ENGINES.load("vllm").__module__ == "penstock.engines.servers.vllm"
 
 
 def open_now(url: str, **fields: str) -> None:

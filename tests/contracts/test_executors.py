@@ -8,8 +8,8 @@ from functools import cache
 import pytest
 from executor_cases import Case, outcomes
 
+from penstock.chat.renderer import Renderer
 from penstock.records import End
-from penstock.render.renderer import Renderer
 from penstock.rollout.executors import EXECUTORS
 from penstock.testing import write_tokenizer
 

@@ -15,7 +15,7 @@ from penstock.errors import PoolError
 from penstock.pool import POOLS
 from penstock.pool.base import Pool
 from penstock.pool.check import Checked
-from penstock.pool.places import Place, check, size_bytes
+from penstock.pool.location import PoolLocation, check, size_bytes
 from penstock.pool.postgres import PostgresDatabase, schema_name
 from penstock.records import Mark
 
@@ -34,8 +34,8 @@ async def fill(pool: Pool) -> None:
     await pool.mark(Mark(rollout_id="train-1.0.1", note="fine"))
 
 
-def place_of(name: str, folder: Path) -> Place:
-    return Place(name, folder, server_url() if name == "postgres" else "")
+def place_of(name: str, folder: Path) -> PoolLocation:
+    return PoolLocation(name, folder, server_url() if name == "postgres" else "")
 
 
 def look(name: str, folder: Path) -> Checked:
@@ -145,6 +145,6 @@ def test_a_pool_of_an_earlier_format_is_brought_up_to_date_before_it_is_checked(
 
 
 def test_a_postgres_that_cannot_be_reached_is_an_error_with_a_remedy(tmp_path: Path) -> None:
-    place = Place("postgres", tmp_path, f"postgresql://penstock@/postgres?host={tmp_path}")
+    place = PoolLocation("postgres", tmp_path, f"postgresql://penstock@/postgres?host={tmp_path}")
     with pytest.raises(PoolError, match=r"check pool\.url"):
         check(place, lambda done, total: None)

@@ -25,8 +25,8 @@ from pool_cases import (
 
 from penstock.errors import PoolError, PoolFailed
 from penstock.pool.base import Pool
-from penstock.pool.migrations import APPLICATION_ID, MIGRATIONS, open_database
 from penstock.pool.rows import seal
+from penstock.pool.sqlite import APPLICATION_ID, MIGRATIONS, open_database
 from penstock.records import End, Mark
 
 
@@ -361,7 +361,7 @@ def test_a_write_waits_until_another_process_lets_go_of_the_file(tmp_path: Path)
 def test_a_file_that_is_not_let_go_of_fails_the_write_and_the_next_one_succeeds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.pool.database.BUSY_S", 0.02)
+    monkeypatch.setattr("penstock.pool.sql.database.BUSY_S", 0.02)
 
     async def act(pool: Pool) -> None:
         await open_groups(pool)

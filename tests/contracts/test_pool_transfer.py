@@ -12,11 +12,11 @@ from pool_cases import TASK, claim, complete, finish, make_node, make_step, must
 from penstock.errors import ConfigError, PoolConflict
 from penstock.pool import POOLS
 from penstock.pool.base import Pool
-from penstock.pool.formats.atif import file_name, trajectories
-from penstock.pool.formats.fresh import escape, unescape
+from penstock.pool.export.atif import file_name, trajectories
+from penstock.pool.export.transfer import Moved, export_pool, import_pool
 from penstock.pool.paging import Whole, every_group, every_whole
-from penstock.pool.transfer import Moved, export_pool, import_pool
 from penstock.records import End, Grade, Mark, Sampling, Task, make_rollout
+from penstock.system.new_files import escape, unescape
 
 LOSSLESS = ["jsonl", "parquet"]
 CHANNELS = ["adhoc", "train", "val"]

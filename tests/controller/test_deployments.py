@@ -16,6 +16,7 @@ import aiohttp
 import pytest
 from station_cases import add_training
 
+from penstock.chat.renderer import Renderer
 from penstock.controller.database import Database
 from penstock.controller.deployments import Deployments
 from penstock.controller.home import Home
@@ -24,11 +25,10 @@ from penstock.controller.serving import Front, Passing
 from penstock.controller.serving_orders import bound
 from penstock.errors import ControllerError
 from penstock.gateway.app import Gateway
-from penstock.gateway.http import HttpServer
+from penstock.http.server import HttpServer
 from penstock.models import resolve
 from penstock.pool.base import PoolStats
 from penstock.records import Sampling
-from penstock.render.renderer import Renderer
 from penstock.testing import ScriptedEngine, write_tokenizer
 
 DEADLINE_S = 120

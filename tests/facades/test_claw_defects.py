@@ -13,10 +13,10 @@ from claw_r1.agent_flow.agent_flow import AgentFlowBase
 from claw_r1.async_main import run_config
 from claw_r1.convert import convert
 from claw_r1.overrides import read_overrides
+from penstock.chat.renderer import Renderer
 from penstock.config import AgentSection
 from penstock.errors import ConfigError
 from penstock.records import End, Task
-from penstock.render.renderer import Renderer
 from penstock.sdk.agents import open_agent
 from penstock.testing import ScriptedEngine, workbench, write_tokenizer
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from seed_stage import play
 
+from penstock.chat.renderer import Renderer
 from penstock.config import AgentSection
 from penstock.records import End, Task
-from penstock.render.renderer import Renderer
 from penstock.sdk.agents import open_agent
 from penstock.testing import write_tokenizer
 

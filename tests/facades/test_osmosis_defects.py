@@ -27,10 +27,10 @@ from osmosis_ai.rollout import (
 )
 from osmosis_ai.rollout.context import SampleSource
 from osmosis_ai.rollout.integrations.agents import openai_agents as sdk
+from penstock.chat.renderer import Renderer
 from penstock.config import AgentSection
 from penstock.errors import ConfigError
 from penstock.records import End
-from penstock.render.renderer import Renderer
 from penstock.sdk.preflight import preflight
 from penstock.testing import Scripted, write_tokenizer
 

@@ -4,7 +4,7 @@ import asyncio
 import json
 
 from penstock.errors import PoolError
-from penstock.gateway.recorder import settled
+from penstock.system.async_tools import settled
 
 USER = {"role": "user", "content": "What is 6 times 7?"}
 RETRY = (b"x-stainless-retry-count", b"1")

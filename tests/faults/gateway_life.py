@@ -7,12 +7,12 @@ from pathlib import Path
 
 from nursery import raise_children, say
 
+from penstock.chat.renderer import Renderer
 from penstock.gateway import Gateway
 from penstock.gateway.calls import Limits
 from penstock.gateway.peers import Peers
 from penstock.pool import POOLS
 from penstock.records import Sampling
-from penstock.render.renderer import Renderer
 from penstock.testing import ScriptedEngine
 
 SECRET = b"a secret for tests only"

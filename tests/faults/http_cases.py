@@ -6,7 +6,7 @@ import socket
 from contextlib import asynccontextmanager
 from typing import NamedTuple
 
-from penstock.gateway.http import HttpServer
+from penstock.http.server import HttpServer
 
 DEADLINE_S = 30
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import psutil
 from gateway_client import Client
 
+from penstock.chat.renderer import Renderer
 from penstock.gateway import app, auth, sessions, sources
 from penstock.pool.base import Pool
 from penstock.pool.sqlite import open_pool
 from penstock.records import End, Grade, Rollout, Sampling, Task, make_rollout
-from penstock.render.renderer import Renderer
 from penstock.testing import ScriptedEngine, Workbench, workbench
 
 SIZE = 200

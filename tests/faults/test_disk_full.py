@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from penstock.chat.renderer import Renderer
 from penstock.gateway.auth import Tokens
+from penstock.pool.check import check_file
 from penstock.pool.sqlite import open_pool
-from penstock.pool.sqlite_check import check_file
 from penstock.records import End
-from penstock.render.renderer import Renderer
 from penstock.testing import ScriptedEngine, workbench, write_tokenizer
 
 CONTROL = Tokens(b"a secret for tests only").control

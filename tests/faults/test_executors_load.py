@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from penstock import AgentWorkflow, Grader
+from penstock.chat.renderer import Renderer
 from penstock.config import RolloutSection
 from penstock.events import Events
 from penstock.gateway import Limits
 from penstock.records import End, Sampling, Task, make_rollout
-from penstock.render.renderer import Renderer
 from penstock.rollout.runner import open_runner
 from penstock.rollout.transcripts import transcripts
 from penstock.sdk.discovery import Agent

@@ -6,9 +6,9 @@ import random
 import pytest
 from gateway_client import RETRY, Client, GatedPool
 
+from penstock.chat.renderer import Renderer
 from penstock.gateway import Limits
 from penstock.records import End
-from penstock.render.renderer import Renderer
 from penstock.testing import Scripted, ScriptedEngine, memory_pool, workbench, write_tokenizer
 from penstock.train.exactness import exactness
 

@@ -10,12 +10,12 @@ from gateway_client import RETRY, USER, Client, GatedPool
 from httpx2 import AsyncClient
 from openai import APIError, AsyncOpenAI
 
+from penstock.chat.renderer import Renderer
 from penstock.errors import ConfigError
 from penstock.gateway import Gateway, Limits
 from penstock.gateway.auth import Tokens
 from penstock.pool import POOLS
 from penstock.records import End, Sampling, Task, make_rollout
-from penstock.render.renderer import Renderer
 from penstock.testing import Scripted, ScriptedEngine, memory_pool, workbench, write_tokenizer
 
 
@@ -327,7 +327,7 @@ from pathlib import Path
 from penstock.gateway import Gateway
 from penstock.pool import POOLS
 from penstock.records import Sampling
-from penstock.render.renderer import Renderer
+from penstock.chat.renderer import Renderer
 from penstock.testing import ScriptedEngine
 
 async def main(model, store):

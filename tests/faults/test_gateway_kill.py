@@ -7,8 +7,8 @@ import pytest
 from busy_agents import kill_gateways
 from nursery import times
 
+from penstock.pool.check import check_file
 from penstock.pool.sqlite import open_pool
-from penstock.pool.sqlite_check import check_file
 
 
 @pytest.mark.slow

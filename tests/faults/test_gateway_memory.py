@@ -6,8 +6,8 @@ import gc
 import pytest
 from gateway_client import USER, Client
 
+from penstock.chat.renderer import Renderer
 from penstock.records import End, Sampling, Task, make_rollout
-from penstock.render.renderer import Renderer
 from penstock.testing import ScriptedEngine, memory_pool, workbench, write_tokenizer
 
 BATCH = 150

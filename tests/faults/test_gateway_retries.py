@@ -6,8 +6,8 @@ import random
 import pytest
 from gateway_client import RETRY, Client
 
+from penstock.chat.renderer import Renderer
 from penstock.records import Sampling
-from penstock.render.renderer import Renderer
 from penstock.testing import Scripted, ScriptedEngine, memory_pool, workbench, write_tokenizer
 
 PATHS = ["/v1/chat/completions", "/v1/messages", "/v1/responses"]

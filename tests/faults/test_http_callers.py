@@ -8,7 +8,7 @@ from http_cases import CHUNKED, GET, POST, echo, read, reply, run, serving, turn
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from penstock.gateway import connection, http, intake
+from penstock.http import http_parser, server
 
 START = {"type": "http.response.start", "status": 200, "headers": []}
 
@@ -137,7 +137,7 @@ def test_a_caller_ahead_of_the_answers_it_does_not_read_is_held():
         async with serving(app, reader_s=0.2) as site:
             caller = await site.call(receive_bytes=4096)
             caller.writer.transport.pause_reading()
-            caller.writer.write(GET * connection.AHEAD_AT_MOST)
+            caller.writer.write(GET * server.AHEAD_AT_MOST)
             await served.acquire()
             await turns(200)
         assert served._value < 20
@@ -147,7 +147,7 @@ def test_a_caller_ahead_of_the_answers_it_does_not_read_is_held():
 
 def test_a_body_that_the_app_does_not_take_waits_at_its_sender():
     async def main():
-        go, size, most = asyncio.Event(), 20_000_000, connection.UNREAD_BYTES + intake.READ_BYTES
+        go, size, most = asyncio.Event(), 20_000_000, server.UNREAD_BYTES + http_parser.READ_BYTES
 
         async def app(scope, receive, send):
             await go.wait()
@@ -172,8 +172,8 @@ def test_a_body_that_the_app_does_not_take_waits_at_its_sender():
 
 @pytest.mark.parametrize(("said", "limit", "code"), [(POST[:20], "HEAD_S", b"request_timeout"), (POST[:-1], "BODY_S", None)])
 def test_a_caller_who_does_not_go_on_is_cut_off(said, limit, code, monkeypatch):
-    monkeypatch.setattr(intake, limit, 0.05)  # limits are constants, and too long for a test
-    monkeypatch.setattr(http, "SWEEP_S", 0.02)
+    monkeypatch.setattr(http_parser, limit, 0.05)  # limits are constants, and too long for a test
+    monkeypatch.setattr(server, "SWEEP_S", 0.02)
 
     async def main():
         async with serving(echo) as site:
@@ -189,10 +189,10 @@ def test_a_caller_who_does_not_go_on_is_cut_off(said, limit, code, monkeypatch):
 
 
 def test_a_large_body_may_take_long_while_it_comes(monkeypatch):
-    monkeypatch.setattr(intake, "BODY_S", 0.05)  # as above
-    monkeypatch.setattr(intake, "HEAD_S", 0.2)
-    monkeypatch.setattr(intake, "SLOWEST_BYTES_S", 10)
-    monkeypatch.setattr(http, "SWEEP_S", 0.02)
+    monkeypatch.setattr(http_parser, "BODY_S", 0.05)  # as above
+    monkeypatch.setattr(http_parser, "HEAD_S", 0.2)
+    monkeypatch.setattr(http_parser, "SLOWEST_BYTES_S", 10)
+    monkeypatch.setattr(server, "SWEEP_S", 0.02)
 
     async def main():
         async with serving(echo) as site:
@@ -206,9 +206,9 @@ def test_a_large_body_may_take_long_while_it_comes(monkeypatch):
 
 
 def test_an_idle_connection_is_closed_but_not_one_whose_app_works(monkeypatch):
-    monkeypatch.setattr(connection, "IDLE_S", 0.05)  # as above
-    monkeypatch.setattr(intake, "HEAD_S", 0.05)
-    monkeypatch.setattr(http, "SWEEP_S", 0.02)
+    monkeypatch.setattr(server, "IDLE_S", 0.05)  # as above
+    monkeypatch.setattr(http_parser, "HEAD_S", 0.05)
+    monkeypatch.setattr(server, "SWEEP_S", 0.02)
 
     async def main():
         go = asyncio.Event()

@@ -7,7 +7,7 @@ import logging
 import pytest
 from http_cases import CHUNKED, GET, POST, echo, read, reply, run, serving, stream, turns
 
-from penstock.gateway import connection, intake
+from penstock.http import http_parser, server
 
 
 def told(answer):
@@ -59,9 +59,9 @@ def test_requests_too_far_ahead_are_refused_after_the_others_are_answered():
     async def main():
         async with serving(echo) as site:
             caller = await site.call()
-            caller.writer.write(GET * (connection.AHEAD_AT_MOST + 50))
-            answers = [await caller.answer() for _ in range(connection.AHEAD_AT_MOST + 2)]
-            assert [answer.status for answer in answers] == [200] * (connection.AHEAD_AT_MOST + 1) + [400]
+            caller.writer.write(GET * (server.AHEAD_AT_MOST + 50))
+            answers = [await caller.answer() for _ in range(server.AHEAD_AT_MOST + 2)]
+            assert [answer.status for answer in answers] == [200] * (server.AHEAD_AT_MOST + 1) + [400]
             assert (answers[-1].code, await caller.rest()) == ("too_far_ahead", b"")
 
     run(main)
@@ -199,8 +199,8 @@ BAD = {
     "no method": (b"FETCH / HTTP/1.1\r\n\r\n", 400, "malformed_request"),
     "a tunnel": (b"CONNECT here:80 HTTP/1.1\r\n\r\n", 400, "malformed_request"),
     "another scheme": (b"GET ftp://here/ HTTP/1.1\r\n\r\n", 400, "malformed_request"),
-    "a long target": (b"GET /" + b"x" * intake.TARGET_BYTES + b" HTTP/1.1\r\n\r\n", 414, "target_too_long"),
-    "many headers": (b"GET / HTTP/1.1\r\n" + b"A: b\r\n" * (intake.HEADERS + 1) + b"\r\n", 431, "headers_too_large"),
+    "a long target": (b"GET /" + b"x" * http_parser.TARGET_BYTES + b" HTTP/1.1\r\n\r\n", 414, "target_too_long"),
+    "many headers": (b"GET / HTTP/1.1\r\n" + b"A: b\r\n" * (http_parser.HEADERS + 1) + b"\r\n", 431, "headers_too_large"),
     "large headers": (b"GET / HTTP/1.1\r\n" + (b"A: " + b"b" * 1000 + b"\r\n") * 70 + b"\r\n", 431, "headers_too_large"),
     "an endless header": (b"GET / HTTP/1.1\r\nA: " + b"b" * 5_000_000, 431, "headers_too_large"),
     "endless headers": (b"GET / HTTP/1.1\r\n" + b"A: b\r\n" * 500_000, 431, "headers_too_large"),

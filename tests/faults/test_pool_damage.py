@@ -14,9 +14,8 @@ import pytest
 
 from penstock.errors import PoolError
 from penstock.pool.base import Pool
-from penstock.pool.check import Finding
+from penstock.pool.check import Finding, check_file
 from penstock.pool.sqlite import open_pool
-from penstock.pool.sqlite_check import check_file
 from penstock.records import End, Grade, Mark, Node, Sampling, Step, Task, make_rollout
 
 FULL = os.environ.get("PENSTOCK_FAULTS") == "full"

@@ -8,8 +8,8 @@ import pytest
 from acknowledged import Acknowledged, moments
 from nursery import nursery, times
 
+from penstock.pool.check import check_file
 from penstock.pool.sqlite import open_pool
-from penstock.pool.sqlite_check import check_file
 
 
 @pytest.mark.slow

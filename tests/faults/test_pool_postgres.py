@@ -14,11 +14,11 @@ from nursery import nursery, times
 from pool_writer import CLAIMED, TASK, Worker
 from postgres_server import Server, server_program, server_url
 
+from penstock.chat.renderer import Renderer
 from penstock.errors import PoolError
 from penstock.pool.base import Pool
 from penstock.pool.postgres import open_pool
 from penstock.records import End, make_rollout
-from penstock.render.renderer import Renderer
 from penstock.testing import ScriptedEngine, workbench, write_tokenizer
 
 WRITER = Path(pool_writer.__file__)

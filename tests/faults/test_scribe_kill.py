@@ -12,9 +12,9 @@ import pytest
 from pool_writer import TASK, make_node, make_step
 
 from penstock.errors import PoolFailed
-from penstock.pool.dictation import open_scribe
+from penstock.pool.check import check_file
+from penstock.pool.remote_writer import open_writer_process
 from penstock.pool.sqlite import open_pool
-from penstock.pool.sqlite_check import check_file
 from penstock.records import make_rollout
 from penstock.sdk.elsewhere import command
 
@@ -22,7 +22,7 @@ LANES, STEPS = 12, 200
 STARTER = """
 import asyncio, sys
 from pathlib import Path
-from penstock.pool.dictation import open_scribe
+from penstock.pool.remote_writer import open_scribe
 
 async def main():
     async with open_scribe(Path(sys.argv[1])) as address:
@@ -36,7 +36,9 @@ asyncio.run(main())
 def scribe_of(pid: int) -> psutil.Process:
     """The one that a process started; of a zombie among the others there is nothing to read."""
     found = psutil.process_iter(["ppid", "cmdline"])
-    return next(each for each in found if each.info["ppid"] == pid and "penstock.pool.scribe" in (each.info["cmdline"] or ()))
+    return next(
+        each for each in found if each.info["ppid"] == pid and "penstock.pool.writer_process" in (each.info["cmdline"] or ())
+    )
 
 
 def test_what_a_killed_scribe_had_acknowledged_is_stored_and_who_waits_is_told(tmp_path: Path) -> None:
@@ -53,7 +55,7 @@ def test_what_a_killed_scribe_had_acknowledged_is_stored_and_who_waits_is_told(t
     async def main() -> None:
         own = open_pool(tmp_path)
         await own.open_group(TASK, rollouts, seq=0)
-        async with open_scribe(tmp_path) as address:
+        async with open_writer_process(tmp_path) as address:
             pool = open_pool(tmp_path, scribe=address)
             lanes = [write(pool, rollout.id, scribe_of(os.getpid())) for rollout in rollouts]
             ends = await asyncio.wait_for(asyncio.gather(*lanes, return_exceptions=True), 60)
@@ -94,7 +96,9 @@ def test_a_scribe_writes_for_those_that_are_left_when_its_starter_is_killed_and_
 
 
 def test_one_whose_starter_is_gone_before_it_said_anything_ends_without_a_word() -> None:
-    ended = subprocess.run(command("penstock.pool.scribe"), stdin=subprocess.DEVNULL, capture_output=True, timeout=60, check=False)
+    ended = subprocess.run(
+        command("penstock.pool.writer_process"), stdin=subprocess.DEVNULL, capture_output=True, timeout=60, check=False
+    )
     assert (ended.returncode, ended.stdout, ended.stderr) == (1, b"", b"")
 
 
@@ -102,7 +106,7 @@ def test_a_pool_that_cannot_be_opened_is_told_in_one_line(tmp_path: Path) -> Non
     (tmp_path / "pool.db").write_bytes(b"no database at all" * 1000)
 
     async def main() -> None:
-        async with open_scribe(tmp_path):
+        async with open_writer_process(tmp_path):
             raise AssertionError("it opened")
 
     with pytest.raises(PoolFailed, match="not a penstock pool, or it is damaged"):
@@ -116,7 +120,7 @@ def test_a_temporary_folder_whose_path_is_too_long_is_named(tmp_path: Path, monk
 
     async def main() -> None:
         await open_pool(tmp_path).close()
-        async with open_scribe(tmp_path):
+        async with open_writer_process(tmp_path):
             raise AssertionError("it listened")
 
     with pytest.raises(PoolFailed, match="TMPDIR"):

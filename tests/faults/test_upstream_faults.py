@@ -13,10 +13,10 @@ from upstream_cases import Act, FakeVllm, edited, engine_over, event, replaced
 
 from penstock.engines.base import Sampled
 from penstock.engines.fleet import Address, Fleet
-from penstock.engines.upstream import LONGEST_WAIT_S, Patience, backoff_s
-from penstock.engines.vllm import VllmEngine
-from penstock.engines.wire import Fault, Timers, retry_after_s
+from penstock.engines.retry import LONGEST_WAIT_S, Patience, backoff_s
+from penstock.engines.servers.vllm import VllmEngine
 from penstock.errors import EngineBusy, EngineError
+from penstock.http.client import Fault, Timers, retry_after_s
 from penstock.records import Sampling
 
 PROMPT = [3, 1, 4, 1, 5]

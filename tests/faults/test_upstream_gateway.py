@@ -7,9 +7,9 @@ import pytest
 from openai import APIError
 from upstream_cases import Act, FakeVllm, engine_over
 
-from penstock.engines.upstream import Patience
+from penstock.chat.renderer import Renderer
+from penstock.engines.retry import Patience
 from penstock.records import Sampling
-from penstock.render.renderer import Renderer
 from penstock.testing import workbench, write_tokenizer
 
 BODY = {"model": "any", "messages": [{"role": "user", "content": "What is 6 times 7?"}], "max_tokens": 12, "seed": 5}

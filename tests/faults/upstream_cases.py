@@ -18,9 +18,9 @@ from typing import Any, Self
 
 from aiohttp import web
 
-from penstock.engines.upstream import Patience
-from penstock.engines.vllm import Served, VllmEngine, VllmSection, open_engine
-from penstock.engines.wire import Timers
+from penstock.engines.retry import Patience
+from penstock.engines.servers.vllm import Served, VllmEngine, VllmSection, open_engine
+from penstock.http.client import Timers
 
 CONTEXT = 4096
 MODEL = "made-up"

@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 
+from penstock.chat.tokenizer import Tokenizer
 from penstock.config import EngineSection, RunConfig, TrainSection, load_config
 from penstock.engines.base import Sampled
 from penstock.engines.embedded.decoder import Decoder, read_shape
 from penstock.engines.embedded.weights import save_decoder
 from penstock.pool.sqlite import open_pool
 from penstock.records import Attempt, Sampling
-from penstock.render.tokenizer import Tokenizer
 from penstock.testing import ScriptedEngine, write_tokenizer
 from penstock.train.inputs import read_inputs
 from penstock.train.losses import Loss, Tokens, clip

@@ -7,7 +7,7 @@ from tempfile import TemporaryDirectory
 
 import orjson
 
-from penstock.render.renderer import Renderer
+from penstock.chat.renderer import Renderer
 from penstock.testing import CHATML, write_tokenizer
 
 CORPUS = ['What is 6 times 7? The answer is 42. <tool_call>\n{"name": "multiply", "arguments": {"a": 6}}\n</tool_call>\n' * 40]

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple, Self, TypeVar
 
 from aiohttp import web
 
+from penstock.chat.renderer import Renderer
 from penstock.engines import ENGINES, SECTIONS
-from penstock.engines.relay.base import Asked, Heard, Relay
+from penstock.engines.text_endpoints.base import Asked, Heard, Relay
 from penstock.gateway import Session
 from penstock.records import Attempt, Sampling
-from penstock.render.renderer import Renderer
 from penstock.testing import Workbench, workbench
 
 T = TypeVar("T")

@@ -8,8 +8,8 @@ import aiohttp
 from rollout_cases import DEADLINE_S, make_agent
 
 from penstock import AgentWorkflowConfig
-from penstock.gateway.http import HttpServer
-from penstock.gateway.listening import bind
+from penstock.http.listen import bind
+from penstock.http.server import HttpServer
 from penstock.rollout.server.app import create_rollout_server, serving
 from penstock.rollout.server.backend import LocalBackend
 from penstock.rollout.server.callbacks import Patience

@@ -8,8 +8,8 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from penstock.gateway.http import HttpServer
-from penstock.gateway.listening import bind
+from penstock.http.listen import bind
+from penstock.http.server import HttpServer
 
 
 class Double:

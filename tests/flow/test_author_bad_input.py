@@ -11,10 +11,10 @@ from dataclasses import replace
 
 import pytest
 
+from penstock.chat.renderer import Renderer
 from penstock.config import RolloutSection
 from penstock.events import Events
 from penstock.records import End, Sampling, Task, make_rollout
-from penstock.render.renderer import Renderer
 from penstock.rollout.runner import open_runner
 from penstock.sdk.dataset import load_tasks
 from penstock.sdk.discovery import load_agent

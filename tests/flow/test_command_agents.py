@@ -14,10 +14,10 @@ from cli_cases import ran
 from command_cases import TALK, TASK, attempted, make, stage, write_program
 from process_cases import Bell, gone, named
 
+from penstock.chat.renderer import Renderer
 from penstock.config import AgentSection, load_config
 from penstock.errors import ConfigError
 from penstock.records import End
-from penstock.render.renderer import Renderer
 from penstock.testing import write_tokenizer
 
 ROOT = Path(__file__).parents[2]

@@ -23,7 +23,7 @@ ENGINE = """
 import os, sys
 from pathlib import Path
 from penstock.errors import ConfigError
-from penstock.render.tokenizer import Tokenizer
+from penstock.chat.tokenizer import Tokenizer
 from penstock.testing import ScriptedEngine
 
 def open_engine(folder, *, name, **_):

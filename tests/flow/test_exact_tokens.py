@@ -15,9 +15,9 @@ from exact_talks import Stage, Talk, scripted
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from penstock.chat.renderer import Renderer
 from penstock.gateway import Limits
 from penstock.gateway.graph import HISTORY_EDITED, REPLY_EDITED, REWRITTEN, TOOLS_CHANGED
-from penstock.render.renderer import Renderer
 from penstock.testing import ScriptedEngine, memory_pool, workbench
 from templates.template_cases import FAMILIES, renderer, tokenizer
 

@@ -8,9 +8,9 @@ import shutil
 import pytest
 from example_cases import EXAMPLES, TOLD, attempts, multiplier, written_call
 
+from penstock.chat.renderer import Renderer
 from penstock.config import load_config
 from penstock.records import End
-from penstock.render.renderer import Renderer
 from penstock.rollout.transcripts import transcripts
 from penstock.sdk.agents import open_agent
 from penstock.sdk.dataset import load_tasks

@@ -6,8 +6,8 @@ from gateway_cases import TOOL, USER, chat, events_of, messages_of, renderer
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.chat.parsers.base import Text
 from penstock.gateway.stream import ReplyText
-from penstock.render.tools import Text
 from penstock.testing import Scripted, ScriptedEngine, workbench
 
 CALL = '<tool_call>\n{"name": "multiply", "arguments": {"a": 6}}\n</tool_call>'

@@ -7,11 +7,11 @@ import pytest
 from aiohttp import web
 from example_cases import EXAMPLES
 
+from penstock.chat.renderer import Renderer
 from penstock.config import RolloutSection, load_config
 from penstock.events import Events
 from penstock.integrations.gsm8k import NOTED, RIGHT, UNREADABLE, WRONG, GSM8KAgent
 from penstock.records import End, Sampling, make_rollout
-from penstock.render.renderer import Renderer
 from penstock.rollout.runner import open_runner
 from penstock.rollout.transcripts import transcripts
 from penstock.sdk.agents import open_agent

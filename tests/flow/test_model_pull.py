@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from model_cases import COMMIT, hub, write_gguf
 
+from penstock.chat.tokenizer import Tokenizer
 from penstock.models import tiny
 from penstock.models.download import SMOLLM2
-from penstock.render.tokenizer import Tokenizer
 
 QUESTION = [{"role": "user", "content": "hi"}]
 OFFLINE = {"HF_HUB_OFFLINE": "1", "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": ""}

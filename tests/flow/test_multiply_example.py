@@ -8,9 +8,9 @@ import example_cases
 import pytest
 from example_cases import EXAMPLES, QUESTION, multiplier, stage, written_call
 
+from penstock.chat.renderer import Renderer
 from penstock.config import load_config
 from penstock.records import End, Sampling
-from penstock.render.renderer import Renderer
 from penstock.rollout.scheduler import Scheduler, task_at
 from penstock.rollout.transcripts import transcripts
 from penstock.sdk.dataset import load_tasks

@@ -7,10 +7,10 @@ import re
 import pytest
 from process_cases import DEADLINE_S, TASK, write_agent
 
+from penstock.chat.renderer import Renderer
 from penstock.config import RolloutSection
 from penstock.events import Events
 from penstock.records import End, Sampling, Task, make_rollout
-from penstock.render.renderer import Renderer
 from penstock.rollout.executors.process import ProcessSection
 from penstock.rollout.runner import open_runner
 from penstock.sdk.discovery import load_agent

@@ -7,7 +7,7 @@ import pytest
 from relay_cases import KEY, WELL, Answer, Endpoint, chunk, heard, open_relay
 
 from penstock.engines import SECTIONS
-from penstock.engines.relay.base import Called, Said
+from penstock.engines.text_endpoints.base import Called, Said
 from penstock.errors import ConfigError, EngineBusy, EngineError, RequestError
 from penstock.records import Usage
 

@@ -12,10 +12,10 @@ import uvicorn
 from rollout_cases import DEADLINE_S, good_grade
 from server_cases import PROMPT, QUICK, Listener, backend_of, graded, nothing, request, said, served
 
+from penstock.chat.renderer import Renderer
 from penstock.errors import ConfigError
-from penstock.gateway.listening import bind
+from penstock.http.listen import bind
 from penstock.records import Sampling, make_rollout
-from penstock.render.renderer import Renderer
 from penstock.rollout.server.app import admit, create_rollout_server
 from penstock.rollout.server.backend import ExecutionBackend, ExecutionResult
 from penstock.rollout.server.callbacks import Patience

@@ -7,10 +7,10 @@ import pytest
 from rollout_cases import TASK, good_grade, make_agent
 
 from penstock import AgentWorkflowConfig, get_rollout_context
+from penstock.chat.renderer import Renderer
 from penstock.config import RolloutSection
 from penstock.events import Events
 from penstock.records import End, Sampling, make_rollout
-from penstock.render.renderer import Renderer
 from penstock.rollout.runner import open_runner
 from penstock.testing import Scripted, ScriptedEngine, workbench, write_tokenizer
 

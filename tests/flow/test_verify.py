@@ -17,7 +17,7 @@ from verify_cases import add_group, alter, make_run
 from penstock.cli import app as edge
 from penstock.cli.verify import as_object
 from penstock.config import EngineSection, load_config
-from penstock.engines.embedded.opening import open_engine
+from penstock.engines.embedded.engine import open_engine
 from penstock.pool.sqlite import open_pool
 from penstock.records import Group, PolicyVersion, Step
 from penstock.train.inputs import read_inputs

@@ -13,7 +13,7 @@ from training_cases import SHAPE, make_decoder, random_tree, section
 from penstock.codec import context_digest
 from penstock.config import EngineSection, RunConfig
 from penstock.engines.base import Engine
-from penstock.engines.embedded.opening import open_engine
+from penstock.engines.embedded.engine import open_engine
 from penstock.engines.embedded.weights import save_decoder
 from penstock.pool.base import Pool
 from penstock.pool.rows import column_names, seal

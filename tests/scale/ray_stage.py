@@ -5,10 +5,10 @@ import contextlib
 import json
 from pathlib import Path
 
+from penstock.chat.renderer import Renderer
 from penstock.config import RolloutSection
 from penstock.events import Events
 from penstock.records import Sampling, Task
-from penstock.render.renderer import Renderer
 from penstock.rollout.executors.base import read_section
 from penstock.rollout.runner import open_runner
 from penstock.rollout.scheduler import Scheduler

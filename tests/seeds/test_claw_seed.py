@@ -15,10 +15,10 @@ from seed_stage import TASK, execute, play
 
 from claw_r1.agent_flow.agent_flow import AgentFlowBase
 from claw_r1.blackbox_agent.gsm8k_agent_flow import BlackBoxGSM8KAgentFlow
+from penstock.chat.renderer import Renderer
 from penstock.config import AgentSection
 from penstock.errors import ConfigError
 from penstock.records import End, Sampling, Task
-from penstock.render.renderer import Renderer
 from penstock.sdk.agents import open_agent
 from penstock.testing import ScriptedEngine, workbench, write_tokenizer
 

@@ -12,8 +12,8 @@ import pytest
 from seed_blocks import FOLDER, read_seed
 from seed_stage import TASK, agent_around, agent_of, execute, play
 
+from penstock.chat.renderer import Renderer
 from penstock.records import End
-from penstock.render.renderer import Renderer
 from penstock.rollout.runner import NO_CALL
 from penstock.testing import write_tokenizer
 

@@ -12,9 +12,9 @@ from typing import Any
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Core
 
+from penstock.chat.renderer import Renderer
+from penstock.chat.tokenizer import BYTE_OF, Tokenizer
 from penstock.config import cache_folder
-from penstock.render.renderer import Renderer
-from penstock.render.tokenizer import BYTE_OF, Tokenizer
 
 HERE = Path(__file__).parent
 CORPUS = [

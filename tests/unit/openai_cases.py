@@ -6,14 +6,14 @@ import orjson
 from tokenizers import Tokenizer as Core
 from tokenizers import decoders, models, pre_tokenizers
 
+from penstock.chat.parsers.base import Reasoning, Text
+from penstock.chat.tokenizer import BYTE_OF, Tokenizer
 from penstock.gateway.calls import Prompt
 from penstock.gateway.dialects.base import Answer, Fresh
 from penstock.gateway.paths import TokenPath
 from penstock.gateway.stream import CallDelta
 from penstock.gateway.talks import Talk
 from penstock.records import Sampling, Step
-from penstock.render.tokenizer import BYTE_OF, Tokenizer
-from penstock.render.tools import Reasoning, Text
 
 FUNCTION = {"type": "function", "name": "multiply", "description": "Multiply.", "parameters": {"type": "object"}, "strict": False}
 CUSTOM = {"type": "custom", "name": "patch", "description": "Edit files."}

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from penstock.render.renderer import Renderer
+from penstock.chat.renderer import Renderer
 from penstock.testing import CHATML, write_tokenizer
 
 CORPUS = ['What is 6 times 7? It is 42. The user asks, the assistant answers: {"name": "multiply", "arguments": {"a": 6}}\n' * 40]

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from penstock.render.tools import Arguments, Piece, Reasoning, ReplyParser, Text, ToolCall
+from penstock.chat.parsers.base import Arguments, Piece, Reasoning, ReplyParser, Text, ToolCall
 
 
 class Read(NamedTuple):

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from penstock.config import EngineSection, load_config, make_config
-from penstock.engines.vllm import VllmSection
+from penstock.engines.servers.vllm import VllmSection
 from penstock.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]

@@ -5,9 +5,9 @@ from hypothesis import strategies as st
 from openai.types import Completion
 from openai_cases import answer_to, cut, events_in, message, parse, streamed, tokenizer
 
+from penstock.chat.parsers.base import Text
 from penstock.errors import RequestError
 from penstock.gateway.dialects.completions import CompletionsDialect
-from penstock.render.tools import Text
 
 
 def ask(**body):

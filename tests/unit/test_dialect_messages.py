@@ -4,11 +4,11 @@ import orjson
 import pytest
 from messages_cases import DIALECT, OURS, TOOL, USER, Before, accumulated, block, parse, refused, step, streamed, text, whole
 
+from penstock.chat.parsers.base import Reasoning, Text
+from penstock.chat.templates import digest
 from penstock.errors import RequestError
 from penstock.gateway.stream import CallDelta
 from penstock.records import Sampling
-from penstock.render.chat import digest
-from penstock.render.tools import Reasoning, Text
 
 # What requests ask for
 

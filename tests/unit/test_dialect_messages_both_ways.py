@@ -6,11 +6,11 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from messages_cases import DIALECT, USER, Before, accumulated, block, parse, step, streamed, text, whole
 
+from penstock.chat.templates import digest
 from penstock.errors import RequestError
 from penstock.gateway.dialects.messages_input import InputText
 from penstock.gateway.stream import CallDelta, deltas_of
 from penstock.records import Sampling
-from penstock.render.chat import digest
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(allow_nan=False, allow_infinity=False) | st.text(),

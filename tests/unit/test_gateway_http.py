@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import RequestError
-from penstock.gateway.connection import IDLE_S, Connection, Hub
-from penstock.gateway.exchange import LEAVING, make_scope, refusal
+from penstock.http.request_cycle import LEAVING, make_scope, refusal
+from penstock.http.server import IDLE_S, Connection, Hub
 
 REQUEST = (
     b"POST /a%20b/%C3%A9?q=%20#f HTTP/1.1\r\nHost: here \r\nX-Empty:\r\nTransfer-Encoding: chunked\r\n\r\n"

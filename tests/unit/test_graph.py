@@ -1,9 +1,9 @@
 import pytest
 
+from penstock.chat.templates import digest, link
 from penstock.gateway.graph import HISTORY_EDITED, REPLY_EDITED, TOOLS_CHANGED, TokenGraph, prompts
 from penstock.gateway.talks import Talk
 from penstock.records import Attempt, Node, Sampling, Step, make_rollout
-from penstock.render.chat import digest, link
 
 ROLLOUT = make_rollout("train-0", "t", 0)
 ASK = {"role": "user", "content": "ask"}

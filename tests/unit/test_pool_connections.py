@@ -11,10 +11,9 @@ from typing import Any, ClassVar
 import pytest
 
 from penstock.errors import PoolFailed
-from penstock.pool.jobs import Bulk
-from penstock.pool.migrations import open_database
-from penstock.pool.reader import Reader
-from penstock.pool.writer import Writer
+from penstock.pool.sql.pool import ReaderThreads
+from penstock.pool.sqlite import open_database
+from penstock.pool.writer import Bulk, Writer
 
 
 class Broken(Exception):
@@ -76,7 +75,7 @@ def test_a_writer_goes_on_after_a_connection_that_broke_with_the_commit_and_with
 def test_a_reader_goes_on_after_connections_that_broke_with_the_last_statement() -> None:
     async def steps() -> None:
         databases = [Breaking("ROLLBACK"), Breaking("ROLLBACK")]
-        reader = Reader(databases, explain)  # type: ignore[arg-type]
+        reader = ReaderThreads(databases, explain)  # type: ignore[arg-type]
         for number in range(6):
             assert await reader.run(lambda _, number=number: number) == number
         await reader.close()

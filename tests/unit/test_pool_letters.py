@@ -5,10 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import PoolConflict, PoolError, PoolFailed
-from penstock.pool.jobs import Job
-from penstock.pool.letters import Letters, read_answers, write_answers, write_letter
-from penstock.pool.sql_ends import END, seal_end
-from penstock.pool.sql_steps import APPEND, seal_append
+from penstock.pool.sql.writes import APPEND, END, seal_append, seal_end
+from penstock.pool.writer import Job
+from penstock.pool.writer_protocol import WriteRequests, encode_request, read_answers, write_answers
 from penstock.records import End, Grade, Node, Sampling, Step
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
@@ -47,8 +46,8 @@ def ends(draw: st.DrawFn):
 
 @given(st.lists(appends() | ends(), max_size=4), st.integers(1, 40))
 def test_letters_arrive_as_they_were_sent_however_they_are_cut(sent, size):
-    stream = b"".join(write_letter(number, *each) for number, each in enumerate(sent))
-    letters = Letters()
+    stream = b"".join(encode_request(number, *each) for number, each in enumerate(sent))
+    letters = WriteRequests()
     read = [letter for at in range(0, len(stream), size) for letter in letters.read(stream[at : at + size])]
     assert read == [(number, *each) for number, each in enumerate(sent)]
 
@@ -56,7 +55,7 @@ def test_letters_arrive_as_they_were_sent_however_they_are_cut(sent, size):
 @pytest.mark.parametrize("name", ["a lone \ud800 surrogate"])
 def test_a_value_that_no_pool_could_hold_is_refused_by_its_sender(name):
     with pytest.raises(PoolError, match="cannot be stored"):
-        write_letter(1, END, seal_end(name, End.COMPLETED, "", []))
+        encode_request(1, END, seal_end(name, End.COMPLETED, "", []))
 
 
 def test_answers_keep_results_and_the_kinds_of_errors():

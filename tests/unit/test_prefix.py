@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.engines.embedded.prefix import Cached, PrefixTree, Segment
+from penstock.engines.embedded.kv_cache import Cached, PrefixTree, Segment
 
 
 def computed(tokens: list[int] | tuple[int, ...]) -> Cached:

@@ -9,11 +9,11 @@ import pytest
 
 from penstock.config import make_config
 from penstock.engines import ENGINES, SECTIONS
-from penstock.engines.relay.anthropic import AnthropicRelay, AnthropicSection, MessageReader
-from penstock.engines.relay.base import Argued, Asked, Called, Said, Thought
-from penstock.engines.relay.openai import ChatReader, OpenAIRelay, OpenAISection
-from penstock.engines.wire import Fault
+from penstock.engines.text_endpoints.anthropic import AnthropicRelay, AnthropicSection, MessageReader
+from penstock.engines.text_endpoints.base import Argued, Asked, Called, Said, Thought
+from penstock.engines.text_endpoints.openai import ChatReader, OpenAIRelay, OpenAISection
 from penstock.errors import ConfigError, RequestError
+from penstock.http.client import Fault
 from penstock.records import Sampling, Usage
 
 TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}

@@ -10,10 +10,10 @@ from render_cases import (
     make_renderer,
 )
 
+from penstock.chat.bridge import Bridge, Situation
+from penstock.chat.renderer import Renderer
+from penstock.chat.tokenizer import Tokenizer
 from penstock.errors import ModelError
-from penstock.render.bridge import Bridge, Situation
-from penstock.render.renderer import Renderer
-from penstock.render.tokenizer import Tokenizer
 from penstock.testing import CHATML, write_tokenizer
 from templates.template_cases import FAMILIES
 from templates.template_cases import renderer as family_renderer

@@ -4,9 +4,9 @@ import pytest
 from render_cases import ALTERNATING, DROPS_REASONING, MOVES_TOOLS, NATIVE_TOOLS, TOOLS
 from transformers import AutoTokenizer
 
+from penstock.chat.templates import ChatTemplate, canonical_json, digest, flatten, link, reasons, tools_digest
+from penstock.chat.tokenizer import Tokenizer
 from penstock.errors import ModelError, RenderError
-from penstock.render.chat import ChatTemplate, canonical_json, digest, flatten, link, reasons, tools_digest
-from penstock.render.tokenizer import Tokenizer
 from penstock.testing import CHATML, write_tokenizer
 
 CALL = {"id": "call_1", "type": "function", "function": {"name": "multiply", "arguments": '{"a": 6, "b": "é"}'}}

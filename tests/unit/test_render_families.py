@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reply_cases import added_up, cut_at, parse
 
-from penstock.render import TOOL_FORMATS
-from penstock.render.deepseek import CALL_BEGIN, CALL_END, CALLS_BEGIN, CALLS_END, SEPARATOR
-from penstock.render.reasoning import marks_of
-from penstock.render.tools import Arguments, Marks, Reading, Reasoning, Text, ToolCall
+from penstock.chat.parsers import TOOL_FORMATS
+from penstock.chat.parsers.base import Arguments, Marks, Reasoning, ReplyReading, Text, ToolCall
+from penstock.chat.parsers.deepseek import CALL_BEGIN, CALL_END, CALLS_BEGIN, CALLS_END, SEPARATOR
+from penstock.chat.templates import marks_of
 from templates.template_cases import FAMILIES
 from templates.template_cases import HERE as TEMPLATES
 
@@ -32,7 +32,7 @@ WRITE = {
 
 
 def parser(form, *, calls=True, eager=False, tools=(), marks=None):
-    return TOOL_FORMATS.load(form)().parser(Reading(calls, eager, marks, False, tools))
+    return TOOL_FORMATS.load(form)().parser(ReplyReading(calls, eager, marks, False, tools))
 
 
 class Form(NamedTuple):

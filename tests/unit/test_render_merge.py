@@ -1,6 +1,6 @@
 import pytest
 
-from penstock.render.bridge import PROBE_TOOLS
+from penstock.chat.bridge import PROBE_TOOLS
 from templates import template_cases
 
 CODEX = [

@@ -6,11 +6,11 @@ from reply_cases import parse
 from tokenizers import Tokenizer as Core
 from tokenizers import decoders, models
 
-from penstock.render.deepseek import CALL_END
-from penstock.render.harmony import Harmony
-from penstock.render.llama import Llama
-from penstock.render.mistral import Mistral
-from penstock.render.tokenizer import Tokenizer
+from penstock.chat.parsers.deepseek import CALL_END
+from penstock.chat.parsers.harmony import Harmony
+from penstock.chat.parsers.llama import Llama
+from penstock.chat.parsers.mistral import Mistral
+from penstock.chat.tokenizer import Tokenizer
 from templates.template_cases import renderer
 
 EAGER = pytest.mark.parametrize("eager", [False, True])

@@ -7,8 +7,8 @@ from tokenizers import Tokenizer as Core
 from tokenizers import decoders, models, normalizers
 from transformers import AutoTokenizer
 
+from penstock.chat.tokenizer import Tokenizer
 from penstock.errors import ModelError
-from penstock.render.tokenizer import Tokenizer
 from penstock.testing import write_tokenizer
 from templates import template_cases
 

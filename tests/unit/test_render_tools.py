@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from render_cases import MOVES_TOOLS, NATIVE_TOOLS, TOOLS, make_renderer
 from reply_cases import added_up, cut_at, parse
 
-from penstock.render.hermes import Hermes
-from penstock.render.tools import Arguments, Marks, Reading, Text, ToolCall
+from penstock.chat.parsers.base import Arguments, Marks, ReplyReading, Text, ToolCall
+from penstock.chat.parsers.hermes import Hermes
 
 CALL = '<tool_call>\n{"name": "multiply", "arguments": {"a": 6}}\n</tool_call>'
 ONE = [("multiply", '{"a": 6}')]
@@ -15,7 +15,7 @@ THINK = Marks("<think>", "</think>")
 
 
 def hermes(*, calls=True, eager=False, marks=None, thinking=False):
-    return Hermes().parser(Reading(calls, eager, marks, thinking))
+    return Hermes().parser(ReplyReading(calls, eager, marks, thinking))
 
 
 @pytest.mark.parametrize("eager", [False, True])

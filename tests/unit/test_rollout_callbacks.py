@@ -5,8 +5,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from penstock.gateway.http import HttpServer
-from penstock.gateway.listening import bind
+from penstock.http.listen import bind
+from penstock.http.server import HttpServer
 from penstock.rollout.server.callbacks import Courier, Patience, read_reply
 
 

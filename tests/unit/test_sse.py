@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.engines.sse import Events
+from penstock.http.sse import Events
 
 STREAM = (
     b'data: {"a": 1}\n\n: a comment\n\nevent: ping\nid: 7\n\n'

@@ -5,9 +5,9 @@ import random
 import pytest
 from tokenizers import Tokenizer as Core
 
+from penstock.chat.bridge_check import PROBE_TOOLS
+from penstock.chat.renderer import Renderer
 from penstock.models import resolve, tiny
-from penstock.render.probes import PROBE_TOOLS
-from penstock.render.renderer import Renderer
 
 
 def test_a_conversation_is_the_task_solved():

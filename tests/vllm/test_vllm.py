@@ -8,17 +8,17 @@ import pytest
 import torch
 from vllm_server import HOME, running, vllm_server
 
+from penstock.chat.tokenizer import Tokenizer
 from penstock.config import EngineSection
 from penstock.engines import ENGINES
 from penstock.engines.base import Engine, Sampled
 from penstock.engines.embedded.decoder import causal
 from penstock.engines.embedded.engine import EmbeddedEngine
-from penstock.engines.vllm import VllmSection
+from penstock.engines.servers.vllm import VllmSection
 from penstock.errors import EngineError
 from penstock.models.folder import ModelFolder
 from penstock.models.pull import resolve
 from penstock.records import Sampling
-from penstock.render.tokenizer import Tokenizer
 
 CLOSE = 1e-3
 """Of two float32 implementations of one model; measured: 3e-5."""

@@ -22,7 +22,7 @@ from penstock.config import load_config
 from penstock.engines.base import Engine, Sampled
 from penstock.engines.embedded.decoder import Decoder, causal
 from penstock.engines.embedded.weights import load_decoder
-from penstock.engines.vllm import VllmEngine, VllmSection, open_engine
+from penstock.engines.servers.vllm import VllmEngine, VllmSection, open_engine
 from penstock.errors import EngineError
 from penstock.models.pull import resolve
 from penstock.records import Sampling

@@ -12,10 +12,9 @@ from claw_r1.keys import SETS, TOGETHER
 from claw_r1.overrides import read_overrides
 from penstock.cli.app import exit_code
 from penstock.cli.train import Again, carry_out
-from penstock.config import RunConfig
+from penstock.config import RunConfig, validate
 from penstock.errors import ConfigError
 from penstock.sdk.dataset import load_tasks
-from penstock.tables import validate
 
 USAGE = """python3 -m claw_r1.async_main KEY=VALUE …
 

@@ -28,8 +28,8 @@ from penstock.cli import run as recording
 from penstock.cli import train as training
 from penstock.cli.fallback import RunsByDefault
 from penstock.cli.interrupts import INTERRUPTED
-from penstock.collector import collect_seldom
 from penstock.errors import ConfigError, ControllerError, Issue, PenstockError
+from penstock.system.garbage import collect_seldom
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 app.command("quickstart")(quickstart.quickstart)

@@ -13,10 +13,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
-from penstock.config import ModelSection, cache_folder
+from penstock.config import ModelSection, cache_folder, read_toml
 from penstock.errors import ConfigError
 from penstock.models import cached
-from penstock.tables import read_toml
 from penstock.workspace.experiment import is_experiment, read_experiment
 from penstock.workspace.layout import EVALS, FOLDERS, TRAININGS, Workspace, find_workspace
 from penstock.workspace.sections import Kind

@@ -7,7 +7,7 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
-from penstock.sdk.group import end_group, signal_group
+from penstock.system.process_group import end_group, signal_group
 
 STDIN = 0
 GRACE_S = 5.0

@@ -149,8 +149,7 @@ def _one_form(as_json: bool, plain: bool) -> None:
 
 
 def _config(file: Path | None, agent: Path | None, dataset: Path | None, overrides: list[str]) -> "RunConfig":
-    from penstock.config import make_config
-    from penstock.tables import override
+    from penstock.config import make_config, override
     from penstock.workspace.opening import open_config
 
     if file is not None and agent is not None:

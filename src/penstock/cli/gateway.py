@@ -54,8 +54,8 @@ def gateway(
 
 def serve(settings: "Settings", *, folder: Path, workers: int = 1, is_open: bool = False, quiet: bool = False) -> int:
     """Serve until a signal comes; the exit code. A line of JSON on stdout says when it serves, and where."""
-    from penstock.gateway.listening import bind
     from penstock.gateway.standalone import alone, load_secret, make_folder, write_tokens
+    from penstock.http.listen import bind
 
     refuse_crowd(settings, workers)
     if is_open:
@@ -117,7 +117,7 @@ def refuse_crowd(settings: "Settings", workers: int) -> None:
 
 def refuse_strangers(settings: "Settings") -> None:
     """Refuse an open gateway that other machines could reach."""
-    from penstock.gateway.listening import is_loopback
+    from penstock.http.listen import is_loopback
 
     if not is_loopback(settings.gateway.host):
         raise ConfigError(
@@ -131,7 +131,7 @@ class Ready:
     def __init__(
         self, settings: "Settings", model: "ModelFiles", *, folder: Path, port: int, tokens: Path, is_open: bool, quiet: bool
     ) -> None:
-        from penstock.gateway.listening import base_url
+        from penstock.http.listen import base_url
 
         self.settings, self.model, self.folder, self.port = settings, model, folder, port
         self._base_url = base_url(settings.gateway.host, port, settings.gateway.hosts)
@@ -141,7 +141,7 @@ class Ready:
 
     def say(self, pid: int, **more: object) -> None:
         """It serves."""
-        from penstock.gateway.listening import LOOPBACK
+        from penstock.http.listen import LOOPBACK
 
         line = {
             "event": "ready",

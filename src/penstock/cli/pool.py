@@ -13,7 +13,7 @@ from penstock.cli.progress import stage_progress
 if TYPE_CHECKING:
     from penstock.pool.base import Pool
     from penstock.pool.check import Checked
-    from penstock.pool.places import Place
+    from penstock.pool.location import PoolLocation
 
 app = typer.Typer(no_args_is_help=True, help="Look into a run's record, check it, move it, and make it smaller.")
 
@@ -26,13 +26,13 @@ Channels = Annotated[list[str] | None, typer.Option("--channel", help="This chan
 def stats(folder: Run, as_json: AsJson = False) -> None:
     """Count groups, rollouts, steps and tokens by channel, and what they take on disk."""
     from penstock.cli.pool_view import stats_object, stats_text
-    from penstock.pool.places import find_place, open_place, size_bytes
+    from penstock.pool.location import find_pool, open_pool_at, size_bytes
 
-    async def read(place: "Place") -> dict[str, Any]:
-        async with open_place(place) as pool:
+    async def read(place: "PoolLocation") -> dict[str, Any]:
+        async with open_pool_at(place) as pool:
             return {name: await pool.stats(name) for name in await pool.channels()}
 
-    place = find_place(folder)
+    place = find_pool(folder)
     told = stats_object(place, asyncio.run(read(place)), size_bytes(place))
     typer.echo(_json(told) if as_json else stats_text(told))
 
@@ -50,10 +50,10 @@ def show(
 ) -> None:
     """List the newest groups, or show one rollout with its messages, tools, steps and grades."""
     from penstock.cli import pool_view
-    from penstock.pool.places import find_place, open_place
+    from penstock.pool.location import find_pool, open_pool_at
 
-    async def read(place: "Place") -> tuple[dict[str, Any], str]:
-        async with open_place(place) as pool:
+    async def read(place: "PoolLocation") -> tuple[dict[str, Any], str]:
+        async with open_pool_at(place) as pool:
             if name is None:
                 listed = await _listed(pool, channels, limit=limit, first=first)
                 return pool_view.groups_object(listed), pool_view.groups_text(listed, str(folder))
@@ -62,7 +62,7 @@ def show(
                 return pool_view.rollout_object(task, whole), pool_view.rollout_text(task, whole)
             return pool_view.group_object(name, task, attempts), pool_view.group_text(name, task, attempts, str(folder))
 
-    told, text = asyncio.run(read(find_place(folder)))
+    told, text = asyncio.run(read(find_pool(folder)))
     typer.echo(_json(told) if as_json else text)
 
 
@@ -73,9 +73,9 @@ def verify(folder: Run, as_json: AsJson = False) -> None:
     Reads only, so it may run beside a training run. Exit code 1 where something is damaged: what is hit is named.
     """
     from penstock.cli.pool_view import checked_text
-    from penstock.pool.places import check, find_place
+    from penstock.pool.location import check, find_pool
 
-    place = find_place(folder)
+    place = find_pool(folder)
     with stage_progress() as progress:
         checked = check(place, lambda done, total: progress(f"verifying {folder}", done, total))
     typer.echo(_json(_checked_object(folder, checked)) if as_json else checked_text(str(folder), checked))
@@ -91,15 +91,15 @@ def export(
     as_json: AsJson = False,
 ) -> None:
     """Write the record to files. They appear when they are whole; memory stays small however long the run was."""
-    from penstock.pool.formats import EXPORTS
-    from penstock.pool.places import find_place, open_place
-    from penstock.pool.transfer import export_pool
+    from penstock.pool.export import EXPORTS
+    from penstock.pool.export.transfer import export_pool
+    from penstock.pool.location import find_pool, open_pool_at
 
     EXPORTS.check(form)
-    place = find_place(folder)
+    place = find_pool(folder)
 
     async def write() -> dict[str, Any]:
-        async with open_place(place) as pool:
+        async with open_pool_at(place) as pool:
             wanted = await _known_channels(pool, channels)
             total = sum([(await pool.stats(name)).groups for name in wanted])
             with stage_progress() as progress:
@@ -123,17 +123,17 @@ def import_(
 ) -> None:
     """Read an export into a pool. Doing it again, or going on after Ctrl-C, adds what is missing."""
     from penstock.errors import ConfigError
-    from penstock.pool.places import Place, find_place, open_place
-    from penstock.pool.transfer import import_pool, read_export
+    from penstock.pool.export.transfer import import_pool, read_export
+    from penstock.pool.location import PoolLocation, find_pool, open_pool_at
 
     read_export(path)
     if into.exists() and not into.is_dir():
         raise ConfigError(f"{into} is no folder; give another one with --into")
     known = (into / "config.json").exists() or (into / "pool.db").exists()
-    place = find_place(into) if known else Place("sqlite", into)
+    place = find_pool(into) if known else PoolLocation("sqlite", into)
 
     async def read() -> dict[str, Any]:
-        async with open_place(place) as pool:
+        async with open_pool_at(place) as pool:
             with stage_progress() as progress:
                 moved = await import_pool(path, pool, told=lambda done: progress(f"importing {path}", done, None))
         return {"into": str(into), "pool": place.name, **asdict(moved)}
@@ -149,10 +149,10 @@ def import_(
 def compact(folder: Run, as_json: AsJson = False) -> None:
     """Rewrite a SQLite pool without its gaps; nothing else may have it open."""
     from penstock.cli.pool_view import size
-    from penstock.pool.places import compact as rewrite
-    from penstock.pool.places import find_place
+    from penstock.pool.location import compact as rewrite
+    from penstock.pool.location import find_pool
 
-    before, after = rewrite(find_place(folder))
+    before, after = rewrite(find_pool(folder))
     told = {"run": str(folder), "bytes_before": before, "bytes_after": after}
     typer.echo(_json(told) if as_json else f"{folder}: {size(before)} before, {size(after)} after")
 

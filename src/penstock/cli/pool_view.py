@@ -12,7 +12,7 @@ from penstock.cli.figures import counts, ranges
 from penstock.cli.figures import reward as reward_text
 from penstock.pool.base import PoolStats
 from penstock.pool.check import Checked
-from penstock.pool.places import Place
+from penstock.pool.location import PoolLocation
 from penstock.records import Attempt, Group, Message, Step, Task
 from penstock.rollout.transcripts import transcripts
 
@@ -20,7 +20,7 @@ SHOWN = 20
 """Findings that are named where a person reads; JSON has them all."""
 
 
-def stats_object(place: Place, channels: dict[str, PoolStats], size_bytes: int | None) -> dict[str, Any]:
+def stats_object(place: PoolLocation, channels: dict[str, PoolStats], size_bytes: int | None) -> dict[str, Any]:
     """Counts of each channel, and the size of all."""
     steps = sum(stats.steps for stats in channels.values())
     return {

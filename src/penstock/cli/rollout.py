@@ -102,7 +102,7 @@ def serve(
 
 
 def _token(variable: str, host: str) -> str | None:
-    from penstock.gateway.listening import LOOPBACK
+    from penstock.http.listen import LOOPBACK
 
     token = rollout_token() if variable == "PENSTOCK_ROLLOUT_TOKEN" else secret(variable, "--token-env")
     if token is None and host not in LOOPBACK:
@@ -111,7 +111,7 @@ def _token(variable: str, host: str) -> str | None:
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    from penstock.gateway.listening import bind
+    from penstock.http.listen import bind
 
     try:
         return bind(host, port)
@@ -151,7 +151,7 @@ def _make(
 
 
 def _url(host: str, sock: socket.socket) -> str:
-    from penstock.gateway.listening import base_url
+    from penstock.http.listen import base_url
 
     return base_url(host, sock.getsockname()[1]).removesuffix("/v1")
 

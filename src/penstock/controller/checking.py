@@ -20,7 +20,7 @@ from penstock.controller.runlog import Strike
 from penstock.controller.runs import Kind
 from penstock.errors import ConfigError, DatasetError, Issue, ModelError
 from penstock.sdk.elsewhere import command
-from penstock.sdk.group import how_ended
+from penstock.system.process_group import how_ended
 
 CHECK_S = 240.0
 """For all of it; a dataset is read as a whole."""

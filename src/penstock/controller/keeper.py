@@ -24,7 +24,7 @@ from penstock.controller.jobs import Ending, Job, environment
 from penstock.controller.runlog import Lines, RunLog, Strike
 from penstock.controller.runs import RunFiles
 from penstock.errors import ConfigError
-from penstock.sdk.group import how_ended
+from penstock.system.process_group import how_ended
 
 MARK = "PENSTOCK_RUN"
 """Variable by which processes of a run are known: its folder."""

@@ -22,8 +22,8 @@ import orjson
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
+from penstock.chat.renderer import Renderer
 from penstock.codec import from_json
-from penstock.collector import collect_seldom
 from penstock.config import EngineSection
 from penstock.controller import serving_vllm
 from penstock.controller.serving_orders import HOST, Orders, bound
@@ -31,13 +31,13 @@ from penstock.engines import ENGINES
 from penstock.engines.base import Engine
 from penstock.errors import PenstockError
 from penstock.gateway.app import Gateway
-from penstock.gateway.auth import header
 from penstock.gateway.calls import Limits
-from penstock.gateway.http import HttpServer
-from penstock.gateway.listening import base_url
+from penstock.http.asgi import header
+from penstock.http.listen import base_url
+from penstock.http.server import HttpServer
 from penstock.pool.memory import MemoryPool
 from penstock.records import Rollout, Sampling, Task, make_rollout
-from penstock.render.renderer import Renderer
+from penstock.system.garbage import collect_seldom
 
 DRAIN_S = 5.0
 """For answers under way when it is told to stop."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from penstock.errors import ConfigError
-from penstock.gateway.listening import bind
+from penstock.http.listen import bind
 
 HOST = "127.0.0.1"
 

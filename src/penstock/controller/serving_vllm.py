@@ -11,7 +11,7 @@ import aiohttp
 
 from penstock.controller.serving_orders import HOST, Orders, bound
 from penstock.errors import EngineError
-from penstock.gateway.listening import base_url
+from penstock.http.listen import base_url
 
 ASK_S = 0.5
 """Between two questions whether it is up."""

@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.config import RunConfig, load_config
+from penstock.config import RunConfig, load_config, override, read_toml
 from penstock.controller.client import Client
 from penstock.controller.runs import Kind
 from penstock.controller.snapshots import make_snapshot
 from penstock.controller.transfer import Progress
 from penstock.errors import ConfigError, DatasetError
-from penstock.tables import override, read_toml
 from penstock.workspace.bodies import to_body
 from penstock.workspace.experiment import is_experiment, read_experiment
 from penstock.workspace.layout import Workspace, workspace_of

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Collection, Generator, Sequence
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
-from penstock.engines.wire import Fault, Leash
+from penstock.http.client import Fault, Leash
 
 FAILURES = 3
 """In a row, before an address rests."""

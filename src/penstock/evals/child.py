@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from penstock.codec import from_json
-from penstock.collector import collect_seldom
 from penstock.config import RunConfig, make_config
 from penstock.errors import ConfigError, PenstockError
 from penstock.evals.presence import LEAVE_S, present
@@ -31,6 +30,7 @@ from penstock.records import Rollout, Sampling, Task
 from penstock.rollout.executors.base import read_section
 from penstock.rollout.runner import Room, Runner
 from penstock.sdk.elsewhere import Recipe
+from penstock.system.garbage import collect_seldom
 from penstock.train.folder import RunFolder
 from penstock.train.inputs import Inputs
 from penstock.train.rollouts import open_rollouts

@@ -18,7 +18,7 @@ from penstock.evals.presence import LEAVE_S
 from penstock.events import Events
 from penstock.records import End, Rollout, Sampling, Task
 from penstock.sdk.elsewhere import command
-from penstock.sdk.group import how_ended
+from penstock.system.process_group import how_ended
 
 ERRORS = {kind.__name__: kind for kind in (ConfigError, EngineError, GraderError, PoolError, PoolFailed, WorkerLost)}
 """What a rollout may raise, by name; anything else is a PenstockError here."""

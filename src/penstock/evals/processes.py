@@ -13,7 +13,7 @@ from penstock.evals.presence import present
 from penstock.evals.process import Child, ChildLost, start
 from penstock.events import Events
 from penstock.pool.base import Pool
-from penstock.pool.dictation import open_scribe
+from penstock.pool.remote_writer import open_writer_process
 from penstock.records import Attempt, End, Rollout, Sampling, Task
 from penstock.rollout.guests import leaves
 from penstock.sdk.discovery import Agent
@@ -181,7 +181,7 @@ async def _scribe(config: RunConfig, folder: RunFolder) -> AsyncGenerator[str]:
         yield ""
         return
     with present(folder.path) as presence:
-        async with open_scribe(folder.path, keeps=[presence]) as address:
+        async with open_writer_process(folder.path, keeps=[presence]) as address:
             yield address
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import orjson
 
-from penstock.config import RunConfig, make_config
+from penstock.config import RunConfig, make_config, override
 from penstock.errors import ConfigError, EngineError, GraderError
 from penstock.evals.attempts import stored
 from penstock.evals.outcome import Outcome, outcome, scores
@@ -23,7 +23,6 @@ from penstock.rollout.work import Work
 from penstock.sdk.agents import open_agent
 from penstock.sdk.discovery import Agent
 from penstock.sdk.preflight import preflight
-from penstock.tables import override
 from penstock.train.folder import RunFolder, locked, open_run_folder
 from penstock.train.stations import open_pool
 

@@ -9,8 +9,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
+from penstock.chat.renderer import Renderer
 from penstock.engines.base import Engine
-from penstock.engines.relay.base import Relay
+from penstock.engines.text_endpoints.base import Relay
 from penstock.errors import ConfigError, RequestError
 from penstock.events import Events
 from penstock.gateway.auth import Needs, Tokens
@@ -23,12 +24,9 @@ from penstock.gateway.flights import Told
 from penstock.gateway.flow_bodies import detail_body
 from penstock.gateway.flow_routes import FlowRoutes, Judge
 from penstock.gateway.generate_route import GenerateRoute
-from penstock.gateway.http import HttpServer
-from penstock.gateway.listening import base_url, bind, is_loopback, known_names
 from penstock.gateway.metrics import CONTENT_TYPE, Samples, as_text
 from penstock.gateway.peers import Peers
 from penstock.gateway.reading import Reading
-from penstock.gateway.redact import Redactor
 from penstock.gateway.relayed import RelaySource, no_tokens
 from penstock.gateway.routes import Plain, Route, Routes, reply
 from penstock.gateway.serve import Service
@@ -37,9 +35,11 @@ from penstock.gateway.sessions import Sessions
 from penstock.gateway.sources import Source, TokenSource
 from penstock.gateway.spans import Spans
 from penstock.gateway.trajectories import Trajectories
+from penstock.http.listen import base_url, bind, is_loopback, known_names
+from penstock.http.server import HttpServer
 from penstock.pool.base import Pool
 from penstock.records import Attempt, Rollout, Sampling
-from penstock.render.renderer import Renderer
+from penstock.system.redaction import Redactor
 
 LAST_BYTES_S = 1.0
 """How long a stopping gateway lets callers take the answers that are written."""

@@ -12,14 +12,13 @@ An `open` gateway asks for the control token only: whoever reaches it may name a
 import hmac
 import secrets
 from collections import OrderedDict
-from collections.abc import Iterable
 from enum import StrEnum
 from hashlib import sha256
 from typing import NamedTuple
 
 from penstock.errors import ConfigError, RequestError
+from penstock.http.asgi import Headers, header
 
-Headers = Iterable[tuple[bytes, bytes]]
 """As ASGI gives them: names in lower case."""
 
 
@@ -141,14 +140,6 @@ class Tokens:
         signing = self._key.copy()
         signing.update(text.encode("utf-8", "replace"))
         return signing.hexdigest()[:40]
-
-
-def header(headers: Headers, name: bytes) -> str:
-    """The value of a header; empty where it is absent."""
-    for key, value in headers:
-        if key == name:
-            return value.decode("latin-1")
-    return ""
 
 
 def _presented(headers: Headers) -> str:

@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from penstock.chat.templates import Tool
 from penstock.config import GatewaySection
 from penstock.gateway.paths import TokenPath
 from penstock.gateway.talks import Talk
 from penstock.records import Message, Sampling
-from penstock.render.chat import Tool
 
 
 class Caller(NamedTuple):

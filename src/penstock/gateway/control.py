@@ -13,10 +13,10 @@ from penstock.codec import from_json
 from penstock.errors import PoolError, PoolFailed, RequestError
 from penstock.gateway import adhoc
 from penstock.gateway.calls import Limits
-from penstock.gateway.endpoint import read_body
 from penstock.gateway.routes import reply
 from penstock.gateway.sessions import Sessions
 from penstock.gateway.trajectories import BEYOND
+from penstock.http.asgi import read_body
 from penstock.pool.base import Pool
 from penstock.records import End, Grade
 

@@ -4,22 +4,22 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import orjson
 from starlette.types import Receive, Scope, Send
 
 from penstock.errors import EngineBusy, EngineError, PenstockError, PoolError, RenderError, RequestError
-from penstock.gateway.auth import header
 from penstock.gateway.calls import Call, Caller, Limits, Prompt
 from penstock.gateway.dialects.base import Answer, Dialect, EventWriter, Fresh
-from penstock.gateway.exchange import LEAVING
 from penstock.gateway.flights import Flight, Told
 from penstock.gateway.serve import Service
 from penstock.gateway.session import Session
 from penstock.gateway.spans import Spans
 from penstock.gateway.stream import Delta
 from penstock.gateway.talks import Talk
+from penstock.http.asgi import header, parse_json, read_body
+from penstock.http.request_cycle import LEAVING
 from penstock.records import Step
 
 VISIT = "penstock.visit"
@@ -265,32 +265,6 @@ def _watch(scope: Scope, receive: Receive, hung_up: Callable[[], None]) -> Calla
         hung_up()
 
     return asyncio.create_task(watch()).cancel
-
-
-async def read_body(receive: Receive, limit: int) -> bytes | None:
-    """The request's body; None where the caller hung up before it was complete."""
-    parts: list[bytes] = []
-    size, more = 0, True
-    while more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            return None
-        parts.append(message.get("body", b""))
-        size, more = size + len(parts[-1]), message.get("more_body", False)
-        if size > limit:
-            raise RequestError(f"the request is larger than {limit} bytes; send less", status=413, code="request_too_large")
-    return b"".join(parts)
-
-
-def parse_json(body: bytes, read: Callable[[bytes], Any] = orjson.loads) -> dict[str, Any]:
-    """The JSON object that `body` is."""
-    try:
-        value = read(body)
-    except orjson.JSONDecodeError as error:
-        raise RequestError(f"the request body is not valid JSON: {error}", code="invalid_json") from error
-    if not isinstance(value, dict):
-        raise RequestError("the request body must be a JSON object", code="invalid_json")
-    return cast("dict[str, Any]", value)
 
 
 def as_refusal(error: PenstockError) -> RequestError:

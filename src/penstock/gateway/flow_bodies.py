@@ -7,7 +7,7 @@ from starlette.requests import Request
 
 from penstock.errors import RequestError
 from penstock.gateway.control import SamplingBody
-from penstock.gateway.endpoint import read_body
+from penstock.http.asgi import read_body
 from penstock.records import Message
 
 T = TypeVar("T", bound=BaseModel)

@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from penstock.errors import GraderError, PoolError, PoolFailed, RequestError, WorkerLost
 from penstock.gateway import adhoc
-from penstock.gateway.auth import Tokens, header
+from penstock.gateway.auth import Tokens
 from penstock.gateway.calls import Limits
 from penstock.gateway.control import SamplingBody
 from penstock.gateway.dialects.generate import expand
@@ -25,12 +25,13 @@ from penstock.gateway.flow_bodies import (
     wrong,
 )
 from penstock.gateway.graph import TokenGraph
-from penstock.gateway.listening import root_url
 from penstock.gateway.routes import DEFAULT_PROMPT, reply
 from penstock.gateway.serve import Service
 from penstock.gateway.sessions import Sessions
 from penstock.gateway.submission import Submissions, find_step
 from penstock.gateway.trajectories import Registration, Trajectories
+from penstock.http.asgi import header
+from penstock.http.listen import root_url
 from penstock.pool.base import Pool
 from penstock.records import Message
 

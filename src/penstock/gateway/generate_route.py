@@ -5,9 +5,10 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.errors import RequestError
-from penstock.gateway.auth import Tokens, header
-from penstock.gateway.endpoint import VISIT, parse_json, read_body
+from penstock.gateway.auth import Tokens
+from penstock.gateway.endpoint import VISIT
 from penstock.gateway.routes import DEFAULT_PROMPT
+from penstock.http.asgi import header, parse_json, read_body
 
 
 class GenerateRoute:

@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from itertools import chain, takewhile
 from typing import TYPE_CHECKING, NamedTuple
 
+from penstock.chat.templates import Tool, digest, flatten, reasons, tools_digest
 from penstock.codec import ids_hash
 from penstock.gateway.paths import TokenPath
 from penstock.records import Attempt, Message, Node, Step
-from penstock.render.chat import Tool, digest, flatten, reasons, tools_digest
 
 if TYPE_CHECKING:
     from hashlib import blake2b

@@ -4,10 +4,10 @@ import asyncio
 from pathlib import Path
 from typing import NamedTuple
 
+from penstock.chat.renderer import Renderer
 from penstock.config import EngineSection
 from penstock.engines import ENGINES
 from penstock.engines.base import Engine
-from penstock.render.renderer import Renderer
 
 
 class Opened(NamedTuple):

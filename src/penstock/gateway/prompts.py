@@ -8,14 +8,14 @@ from functools import partial
 from hashlib import blake2b
 from typing import Any
 
+from penstock.chat.renderer import Renderer
+from penstock.chat.templates import flatten
 from penstock.codec import pack_ints
 from penstock.errors import RequestError
 from penstock.gateway.calls import Call, Prompt
 from penstock.gateway.graph import RAW, REWRITTEN, TokenGraph
 from penstock.gateway.paths import TokenPath
 from penstock.records import Message
-from penstock.render.chat import flatten
-from penstock.render.renderer import Renderer
 
 LONG_TEXT = 8_000
 """Characters from which tokenizing (about 0.5 ms per thousand) is handed to a thread."""

@@ -2,26 +2,20 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Coroutine
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
 
+from penstock.chat.templates import digest, link
 from penstock.errors import PoolConflict, PoolError, RequestError
 from penstock.gateway.calls import Prompt
 from penstock.gateway.graph import TokenGraph
-from penstock.gateway.redact import Redactor
 from penstock.gateway.session import Session
 from penstock.gateway.stream import Speech
 from penstock.pool.base import Pool
 from penstock.records import Node, Sampling, Step
-from penstock.render.chat import digest, link
-
-T = TypeVar("T")
+from penstock.system.redaction import Redactor
 
 CONFLICTS = 100
 """How often a step may lose its number to another worker's."""
-SETTLE_S = 30.0
-"""Bound on a write that is finished although its caller was cancelled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,13 +128,3 @@ def _step(graph: TokenGraph, node: Node, reply: Speech, label: Label, context: s
         context=context,
         usage=reply.usage,
     )
-
-
-async def settled(work: Coroutine[Any, Any, T]) -> T:
-    """Await a short write to its end; a cancellation that comes meanwhile goes on afterwards."""
-    job = asyncio.create_task(work)
-    try:
-        return await asyncio.shield(job)
-    except asyncio.CancelledError:
-        await asyncio.wait({job}, timeout=SETTLE_S)
-        raise

@@ -4,7 +4,8 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from penstock.engines.relay.base import Argued, Asked, Called, Heard, Part, Relay, Said
+from penstock.chat.parsers.base import Reasoning, Text
+from penstock.engines.text_endpoints.base import Argued, Asked, Called, Heard, Part, Relay, Said
 from penstock.errors import RequestError
 from penstock.gateway.calls import Call, Prompt
 from penstock.gateway.dialects.base import Spelling
@@ -13,7 +14,6 @@ from penstock.gateway.paths import TokenPath
 from penstock.gateway.sources import seeds
 from penstock.gateway.stream import Delta, Speech
 from penstock.records import Finish, Sampling, Usage
-from penstock.render.tools import Reasoning, Text
 
 
 class RelaySource:

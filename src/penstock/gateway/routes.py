@@ -16,10 +16,11 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from penstock.errors import PenstockError, RequestError
-from penstock.gateway.auth import Needs, Tokens, header
+from penstock.gateway.auth import Needs, Tokens
 from penstock.gateway.dialects.chat import error_body
 from penstock.gateway.endpoint import VISIT, as_refusal
 from penstock.gateway.flights import AGAIN, RETRY_AFTER_S
+from penstock.http.asgi import header
 
 DEFAULT_PROMPT = "1"
 

@@ -12,14 +12,15 @@ from penstock.events import Events
 from penstock.gateway.calls import Call, Caller, Limits, Prompt
 from penstock.gateway.flights import Flight
 from penstock.gateway.metrics import Metrics
-from penstock.gateway.recorder import Label, Recorder, settled
-from penstock.gateway.redact import Redactor
+from penstock.gateway.recorder import Label, Recorder
 from penstock.gateway.session import Session, SessionPast
 from penstock.gateway.sources import Source
 from penstock.gateway.stream import Delta, Speech, deltas_of
 from penstock.gateway.watch import Watch
 from penstock.pool.base import Pool
 from penstock.records import Sampling, Step
+from penstock.system.async_tools import settled
+from penstock.system.redaction import Redactor
 
 NAMES, NAME_CHARACTERS = 500, 100
 """Of what is counted by name: how many different things, and how long a name may be."""

@@ -6,6 +6,7 @@ from collections.abc import Set
 from types import TracebackType
 from typing import Any, NamedTuple
 
+from penstock.chat.templates import Tool
 from penstock.errors import RequestError
 from penstock.gateway.auth import Tokens
 from penstock.gateway.calls import Limits
@@ -15,7 +16,6 @@ from penstock.gateway.peers import Peers
 from penstock.gateway.talks import Talk
 from penstock.pool.base import Pool
 from penstock.records import Attempt, Message, Rollout, Sampling
-from penstock.render.chat import Tool
 
 
 class Named(NamedTuple):

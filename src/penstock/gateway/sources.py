@@ -5,6 +5,8 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
+from penstock.chat.parsers.base import ReplyParser
+from penstock.chat.renderer import Renderer
 from penstock.engines.base import Engine, Sampled
 from penstock.errors import RequestError
 from penstock.gateway.calls import Call, Prompt
@@ -13,8 +15,6 @@ from penstock.gateway.graph import TokenGraph
 from penstock.gateway.prompts import Roots, make_prompt
 from penstock.gateway.stream import Reply, ReplyText, Speech
 from penstock.records import Sampling
-from penstock.render.renderer import Renderer
-from penstock.render.tools import ReplyParser
 
 
 class Source(Protocol):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import orjson
 from pydantic import create_model
 
-from penstock.config import EngineSection, GatewaySection, ModelSection, PoolSection, SamplingSection
+from penstock.config import EngineSection, GatewaySection, ModelSection, PoolSection, SamplingSection, Section, override, validate
 from penstock.engines import ENGINES, SECTIONS
 from penstock.engines.base import Engine
 from penstock.errors import ConfigError
@@ -27,7 +27,6 @@ from penstock.gateway.spans import open_spans
 from penstock.pool import POOLS
 from penstock.pool.base import Pool
 from penstock.records import Sampling
-from penstock.tables import Section, override, validate
 
 CONFIG, SECRET, TOKENS = "config.json", "secret", "tokens.json"
 

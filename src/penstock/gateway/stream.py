@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 import orjson
 
+from penstock.chat.parsers.base import Arguments, Piece, Reasoning, ReplyParser, Text, ToolCall
+from penstock.chat.tokenizer import TextDecoder
 from penstock.engines.base import Sampled
 from penstock.records import Finish, Message, Usage
-from penstock.render.tokenizer import Decoder
-from penstock.render.tools import Arguments, Piece, Reasoning, ReplyParser, Text, ToolCall
 
 
 class CallDelta(NamedTuple):
@@ -41,7 +41,7 @@ class ReplyText:
     `begun` is the beginning of the reply that stands in the prompt already.
     """
 
-    def __init__(self, decoder: Decoder, stops: Sequence[str], parser: ReplyParser | None, begun: str = "") -> None:
+    def __init__(self, decoder: TextDecoder, stops: Sequence[str], parser: ReplyParser | None, begun: str = "") -> None:
         self._decoder = decoder
         self._stops = stops
         self._parser = parser

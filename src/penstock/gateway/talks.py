@@ -3,9 +3,9 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from penstock.chat.templates import Tool, digest, link, tools_digest
 from penstock.gateway.growth import GrowingBody
 from penstock.records import Message
-from penstock.render.chat import Tool, digest, link, tools_digest
 
 
 class Talk:

@@ -16,11 +16,11 @@ from typing import Any
 import orjson
 
 from penstock.codec import from_json, to_json
-from penstock.collector import collect_seldom
 from penstock.errors import ConfigError, EngineError, PenstockError
-from penstock.gateway.listening import bind
 from penstock.gateway.peers import Peers
 from penstock.gateway.standalone import ModelFiles, Settings, load_secret, open_gateway, read_settings
+from penstock.http.listen import bind
+from penstock.system.garbage import collect_seldom
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.1, 10.0
 """Before a worker that died young is replaced; doubled each time."""

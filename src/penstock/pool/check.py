@@ -1,17 +1,23 @@
 """What a pool's tables must agree on, row by row: checksums, keys, the token graph, ends, groups, ledger and running counts."""
 
+import re
+import sqlite3
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 from penstock.errors import PoolError
-from penstock.pool import rules, seals, sql_reads
+from penstock.pool import integrity, rules
 from penstock.pool.base import Kind
-from penstock.pool.database import Database
+from penstock.pool.integrity import Opened
 from penstock.pool.rows import Row, column_names, grade_key, mark_key, unseal
 from penstock.pool.rules import State
-from penstock.pool.seals import Opened
+from penstock.pool.sql import reads
+from penstock.pool.sql.database import Database, SqliteDatabase
+from penstock.pool.sqlite import APPLICATION_ID, BUSY_S, MIGRATIONS, explain
 from penstock.records import Attempt, End, Grade, Mark, Node, Rollout, Step, Task
 
 PARTS: dict[str, type[Any]] = {"nodes": Node, "steps": Step, "grades": Grade, "marks": Mark}
@@ -141,7 +147,7 @@ def _check_rollout(database: Database, checked: Checked, facts: _Facts, name: st
 def _read_parts(database: Database, checked: Checked, name: str) -> dict[str, list[Any]]:
     """All that belongs to a rollout, read as every reader does; row by row where that fails, so that each bad one is named."""
     whole: list[Attempt] = []
-    _guarded(checked, "rollouts", name, lambda: whole.append(sql_reads.read_attempt(database, name)))
+    _guarded(checked, "rollouts", name, lambda: whole.append(reads.read_attempt(database, name)))
     if whole:
         parts: dict[str, list[Any]] = {table: list(getattr(whole[0], table)) for table in PARTS}
     else:
@@ -244,7 +250,7 @@ def _check_group(database: Database, checked: Checked, facts: _Facts, name: str)
     for place, rollout in zip(found, places, strict=True):
         if place[0] != rollout.id:
             checked.find("groups", _text(name), f"rollout {rollout.id!r} is stored as {_text(place[0])!r}")
-    seals.check_group(Opened(name, channel, seq, min_size), seal, task, places)
+    integrity.check_group(Opened(name, channel, seq, min_size), seal, task, places)
     running = [rollout.id for rollout in places if facts.ends.get(rollout.id) is None]
     if bool(running) != (state is State.OPEN):
         checked.find("groups", _text(name), f"is {state}, but {len(running)} of its {len(places)} rollouts run")
@@ -281,7 +287,7 @@ def _check_leases(database: Database, checked: Checked, groups: set[str]) -> Non
 def _check_ledger(database: Database, checked: Checked, groups: set[str]) -> None:
     leases = {row[0] for row in database.execute("SELECT id FROM leases")}
     lines = database.execute("SELECT group_id, lease_id, version, seal FROM ledger ORDER BY position").fetchall()
-    _guarded(checked, "ledger", "", lambda: seals.check_ledger(lines, len(lines)))
+    _guarded(checked, "ledger", "", lambda: integrity.check_ledger(lines, len(lines)))
     for group_id, lease_id, version, _ in lines:
         if group_id not in groups or lease_id not in leases or not isinstance(version, int):
             checked.find("ledger", _text(group_id), f"lease {lease_id!r}, version {version!r}: the group or the lease is not there")
@@ -326,3 +332,90 @@ def _text(value: Any) -> str:
 def _list(numbers: Iterable[int]) -> str:
     first = [*numbers]
     return ", ".join(map(str, first[:5])) + (f" and {len(first) - 5} more" if len(first) > 5 else "")
+
+
+FAULTS_NAMED = 1000
+"""Of the file; one bad page may make thousands."""
+_DAMAGE = (sqlite3.Error, UnicodeError, OverflowError, MemoryError)
+"""What reading a damaged file may raise: a length that was hit asks for any amount of memory."""
+
+
+def check_file(path: Path, told: Told) -> Checked:
+    """Check the pool in this file, which must exist; a file that cannot be opened is a finding."""
+    try:
+        with closing(_open(path)) as database:
+            strange = _strange(database)
+            if strange:
+                checked = Checked()
+                checked.find("file", "", strange)
+                return checked
+            database.begin_reading()
+            faults = _file_faults(database)
+            checked = check_database(database, told, damage=_DAMAGE)
+            for fault in faults:
+                checked.find(*_place(database, fault), fault)
+    except _DAMAGE as cause:
+        checked = Checked()
+        checked.find("file", "", str(explain(cause, path)))
+    return checked
+
+
+def _open(path: Path) -> SqliteDatabase:
+    """A connection that cannot write; where not even the log beside the file can be opened, the file alone is read."""
+    where = path.resolve().as_uri()
+    database = _connect(f"{where}?mode=ro")
+    try:
+        database.execute("PRAGMA schema_version").fetchone()
+    except sqlite3.OperationalError as cause:
+        database.close()
+        closed = cause.sqlite_errorcode & 0xFF in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY)
+        if not closed or path.with_name(f"{path.name}-wal").exists():
+            raise
+        return _connect(f"{where}?mode=ro&immutable=1")
+    except BaseException:
+        database.close()
+        raise
+    return database
+
+
+def _connect(uri: str) -> SqliteDatabase:
+    return sqlite3.connect(uri, uri=True, timeout=BUSY_S, isolation_level=None, factory=SqliteDatabase)
+
+
+def _strange(database: SqliteDatabase) -> str | None:
+    """What the file is, where it is no pool of this format."""
+    ours, version = (database.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version"))
+    if ours != APPLICATION_ID:
+        return "its mark says that it is not a penstock pool"
+    if version > len(MIGRATIONS):
+        return f"its format {version} is that of a newer penstock; upgrade penstock"
+    if version < len(MIGRATIONS):
+        return f"its format {version} is that of an earlier penstock; `penstock pool stats` brings it up to date, then verify again"
+    return None
+
+
+def _file_faults(database: SqliteDatabase) -> list[str]:
+    """What SQLite itself finds: pages, cells, and indices that do not match their tables."""
+    try:
+        rows = database.execute(f"PRAGMA integrity_check({FAULTS_NAMED})").fetchall()
+    except _DAMAGE as cause:
+        return [f"cannot be checked: {cause}"]
+    lines = [line for row in rows for line in str(row[0]).splitlines()]
+    return [line for line in lines if line != "ok" and not line.startswith("***")]
+
+
+def _place(database: SqliteDatabase, fault: str) -> tuple[str, str]:
+    """The table that a fault is in, and the rollout or group where one can be told."""
+    found = re.search(r"(?:row (\d+) missing from|in|of entries in) index (\w+)", fault)
+    if found is None:
+        return "file", ""
+    row, index = found.groups()
+    try:
+        table = database.execute("SELECT tbl_name FROM sqlite_master WHERE name = ?", (index,)).fetchone()
+        if table is None or row is None:
+            return table[0] if table else "file", ""
+        column = {"groups": "id", "rollouts": "id", "leases": "id", "ledger": "group_id"}.get(table[0], "rollout_id")
+        name = database.execute(f"SELECT {column} FROM {table[0]} NOT INDEXED WHERE rowid = ?", (int(row),)).fetchone()
+        return table[0], str(name[0]) if name else ""
+    except _DAMAGE:
+        return "file", ""

@@ -1,23 +1,117 @@
-"""A pool that forgets: dictionaries, for tests and for runs that nobody resumes."""
+"""What the memory pool keeps of rollouts and groups, and where it finds them again without looking at all of them."""
 
 import asyncio
 import time
 import uuid
+from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
 from penstock.pool import rules
 from penstock.pool.base import Bound, Change, Kind, Pool, PoolStats
 from penstock.pool.leases import Beat, Clock, LeaseClock
-from penstock.pool.memory_shelves import KeptGroup, KeptRollout, Shelf
-from penstock.pool.rows import grade_key, mark_key, pack_message, seal, unseal
-from penstock.pool.rules import State, Trained
-from penstock.pool.tallies import add_up
+from penstock.pool.rows import AttemptRows, Ending, Row, build_attempt, grade_key, mark_key, pack_message, seal, unseal
+from penstock.pool.rules import State, Trained, add_up
 from penstock.records import Attempt, End, Grade, Group, Lease, Mark, Node, Rollout, Step, Task
+
+
+@dataclass(slots=True)
+class KeptRollout:
+    """What is kept of one rollout."""
+
+    rollout: Rollout
+    row: Row
+    end: End | None = None
+    message: bytes = b""
+    nodes: dict[int, Row] = field(default_factory=dict[int, Row])
+    steps: dict[int, Row] = field(default_factory=dict[int, Row])
+    grades: dict[bytes, Row] = field(default_factory=dict[bytes, Row])
+    marks: dict[int, Row] = field(default_factory=dict[int, Row])
+    oldest: int | None = None
+
+    def read(self, *, first_step: int = 0, first_node: int = 0) -> Attempt:
+        """All of it, or its steps and nodes from these numbers on."""
+        wanted = ((self.nodes, first_node), (self.steps, first_step))
+        nodes, steps = ([rows[index] for index in sorted(rows) if index >= first] for rows, first in wanted)
+        ending, marks = Ending(self.end, self.message), [self.marks[key] for key in sorted(self.marks)]
+        return build_attempt(self.rollout.id, AttemptRows(self.row, ending, nodes, steps, self.grades.values(), marks))
+
+
+@dataclass(slots=True)
+class KeptGroup:
+    """What is kept of one group."""
+
+    id: str
+    seq: int
+    channel: str
+    task: Row
+    current: dict[int, KeptRollout]
+    """Per place the attempt that counts."""
+    rollouts: list[Rollout]
+    """All attempts."""
+    min_size: int = 0
+    state: State = State.OPEN
+    """`Shelf.move` changes it."""
+    oldest: int | None = None
+    """The oldest version on a token that counts, once it is complete."""
+    lease_id: str | None = None
+    """The last lease that held it."""
+    trained: Trained | None = None
+
+    def read(self) -> Group:
+        """The group with the attempts that count."""
+        attempts = tuple(self.current[place].read() for place in sorted(self.current))
+        task = unseal(Task, self.task, f"the task of group {self.id!r}")
+        return Group(id=self.id, seq=self.seq, task=task, channel=self.channel, attempts=attempts)
+
+
+class MemoryTable:
+    """The groups of one channel, in their order and by their states."""
+
+    def __init__(self) -> None:
+        self._ordered: list[KeptGroup] = []
+        self._at: dict[State, dict[str, KeptGroup]] = {state: {} for state in State}
+
+    @property
+    def next_seq(self) -> int:
+        """The number after the highest."""
+        return self._ordered[-1].seq + 1 if self._ordered else 0
+
+    def add(self, group: KeptGroup) -> None:
+        """Put a new one in its place."""
+        insort(self._ordered, group, key=_order)
+        self._at[group.state][group.id] = group
+
+    def remove(self, group: KeptGroup) -> None:
+        """Take it away."""
+        del self._ordered[bisect_left(self._ordered, _order(group), key=_order)]
+        del self._at[group.state][group.id]
+
+    def move(self, group: KeptGroup, state: State) -> None:
+        """Let it stand there from now on."""
+        del self._at[group.state][group.id]
+        group.state = state
+        self._at[state][group.id] = group
+
+    def at(self, *states: State) -> list[KeptGroup]:
+        """Those in one of these states, in their order."""
+        return sorted((group for state in states for group in self._at[state].values()), key=_order)
+
+    def count(self, *states: State) -> int:
+        """How many those are."""
+        return sum(len(self._at[state]) for state in states)
+
+    def after(self, first_seq: int) -> Iterator[KeptGroup]:
+        """Those from a number on, in their order."""
+        return islice(self._ordered, bisect_left(self._ordered, first_seq, key=lambda group: group.seq), None)
+
+
+def _order(group: KeptGroup) -> tuple[int, str]:
+    return group.seq, group.id
 
 
 def open_pool(folder: Path, *, url: str = "", clock: Clock = time.monotonic) -> Pool:
@@ -36,7 +130,7 @@ class MemoryPool:
 
     def __init__(self, clock: Clock) -> None:
         self._groups: dict[str, KeptGroup] = {}
-        self._shelves: dict[str, Shelf] = {}
+        self._shelves: dict[str, MemoryTable] = {}
         """By channel."""
         self._entries: dict[str, KeptRollout] = {}
         self._leases: dict[str, _Lease] = {}
@@ -61,7 +155,7 @@ class MemoryPool:
         sealed = seal(task, f"task {task.id!r}")
         entries = [KeptRollout(rollout, seal(rollout, f"rollout {rollout.id!r}")) for rollout in rollouts]
         places, channel = {entry.rollout.place: entry for entry in entries}, rollouts[0].channel
-        shelf = self._shelves.setdefault(channel, Shelf())
+        shelf = self._shelves.setdefault(channel, MemoryTable())
         self._make_room(channel, bound)
         number = shelf.next_seq if seq is None else seq
         group = self._groups[group_id] = KeptGroup(group_id, number, channel, sealed, places, list(rollouts), min_size)
@@ -211,7 +305,7 @@ class MemoryPool:
 
     async def groups(self, channel: str, *, first_seq: int = 0, limit: int = 100) -> list[Group]:
         """See `Pool.groups`."""
-        shelf = self._shelves.get(channel, Shelf())
+        shelf = self._shelves.get(channel, MemoryTable())
         return [group.read() for group in islice(shelf.after(first_seq), max(limit, 0))]
 
     async def rollouts(self, group_id: str) -> list[Rollout]:

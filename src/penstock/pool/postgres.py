@@ -1,24 +1,141 @@
-"""The shared pool: tables in a PostgreSQL database, one schema per run, for gateways and trainers on many machines."""
+"""The PostgreSQL tables, as a numbered list of changes."""
 
 import hashlib
 import re
 import secrets
+import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing, suppress
 from enum import Enum
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
+import psycopg
+
 from penstock.errors import ConfigError, PoolError, PoolFailed
 from penstock.pool.base import Kind, Pool
-from penstock.pool.database import Tally
 from penstock.pool.leases import Clock, LeaseClock
-from penstock.pool.postgres_bell import PostgresBell
-from penstock.pool.postgres_tables import migrate
-from penstock.pool.sql import SqlPool
+from penstock.pool.notifier import Notifier
+from penstock.pool.sql.database import CounterRow, Database
+from penstock.pool.sql.pool import SqlPool
+
+MIGRATIONS = [
+    (
+        # lease_id: the last lease that held the group; oldest: the oldest version on a token that counts, once it is complete;
+        # min_size: how many rollouts must have completed before the group is
+        """CREATE TABLE groups (id TEXT PRIMARY KEY, channel TEXT NOT NULL, seq BIGINT NOT NULL, state TEXT NOT NULL,
+           oldest BIGINT, lease_id TEXT, record BYTEA NOT NULL, crc BIGINT NOT NULL, min_size BIGINT NOT NULL DEFAULT 0)""",
+        "CREATE INDEX groups_by_state ON groups (channel, state, seq, id)",
+        "CREATE INDEX groups_by_seq ON groups (channel, seq, id)",
+        # current: whether it is the last attempt at its place; ended: NULL while it runs
+        """CREATE TABLE rollouts (id TEXT PRIMARY KEY, group_id TEXT NOT NULL, place BIGINT NOT NULL, channel TEXT NOT NULL,
+           current INTEGER NOT NULL, ended TEXT, oldest BIGINT, message BYTEA NOT NULL, record BYTEA NOT NULL,
+           crc BIGINT NOT NULL)""",
+        "CREATE INDEX rollouts_by_group ON rollouts (group_id, current, place)",
+        """CREATE TABLE nodes (rollout_id TEXT NOT NULL, id BIGINT NOT NULL, record BYTEA NOT NULL, token_ids BYTEA NOT NULL,
+           crc BIGINT NOT NULL, PRIMARY KEY (rollout_id, id))""",
+        """CREATE TABLE steps (rollout_id TEXT NOT NULL, id BIGINT NOT NULL, record BYTEA NOT NULL, completion_ids BYTEA NOT NULL,
+           logprobs BYTEA NOT NULL, full_logprobs BYTEA, versions BYTEA NOT NULL, crc BIGINT NOT NULL,
+           PRIMARY KEY (rollout_id, id))""",
+        """CREATE TABLE grades (position BIGINT GENERATED ALWAYS AS IDENTITY, rollout_id TEXT NOT NULL, id BYTEA NOT NULL,
+           record BYTEA NOT NULL, crc BIGINT NOT NULL, PRIMARY KEY (rollout_id, id))""",
+        # id: the step that is marked, -1 for the whole rollout
+        """CREATE TABLE marks (rollout_id TEXT NOT NULL, id BIGINT NOT NULL, record BYTEA NOT NULL, crc BIGINT NOT NULL,
+           PRIMARY KEY (rollout_id, id))""",
+        # what viewers and trainers follow; by: the transaction, since one with an earlier position may be committed later
+        """CREATE TABLE changes (position BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY, kind TEXT NOT NULL,
+           channel TEXT NOT NULL, id TEXT NOT NULL, by XID8 NOT NULL DEFAULT pg_current_xact_id())""",
+        # beat: counted up with each renewal
+        "CREATE TABLE leases (id TEXT PRIMARY KEY, open INTEGER NOT NULL, beat BIGINT NOT NULL, lease_s DOUBLE PRECISION NOT NULL)",
+        "CREATE INDEX leases_open ON leases (id) WHERE open = 1",
+        """CREATE TABLE lease_groups (lease_id TEXT NOT NULL, position BIGINT NOT NULL, group_id TEXT NOT NULL,
+           PRIMARY KEY (lease_id, position))""",
+        """CREATE TABLE ledger (position BIGINT GENERATED ALWAYS AS IDENTITY, group_id TEXT PRIMARY KEY, lease_id TEXT NOT NULL,
+           version BIGINT NOT NULL)""",
+        # running counts of each writer, so that statistics need not read the tables above
+        """CREATE TABLE tally (channel TEXT NOT NULL, kind TEXT NOT NULL, name TEXT NOT NULL, writer TEXT NOT NULL,
+           n BIGINT NOT NULL, PRIMARY KEY (channel, kind, name, writer))""",
+    ),
+    (
+        # checksums over what several rows say together; NULL in rows of earlier formats
+        "ALTER TABLE groups ADD COLUMN seal BYTEA",
+        "ALTER TABLE rollouts ADD COLUMN seal BYTEA",
+        "ALTER TABLE ledger ADD COLUMN seal BYTEA",
+    ),
+]
+"""Each entry takes the tables from the format of its index to the next; an entry that was released is never changed."""
+
+
+def migrate(database: Database, schema: str) -> None:
+    """Bring the tables up to date, whole or not at all, and one process at a time."""
+    database.begin()
+    try:
+        database.alone("migration")
+        database.execute(f'CREATE SCHEMA IF NOT EXISTS "{schema}"')
+        database.execute("CREATE TABLE IF NOT EXISTS format (version INTEGER NOT NULL)")
+        found = database.execute("SELECT version FROM format").fetchone()
+        version: int = found[0] if found else 0
+        if version > len(MIGRATIONS):
+            raise PoolError(
+                f"schema {schema} was written by a newer penstock (format {version}, known {len(MIGRATIONS)}); upgrade penstock"
+            )
+        for statement in [statement for change in MIGRATIONS[version:] for statement in change]:
+            database.execute(statement)
+        database.execute("DELETE FROM format")
+        database.execute("INSERT INTO format (version) VALUES (?)", (len(MIGRATIONS),))
+        database.execute("COMMIT")
+    except BaseException:
+        if database.in_transaction:
+            database.execute("ROLLBACK")
+        raise
+
+
+ASIDE_S = 1.0
+"""How long to wait before a broken connection is tried again."""
+
+
+class PostgresNotifier(Notifier):
+    """`connect` opens the connection that listens; it is opened anew when it breaks."""
+
+    def __init__(self, connect: Callable[[], "psycopg.Connection[Any]"], channel: str) -> None:
+        super().__init__()
+        self._connect, self._channel = connect, channel
+        self._closed = threading.Event()
+        self._connection = connect()
+        self._thread = threading.Thread(target=self._run, name="penstock-pool-bell", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._closed.set()
+        with suppress(psycopg.Error), self._connect() as waking:
+            waking.execute(f"NOTIFY {self._channel}".encode())
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._closed.is_set():
+            try:
+                self._listen()
+            except psycopg.Error:
+                self._closed.wait(ASIDE_S)
+                with suppress(psycopg.Error):
+                    self._connection = self._connect()
+                self.ring()  # what happened meanwhile was not heard
+        self._connection.close()
+
+    def _listen(self) -> None:
+        self._connection.execute(f"LISTEN {self._channel}".encode())
+        while not self._closed.is_set():
+            for _ in self._connection.notifies(timeout=TICK_S, stop_after=1):
+                self.ring()
+
+
+TICK_S = 0.5
+"""How long closing may have to wait for the thread."""
+
 
 try:
     import psycopg
@@ -43,7 +160,7 @@ def open_pool(folder: Path, *, url: str = "", clock: Clock = time.monotonic) -> 
             writing = opened.enter_context(closing(PostgresDatabase(url, schema)))
             migrate(writing, schema)
             reading = [opened.enter_context(closing(PostgresDatabase(url, schema))) for _ in range(READERS)]
-            bell = PostgresBell(partial(connect, url, schema), schema)
+            bell = PostgresNotifier(partial(connect, url, schema), schema)
             opened.callback(bell.close)
             pool = SqlPool(writing, reading, LeaseClock(clock), where, bell)
         except FAULTS as cause:
@@ -123,7 +240,7 @@ class PostgresDatabase:
         digest = hashlib.sha256(f"{self._schema} {what}".encode("utf-8", "replace")).digest()
         self.execute("SELECT pg_advisory_xact_lock(?)", (int.from_bytes(digest[:8], "big", signed=True),))
 
-    def count(self, channel: str, changes: Iterable[Tally]) -> None:
+    def count(self, channel: str, changes: Iterable[CounterRow]) -> None:
         """See `Database.count`."""
         rows = [(channel, kind, name, self._writer, n) for (kind, name), n in sorted(_summed(changes))]
         self.execute(
@@ -183,7 +300,7 @@ def explain(cause: Exception, url: str) -> Exception:
     return error
 
 
-def _summed(changes: Iterable[Tally]) -> Iterator[tuple[tuple[str, str], int]]:
+def _summed(changes: Iterable[CounterRow]) -> Iterator[tuple[tuple[str, str], int]]:
     """Each count once: a statement may touch a row only once."""
     sums: dict[tuple[str, str], int] = {}
     for kind, name, n in changes:

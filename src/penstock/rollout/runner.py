@@ -12,8 +12,6 @@ from typing import Any, NamedTuple, Protocol
 from penstock.config import RolloutSection, run_secrets
 from penstock.errors import EngineError, GraderError, WorkerLost, WorkflowError
 from penstock.events import Events
-from penstock.gateway.recorder import settled
-from penstock.gateway.redact import Redactor
 from penstock.pool.base import Pool
 from penstock.records import Attempt, End, Grade, Message, Rollout, Sampling, Task
 from penstock.rollout.executors import EXECUTORS
@@ -24,6 +22,8 @@ from penstock.rollout.work import Reward, Told
 from penstock.sdk.discovery import Agent
 from penstock.sdk.routing import MAIN
 from penstock.sdk.samples import RolloutSample
+from penstock.system.async_tools import settled
+from penstock.system.redaction import Redactor
 
 NO_CALL = "the workflow made no model call through penstock"
 REMEDY = "use ctx.openai() or ctx.anthropic(), an integration, or ctx.base_url and ctx.api_key with another client"

@@ -10,12 +10,12 @@ from typing import Protocol
 from penstock.config import RolloutSection
 from penstock.errors import PoolFull, WorkerLost
 from penstock.events import Events
-from penstock.gateway.recorder import settled
 from penstock.pool.base import Bound, Pool
 from penstock.records import End, Rollout, Sampling, Task, make_rollout
 from penstock.rollout.groups import GroupPolicy, LiveGroup, left_behind, live_group
 from penstock.rollout.guests import leaves
 from penstock.rollout.runner import Runner
+from penstock.system.async_tools import settled
 
 LOST = "the process that ran it ended first"
 REOPENED = "the run stopped first"

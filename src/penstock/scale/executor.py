@@ -10,6 +10,7 @@ from typing import Any, Self
 from pydantic import Field
 
 from penstock.codec import to_json
+from penstock.config import Section
 from penstock.errors import GraderError, WorkflowError
 from penstock.records import Task
 from penstock.rollout.executors.base import Given, Seat, Session
@@ -22,7 +23,6 @@ from penstock.scale.package import ray
 from penstock.scale.sent import recipe
 from penstock.scale.worker import AgentFlowWorker
 from penstock.sdk.samples import RolloutSample
-from penstock.tables import Section
 
 NAMESPACE = "penstock"
 

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 
 from penstock.errors import ConfigError, WorkerLost
 from penstock.events import Events
-from penstock.gateway.recorder import settled
 from penstock.rollout.guests import leaves
 from penstock.rollout.processes.job import Answer
 from penstock.scale.calls import IN_A_ROW, Actor, ActorGone, answer
 from penstock.scale.package import RayError
 from penstock.scale.worker import EVENT, Order, Place, dismiss
+from penstock.system.async_tools import settled
 
 LATE_S = 10.0
 """How long after its deadline an answer may come before its worker counts as stuck: something blocks its event loop."""

@@ -9,7 +9,7 @@ import torch
 from penstock.codec import to_json
 from penstock.config import RunConfig
 from penstock.engines.embedded.decoder import Decoder
-from penstock.engines.embedded.opening import pick_device, pick_dtype
+from penstock.engines.embedded.engine import pick_device, pick_dtype
 from penstock.engines.embedded.weights import load_decoder
 from penstock.scale.calls import Telling, named
 from penstock.scale.locks import alone

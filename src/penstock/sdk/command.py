@@ -17,15 +17,14 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Any, cast
 
-from penstock.config import AgentSection
+from penstock.config import AgentSection, validate
 from penstock.errors import ConfigError, WorkflowError
 from penstock.sdk.context import AgentWorkflowContext
 from penstock.sdk.discovery import Agent, Judge, find_judge, import_entry, is_ready_made, ready_judge
 from penstock.sdk.environment import routes, without_secrets
-from penstock.sdk.group import end_group, how_ended
 from penstock.sdk.routing import running_rollout
 from penstock.sdk.workflow import AgentWorkflow, AgentWorkflowConfig
-from penstock.tables import validate
+from penstock.system.process_group import end_group, how_ended
 
 PROMPT = "{prompt}"
 """Stands, in an argument, for the text of the task's last message."""

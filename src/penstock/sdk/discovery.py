@@ -15,12 +15,11 @@ from typing import Any, NamedTuple, TypeVar, cast, get_args
 
 from pydantic import BaseModel
 
-from penstock.config import AgentSection
+from penstock.config import AgentSection, validate
 from penstock.errors import ConfigError
 from penstock.registry import Registry
 from penstock.sdk.grader import Grader, GraderConfig
 from penstock.sdk.workflow import AgentWorkflow, AgentWorkflowConfig, BaseConfig
-from penstock.tables import validate
 
 T = TypeVar("T")
 

@@ -19,7 +19,7 @@ from penstock.config import AgentSection
 from penstock.errors import ConfigError
 from penstock.sdk.discovery import construct
 from penstock.sdk.elsewhere import Recipe, command
-from penstock.sdk.group import how_ended
+from penstock.system.process_group import how_ended
 
 STARTUP_S = 30.0
 """For an interpreter to come up, besides what the author's file takes."""

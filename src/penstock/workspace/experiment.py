@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from penstock.config import flaws
 from penstock.errors import Issue, several
-from penstock.tables import flaws
 from penstock.workspace.advanced import read_advanced
 from penstock.workspace.layout import ROLLOUTS
 from penstock.workspace.policies import endpoint_engine, policy

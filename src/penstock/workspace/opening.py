@@ -4,10 +4,9 @@ import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from penstock.config import RunConfig, load_config, make_config
+from penstock.config import RunConfig, load_config, make_config, override, read_toml
 from penstock.errors import ConfigError, Issue, Problems, several
 from penstock.sdk.dataset import count_rows
-from penstock.tables import override, read_toml
 from penstock.workspace.experiment import Experiment, is_experiment, read_experiment
 from penstock.workspace.layout import workspace_of
 from penstock.workspace.sections import Kind

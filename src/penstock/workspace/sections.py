@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field
 
-from penstock.tables import Section
+from penstock.config import Section
 from penstock.workspace.layout import WORD
 
 Kind = Literal["eval", "train"]

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from penstock.render.tokenizer import Tokenizer
+from penstock.chat.tokenizer import Tokenizer
 from penstock.testing import Reply, Scripted, ScriptedEngine
 
 

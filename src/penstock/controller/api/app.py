@@ -22,7 +22,7 @@ from penstock.controller.api.logins import Logins
 from penstock.controller.api.results import Results
 from penstock.controller.stations import Controller
 from penstock.errors import RequestError
-from penstock.gateway.auth import header
+from penstock.http.asgi import header
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 

@@ -8,9 +8,9 @@ from urllib.parse import urlsplit
 from penstock.controller.api.app import make_app
 from penstock.controller.stations import Controller
 from penstock.errors import ConfigError
-from penstock.gateway.http import HttpServer
-from penstock.gateway.listening import base_url as url_of
-from penstock.gateway.listening import bind, known_names
+from penstock.http.listen import base_url as url_of
+from penstock.http.listen import bind, known_names
+from penstock.http.server import HttpServer
 
 LAST_BYTES_S = 2.0
 """How long a stopped controller lets callers take the answers that are written."""

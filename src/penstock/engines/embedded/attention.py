@@ -1,12 +1,4 @@
-"""The engine's two `attend` functions: a prefill pass computes segments, a decode step reads segments and tails.
-
-Both pack the tokens of all rows behind one another, in the order of their paths, so that rows which share a segment lie side by
-side: one matrix product scores all of them against it, and its keys and values are read once however many rows there are. Scores
-go into one matrix with a column per position (and further columns for tails); what nobody writes stays at minus infinity, and one
-softmax runs over the whole row.
-
-Heads are grouped by the key head they share: queries are [kv_heads, tokens * group, dim], `group` of them per token.
-"""
+"""Batched matrix products whose sums stay in float32, whatever precision the cache has."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -15,9 +7,36 @@ import torch
 from torch import Tensor
 
 from penstock.engines.embedded.decoder import Shape
-from penstock.engines.embedded.prefix import Cached, Segment
-from penstock.engines.embedded.products import add_product, plus_product, product, put_product
-from penstock.engines.embedded.tails import Tails
+from penstock.engines.embedded.kv_cache import Cached, Segment, Tails
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b in float32."""
+    if b.dtype == torch.float32:
+        return torch.bmm(a, b)
+    if b.is_cuda:  # tensor cores, with the sum as it is before rounding
+        return torch.bmm(a.to(b.dtype), b, out_dtype=torch.float32)
+    return torch.bmm(a.float(), b.float())
+
+
+def plus_product(first: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """first + scale * a @ b, in float32. `first` may be broadcast."""
+    if b.dtype == torch.float32:
+        return torch.baddbmm(first, a, b, alpha=scale)
+    return product(a, b).mul_(scale).add_(first)
+
+
+def put_product(into: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
+    """into = scale * a @ b, where `into` is float32; a product straight into strided memory would run head by head."""
+    torch.mul(product(a, b), scale, out=into)
+
+
+def add_product(into: Tensor, a: Tensor, b: Tensor) -> None:
+    """into += a @ b, where `into` is float32."""
+    if b.dtype == torch.float32 and into.is_contiguous():
+        into.baddbmm_(a, b)
+    else:
+        into += product(a, b)
 
 
 class Span(NamedTuple):

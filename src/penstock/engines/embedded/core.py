@@ -19,9 +19,8 @@ import torch
 
 from penstock.engines.embedded.attention import Decode, Prefill
 from penstock.engines.embedded.decoder import Decoder
-from penstock.engines.embedded.prefix import PrefixTree, Segment
+from penstock.engines.embedded.kv_cache import PrefixTree, Segment, Tails
 from penstock.engines.embedded.sampling import Draw, sample
-from penstock.engines.embedded.tails import Tails
 from penstock.errors import ConfigError
 from penstock.records import Finish, Sampling
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import orjson
 
+from penstock.chat.parsers.base import Reasoning
 from penstock.errors import RequestError
 from penstock.gateway.calls import Call, Past
 from penstock.gateway.dialects import fields
@@ -12,7 +13,6 @@ from penstock.gateway.dialects.base import Answer, Fresh, Spelling
 from penstock.gateway.dialects.sampling import SAMPLING, refuse, sampling
 from penstock.gateway.stream import CallDelta, Delta, sse, tool_call
 from penstock.records import Sampling, Step
-from penstock.render.tools import Reasoning
 
 HONOURED = frozenset(
     {"model", "messages", "tools", "tool_choice", "n", "stream", "stream_options", "logprobs", "return_token_ids"}

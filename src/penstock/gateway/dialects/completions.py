@@ -5,6 +5,7 @@ from typing import Any
 
 import orjson
 
+from penstock.chat.tokenizer import Tokenizer
 from penstock.errors import RequestError
 from penstock.gateway.calls import Call, Past
 from penstock.gateway.dialects import fields
@@ -13,7 +14,6 @@ from penstock.gateway.dialects.chat import error_body
 from penstock.gateway.dialects.sampling import SAMPLING, refuse, sampling, unsupported
 from penstock.gateway.stream import CallDelta, Delta, sse
 from penstock.records import Sampling, Step
-from penstock.render.tokenizer import Tokenizer
 
 HONOURED = SAMPLING | frozenset(
     {"model", "prompt", "max_tokens", "n", "best_of", "echo", "logprobs", "stream", "stream_options", "return_token_ids"}

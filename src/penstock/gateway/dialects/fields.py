@@ -3,10 +3,10 @@
 from collections.abc import Iterable
 from typing import Any, cast
 
+from penstock.chat.templates import Tool, flatten
 from penstock.errors import RequestError
 from penstock.gateway.talks import Talk
 from penstock.records import Message
-from penstock.render.chat import Tool, flatten
 
 DEEPEST = 64
 """Levels of nesting that messages and tools may have; the store and the templates take no unbounded depth."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import orjson
 
+from penstock.chat.tokenizer import Tokenizer
 from penstock.errors import RequestError
 from penstock.gateway.calls import Call, Past
 from penstock.gateway.dialects import fields
@@ -18,7 +19,6 @@ from penstock.gateway.dialects.completions import NEUTRAL as COMPLETIONS_NEUTRAL
 from penstock.gateway.dialects.sampling import SAMPLING, refuse, sampling
 from penstock.gateway.stream import sse
 from penstock.records import Sampling
-from penstock.render.tokenizer import Tokenizer
 
 LABELS = frozenset({"trajectory_uid", "prompt_uid", "model", "logprobs"})
 """Fields that sampling does not depend on; log-probabilities are always told."""

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
+from penstock.chat.templates import Tool
 from penstock.errors import RequestError
 from penstock.gateway.calls import Call, Past
 from penstock.gateway.dialects import fields
@@ -14,7 +15,6 @@ from penstock.gateway.dialects.messages_blocks import Unit, read, split
 from penstock.gateway.dialects.messages_events import MessagesEvents, content, event, head, stop, usage
 from penstock.gateway.dialects.sampling import SAMPLING, refuse, sampling, unsupported
 from penstock.records import Message, Sampling
-from penstock.render.chat import Tool
 
 HONOURED = frozenset(
     {"model", "messages", "system", "tools", "tool_choice", "stream", "thread", "thinking", "output_config"}

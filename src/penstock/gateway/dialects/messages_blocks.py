@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import orjson
 
+from penstock.chat.templates import flatten
 from penstock.gateway.dialects import fields
 from penstock.gateway.dialects.messages_input import INVALID_JSON
 from penstock.records import Message
-from penstock.render.chat import flatten
 
 UNPARSED = "__unparsedToolInput"
 """The key under which Claude Code sends such arguments back, with their beginning as `raw` and their length as `len`."""

@@ -5,11 +5,11 @@ from typing import Any
 
 import orjson
 
+from penstock.chat.parsers.base import Reasoning
 from penstock.gateway.dialects.base import Answer, Fresh, Spelling
 from penstock.gateway.dialects.messages_input import InputText, as_input
 from penstock.gateway.stream import CallDelta, Delta, deltas_of
 from penstock.records import Message, Step
-from penstock.render.tools import Reasoning
 
 EMPTY: dict[str, Any] = {"type": "text", "text": ""}
 """What an empty reply is: clients read the first block without looking."""

@@ -5,6 +5,7 @@ from typing import Any
 
 import orjson
 
+from penstock.chat.templates import Tool
 from penstock.errors import RequestError
 from penstock.gateway.calls import Call, Past
 from penstock.gateway.dialects import fields, responses_input, responses_output, responses_tools
@@ -13,7 +14,6 @@ from penstock.gateway.dialects.chat import error_body
 from penstock.gateway.dialects.responses_events import ResponseEvents
 from penstock.gateway.dialects.sampling import SAMPLING, refuse, sampling, unsupported
 from penstock.records import Sampling
-from penstock.render.chat import Tool
 
 HONOURED = SAMPLING | frozenset(
     {"model", "input", "instructions", "previous_response_id", "tools", "tool_choice", "stream", "max_output_tokens"}

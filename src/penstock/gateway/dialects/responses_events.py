@@ -7,13 +7,13 @@ from typing import Any
 
 import orjson
 
+from penstock.chat.parsers.base import Reasoning
 from penstock.gateway.dialects import responses_output as output
 from penstock.gateway.dialects.base import Answer, Fresh, Spelling
 from penstock.gateway.dialects.chat import logprobs
 from penstock.gateway.dialects.responses_tools import FreeformReader, addresses
 from penstock.gateway.stream import CallDelta, Delta
 from penstock.records import Step
-from penstock.render.tools import Reasoning
 
 GROWTH = {
     "message": ("output_text", "text"),

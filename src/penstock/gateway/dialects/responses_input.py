@@ -9,12 +9,12 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from penstock.chat.templates import flatten
 from penstock.errors import RequestError
 from penstock.gateway.calls import Past
 from penstock.gateway.dialects import fields
 from penstock.gateway.dialects.responses_tools import freeform_arguments, joined
 from penstock.records import Message
-from penstock.render.chat import flatten
 
 RESPONSE_ID = "resp_"
 ITEM_ID = re.compile(r"(msg|rs|fc|ctc)_(.+)_(\d+)")

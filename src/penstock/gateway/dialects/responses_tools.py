@@ -5,8 +5,8 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from penstock.chat.templates import Tool
 from penstock.gateway.dialects import fields
-from penstock.render.chat import Tool
 
 FREEFORM: dict[str, Any] = {
     "type": "object",

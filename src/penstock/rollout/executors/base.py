@@ -7,6 +7,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+from penstock.config import Section, validate
 from penstock.events import Events
 from penstock.records import Rollout, Sampling, Task
 from penstock.rollout.executors import SECTIONS
@@ -17,7 +18,6 @@ from penstock.sdk.clients import Clients
 from penstock.sdk.discovery import Agent
 from penstock.sdk.routing import RolloutContext
 from penstock.sdk.samples import RolloutSample
-from penstock.tables import Section, validate
 
 
 class Session(Protocol):

@@ -15,10 +15,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from penstock.errors import ConfigError, PenstockError, RequestError
-from penstock.gateway.auth import header
-from penstock.gateway.endpoint import read_body
-from penstock.gateway.http import HttpServer
-from penstock.gateway.listening import base_url, bind
+from penstock.http.asgi import header, read_body
+from penstock.http.listen import base_url, bind
+from penstock.http.server import HttpServer
 from penstock.rollout.executors.base import Recorded
 from penstock.rollout.server.wire import (
     CompletionReply,

@@ -11,9 +11,9 @@ from urllib.parse import quote
 import aiohttp
 import orjson
 
-from penstock.engines.upstream import backoff_s
-from penstock.engines.wire import retry_after_s
+from penstock.engines.retry import backoff_s
 from penstock.errors import WorkflowError
+from penstock.http.client import retry_after_s
 from penstock.rollout.server.wire import State
 
 CONNECT_S = 5.0

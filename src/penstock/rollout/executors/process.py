@@ -11,6 +11,7 @@ from typing import Self
 from pydantic import Field
 
 from penstock.codec import to_json
+from penstock.config import Section
 from penstock.errors import GraderError, WorkflowError
 from penstock.records import Task
 from penstock.rollout.executors.base import Given, Seat, Session
@@ -20,7 +21,6 @@ from penstock.rollout.processes.nursery import Nursery, ProcessDied
 from penstock.rollout.work import Reward, Told
 from penstock.sdk.elsewhere import Recipe
 from penstock.sdk.samples import RolloutSample
-from penstock.tables import Section
 
 
 class ProcessSection(Section):

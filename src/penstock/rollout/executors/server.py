@@ -11,9 +11,9 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
-from penstock.config import secret
+from penstock.config import Section, secret
 from penstock.errors import ConfigError, GraderError, WorkflowError
-from penstock.gateway.listening import ANYWHERE, LOOPBACK
+from penstock.http.listen import ANYWHERE, LOOPBACK
 from penstock.records import Task
 from penstock.rollout.executors.answers import grader_failure, rewards_of, workflow_failure
 from penstock.rollout.executors.base import Given, Session
@@ -23,7 +23,6 @@ from penstock.rollout.server.wire import GraderStatus, RolloutCompleteRequest, R
 from penstock.rollout.transcripts import Transcript
 from penstock.rollout.work import Reward, Told
 from penstock.sdk.samples import RolloutSample
-from penstock.tables import Section
 
 GRACE_S = 30.0
 """How much later than a deadline its server may say so: it tries a callback again several times."""

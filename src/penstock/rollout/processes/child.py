@@ -22,13 +22,13 @@ from penstock.codec import from_json
 from penstock.events import Events
 from penstock.rollout.guests import Guests, one_line
 from penstock.rollout.processes.job import BEGUN, Job, failed, read_samples, receive, send
-from penstock.rollout.processes.orphans import adopt
 from penstock.rollout.work import Work
 from penstock.sdk.clients import Clients
 from penstock.sdk.discovery import Agent
 from penstock.sdk.elsewhere import Recipe
 from penstock.sdk.environment import routes
 from penstock.sdk.samples import RolloutSample
+from penstock.system.orphans import adopt
 
 FRESH_FD = 3
 """Where a fresh interpreter finds its socket."""

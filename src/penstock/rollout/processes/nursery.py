@@ -14,12 +14,12 @@ from types import TracebackType
 from typing import Any, Self
 
 from penstock.errors import ConfigError
-from penstock.gateway.recorder import settled
 from penstock.rollout.processes.job import receive_async, send_async
 from penstock.rollout.processes.zygote import ASK, BEGIN, ENDED, KILL, ORDER
 from penstock.sdk.discovery import Agent
 from penstock.sdk.elsewhere import Recipe, command
-from penstock.sdk.group import how_ended
+from penstock.system.async_tools import settled
+from penstock.system.process_group import how_ended
 
 KILLED_S = 10.0
 """For the kernel to make an end of what was killed."""

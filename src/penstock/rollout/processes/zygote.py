@@ -24,10 +24,10 @@ from typing import NoReturn
 from penstock.errors import ConfigError
 from penstock.rollout.processes.child import FRESH_FD, leave, run_job, tie, untie
 from penstock.rollout.processes.job import receive, send
-from penstock.rollout.processes.orphans import adopt, children, sweep
 from penstock.rollout.processes.warmth import warm
 from penstock.sdk.discovery import Agent
 from penstock.sdk.elsewhere import Recipe, command
+from penstock.system.orphans import adopt, children, sweep
 
 ORDER = struct.Struct("!cI")
 """What to do, and the job's number."""

@@ -19,7 +19,7 @@ from starlette.routing import Route
 
 from penstock.config import rollout_hosts, rollout_token
 from penstock.errors import ConfigError, PenstockError, RequestError
-from penstock.gateway.http import HttpServer
+from penstock.http.server import HttpServer
 from penstock.rollout.server.backend import ExecutionBackend
 from penstock.rollout.server.hosts import Hosts
 from penstock.rollout.server.journal import PLACE

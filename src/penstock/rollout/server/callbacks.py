@@ -10,7 +10,7 @@ from typing import NamedTuple, Self
 import aiohttp
 from pydantic import ValidationError
 
-from penstock.engines.wire import retry_after_s
+from penstock.http.client import retry_after_s
 from penstock.rollout.server.wire import CompletionReply
 
 RETRIED = frozenset((429, 500, 502, 503, 504))

@@ -6,7 +6,7 @@ from contextlib import suppress
 from urllib.parse import urlsplit
 
 from penstock.errors import ConfigError
-from penstock.gateway.listening import LOOPBACK
+from penstock.http.listen import LOOPBACK
 
 LONGEST_URL = 4096
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, Literal, NamedTuple
 
 from penstock.errors import ConfigError, PoolError
-from penstock.pool.database import Database, SqliteDatabase
+from penstock.pool.sql.database import Database, SqliteDatabase
 from penstock.pool.writer import Writer
 from penstock.rollout.server.wire import State
 

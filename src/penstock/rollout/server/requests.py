@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from starlette.requests import Request
 
 from penstock.errors import RequestError
-from penstock.gateway.endpoint import read_body
+from penstock.http.asgi import read_body
 from penstock.rollout.server.hosts import Hosts
 from penstock.rollout.server.wire import RolloutInitRequest
 

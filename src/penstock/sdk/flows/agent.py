@@ -6,7 +6,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
-from penstock.config import AgentSection
+from penstock.config import AgentSection, validate
 from penstock.errors import ConfigError, WorkflowError
 from penstock.records import Message, Sampling, Task
 from penstock.sdk.context import AgentWorkflowContext
@@ -17,7 +17,6 @@ from penstock.sdk.flows.table import Flow, FlowTable, check_made, names_of, read
 from penstock.sdk.grader import Grader
 from penstock.sdk.routing import RolloutContext, running_rollout
 from penstock.sdk.workflow import AgentWorkflow, AgentWorkflowConfig
-from penstock.tables import validate
 
 AGENT_NAME = "agent_name"
 """The column by which a row names its flow."""

@@ -1,0 +1,274 @@
+"""How a model family writes reasoning and tool calls: the seam, and what comes out of a parsed reply. One family is one file."""
+
+import re
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import NamedTuple, Protocol
+
+import orjson
+
+from penstock.chat.parsers.grammar import Read, TextSource, overlap
+from penstock.chat.templates import Tool
+from penstock.records import Message
+
+
+class Text(NamedTuple):
+    """Text for the agent."""
+
+    text: str
+
+
+class Reasoning(NamedTuple):
+    """What the model thinks before it speaks: shown apart from the text."""
+
+    text: str
+
+
+class ToolCall(NamedTuple):
+    """A call begins: its name, and as much of its arguments as is known."""
+
+    name: str
+    arguments: str
+    """JSON text of an object, as the model wrote it, or the beginning of it."""
+
+
+class Arguments(NamedTuple):
+    """More of the arguments of the call that began last."""
+
+    text: str
+
+
+Piece = Text | Reasoning | ToolCall | Arguments
+
+
+class Marks(NamedTuple):
+    """What stands around the reasoning of a model, such as `<think>` and `</think>`."""
+
+    opening: str
+    closing: str
+
+
+class ReplyReading(NamedTuple):
+    """How one reply is to be read."""
+
+    calls: bool
+    """Without, markup of calls is text."""
+    eager: bool
+    """Whether arguments are given out while they are written: a call that then turns out malformed stays a call. Otherwise a
+    call comes whole, and one that is malformed is text."""
+    marks: Marks | None = None
+    """None where the model writes no reasoning, or has a form of its own for it."""
+    thinking: bool = False
+    """Whether the prompt's end has opened the reasoning."""
+    tools: Sequence[Tool] = ()
+    """What may be called: forms that write arguments without JSON need the schemas to tell a text from a number."""
+
+
+class ReplyParser(Protocol):
+    """Sampled text to pieces, as it comes. However the text is cut into pushes, the pieces add up to the same."""
+
+    def push(self, text: str) -> list[Piece]:
+        """What is certain now; markup that may yet become a call is kept back."""
+        ...
+
+    def finish(self) -> list[Piece]:
+        """What was kept back: a call that was never finished is text."""
+        ...
+
+
+class ToolFormat(Protocol):
+    """One way in which models that know tools write their reasoning and calls."""
+
+    special: tuple[str, ...]
+    """Special tokens that the markup is made of: the parser must see them as text."""
+    ends: tuple[str, ...]
+    """Special tokens that end a reply of this family; where there are none, what closes a turn in the template does."""
+
+    def matches(self, template: str) -> bool:
+        """Whether a chat template that renders tools itself asks for calls in this form."""
+        ...
+
+    def prepare(self, messages: Sequence[Message]) -> list[Message]:
+        """Messages as this family's own template takes them, such as ids of the length that it asks for."""
+        ...
+
+    def begin(self, name: str) -> str | None:
+        """How a call of this tool (of any, where the name is empty) begins: what a forced call's prompt ends with. None: cannot."""
+        ...
+
+    def parser(self, reading: ReplyReading) -> ReplyParser:
+        """A fresh parser for one reply."""
+        ...
+
+
+NEWLINES = re.compile(r"\n*")
+
+
+class ReplyGrammar:
+    """What most families share; see `ToolFormat`."""
+
+    special: tuple[str, ...] = ()
+    ends: tuple[str, ...] = ()
+
+    def prepare(self, messages: Sequence[Message]) -> list[Message]:
+        """Most templates take messages as they are."""
+        return list(messages)
+
+
+class CallDraft:
+    """A call while it is read: given out as it grows, or kept until it is whole."""
+
+    def __init__(self, source: TextSource, give: Callable[[Piece], None], *, eager: bool) -> None:
+        self.given = False
+        self._source = source
+        self._give = give
+        self._eager = eager
+        self._name = ""
+        self._parts: list[str] = []
+
+    def named(self, name: str) -> None:
+        """See `Draft`."""
+        self._name = name
+        if self._parts:
+            self.grow("")
+
+    def grow(self, text: str) -> None:
+        """See `Draft`."""
+        if self.given:
+            self._give(Arguments(text))
+            return
+        self._parts.append(text)
+        if self._eager and self._name:
+            self.given = True
+            self._source.release()
+            self._give(ToolCall(self._name, "".join(self._parts)))
+
+    def whole(self) -> ToolCall | None:
+        """The call that was kept; None where its arguments are no JSON object."""
+        arguments = "".join(self._parts)
+        try:
+            good = isinstance(orjson.loads(arguments), dict)
+        except ValueError:
+            good = False
+        return ToolCall(self._name, arguments) if good and self._name else None
+
+
+class CallParser:
+    """See `ReplyParser`. White space before a call, and after the last one, belongs to nothing."""
+
+    opens: tuple[str, ...] = ()
+    """What a call may begin with, anywhere in the text."""
+
+    def __init__(self, reading: ReplyReading) -> None:
+        self.source = TextSource()
+        self.reading = reading
+        self._opens = self.opens if reading.calls else ()
+        self._opening = _any_of(self._opens)
+        self._pieces: list[Piece] = []
+        self._after_call = False
+        self._reply = self.reply()
+        next(self._reply)
+
+    def push(self, text: str) -> list[Piece]:
+        """See `ReplyParser.push`."""
+        self.source.feed(text)
+        return self._go_on()
+
+    def finish(self) -> list[Piece]:
+        """See `ReplyParser.finish`."""
+        self.source.ended = True
+        return self._go_on()
+
+    def reply(self) -> Read[None]:
+        """Read the whole reply."""
+        if self.reading.marks is not None:
+            yield from self._think(*self.reading.marks)
+        if self.reading.calls:
+            yield from self.first_calls()
+        while head := (yield from self._speak()):
+            if not (yield from self.calls(head.lstrip())):
+                self.say(self.source.take(len(head)))
+
+    def first_calls(self) -> Read[None]:
+        """Read the calls that the text begins with, in forms that have no mark for them."""
+        yield from ()
+
+    def calls(self, opener: str) -> Read[bool]:
+        """Read the calls that come after `opener`; False where there are none, and nothing is read since the mark before it."""
+        yield from ()
+        return False
+
+    def attempt(self, read: Callable[[CallDraft], Read[bool]]) -> Read[bool]:
+        """Read one call from the mark on; where it is none, all since the mark is unread again."""
+        draft = CallDraft(self.source, self._give, eager=self.reading.eager)
+        good = yield from read(draft)
+        if not draft.given:
+            call = draft.whole() if good else None
+            if call is None:
+                self.source.rewind()
+                return False
+            self.source.release()
+            self._give(call)
+        self._after_call = True
+        return True
+
+    def say(self, text: str) -> None:
+        """Give out text for the agent."""
+        if text:
+            self._give(Text(text))
+            self._after_call = False
+
+    def think(self, text: str) -> None:
+        """Give out reasoning."""
+        self._give(Reasoning(text))
+
+    def _give(self, piece: Piece) -> None:
+        self._pieces.append(piece)
+
+    def _go_on(self) -> list[Piece]:
+        next(self._reply, None)
+        pieces, self._pieces = self._pieces, []
+        return pieces
+
+    def _think(self, opening: str, closing: str) -> Read[None]:
+        """Read reasoning, if the reply begins with it or the prompt has begun it; newlines around it are markup."""
+        source = self.source
+        if (yield from source.token(opening)) or self.reading.thinking:
+            yield from source.run(NEWLINES)
+            yield from source.until(closing, self.think, trim=_trim_newlines)
+        elif not (yield from source.token(closing)):
+            return
+        yield from source.run(NEWLINES)
+
+    def _speak(self) -> Read[str]:
+        """Give out text up to what may open a call: that, read and marked, with the white space before it; nothing at the end."""
+        source = self.source
+        while True:
+            rest = source.text[source.at :]
+            found = self._opening.search(rest) if self._opens else None
+            if found:
+                text = rest[: found.start()].rstrip()
+                self.say(source.take(len(text)))
+                source.mark()
+                return source.take(found.end() - len(text))
+            if source.ended:
+                self.say("" if self._after_call and rest.isspace() else rest)
+                return ""
+            self.say(source.take(self._certain(rest)))
+            yield
+
+    def _certain(self, rest: str) -> int:
+        """How much of `rest` cannot be the beginning of an opener, or white space before one."""
+        if not self._opens:
+            return len(rest)
+        held = max(overlap(rest, opener) for opener in self._opens)
+        return len(rest[: len(rest) - held].rstrip())
+
+
+@cache
+def _any_of(texts: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, texts)))
+
+
+def _trim_newlines(text: str) -> str:
+    return text.rstrip("\n")

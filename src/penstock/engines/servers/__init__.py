@@ -1,0 +1,1 @@
+"""Engines behind HTTP that take token ids: vLLM and SGLang."""

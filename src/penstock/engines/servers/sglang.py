@@ -1,0 +1,179 @@
+"""What is asked of SGLang's `/generate`, and how its events are read."""
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from penstock.engines.fleet import Address
+from penstock.engines.servers.base import LOAD_S, RemoteEngine, RemoteSection, ReplyReader, Served, open_remote, survey
+from penstock.engines.servers.model_files import Published
+from penstock.errors import EngineError
+from penstock.http.client import Fault, Wire
+from penstock.records import Sampling
+
+
+def request_body(prompt: list[int], sampling: Sampling, key: str) -> dict[str, Any]:
+    """What SGLang is asked for. Nothing is left to the server's own defaults."""
+    params: dict[str, Any] = {
+        "max_new_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k or -1,
+        "min_p": sampling.min_p,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "stop_token_ids": list(sampling.stop_ids),
+        "ignore_eos": False,
+        "no_stop_trim": True,
+        "skip_special_tokens": False,
+    }
+    if sampling.seed is not None:
+        params["sampling_seed"] = sampling.seed
+    return {"rid": key, "input_ids": prompt, "sampling_params": params, "stream": True, "return_logprob": True}
+
+
+class SglangReader(ReplyReader):
+    """Reads the events of one reply. Each holds all tokens so far, or, as the server was started, those since the last one."""
+
+    def __init__(self, prompt: list[int], sampling: Sampling, *, version: int, label: str | None) -> None:
+        super().__init__(prompt, sampling, version=version)
+        self._label = label
+        """What the server must call its weights; None where it was never given any."""
+        self._count = 0
+
+    def read(self, event: dict[str, Any]) -> None:
+        """See `ReplyReader.read`."""
+        meta: dict[str, Any] = event["meta_info"]
+        reason = meta["finish_reason"]
+        if reason is not None and reason["type"] == "abort":
+            raise Fault(f"broke the reply off ({reason.get('message', 'abort')})", kind="broken")
+        if self._label is not None and meta["weight_version"] != self._label:
+            raise Fault(
+                f"sampled with weights that it calls {meta['weight_version']!r}, not with those it was given", kind="broken"
+            )
+        if meta["prompt_tokens"] != len(self._prompt):
+            raise Fault("sampled after another prompt than it was given; is something between that rewrites it?", kind="garbled")
+        total: int = meta["completion_tokens"]
+        scored: list[tuple[float, int, Any]] = meta["output_token_logprobs"]
+        fresh = total - self._count
+        if fresh < 0 or len(scored) not in (total, fresh):
+            raise Fault(f"sent {len(scored)} log-probabilities with {total} tokens, {fresh} of them new", kind="garbled")
+        self._count = total
+        scored = scored[len(scored) - fresh :]
+        self.add([one[1] for one in scored], [one[0] for one in scored], None if reason is None else reason["type"])
+
+
+COOLEST = 1e-5
+"""SGLang takes positive temperatures below about this one for 0."""
+HOT = 2.0
+"""The temperature at which the opening finds out what log-probabilities are under."""
+DRAWS = 3
+"""For that: how many tokens are drawn."""
+SAME = 0.05
+"""For that: how far two log-probabilities of one token in half precision may be apart."""
+
+
+class SglangSection(RemoteSection):
+    """`[engine]` for `name = "sglang"`."""
+
+    def preflight(self, model: str) -> None:
+        """See `EngineSection.preflight`."""
+        survey(SglangEngine, self.addresses(), model, self.key())
+
+
+class SglangEngine(RemoteEngine):
+    """A fleet of SGLang servers."""
+
+    kind = "SGLang"
+    path = "/generate"
+    trainable = "start SGLang where the run's folder has the same path as here"
+
+    def body(self, prompt: list[int], sampling: Sampling, key: str) -> dict[str, Any]:
+        """See `RemoteEngine.body`."""
+        return request_body(prompt, sampling, key)
+
+    def reader(self, prompt: list[int], sampling: Sampling, address: Address) -> SglangReader:
+        """See `RemoteEngine.reader`."""
+        label = self._published.label if self._published is not None else None
+        return SglangReader(prompt, sampling, version=address.version, label=label)
+
+    def check_sampling(self, sampling: Sampling) -> None:
+        """See `RemoteEngine.check_sampling`."""
+        if 0.0 < sampling.temperature < COOLEST:
+            raise EngineError(f"temperature = {sampling.temperature}: SGLang takes 0 (greedy) or at least {COOLEST}")
+        if sampling.temperature > 0.0 and sampling.truncated:
+            raise EngineError(
+                "SGLang cannot say with which probability a truncated token was drawn; leave out top_p, top_k and min_p"
+            )
+        if sampling.temperature not in (0.0, 1.0) and not self._served.processed:
+            raise EngineError(
+                "the SGLang server cannot say with which probability a tempered token was drawn; "
+                "start it without SGLANG_RETURN_ORIGINAL_LOGPROB, or sample at temperature 1"
+            )
+        if sampling.seed is not None and not self._served.seeded:
+            raise EngineError("the SGLang server ignores seeds; start it with --enable-deterministic-inference, or send none")
+
+    async def leave(self, url: str, key: str) -> None:
+        """See `RemoteEngine.leave`: SGLang looks for hang-ups only every few seconds."""
+        await self.upstream.wire.ask(f"{url}/abort_request", {"rid": key})
+
+    async def take(self, url: str, wanted: Published) -> None:
+        """See `RemoteEngine.take`. Requests of others are kept: they wait, and go on under the new weights."""
+        ask = self.upstream.wire.ask
+        await ask(f"{url}/pause_generation", {"mode": "retract"})
+        try:
+            update = {"model_path": str(wanted.folder), "weight_version": wanted.label, "flush_cache": True}
+            answer = await ask(f"{url}/update_weights_from_disk", update, limit_s=LOAD_S)
+            if not answer["success"]:
+                raise Fault(f"{url} has not taken the weights: {answer['message']}", kind="broken")
+        except Fault:
+            with suppress(Fault):
+                await ask(f"{url}/continue_generation", {})
+            raise
+        await ask(f"{url}/continue_generation", {})
+
+    async def label(self, url: str) -> str:
+        """See `RemoteEngine.label`."""
+        answer = await self.upstream.wire.ask(f"{url}/get_model_info")
+        return str(answer["weight_version"])
+
+    @classmethod
+    async def inspect(cls, wire: Wire, url: str, name: str) -> Served:
+        """See `RemoteEngine.inspect`. An SGLang server has one model."""
+        await wire.ask(f"{url}/health")
+        listed = await wire.ask(f"{url}/v1/models")
+        args = await wire.ask(f"{url}/get_server_info")
+        try:
+            model, context_length = str(listed["data"][0]["id"]), int(listed["data"][0]["max_model_len"])
+            seeded = bool(args.get("enable_deterministic_inference"))
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as cause:
+            raise Fault(f"{url} does not say what it serves; is it an SGLang server?", kind="garbled") from cause
+        return Served(model, context_length, await _is_processed(wire, url), seeded)
+
+
+def open_engine(
+    folder: Path, *, name: str, section: SglangSection, seed: int, decode: Callable[[Sequence[int]], str] | None = None
+) -> SglangEngine:
+    """See `open_remote`. The seed and `decode` are not used: servers have their own randomness, stop strings are the gateway's."""
+    return open_remote(SglangEngine, folder, name=name, section=section)
+
+
+async def _is_processed(wire: Wire, url: str) -> bool:
+    """Whether log-probabilities are after the temperature: those of hot tokens differ from the plain ones of the same tokens."""
+    try:
+        drawn = [(await _first(wire, url, HOT))["output_token_logprobs"][0] for _ in range(DRAWS)]
+        ids = [one[1] for one in drawn]
+        plain = (await _first(wire, url, 0.0, token_ids_logprob=ids))["output_token_ids_logprobs"][0]
+        return any(abs(one[0] - other[0]) > SAME for one, other in zip(drawn, plain, strict=True))
+    except (KeyError, IndexError, TypeError, ValueError) as cause:
+        raise Fault(f"{url}/generate gives no log-probabilities; is it an SGLang server?", kind="garbled") from cause
+
+
+async def _first(wire: Wire, url: str, temperature: float, **more: Any) -> dict[str, Any]:
+    """What is said of the first token after a short prompt."""
+    body = request_body([1], Sampling(max_tokens=1, temperature=temperature), "") | {"stream": False} | more
+    del body["rid"]
+    answer = await wire.ask(f"{url}/generate", body)
+    return answer["meta_info"]

@@ -1,0 +1,184 @@
+"""What is asked of vLLM's `/v1/completions`, and how its events are read."""
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal, TypedDict
+
+from penstock.engines.fleet import Address
+from penstock.engines.servers.base import LOAD_S, RemoteEngine, RemoteSection, ReplyReader, Served, is_plain, open_remote, survey
+from penstock.engines.servers.model_files import Contents, Published
+from penstock.errors import EngineError
+from penstock.http.client import Fault, Wire
+from penstock.records import Sampling
+
+
+class Scores(TypedDict):
+    """Of a choice's tokens, among much else."""
+
+    token_logprobs: list[float]
+
+
+class Choice(TypedDict, total=False):
+    """What one event adds to the reply."""
+
+    token_ids: list[int] | None
+    logprobs: Scores | None
+    prompt_token_ids: list[int] | None
+    """In the first event: the prompt as the server saw it."""
+    finish_reason: Literal["stop", "length"] | None
+
+
+def request_body(model: str, prompt: list[int], sampling: Sampling) -> dict[str, Any]:
+    """What vLLM is asked for. Nothing is left to the server's own defaults, which come from the model's generation config."""
+    body: dict[str, Any] = {
+        "model": model,
+        "prompt": prompt,
+        "stream": True,
+        "logprobs": 0,
+        "return_token_ids": True,
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "stop_token_ids": list(sampling.stop_ids),
+    }
+    return body if sampling.seed is None else body | {"seed": sampling.seed}
+
+
+class VllmReader(ReplyReader):
+    """Reads the events of one completion."""
+
+    def read(self, event: dict[str, Any]) -> None:
+        """See `ReplyReader.read`."""
+        choices: list[Choice] = event["choices"]
+        for choice in choices:
+            self._read(choice)
+
+    def _read(self, choice: Choice) -> None:
+        if "token_ids" not in choice:
+            raise Fault("sent no token ids; its vLLM must know `return_token_ids`", kind="garbled")
+        if choice.get("prompt_token_ids") not in (None, self._prompt):
+            raise Fault("sampled after another prompt than it was given; is something between that rewrites it?", kind="garbled")
+        scores = choice.get("logprobs")
+        self.add(choice["token_ids"] or [], scores["token_logprobs"] if scores else [], choice.get("finish_reason"))
+
+
+COOLEST = 0.01
+"""vLLM quietly raises positive temperatures below this one."""
+
+
+class VllmSection(RemoteSection):
+    """`[engine]` for `name = "vllm"`."""
+
+    def preflight(self, model: str) -> None:
+        """See `EngineSection.preflight`."""
+        survey(VllmEngine, self.addresses(), model, self.key())
+
+
+class VllmEngine(RemoteEngine):
+    """A fleet of vLLM servers."""
+
+    kind = "vLLM"
+    path = "/v1/completions"
+    trainable = "start vLLM with VLLM_SERVER_DEV_MODE=1, where the run's folder has the same path as here"
+
+    def body(self, prompt: list[int], sampling: Sampling, key: str) -> dict[str, Any]:
+        """See `RemoteEngine.body`."""
+        return request_body(self._served.model, prompt, sampling)
+
+    def reader(self, prompt: list[int], sampling: Sampling, address: Address) -> VllmReader:
+        """See `RemoteEngine.reader`."""
+        return VllmReader(prompt, sampling, version=address.version)
+
+    def check_sampling(self, sampling: Sampling) -> None:
+        """See `RemoteEngine.check_sampling`."""
+        if 0.0 < sampling.temperature < COOLEST:
+            raise EngineError(f"temperature = {sampling.temperature}: vLLM takes 0 (greedy) or at least {COOLEST}")
+        if not (self._served.processed or sampling.temperature == 0.0 or is_plain(sampling)):
+            raise EngineError(
+                "the vLLM server cannot say with which probability a tempered or truncated token was drawn; "
+                "start it with --logprobs-mode processed_logprobs, or sample at temperature 1 without top_p, top_k and min_p"
+            )
+
+    async def take(self, url: str, wanted: Published) -> None:
+        """See `RemoteEngine.take`. Requests of others are kept: they go on under the new weights, their caches computed again."""
+        ask = self.upstream.wire.ask
+        await ask(f"{url}/pause?mode=keep", {})
+        try:
+            rpc = {"method": "reload_weights", "kwargs": {"weights_path": str(wanted.folder)}}
+            await ask(f"{url}/collective_rpc", rpc, limit_s=LOAD_S)
+            reset = await ask(f"{url}/reset_prefix_cache?reset_running_requests=true", {})
+            if not reset["success"]:
+                raise Fault(f"{url} has kept what it computed with the weights before", kind="broken")
+            await ask(f"{url}/update_weight_version", {"new_version": wanted.label})
+        except Fault:
+            with suppress(Fault):
+                await ask(f"{url}/resume", {})
+            raise
+        await ask(f"{url}/resume", {})
+
+    async def obstacle(self, url: str, model: Contents) -> str:
+        """See `RemoteEngine.obstacle`: vLLM does not survive weights of another shape, which a prompt can find out beforehand."""
+        size = model.shapes.get("model.embed_tokens.weight", (0,))[0]
+        if size and not (await self._has(url, size - 1) and not await self._has(url, size)):
+            return f"its model has not {size} tokens; start it with the model of the run"
+        settings = await self.upstream.wire.ask(f"{url}/server_info?config_format=json")
+        if settings["vllm_config"]["device_config"]["device"] == "cpu" and model.config.get("tie_word_embeddings"):
+            return (
+                "on a CPU vLLM keeps a packed copy of an output layer that is tied to the embeddings, and does not renew it; "
+                "use a GPU, or a model folder whose `lm_head.weight` is its own (`tie_word_embeddings`: false)"
+            )
+        return ""
+
+    async def _has(self, url: str, token_id: int) -> bool:
+        body = request_body(self._served.model, [token_id], Sampling(max_tokens=1)) | {"stream": False}
+        try:
+            await self.upstream.wire.ask(url + self.path, body)
+        except Fault as fault:
+            if fault.kind != "refused":
+                raise
+            return False
+        return True
+
+    async def label(self, url: str) -> str:
+        """See `RemoteEngine.label`."""
+        answer = await self.upstream.wire.ask(f"{url}/weight_info")
+        return str(answer["weight_version"])
+
+    @classmethod
+    async def inspect(cls, wire: Wire, url: str, name: str) -> Served:
+        """See `RemoteEngine.inspect`."""
+        await wire.ask(f"{url}/health")
+        listed = await wire.ask(f"{url}/v1/models")
+        try:
+            models = {str(one["id"]): one for one in listed["data"] if not one.get("parent")}
+            chosen = name if name in models else next(iter(models)) if len(models) == 1 else None
+            if chosen is None:
+                raise Fault(f"{url} serves {', '.join(models) or 'nothing'}, and not {name}", kind="refused")
+            context_length = int(models[chosen]["max_model_len"])
+        except (KeyError, TypeError, ValueError, AttributeError) as cause:
+            raise Fault(f"{url}/v1/models does not say what is served; is it a vLLM server?", kind="garbled") from cause
+        return Served(chosen, context_length, await _is_processed(wire, url, chosen))
+
+
+def open_engine(
+    folder: Path, *, name: str, section: VllmSection, seed: int, decode: Callable[[Sequence[int]], str] | None = None
+) -> VllmEngine:
+    """See `open_remote`. The seed and `decode` are not used: servers have their own randomness, stop strings are the gateway's."""
+    return open_remote(VllmEngine, folder, name=name, section=section)
+
+
+async def _is_processed(wire: Wire, url: str, model: str) -> bool:
+    """Whether the server says log-probability 0 of tokens that had no alternative."""
+    body = request_body(model, [1], Sampling(max_tokens=4, top_k=1)) | {"stream": False}
+    answer = await wire.ask(url + VllmEngine.path, body)
+    try:
+        logprobs: list[float] = answer["choices"][0]["logprobs"]["token_logprobs"]
+        return max(abs(x) for x in logprobs) < 1e-6
+    except (KeyError, IndexError, TypeError, ValueError) as cause:
+        raise Fault(f"{url}{VllmEngine.path} gives no log-probabilities; is it a vLLM server?", kind="garbled") from cause

@@ -1,0 +1,100 @@
+"""Models by their LiteLLM names, through that library: `penstock[litellm]`."""
+
+import asyncio
+import importlib
+from collections.abc import AsyncGenerator, Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from penstock.engines.text_endpoints.base import Asked, Heard, Relay
+from penstock.engines.text_endpoints.http import NOT_ALLOWED, NOT_THERE, RelaySection
+from penstock.engines.text_endpoints.openai import ChatReader, request
+from penstock.errors import ConfigError, EngineBusy, EngineError, RequestError
+from penstock.http.client import WORDS, Fault
+
+AT_FAULT = (400, 413, 422, *NOT_ALLOWED, NOT_THERE)
+"""Statuses that the same request would get again."""
+
+
+class LitellmSection(RelaySection):
+    """`[engine]` for `name = "litellm"`. Without `url` and `api_key_env`, the library finds both by the model's name."""
+
+    @property
+    def address(self) -> str:
+        """See `RelaySection.address`; empty leaves it to the library."""
+        return super().address if self.url else ""
+
+    def preflight(self, model: str) -> None:
+        """See `EngineSection.preflight`: only whether the library and the key are there."""
+        _library()
+        self.key()
+
+
+class LitellmRelay(Relay):
+    """One model. The library sends a request again by itself, `engine.retries` times."""
+
+    def __init__(self, name: str, section: LitellmSection) -> None:
+        super().__init__(name)
+        self._library = _library()
+        self._section = section
+        self._key = section.key()
+
+    async def ask(self, asked: Asked, *, rollout_id: str = "") -> AsyncGenerator[Heard, None]:
+        """See `Relay.ask`."""
+        reader, stream = ChatReader(), None
+        try:
+            async with asyncio.timeout(self._section.first_token_s):
+                stream = await self._library.acompletion(**self._request(asked))
+            chunks = aiter(stream)
+            while True:
+                async with asyncio.timeout(self._section.stall_s):
+                    chunk: Any = await anext(chunks, None)
+                if chunk is None:
+                    break
+                reader.add(chunk.model_dump())
+                if (heard := reader.drain()) is not None:
+                    yield heard
+            reader.end()
+            yield reader.drain() or Heard(())
+        except Exception as cause:  # a foreign library's, of any kind
+            raise self._error(cause, rollout_id) from cause
+        finally:
+            if (leave := getattr(stream, "aclose", None)) is not None:
+                await leave()
+
+    async def close(self) -> None:
+        """See `Relay.close`: the library keeps its connections."""
+
+    def _request(self, asked: Asked) -> dict[str, Any]:
+        section = self._section
+        own = {"model": self.model, "stream": True, "stream_options": {"include_usage": True}, "num_retries": section.retries}
+        where = {"api_base": section.address} if section.url else {}
+        key = {"api_key": self._key} if self._key else {}
+        return own | where | key | request(asked, limit="max_tokens") | section.extra
+
+    def _error(self, cause: Exception, rollout_id: str) -> EngineError | RequestError:
+        whose = f"rollout {rollout_id}: " if rollout_id else ""
+        status = getattr(cause, "status_code", 0)
+        silent = "was silent for too long" if isinstance(cause, TimeoutError) else ""
+        words = silent or (
+            str(cause) if isinstance(cause, Fault) else f"{type(cause).__name__}: {' '.join(str(cause).split())[:WORDS]}"
+        )
+        told = f"{whose}{self.model} {words.replace(self._key, '…') if self._key else words}"
+        if status in AT_FAULT:
+            return RequestError(f"{told}{self._section.remedy(status, self.model)}", code="engine_error")
+        return EngineBusy(told) if status == 429 else EngineError(told)
+
+
+def open_engine(
+    folder: Path, *, name: str, section: LitellmSection, seed: int, decode: Callable[[Sequence[int]], str] | None = None
+) -> LitellmRelay:
+    """The relay; of an engine's arguments, only its name and settings have a meaning here."""
+    return LitellmRelay(name, section)
+
+
+def _library() -> ModuleType:
+    try:
+        return importlib.import_module("litellm")
+    except ImportError as cause:
+        raise ConfigError(f"engine.name = 'litellm' needs that library ({cause}); run: pip install 'penstock[litellm]'") from cause

@@ -1,0 +1,1 @@
+"""A pool over SQL: the statements that SQLite and PostgreSQL share."""
