@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 
 from penstock.pool.base import Pool
 from penstock.pool.rows import seal
-from penstock.pool.sqlite import open_database, open_pool
+from penstock.pool.sqlite import open_pool
+from penstock.pool.sqlite_file import open_database
 from penstock.records import End, Grade, Node, Rollout, Sampling, Step, Task, make_rollout
 
 WRITERS = {1: 100, 16: 40, 256: 8}

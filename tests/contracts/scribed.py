@@ -9,7 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from penstock.pool.sqlite import explain, open_database, open_pool
+from penstock.pool.sqlite import open_pool
+from penstock.pool.sqlite_file import explain, open_database
 from penstock.pool.writer import Committer
 from penstock.pool.writer_process import WriterProcess
 

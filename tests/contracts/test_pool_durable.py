@@ -26,7 +26,7 @@ from pool_cases import (
 from penstock.errors import PoolError, PoolFailed
 from penstock.pool.base import Pool
 from penstock.pool.rows import seal
-from penstock.pool.sqlite import APPLICATION_ID, MIGRATIONS, open_database
+from penstock.pool.sqlite_file import APPLICATION_ID, MIGRATIONS, open_database
 from penstock.records import End, Mark
 
 

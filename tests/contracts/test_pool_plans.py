@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pool_cases import TASK, complete, make_node, make_step, must_claim, open_groups, places
 
-from penstock.pool import sqlite
+from penstock.pool import sqlite_file
 from penstock.pool.base import Bound
 from penstock.pool.sqlite import open_pool
 from penstock.records import End, Grade, Mark
@@ -53,7 +53,7 @@ async def live(folder: Path) -> None:
 
 def test_every_statement_finds_its_rows_by_an_index(tmp_path: Path, monkeypatch) -> None:
     said: set[str] = set()
-    plain = sqlite.open_database
+    plain = sqlite_file.open_database
 
     def listening(path: Path, **options: object) -> sqlite3.Connection:
         database = plain(path, **options)

@@ -17,7 +17,7 @@ def told(heading: str, *, column: int = 0) -> set[str]:
 
 
 def test_every_code_of_an_error_is_listed():
-    sources = "".join(file.read_text() for file in (ROOT / "src/penstock/gateway").rglob("*.py"))
+    sources = "".join(file.read_text() for room in ("gateway", "http") for file in (ROOT / "src/penstock" / room).rglob("*.py"))
     used = set(re.findall(r'code="([a-z_]+)"', sources)) | set(re.findall(r'\(\w+, \d{3}, "([a-z_]+)"\)', sources))
     assert told("Errors by code") == used | {"internal_error"}
 

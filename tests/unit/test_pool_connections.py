@@ -12,7 +12,7 @@ import pytest
 
 from penstock.errors import PoolFailed
 from penstock.pool.sql.pool import ReaderThreads
-from penstock.pool.sqlite import open_database
+from penstock.pool.sqlite_file import open_database
 from penstock.pool.writer import Bulk, Writer
 
 

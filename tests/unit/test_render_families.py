@@ -7,9 +7,8 @@ from hypothesis import strategies as st
 from reply_cases import added_up, cut_at, parse
 
 from penstock.chat.parsers import TOOL_FORMATS
-from penstock.chat.parsers.base import Arguments, Marks, Reasoning, ReplyReading, Text, ToolCall
+from penstock.chat.parsers.base import Arguments, Marks, Reasoning, ReplyReading, Text, ToolCall, marks_of
 from penstock.chat.parsers.deepseek import CALL_BEGIN, CALL_END, CALLS_BEGIN, CALLS_END, SEPARATOR
-from penstock.chat.templates import marks_of
 from templates.template_cases import FAMILIES
 from templates.template_cases import HERE as TEMPLATES
 

@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 from penstock.chat.bridge import PROBE_TOOLS, PROBE_USER, Bridge
 from penstock.chat.parsers import TOOL_FORMATS
-from penstock.chat.parsers.base import ReplyParser, ReplyReading, ToolFormat
+from penstock.chat.parsers.base import ReplyParser, ReplyReading, ToolFormat, closed, is_open, marks_of
 from penstock.chat.parsers.hermes import Hermes
-from penstock.chat.templates import ChatTemplate, Tool, closed, is_open, marks_of, milder, reasons
+from penstock.chat.templates import ChatTemplate, Tool, milder, reasons
 from penstock.chat.tokenizer import TextDecoder, Tokenizer
 from penstock.errors import ModelError, RenderError
 from penstock.records import Message

@@ -13,7 +13,6 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from penstock.chat.parsers.base import Marks
 from penstock.errors import ModelError, RenderError, boundary
 from penstock.records import Message
 
@@ -201,21 +200,3 @@ def _joined(messages: Sequence[Message]) -> list[Message]:
         else:
             joined.append(message)
     return joined
-
-
-KNOWN_MARKS = (Marks("<think>", "</think>"), Marks("[THINK]", "[/THINK]"))
-
-
-def marks_of(template: str) -> Marks | None:
-    """The marks that a template speaks of; None where it speaks of none."""
-    return next((marks for marks in KNOWN_MARKS if marks.opening in template or marks.closing in template), None)
-
-
-def is_open(prompt: str, marks: Marks | None) -> bool:
-    """Whether the reply to `prompt` begins inside the reasoning."""
-    return marks is not None and prompt.rstrip().endswith(marks.opening)
-
-
-def closed(marks: Marks) -> str:
-    """What closes reasoning that the prompt has opened, for a reply that is to begin without any."""
-    return f"\n{marks.closing}\n\n"

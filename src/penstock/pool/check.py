@@ -17,7 +17,7 @@ from penstock.pool.rows import Row, column_names, grade_key, mark_key, unseal
 from penstock.pool.rules import State
 from penstock.pool.sql import reads
 from penstock.pool.sql.database import Database, SqliteDatabase
-from penstock.pool.sqlite import APPLICATION_ID, BUSY_S, MIGRATIONS, explain
+from penstock.pool.sqlite_file import APPLICATION_ID, BUSY_S, MIGRATIONS, explain
 from penstock.records import Attempt, End, Grade, Mark, Node, Rollout, Step, Task
 
 PARTS: dict[str, type[Any]] = {"nodes": Node, "steps": Step, "grades": Grade, "marks": Mark}

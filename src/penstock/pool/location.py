@@ -14,7 +14,7 @@ from penstock.pool import POOLS
 from penstock.pool.base import Pool
 from penstock.pool.check import Checked, Told, check_database, check_file
 from penstock.pool.sql.database import Database
-from penstock.pool.sqlite import FAULTS, explain, open_database
+from penstock.pool.sqlite_file import FAULTS, explain, open_database
 
 ALONE_S = 2.0
 """How long `compact` waits for others to let go of the file."""

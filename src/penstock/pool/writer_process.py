@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from penstock.errors import PenstockError
-from penstock.pool.sqlite import FAULTS, explain, open_database
+from penstock.pool.sqlite_file import FAULTS, explain, open_database
 from penstock.pool.writer import TOGETHER, Committer, Job
 from penstock.pool.writer_protocol import WriteRequests, write_answers
 from penstock.system.garbage import collect_seldom

@@ -10,7 +10,7 @@ from penstock.errors import PoolConflict, PoolError, PoolFailed
 from penstock.pool.rows import COLUMNS, Ending, Row
 from penstock.pool.rules import Span
 from penstock.pool.sql.writes import APPEND, END, Added, Append, Finish, GradeRow
-from penstock.pool.sqlite import UNFIT
+from penstock.pool.sqlite_file import UNFIT
 from penstock.pool.writer import Bulk, Job
 from penstock.records import Node, Step
 
