@@ -6,8 +6,8 @@ from contextlib import contextmanager
 import pytest
 
 from penstock.controller.database import Database
+from penstock.controller.encryption import SecretCipher, use_keyring, vault_key
 from penstock.controller.home import Home
-from penstock.controller.sealing import Seal, use_keyring, vault_key
 from penstock.controller.vault import Vault
 from penstock.errors import ConfigError, ControllerError
 
@@ -87,7 +87,7 @@ def test_what_cannot_be_a_secret_is_refused_without_its_value(tmp_path, name, va
         assert "s3cr3t" not in str(refused.value) and vault.page()[1] == 0
 
 
-def test_a_sealed_value_that_was_changed_moved_or_sealed_with_another_key_is_refused(tmp_path):
+def test_an_encrypted_value_that_was_changed_moved_or_has_another_key_is_refused(tmp_path):
     with opened(tmp_path) as (vault, database):
         vault.set("A", VALUE, "user")
         vault.set("B", "other", "user")
@@ -99,24 +99,24 @@ def test_a_sealed_value_that_was_changed_moved_or_sealed_with_another_key_is_ref
     assert "s3cr3t" not in str(refused.value)
 
 
-def test_each_bit_of_a_sealed_text_counts_and_no_two_are_alike():
-    seal = Seal(KEY)
-    sealed = seal.close(VALUE, "user", "A")
-    assert sealed != seal.close(VALUE, "user", "A") and seal.open(sealed, "user", "A") == VALUE
-    for place in range(len(sealed)):
-        changed = sealed[:place] + bytes([sealed[place] ^ 1]) + sealed[place + 1 :]
+def test_each_bit_of_an_encrypted_text_counts_and_no_two_are_alike():
+    cipher = SecretCipher(KEY)
+    encrypted = cipher.encrypt(VALUE, "user", "A")
+    assert encrypted != cipher.encrypt(VALUE, "user", "A") and cipher.decrypt(encrypted, "user", "A") == VALUE
+    for place in range(len(encrypted)):
+        changed = encrypted[:place] + bytes([encrypted[place] ^ 1]) + encrypted[place + 1 :]
         with pytest.raises(ControllerError):
-            seal.open(changed, "user", "A")
-    for cut in (b"", sealed[:40], sealed[:-1]):
+            cipher.decrypt(changed, "user", "A")
+    for cut in (b"", encrypted[:40], encrypted[:-1]):
         with pytest.raises(ControllerError):
-            seal.open(cut, "user", "A")
+            cipher.decrypt(cut, "user", "A")
     with pytest.raises(ControllerError):
-        seal.open(sealed, "use", "rA")  # the parts that it belongs to have lengths
+        cipher.decrypt(encrypted, "use", "rA")  # the parts that it belongs to have lengths
 
 
 def test_the_length_of_a_value_is_hidden_in_steps():
-    seal = Seal(KEY)
-    assert len(seal.close("x", "A")) == len(seal.close("x" * 50, "A")) < len(seal.close("x" * 100, "A"))
+    cipher = SecretCipher(KEY)
+    assert len(cipher.encrypt("x", "A")) == len(cipher.encrypt("x" * 50, "A")) < len(cipher.encrypt("x" * 100, "A"))
 
 
 def test_the_key_is_made_once_for_its_owner_alone(tmp_path):
@@ -125,7 +125,7 @@ def test_the_key_is_made_once_for_its_owner_alone(tmp_path):
     assert key == vault_key(home) and len(key) >= 32
     assert stat.S_IMODE((home.path / "vault.key").stat().st_mode) == 0o600
     with pytest.raises(ConfigError, match="32"):
-        Seal(b"short")
+        SecretCipher(b"short")
 
 
 KEYRING = """

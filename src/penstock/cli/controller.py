@@ -44,7 +44,7 @@ def up(
     """
     place = _home(home).make()
     if keyring:
-        from penstock.controller.sealing import use_keyring
+        from penstock.controller.encryption import use_keyring
 
         use_keyring(place)
     try:

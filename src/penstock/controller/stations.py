@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from penstock.controller.database import Database
 from penstock.controller.datasets import Datasets
 from penstock.controller.deployments import Deployments
+from penstock.controller.encryption import vault_key
 from penstock.controller.home import Home
 from penstock.controller.repositories import Repositories
 from penstock.controller.runs import RunFiles, Runs
-from penstock.controller.sealing import vault_key
 from penstock.controller.supervisor import Supervisor
 from penstock.controller.vault import Vault
 from penstock.errors import ControllerError

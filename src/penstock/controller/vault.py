@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
 from penstock.controller.database import Database
+from penstock.controller.encryption import VERSION_1, SecretCipher, decrypt_version_1
 from penstock.controller.runs import new_id, now
-from penstock.controller.sealing import Seal
 from penstock.errors import ControllerError
 
 TABLE = """CREATE TABLE IF NOT EXISTS secrets (
@@ -33,12 +33,13 @@ class Secret(NamedTuple):
 
 
 class Vault:
-    """Sealed values; `key` unseals them. Nothing here, its errors included, shows a value but `values`."""
+    """Values encrypted with `key`. Nothing here, its errors included, shows a value but `values`."""
 
     def __init__(self, database: Database, key: bytes) -> None:
         self._database = database
-        self._seal = Seal(key)
+        self._cipher = SecretCipher(key)
         database.create(TABLE)
+        self._reencrypt_version_1(key)
 
     def set(self, name: str, value: str, scope: str, *, by: str = "") -> Secret:
         """Keep a value under a name, in place of an earlier one; ControllerError 400 where name, value or scope cannot be."""
@@ -49,7 +50,7 @@ class Vault:
             VALUES (?, ?, ?, ?, ?, ?, ?, ?)
             ON CONFLICT (name, scope) DO UPDATE SET sealed = excluded.sealed, updated_at = excluded.updated_at,
             updater = excluded.updater""",
-            [new_id(), name, scope, self._seal.close(value, scope, name), moment, moment, by, by],
+            [new_id(), name, scope, self._cipher.encrypt(value, scope, name), moment, moment, by, by],
         )
         found = self._database.row("SELECT * FROM secrets WHERE name = ? AND scope = ?", [name, scope])
         assert found is not None, "it was written"
@@ -82,7 +83,19 @@ class Vault:
     def values(self, names: Iterable[str]) -> dict[str, str]:
         """The values themselves, a person's own before the workspace's; ControllerError 404 where one is missing."""
         chosen = {name: min(rows, key=lambda row: SCOPES.index(row["scope"])) for name, rows in self._find(names).items()}
-        return {name: self._seal.open(row["sealed"], row["scope"], name) for name, row in chosen.items()}
+        return {name: self._cipher.decrypt(row["sealed"], row["scope"], name) for name, row in chosen.items()}
+
+    def _reencrypt_version_1(self, key: bytes) -> None:
+        """Rewrite secrets of the first form, all or none; one that `key` cannot read stays as it is, and `values` refuses it."""
+        with self._database.transaction():
+            for row in self._database.rows("SELECT * FROM secrets WHERE substr(sealed, 1, 1) = ?", [VERSION_1]):
+                scope, name = row["scope"], row["name"]
+                try:
+                    value = decrypt_version_1(key, row["sealed"], scope, name)
+                except ControllerError:
+                    continue
+                encrypted = self._cipher.encrypt(value, scope, name)
+                self._database.write("UPDATE secrets SET sealed = ? WHERE seq = ?", [encrypted, row["seq"]])
 
     def _find(self, names: Iterable[str]) -> dict[str, list[sqlite3.Row]]:
         wanted = list(dict.fromkeys(names))

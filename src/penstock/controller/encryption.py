@@ -1,0 +1,122 @@
+"""Encryption of the vault's secrets, and the key for it.
+
+A secret is encrypted with AES-256-GCM of the `cryptography` library. The cipher's key is derived from the vault's key with
+HKDF-SHA256; the nonce is 12 random bytes, new for each encryption. Scope and name are authenticated with the ciphertext: one
+that was changed, or moved to another name, is refused. Texts are padded to a multiple of 64 bytes: only that length shows.
+
+This protects secrets in a database, a backup or a log that others can read. It does not protect them from whoever can read the
+key (a file of mode 0600 beside the database, or an entry in the operating system's keyring) or this process's memory.
+"""
+
+import hmac
+import importlib
+import secrets
+from contextlib import suppress
+from hashlib import sha256, shake_256
+from typing import Any
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+from penstock.controller.home import Home
+from penstock.errors import ConfigError, ControllerError
+
+VERSION, VERSION_1 = b"\x02", b"\x01"
+"""The first byte of an encrypted text: of those that `SecretCipher` makes, and of those that `decrypt_version_1` reads."""
+NONCE_BYTES, TAG_BYTES, PADDING_BYTES = 12, 16, 64
+FILE, MARK = "vault.key", "vault.keyring"
+SERVICE = "penstock controller"
+
+
+class SecretCipher:
+    """Encrypts texts under one key. `belongs` is what a text belongs to, and must be the same when it is decrypted."""
+
+    def __init__(self, key: bytes) -> None:
+        if len(key) < 32:
+            raise ConfigError(f"the vault's key has {len(key)} bytes; it must have at least 32 random ones")
+        self._aead = AESGCM(HKDF(algorithm=SHA256(), length=32, salt=None, info=b"penstock vault: AES-256-GCM").derive(key))
+
+    def __repr__(self) -> str:
+        return "SecretCipher(…)"
+
+    def encrypt(self, text: str, *belongs: str) -> bytes:
+        """Returns the version, the nonce, and the ciphertext with its tag."""
+        plain = text.encode("utf-8", "surrogatepass")
+        padded = len(plain).to_bytes(8, "big") + plain
+        padded += bytes(-len(padded) % PADDING_BYTES)
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        return VERSION + nonce + self._aead.encrypt(nonce, padded, _framed(VERSION, *(part.encode() for part in belongs)))
+
+    def decrypt(self, encrypted: bytes, *belongs: str) -> str:
+        """Returns the text; ControllerError where it was not encrypted with this key for `belongs`."""
+        version, nonce, ciphertext = encrypted[:1], encrypted[1 : 1 + NONCE_BYTES], encrypted[1 + NONCE_BYTES :]
+        if version != VERSION or len(ciphertext) < TAG_BYTES:
+            raise _unreadable(belongs)
+        try:
+            padded = self._aead.decrypt(nonce, ciphertext, _framed(VERSION, *(part.encode() for part in belongs)))
+        except InvalidTag:
+            raise _unreadable(belongs) from None
+        return _unpadded(padded)
+
+
+def decrypt_version_1(key: bytes, encrypted: bytes, *belongs: str) -> str:
+    """The text of the first form, which nothing writes any more; ControllerError where it cannot be read.
+
+    Version, nonce of 32 bytes, padded text XOR a SHAKE-256 keystream, HMAC-SHA256 tag of 32 bytes.
+    """
+    nonce, hidden, tag = encrypted[1:33], encrypted[33:-32], encrypted[-32:]
+    hiding = hmac.digest(key, b"penstock vault: hiding", sha256)
+    signing = hmac.digest(key, b"penstock vault: signing", sha256)
+    signed = _framed(VERSION_1, nonce, *(part.encode() for part in belongs), hidden)
+    if encrypted[:1] != VERSION_1 or not hmac.compare_digest(tag, hmac.digest(signing, signed, sha256)):
+        raise _unreadable(belongs)
+    stream = shake_256(b"penstock vault" + hiding + nonce).digest(len(hidden))
+    return _unpadded(bytes(a ^ b for a, b in zip(hidden, stream, strict=True)))
+
+
+def _framed(*parts: bytes) -> bytes:
+    return b"".join(len(part).to_bytes(8, "big") + part for part in parts)
+
+
+def _unpadded(padded: bytes) -> str:
+    return padded[8 : 8 + int.from_bytes(padded[:8], "big")].decode("utf-8", "surrogatepass")
+
+
+def _unreadable(belongs: tuple[str, ...]) -> ControllerError:
+    text = f"the secret {' '.join(belongs)} cannot be read with this controller's key; set it again"
+    return ControllerError(text, code="VAULT_UNREADABLE", status=500)
+
+
+def vault_key(home: Home) -> bytes:
+    """The key of this controller: from the operating system's keyring where `use_keyring` put it, else from a file; made once."""
+    if not (home.path / MARK).exists():
+        return home.secret(FILE)
+    kept = _keyring().get_password(SERVICE, str(home.path.resolve()))
+    if not kept:
+        text = f"the key of the secrets in {home.path} is in the operating system's keyring, which does not give it out"
+        raise ConfigError(f"{text}; unlock the keyring, or remove {home.path / MARK} and set all secrets again")
+    return kept.encode()
+
+
+def use_keyring(home: Home) -> None:
+    """Move the key from its file to the operating system's keyring; ConfigError where there is none that keeps it."""
+    key, ring, name = vault_key(home).decode(), _keyring(), str(home.path.resolve())
+    try:
+        ring.set_password(SERVICE, name, key)
+        kept = ring.get_password(SERVICE, name)
+    except Exception as cause:
+        raise ConfigError(f"the operating system's keyring refused the key: {cause}; the key stays in its file") from cause
+    if kept != key:
+        raise ConfigError("the operating system's keyring did not keep the key; it stays in its file")
+    (home.path / MARK).touch(mode=0o600)
+    with suppress(FileNotFoundError):
+        (home.path / FILE).unlink()
+
+
+def _keyring() -> Any:
+    try:
+        return importlib.import_module("keyring")
+    except ImportError as cause:
+        raise ConfigError("the operating system's keyring needs a package: pip install keyring") from cause

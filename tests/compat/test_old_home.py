@@ -1,0 +1,128 @@
+"""A controller's folder of an earlier version: its secrets are read and encrypted anew, its runs and datasets are still there."""
+
+import json
+import signal
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Generator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+
+from penstock.controller.database import Database
+from penstock.controller.encryption import vault_key
+from penstock.controller.home import Home
+from penstock.controller.vault import Vault
+from penstock.errors import ControllerError
+
+USER = {"SEARCH_KEY": "old personal value", "JUDGE_KEY": "two lines\nand ünïcode", "LONG_KEY": "0123456789" * 30}
+"""What a run gets: a personal value before one of the workspace."""
+
+
+@contextmanager
+def opened(home: Path, key: bytes | None = None) -> Generator[Vault]:
+    with closing(Database(home / "controller.db")) as database:
+        yield Vault(database, key or vault_key(Home(home)))
+
+
+def stored(home: Path) -> dict[tuple[str, str], bytes]:
+    with closing(sqlite3.connect(home / "controller.db")) as database:
+        return {(name, scope): value for name, scope, value in database.execute("SELECT name, scope, sealed FROM secrets")}
+
+
+def forms(home: Path) -> set[bytes]:
+    return {value[:1] for value in stored(home).values()}
+
+
+def test_old_secrets_are_read_and_encrypted_anew_once(home):
+    assert forms(home) == {b"\x01"}
+    with opened(home) as vault:
+        assert vault.values(USER) == USER
+        assert vault.scopes(USER) == {"SEARCH_KEY": "user_override", "JUDGE_KEY": "workspace", "LONG_KEY": "user"}
+    first = stored(home)
+    assert forms(home) == {b"\x02"}
+    with opened(home) as vault:
+        assert vault.values(USER) == USER and stored(home) == first
+        vault.delete("SEARCH_KEY", "user")
+        assert vault.values(["SEARCH_KEY"]) == {"SEARCH_KEY": "old workspace value"}
+
+
+def test_with_another_key_old_secrets_stay_as_they_are(home):
+    before = stored(home)
+    with (
+        opened(home, b"x" * 43) as vault,
+        pytest.raises(ControllerError, match="the secret user LONG_KEY cannot be read") as refused,
+    ):
+        vault.values(["LONG_KEY"])
+    assert refused.value.code == "VAULT_UNREADABLE" and stored(home) == before
+    with opened(home) as vault:
+        assert vault.values(USER) == USER
+
+
+def test_an_old_secret_that_was_damaged_or_moved_is_refused_and_the_others_are_read(home):
+    with closing(sqlite3.connect(home / "controller.db")) as database, database:
+        copied = "(SELECT sealed FROM secrets WHERE name = 'SEARCH_KEY' AND scope = 'workspace')"
+        database.execute(f"UPDATE secrets SET sealed = {copied} WHERE name = 'SEARCH_KEY' AND scope = 'user'")
+        database.execute("UPDATE secrets SET sealed = substr(sealed, 1, 20) WHERE name = 'LONG_KEY'")
+    with opened(home) as vault:
+        for name in ("SEARCH_KEY", "LONG_KEY"):
+            with pytest.raises(
+                ControllerError, match=f"the secret user {name} cannot be read with this controller's key; set it again"
+            ):
+                vault.values([name])
+            vault.set(name, "again", "user")
+        assert vault.values(USER) == {"SEARCH_KEY": "again", "JUDGE_KEY": USER["JUDGE_KEY"], "LONG_KEY": "again"}
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from penstock.controller.database import Database
+from penstock.controller.encryption import vault_key
+from penstock.controller.home import Home
+from penstock.controller.vault import Vault
+
+class DatabaseThatKills(Database):
+    updates = 0
+    def write(self, statement, values=()):
+        changed = super().write(statement, values)
+        self.updates += statement.startswith("UPDATE secrets")
+        if self.updates == int(sys.argv[2]):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return changed
+
+home = Path(sys.argv[1])
+Vault(DatabaseThatKills(home / "controller.db"), vault_key(Home(home)))
+"""
+
+
+@pytest.mark.parametrize("updates", [1, 2, 4])
+def test_a_kill_while_old_secrets_are_encrypted_anew_loses_none(home, updates):
+    died = subprocess.run([sys.executable, "-c", KILLED, str(home), str(updates)], timeout=60, check=False)
+    assert died.returncode == -signal.SIGKILL
+    assert forms(home) == {b"\x01"}
+    with opened(home) as vault:
+        assert vault.values(USER) == USER
+    assert forms(home) == {b"\x02"}
+
+
+@pytest.mark.slow
+def test_a_controller_serves_an_old_folder(home, told, tmp_path, monkeypatch):
+    monkeypatch.setenv("PENSTOCK_HOME", str(home))
+    monkeypatch.delenv("PENSTOCK_CONTROLLER", raising=False)
+    command = [sys.executable, "-m", "penstock", "controller", "up", "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert json.loads(process.stdout.readline())["event"] == "ready"
+            secrets = told("secret", "list")["environment_secrets"]
+            assert sorted({secret["name"] for secret in secrets}) == sorted(USER) and len(secrets) == 4
+            dataset = told("dataset", "list")["datasets"][0]
+            assert (dataset["file_name"], dataset["row_count"], dataset["status"]) == ("tasks", 4, "uploaded")
+            info = told("eval", "info", "submitted")
+            assert (info["eval_run"]["status"], info["results"]["graded"], info["results"]["passed"]) == ("finished", 3, 1)
+            assert told("eval", "download", "submitted", "--output", tmp_path / "fetched")["downloaded"] == 5
+        finally:
+            process.terminate()
+    assert forms(home) == {b"\x02"}
