@@ -17,7 +17,7 @@ from typing import TypeVar
 
 import pytest
 import torch
-from nursery import times
+from killable_process import times
 
 from penstock.engines.embedded.decoder import Decoder, read_shape
 from penstock.engines.embedded.weights import save_decoder

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from commands_stage import Up, controller_up, tiny_project
+from controller_process import ControllerProcess, controller_up, tiny_project
 
 from penstock.cli.app import run
 
 
-class Told(NamedTuple):
-    """What came of a command."""
+class CommandResult(NamedTuple):
+    """Exit code and output of a command."""
 
     code: int
     out: str
@@ -29,11 +29,11 @@ class Told(NamedTuple):
         return self.json["error"]["code"]
 
 
-Command = Callable[..., Told]
+Command = Callable[..., CommandResult]
 
 
 @pytest.fixture(scope="module")
-def serving(tmp_path_factory) -> Generator[Up]:
+def serving(tmp_path_factory) -> Generator[ControllerProcess]:
     with controller_up(tmp_path_factory.mktemp("controller") / "home", "--runs", "2") as up:
         yield up
 
@@ -50,8 +50,8 @@ def command(serving, capsys, monkeypatch, tmp_path) -> Command:
     monkeypatch.delenv("PENSTOCK_CONTROLLER", raising=False)
     monkeypatch.chdir(tmp_path)
 
-    def told(*arguments: Any) -> Told:
+    def run_command(*arguments: Any) -> CommandResult:
         code = run([str(each) for each in arguments])
-        return Told(code, *capsys.readouterr())
+        return CommandResult(code, *capsys.readouterr())
 
-    return told
+    return run_command

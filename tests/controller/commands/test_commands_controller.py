@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands_stage import DEADLINE_S, controller_up, end_runs, environment, eventually, penstock, ran, tiny_project
+from controller_process import DEADLINE_S, controller_up, end_runs, environment, eventually, penstock, ran, tiny_project
 
 from penstock.cli.app import run
 from penstock.controller.client import Client

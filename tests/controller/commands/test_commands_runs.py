@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from commands_stage import DEADLINE_S, environment, penstock
+from controller_process import DEADLINE_S, environment, penstock
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands_stage import environment, penstock
+from controller_process import environment, penstock
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from cli_cases import ENGINE, USER, environment, ran, served
-from exposition import read
+from prometheus_text import read
 
 from penstock.pool.sqlite import open_pool
 from penstock.records import Attempt, End

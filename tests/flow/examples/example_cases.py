@@ -1,4 +1,4 @@
-"""What the tests of the examples share: policies that say what a model might, and a stage to run an example's agent on."""
+"""What the tests of the examples share: scripted policies, and a runner for an example's agent."""
 
 import asyncio
 import contextlib
@@ -35,7 +35,7 @@ def multiplier(renderer, call=written_call, answer=lambda result: result):
 
 
 @contextlib.asynccontextmanager
-async def stage(renderer, script, entry, *, workflow=None, **limits):
+async def example_runner(renderer, script, entry, *, workflow=None, **limits):
     """An example's agent on a gateway of its own: the runner, its pool, its limits, and the engine, which knows its prompts."""
     engine = ScriptedEngine(script, renderer.tokenizer, chunk=16)
     agent = load_agent(EXAMPLES / entry, {"max_tokens": 150} if workflow is None else workflow, {})
@@ -49,7 +49,7 @@ async def stage(renderer, script, entry, *, workflow=None, **limits):
 
 async def attempts(renderer, script, tasks, entry, *, concurrency=8, workflow=None, **limits):
     """Every task tried once; and the engine."""
-    async with stage(renderer, script, entry, workflow=workflow, **limits) as (runner, pool, _, engine):
+    async with example_runner(renderer, script, entry, workflow=workflow, **limits) as (runner, pool, _, engine):
         limits = RolloutSection(concurrency=concurrency)
         names = await run_once(tasks, runner, pool=pool, sampling=Sampling(max_tokens=200), limits=limits)
         done = [await pool.attempt(name) for name in names]

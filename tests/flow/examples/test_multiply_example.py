@@ -6,7 +6,7 @@ import runpy
 
 import example_cases
 import pytest
-from example_cases import EXAMPLES, QUESTION, multiplier, stage, written_call
+from example_cases import EXAMPLES, QUESTION, example_runner, multiplier, written_call
 
 from penstock.config import load_config
 from penstock.records import End, Sampling
@@ -144,7 +144,7 @@ def test_scheduled_groups_are_graded_and_ready_to_be_trained(renderer):
     tasks = load_tasks(EXAMPLE / "tasks.jsonl")
 
     async def main():
-        async with stage(renderer, multiplier(renderer), "multiply/agent.py", group_size=3, groups_per_step=2) as (
+        async with example_runner(renderer, multiplier(renderer), "multiply/agent.py", group_size=3, groups_per_step=2) as (
             runner,
             pool,
             limits,

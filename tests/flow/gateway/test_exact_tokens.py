@@ -10,10 +10,10 @@ from random import Random
 from typing import Any
 
 import pytest
-from exact_replies import Sample
-from exact_talks import Stage, Talk, scripted
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from random_conversations import GatewayPair, RandomConversation, scripted
+from random_replies import Sample
 
 from penstock.gateway import Limits
 from penstock.gateway.graph import HISTORY_EDITED, REPLY_EDITED, REWRITTEN, TOOLS_CHANGED
@@ -36,10 +36,10 @@ async def converse(name: str, randoms: list[Random], model: Renderer | None = No
     async with AsyncExitStack() as stack:
         limits = Limits(calls_per_s=1e6)
         benches = [await stack.enter_async_context(workbench(engine, model, pool=pool, limits=limits)) for _ in range(2)]
-        stage = Stage(name, (benches[0].gateway, benches[1].gateway), engine, script, pool, Counter())
+        pair = GatewayPair(name, (benches[0].gateway, benches[1].gateway), engine, script, pool, Counter())
         for random in randoms:
-            await Talk(stage, random).run()
-    return stage.counts
+            await RandomConversation(pair, random).run()
+    return pair.counts
 
 
 @pytest.mark.slow

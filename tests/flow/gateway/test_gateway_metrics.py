@@ -4,8 +4,8 @@ import asyncio
 from collections import Counter
 
 import pytest
-from exposition import read
 from gateway_cases import USER, chat, messages_of, renderer
+from prometheus_text import read
 
 from penstock.gateway.metrics import BOUNDS_S, Histogram, merge
 from penstock.gateway.peers import Peers

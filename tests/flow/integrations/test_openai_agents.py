@@ -17,7 +17,7 @@ from agents import (
     input_guardrail,
     output_guardrail,
 )
-from agents_cases import TWICE, act, agent, calls, multiply
+from openai_agents_cases import TWICE, agent, calls, multiply, run_in_rollout
 from pydantic import BaseModel
 
 from penstock.integrations.openai_agents import BoundModel, RolloutAgent, RolloutModel, RolloutSession
@@ -32,7 +32,7 @@ def test_tool_loop_is_one_transcript_whose_tokens_go_on():
         samples = await context.get_samples()
         return result, await on.steps(context), await on.broken(context), samples["solver"].messages, len(on.engine.prompts)
 
-    result, steps, broken, items, _ = act([calls("multiply", a=6, b=7), "42"], play)
+    result, steps, broken, items, _ = run_in_rollout([calls("multiply", a=6, b=7), "42"], play)
     assert (result.final_output, [name for name, _ in steps], broken) == ("42", ["solver", "solver"], [])
     assert items[:2] == PROMPT
     assert [item.get("type") for item in items[2:]] == ["function_call", "function_call_output", "message"]
@@ -55,7 +55,7 @@ def test_reply_with_text_and_two_calls_goes_on_with_its_own_tokens(streamed):
         return await on.broken(context), len(await on.steps(context)), on.prompt(1)
 
     both = f"Let me see.\n{calls('multiply', a=6, b=7)}\n{calls('multiply', a=2, b=3)}"
-    broken, count, prompt = act([both, "42 and 6", "yes"], play)
+    broken, count, prompt = run_in_rollout([both, "42 and 6", "yes"], play)
     assert (broken, count, both in prompt) == ([], 3, True)
 
 
@@ -65,7 +65,7 @@ def test_instructions_are_sent_and_not_kept_and_usage_is_counted():
         result = await Runner.run(agent(), PROMPT, session=session)
         return on.prompt(0), await session.get_items(), result.context_wrapper.usage, len(on.engine.prompts[0])
 
-    prompt, items, usage, tokens = act(["42"], play)
+    prompt, items, usage, tokens = run_in_rollout(["42"], play)
     assert prompt.index("You are solver.") < prompt.index("Be brief.")
     assert "You are solver." not in str(items)
     assert (usage.requests, usage.input_tokens, usage.output_tokens > 0) == (1, tokens, True)
@@ -78,7 +78,7 @@ def test_repeated_runs_on_one_session_carry_the_history_and_the_tokens():
             await Runner.run(solver, text, session=session)
         return await on.steps(context), await on.broken(context), on.engine.prompts
 
-    steps, broken, prompts = act(["A", "B", "C"], play)
+    steps, broken, prompts = run_in_rollout(["A", "B", "C"], play)
     assert (steps, broken) == ([("talk", "A"), ("talk", "B"), ("talk", "C")], [])
     assert all(later[: len(earlier)] == earlier for earlier, later in itertools.pairwise(prompts))
 
@@ -93,7 +93,7 @@ def test_streamed_run_gives_text_as_it_comes_and_counts_usage():
         ]
         return deltas, result, await on.steps(context), await on.broken(context)
 
-    deltas, result, steps, broken = act([calls("multiply", a=6, b=7), "It is 42."], play)
+    deltas, result, steps, broken = run_in_rollout([calls("multiply", a=6, b=7), "It is 42."], play)
     assert ("".join(deltas), result.final_output, len(deltas) > 1) == ("It is 42.", "It is 42.", True)
     assert ([name for name, _ in steps], broken) == (["s", "s"], [])
     assert (result.context_wrapper.usage.requests, result.context_wrapper.usage.output_tokens > 0) == (2, True)
@@ -109,7 +109,7 @@ def test_stream_that_is_left_early_stops_the_engine_and_a_new_run_works():
         await on.engine.idle.wait()
         return await Runner.run(solver, "again", session=RolloutSession("t")), on.engine.cancelled
 
-    result, cancelled = act(["word " * 5000, "fine"], play)
+    result, cancelled = run_in_rollout(["word " * 5000, "fine"], play)
     assert (result.final_output, cancelled) == ("fine", 1)
 
 
@@ -126,7 +126,7 @@ def test_run_sync_in_a_thread_belongs_to_the_rollout_and_brings_its_own_event_lo
 
         return await asyncio.to_thread(work), await on.steps(context), await on.broken(context)
 
-    outputs, steps, broken = act([calls("multiply", a=2, b=3), "6", "7"], play)
+    outputs, steps, broken = run_in_rollout([calls("multiply", a=2, b=3), "6", "7"], play)
     assert (outputs, [name for name, _ in steps], broken) == (["6", "7"], ["sync"] * 3, [])
 
 
@@ -137,7 +137,7 @@ def test_handoff_stays_in_the_session_with_the_other_agents_instructions():
         result = await Runner.run(first, "Hard question", session=RolloutSession("talk"))
         return result, await on.steps(context), on.prompt(1), (await context.get_samples())["talk"].messages
 
-    result, steps, prompt, items = act([calls("transfer_to_expert"), "Easy."], play)
+    result, steps, prompt, items = run_in_rollout([calls("transfer_to_expert"), "Easy."], play)
     assert (result.last_agent.name, [name for name, _ in steps]) == ("expert", ["talk", "talk"])
     assert "You are expert." in prompt and "You are first." not in prompt
     assert [item.get("type") for item in items] == [None, "function_call", "function_call_output", "message"]
@@ -153,7 +153,7 @@ def test_agent_as_a_tool_belongs_to_the_run_that_calls_it(streamed):
         result = await Runner.run(agent("boss", tools=[helper]), "Do it", session=RolloutSession("boss"))
         return result.final_output, await on.steps(context), await on.broken(context), await context.get_samples()
 
-    output, steps, broken, samples = act([calls("ask_helper", input="how?"), "like this", "done"], play)
+    output, steps, broken, samples = run_in_rollout([calls("ask_helper", input="how?"), "like this", "done"], play)
     assert (output, [name for name, _ in steps], steps[1][1], broken) == ("done", ["boss"] * 3, "like this", [])
     assert list(samples) == ["boss"] and "like this" in str(samples["boss"].messages)
     assert bool(seen) is streamed
@@ -165,7 +165,7 @@ def test_agent_as_a_tool_with_a_session_of_its_own_is_a_transcript_of_its_own():
         await Runner.run(agent("boss", tools=[helper]), "Do it", session=RolloutSession("boss"))
         return await on.steps(context)
 
-    steps = act([calls("ask_helper", input="how?"), "like this", "done"], play)
+    steps = run_in_rollout([calls("ask_helper", input="how?"), "like this", "done"], play)
     assert [name for name, _ in steps] == ["boss", "helper", "boss"]
 
 
@@ -182,7 +182,7 @@ def test_run_inside_the_task_of_another_gives_the_calls_back_to_it():
         await Runner.run(agent("boss"), "Do it", session=RolloutSession("boss"), run_config=config)
         return await on.steps(context)
 
-    assert act(["short", "yes", "done"], play) == [("editor", "short"), ("boss", "yes"), ("boss", "done")]
+    assert run_in_rollout(["short", "yes", "done"], play) == [("editor", "short"), ("boss", "yes"), ("boss", "done")]
 
 
 def test_tool_that_runs_an_agent_in_its_own_thread_and_loop_belongs_to_the_run():
@@ -197,7 +197,7 @@ def test_tool_that_runs_an_agent_in_its_own_thread_and_loop_belongs_to_the_run()
         await Runner.run(agent("boss", tools=[ask]), "Do it", session=RolloutSession("boss"))
         return await on.steps(context)
 
-    assert [name for name, _ in act([calls("ask"), "like this", "done"], play)] == ["boss"] * 3
+    assert [name for name, _ in run_in_rollout([calls("ask"), "like this", "done"], play)] == ["boss"] * 3
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -228,7 +228,7 @@ def test_guardrails_that_ask_the_policy_belong_to_the_run_they_guard(streamed):
     def script(prompt):
         return "right" if "Is this right" in prompt else "harmless" if "You are judge." in prompt else "hi"
 
-    verdicts, steps = act(script, play)
+    verdicts, steps = run_in_rollout(script, play)
     assert (verdicts, {name for name, _ in steps}, len(steps)) == (["harmless", "right"], {"s"}, 3)
 
 
@@ -243,7 +243,7 @@ def test_tripped_guardrail_raises_as_in_the_sdk_and_the_next_run_is_not_disturbe
         await Runner.run(agent(), "good", session=RolloutSession("good"))
         return await on.steps(context)
 
-    assert act(["fine"], play) == [("good", "fine")]
+    assert run_in_rollout(["fine"], play) == [("good", "fine")]
 
 
 def test_rollout_agent_is_an_agent_in_every_way():
@@ -254,7 +254,7 @@ def test_rollout_agent_is_an_agent_in_every_way():
         assert RolloutAgent[int](name="typed").name == "typed"
         return first, copy, again, context
 
-    first, copy, again, context = act([], play)
+    first, copy, again, context = run_in_rollout([], play)
     assert [field.name for field in dataclasses.fields(first)] == [field.name for field in dataclasses.fields(Agent)]
     assert isinstance(first, Agent) and type(copy) is RolloutAgent
     assert (first.model_settings.temperature, copy.tools, copy.name) == (0.5, [multiply], "copy")
@@ -269,7 +269,7 @@ def test_placeholder_in_the_run_config_is_the_policy_for_every_agent_of_the_run(
         result = await Runner.run(plain, "hi", session=RolloutSession("s"), run_config=given)
         return result.final_output, await on.steps(context), given
 
-    output, steps, given = act([calls("transfer_to_other"), "yes"], play)
+    output, steps, given = run_in_rollout([calls("transfer_to_other"), "yes"], play)
     assert (output, [name for name, _ in steps]) == ("yes", ["s", "s"])
     assert isinstance(given["model"] if isinstance(given, dict) else given.model, RolloutModel)
 
@@ -282,7 +282,7 @@ def test_settings_reach_the_engine_and_the_agents_own_win():
         await Runner.run(own, "hi", session=RolloutSession("b"))
         return [(each.temperature, each.top_p) for each in on.engine.samplings], on.engine.samplings[1].max_tokens
 
-    assert act(["a", "b"], play) == ([(0.25, 0.5), (0.75, 0.5)], 9)
+    assert run_in_rollout(["a", "b"], play) == ([(0.25, 0.5), (0.75, 0.5)], 9)
     with pytest.raises(TypeError, match="takes the fields of ModelSettings, not base_url; the policy's address and key"):
         RolloutModel(base_url="http://elsewhere")
 
@@ -303,7 +303,7 @@ def test_output_type_is_asked_for_in_the_instructions_and_parsed(streamed):
             result = await Runner.run(solver, "6 times 7?", session=session)
         return result.final_output, on.prompt(0), await on.broken(context)
 
-    output, prompt, broken = act([calls("multiply", a=6, b=7), '{"value": 42}'], play)
+    output, prompt, broken = run_in_rollout([calls("multiply", a=6, b=7), '{"value": 42}'], play)
     assert (output, broken) == (Answer(value=42), [])
     assert "You are solver.\n\nYour final answer must be JSON" in prompt and '"value"' in prompt
 
@@ -314,4 +314,4 @@ def test_answer_that_misses_the_output_type_is_the_models_fault():
             await Runner.run(agent(output_type=Answer), "6 times 7?", session=RolloutSession("s"))
         return await on.steps(context)
 
-    assert act(["forty-two"], play) == [("s", "forty-two")]
+    assert run_in_rollout(["forty-two"], play) == [("s", "forty-two")]

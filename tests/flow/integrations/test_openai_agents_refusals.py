@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 from agents import Agent, ModelSettings, Runner, SQLiteSession, function_tool
-from agents_cases import TWICE, act, agent, calls
 from openai import BadRequestError
+from openai_agents_cases import TWICE, agent, calls, run_in_rollout
 
 from penstock.integrations.openai_agents import RolloutAgent, RolloutModel, RolloutSession
 from penstock.testing import Scripted
@@ -34,7 +34,7 @@ def test_run_without_a_session_is_refused_before_and_after_another_session_was_u
             await attempt_without(way)
         return await on.steps(context)
 
-    assert [name for name, _ in act(["a"] * 4, play)] == ["s0", "t0", "s1", "t1"]
+    assert [name for name, _ in run_in_rollout(["a"] * 4, play)] == ["s0", "t0", "s1", "t1"]
 
 
 @TWICE
@@ -51,7 +51,7 @@ def test_run_sync_without_a_session_is_refused_after_one_with_a_session_in_the_s
         await asyncio.to_thread(work)
         return await on.steps(context)
 
-    assert act(["a"], play) == [("s", "a")]
+    assert run_in_rollout(["a"], play) == [("s", "a")]
 
 
 def test_task_that_outlives_its_run_is_refused():
@@ -74,7 +74,7 @@ def test_task_that_outlives_its_run_is_refused():
             await left[0]
         return await on.steps(context)
 
-    assert len(act([calls("start"), "ok"], play)) == 2
+    assert len(run_in_rollout([calls("start"), "ok"], play)) == 2
 
 
 def test_session_of_another_kind_is_refused():
@@ -82,7 +82,7 @@ def test_session_of_another_kind_is_refused():
         with pytest.raises(RuntimeError, match="session=RolloutSession"):
             await Runner.run(agent(), "hi", session=SQLiteSession("mine"))
 
-    act([], play)
+    run_in_rollout([], play)
 
 
 def test_run_that_fails_or_is_cancelled_leaves_no_session_behind():
@@ -100,7 +100,7 @@ def test_run_that_fails_or_is_cancelled_leaves_no_session_behind():
             await Runner.run(agent(), "hi")
         await on.engine.idle.wait()
 
-    act([Scripted("never ends", stall_after=2)], play)
+    run_in_rollout([Scripted("never ends", stall_after=2)], play)
 
 
 def test_placeholder_cannot_be_called():
@@ -108,7 +108,7 @@ def test_placeholder_cannot_be_called():
         with pytest.raises(NotImplementedError, match=r"RolloutAgent\(model=RolloutModel\(\)\) inside the workflow's run\(\)"):
             await Runner.run(Agent(name="plain", model=RolloutModel()), "hi", session=RolloutSession())
 
-    act([], play)
+    run_in_rollout([], play)
 
 
 def test_agent_with_the_placeholder_needs_a_rollout_and_one_without_does_not():

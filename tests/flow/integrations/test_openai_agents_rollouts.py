@@ -10,9 +10,9 @@ from agents import Agent, RunConfig, Runner, trace
 from agents.memory import Session
 from agents.run import AgentRunner, get_default_agent_runner, set_default_agent_runner
 from agents.tracing import TracingProcessor, get_trace_provider
-from agents_cases import DEADLINE_S, act, agent, calls, multiply, stage
 from gateway_cases import renderer
 from openai import BadRequestError
+from openai_agents_cases import DEADLINE_S, agent, agents_gateway, calls, multiply, run_in_rollout
 from rollout_cases import TASK, make_agent
 
 from penstock import AgentWorkflow, AgentWorkflowConfig, RolloutContext
@@ -69,7 +69,7 @@ def test_fifty_rollouts_with_two_sessions_each_never_mix_their_calls():
         return context
 
     async def main():
-        async with stage(script) as on:
+        async with agents_gateway(script) as on:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(one(on, place)) for place in range(50)]
             contexts = [task.result() for task in tasks]
@@ -165,7 +165,7 @@ def test_session_in_a_rollout_that_it_was_not_made_in_is_refused(origin):
             await Runner.run(agent(), "hi", session=session)
         return on.engine.prompts
 
-    assert act([], play) == []
+    assert run_in_rollout([], play) == []
 
 
 def test_agent_of_another_rollout_is_refused():
@@ -176,7 +176,7 @@ def test_agent_of_another_rollout_is_refused():
         with pytest.raises(RuntimeError, match=r"made in rollout 'r1' and runs in rollout '.*'; make it inside"):
             await Runner.run(stranger, "hi", session=RolloutSession())
 
-    act([], play)
+    run_in_rollout([], play)
 
 
 class Tracer(TracingProcessor):
@@ -225,13 +225,13 @@ def test_rollout_traces_nothing_whoever_started_the_trace(tracer):
             pass
         return await on.steps(context), context.strays
 
-    steps, strays = act([calls("multiply", a=1, b=2), "done", "done"], play)
+    steps, strays = run_in_rollout([calls("multiply", a=1, b=2), "done", "done"], play)
     assert (len(steps), tracer.seen, strays) == (3, [], set())
 
 
 def test_trace_that_was_open_before_the_rollout_sees_nothing_of_it(tracer):
     with trace("the whole program"):
-        act(["done"], lambda on, _: Runner.run(agent(), "hi", session=RolloutSession("a")))
+        run_in_rollout(["done"], lambda on, _: Runner.run(agent(), "hi", session=RolloutSession("a")))
     assert tracer.seen == ["the whole program"]
 
 
@@ -279,7 +279,7 @@ def test_runner_that_was_installed_before_keeps_running_and_ours_comes_back_if_r
     before, theirs = get_default_agent_runner(), Noted()
     try:
         set_default_agent_runner(theirs)
-        output = act(["done"], lambda on, _: Runner.run(agent(), "hi", session=RolloutSession("a"))).final_output
+        output = run_in_rollout(["done"], lambda on, _: Runner.run(agent(), "hi", session=RolloutSession("a"))).final_output
     finally:
         set_default_agent_runner(before)
     assert (output, theirs.ways) == ("done", ["run"])

@@ -53,7 +53,7 @@ def make(folder, *command, workflow=None):
 
 
 @contextlib.asynccontextmanager
-async def stage(renderer, agent, script=("6",), artifacts=None, **limits):
+async def prepared_rollout(renderer, agent, script=("6",), artifacts=None, **limits):
     """One rollout, ready to run: gives a function that runs it and returns the attempt, and the pool."""
     section = RolloutSection(**{"agent_timeout_s": DEADLINE_S, **limits})
     async with contextlib.AsyncExitStack() as stack:
@@ -76,7 +76,7 @@ def attempted(renderer, agent, task=TASK, **options):
     """What came of one rollout."""
 
     async def main():
-        async with stage(renderer, agent, **options) as (attempt, _):
+        async with prepared_rollout(renderer, agent, **options) as (attempt, _):
             return await attempt(task)
 
     return asyncio.run(main())

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 from cli_cases import ran
-from command_cases import TALK, TASK, attempted, make, stage, write_program
+from command_cases import TALK, TASK, attempted, make, prepared_rollout, write_program
 from process_cases import Bell, gone, named
 
 from penstock.config import AgentSection, load_config
@@ -135,7 +135,7 @@ def test_program_past_its_deadline_is_killed_with_all_that_it_started(renderer, 
 def test_cancelled_rollout_takes_its_program_with_it(renderer, tmp_path, executor):
     async def main():
         bell = Bell(tmp_path)
-        async with stage(renderer, shell(tmp_path, STUBBORN), executor=executor) as (attempt, pool):
+        async with prepared_rollout(renderer, shell(tmp_path, STUBBORN), executor=executor) as (attempt, pool):
             running = asyncio.create_task(attempt())
             processes = named(await bell.line())
             assert len(processes) == 2

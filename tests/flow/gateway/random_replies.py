@@ -1,4 +1,4 @@
-"""What models of each family sample: text, reasoning and calls in the family's own markup, cut into tokens in any way."""
+"""Random replies as models of each family sample them: text, reasoning and tool calls in its markup, tokenized in any way."""
 
 import json
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from random import Random
 
 from templates.template_cases import FAMILIES, renderer
 
-SCRAPS = [
+FRAGMENTS = [
     " ",
     "  ",
     "\n",
@@ -52,12 +52,12 @@ class Sample:
     """Whether the ids are what the template would make of the reply; not known of a reply that says something odd."""
 
 
-class Mark(str):
+class MarkupToken(str):
     """One token of the family's markup; the same text without this class is only text."""
 
 
-class Writer:
-    """Writes replies of one family."""
+class ReplySampler:
+    """Samples random replies of one family."""
 
     def __init__(self, name: str, random: Random) -> None:
         self.name = name
@@ -82,14 +82,14 @@ class Writer:
         """Something that anybody may say, ugly or not."""
         if self.random.random() < 0.5:
             return self.random.choice(WORDS)
-        return "".join(self.random.choice(SCRAPS + MARKUP) for _ in range(self.random.randint(0, most)))
+        return "".join(self.random.choice(FRAGMENTS + MARKUP) for _ in range(self.random.randint(0, most)))
 
     def sample(self, *, tools: bool) -> Sample:
         """Any reply: mostly something sensible, sometimes noise or nothing."""
         luck = self.random.random()
         if luck < 0.05:
             return self._noise()
-        thought = self.text() if self.name in THINKERS and self.random.random() < 0.5 else ""
+        thought = self.text() if self.name in REASONING_FAMILIES and self.random.random() < 0.5 else ""
         calls = [self._arguments() for _ in range(self.random.choice([1, 1, 2]))] if tools and luck < 0.5 else []
         said = "" if luck < 0.1 or (calls and luck < 0.35) else self.text()
         parts = self._parts(thought, said, calls)
@@ -141,7 +141,7 @@ class Writer:
             ), False
         ids: list[int] = []
         for part in parts:
-            if isinstance(part, Mark):
+            if isinstance(part, MarkupToken):
                 ids += self._encode(part)
                 continue
             cuts = sorted({0, len(part), *(self.random.randint(0, len(part)) for _ in range(4))})
@@ -150,7 +150,7 @@ class Writer:
         return ids, True
 
     def _shields(self, parts: list[str]) -> bool:
-        return any(atom in part for part in parts if not isinstance(part, Mark) for atom in self.atoms)
+        return any(atom in part for part in parts if not isinstance(part, MarkupToken) for atom in self.atoms)
 
     def _encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(self.tokenizer.shield(text) if self._shields([text]) else text)
@@ -160,9 +160,9 @@ class Writer:
         written = [json.dumps(call, ensure_ascii=False) for call in calls]
         if self.name == "harmony":
             return _harmony(thought, said, written)
-        head = [] if not thought else [Mark("<think>"), f"\n{thought}\n", Mark("</think>"), "\n\n"]
+        head = [] if not thought else [MarkupToken("<think>"), f"\n{thought}\n", MarkupToken("</think>"), "\n\n"]
         if thought and self.name == "deepseek r1":
-            head = [f"{thought}\n", Mark("</think>"), "\n\n"]
+            head = [f"{thought}\n", MarkupToken("</think>"), "\n\n"]
         if self.name.startswith("deepseek"):
             return [*head, said, *_deepseek(written)]
         if self.name.startswith("mistral"):
@@ -170,13 +170,16 @@ class Writer:
             listed = ", ".join(
                 f'{{"name": "multiply", "arguments": {text}, "id": "abc{place:06d}"}}' for place, text in enumerate(written)
             )
-            return [space + said if said or not calls else "", *([Mark("[TOOL_CALLS]"), f"{space}[{listed}]"] if calls else [])]
+            return [
+                space + said if said or not calls else "",
+                *([MarkupToken("[TOOL_CALLS]"), f"{space}[{listed}]"] if calls else []),
+            ]
         if self.name == "llama3":
             return [said, "; ".join(f'{{"name": "multiply", "parameters": {text}}}' for text in written)]
         return [*head, said, *_hermes(said, written)]
 
 
-THINKERS = ("qwen3", "qwen3 without thinking", "deepseek v3", "deepseek r1", "harmony")
+REASONING_FAMILIES = ("qwen3", "qwen3 without thinking", "deepseek v3", "deepseek r1", "harmony")
 
 
 def _hermes(said: str, written: list[str]) -> list[str]:
@@ -184,9 +187,9 @@ def _hermes(said: str, written: list[str]) -> list[str]:
     for place, text in enumerate(written):
         parts += [
             "\n" if said or place else "",
-            Mark("<tool_call>"),
+            MarkupToken("<tool_call>"),
             f'\n{{"name": "multiply", "arguments": {text}}}\n',
-            Mark("</tool_call>"),
+            MarkupToken("</tool_call>"),
         ]
     return parts
 
@@ -195,7 +198,7 @@ def _deepseek(written: list[str]) -> list[str]:
     if not written:
         return []
     mark = {
-        name: Mark(f"<\uff5c{name}\uff5c>")
+        name: MarkupToken(f"<\uff5c{name}\uff5c>")
         for name in ("tool▁calls▁begin", "tool▁calls▁end", "tool▁call▁begin", "tool▁call▁end", "tool▁sep")
     }
     parts = [mark["tool▁calls▁begin"]]
@@ -207,13 +210,21 @@ def _deepseek(written: list[str]) -> list[str]:
 
 def _harmony(thought: str, said: str, written: list[str]) -> list[str]:
     parts = (
-        [Mark("<|channel|>"), "analysis", Mark("<|message|>"), thought, Mark("<|end|>"), Mark("<|start|>"), "assistant"]
+        [
+            MarkupToken("<|channel|>"),
+            "analysis",
+            MarkupToken("<|message|>"),
+            thought,
+            MarkupToken("<|end|>"),
+            MarkupToken("<|start|>"),
+            "assistant",
+        ]
         if thought
         else []
     )
     if said or not written:
-        parts += [Mark("<|channel|>"), "final", Mark("<|message|>"), said]
+        parts += [MarkupToken("<|channel|>"), "final", MarkupToken("<|message|>"), said]
     for text in written[:1]:
-        parts += [Mark("<|end|>"), Mark("<|start|>"), "assistant"] if said else []
-        parts += [" to=functions.multiply", Mark("<|channel|>"), "commentary json", Mark("<|message|>"), text]
+        parts += [MarkupToken("<|end|>"), MarkupToken("<|start|>"), "assistant"] if said else []
+        parts += [" to=functions.multiply", MarkupToken("<|channel|>"), "commentary json", MarkupToken("<|message|>"), text]
     return parts

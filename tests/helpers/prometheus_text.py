@@ -1,4 +1,4 @@
-"""A strict reader of the Prometheus text format 0.0.4: whatever it does not take is wrong."""
+"""A strict parser of the Prometheus text format 0.0.4; asserts on anything that the format does not allow."""
 
 import math
 import re

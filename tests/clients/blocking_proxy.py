@@ -1,17 +1,17 @@
-"""What a client would send off this machine ends here."""
+"""A proxy that keeps clients from reaching any other machine."""
 
 import asyncio
 from contextlib import suppress
 
 
-class Outside:
-    """A proxy that leads to this machine only and notes what else is asked of it."""
+class BlockingProxy:
+    """Tunnels to this machine only; refuses other requests and keeps their first lines."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
         """The first line of each request to anyone else."""
 
-    async def __aenter__(self) -> "Outside":
+    async def __aenter__(self) -> "BlockingProxy":
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
         return self
 
@@ -21,7 +21,7 @@ class Outside:
 
     @property
     def variables(self) -> dict[str, str]:
-        """What a client's environment must say, so that it comes here."""
+        """The environment variables that make a client use this proxy."""
         port = self._server.sockets[0].getsockname()[1]
         names = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
         proxies = dict.fromkeys((*names, *(name.lower() for name in names)), f"http://127.0.0.1:{port}")

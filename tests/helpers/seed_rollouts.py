@@ -1,4 +1,4 @@
-"""Runs code of a seed as a rollout: found by discovery, on a real gateway with a scripted engine, graded, and told in full."""
+"""Runs code of the seed documents as rollouts: discovered, on a real gateway over a scripted engine, and graded."""
 
 import ast
 import asyncio
@@ -33,8 +33,8 @@ class SmallGrader(Grader):
 """
 
 
-class Ran(NamedTuple):
-    """What came of the rollouts."""
+class RolloutResults(NamedTuple):
+    """The finished rollouts, and the model calls that they made."""
 
     attempts: list[Attempt]
     heard: list[dict[str, str]]
@@ -55,8 +55,8 @@ class Ran(NamedTuple):
         return [(headers["x-rollout-id"], headers["x-sample-id"]) for headers in self.heard]
 
 
-class SeeingExecutor(InlineExecutor):
-    """Keeps what the grader is given."""
+class RecordingExecutor(InlineExecutor):
+    """Keeps the samples that the grader is given."""
 
     seen: Any = None
 
@@ -65,8 +65,8 @@ class SeeingExecutor(InlineExecutor):
         return await super().grade(task, samples, **options)
 
 
-class Ear:
-    """In front of the gateway: notes the headers of each call, and how many are under way."""
+class RequestLog:
+    """ASGI middleware in front of the gateway: keeps the headers of each call, and the most calls in flight at once."""
 
     def __init__(self, app):
         self.app, self.heard, self.under_way, self.most = app, [], 0, 0
@@ -102,14 +102,14 @@ def agent_around(run) -> Agent:
     return Agent(entry=Path(__file__), workflow=Work, workflow_config=None, grader=Check, grader_config=None)
 
 
-def play(renderer, agent: Agent, script, count=1, task=TASK) -> Ran:
+def run_rollouts(renderer, agent: Agent, script, count=1, task=TASK) -> RolloutResults:
     """Run `count` rollouts of the agent at once."""
-    return asyncio.run(_play(renderer, agent, script, count, task))
+    return asyncio.run(_run_rollouts(renderer, agent, script, count, task))
 
 
-async def _play(renderer, agent: Agent, script, count: int, task: Task) -> Ran:
-    limits = RolloutSection(executor="seed_stage:SeeingExecutor", agent_timeout_s=DEADLINE_S)
-    async with serving(renderer, script) as (bench, ear):
+async def _run_rollouts(renderer, agent: Agent, script, count: int, task: Task) -> RolloutResults:
+    limits = RolloutSection(executor="seed_rollouts:RecordingExecutor", agent_timeout_s=DEADLINE_S)
+    async with serving(renderer, script) as (bench, log):
         rollouts = [make_rollout("train-0", task.id, place) for place in range(count)]
         await bench.pool.open_group(task, rollouts, seq=0)
         opened = open_runner(agent, gateway=bench.gateway, pool=bench.pool, events=Events(), limits=limits)
@@ -118,16 +118,16 @@ async def _play(renderer, agent: Agent, script, count: int, task: Task) -> Ran:
             for rollout in rollouts:
                 group.create_task(runner.run(rollout, task, Sampling(max_tokens=200)))
         attempts = [await bench.pool.attempt(rollout.id) for rollout in rollouts]
-    return Ran(attempts, ear.heard, runner.executor.seen, ear.most)
+    return RolloutResults(attempts, log.heard, runner.executor.seen, log.most)
 
 
 @asynccontextmanager
 async def serving(renderer, script):
-    """A gateway on a socket, as agents reach it, with an ear in front; nothing in it takes longer than the deadline."""
+    """A gateway on a socket, as agents reach it, with a request log in front; nothing in it takes longer than the deadline."""
     async with asyncio.timeout(DEADLINE_S), workbench(ScriptedEngine(script, renderer.tokenizer), renderer) as bench:
-        bench.gateway.app = ear = Ear(bench.gateway.app)
+        bench.gateway.app = log = RequestLog(bench.gateway.app)
         async with bench.gateway:
-            yield bench, ear
+            yield bench, log
 
 
 async def execute(code: str, names: dict[str, Any]) -> None:

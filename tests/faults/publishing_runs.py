@@ -1,4 +1,4 @@
-"""Training runs that publish new weights all the time, with whatever samples for them; what is left of them afterwards."""
+"""Training runs that publish new weights in every step, on any engine, and the records they leave."""
 
 import asyncio
 import json

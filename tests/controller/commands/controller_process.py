@@ -1,4 +1,4 @@
-"""A controller in a process of its own, and commands that talk to it."""
+"""`penstock controller up` as a child process, and commands that call it."""
 
 import fcntl
 import json
@@ -41,8 +41,8 @@ def tiny_project(folder: Path) -> Path:
 
 
 @dataclass(frozen=True, slots=True)
-class Up:
-    """`penstock controller up`, serving."""
+class ControllerProcess:
+    """A running `penstock controller up`."""
 
     process: "subprocess.Popen[str]"
     ready: dict[str, Any]
@@ -55,14 +55,14 @@ class Up:
 
 
 @contextmanager
-def controller_up(home: Path, *arguments: Any) -> Generator[Up]:
+def controller_up(home: Path, *arguments: Any) -> Generator[ControllerProcess]:
     command = penstock("controller", "up", "--port", "0", "--home", home, *arguments)
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(home))
     try:
         assert process.stdout is not None
         line = process.stdout.readline()
         assert line, process.communicate(timeout=DEADLINE_S)
-        yield Up(process, json.loads(line), home)
+        yield ControllerProcess(process, json.loads(line), home)
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)

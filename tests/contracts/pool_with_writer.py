@@ -1,4 +1,4 @@
-"""A SQLite pool that has its steps and ends written by a scribe, in a thread of this process."""
+"""A SQLite pool whose steps and ends are written over a socket, by a writer in a thread of this process."""
 
 import os
 import socket
@@ -15,8 +15,8 @@ from penstock.pool.scribe import Scribe
 from penstock.pool.sqlite import open_pool
 
 
-class ScribedPool:
-    """Does what the pool does, and ends the scribe with it."""
+class PoolWithWriter:
+    """Delegates to the pool; `close` also ends the writer."""
 
     def __init__(self, folder: Path, **options: Any) -> None:
         self._place = tempfile.TemporaryDirectory(prefix="penstock-")

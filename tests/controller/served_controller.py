@@ -1,4 +1,4 @@
-"""What the tests of the controller's stations share: a controller on a real socket, and a caller with its token."""
+"""A controller on a real socket, and an HTTP client with its token."""
 
 import contextlib
 import json
@@ -14,8 +14,8 @@ from penstock.controller.stations import Limits, open_controller
 ROWS = b'{"prompt": "6 times 7?", "label": "42"}\n{"prompt": "2 times 3?", "label": "6"}\n'
 
 
-class Caller:
-    """Asks a controller over HTTP."""
+class ControllerClient:
+    """Calls a controller over HTTP."""
 
     def __init__(self, controller, url, session):
         self.controller, self.url, self._session = controller, url, session
@@ -35,7 +35,7 @@ class Caller:
         return await self.ask("POST", "datasets", {"file_name": name, "file_size": len(content), "extension": extension} | more)
 
     async def upload(self, name, content, extension="jsonl", **more):
-        """The whole way of a dataset; what `complete` answered."""
+        """Upload a dataset in all three requests; returns the answer to `complete`."""
         status, begun = await self.begin(name, content, extension, **more)
         assert status == 201, begun
         status, answer = await self.ask("PUT", begun["upload"]["presigned_url"], content, token=False)
@@ -44,14 +44,14 @@ class Caller:
 
 
 @contextlib.asynccontextmanager
-async def called(folder, **limits):
-    """A controller that serves, and a caller."""
+async def served_controller(folder, **limits):
+    """Open a controller and serve it; yields a client for it."""
     async with (
         open_controller(Home(folder / "home"), Limits(**limits)) as controller,
         serving(controller) as url,
         aiohttp.ClientSession() as session,
     ):
-        yield Caller(controller, url, session)
+        yield ControllerClient(controller, url, session)
 
 
 def submission(**fields):

@@ -1,4 +1,4 @@
-"""A process that works on a pool until it is killed: many rollouts at once, each step different, every acknowledgement told."""
+"""A program that writes to a pool until it is killed: many rollouts at once; every acknowledged write is reported as a line."""
 
 import asyncio
 import secrets
@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from nursery import raise_children, say
+from killable_process import fork_on_request, write_line
 
 from penstock.pool import POOLS
 from penstock.pool.base import Pool
@@ -121,12 +121,12 @@ def wrong(group: Group) -> list[str]:
 
 
 def live() -> None:
-    """One life: it works `alone` and takes up what the one before left, or `beside` others, or only `holds` a lease."""
+    """Run until killed: `alone` (resumes unfinished groups), `beside` other workers, or only `holds` a lease."""
     name, folder, url, how, lease_s = sys.argv[1:]
 
     async def whole() -> None:
         pool = POOLS.load(name)(Path(folder), url=url)
-        worker = Worker(pool, say, lease_s=float(lease_s))
+        worker = Worker(pool, write_line, lease_s=float(lease_s))
         await (worker.hold() if how == "holds" else worker.work(takes_up=how == "alone"))
 
     asyncio.run(whole())
@@ -134,4 +134,4 @@ def live() -> None:
 
 if __name__ == "__main__":
     POOLS.load(sys.argv[1])
-    raise_children(live)
+    fork_on_request(live)

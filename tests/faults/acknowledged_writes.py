@@ -1,4 +1,4 @@
-"""What killed writers said was durable, held against what is there."""
+"""Compares the writes that killed processes reported as durable with what the pool holds."""
 
 import asyncio
 import random
@@ -7,19 +7,19 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from nursery import Nursery
-from pool_writer import wrong
+from killable_process import KillableProcess
+from pool_worker import wrong
 
 from penstock.pool.base import Pool
 from penstock.records import Group
 
 PAGE = 50
 IN_FLIGHT = 200
-"""No more than these can be durable and not yet said when a kill comes."""
+"""The most writes that can be durable but not yet reported when a process is killed."""
 
 
-def moments(name: str, kills: int, lines: int) -> list[int]:
-    """After how many lines each life ends: anywhere, another time elsewhere, so many in all. The seed is printed."""
+def kill_points(name: str, kills: int, lines: int) -> list[int]:
+    """After how many lines to kill each process: random parts that sum to `lines`. The seed is printed."""
     seed = random.randrange(1 << 32)
     print(f"{name}: {kills} with seed {seed}")
     cuts = [0, *sorted(random.Random(seed).sample(range(1, lines), kills - 1)), lines]
@@ -27,8 +27,8 @@ def moments(name: str, kills: int, lines: int) -> list[int]:
 
 
 @dataclass
-class Acknowledged:
-    """Lines of writers, each about something that must stay."""
+class AcknowledgedWrites:
+    """The lines that workers wrote; each names a write that must be in the pool."""
 
     said: Counter[str] = field(default_factory=Counter[str])
     lent: Counter[str] = field(default_factory=Counter[str])
@@ -36,14 +36,14 @@ class Acknowledged:
     _more: int = 0
     _enough: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def hear(self, line: str) -> None:
+    def add(self, line: str) -> None:
         (self.lent if line.startswith("lent ") else self.said)[line] += 1
         self._more -= 1
         if self._more <= 0:
             self._enough.set()
 
     async def until(self, lines: int) -> None:
-        """Wait until that many more were heard."""
+        """Wait until `lines` more lines were added."""
         self._more = lines
         self._enough.clear()
         await self._enough.wait()
@@ -51,17 +51,17 @@ class Acknowledged:
     def count(self, kind: str) -> int:
         return sum(n for line, n in self.said.items() if line.startswith(f"{kind} "))
 
-    async def life(self, writers: Nursery, lines: int) -> None:
-        """A writer that is killed once it has said that many."""
-        await writers.bear()
+    async def run_until_killed(self, writers: KillableProcess, lines: int) -> None:
+        """Start a worker and kill it after `lines` lines."""
+        await writers.start()
         for _ in range(lines):
-            self.hear(await writers.hear())
+            self.add(await writers.read_line())
         for line in await writers.kill():
-            self.hear(line)
+            self.add(line)
         self.kills += 1
 
     async def check(self, pool: Pool) -> None:
-        """Everything said is there once, and hardly more: what was durable when the kill came, but not yet said."""
+        """Each reported write is in the pool once; unreported ones only as many as were in flight at the kills."""
         there = Counter([line async for line in lines_of(pool)])
         lost, unsaid = self.said - there, there - self.said
         twice = [line for line, n in (self.said | there).items() if n > 1]
@@ -73,7 +73,7 @@ class Acknowledged:
 
 
 async def lines_of(pool: Pool) -> AsyncIterator[str]:
-    """What the pool holds, in the words of a writer; all of it is as it was written."""
+    """The pool's content as the lines a worker would write; asserts that the content is unchanged."""
     steps = 0
     async for group in all_groups(pool):
         assert wrong(group) == []

@@ -34,8 +34,8 @@ def agent(name="solver", **options):
     return RolloutAgent(**{"name": name, "instructions": f"You are {name}.", "model": RolloutModel(), **options})
 
 
-class Stage(NamedTuple):
-    """A gateway behind a socket, and rollouts on it."""
+class AgentsGateway(NamedTuple):
+    """A gateway on a socket with a scripted engine, and rollouts on it."""
 
     bench: object
     engine: ScriptedEngine
@@ -62,7 +62,7 @@ class Stage(NamedTuple):
 
 
 @contextlib.asynccontextmanager
-async def stage(script):
+async def agents_gateway(script):
     """Replies in order, or `script(prompt text)` where it is a function."""
     tokenizer = renderer().tokenizer
     replies = (lambda ids: script(tokenizer.decode(ids))) if callable(script) else script
@@ -70,18 +70,18 @@ async def stage(script):
     async with asyncio.timeout(DEADLINE_S), workbench(engine, renderer(), serves=True) as bench:
         clients = Clients()
         try:
-            yield Stage(bench, engine, clients)
+            yield AgentsGateway(bench, engine, clients)
         finally:
             await clients.close()
 
 
-def act(script, play):
-    """Run `play(stage, context)` inside one rollout; what it returns."""
+def run_in_rollout(script, play):
+    """Run `play(gateway, context)` inside one rollout; what it returns."""
 
     async def main():
-        async with stage(script) as on:
-            context = await on.rollout()
+        async with agents_gateway(script) as gateway:
+            context = await gateway.rollout()
             with context:
-                return await play(on, context)
+                return await play(gateway, context)
 
     return asyncio.run(main())

@@ -1,7 +1,7 @@
-"""Hostile conversations through the real gateway, and the test's own account of what every prompt must be.
+"""Random conversations through the real gateway, and an independent record of what every prompt must be.
 
-An agent, perhaps with a sub-agent, goes on, asks again, branches, edits, compacts, is retried by its SDK, moves to another gateway.
-The account is kept apart from the gateway's: what was said, by meaning, and the exact ids that the engine saw and sampled for it.
+An agent, perhaps with a sub-agent, continues, repeats a call, branches, edits, compacts, is retried by its SDK, changes gateways.
+The record does not use the gateway's graph: it maps messages, by meaning, to the exact ids that the engine saw and sampled.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from random import Random
 from typing import Any
 
 import orjson
-from exact_replies import Sample, Writer
+from random_replies import ReplySampler, Sample
 
 from penstock.gateway import Gateway
 from penstock.gateway.graph import REWRITTEN, prompts
@@ -29,8 +29,8 @@ STRICT = ("gemma", "mistral v3")
 
 
 @dataclass(frozen=True)
-class Known:
-    """A path that ends with a reply, as the test has seen it."""
+class KnownPath:
+    """A recorded path of messages that ends with a reply."""
 
     ids: tuple[int, ...]
     last_id: int | None
@@ -41,7 +41,7 @@ class Known:
 
 @dataclass
 class Agent:
-    """One conversation of the rollout: what its agent believes was said."""
+    """One conversation of the rollout: the history as its agent sends it."""
 
     name: str
     tools: bool
@@ -51,8 +51,8 @@ class Agent:
 
 
 @dataclass
-class Stage:
-    """Two gateways over one pool, with an engine that samples what it is told."""
+class GatewayPair:
+    """Two gateways over one pool, with a scripted engine."""
 
     name: str
     gateways: tuple[Gateway, Gateway]
@@ -63,20 +63,20 @@ class Stage:
     rollouts: int = 0
 
 
-class Talk:
-    """One rollout."""
+class RandomConversation:
+    """One rollout of random calls; every prompt is checked."""
 
-    def __init__(self, stage: Stage, random: Random) -> None:
-        self.stage = stage
+    def __init__(self, pair: GatewayPair, random: Random) -> None:
+        self.pair = pair
         self.random = random
-        self.writer = Writer(stage.name, random)
+        self.writer = ReplySampler(pair.name, random)
         self.renderer = self.writer.renderer
-        self.known: dict[str, Known] = {}
+        self.known: dict[str, KnownPath] = {}
         self.nodes: set[str] = set()
         """Keys of the messages of every prompt."""
         self.replies: set[str] = set()
         self.prompts: list[tuple[int, ...]] = []
-        self.gateway = stage.gateways[0]
+        self.gateway = pair.gateways[0]
         self.seen = 0
         """Steps recorded so far."""
         self.edits = 0
@@ -84,16 +84,16 @@ class Talk:
         """By transcript and request: the last answer, and who gave it."""
 
     async def run(self) -> None:
-        self.rollout, self.token = await _open(self.stage)
+        self.rollout, self.token = await _open(self.pair)
         agents = [self._agent(0), self._agent(1)] if self.random.random() < 0.4 else [self._agent(0)]
         for _ in range(self.random.randint(3, 9)):
             await self._move(self.random.choice(agents), agents)
-        attempt = await self.stage.pool.attempt(self.rollout.id)
+        attempt = await self.pair.pool.attempt(self.rollout.id)
         exact = exactness(attempt)
         assert (exact.exact_tokens, exact.unhashed_tokens) == (exact.sampled_tokens, 0), exact
         assert list(prompts(attempt).values()) == self.prompts
-        self.stage.counts["conversations"] += 1
-        self.stage.counts["sampled tokens"] += exact.sampled_tokens
+        self.pair.counts["conversations"] += 1
+        self.pair.counts["sampled tokens"] += exact.sampled_tokens
 
     def _agent(self, place: int) -> Agent:
         return Agent(f"agent-{place}", tools=self.random.random() < 0.6)
@@ -113,7 +113,7 @@ class Talk:
         elif luck < 0.40 and spoken:
             self._compact(agent)
         elif luck < 0.43:
-            self.gateway = self.stage.gateways[1]
+            self.gateway = self.pair.gateways[1]
         elif luck < 0.45 and spoken and agent.history[-1]["role"] == "assistant" and not agent.history[-1].get("tool_calls"):
             agent.tools = not agent.tools
         return await self._call(agent, self._body(agent))
@@ -143,7 +143,7 @@ class Talk:
     def _body(self, agent: Agent) -> dict[str, Any]:
         history, new = agent.history, self._new(agent)
         choices = 2 if self.random.random() < 0.07 else 1
-        body: dict[str, Any] = {"model": "any", "messages": self._echoed([*history, *new]), "stream": self.random.random() < 0.3}
+        body: dict[str, Any] = {"model": "any", "messages": self._as_sent([*history, *new]), "stream": self.random.random() < 0.3}
         return body | ({"tools": [TOOL]} if agent.tools else {}) | ({"n": 2} if choices == 2 else {})
 
     def _new(self, agent: Agent) -> list[dict[str, Any]]:
@@ -155,7 +155,7 @@ class Talk:
             return [system, *opening] if self.random.random() < 0.4 else opening
         if history[-1]["role"] == "user":
             return []
-        strict = self.stage.name in STRICT
+        strict = self.pair.name in STRICT
         calls = history[-1].get("tool_calls")
         if calls:
             results = [{"role": "tool", "tool_call_id": call["id"], "content": self.writer.text()} for call in calls]
@@ -164,33 +164,33 @@ class Talk:
             return [{"role": "system", "content": "Mind the time."}, user]
         return [user]
 
-    def _echoed(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def _as_sent(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The history as agents send it: the same in meaning, not in form."""
-        echo = self.random.choice(ECHOES)
-        return [echo(message) for message in messages]
+        form = self.random.choice(HISTORY_FORMS)
+        return [form(message) for message in messages]
 
     async def _retry(self, agent: Agent) -> None:
         """What an SDK sends that did not get its answer: the same again, with a mark."""
-        before, (told, teller) = len(self.stage.engine.prompts), self.answers[agent.name, agent.last]
+        before, (told, teller) = len(self.pair.engine.prompts), self.answers[agent.name, agent.last]
         status, answer = await _post(self.gateway, self.token, agent.last, agent.name, retry=True)
         assert status == 200
-        assert len(self.stage.engine.prompts) == before
+        assert len(self.pair.engine.prompts) == before
         if self.gateway is teller:
             assert answer == told
         else:  # it has the replies from the pool, not how they were cut into events
             stream = orjson.loads(agent.last)["stream"]
             assert _messages(answer, stream=stream) == _messages(told, stream=stream)
-        self.stage.counts["retries"] += 1
+        self.pair.counts["retries"] += 1
 
     async def _call(self, agent: Agent, body: dict[str, Any]) -> None:
         samples = [self.writer.sample(tools=agent.tools) for _ in range(body.get("n", 1))]
         if "stop" not in body and "max_tokens" not in body:
             body |= self._limits(samples)
-        self.stage.script.extend(samples)
+        self.pair.script.extend(samples)
         content = orjson.dumps(body)
         status, answer = await _post(self.gateway, self.token, content, agent.name)
         assert status == 200, (answer, body)
-        made = self.stage.engine.prompts[-len(samples) :]
+        made = self.pair.engine.prompts[-len(samples) :]
         self.prompts += made
         replies = _messages(answer, stream=body["stream"])
         steps = await self._steps(len(samples))
@@ -218,17 +218,17 @@ class Talk:
         return {"max_tokens": self.random.randint(1, 20)} if luck < 0.15 else {}
 
     async def _steps(self, count: int) -> list[Any]:
-        attempt = await self.stage.pool.attempt(self.rollout.id)
+        attempt = await self.pair.pool.attempt(self.rollout.id)
         steps = sorted(attempt.steps, key=lambda step: step.index)[self.seen :]
         self.nodes_by_id = {node.id: node for node in attempt.nodes}
         assert len(steps) == count
         self.seen += count
-        self.stage.counts["steps"] += count
+        self.pair.counts["steps"] += count
         return steps
 
     def _check(self, sent: list[dict[str, Any]], tools: bool, prompt: tuple[int, ...], node_id: int) -> None:
-        """Compare a prompt with the account."""
-        node, counts = self.nodes_by_id[node_id], self.stage.counts
+        """Compare a prompt with the record."""
+        node, counts = self.nodes_by_id[node_id], self.pair.counts
         offered = [TOOL] if tools else []
         sizes = [size for size in range(len(sent), 0, -1) if key(sent[:size], tools) in self.known]
         foreign = [key([message], False) for message in sent[sizes[0] if sizes else 0 :] if message["role"] == "assistant"]
@@ -248,7 +248,7 @@ class Talk:
             assert (node.reason is not None) == bool(foreign)
             counts[f"bridged: {node.reason or 'nothing broke'}"] += 1
 
-    def _check_glue(self, path: Known, new: list[dict[str, Any]], tools: list[Any], prompt: tuple[int, ...]) -> None:
+    def _check_glue(self, path: KnownPath, new: list[dict[str, Any]], tools: list[Any], prompt: tuple[int, ...]) -> None:
         """The path's ids come first; the rest is what the whole conversation, rendered from scratch, ends with after the reply."""
         assert prompt[: len(path.ids)] == path.ids
         glue, whole = prompt[len(path.ids) :], self.renderer.root([*path.messages, *new], tools)
@@ -259,7 +259,7 @@ class Talk:
         else:
             assert glue[0] == end
         if path.canonical:
-            self.stage.counts["bridged and equal to the whole rendering"] += 1
+            self.pair.counts["bridged and equal to the whole rendering"] += 1
             assert prompt == whole
 
     def _learn(self, sent: list[dict[str, Any]], tools: bool, prompt: tuple[int, ...], step: Any, *, canonical: bool) -> None:
@@ -267,7 +267,7 @@ class Talk:
         size = next((n for n in range(len(sent), 0, -1) if key(sent[:n], tools) in self.known), 0) if node.parent is not None else 0
         before = self.known[key(sent[:size], tools)] if size else None
         messages = [*(before.messages if before else []), *sent[size:], step.message]
-        self.known[key([*sent, step.message], tools)] = Known(
+        self.known[key([*sent, step.message], tools)] = KnownPath(
             prompt + step.completion_ids,
             step.completion_ids[-1] if step.completion_ids else None,
             messages,
@@ -320,7 +320,7 @@ def _reordered(message: dict[str, Any]) -> dict[str, Any]:
     return message | {"tool_calls": [again(call) for call in calls]} if calls else message
 
 
-ECHOES = [
+HISTORY_FORMS = [
     _same,
     _spoken(
         lambda message: {
@@ -349,11 +349,11 @@ def _messages(answer: bytes, *, stream: bool) -> list[dict[str, Any]]:
     for line in answer.split(b"\n\n"):
         event = line.removeprefix(b"data: ")
         for choice in orjson.loads(event)["choices"] if event.startswith(b"{") else ():
-            _grow(found.setdefault(choice["index"], {"role": "assistant", "content": ""}), choice["delta"])
+            _add_delta(found.setdefault(choice["index"], {"role": "assistant", "content": ""}), choice["delta"])
     return [found[place] for place in sorted(found)]
 
 
-def _grow(message: dict[str, Any], delta: dict[str, Any]) -> None:
+def _add_delta(message: dict[str, Any], delta: dict[str, Any]) -> None:
     message["content"] += delta.get("content") or ""
     if delta.get("reasoning_content"):
         message["reasoning_content"] = message.get("reasoning_content", "") + delta["reasoning_content"]
@@ -364,12 +364,12 @@ def _grow(message: dict[str, Any], delta: dict[str, Any]) -> None:
         calls[part["index"]]["function"]["arguments"] += part["function"].get("arguments") or ""
 
 
-async def _open(stage: Stage) -> tuple[Rollout, str]:
-    task = Task(id=f"task-{stage.rollouts}", prompt=({"role": "user", "content": "?"},))
-    rollout = make_rollout(f"train-{stage.rollouts}", task.id, 0)
-    await stage.pool.open_group(task, [rollout], seq=stage.rollouts)
-    stage.rollouts += 1
-    return rollout, stage.gateways[0].open(rollout, Sampling(max_tokens=1024)).token
+async def _open(pair: GatewayPair) -> tuple[Rollout, str]:
+    task = Task(id=f"task-{pair.rollouts}", prompt=({"role": "user", "content": "?"},))
+    rollout = make_rollout(f"train-{pair.rollouts}", task.id, 0)
+    await pair.pool.open_group(task, [rollout], seq=pair.rollouts)
+    pair.rollouts += 1
+    return rollout, pair.gateways[0].open(rollout, Sampling(max_tokens=1024)).token
 
 
 async def _post(gateway: Gateway, token: str, body: bytes, transcript: str, *, retry: bool = False) -> tuple[int, bytes]:

@@ -19,8 +19,8 @@ AGENT = Path(__file__).parent / "ray_agents" / "agent.py"
 DEADLINE_S = 90
 
 
-class Stage:
-    """All that a test looks at."""
+class RaySetup:
+    """A scripted engine, tasks, the runner and scheduler, and the events they emit."""
 
     def __init__(self, folder, *, stall=False):
         self.folder, self.notes = folder, folder / "notes"
