@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 
 import connect_page
 import pytest
-from client_outside import Outside
+from blocking_proxy import BlockingProxy
 from environments import PROJECT, ROOT, bin_of, missing, npm_prefix, python_of
 from scripts import Script
 
@@ -66,12 +66,12 @@ class Trial:
         async with AsyncExitStack() as stack:
             pool = POOLS.load("sqlite")(self.folder.parent / "pool")
             stack.push_async_callback(pool.close)
-            outside = await stack.enter_async_context(Outside())
+            proxy = await stack.enter_async_context(BlockingProxy())
             bench = await stack.enter_async_context(workbench(engine, renderer, pool=pool, serves=True))
             session = await bench.rollout(sampling=Sampling(max_tokens=4096))
-            output = await self._ended(Place(session.base_url.removesuffix("/v1"), session.token), outside.variables)
+            output = await self._ended(Place(session.base_url.removesuffix("/v1"), session.token), proxy.variables)
             ignored = {name.removeprefix("ignored:") for name in bench.gateway.counts if name.startswith("ignored:")}
-            return Seen(output, await bench.attempt(session), outside.asked, ignored)
+            return Seen(output, await bench.attempt(session), proxy.asked, ignored)
 
     async def _ended(self, place: "Place", proxies: Mapping[str, str]) -> str:
         home = self.folder.parent / "home"

@@ -5,14 +5,14 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, cast
 
+from pool_with_writer import PoolWithWriter
 from postgres_server import server_url
-from scribed import ScribedPool
 
 from penstock.pool import POOLS
 from penstock.pool.base import Pool
 from penstock.records import End, Grade, Group, Lease, Node, Rollout, Sampling, Step, Task, make_rollout
 
-KINDS = [*POOLS, "scribed"]
+KINDS = [*POOLS, "sqlite-writer"]
 """All pools, and the one of a file whose steps and ends another process writes."""
 DURABLE = [name for name in KINDS if name != "memory"]
 TASK = Task(id="t1", prompt=({"role": "user", "content": "6 · 7 = …?"},), label="42", metadata={"row": 3})
@@ -30,8 +30,8 @@ class FakeClock:
 
 def open_one(name: str, folder: Path, **options: Any) -> Pool:
     """The pool called `name` for `folder`; PostgreSQL gets a server."""
-    if name == "scribed":
-        return cast("Pool", ScribedPool(folder, **options))
+    if name == "sqlite-writer":
+        return cast("Pool", PoolWithWriter(folder, **options))
     where = {"url": server_url()} if name == "postgres" else {}
     return POOLS.load(name)(folder, **where, **options)
 

@@ -25,7 +25,7 @@ from penstock.controller.jobs import Job
 from penstock.controller.runs import RunFiles, Runs, Status, Submission, new_id, now
 from penstock.controller.stations import Controller, Limits, open_controller
 
-ENGINE_FOLDER = Path(__file__).parents[1] / "flow" / "cli_engine"
+ENGINE_FOLDER = Path(__file__).parents[1] / "helpers" / "cli_engine"
 AGENT = """
 from pathlib import Path
 from penstock import AgentWorkflow, Grader

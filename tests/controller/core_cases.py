@@ -19,7 +19,7 @@ from penstock.controller.stations import Limits, open_controller
 
 T = TypeVar("T")
 DEADLINE_S = 120.0
-TINY = Path(__file__).parents[1] / "flow" / "tiny_run"
+TINY = Path(__file__).parents[1] / "helpers" / "tiny_run"
 
 SUBMISSION = Submission(
     rollout="small", entrypoint="main.py", model="tiny", dataset="rows", dataset_digest="0" * 64, snapshot="1" * 64, tables={}

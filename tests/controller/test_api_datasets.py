@@ -4,14 +4,14 @@ import asyncio
 from urllib.parse import quote
 
 import pytest
-from station_cases import ROWS, called
+from served_controller import ROWS, served_controller
 
 from penstock.controller.api.links import Links
 
 
 def test_a_dataset_goes_up_is_shown_and_comes_down_again(tmp_path):
     async def whole():
-        async with called(tmp_path) as caller:
+        async with served_controller(tmp_path) as caller:
             status, made = await caller.upload("sums", ROWS)
             assert (status, made["status"], made["row_count"], made["file_size"]) == (200, "uploaded", 2, len(ROWS))
             status, page = await caller.ask("GET", "datasets?limit=50&offset=0")
@@ -33,7 +33,7 @@ def test_a_dataset_goes_up_is_shown_and_comes_down_again(tmp_path):
 
 def test_a_name_in_use_is_a_conflict_that_names_the_dataset_and_can_be_overwritten(tmp_path):
     async def whole():
-        async with called(tmp_path) as caller:
+        async with served_controller(tmp_path) as caller:
             made = (await caller.upload("sums", ROWS))[1]
             status, refused = await caller.begin("sums", ROWS)
             assert (status, refused["existing_dataset_id"], refused["code"]) == (409, made["id"], "DATASET_EXISTS")
@@ -45,7 +45,7 @@ def test_a_name_in_use_is_a_conflict_that_names_the_dataset_and_can_be_overwritt
 
 def test_bad_rows_are_refused_with_an_issue_for_each(tmp_path):
     async def whole():
-        async with called(tmp_path) as caller:
+        async with served_controller(tmp_path) as caller:
             status, refused = await caller.upload("sums", ROWS + b'{"label": 3}\n[]\n')
             assert (status, refused["code"]) == (400, "DATASET_INVALID")
             assert [issue["key"] for issue in refused["issues"]] == ["line 3", "line 4"]
@@ -60,7 +60,7 @@ def test_bad_rows_are_refused_with_an_issue_for_each(tmp_path):
 
 def test_an_aborted_upload_is_cancelled_and_its_link_is_worth_nothing(tmp_path):
     async def whole():
-        async with called(tmp_path) as caller:
+        async with served_controller(tmp_path) as caller:
             begun = (await caller.begin("sums", ROWS))[1]
             for _ in range(2):
                 assert (await caller.ask("POST", f"datasets/{begun['id']}/abort", {}))[1]["status"] == "cancelled"
@@ -80,7 +80,7 @@ def test_a_connection_that_breaks_leaves_nothing_and_the_file_can_be_sent_again(
         return writer
 
     async def whole():
-        async with called(tmp_path) as caller, asyncio.timeout(60):
+        async with served_controller(tmp_path) as caller, asyncio.timeout(60):
             begun = (await caller.begin("sums", ROWS))[1]
             url, datasets = begun["upload"]["presigned_url"], caller.controller.datasets
             writer = await broken(url, len(ROWS))
@@ -121,7 +121,7 @@ def test_a_connection_that_breaks_leaves_nothing_and_the_file_can_be_sent_again(
 )
 def test_what_cannot_be_is_one_line_with_a_code_and_changes_nothing(tmp_path, method, path, body, status, code):
     async def whole():
-        async with called(tmp_path, dataset_mb=2) as caller:
+        async with served_controller(tmp_path, dataset_mb=2) as caller:
             answered, refused = await caller.ask(method, path, body)
             assert (answered, refused["code"]) == (status, code) and "\n" not in refused["error"]
             assert (await caller.ask("GET", "datasets"))[1]["total_count"] == 0
@@ -131,7 +131,7 @@ def test_what_cannot_be_is_one_line_with_a_code_and_changes_nothing(tmp_path, me
 
 def test_links_that_are_over_changed_or_for_something_else_are_forbidden(tmp_path):
     async def whole():
-        async with called(tmp_path) as caller:
+        async with served_controller(tmp_path) as caller:
             begun = (await caller.begin("sums", ROWS))[1]
             url = begun["upload"]["presigned_url"]
             old = Links(caller.controller.home.secret("links"), caller.url, lifetime_s=-1).make(
@@ -150,7 +150,7 @@ def test_links_that_are_over_changed_or_for_something_else_are_forbidden(tmp_pat
 
 def test_a_name_of_any_letters_is_found_and_downloaded_under_its_name(tmp_path):
     async def whole():
-        async with called(tmp_path) as caller:
+        async with served_controller(tmp_path) as caller:
             name = 'Summen ü "1" 100%'
             made = (await caller.upload(name, ROWS))[1]
             shown = (await caller.ask("GET", f"datasets/{quote(name, safe='')}"))[1]

@@ -4,7 +4,7 @@ import asyncio
 from urllib.parse import quote
 
 import pytest
-from station_cases import add_training, called
+from served_controller import add_training, served_controller
 from test_deployments import save_checkpoint
 
 from penstock.models import resolve
@@ -14,7 +14,7 @@ NAME = quote("sums/step-4", safe="")
 
 def test_base_models_and_checkpoints_are_listed_with_what_may_be_served(tmp_path):
     async def whole():
-        async with called(tmp_path) as caller:
+        async with served_controller(tmp_path) as caller:
             _, results = add_training(caller.controller.runs, caller.controller.home, "sums")
             for number, step in ((1, 2), (2, 4)):
                 save_checkpoint(results, resolve("tiny").path, number, step=step)
@@ -36,7 +36,7 @@ def test_base_models_and_checkpoints_are_listed_with_what_may_be_served(tmp_path
 @pytest.mark.slow
 def test_a_checkpoint_is_deployed_answers_and_is_taken_back(tmp_path):
     async def whole():
-        async with called(tmp_path) as caller:
+        async with served_controller(tmp_path) as caller:
             _, results = add_training(caller.controller.runs, caller.controller.home, "sums")
             save_checkpoint(results, resolve("tiny").path, 1, step=4)
             for _ in range(2):
@@ -64,7 +64,7 @@ def test_a_checkpoint_is_deployed_answers_and_is_taken_back(tmp_path):
 )
 def test_an_unknown_model_is_not_found(tmp_path, method, path):
     async def whole():
-        async with called(tmp_path) as caller:
+        async with served_controller(tmp_path) as caller:
             status, refused = await caller.ask(method, path, None if method == "GET" else {})
             assert (status, refused["code"]) == (404, "MODEL_NOT_FOUND")
 

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from station_cases import called
+from served_controller import served_controller
 from test_repositories import git, repository
 
 
@@ -11,7 +11,7 @@ def test_rollouts_of_the_callers_repository_are_listed_a_page_at_a_time(tmp_path
     git(tmp_path / "r", "branch", "other")
 
     async def whole():
-        async with called(tmp_path) as caller:
+        async with served_controller(tmp_path) as caller:
             status, _ = await caller.ask("POST", "repositories", {"name": "Acme/Agents", "path": str(tmp_path / "r")})
             assert status == 201
             status, page = await caller.ask("GET", "rollouts?limit=2&offset=0", **{"X-Osmosis-Git": "acme/agents"})
@@ -29,7 +29,7 @@ def test_an_unknown_repository_branch_or_none_is_told_with_a_remedy(tmp_path):
     repository(tmp_path / "r", "a")
 
     async def whole():
-        async with called(tmp_path) as caller:
+        async with served_controller(tmp_path) as caller:
             caller.controller.repositories.register("a/b", tmp_path / "r")
             status, refused = await caller.ask("GET", "rollouts", **{"X-Osmosis-Git": "a/c"})
             assert (status, refused["code"]) == (404, "REPOSITORY_UNKNOWN")

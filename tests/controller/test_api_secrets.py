@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from station_cases import called
+from served_controller import served_controller
 
 PATH = "environment-secrets"
 VALUE = "s3cr3t-value"
@@ -11,7 +11,7 @@ VALUE = "s3cr3t-value"
 
 def test_secrets_are_set_listed_by_scope_and_deleted(tmp_path):
     async def whole():
-        async with called(tmp_path) as caller:
+        async with served_controller(tmp_path) as caller:
             for name, scope in (("B", "workspace"), ("A", "user"), ("A", "workspace")):
                 status, made = await caller.ask("POST", PATH, {"name": name, "value": VALUE, "scope": scope})
                 assert (status, made["name"], made["scope"], made["creator_name"]) == (200, name, scope, "owner") and made["id"]
@@ -41,7 +41,7 @@ def test_secrets_are_set_listed_by_scope_and_deleted(tmp_path):
 )
 def test_what_cannot_be_a_secret_is_refused_and_never_shown(tmp_path, body, caplog):
     async def whole():
-        async with called(tmp_path) as caller:
+        async with served_controller(tmp_path) as caller:
             status, refused = await caller.ask("POST", PATH, body)
             assert status == 400 and refused["code"] in ("SECRET_INVALID", "BODY_INVALID")
             assert VALUE not in str(refused) + caplog.text
@@ -52,7 +52,7 @@ def test_what_cannot_be_a_secret_is_refused_and_never_shown(tmp_path, body, capl
 
 def test_an_unknown_scope_is_refused(tmp_path):
     async def whole():
-        async with called(tmp_path) as caller:
+        async with served_controller(tmp_path) as caller:
             assert (await caller.ask("GET", f"{PATH}?scope=team"))[0] == 400
 
     asyncio.run(whole())

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from station_cases import ROWS
+from served_controller import ROWS
 
 from penstock.controller.database import Database
 from penstock.controller.datasets import Datasets

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import aiohttp
 import pytest
-from station_cases import add_training
+from served_controller import add_training
 
 from penstock.chat.renderer import Renderer
 from penstock.controller.database import Database

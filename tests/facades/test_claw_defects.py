@@ -6,7 +6,7 @@ import socket
 
 import pytest
 from openai import APIStatusError, AsyncOpenAI
-from seed_stage import play
+from seed_rollouts import run_rollouts
 
 from claw_r1.agent_flow import MultiStepAgentFlow
 from claw_r1.agent_flow.agent_flow import AgentFlowBase
@@ -78,7 +78,7 @@ def test_a_row_whose_flow_fails_fails_alone(renderer, tmp_path):
         "        return await super().run(sampling_params, **kwargs)\n"
     )
     agent = open_agent(AgentSection(entry=tmp_path / "flows.py"), {}, {})
-    ran = play(renderer, agent, ["hello"] * 4, count=4)
+    ran = run_rollouts(renderer, agent, ["hello"] * 4, count=4)
     assert [attempt.end for attempt in ran.attempts] == [End.COMPLETED, End.AGENT_ERROR, End.COMPLETED, End.COMPLETED]
     assert "no luck" in ran.attempts[1].message
 
@@ -91,7 +91,7 @@ def test_a_rollout_of_several_steps_is_judged_once_as_a_whole(renderer, tmp_path
     source = AgentSection(entry=tmp_path / "none.py", flow="multi_step_agent")
     agent = open_agent(source, {}, {"path": str(tmp_path / "score.py")})
     assert issubclass(agent.workflow.flows.pick("multi_step_agent").cls, MultiStepAgentFlow)
-    ran = play(renderer, agent, ["41", "42"], task=Task(id="t", prompt=tuple(HI), label="42", metadata={}))
+    ran = run_rollouts(renderer, agent, ["41", "42"], task=Task(id="t", prompt=tuple(HI), label="42", metadata={}))
     assert (ran.attempt.end, len(ran.attempt.steps), ran.attempt.reward) == (End.COMPLETED, 2, 1.0)
     assert [grade.step for grade in ran.attempt.grades] == [1]
 

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from seed_stage import play
+from seed_rollouts import run_rollouts
 
 from penstock.chat.renderer import Renderer
 from penstock.config import AgentSection
@@ -38,7 +38,7 @@ def call(name="multiply", **arguments):
 def test_the_flow_earns_where_it_used_its_tool_and_answers_right(renderer, replies, reward):
     source = AgentSection(entry=Path(), flow="multiply", flows=MULTIPLY / "flow.yaml")
     agent = open_agent(source, {}, {"path": str(MULTIPLY / "multiply_flow.py")})
-    ran = play(renderer, agent, replies, task=TASK)
+    ran = run_rollouts(renderer, agent, replies, task=TASK)
     assert (ran.attempt.end, ran.attempt.message, ran.attempt.reward) == (End.COMPLETED, "", reward)
     assert len(ran.attempt.steps) == len(replies)
     assert sum(node.parent is None for node in ran.attempt.nodes) == 1

@@ -9,7 +9,7 @@ import threading
 
 import pytest
 from agents import Agent, Runner, function_tool
-from seed_stage import TASK, agent_around, play, serving
+from seed_rollouts import TASK, agent_around, run_rollouts, serving
 from strands import tool
 
 from osmosis_ai.rollout import (
@@ -66,7 +66,7 @@ FORMS = pytest.mark.parametrize(
 
 @FORMS
 def test_each_call_has_the_tokens_that_were_sampled(renderer, run, tools):
-    ran = play(renderer, agent_around(lambda ctx: run(ctx, tools=tools)), [CALL, "42"])
+    ran = run_rollouts(renderer, agent_around(lambda ctx: run(ctx, tools=tools)), [CALL, "42"])
     assert (ran.attempt.end, len(ran.attempt.steps)) == (End.COMPLETED, 2)
     for step, text in zip(ran.attempt.steps, [CALL, "42"], strict=True):
         assert renderer.tokenizer.decode(step.completion_ids).startswith(text)
@@ -77,7 +77,7 @@ def test_each_call_has_the_tokens_that_were_sampled(renderer, run, tools):
 
 @FORMS
 def test_a_sample_holds_what_was_said_in_one_form_with_system_prompt_and_tools(renderer, run, tools):
-    ran = play(renderer, agent_around(lambda ctx: run(ctx, tools=tools)), [CALL, "42"])
+    ran = run_rollouts(renderer, agent_around(lambda ctx: run(ctx, tools=tools)), [CALL, "42"])
     sample = ran.samples["one"]
     assert [message["role"] for message in sample.transcript] == ["system", "user", "assistant", "tool", "assistant"]
     assert (sample.transcript[0]["content"], sample.transcript[-1]["content"]) == ("Be brief.", "42")
@@ -90,7 +90,7 @@ def test_a_handoff_is_a_path_of_its_own_so_each_token_keeps_its_context(renderer
         second = sdk.OsmosisAgent(name="second", instructions="You are second.", model=sdk.OsmosisRolloutModel())
         await with_agents(ctx, handoffs=[second])
 
-    ran = play(renderer, agent_around(run), [HANDOFF, "42"])
+    ran = run_rollouts(renderer, agent_around(run), [HANDOFF, "42"])
     assert [step.transcript for step in ran.attempt.steps] == ["one", "one"]
     assert [node.parent for node in ran.attempt.nodes] == [None, None]
     assert [node.messages[0]["content"] for node in ran.attempt.nodes] == ["Be brief.", "You are second."]
@@ -102,10 +102,10 @@ def test_without_a_key_the_users_own_is_not_sent(renderer, monkeypatch, run, too
     monkeypatch.delenv("OSMOSIS_API_KEY", raising=False)
 
     async def main():
-        async with serving(renderer, []) as (bench, ear):
+        async with serving(renderer, []) as (bench, log):
             with RolloutContext(bench.gateway.base_url, rollout_id="r"), contextlib.suppress(Exception):
                 await run(AgentWorkflowContextOf(TASK))
-            return ear.heard
+            return log.heard
 
     heard = asyncio.run(main())
     assert heard and "the-users-own" not in str(heard)
@@ -129,7 +129,7 @@ def test_a_direct_call_is_named_with_the_remedy(renderer):
         with contextlib.suppress(OSError):
             await asyncio.get_running_loop().getaddrinfo("api.openai.com", 443)
 
-    ran = play(renderer, agent_around(run), [])
+    ran = run_rollouts(renderer, agent_around(run), [])
     assert ran.attempt.end is End.AGENT_ERROR
     assert "but called api.openai.com directly; use" in ran.attempt.message
 
@@ -143,7 +143,7 @@ def test_a_plain_client_needs_the_contexts_headers_only(renderer):
         async with AsyncOpenAI(base_url=here.chat_completions_url, api_key=here.api_key, default_headers=headers) as client:
             await client.chat.completions.create(model="openai/osmosis-rollout", messages=ctx.prompt)
 
-    ran = play(renderer, agent_around(run), ["42"])
+    ran = run_rollouts(renderer, agent_around(run), ["42"])
     assert ran.ids == [(ran.attempt.rollout.id, "plain")]
     assert (ran.samples["plain"].messages[-1]["content"], ran.attempt.end) == ("42", End.COMPLETED)
 
@@ -158,7 +158,7 @@ def test_the_context_is_there_in_threads(renderer):
         pooled = await asyncio.get_running_loop().run_in_executor(None, lambda: get_rollout_context().rollout_id)
         assert [*seen, pooled] == [get_rollout_context().rollout_id] * 2
 
-    assert play(renderer, agent_around(run), ["42"]).attempt.end is End.COMPLETED
+    assert run_rollouts(renderer, agent_around(run), ["42"]).attempt.end is End.COMPLETED
 
 
 def executed(renderer, run, script, *, grade=None, monkeypatch=None, **request):
@@ -280,7 +280,7 @@ def test_a_message_names_the_classes_of_this_api(renderer):
     async def run(ctx):
         await Runner.run(sdk.OsmosisAgent(name="a", model=sdk.OsmosisRolloutModel()), ctx.prompt)
 
-    assert "session=OsmosisMemorySession(name=…)" in play(renderer, agent_around(run), []).attempt.message
+    assert "session=OsmosisMemorySession(name=…)" in run_rollouts(renderer, agent_around(run), []).attempt.message
     with pytest.raises(RuntimeError, match=r"OsmosisAgent\(model=OsmosisRolloutModel\(\)\) requires an active RolloutContext"):
         sdk.OsmosisAgent(name="a", model=sdk.OsmosisRolloutModel())
     with pytest.raises(RuntimeError, match=r"OsmosisStrandsAgent .* requires an active RolloutContext"):
@@ -294,7 +294,7 @@ def test_the_placeholder_becomes_the_model_that_the_documents_name(renderer):
         assert sdk.OsmosisAgent(name="b", model="other").model == "other"
         await Runner.run(agent, ctx.prompt, session=sdk.OsmosisMemorySession())
 
-    ran = play(renderer, agent_around(run), ["42"])
+    ran = run_rollouts(renderer, agent_around(run), ["42"])
     (name,) = ran.samples
     assert len(name) == 32 and ran.ids == [(ran.attempt.rollout.id, name)]
 
@@ -308,7 +308,7 @@ def test_the_newer_spellings_work_too(renderer):
         await with_agents(ctx)
         get_rollout_context().set_sample_source(Source())
 
-    ran = play(renderer, agent_around(run), ["42"])
+    ran = run_rollouts(renderer, agent_around(run), ["42"])
     assert [sample.messages[-1]["role"] for sample in ran.samples.values()] == ["assistant", "assistant"]
     assert list(ran.samples) == ["one", "main"]
 

@@ -1,16 +1,11 @@
 """`osmosis_ai.evaluate_rubric` against a judge on a real port."""
 
 import asyncio
-import sys
-from pathlib import Path
 
 import pytest
+from judge_double import judge_double, says
 
 import osmosis_ai
-
-sys.path.append(str(Path(__file__).parents[1] / "flow"))
-
-from judge_double import judge_double, says
 
 
 @pytest.fixture(autouse=True)

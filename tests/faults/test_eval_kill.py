@@ -14,7 +14,7 @@ from penstock.evals.stored import open_evaluation
 from penstock.records import End
 
 ROWS, SAMPLES, AT_ONCE = 258, 4, 32
-ENGINE = Path(__file__).parents[1] / "flow" / "cli_engine"
+ENGINE = Path(__file__).parents[1] / "helpers" / "cli_engine"
 AGENT = """
 import os
 from penstock import AgentWorkflow, Grader, get_rollout_context

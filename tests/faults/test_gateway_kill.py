@@ -4,8 +4,8 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from busy_agents import kill_gateways
-from nursery import times
+from killable_process import times
+from retrying_agents import kill_gateways
 
 from penstock.pool.check import check_file
 from penstock.pool.sqlite import open_pool

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import many_rollouts
 import pytest
-from nursery import FULL, times
+from killable_process import FULL, times
 
 from penstock.testing import write_tokenizer
 

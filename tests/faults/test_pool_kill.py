@@ -3,10 +3,10 @@
 import asyncio
 from pathlib import Path
 
-import pool_writer
+import pool_worker
 import pytest
-from acknowledged import Acknowledged, moments
-from nursery import nursery, times
+from acknowledged_writes import AcknowledgedWrites, kill_points
+from killable_process import killable_process, times
 
 from penstock.pool.check import check_file
 from penstock.pool.sqlite import open_pool
@@ -15,12 +15,12 @@ from penstock.pool.sqlite import open_pool
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_no_acknowledged_step_is_lost_when_the_writer_is_killed(tmp_path: Path) -> None:
-    kills, told = times(100), Acknowledged()
+    kills, told = times(100), AcknowledgedWrites()
 
     async def main() -> None:
-        async with nursery(Path(pool_writer.__file__), "sqlite", tmp_path, "", "alone", 60) as writers:
-            for lines in moments("kills of the pool's writer", kills, kills * 600):
-                await told.life(writers, lines)
+        async with killable_process(Path(pool_worker.__file__), "sqlite", tmp_path, "", "alone", 60) as writers:
+            for lines in kill_points("kills of the pool's writer", kills, kills * 600):
+                await told.run_until_killed(writers, lines)
         assert check_file(tmp_path / "pool.db", lambda done, of: None).findings == []
         pool = open_pool(tmp_path)
         await told.check(pool)

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import pool_writer
+import pool_worker
 import pytest
-from acknowledged import Acknowledged, moments
-from busy_agents import kill_gateways
-from nursery import nursery, times
-from pool_writer import CLAIMED, TASK, Worker
+from acknowledged_writes import AcknowledgedWrites, kill_points
+from killable_process import killable_process, times
+from pool_worker import CLAIMED, TASK, Worker
 from postgres_server import Server, server_program, server_url
+from retrying_agents import kill_gateways
 
 from penstock.chat.renderer import Renderer
 from penstock.errors import PoolError
@@ -21,7 +21,7 @@ from penstock.pool.postgres import open_pool
 from penstock.records import End, make_rollout
 from penstock.testing import ScriptedEngine, workbench, write_tokenizer
 
-WRITER = Path(pool_writer.__file__)
+WRITER = Path(pool_worker.__file__)
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
@@ -37,12 +37,12 @@ def durable_server() -> Iterator[Server]:
 
 
 def test_no_acknowledged_step_is_lost_when_a_writer_to_postgres_is_killed(tmp_path: Path) -> None:
-    kills, told, url = times(50), Acknowledged(), server_url()
+    kills, told, url = times(50), AcknowledgedWrites(), server_url()
 
     async def main() -> None:
-        async with nursery(WRITER, "postgres", tmp_path, url, "alone", 60) as writers:
-            for lines in moments("kills of a writer to PostgreSQL", kills, kills * 300):
-                await told.life(writers, lines)
+        async with killable_process(WRITER, "postgres", tmp_path, url, "alone", 60) as writers:
+            for lines in kill_points("kills of a writer to PostgreSQL", kills, kills * 300):
+                await told.run_until_killed(writers, lines)
         pool = open_pool(tmp_path, url=url)
         await told.check(pool)
         await pool.close()
@@ -72,14 +72,14 @@ class Patient:
 
 
 def test_a_server_that_crashes_under_load_has_everything_when_it_is_back(tmp_path: Path, durable_server: Server) -> None:
-    crashes, told = times(10), Acknowledged()
+    crashes, told = times(10), AcknowledgedWrites()
 
     async def main() -> None:
         pool = open_pool(tmp_path, url=durable_server.url)
         patient = Patient(pool)
         async with asyncio.TaskGroup() as tasks:
-            worker = tasks.create_task(Worker(patient, told.hear).work(takes_up=True))  # type: ignore[arg-type]
-            for lines in moments("crashes of PostgreSQL", crashes, crashes * 500):
+            worker = tasks.create_task(Worker(patient, told.add).work(takes_up=True))  # type: ignore[arg-type]
+            for lines in kill_points("crashes of PostgreSQL", crashes, crashes * 500):
                 await told.until(lines)
                 await crash(durable_server, patient)
                 with pytest.raises(PoolError, match="cannot be reached"):
@@ -103,15 +103,15 @@ async def crash(server: Server, patient: Patient) -> None:
 
 
 def test_two_processes_at_one_pool_lend_no_group_twice(tmp_path: Path) -> None:
-    kills, told, url = times(40), Acknowledged(), server_url()
+    kills, told, url = times(40), AcknowledgedWrites(), server_url()
 
     async def main() -> None:
         async def lives(lines: list[int]) -> None:
-            async with nursery(WRITER, "postgres", tmp_path, url, "beside", 60) as writers:
+            async with killable_process(WRITER, "postgres", tmp_path, url, "beside", 60) as writers:
                 for each in lines:
-                    await told.life(writers, each)
+                    await told.run_until_killed(writers, each)
 
-        cuts = moments("kills of two writers to PostgreSQL", kills, kills * 600)
+        cuts = kill_points("kills of two writers to PostgreSQL", kills, kills * 600)
         async with asyncio.TaskGroup() as both:
             both.create_task(lives(cuts[::2]))
             both.create_task(lives(cuts[1::2]))
@@ -133,9 +133,9 @@ def test_the_groups_of_a_killed_trainer_come_back(tmp_path: Path) -> None:
             rollout = make_rollout(name, TASK.id, 0)
             await pool.open_group(TASK, [rollout], seq=seq)
             await pool.end(rollout.id, End.COMPLETED)
-        async with nursery(WRITER, "postgres", tmp_path, url, "holds", 0.5) as trainers:
-            await trainers.bear()
-            assert {await trainers.hear() for _ in names} == {f"lent {name}" for name in names}
+        async with killable_process(WRITER, "postgres", tmp_path, url, "holds", 0.5) as trainers:
+            await trainers.start()
+            assert {await trainers.read_line() for _ in names} == {f"lent {name}" for name in names}
             assert await pool.claim(1, version=0, max_staleness=0, lease_s=60) is None
             await trainers.kill()
         async with asyncio.timeout(60):

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from nursery import times
-from published_cases import Run, weight_server
+from killable_process import times
+from publishing_runs import Run, weight_server
 from weight_server import logprob_of
 
 from penstock.engines.embedded.decoder import Decoder, causal

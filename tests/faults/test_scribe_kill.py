@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from pool_writer import TASK, make_node, make_step
+from pool_worker import TASK, make_node, make_step
 
 from penstock.errors import PoolFailed
 from penstock.pool.check import check_file

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 import pytest
 import torch
-from nursery import times
+from killable_process import times
 
 from penstock.engines.embedded.decoder import Decoder, read_shape
 from penstock.engines.embedded.weights import save_decoder
@@ -28,7 +28,7 @@ from penstock.testing import write_tokenizer
 
 T = TypeVar("T")
 HERE = Path(__file__).parent / "killed_run"
-TINY = Path(__file__).parents[1] / "flow" / "tiny_run"
+TINY = Path(__file__).parents[1] / "helpers" / "tiny_run"
 STEPS, GROUPS, SIZE = 5, 2, 4
 
 CONFIG = """

@@ -7,7 +7,7 @@ import signal
 from collections import Counter
 
 import pytest
-from ray_stage import AGENT, Stage
+from ray_setup import AGENT, RaySetup
 
 from penstock.config import RolloutSection
 from penstock.errors import ConfigError
@@ -25,19 +25,19 @@ def ends(groups):
 
 
 def test_killed_workers_rollouts_are_made_again_elsewhere_and_no_acknowledged_step_is_lost(tmp_path):
-    stage = Stage(tmp_path, stall=True)
+    setup = RaySetup(tmp_path, stall=True)
 
     async def main():
-        async with stage.opened(LIMITS, workers=2) as (runner, pool):
-            work = asyncio.create_task(stage.groups(stage.scheduler(stage.tasks("asks", "asks"), runner, pool), pool))
-            await stage.engine.until_stalling(8)
-            before, victim = stage.answered(), stage.pids()[0]
+        async with setup.opened(LIMITS, workers=2) as (runner, pool):
+            work = asyncio.create_task(setup.groups(setup.scheduler(setup.tasks("asks", "asks"), runner, pool), pool))
+            await setup.engine.until_stalling(8)
+            before, victim = setup.answered(), setup.pids()[0]
             os.kill(victim, signal.SIGKILL)
             lost = {name for name, note in before.items() if note["pid"] == victim}
             successors = {name.removesuffix(".1") + ".2" for name in lost}
-            while len(stage.pids()) < 3 or not successors <= stage.answered().keys():  # their first answers
+            while len(setup.pids()) < 3 or not successors <= setup.answered().keys():  # their first answers
                 await pool.wait(await pool.position(), timeout_s=0.1)
-            stage.engine.release()
+            setup.engine.release()
             groups = await work
             return before, lost, groups, {name: await pool.attempt(name) for name in before}
 
@@ -50,25 +50,25 @@ def test_killed_workers_rollouts_are_made_again_elsewhere_and_no_acknowledged_st
 
 
 def test_more_rollouts_than_places_wait_for_whichever_worker_has_room(tmp_path):
-    stage = Stage(tmp_path, stall=True)
+    setup = RaySetup(tmp_path, stall=True)
 
     async def main():
-        async with stage.opened(RolloutSection(group_size=7), workers=2, concurrency=2) as (runner, pool):
-            work = asyncio.create_task(stage.groups(stage.scheduler(stage.tasks("asks"), runner, pool), pool))
-            await stage.engine.until_stalling(4)
-            assert Counter(note["pid"] for note in stage.answered().values()) == dict.fromkeys(stage.pids(), 2)
-            stage.engine.release()
+        async with setup.opened(RolloutSection(group_size=7), workers=2, concurrency=2) as (runner, pool):
+            work = asyncio.create_task(setup.groups(setup.scheduler(setup.tasks("asks"), runner, pool), pool))
+            await setup.engine.until_stalling(4)
+            assert Counter(note["pid"] for note in setup.answered().values()) == dict.fromkeys(setup.pids(), 2)
+            setup.engine.release()
             return await work
 
     assert ends(asyncio.run(main())) == {End.COMPLETED: 7}
 
 
 def test_fewer_rows_than_workers_all_run_and_a_failing_one_fails_alone(tmp_path):
-    stage = Stage(tmp_path)
+    setup = RaySetup(tmp_path)
 
     async def main():
-        async with stage.opened(RolloutSection(group_size=1), workers=4) as (runner, pool):
-            return await stage.groups(stage.scheduler(stage.tasks("asks", "raises", "asks"), runner, pool), pool)
+        async with setup.opened(RolloutSection(group_size=1), workers=4) as (runner, pool):
+            return await setup.groups(setup.scheduler(setup.tasks("asks", "raises", "asks"), runner, pool), pool)
 
     groups = asyncio.run(main())
     assert [ends([group]) for group in groups] == [{End.COMPLETED: 1}, {End.AGENT_ERROR: 1}, {End.COMPLETED: 1}]
@@ -76,29 +76,29 @@ def test_fewer_rows_than_workers_all_run_and_a_failing_one_fails_alone(tmp_path)
 
 
 def test_cancellation_reaches_the_worker_before_it_goes_on(tmp_path):
-    stage = Stage(tmp_path, stall=True)
+    setup = RaySetup(tmp_path, stall=True)
 
     async def main():
-        async with stage.opened(workers=1) as (runner, pool):
-            (task,), rollout = stage.tasks("asks"), make_rollout("train-0", "t0", 0)
+        async with setup.opened(workers=1) as (runner, pool):
+            (task,), rollout = setup.tasks("asks"), make_rollout("train-0", "t0", 0)
             await pool.open_group(task, [rollout], seq=0)
             work = asyncio.create_task(runner.run(rollout, task, Sampling(max_tokens=64)))
-            await stage.engine.until_stalling(1)
+            await setup.engine.until_stalling(1)
             work.cancel()
             await asyncio.wait({work})
             return (await pool.attempt(rollout.id)).end
 
     assert asyncio.run(main()) is End.CANCELLED
-    assert [path.name for path in stage.notes.glob("*.cancelled")] == ["train-0.0.1.cancelled"]
+    assert [path.name for path in setup.notes.glob("*.cancelled")] == ["train-0.0.1.cancelled"]
 
 
 def test_agent_that_blocks_its_worker_times_out_and_the_others_are_made_again(tmp_path, monkeypatch):
     monkeypatch.setattr(manager, "LATE_S", 0.5)
-    stage, limits = Stage(tmp_path), RolloutSection(group_size=1, agent_timeout_s=8)
+    setup, limits = RaySetup(tmp_path), RolloutSection(group_size=1, agent_timeout_s=8)
 
     async def main():
-        async with stage.opened(limits, workers=1, grace_s=0.1) as (runner, pool):
-            return await stage.groups(stage.scheduler(stage.tasks("blocks", "asks"), runner, pool), pool)
+        async with setup.opened(limits, workers=1, grace_s=0.1) as (runner, pool):
+            return await setup.groups(setup.scheduler(setup.tasks("blocks", "asks"), runner, pool), pool)
 
     blocked, other = asyncio.run(main())
     assert blocked.attempts[0].end is End.TIMEOUT
@@ -111,7 +111,7 @@ def test_agent_that_workers_cannot_load_is_refused_in_one_line(tmp_path):
     file.unlink()
 
     async def main():
-        async with Stage(tmp_path / "stage").opened(agent=agent, workers=2):
+        async with RaySetup(tmp_path / "setup").opened(agent=agent, workers=2):
             pass
 
     with pytest.raises(ConfigError, match=r"a Ray worker on \S+ cannot load the agent: .*gone\.py: no such Python file"):

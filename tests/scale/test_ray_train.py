@@ -19,7 +19,7 @@ from penstock.records import End
 from penstock.scale.run import gpu_shares, train_on_ray
 from penstock.train.inputs import read_inputs
 
-TINY = Path(__file__).parents[1] / "flow" / "tiny_run"
+TINY = Path(__file__).parents[1] / "helpers" / "tiny_run"
 STEPS, GROUPS, SIZE = 4, 2, 4
 
 

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from ray.cluster_utils import Cluster
-from ray_stage import AGENT, Stage
+from ray_setup import AGENT, RaySetup
 
 from penstock.config import RolloutSection
 from penstock.errors import ConfigError
@@ -23,11 +23,11 @@ STORE = {"object_store_memory": 80 << 20, "num_cpus": 1}
 
 async def run(folder: Path, address: str, host: str) -> str:
     """How one rollout ended, with a gateway on `host`."""
-    stage, pool, limits = Stage(folder), memory_pool(), RolloutSection(executor="ray")
-    (task,), rollout = stage.tasks("asks"), make_rollout("train-0", "t0", 0)
+    setup, pool, limits = RaySetup(folder), memory_pool(), RolloutSection(executor="ray")
+    (task,), rollout = setup.tasks("asks"), make_rollout("train-0", "t0", 0)
     await pool.open_group(task, [rollout], seq=0)
-    async with Gateway(stage.engine, stage.renderer, pool, secret=b"a secret for tests only", host=host) as gateway:
-        options = {"gateway": gateway, "pool": pool, "events": stage.events, "limits": limits}
+    async with Gateway(setup.engine, setup.renderer, pool, secret=b"a secret for tests only", host=host) as gateway:
+        options = {"gateway": gateway, "pool": pool, "events": setup.events, "limits": limits}
         section = read_section("ray", {"workers": 2, "address": address})
         async with open_runner(load_agent(AGENT, {}, {}), section=section, **options) as runner:
             nodes = {place.node_id for place in runner.executor._manager.places}

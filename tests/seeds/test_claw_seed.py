@@ -11,7 +11,7 @@ import pytest
 from claw_blocks import NAMES, arguments, filled, read_samples, with_body
 from openai import APIStatusError, AsyncOpenAI
 from seed_blocks import FOLDER
-from seed_stage import TASK, execute, play
+from seed_rollouts import TASK, execute, run_rollouts
 
 from claw_r1.agent_flow.agent_flow import AgentFlowBase
 from claw_r1.blackbox_agent.gsm8k_agent_flow import BlackBoxGSM8KAgentFlow
@@ -53,7 +53,7 @@ def agent_of(folder, code, **source):
 
 
 def test_the_single_step_sample_hands_in_the_step_that_was_sampled(renderer, tmp_path):
-    ran = play(renderer, agent_of(tmp_path, SEED.single), ["It is 42."])
+    ran = run_rollouts(renderer, agent_of(tmp_path, SEED.single), ["It is 42."])
     (step,), attempt = ran.attempt.steps, ran.attempt
     assert (attempt.end, attempt.message, attempt.reward) == (End.COMPLETED, "", 0.0)
     assert [(grade.step, grade.source) for grade in attempt.grades] == [(0, "flow")]
@@ -66,7 +66,7 @@ def test_the_single_step_sample_hands_in_the_step_that_was_sampled(renderer, tmp
 def test_the_tool_sample_goes_on_until_a_reply_calls_no_tool(renderer, tmp_path, tools):
     given = "".join(f'\nToolAgentFlow.tools = {{"{name}": {code}}}\n' for name, code in tools.items())
     task = Task(id="t", prompt=(), label="42", metadata={"task": "6 times 7?"})
-    ran = play(renderer, agent_of(tmp_path, filled(SEED.multi) + given), [MULTIPLY, "It is 42."], task=task)
+    ran = run_rollouts(renderer, agent_of(tmp_path, filled(SEED.multi) + given), [MULTIPLY, "It is 42."], task=task)
     assert (ran.attempt.end, ran.attempt.message, ran.attempt.reward) == (End.COMPLETED, "", 0.5)
     first, second = ran.attempt.steps
     (asked, told) = ran.attempt.nodes
@@ -101,7 +101,7 @@ class MakesCalls(AgentFlowBase):
 def test_a_flow_is_registered_by_the_decorator(renderer, tmp_path):
     agent = agent_of(tmp_path, with_body(SEED.registered, SEED.single), flow="my_agent_flow")
     assert agent.workflow.flows.pick("my_agent_flow").cls.__bases__ == (AgentFlowBase,)
-    ran = play(renderer, agent, ["It is 42."])
+    ran = run_rollouts(renderer, agent, ["It is 42."])
     assert (ran.attempt.end, ran.attempt.reward, len(ran.attempt.steps)) == (End.COMPLETED, 0.0, 1)
 
 
@@ -114,7 +114,7 @@ def test_a_flow_is_registered_by_the_yaml_as_printed(renderer, tmp_path):
         id="t", prompt=tuple(ROW["prompt"]), label="42", metadata={key: ROW[key] for key in ("data_source", "reward_model")}
     )
     check = '<tool_call>\n{"name": "check_answer", "arguments": {"answer": "42"}}\n</tool_call>'
-    ran = play(renderer, agent, [check, "6 * 7 = 42\n#### 42"], task=task)
+    ran = run_rollouts(renderer, agent, [check, "6 * 7 = 42\n#### 42"], task=task)
     assert (ran.attempt.end, ran.attempt.message, ran.attempt.reward) == (End.COMPLETED, "", 1.0)
     assert len(ran.attempt.steps) == 2 and ran.attempt.nodes[1].parent == 0
 

@@ -10,7 +10,7 @@ from typing import Any, Generic
 
 import pytest
 from seed_blocks import FOLDER, read_seed
-from seed_stage import TASK, agent_around, agent_of, execute, play
+from seed_rollouts import TASK, agent_around, agent_of, execute, run_rollouts
 
 from penstock.chat.renderer import Renderer
 from penstock.records import End
@@ -63,7 +63,7 @@ def test_every_block_of_the_seeds_is_run_here():
 
 @pytest.mark.parametrize("name", SILENT)
 def test_a_workflow_without_a_call_is_found_and_told_what_it_lacks(renderer, tmp_path, name):
-    ran = play(renderer, agent_of(tmp_path, BLOCKS[name].code), [])
+    ran = run_rollouts(renderer, agent_of(tmp_path, BLOCKS[name].code), [])
     assert (ran.attempt.end, ran.heard) == (End.AGENT_ERROR, [])
     assert NO_CALL in ran.attempt.message
 
@@ -95,14 +95,14 @@ def test_the_base_class_has_the_shape_that_is_shown_and_runs(renderer, name):
         await ctx.openai().chat.completions.create(model="any", messages=ctx.prompt)
 
     one = type("One", (AgentWorkflow,), {"__init__": shown.__init__, "run": run})
-    ran = play(renderer, replace(agent_around(run), workflow=one), ["42"])
+    ran = run_rollouts(renderer, replace(agent_around(run), workflow=one), ["42"])
     assert (ran.ids, ran.attempt.reward) == ([(ran.attempt.rollout.id, "main")], 0.5)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_config_class_serves_a_workflow(renderer, tmp_path, name):
     agent = agent_of(tmp_path, BLOCKS[name].code + WORKFLOW)
-    ran = play(renderer, agent, ["42"] * 12, count=12)
+    ran = run_rollouts(renderer, agent, ["42"] * 12, count=12)
     config = agent.workflow_config
     limit = config.concurrency.max_concurrent
     assert sorted(ran.ids) == sorted((attempt.rollout.id, config.name) for attempt in ran.attempts)
@@ -113,7 +113,7 @@ def test_a_config_class_serves_a_workflow(renderer, tmp_path, name):
 
 @pytest.mark.parametrize("name", ONE_CALL_STRANDS)
 def test_a_strands_agent_is_recorded_and_graded(renderer, tmp_path, name):
-    ran = play(renderer, agent_of(tmp_path, BLOCKS[name].code), ["It is 42."])
+    ran = run_rollouts(renderer, agent_of(tmp_path, BLOCKS[name].code), ["It is 42."])
     transcript = ONE_CALL_STRANDS[name]
     assert ran.ids == [(ran.attempt.rollout.id, transcript)]
     assert [step.transcript for step in ran.attempt.steps] == [transcript]
@@ -129,7 +129,7 @@ def test_a_strands_agent_is_recorded_and_graded(renderer, tmp_path, name):
 @pytest.mark.parametrize("name", TOOLS_STRANDS)
 def test_a_strands_agent_with_tools_goes_on_until_it_calls_none(renderer, tmp_path, name):
     agent = agent_of(tmp_path, BLOCKS[name].code)
-    ran = play(renderer, agent, [SEARCH, "Found it."])
+    ran = run_rollouts(renderer, agent, [SEARCH, "Found it."])
     assert ran.ids == [(ran.attempt.rollout.id, "search-agent")] * 2
     messages = ran.samples["search-agent"].messages
     (use,) = [block["toolUse"] for message in messages for block in message["content"] if "toolUse" in block]
@@ -142,7 +142,7 @@ def test_a_strands_agent_with_tools_goes_on_until_it_calls_none(renderer, tmp_pa
 
 @pytest.mark.parametrize("name", ONE_CALL_OPENAI)
 def test_an_openai_agent_is_recorded_and_graded(renderer, tmp_path, name):
-    ran = play(renderer, agent_of(tmp_path, BLOCKS[name].code), ["It is 42."])
+    ran = run_rollouts(renderer, agent_of(tmp_path, BLOCKS[name].code), ["It is 42."])
     transcript = ONE_CALL_OPENAI[name]
     assert ran.ids == [(ran.attempt.rollout.id, transcript)]
     *given, said = ran.samples[transcript].messages
@@ -157,7 +157,7 @@ def test_an_openai_agent_is_recorded_and_graded(renderer, tmp_path, name):
 @pytest.mark.parametrize("name", GRADED)
 @pytest.mark.parametrize(("answer", "reward"), [("It is 42.", 1.0), ("It is 41.", 0.0)])
 def test_the_whole_example_is_graded_by_its_own_grader(renderer, tmp_path, name, answer, reward):
-    ran = play(renderer, agent_of(tmp_path, BLOCKS[name].code), [MULTIPLY, answer])
+    ran = run_rollouts(renderer, agent_of(tmp_path, BLOCKS[name].code), [MULTIPLY, answer])
     assert ran.ids == [(ran.attempt.rollout.id, "multiply-agent")] * 2
     items = ran.samples["multiply-agent"].messages[len(TASK.prompt) :]
     assert [item["type"] for item in items] == ["function_call", "function_call_output", "message"]
@@ -188,7 +188,7 @@ def played_fragment(renderer, name, script, after, **lacked):
         await execute(BLOCKS[name].code, names)
         await after(names, ctx)
 
-    return play(renderer, agent_around(run), script)
+    return run_rollouts(renderer, agent_around(run), script)
 
 
 def session_class():

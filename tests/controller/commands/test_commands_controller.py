@@ -1,0 +1,140 @@
+"""`penstock controller`: serving, one at a time, started by itself, killed and taken up again."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from controller_process import DEADLINE_S, controller_up, end_runs, environment, eventually, penstock, ran, tiny_project
+
+from penstock.cli.app import run
+from penstock.controller.client import Client
+from penstock.controller.home import Home
+from penstock.controller.local import is_free, living
+
+
+@pytest.fixture
+def home(tmp_path):
+    """A folder whose controller, if one was started, is gone in the end."""
+    place = Home(tmp_path / "home")
+    yield place
+    if place.path.exists() and living(place):
+        ran(place.path, "controller", "down")
+    end_runs(place.path)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_it_serves_until_a_signal_and_takes_its_address_back(home, number, code):
+    with controller_up(home.path) as up:
+        assert Client(up.ready["url"], home.token()).verify()["user"]["name"] == "owner"
+        assert up.ready["pid"] == up.process.pid
+        ended, said = up.stop(number)
+    assert ended == code and "runs that are under way go on" in said
+    assert not home.address.exists() and is_free(home)
+
+
+def test_a_folder_has_one_controller_and_a_port_one_server(home, tmp_path):
+    with controller_up(home.path) as up:
+        second = ran(home.path, "controller", "up", "--port", "0", "--json")
+        assert (second.returncode, json.loads(second.stdout)["error"]["code"]) == (2, "CONTROLLER_RUNNING")
+        port = up.ready["url"].rpartition(":")[2]
+        other = ran(tmp_path / "other", "controller", "up", "--port", port, "--json")
+        assert other.returncode == 2 and "cannot listen" in json.loads(other.stdout)["error"]["message"]
+        assert living(home)
+
+
+def test_two_clients_at_once_start_one_controller_which_is_told_of_and_stopped(home):
+    both = [
+        subprocess.Popen(penstock("eval", "list", "--json"), stdout=subprocess.PIPE, text=True, env=environment(home.path))
+        for _ in "ab"
+    ]
+    told = [json.loads(client.communicate(timeout=DEADLINE_S)[0]) for client in both]
+    assert [page["total_count"] for page in told] == [0, 0]
+    assert home.log.read_text().count('"ready"') == 1
+    status = json.loads(ran(home.path, "controller", "status", "--json").stdout)
+    assert status["running"] and status["runs"] == {"eval": 0, "train": 0}
+    down = ran(home.path, "controller", "down", "--json")
+    assert down.returncode == 0 and json.loads(down.stdout)["pid"] == status["pid"]
+    gone = ran(home.path, "controller", "status", "--json")
+    assert (gone.returncode, json.loads(gone.stdout)["running"]) == (1, False)
+
+
+def test_where_none_serves_down_and_status_start_none(home):
+    down = ran(home.path, "controller", "down", "--json")
+    assert (down.returncode, json.loads(down.stdout)["error"]["code"]) == (2, "CONTROLLER_ABSENT")
+    assert ran(home.path, "controller", "status").returncode == 1
+    assert not home.path.exists()
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    told = ran(tmp_path / "file" / "home", "eval", "list", "--json")
+    assert (told.returncode, json.loads(told.stdout)["error"]["code"]) == (2, "config_error")
+    assert "PENSTOCK_HOME" in told.stdout
+
+
+def test_the_token_opens_it_a_device_is_let_in_and_a_repository_is_registered(home, tmp_path, monkeypatch, capsys):
+    from penstock.cli.app import run
+
+    monkeypatch.setenv("PENSTOCK_HOME", str(home.path))
+    monkeypatch.delenv("PENSTOCK_CONTROLLER", raising=False)
+    with controller_up(home.path) as up:
+        assert run(["controller", "token", "--json"]) == 0
+        variables = json.loads(capsys.readouterr().out)["variables"]
+        assert variables["OSMOSIS_PLATFORM_URL"] == variables["PENSTOCK_CONTROLLER"] == up.ready["url"]
+        device = Client(up.ready["url"], None)
+        begun = device.authorize_device("laptop")
+        assert run(["controller", "approve", begun["user_code"], "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["device_name"] == "laptop"
+        assert Client(up.ready["url"], device.device_token(begun["device_code"])["token"]).verify()["user"]["name"] == "laptop"
+        for folder in ("rollouts", "configs/eval", "configs/training", "data"):
+            (tmp_path / "workspace" / folder).mkdir(parents=True)
+        assert run(["controller", "register", str(tmp_path / "workspace"), "--name", "Acme/agents", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["name"] == "acme/agents"
+
+
+@pytest.mark.slow
+def test_logs_are_followed_through_a_controller_that_is_killed(home, tmp_path):
+    project = tiny_project(tmp_path / "project")
+    queued = ran(home.path, "eval", "submit", project / "penstock.toml", "--set", "eval.rows=0-1", "--json")
+    name = json.loads(queued.stdout)["name"]
+    following = subprocess.Popen(
+        penstock("eval", "logs", name, "-f"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(home.path)
+    )
+    assert following.stdout is not None
+    first = following.stdout.readline()
+    address = living(home)
+    assert address is not None and "the run begins" in first
+    os.kill(address.pid, signal.SIGKILL)
+    rest, said = following.communicate(timeout=DEADLINE_S)
+    assert following.returncode == 0 and f"evaluation {name} is finished" in said, said
+    again = eventually(lambda: living(home))
+    assert again.pid != address.pid
+    whole = json.loads(ran(home.path, "eval", "logs", name, "--limit", "200", "--json").stdout)["logs"]
+    assert [line["message"].rstrip() for line in whole] == [line[9:].rstrip() for line in [first, *rest.splitlines()]]
+
+
+def test_every_command_that_the_page_names_is_there(capsys):
+    from penstock.cli.app import run
+
+    page = (Path(__file__).parents[3] / "docs" / "controller.md").read_text()
+    named = set(re.findall(r"penstock ((?:eval|train|dataset|model|secret|rollout|controller) [a-z]+)", page))
+    assert len(named) > 12
+    shown = ""
+    for words in named:
+        assert run([*words.split(), "--help"]) == 0, words
+        shown += capsys.readouterr().out
+        assert f"penstock {words}" in shown
+    options = set(re.findall(r"`(--[a-z-]+)", page))
+    assert {option for option in options if option not in shown} == set()
+
+
+def test_a_keyring_that_is_not_there_is_told_and_the_key_stays_in_its_file(home, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "keyring", None)
+    assert run(["controller", "up", "--port", "0", "--keyring", "--home", str(home.path), "--json"]) == 2
+    assert "pip install" in json.loads(capsys.readouterr().out)["error"]["message"]
+    assert not home.address.exists() and is_free(home)

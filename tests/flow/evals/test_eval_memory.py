@@ -1,0 +1,52 @@
+"""Evaluations are read group by group: whatever is told of them, no more than a few groups with their tokens are in memory."""
+
+import gc
+from pathlib import Path
+
+import pytest
+from test_cli_eval import AGENT, CONFIG, result, write_tasks
+
+from penstock.pool.sqlite import open_pool
+from penstock.records import Group
+
+ROWS, FEW = 24, 10
+held: list[int] = []
+
+
+def open_watched(folder: Path, **options):
+    """A pool that counts, whenever all of it was read, how many groups are still in memory."""
+    pool = open_pool(folder, **options)
+    read = pool.groups
+
+    async def groups(channel: str, *, first_seq: int = 0, limit: int = 100) -> list[Group]:
+        page = await read(channel, first_seq=first_seq, limit=limit)
+        if first_seq and not page:
+            held.append(sum(type(each) is Group for each in gc.get_objects()))
+        return page
+
+    pool.groups = groups
+    return pool
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "helpers" / "cli_engine"))
+    (tmp_path / "agent.py").write_text(AGENT)
+    (tmp_path / "eval.toml").write_text(f"{CONFIG}\npool.name = '{__name__}:open_watched'\nrollout.concurrency = 2\n")
+    write_tasks(tmp_path, ROWS)
+    return tmp_path
+
+
+def test_an_evaluation_is_never_in_memory_as_a_whole(project, capsys):
+    passes = {
+        ("run", "eval.toml"): 2,  # its numbers, its report
+        ("run", "eval.toml", "--retry-failed"): 3,  # and what is to be made again
+        ("compare", "runs/evals/asked", "runs/evals/asked"): 2,
+        ("regrade", "runs/evals/asked"): 3,  # what there is to grade, its numbers, its report
+    }
+    gc.collect()
+    for arguments, times in passes.items():
+        held.clear()
+        result(capsys, *arguments)
+        assert len(held) == times and max(held) < FEW, (arguments, held)

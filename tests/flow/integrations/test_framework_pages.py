@@ -1,0 +1,58 @@
+"""The agents on the frameworks' pages run as they stand there."""
+
+import re
+from pathlib import Path
+
+import pytest
+from framework_cases import call, outcome_of
+
+from penstock.records import End
+from penstock.sdk.discovery import load_agent
+
+DOCS = Path(__file__).parents[3] / "docs"
+GRADER = """
+
+from penstock import Grader
+
+
+class Any(Grader):
+    async def grade(self, ctx):
+        return 1.0
+"""
+FORCED = '{"value": 42}}\n</tool_call>'
+LOOP = [call("multiply", a=6, b=7), "It is 42."]
+PLAN = ["Multiply.", "It is 42."]
+SCRIPTS = {
+    "strands.md": [(LOOP, ["solver"] * 2), (PLAN, ["planner", "executor"]), (["Hm.", FORCED], ["solver"] * 2)],
+    "langchain.md": [(LOOP, ["main"] * 2), (PLAN, ["planner", "executor"]), ([FORCED], ["main"])],
+    "plain-client.md": [
+        (LOOP, ["main"] * 2),
+        (["It is 42."], ["main"]),
+        (PLAN, ["planner", "executor"]),
+        (["It is 42."], ["main"]),
+    ],
+}
+
+
+def python_blocks(page):
+    return re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize(
+    ("page", "place", "script", "transcripts"),
+    [(page, place, *expected) for page, scripts in SCRIPTS.items() for place, expected in enumerate(scripts)],
+)
+def test_every_agent_on_the_page_runs_and_gets_its_reward(tmp_path, page, place, script, transcripts):
+    code = python_blocks(page)[place]
+    file = tmp_path / f"{page.removesuffix('.md').replace('-', '_')}_{place}.py"
+    file.write_text(code if "Grader" in code else code + GRADER)
+    done = outcome_of(load_agent(file, {}, {}), script)
+    assert (done.end, done.message, done.breaks, done.transcripts) == (End.COMPLETED, "", [], transcripts)
+    assert done.attempt.reward == 1.0
+
+
+@pytest.mark.parametrize("page", SCRIPTS)
+def test_no_block_of_the_page_is_left_out_and_its_links_lead_somewhere(page):
+    assert len(python_blocks(page)) == len(SCRIPTS[page])
+    links = re.findall(r"\]\(([^)#]+)[^)]*\)", (DOCS / page).read_text())
+    assert [link for link in links if not (DOCS / link).exists()] == []

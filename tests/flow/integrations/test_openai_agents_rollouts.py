@@ -1,0 +1,317 @@
+"""Sessions of the OpenAI Agents SDK as transcripts of rollouts: kept apart and graded; nothing of the user's leaves the machine."""
+
+import asyncio
+import contextlib
+import re
+from pathlib import Path
+
+import pytest
+from agents import Agent, RunConfig, Runner, trace
+from agents.memory import Session
+from agents.run import AgentRunner, get_default_agent_runner, set_default_agent_runner
+from agents.tracing import TracingProcessor, get_trace_provider
+from gateway_cases import renderer
+from openai import BadRequestError
+from openai_agents_cases import DEADLINE_S, agent, agents_gateway, calls, multiply, run_in_rollout
+from rollout_cases import TASK, make_agent
+
+from penstock import AgentWorkflow, AgentWorkflowConfig, RolloutContext
+from penstock.config import RolloutSection
+from penstock.events import Events
+from penstock.integrations.openai_agents import RolloutModel, RolloutSession
+from penstock.records import End, Sampling, make_rollout
+from penstock.rollout.runner import open_runner
+from penstock.testing import Scripted, ScriptedEngine, workbench
+
+GUIDE = Path(__file__).parents[3] / "docs" / "openai-agents.md"
+SECRET = "sk-the-users-own-key"
+
+
+@pytest.fixture(autouse=True)
+def _users_key(monkeypatch):
+    for name in ("OPENAI_API_KEY", "OPENAI_ORG_ID", "OPENAI_PROJECT_ID"):
+        monkeypatch.setenv(name, SECRET)
+
+
+def outer_context(name="r1"):
+    return RolloutContext(base_url="http://127.0.0.1:1/v1", api_key="token", rollout_id=name)
+
+
+def run_of(agent_function, script, grade):
+    """One rollout of a workflow through the runner on a real gateway; what the pool has of it."""
+
+    async def main():
+        engine = ScriptedEngine(script, renderer().tokenizer)
+        made = make_agent(agent_function, grade, AgentWorkflowConfig(name="w"))
+        async with asyncio.timeout(DEADLINE_S), workbench(engine, renderer(), serves=True) as bench:
+            given = {"gateway": bench.gateway, "pool": bench.pool, "events": Events(), "limits": RolloutSection()}
+            rollout = make_rollout("train-0", TASK.id, 0)
+            await bench.pool.open_group(TASK, [rollout], seq=0)
+            async with open_runner(made, **given) as runner:
+                await runner.run(rollout, TASK, Sampling(max_tokens=200))
+            return await bench.pool.attempt(rollout.id)
+
+    return asyncio.run(main())
+
+
+def test_fifty_rollouts_with_two_sessions_each_never_mix_their_calls():
+    def script(prompt):
+        who = re.search(r"I am (\S+)", prompt)[1]
+        return f"to {who}" if "assistant\n<tool_call>" in prompt else calls("multiply", a=6, b=7)
+
+    async def one(on, place):
+        context = await on.rollout(f"train-{place}")
+        with context:
+            solver = agent(tools=[multiply])
+            async with asyncio.TaskGroup() as group:
+                for name in ("planner", "executor"):
+                    group.create_task(Runner.run(solver, f"I am {place}/{name} .", session=RolloutSession(name)))
+        return context
+
+    async def main():
+        async with agents_gateway(script) as on:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(one(on, place)) for place in range(50)]
+            contexts = [task.result() for task in tasks]
+            return [(await on.steps(each), await on.broken(each), await each.get_samples()) for each in contexts]
+
+    for place, (steps, broken, samples) in enumerate(asyncio.run(main())):
+        expected = [(name, f"to {place}/{name}") for name in ("executor", "planner")]
+        assert (sorted(step for step in steps if step[1]), len(steps), broken) == (expected, 4, [])
+        for name, sample in samples.items():
+            assert sample.messages[-1]["content"][0]["text"] == f"to {place}/{name}"
+
+
+def test_runner_grades_the_sessions_items_and_the_recorded_calls():
+    async def work(ctx):
+        await Runner.run(agent(tools=[multiply]), ctx.prompt, session=RolloutSession("solver"))
+
+    async def grade(ctx):
+        sample = ctx.sample
+        assert (sample.id, sample.steps, [tool["function"]["name"] for tool in sample.tools]) == ("solver", (0, 1), ["multiply"])
+        assert [message["role"] for message in sample.transcript] == ["system", "user", "assistant", "tool", "assistant"]
+        assert sample.messages[0] == TASK.prompt[0] and sample.messages[-1]["role"] == "assistant"
+        ctx.set_sample_reward("solver", 1.0)
+
+    attempt = run_of(work, [calls("multiply", a=2, b=3), "6"], grade)
+    assert (attempt.end, attempt.message, attempt.reward) == (End.COMPLETED, "", 1.0)
+    assert [node.reason for node in attempt.nodes] == [None, None]
+    assert [node.parent for node in attempt.nodes] == [None, 0]
+
+
+def test_workflow_that_forgets_the_session_ends_with_the_remedy():
+    async def work(ctx):
+        await Runner.run(agent(), ctx.prompt)
+
+    attempt = run_of(work, [], lambda ctx: None)
+    assert attempt.end is End.AGENT_ERROR
+    assert "without a session" in attempt.message and "session=RolloutSession(name=…)" in attempt.message
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_failing_engine_ends_the_rollout_as_the_engines_fault(streamed):
+    async def work(ctx):
+        if streamed:
+            async for _ in Runner.run_streamed(agent(), ctx.prompt, session=RolloutSession("s")).stream_events():
+                pass
+        else:
+            await Runner.run(agent(), ctx.prompt, session=RolloutSession("s"))
+
+    attempt = run_of(work, lambda _: Scripted("long", fail_after=2), None)
+    assert (attempt.end, attempt.reward) == (End.ENGINE_ERROR, None)
+
+
+def test_session_is_registered_under_its_name_once():
+    with outer_context() as context:
+        session = RolloutSession(name="main")
+        with pytest.raises(ValueError, match="'main' is registered already"):
+            RolloutSession(name="main")
+        nameless = RolloutSession()
+    assert (session.name, session.session_id, list(context.sample_sources)) == ("main", "main", ["main", nameless.name])
+    assert isinstance(session, Session) and re.fullmatch("[0-9a-f]{32}", nameless.name)
+
+
+@pytest.mark.parametrize("name", ["", " padded ", "планер", "two\nlines", "x" * 201])
+def test_name_that_no_header_can_carry_is_refused(name):
+    with pytest.raises(ValueError, match="cannot be sent as a header; use up to 200 plain ASCII characters"):
+        RolloutSession(name=name)
+
+
+def test_session_outside_of_rollouts_is_plain_memory_of_copies():
+    async def main():
+        session, item = RolloutSession("mine"), {"role": "user", "content": "a"}
+        await session.add_items([item, {"role": "user", "content": "b"}, {"role": "user", "content": "c"}])
+        item["content"] = "changed"
+        (await session.get_items())[0]["content"] = "changed too"
+        texts = [[each["content"] for each in await session.get_items(limit)] for limit in (None, 2, 0, 9)]
+        last = await session.pop_item()
+        await session.clear_session()
+        return texts, last["content"], await session.pop_item(), await session.get_items()
+
+    assert asyncio.run(main()) == ([["a", "b", "c"], ["b", "c"], [], ["a", "b", "c"]], "c", None, [])
+
+
+@pytest.mark.parametrize("origin", [contextlib.nullcontext(), outer_context("r1")])
+def test_session_in_a_rollout_that_it_was_not_made_in_is_refused(origin):
+    with origin as context:
+        session = RolloutSession("lost")
+    where = "in rollout 'r1'" if context else "outside of any rollout"
+
+    async def play(on, _):
+        for use in (session.get_items(), session.add_items([]), session.pop_item(), session.clear_session()):
+            with pytest.raises(RuntimeError, match=f"'lost' was made {where} and is used in rollout .*; make it inside"):
+                await use
+        with pytest.raises(RuntimeError, match="'lost' was made"):
+            await Runner.run(agent(), "hi", session=session)
+        return on.engine.prompts
+
+    assert run_in_rollout([], play) == []
+
+
+def test_agent_of_another_rollout_is_refused():
+    with outer_context("r1"):
+        stranger = agent()
+
+    async def play(*_):
+        with pytest.raises(RuntimeError, match=r"made in rollout 'r1' and runs in rollout '.*'; make it inside"):
+            await Runner.run(stranger, "hi", session=RolloutSession())
+
+    run_in_rollout([], play)
+
+
+class Tracer(TracingProcessor):
+    """Keeps what any exporter of the process would send."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_trace_start(self, trace):
+        self.seen.append(trace.name)
+
+    def on_trace_end(self, trace):
+        pass
+
+    def on_span_start(self, span):
+        self.seen.append(span.span_data.type)
+
+    def on_span_end(self, span):
+        pass
+
+    def shutdown(self):
+        pass
+
+    def force_flush(self):
+        pass
+
+
+@pytest.fixture
+def tracer():
+    """The only processor, in place of the one that sends everything to OpenAI; on, whatever the environment says."""
+    provider, tracer = get_trace_provider(), Tracer()
+    processors, was_off = provider._multi_processor._processors, provider._manual_disabled
+    provider.set_processors([tracer])
+    provider.set_disabled(False)
+    yield tracer
+    provider.set_disabled(was_off)
+    provider.set_processors(list(processors))
+
+
+def test_rollout_traces_nothing_whoever_started_the_trace(tracer):
+    async def play(on, context):
+        with trace("the author's own"):
+            await Runner.run(agent(tools=[multiply]), "hi", session=RolloutSession("a"))
+        streamed = Runner.run_streamed(agent(), "hi", session=RolloutSession("b"), run_config=RunConfig(tracing_disabled=False))
+        async for _ in streamed.stream_events():
+            pass
+        return await on.steps(context), context.strays
+
+    steps, strays = run_in_rollout([calls("multiply", a=1, b=2), "done", "done"], play)
+    assert (len(steps), tracer.seen, strays) == (3, [], set())
+
+
+def test_trace_that_was_open_before_the_rollout_sees_nothing_of_it(tracer):
+    with trace("the whole program"):
+        run_in_rollout(["done"], lambda on, _: Runner.run(agent(), "hi", session=RolloutSession("a")))
+    assert tracer.seen == ["the whole program"]
+
+
+def test_runs_outside_of_rollouts_are_traced_as_ever(tracer):
+    RolloutModel()
+    with pytest.raises(NotImplementedError):
+        asyncio.run(Runner.run(Agent(name="plain", model=RolloutModel()), "hi"))
+    assert "Agent workflow" in tracer.seen and "agent" in tracer.seen
+
+
+def test_only_the_rollouts_own_key_and_names_are_sent():
+    async def main():
+        seen = bytearray()
+
+        async def answer(reader, writer):
+            seen.extend(await reader.readuntil(b"\r\n\r\n"))
+            writer.write(b"HTTP/1.1 400 Bad Request\r\ncontent-length: 2\r\nconnection: close\r\n\r\n{}")
+            await writer.drain()
+            writer.close()
+
+        async with asyncio.timeout(DEADLINE_S), await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            here = RolloutContext(base_url=f"http://127.0.0.1:{port}/v1", api_key="token", rollout_id="r9")
+            with here, pytest.raises(BadRequestError):
+                await Runner.run(agent(), "hi", session=RolloutSession("planner"))
+        return seen.decode().lower()
+
+    sent = asyncio.run(main())
+    assert "x-rollout-id: r9\r\n" in sent and "x-sample-id: planner\r\n" in sent and "authorization: bearer token\r\n" in sent
+    assert SECRET not in sent
+
+
+class Noted(AgentRunner):
+    """A runner that someone else installed."""
+
+    def __init__(self):
+        self.ways = []
+
+    async def run(self, *args, **kwargs):
+        self.ways.append("run")
+        return await super().run(*args, **kwargs)
+
+
+def test_runner_that_was_installed_before_keeps_running_and_ours_comes_back_if_replaced():
+    before, theirs = get_default_agent_runner(), Noted()
+    try:
+        set_default_agent_runner(theirs)
+        output = run_in_rollout(["done"], lambda on, _: Runner.run(agent(), "hi", session=RolloutSession("a"))).final_output
+    finally:
+        set_default_agent_runner(before)
+    assert (output, theirs.ways) == ("done", ["run"])
+
+
+def guide_blocks():
+    return re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
+
+
+GUIDED = {
+    "Multiply": ([calls("multiply", a=2, b=3), "It is 6."], {"solver"}),
+    "Triage": ([calls("transfer_to_expert"), "In detail: 6."], {"main"}),
+    "PlanAndDo": (["one\ntwo", "done", "done"], {"planner", "executor-0", "executor-1"}),
+    "Greet": (["Hello!"], {"main"}),
+}
+
+
+@pytest.mark.parametrize("place", range(len(GUIDED)))
+def test_every_workflow_of_the_guide_runs(place):
+    names = {}
+    exec(guide_blocks()[place], names)
+    (workflow,) = [
+        each for each in names.values() if isinstance(each, type) and issubclass(each, AgentWorkflow) and each is not AgentWorkflow
+    ]
+    script, transcripts = GUIDED[workflow.__name__]
+    graded = names["Exact"]().grade if "Exact" in names else good
+
+    attempt = run_of(workflow().run, script, graded)
+    assert (attempt.end, attempt.message, attempt.reward) == (End.COMPLETED, "", 1.0)
+    assert {step.transcript for step in attempt.steps} == transcripts
+    assert len(guide_blocks()) == len(GUIDED)
+
+
+async def good(ctx):
+    ctx.set_reward(1.0)

@@ -1,0 +1,103 @@
+"""Every way in which a rollout can end: reached by a real run of it, with a message, counted, and to be read in the report."""
+
+import asyncio
+import json
+import re
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from rollout_cases import TASK, Bench, EngineDown, good_grade
+
+from penstock.evals.report import write_report
+from penstock.gateway.control import EndBody
+from penstock.pool.base import Pool
+from penstock.pool.sqlite import open_pool
+from penstock.records import End, Rollout, Sampling
+from penstock.rollout.scheduler import LOST
+
+Run = Callable[..., Awaitable[None]]
+
+
+def calling(error: Exception | None = None, *, hangs: bool = False, called: asyncio.Event | None = None) -> Run:
+    """A workflow that makes one call, and then this."""
+
+    async def run(ctx: object, call: Callable[..., Awaitable[None]]) -> None:
+        await call(["What is it?"], "it is six")
+        if called is not None:
+            called.set()
+        if error is not None:
+            raise error
+        if hangs:
+            await asyncio.Event().wait()
+
+    return run
+
+
+async def no_grade(ctx: object) -> None:
+    """Forgets to give a reward."""
+
+
+async def run_one(pool: Pool, run: Run, grade: Callable[..., Awaitable[None]] = good_grade, **limits: float) -> None:
+    bench = Bench(run, grade, pool=pool, **limits)
+    async with bench.opened() as (rollout,):
+        await bench.runner.run(rollout, TASK, Sampling())
+
+
+async def stop_one(pool: Pool, before: Callable[[Rollout], Awaitable[object]] | None = None) -> None:
+    """Cancel its runner, after this was done."""
+    called = asyncio.Event()
+    bench = Bench(calling(hangs=True, called=called), pool=pool)
+    async with bench.opened() as (rollout,):
+        job = asyncio.create_task(bench.runner.run(rollout, TASK, Sampling()))
+        await called.wait()
+        if before is not None:
+            await before(rollout)
+        job.cancel()
+        await asyncio.wait({job})
+
+
+def told(end: str, message: str) -> Callable[[Pool], Awaitable[None]]:
+    """By a runner elsewhere, over the control route."""
+    body = EndBody.model_validate_json(json.dumps({"end": end, "message": message}))
+    return lambda pool: stop_one(pool, lambda rollout: pool.end(rollout.id, body.end, body.message))
+
+
+CASES: dict[End, tuple[Callable[[Pool], Awaitable[None]], str]] = {
+    End.COMPLETED: (lambda pool: run_one(pool, calling()), ""),
+    End.AGENT_ERROR: (lambda pool: run_one(pool, calling(ValueError("no idea"))), "ValueError: no idea"),
+    End.TIMEOUT: (lambda pool: run_one(pool, calling(hangs=True), agent_timeout_s=0.05), "raise it or do less"),
+    End.CANCELLED: (stop_one, "stopped before it ended"),
+    End.LOST: (lambda pool: stop_one(pool, lambda rollout: pool.replace(rollout, LOST)), LOST),
+    End.ENGINE_ERROR: (lambda pool: run_one(pool, calling(EngineDown("no engine"))), "EngineDown: no engine"),
+    End.GRADER_ERROR: (lambda pool: run_one(pool, calling(), no_grade), "reward"),
+    End.REFUSED: (told("refused", "no room for it"), "no room for it"),
+    End.SUPERSEDED: (told("superseded", "another attempt runs"), "another attempt runs"),
+}
+
+
+@pytest.mark.parametrize("end", End)
+def test_every_end_is_reached_counted_and_shown_with_its_message_and_transcript(end: End, tmp_path: Path) -> None:
+    reach, message = CASES[end]
+    config = {"run": {"name": "demo"}, "model": {"name": "tiny"}, "pool": {"name": "sqlite"}}
+    (tmp_path / "config.json").write_text(json.dumps({"config": config, "datasets": {}}))
+
+    async def main() -> str:
+        pool = open_pool(tmp_path)
+        await reach(pool)
+        attempt, stats = await pool.attempt("train-0.0.1"), await pool.stats("train")
+        await pool.close()
+        assert (attempt.end, stats.ends) == (end, {end: 1})
+        assert message in attempt.message
+        assert bool(attempt.message) == (end is not End.COMPLETED)
+        return (await write_report(tmp_path)).read_text()
+
+    page = asyncio.run(main())
+    assert re.search(rf"train-0\.0\.1: reward [^<]*, {end}<", page)
+    assert "it is six" in page and message in page.replace("&#x27;", "'")
+
+
+def test_the_guide_lists_every_end() -> None:
+    guide = (Path(__file__).parents[3] / "docs" / "guide.md").read_text()
+    table = guide.split("## How a rollout ends")[1].split("\n## ")[0]
+    assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == {str(end) for end in End}

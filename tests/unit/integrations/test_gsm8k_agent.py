@@ -1,0 +1,97 @@
+"""The GSM8K agent: its tool's calls however they are made, what it is told, and rows made of the dataset's own files."""
+
+import json
+import runpy
+from pathlib import Path
+
+import pytest
+
+from penstock.errors import DatasetError
+from penstock.integrations.gsm8k import Call, calls_of, question_of
+from penstock.sdk.dataset import load_tasks
+from penstock.sdk.rows import read_rows
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "gsm8k"
+CONVERT = runpy.run_path(str(EXAMPLE / "convert.py"))
+ROW = {"question": "6 times 7?", "answer": "6*7 = <<6*7=42>>42\n#### 1,042"}
+
+
+def made(arguments):
+    return {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "check_answer", "arguments": arguments}}]}
+
+
+def said(*calls):
+    return {"role": "assistant", "content": "so\n" + "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in calls)}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "answer"),
+    [
+        ('{"answer": "42"}', "42"),
+        ('{"answer": 42}', "42"),
+        ('{"answer": 4.5}', "4.5"),
+        ('{"answer": true}', None),
+        ('{"answer": [1]}', None),
+        ("{}", None),
+        ("[]", None),
+        ("42", None),
+        ("{oh", None),
+        ("[" * 100_000, None),
+    ],
+)
+def test_call_hands_in_a_number_or_nothing(arguments, answer):
+    assert calls_of(made(arguments)) == [Call("c", answer)]
+
+
+def test_calls_are_read_out_of_the_text_where_the_endpoint_does_not_read_them():
+    whole = json.dumps({"name": "check_answer", "arguments": {"answer": "42"}})
+    nested = json.dumps({"name": "check_answer", "arguments": '{"answer": "43"}'})
+    assert calls_of(said(whole, nested, "{oh}")) == [Call("call_0", "42"), Call("call_1", "43"), Call("call_2", None)]
+    assert calls_of({"content": "#### 42"}) == calls_of({"content": None}) == calls_of({"content": "<tool_call>"}) == []
+
+
+def test_question_is_the_last_thing_that_the_user_asks():
+    talk = [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
+    assert (question_of(talk), question_of("c")) == ("b", "c")
+    with pytest.raises(ValueError, match="no message of the user"):
+        question_of(talk[:1])
+
+
+def test_rows_are_made_with_question_truth_and_all_that_the_file_said(tmp_path):
+    (tmp_path / "test.jsonl").write_text(f"{json.dumps(ROW)}\n" * 3)
+    for name in ("out.jsonl", "out.parquet"):
+        assert CONVERT["convert"](tmp_path / "test.jsonl", tmp_path / name, 2) == 2
+        _, second = (row.columns for row in read_rows(tmp_path / name))
+        assert second == {
+            "data_source": "openai/gsm8k",
+            "prompt": [{"role": "user", "content": f"6 times 7? {CONVERT['ASKED']}"}],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": "1042"},
+            "extra_info": {"split": "test", "index": 1, **ROW},
+        }
+    assert {file.name for file in tmp_path.iterdir()} == {"test.jsonl", "out.jsonl", "out.parquet"}
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('{"question": "a", "answer": "42"}', "raw.jsonl, line 2: the answer does not end in '#### ' and a number"),
+        ('{"question": "a"}', "line 2: no text under 'answer'"),
+        ('{"question": 1, "answer": "#### 1"}', "line 2: no text under 'question'"),
+        ("{oh", "line 2: not valid JSON"),
+    ],
+)
+def test_row_that_cannot_be_made_is_named_and_leaves_no_file(tmp_path, line, words):
+    (tmp_path / "raw.jsonl").write_text(f"{json.dumps(ROW)}\n{line}\n")
+    with pytest.raises(DatasetError) as told:
+        CONVERT["convert"](tmp_path / "raw.jsonl", tmp_path / "out.jsonl")
+    assert words in str(told.value)
+    assert [file.name for file in tmp_path.iterdir()] == ["raw.jsonl"]
+    assert CONVERT["main"]([str(tmp_path / "raw.jsonl"), str(tmp_path / "out.jsonl")]) == str(told.value)
+
+
+def test_rows_that_are_kept_here_are_tasks_with_labels_and_none_is_in_both():
+    train, heldout = (load_tasks(EXAMPLE / name, columns=True) for name in ("train.jsonl", "heldout.jsonl"))
+    assert (len(train), len(heldout)) == (64, 32)
+    assert {task.label.lstrip("-").replace(".", "").isdigit() for task in train + heldout} == {True}
+    assert not {task.prompt[0]["content"] for task in train} & {task.prompt[0]["content"] for task in heldout}
