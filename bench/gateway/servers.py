@@ -19,7 +19,7 @@ from starlette.routing import Route
 from penstock.chat.renderer import Renderer
 from penstock.engines.base import Sampled
 from penstock.gateway import Gateway, Limits
-from penstock.gateway.peers import Peers
+from penstock.gateway.shared_counters import Peers
 from penstock.http.listen import bind
 from penstock.pool import POOLS
 from penstock.records import Sampling, Task, make_rollout

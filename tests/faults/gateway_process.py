@@ -9,8 +9,8 @@ from killable_process import fork_on_request, write_line
 
 from penstock.chat.renderer import Renderer
 from penstock.gateway import Gateway
-from penstock.gateway.calls import Limits
-from penstock.gateway.peers import Peers
+from penstock.gateway.call import Limits
+from penstock.gateway.shared_counters import Peers
 from penstock.pool import POOLS
 from penstock.records import Sampling
 from penstock.testing import ScriptedEngine

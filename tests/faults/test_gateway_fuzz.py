@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from penstock.chat.renderer import Renderer
-from penstock.gateway.judging import judge_by_rule
+from penstock.gateway.flows import judge_by_rule
 from penstock.records import Sampling, Task, make_rollout
 from penstock.testing import ScriptedEngine, workbench, write_tokenizer
 

@@ -31,7 +31,7 @@ from penstock.engines import ENGINES
 from penstock.engines.base import Engine
 from penstock.errors import PenstockError
 from penstock.gateway.app import Gateway
-from penstock.gateway.calls import Limits
+from penstock.gateway.call import Limits
 from penstock.http.asgi import header
 from penstock.http.listen import base_url
 from penstock.http.server import HttpServer

@@ -15,25 +15,22 @@ from penstock.engines.text_endpoints.base import Relay
 from penstock.errors import ConfigError, RequestError
 from penstock.events import Events
 from penstock.gateway.auth import Needs, Tokens
-from penstock.gateway.calls import Limits
+from penstock.gateway.call import Limits
+from penstock.gateway.call_pipeline import Service
 from penstock.gateway.control import Control
 from penstock.gateway.dialects import DIALECTS
 from penstock.gateway.dialects.base import Dialect
-from penstock.gateway.endpoint import CountRoute, ModelRoute
-from penstock.gateway.flights import Told
-from penstock.gateway.flow_bodies import detail_body
-from penstock.gateway.flow_routes import FlowRoutes, Judge
-from penstock.gateway.generate_route import GenerateRoute
+from penstock.gateway.flows import FlowRoutes, GenerateRoute, Judge, detail_body
 from penstock.gateway.metrics import CONTENT_TYPE, Samples, as_text
-from penstock.gateway.peers import Peers
-from penstock.gateway.reading import Reading
-from penstock.gateway.relayed import RelaySource, no_tokens
+from penstock.gateway.model_routes import CountRoute, ModelRoute
+from penstock.gateway.pending_response import ResponseCache
+from penstock.gateway.read_api import Reading
 from penstock.gateway.routes import Plain, Route, Routes, reply
-from penstock.gateway.serve import Service
 from penstock.gateway.session import Session
 from penstock.gateway.sessions import Sessions
-from penstock.gateway.sources import Source, TokenSource
-from penstock.gateway.spans import Spans
+from penstock.gateway.shared_counters import Peers
+from penstock.gateway.sources import RelaySource, Source, TokenSource, no_tokens
+from penstock.gateway.tracing import Spans
 from penstock.gateway.trajectories import Trajectories
 from penstock.http.listen import base_url, bind, is_loopback, known_names
 from penstock.http.server import HttpServer
@@ -167,7 +164,7 @@ class Gateway:
         ]
 
     def _model_routes(self) -> list[Route]:
-        limits, service, find, told = self._limits, self._service, self._trajectories.session, Told()
+        limits, service, find, told = self._limits, self._service, self._trajectories.session, ResponseCache()
         routes: list[Route] = []
         spoken = service.source.dialects
         names = [name for name in DIALECTS if spoken is None or name in spoken]

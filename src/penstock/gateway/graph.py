@@ -1,27 +1,74 @@
-"""The token graph of one rollout: every prompt that the engine saw, each token kept once.
+"""The tokens of a path, end to end: a prompt is made of the parts that the graph keeps, and copies none of them."""
 
-    node 0 ── step 0 ── node 1 ── step 2        an agent's two turns
-       └───── step 1                            a second reply to the same prompt (a retry, or n = 2)
-    node 2 ── step 3                            a sub-agent with a prompt of its own
-
-A *node* is what the caller's messages add, a *step* is a sampled reply. A call is matched to the longest known path by the
-digests of its messages; its prompt is the tokens of that path, exactly as they were sampled, and what the new messages add.
-Sub-agents, retries, several choices, edited and compacted histories are branches and roots; there is no other case.
-
-The graph changes only when a step has been stored, so it can be built again from the pool at any time, by any gateway.
-"""
-
-from collections.abc import Sequence
-from itertools import chain, takewhile
-from typing import TYPE_CHECKING, NamedTuple
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import chain, islice, takewhile
+from typing import TYPE_CHECKING, NamedTuple, overload
 
 from penstock.chat.templates import Tool, digest, flatten, reasons, tools_digest
 from penstock.codec import ids_hash
-from penstock.gateway.paths import TokenPath
 from penstock.records import Attempt, Message, Node, Step
 
 if TYPE_CHECKING:
     from hashlib import blake2b
+
+
+class TokenPath(Sequence[int]):
+    """What a tuple of all these tokens would be, made in a time that does not depend on how many they are.
+
+    >>> prompt = TokenPath((1, 2), (3,))
+    >>> prompt.then((4, 5)) == (1, 2, 3, 4, 5), prompt[-2:], len(prompt)
+    (True, (2, 3), 3)
+    """
+
+    __slots__ = ("_ends", "_parts")
+
+    def __init__(self, *parts: tuple[int, ...]) -> None:
+        self._parts = parts
+        ends, end = [0], 0
+        for part in parts:
+            ends.append(end := end + len(part))
+        self._ends = tuple(ends)
+        """Where each part ends, after where the first one begins."""
+
+    def then(self, added: tuple[int, ...]) -> "TokenPath":
+        """These and `added`."""
+        longer = TokenPath()
+        longer._parts, longer._ends = (*self._parts, added), (*self._ends, self._ends[-1] + len(added))
+        return longer
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[int, ...]: ...
+    def __getitem__(self, index: int | slice) -> int | tuple[int, ...]:
+        if isinstance(index, slice) and index.step not in (None, 1):
+            return tuple(self)[index]
+        place = range(len(self))[index]
+        first = place if isinstance(place, int) else place.start
+        which = bisect_right(self._ends, first) - 1
+        before = self._ends[which]
+        if isinstance(place, int):
+            return self._parts[which][place - before]
+        return tuple(islice(chain.from_iterable(self._parts[which:]), first - before, max(first, place.stop) - before))
+
+    def __iter__(self) -> Iterator[int]:
+        return chain.from_iterable(self._parts)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, TokenPath | tuple | list):
+            return NotImplemented
+        return len(self) == len(other) and tuple(self) == tuple(other)  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __repr__(self) -> str:
+        return f"TokenPath({tuple(self)})"
+
 
 HISTORY_EDITED = "history_edited"
 """The caller changed messages before a reply that it sent back."""

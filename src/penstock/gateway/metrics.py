@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from itertools import accumulate
 from typing import NamedTuple
 
-from penstock.gateway.account import Account
+from penstock.gateway.call import Account
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 
 from penstock.chat.templates import digest, link
 from penstock.errors import PoolConflict, PoolError, RequestError
-from penstock.gateway.calls import Prompt
+from penstock.gateway.call import Prompt
 from penstock.gateway.graph import TokenGraph
+from penstock.gateway.reply import ReplyBuilder
 from penstock.gateway.session import Session
-from penstock.gateway.stream import Speech
 from penstock.pool.base import Pool
 from penstock.records import Node, Sampling, Step
 from penstock.system.redaction import Redactor
@@ -39,7 +39,7 @@ class Recorder:
         """Counted up by the reasons of new nodes."""
         self._redactor = redactor
 
-    async def record(self, session: Session, prompt: Prompt, reply: Speech, label: Label) -> Step:
+    async def record(self, session: Session, prompt: Prompt, reply: ReplyBuilder, label: Label) -> Step:
         """Store the reply as the rollout's next step; RequestError 503 where the store fails, 409 where the rollout has ended."""
         async with session.recording:
             for _ in range(CONFLICTS):
@@ -106,7 +106,7 @@ def _node(rollout_id: str, graph: TokenGraph, prompt: Prompt) -> Node:
     )
 
 
-def _step(graph: TokenGraph, node: Node, reply: Speech, label: Label, context: str) -> Step:
+def _step(graph: TokenGraph, node: Node, reply: ReplyBuilder, label: Label, context: str) -> Step:
     message = reply.message()
     return Step(
         rollout_id=node.rollout_id,

@@ -18,8 +18,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from penstock.errors import PenstockError, RequestError
 from penstock.gateway.auth import Needs, Tokens
 from penstock.gateway.dialects.chat import error_body
-from penstock.gateway.endpoint import VISIT, as_refusal
-from penstock.gateway.flights import AGAIN, RETRY_AFTER_S
+from penstock.gateway.model_routes import VISIT, as_refusal
+from penstock.gateway.pending_response import AGAIN, RETRY_AFTER_S
 from penstock.http.asgi import header
 
 DEFAULT_PROMPT = "1"

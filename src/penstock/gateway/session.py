@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 from penstock.chat.templates import Tool
 from penstock.errors import RequestError
 from penstock.gateway.auth import Tokens
-from penstock.gateway.calls import Limits
-from penstock.gateway.flights import Flight
+from penstock.gateway.call import Limits
 from penstock.gateway.graph import TokenGraph
-from penstock.gateway.peers import Peers
-from penstock.gateway.talks import Talk
+from penstock.gateway.last_request import LastRequest
+from penstock.gateway.pending_response import PendingResponse
+from penstock.gateway.shared_counters import Peers
 from penstock.pool.base import Pool
 from penstock.records import Attempt, Message, Rollout, Sampling
 
@@ -52,7 +52,7 @@ class Session:
         """What holds for calls that do not say otherwise; its `max_tokens` is a cap too."""
         self.recording = asyncio.Lock()
         """Held while a step is stored, so that steps are numbered in the order in which they became durable."""
-        self.flights: dict[str, Flight] = {}
+        self.flights: dict[str, PendingResponse] = {}
         """Calls that are being answered, by the digest of their request: a retry joins the one that it repeats."""
         self.refused: set[str] = set()
         """Requests whose last answer was an error: sent again they are sampled, whatever was answered before."""
@@ -67,7 +67,7 @@ class Session:
         """What the other workers had told when the pool was last asked."""
         self._graph = TokenGraph(stored) if stored else None
         self._running: set[asyncio.Task[Any]] = set()
-        self._talks: dict[str, Talk] = {}
+        self._talks: dict[str, LastRequest] = {}
         self._named: dict[str, Named] = {}
         """Digest of a request, to its answers on their way."""
         self._allowance = limits.calls_per_s
@@ -122,9 +122,9 @@ class Session:
         """Read the graph again before the next call: a write failed, so the pool may know more or less than we do."""
         self._graph = None
 
-    def talk(self, transcript: str) -> Talk:
+    def talk(self, transcript: str) -> LastRequest:
         """What the transcript's last call said; the least recent one is forgotten where there are many."""
-        talk = self._talks.pop(transcript, None) or Talk()
+        talk = self._talks.pop(transcript, None) or LastRequest()
         while len(self._talks) >= TALKS:
             del self._talks[next(iter(self._talks))]
         self._talks[transcript] = talk
@@ -136,11 +136,11 @@ class Session:
             self.refused.clear()
         self.refused.add(request)
 
-    def carrying(self, flight: Flight) -> "Carrying":
+    def carrying(self, flight: PendingResponse) -> "Carrying":
         """Count the current task as one of the rollout's calls while it carries `flight`."""
         return Carrying(self, flight)
 
-    def begin(self, flight: Flight, task: "asyncio.Task[Any]") -> None:
+    def begin(self, flight: PendingResponse, task: "asyncio.Task[Any]") -> None:
         """Name the flight's answer, and let retries of its request join it; RequestError where it would be one too many."""
         self._check_limits()
         request, named = flight.request, self._named.get(flight.request, Named(-1, 0))
@@ -151,7 +151,7 @@ class Session:
         self.flights[request] = flight
         self._running.add(task)
 
-    def finish(self, flight: Flight, name: str, task: "asyncio.Task[Any]") -> None:
+    def finish(self, flight: PendingResponse, name: str, task: "asyncio.Task[Any]") -> None:
         """The flight that was begun under `name` is over."""
         request = name.rpartition("-")[0]
         last, flying = self._named.pop(request)
@@ -199,7 +199,7 @@ class Carrying:
 
     __slots__ = ("_flight", "_name", "_session", "_task")
 
-    def __init__(self, session: Session, flight: Flight) -> None:
+    def __init__(self, session: Session, flight: PendingResponse) -> None:
         self._session = session
         self._flight = flight
 
@@ -220,7 +220,7 @@ class Carrying:
 class SessionPast(NamedTuple):
     """See `Past`."""
 
-    talk: Talk
+    talk: LastRequest
     graph: TokenGraph
 
     def messages(self, answer: str) -> tuple[Message, ...] | None:

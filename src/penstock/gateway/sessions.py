@@ -5,11 +5,11 @@ from collections import OrderedDict
 from collections.abc import Mapping
 
 from penstock.errors import PoolError, PoolFailed, RequestError
-from penstock.gateway.adhoc import sampling_of
 from penstock.gateway.auth import Tokens
-from penstock.gateway.calls import Limits
-from penstock.gateway.peers import Peers
+from penstock.gateway.call import Limits
 from penstock.gateway.session import Session, has_ended, is_gone, over
+from penstock.gateway.shared_counters import Peers
+from penstock.gateway.trajectories import sampling_of
 from penstock.pool.base import Pool
 from penstock.records import Attempt, Rollout, Sampling
 

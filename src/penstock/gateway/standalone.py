@@ -1,5 +1,6 @@
-"""A gateway that stands alone: what it is started with, the folder that it records into, and its stations in order."""
+"""Opening what answers: an engine with the renderer of its model, or an endpoint, which needs none."""
 
+import asyncio
 import fcntl
 import os
 import secrets
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 import orjson
 from pydantic import create_model
 
+from penstock.chat.renderer import Renderer
 from penstock.config import EngineSection, GatewaySection, ModelSection, PoolSection, SamplingSection, Section, override, validate
 from penstock.engines import ENGINES, SECTIONS
 from penstock.engines.base import Engine
@@ -19,14 +21,30 @@ from penstock.errors import ConfigError
 from penstock.events import Events
 from penstock.gateway.app import Gateway
 from penstock.gateway.auth import Tokens
-from penstock.gateway.calls import Limits
-from penstock.gateway.judging import judge_by_rule
-from penstock.gateway.opening import open_engine
-from penstock.gateway.peers import Peers
-from penstock.gateway.spans import open_spans
+from penstock.gateway.call import Limits
+from penstock.gateway.flows import judge_by_rule
+from penstock.gateway.shared_counters import Peers
+from penstock.gateway.tracing import open_spans
 from penstock.pool import POOLS
 from penstock.pool.base import Pool
 from penstock.records import Sampling
+
+
+class OpenedEngine(NamedTuple):
+    """What a gateway answers with; close the engine after use."""
+
+    engine: Engine
+    renderer: Renderer | None
+    """None where the engine gives text."""
+
+
+async def open_engine(section: EngineSection, model: Path, *, name: str, seed: int) -> OpenedEngine:
+    """Open what `[engine]` names for the model in folder `model`, which an endpoint has no use for."""
+    renderer = None if section.relays else await asyncio.to_thread(Renderer.load, model)
+    decode = renderer and renderer.tokenizer.decode
+    opener = ENGINES.load(section.name)
+    return OpenedEngine(await asyncio.to_thread(opener, model, name=name, section=section, seed=seed, decode=decode), renderer)
+
 
 CONFIG, SECRET, TOKENS = "config.json", "secret", "tokens.json"
 
@@ -55,7 +73,7 @@ class ModelFiles(NamedTuple):
     path: Path
 
 
-class Opened(NamedTuple):
+class OpenGateway(NamedTuple):
     """A gateway that serves, and what it stands on."""
 
     gateway: Gateway
@@ -84,7 +102,7 @@ async def open_gateway(
     sock: socket.socket,
     peers: Peers | None = None,
     is_open: bool = False,
-) -> AsyncGenerator[Opened]:
+) -> AsyncGenerator[OpenGateway]:
     """Open pool, engine and gateway; left in good order, it waits for answers under way and closes all of them."""
     async with AsyncExitStack() as stack:
         events = stack.enter_context(Events(folder / "events.jsonl"))
@@ -109,7 +127,7 @@ async def open_gateway(
             is_open=is_open,
         )
         gateway.judge = judge_by_rule
-        yield Opened(await stack.enter_async_context(gateway), pool, engine)
+        yield OpenGateway(await stack.enter_async_context(gateway), pool, engine)
 
 
 def make_folder(folder: Path, settings: Settings, model: ModelFiles) -> None:

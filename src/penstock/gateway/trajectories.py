@@ -1,27 +1,63 @@
-"""Rollouts that callers name themselves: each is opened in the pool by what is first said of it, and completed once.
-
-A flow that runs in a training run has a rollout already, which its runner ends; any other trajectory is a rollout in a group of its
-own. All of it is in the pool, so any gateway goes on where another one stopped.
-"""
+"""Rollouts that a runner elsewhere makes by itself: each in a group of its own, with how it is sampled kept in its task."""
 
 import re
+import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from penstock.errors import PoolConflict, PoolError, PoolFailed, RequestError
-from penstock.gateway import adhoc
 from penstock.gateway.auth import Tokens
 from penstock.gateway.session import COMPLETE, Session, is_gone, over
 from penstock.gateway.sessions import Sessions
 from penstock.pool.base import Pool
-from penstock.records import Attempt, End, Grade, Rollout, Task
+from penstock.records import Attempt, End, Grade, Rollout, Sampling, Task, make_rollout
+
+ADHOC_CHANNEL = "adhoc"
+OURS = "penstock."
+"""What the names of our own entries in a task's metadata begin with."""
+_SAMPLING = f"{OURS}sampling"
+
+
+def make_task(task_id: str, sampling: Mapping[str, Any], metadata: Mapping[str, Any] | None = None) -> Task:
+    """A task that nobody wrote a prompt for; `sampling` are the fields of `Sampling` that its rollouts change."""
+    kept = dict(metadata or {}) | ({_SAMPLING: dict(sampling)} if sampling else {})
+    return Task(id=task_id, prompt=(), metadata=kept or None)
+
+
+def sampling_of(task: Task, default: Sampling) -> Sampling:
+    """How calls of the task's rollouts are sampled where they do not say otherwise, whichever process serves them."""
+    return replace(default, **changed_sampling(task))
+
+
+def changed_sampling(task: Task) -> dict[str, Any]:
+    """The fields of `Sampling` that the task's rollouts change."""
+    return (task.metadata or {}).get(_SAMPLING, {})
+
+
+async def open_adhoc(
+    pool: Pool,
+    *,
+    rollout_id: str = "",
+    group_id: str = "",
+    task_id: str = ADHOC_CHANNEL,
+    channel: str = ADHOC_CHANNEL,
+    sampling: Mapping[str, Any],
+    metadata: Mapping[str, Any] | None = None,
+) -> Rollout:
+    """Make a rollout, unless one of that id is there; PoolError where the id belongs to another group."""
+    group_id = group_id or rollout_id or f"{channel}-{secrets.token_hex(4)}"
+    rollout = make_rollout(group_id, task_id, 0, channel=channel)
+    rollout = replace(rollout, id=rollout_id or rollout.id)
+    await pool.open_group(make_task(task_id, sampling, metadata), [rollout], seq=None)
+    return rollout
+
 
 SOURCE = "flow"
 """Of the grades that a flow gives."""
 CHANNEL = "train"
 _PROMPT = "prompt_uid"
-_FLOW = f"{adhoc.OURS}flow"
+_FLOW = f"{OURS}flow"
 NAME = re.compile(r"(?![mfca]k-)[A-Za-z0-9][A-Za-z0-9._:-]{0,199}")
 """Of a trajectory: it stands in paths, and no token looks like it."""
 LONGEST = 1000
@@ -133,7 +169,7 @@ class Trajectories:
                 f"prompt_uid is longer than {LONGEST} characters", status=422, code="invalid_value", param="prompt_uid"
             )
         try:
-            await adhoc.open_adhoc(
+            await open_adhoc(
                 self._pool,
                 rollout_id=rollout_id,
                 task_id=prompt or SOURCE,
@@ -149,7 +185,7 @@ class Trajectories:
     async def _resample(self, rollout_id: str, task: Task, sampling: Mapping[str, Any]) -> None:
         """Let calls of a rollout that its run opened be sampled otherwise: as long as the run has it open, and from the start."""
         session = await self._sessions.get(rollout_id)
-        changed = adhoc.sampling_of(adhoc.make_task(task.id, sampling), session.sampling)
+        changed = sampling_of(make_task(task.id, sampling), session.sampling)
         if changed != session.sampling and (await session.graph(self._pool)).steps:
             text = f"trajectory {rollout_id} has calls that were sampled otherwise; register its sampling before the first"
             raise RequestError(text, status=409, code="registered_otherwise", param="sampling")
@@ -165,7 +201,7 @@ def _difference(said: Registration, attempt: Attempt, task: Task) -> str | None:
         return None
     if said.prompt_uid is not None and said.prompt_uid != kept[_PROMPT]:
         return _PROMPT
-    own = {name: value for name, value in kept.items() if name != _PROMPT and not name.startswith(adhoc.OURS)}
+    own = {name: value for name, value in kept.items() if name != _PROMPT and not name.startswith(OURS)}
     if said.metadata is not None and {name: value for name, value in said.metadata.items() if name != _PROMPT} != own:
         return "metadata"
-    return "sampling" if said.sampling is not None and dict(said.sampling) != adhoc.changed_sampling(task) else None
+    return "sampling" if said.sampling is not None and dict(said.sampling) != changed_sampling(task) else None

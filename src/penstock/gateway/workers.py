@@ -17,7 +17,7 @@ import orjson
 
 from penstock.codec import from_json, to_json
 from penstock.errors import ConfigError, EngineError, PenstockError
-from penstock.gateway.peers import Peers
+from penstock.gateway.shared_counters import Peers
 from penstock.gateway.standalone import ModelFiles, Settings, load_secret, open_gateway, read_settings
 from penstock.http.listen import bind
 from penstock.system.garbage import collect_seldom

@@ -10,9 +10,9 @@ from penstock.config import RunConfig, run_secrets
 from penstock.engines.base import Engine
 from penstock.events import Events
 from penstock.gateway.app import Gateway
-from penstock.gateway.calls import Limits
-from penstock.gateway.opening import open_engine
-from penstock.gateway.spans import open_spans
+from penstock.gateway.call import Limits
+from penstock.gateway.standalone import open_engine
+from penstock.gateway.tracing import open_spans
 from penstock.pool.base import Pool
 from penstock.records import Sampling
 from penstock.rollout.runner import Runner, open_runner

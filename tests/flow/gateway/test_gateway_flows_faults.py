@@ -9,7 +9,7 @@ from gateway_flow_cases import generate, run, run_open, step_of, submit
 
 from penstock.errors import PoolError, PoolFailed
 from penstock.gateway.app import Gateway
-from penstock.gateway.peers import Peers
+from penstock.gateway.shared_counters import Peers
 from penstock.records import End
 from penstock.testing import ScriptedEngine, Workbench, memory_pool
 

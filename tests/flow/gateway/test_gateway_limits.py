@@ -5,7 +5,7 @@ from gateway_cases import TOOL, USER, chat, renderer
 
 from penstock.gateway import Limits
 from penstock.gateway.dialects.chat import ChatDialect
-from penstock.gateway.flights import Flight
+from penstock.gateway.pending_response import PendingResponse
 from penstock.pool import POOLS
 from penstock.records import Sampling, Task, make_rollout
 from penstock.testing import Scripted, ScriptedEngine, workbench
@@ -60,7 +60,7 @@ def test_a_reader_who_takes_nothing_has_one_event_waiting_for_it_not_many():
             sent.append(message)
             await taken.wait()
 
-        flight = Flight("", ChatDialect(renderer().tokenizer), send)
+        flight = PendingResponse("", ChatDialect(renderer().tokenizer), send)
         flight.keep_alive(0.001)
         await asyncio.wait([asyncio.create_task(taken.wait())], timeout=0.05)
         waiting = len(sent)

@@ -6,11 +6,11 @@ import pytest
 from gateway_cases import USER, chat, renderer
 
 from penstock.gateway.auth import Tokens
-from penstock.gateway.calls import Limits
+from penstock.gateway.call import Limits
 from penstock.gateway.dialects.chat import ChatDialect
-from penstock.gateway.flights import Flight
-from penstock.gateway.peers import Peers
+from penstock.gateway.pending_response import PendingResponse
 from penstock.gateway.session import Session
+from penstock.gateway.shared_counters import Peers
 from penstock.records import Sampling, make_rollout
 from penstock.testing import Scripted, ScriptedEngine, workbench
 
@@ -44,7 +44,7 @@ def named(steps, *, worker=0, workers=1):
         task = asyncio.current_task()
 
         def begin(request):
-            flight = Flight(request, ChatDialect(renderer().tokenizer), unsent)
+            flight = PendingResponse(request, ChatDialect(renderer().tokenizer), unsent)
             session.begin(flight, task)
             return flight
 

@@ -12,7 +12,7 @@ from gateway_cases import USER, chat, messages_of, renderer
 from penstock.errors import PoolError
 from penstock.gateway.app import Gateway
 from penstock.gateway.auth import Tokens
-from penstock.gateway.peers import Peers
+from penstock.gateway.shared_counters import Peers
 from penstock.pool.memory import MemoryPool
 from penstock.records import End, Sampling, Task, make_rollout
 from penstock.testing import Scripted, ScriptedEngine, Workbench, memory_pool

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.chat.parsers.base import Text
-from penstock.gateway.stream import ReplyText
+from penstock.gateway.reply import ReplyText
 from penstock.testing import Scripted, ScriptedEngine, workbench
 
 CALL = '<tool_call>\n{"name": "multiply", "arguments": {"a": 6}}\n</tool_call>'

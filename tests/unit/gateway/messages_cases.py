@@ -6,11 +6,11 @@ import orjson
 import pytest
 
 from penstock.errors import RequestError
-from penstock.gateway.calls import Prompt
+from penstock.gateway.call import Prompt
 from penstock.gateway.dialects.base import Answer, Fresh
 from penstock.gateway.dialects.messages import MessagesDialect
-from penstock.gateway.paths import TokenPath
-from penstock.gateway.talks import Talk
+from penstock.gateway.graph import TokenPath
+from penstock.gateway.last_request import LastRequest
 from penstock.records import Sampling, Step
 
 TOOL = {"name": "multiply", "description": "a times b", "input_schema": {"type": "object", "properties": {"a": {"type": "number"}}}}
@@ -30,7 +30,7 @@ class Before:
     """What the rollout said before: one answer at most."""
 
     def __init__(self, answer="", messages=(), tools=()):
-        self.talk = Talk()
+        self.talk = LastRequest()
         self._known = {answer: (tuple(messages), tuple(tools))} if answer else {}
 
     def messages(self, answer):

@@ -8,11 +8,11 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from penstock.chat.parsers.base import Reasoning, Text
 from penstock.chat.tokenizer import BYTE_OF, Tokenizer
-from penstock.gateway.calls import Prompt
+from penstock.gateway.call import Prompt
 from penstock.gateway.dialects.base import Answer, Fresh
-from penstock.gateway.paths import TokenPath
-from penstock.gateway.stream import CallDelta
-from penstock.gateway.talks import Talk
+from penstock.gateway.graph import TokenPath
+from penstock.gateway.last_request import LastRequest
+from penstock.gateway.reply import CallDelta
 from penstock.records import Sampling, Step
 
 FUNCTION = {"type": "function", "name": "multiply", "description": "Multiply.", "parameters": {"type": "object"}, "strict": False}
@@ -24,7 +24,7 @@ class EarlierCalls:
     """A `Past` with some answers in it."""
 
     def __init__(self, answers=None):
-        self.talk = Talk()
+        self.talk = LastRequest()
         self._answers = answers or {}
 
     def messages(self, answer):

@@ -7,7 +7,7 @@ from messages_cases import DIALECT, OURS, TOOL, USER, Before, accumulated, block
 from penstock.chat.parsers.base import Reasoning, Text
 from penstock.chat.templates import digest
 from penstock.errors import RequestError
-from penstock.gateway.stream import CallDelta
+from penstock.gateway.reply import CallDelta
 from penstock.records import Sampling
 
 # What requests ask for

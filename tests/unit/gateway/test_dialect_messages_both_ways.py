@@ -8,8 +8,8 @@ from messages_cases import DIALECT, USER, Before, accumulated, block, parse, ste
 
 from penstock.chat.templates import digest
 from penstock.errors import RequestError
-from penstock.gateway.dialects.messages_input import InputText
-from penstock.gateway.stream import CallDelta, deltas_of
+from penstock.gateway.dialects.messages import InputText
+from penstock.gateway.reply import CallDelta, deltas_of
 from penstock.records import Sampling
 
 JSON = st.recursive(

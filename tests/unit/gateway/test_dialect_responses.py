@@ -24,8 +24,7 @@ from pydantic import TypeAdapter
 from penstock.chat.parsers.base import Text
 from penstock.chat.templates import digest
 from penstock.errors import RequestError
-from penstock.gateway.dialects.responses import ResponsesDialect
-from penstock.gateway.dialects.responses_tools import FreeformReader, freeform_arguments, freeform_text
+from penstock.gateway.dialects.responses import FreeformReader, ResponsesDialect, freeform_arguments, freeform_text
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 USER = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "6 times 7?"}]}

@@ -2,7 +2,7 @@ import pytest
 
 from penstock.chat.templates import digest, link
 from penstock.gateway.graph import HISTORY_EDITED, REPLY_EDITED, TOOLS_CHANGED, TokenGraph, prompts
-from penstock.gateway.talks import Talk
+from penstock.gateway.last_request import LastRequest
 from penstock.records import Attempt, Node, Sampling, Step, make_rollout
 
 ROLLOUT = make_rollout("train-0", "t", 0)
@@ -44,7 +44,7 @@ class Scene:
         return step
 
     def match(self, messages, tools=()):
-        return self.graph.match(messages, Talk().chains(messages, tuple(tools)))
+        return self.graph.match(messages, LastRequest().chains(messages, tuple(tools)))
 
     def attempt(self):
         return Attempt(rollout=ROLLOUT, nodes=tuple(self.graph.nodes.values()), steps=tuple(self.graph.steps.values()))
@@ -167,5 +167,5 @@ def test_a_graph_read_from_the_pool_is_the_same_graph(scene):
     again = TokenGraph(scene.attempt())
     assert (again.next_node, again.next_step) == (3, 3)
     for messages in ([ASK, said("one"), ASK], [MORE, said("sub-agent"), ASK], [ASK, said("x"), MORE]):
-        chains = Talk().chains(messages, ())
+        chains = LastRequest().chains(messages, ())
         assert again.match(messages, chains) == scene.graph.match(messages, chains)

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from penstock.errors import RequestError
-from penstock.gateway.calls import Call, Past, Prompt
-from penstock.gateway.stream import Delta
+from penstock.gateway.call import Call, Past, Prompt
+from penstock.gateway.reply import Delta
 from penstock.records import Sampling, Step, Usage
 
 

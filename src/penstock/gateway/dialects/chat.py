@@ -7,11 +7,11 @@ import orjson
 
 from penstock.chat.parsers.base import Reasoning
 from penstock.errors import RequestError
-from penstock.gateway.calls import Call, Past
+from penstock.gateway.call import Call, Past
 from penstock.gateway.dialects import fields
 from penstock.gateway.dialects.base import Answer, Fresh, Spelling
-from penstock.gateway.dialects.sampling import SAMPLING, refuse, sampling
-from penstock.gateway.stream import CallDelta, Delta, sse, tool_call
+from penstock.gateway.dialects.fields import SAMPLING, refuse, sampling
+from penstock.gateway.reply import CallDelta, Delta, sse, tool_call
 from penstock.records import Sampling, Step
 
 HONOURED = frozenset(

@@ -7,12 +7,12 @@ import orjson
 
 from penstock.chat.tokenizer import Tokenizer
 from penstock.errors import RequestError
-from penstock.gateway.calls import Call, Past
+from penstock.gateway.call import Call, Past
 from penstock.gateway.dialects import fields
 from penstock.gateway.dialects.base import Answer, Fresh
 from penstock.gateway.dialects.chat import error_body
-from penstock.gateway.dialects.sampling import SAMPLING, refuse, sampling, unsupported
-from penstock.gateway.stream import CallDelta, Delta, sse
+from penstock.gateway.dialects.fields import SAMPLING, refuse, sampling, unsupported
+from penstock.gateway.reply import CallDelta, Delta, sse
 from penstock.records import Sampling, Step
 
 HONOURED = SAMPLING | frozenset(

@@ -1,12 +1,13 @@
 """Reading request fields: each is of its type and range, or refused by name."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any, cast
 
 from penstock.chat.templates import Tool, flatten
 from penstock.errors import RequestError
-from penstock.gateway.talks import Talk
-from penstock.records import Message
+from penstock.gateway.last_request import LastRequest
+from penstock.records import Message, Sampling
 
 DEEPEST = 64
 """Levels of nesting that messages and tools may have; the store and the templates take no unbounded depth."""
@@ -71,7 +72,7 @@ def integers(body: dict[str, Any], name: str) -> tuple[int, ...]:
     return tuple(values)
 
 
-def messages(value: Any, talk: Talk, name: str = "messages") -> tuple[Message, ...]:
+def messages(value: Any, talk: LastRequest, name: str = "messages") -> tuple[Message, ...]:
     """Chat messages in the OpenAI form, with plain text content and nothing that neither a template nor a digest reads."""
     given = entries(value)
     if not given:
@@ -79,7 +80,7 @@ def messages(value: Any, talk: Talk, name: str = "messages") -> tuple[Message, .
     return talk.messages(given, lambda place, each: _message(each, f"{name}[{place}]"))
 
 
-def tools(value: Any, talk: Talk, name: str = "tools") -> tuple[Tool, ...]:
+def tools(value: Any, talk: LastRequest, name: str = "tools") -> tuple[Tool, ...]:
     """Function tools; other kinds are refused."""
     return talk.tools(value, lambda given: _tools(given, name))
 
@@ -194,3 +195,38 @@ def text(value: Any, name: str) -> str:
     if not isinstance(value, str):
         raise wrong(name, f"must be a string, not {shown(value)}")
     return value
+
+
+SAMPLING = frozenset({"temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "seed"})
+"""What `sampling` reads, besides the limit."""
+
+
+def sampling(body: dict[str, Any], defaults: Sampling, limit: str) -> Sampling:
+    """What the request says, and `defaults` for the rest; `limit` is the field that holds the most tokens to sample."""
+    if body.get(limit) is None and not body.keys() & SAMPLING:
+        return defaults
+    seed = body.get("seed")
+    return replace(
+        defaults,
+        max_tokens=integer(body, limit, defaults.max_tokens, low=1),
+        temperature=number(body, "temperature", defaults.temperature, low=0, high=100),
+        top_p=number(body, "top_p", defaults.top_p, low=1e-6, high=1),
+        top_k=max(integer(body, "top_k", defaults.top_k, low=-1), 0),
+        min_p=number(body, "min_p", defaults.min_p, low=0, high=1),
+        stop=strings(body, "stop") or defaults.stop,
+        stop_ids=(*defaults.stop_ids, *integers(body, "stop_token_ids")),
+        seed=defaults.seed if seed is None else integer(body, "seed", 0, low=-(2**53)),
+    )
+
+
+def refuse(body: dict[str, Any], neutral: Mapping[str, tuple[Any, ...]]) -> None:
+    """Refuse the first field whose value would change the answer in a way that is not offered."""
+    for name, values in neutral.items():
+        value = body.get(name)
+        if value is not None and value not in values:
+            raise unsupported(name, value)
+
+
+def unsupported(name: str, value: Any) -> RequestError:
+    """A field that is understood and not offered."""
+    return RequestError(f"{name}={shown(value)} is not supported; leave it out", code="unsupported_parameter", param=name)

@@ -11,13 +11,13 @@ import orjson
 
 from penstock.chat.tokenizer import Tokenizer
 from penstock.errors import RequestError
-from penstock.gateway.calls import Call, Past
+from penstock.gateway.call import Call, Past
 from penstock.gateway.dialects import fields
 from penstock.gateway.dialects.base import Answer, EventWriter
 from penstock.gateway.dialects.chat import NEUTRAL as CHAT_NEUTRAL
 from penstock.gateway.dialects.completions import NEUTRAL as COMPLETIONS_NEUTRAL
-from penstock.gateway.dialects.sampling import SAMPLING, refuse, sampling
-from penstock.gateway.stream import sse
+from penstock.gateway.dialects.fields import SAMPLING, refuse, sampling
+from penstock.gateway.reply import sse
 from penstock.records import Sampling
 
 LABELS = frozenset({"trajectory_uid", "prompt_uid", "model", "logprobs"})

@@ -1,20 +1,448 @@
-"""The Anthropic Messages dialect: `/v1/messages` and its `count_tokens`, message threads included."""
+"""A call's arguments on their way to clients that parse them as they come, and give up where they are no JSON."""
 
 import re
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from math import isfinite
 from typing import Any, NamedTuple
 
 import orjson
 
-from penstock.chat.templates import Tool
+from penstock.chat.parsers.base import Reasoning
+from penstock.chat.templates import Tool, flatten
 from penstock.errors import RequestError
-from penstock.gateway.calls import Call, Past
+from penstock.gateway.call import Call, Past
 from penstock.gateway.dialects import fields
-from penstock.gateway.dialects.base import Answer, Spelling
-from penstock.gateway.dialects.messages_blocks import Unit, read, split
-from penstock.gateway.dialects.messages_events import MessagesEvents, content, event, head, stop, usage
-from penstock.gateway.dialects.sampling import SAMPLING, refuse, sampling, unsupported
-from penstock.records import Message, Sampling
+from penstock.gateway.dialects.base import Answer, Fresh, Spelling
+from penstock.gateway.dialects.fields import SAMPLING, refuse, sampling, unsupported
+from penstock.gateway.reply import CallDelta, Delta, deltas_of
+from penstock.records import Message, Sampling, Step
+
+INVALID_JSON = "INVALID_JSON"
+"""The key under which arguments that are no JSON object travel in one, both ways."""
+
+SPACE = re.compile(r"[ \t\n\r]+")
+INSIDE = re.compile(
+    r"(?:[^\"\\\x00-\x1f]+|\\[\"\\/bfnrt]|\\u(?![dD][89a-fA-F])[\da-fA-F]{4}"
+    r"|\\u[dD][89abAB][\da-fA-F]{2}\\u[dD][c-fC-F][\da-fA-F]{2})*"
+)
+"""The inside of a string, as far as its characters and escapes are whole."""
+CUT = re.compile(r"(?:\\(?:u(?:[\da-fA-F]{0,3}|[dD][89abAB][\da-fA-F]{2}(?:\\(?:u[\da-fA-F]{0,3})?)?))?)?\Z")
+"""The beginning of an escape, which the next part may complete."""
+WORD = re.compile(r"[^\s,:{}\[\]\"]+")
+SCALAR = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?|true|false|null")
+KEYS, VALUES = ("key", "first key"), ("value", "first value")
+
+
+class InputText:
+    """Arguments in parts: what was given out is always the beginning of a JSON object, and in the end a whole one.
+
+    Text that no object goes on with is held back, and told in the end under `INVALID_JSON`, beside the members that were given
+    out already. The parser behind it only counts brackets, so what stands between them may be anything; nothing comes after.
+    """
+
+    def __init__(self) -> None:
+        self._parts: list[str] = []
+        self._rest = ""
+        """What is not checked yet."""
+        self._at = 0
+        """How much of `_rest` is, while it is being checked."""
+        self._open: list[str] = []
+        """The end of every object and list that is open."""
+        self._want = "object"
+        """What must come next; "first" may also be the end, "end" also a comma. "nothing" comes after the whole object."""
+        self._string = ""
+        """What the open string is, "key" or "value"; empty where none is."""
+        self._wrong = False
+
+    def push(self, text: str) -> str:
+        """What can be given out now."""
+        self._parts.append(text)
+        self._rest += "" if self._wrong else text
+        while not self._wrong and self._at < len(self._rest) and self._token():
+            pass
+        given, self._rest, self._at = self._rest[: self._at], self._rest[self._at :], 0
+        return given
+
+    def finish(self, *, cut: bool) -> str:
+        """What makes it an object where it is none; nothing where the reply was cut short, which clients are told and expect."""
+        if self._want == "nothing" or not any(self._parts) or (cut and not self._wrong):
+            return ""
+        told = f'"{INVALID_JSON}":{orjson.dumps("".join(self._parts)).decode()}}}'
+        return "{" + told if self._want == "object" else self._closed() + told
+
+    def _closed(self) -> str:
+        """The end of the member that was begun, and what comes before another one."""
+        text, want = ('"', {"key": "colon", "value": "end"}[self._string]) if self._string else ("", self._want)
+        inner = "".join(reversed(self._open[1:]))
+        missing = {"colon": ":null", "value": "null", "key": '"":null' if inner else ""}
+        return text + missing.get(want, "") + inner + ("" if want in KEYS and not inner else ",")
+
+    def _token(self) -> bool:
+        """Check one more token; False where its end is not there yet, or where it is wrong."""
+        if self._string:
+            return self._in_string()
+        if space := SPACE.match(self._rest, self._at):
+            self._at = space.end()
+            return True
+        char, want = self._rest[self._at], self._want
+        if char == '"' and want in KEYS + VALUES:
+            self._string = "key" if want in KEYS else "value"
+            return self._take(want)
+        if (char == "{" and want in ("object", *VALUES)) or (char == "[" and want in VALUES):
+            self._open.append("}" if char == "{" else "]")
+            return self._take("first key" if char == "{" else "first value")
+        if self._open and char == self._open[-1] and want in ("end", "first key" if char == "}" else "first value"):
+            self._open.pop()
+            return self._take("end" if self._open else "nothing")
+        if char == "," and want == "end":
+            return self._take("key" if self._open[-1] == "}" else "value")
+        return self._take("value") if char == ":" and want == "colon" else self._scalar()
+
+    def _take(self, want: str) -> bool:
+        self._at, self._want = self._at + 1, want
+        return True
+
+    def _in_string(self) -> bool:
+        run = INSIDE.match(self._rest, self._at)
+        assert run is not None, "no character at all is a match too"
+        self._at = run.end()
+        if self._rest.startswith('"', self._at):
+            kind, self._string = self._string, ""
+            return self._take("colon" if kind == "key" else "end")
+        self._wrong = CUT.match(self._rest, self._at) is None
+        return False
+
+    def _scalar(self) -> bool:
+        """A number or a word: only what comes after it shows where it ends."""
+        word = WORD.match(self._rest, self._at) if self._want in VALUES else None
+        if word is not None and word.end() == len(self._rest):
+            return False
+        if word is None or not _is_scalar(word.group()):
+            self._wrong = True
+            return False
+        self._at, self._want = word.end(), "end"
+        return True
+
+
+def _is_scalar(word: str) -> bool:
+    """Whether a word is a JSON value that stays the same when it is read and written again."""
+    return SCALAR.fullmatch(word) is not None and (word in ("true", "false", "null") or isfinite(float(word)))
+
+
+def as_input(arguments: str) -> Any:
+    """Whole arguments as an object, to be written out: as the model wrote them, or wrapped where they are none."""
+    try:
+        is_object = isinstance(orjson.loads(arguments or "{}"), dict)
+    except orjson.JSONDecodeError:
+        is_object = False
+    return orjson.Fragment(arguments or "{}") if is_object else {INVALID_JSON: arguments}
+
+
+UNPARSED = "__unparsedToolInput"
+"""The key under which Claude Code sends such arguments back, with their beginning as `raw` and their length as `len`."""
+BILLING = "x-anthropic-billing-header:"
+"""How a block of `system` begins that speaks to the vendor, not to the model, and may change from call to call."""
+
+
+class Placed(NamedTuple):
+    """A content block and where it stands: in which turn (None: in `system`), and where in it."""
+
+    turn: int | None
+    place: int
+    value: Any
+
+    @property
+    def name(self) -> str:
+        """As an error names it."""
+        return f"system[{self.place}]" if self.turn is None else f"messages[{self.turn}].content[{self.place}]"
+
+
+class Unit(NamedTuple):
+    """What one message is made of."""
+
+    role: str
+    blocks: tuple[Placed, ...]
+
+
+class Units(NamedTuple):
+    """A request's conversation, ready to be read message by message."""
+
+    units: list[Unit]
+    ignored: frozenset[str]
+    """What of it no message will have."""
+
+
+def split(system: Any, turns: Sequence[Any]) -> Units:
+    """Which blocks go into which message. Nothing inside a block is read yet."""
+    ignored: set[str] = set()
+    units: list[Unit] = []
+    given = [] if system is None else _placed(system, None, "system")
+    told = tuple(each for each in given if not _is_billing(each.value))
+    if len(told) < len(given):
+        ignored.add("system:billing_header")
+    if any((fields.entry(each.value) or {}).get("text") != "" for each in told):
+        units.append(Unit("system", told))
+    side, run = "", list[Placed]()
+    for turn, value in enumerate(turns):
+        role, blocks = _turn(value, turn)
+        if role != side or role == "system":
+            units += _units(side, run)
+            side, run = role, []
+        run += blocks
+    units += _units(side, run)
+    if any(_kind(block.value) == "redacted_thinking" for unit in units for block in unit.blocks):
+        ignored.add("block:redacted_thinking")
+    return Units(units, frozenset(ignored))
+
+
+def read(unit: Unit) -> Message:
+    """The message that a unit is; refused by its place where a block is none that the model can take."""
+    for block in unit.blocks:
+        fields.check_depth(block.value, block.name)
+    if unit.role == "assistant":
+        return _assistant(unit.blocks)
+    if unit.role == "tool":
+        return _result(unit.blocks[0])
+    return {"role": unit.role, "content": flatten([{"text": _text(each.value, each.name)} for each in unit.blocks])}
+
+
+def _turn(value: Any, turn: int) -> tuple[str, list[Placed]]:
+    given = fields.entry(value)
+    if given is None:
+        raise fields.wrong(f"messages[{turn}]", "must be an object")
+    role = given.get("role")
+    if role not in ("user", "assistant", "system"):
+        raise fields.wrong(f"messages[{turn}].role", f"must be user, assistant or system, not {fields.shown(role)}")
+    return role, _placed(given.get("content"), turn, f"messages[{turn}].content")
+
+
+def _placed(content: Any, turn: int | None, name: str) -> list[Placed]:
+    """Blocks with their places; a plain string is one block of text."""
+    if isinstance(content, str):
+        return [Placed(turn, 0, {"type": "text", "text": content})]
+    blocks = fields.entries(content)
+    if blocks is None:
+        raise fields.wrong(name, f"must be a string or a list of content blocks, not {fields.shown(content)}")
+    return [Placed(turn, place, block) for place, block in enumerate(blocks)]
+
+
+def _units(role: str, run: list[Placed]) -> Iterable[Unit]:
+    """The messages of a turn."""
+    if role != "user":
+        return [Unit(role, tuple(run))] if role else []
+    results = [block for block in run if _kind(block.value) == "tool_result"]
+    texts = tuple(block for block in run if _kind(block.value) != "tool_result")
+    own = [Unit("user", texts)] if texts or not results else []
+    return [*(Unit("tool", (block,)) for block in results), *own]
+
+
+def _assistant(blocks: Sequence[Placed]) -> Message:
+    said: list[str] = []
+    thought: list[str] = []
+    calls: list[dict[str, Any]] = []
+    for placed in blocks:
+        kind, block = _kind(placed.value), fields.entry(placed.value) or {}
+        if kind == "thinking":
+            thought.append(_string(block.get("thinking"), f"{placed.name}.thinking"))
+        elif kind == "tool_use":
+            calls.append(_call(block, placed.name))
+        elif kind != "redacted_thinking":
+            said.append(_text(block, placed.name))
+    message: Message = {"role": "assistant", "content": "".join(said)}
+    if any(thought):
+        message["reasoning_content"] = "".join(thought)
+    if calls:
+        message["content"] = message["content"] or None
+        message["tool_calls"] = calls
+    return message
+
+
+def _call(block: dict[str, Any], name: str) -> dict[str, Any]:
+    function = {"name": _string(block.get("name"), f"{name}.name"), "arguments": _arguments(block.get("input", {}))}
+    return {"id": _string(block.get("id"), f"{name}.id"), "type": "function", "function": function}
+
+
+def _arguments(given: Any) -> str:
+    """JSON text of a call's input; what was no JSON when it was sampled is that text again."""
+    wrapped = fields.entry(given) or {}
+    raw = wrapped.get(INVALID_JSON)
+    if len(wrapped) == 1 and (cut := fields.entry(wrapped.get(UNPARSED))) is not None:
+        raw = cut.get("raw")
+        raw = raw if isinstance(raw, str) and len(raw.encode("utf-16-le")) // 2 == cut.get("len") else None
+    return raw if isinstance(raw, str) else orjson.dumps(given).decode()
+
+
+def _result(placed: Placed) -> Message:
+    """A tool's result. An error is marked as one, unless its text says so itself."""
+    block = fields.entry(placed.value) or {}
+    content: Any = block.get("content")
+    text = content if isinstance(content, str) else _joined(content, f"{placed.name}.content")
+    if fields.flag(block, "is_error") and "error" not in text[:40].lower():
+        text = f"Error: {text}"
+    return {"role": "tool", "content": text, "tool_call_id": _string(block.get("tool_use_id"), f"{placed.name}.tool_use_id")}
+
+
+def _joined(content: Any, name: str) -> str:
+    parts = fields.entries([] if content is None else content)
+    if parts is None:
+        raise fields.wrong(name, f"must be a string or a list of text blocks, not {fields.shown(content)}")
+    return flatten([{"text": _text(part, f"{name}[{place}]")} for place, part in enumerate(parts)])
+
+
+def _text(value: Any, name: str) -> str:
+    kind = _kind(value)
+    if kind != "text":
+        raise fields.wrong(name, f"must be a text block here; {fields.shown(kind)} is not supported")
+    return _string((fields.entry(value) or {}).get("text"), f"{name}.text")
+
+
+def _string(value: Any, name: str) -> str:
+    if not isinstance(value, str):
+        raise fields.wrong(name, f"must be a string, not {fields.shown(value)}")
+    return value
+
+
+def _kind(value: Any) -> Any:
+    return (fields.entry(value) or {}).get("type")
+
+
+def _is_billing(value: Any) -> bool:
+    text = (fields.entry(value) or {}).get("text")
+    return isinstance(text, str) and text.startswith(BILLING) and "\n" not in text
+
+
+EMPTY: dict[str, Any] = {"type": "text", "text": ""}
+"""What an empty reply is: clients read the first block without looking."""
+
+
+class MessagesEvents:
+    """See `EventWriter`. One block is open at a time; what does not belong to it closes it."""
+
+    def __init__(self, answer: Answer, tokenizer: Spelling) -> None:
+        self._answer = answer
+        self._tokenizer = tokenizer
+        self._index = -1
+        self._open = ""
+        """The kind of the open block; empty where none is."""
+        self._input = InputText()
+        """Of the open call."""
+
+    def opening(self) -> bytes:
+        """See `EventWriter.opening`."""
+        return event("message_start", message=head(self._answer) | {"usage": usage(self._answer, [])})
+
+    def grown(self, choice: int, deltas: list[Delta], fresh: Fresh) -> bytes:
+        """See `EventWriter.grown`."""
+        return b"".join([self._grow(delta) for delta in deltas])
+
+    def closing(self, choice: int, step: Step, fresh: Fresh) -> bytes:
+        """See `EventWriter.closing`."""
+        begun = self._begin(EMPTY) if self._index < 0 else b""
+        reason, used = stop(step, self._tokenizer), usage(self._answer, [step])
+        return begun + self._close(cut=step.finish == "length") + event("message_delta", delta=reason, usage=used)
+
+    def ending(self, steps: list[Step]) -> bytes:
+        """See `EventWriter.ending`."""
+        return event("message_stop")
+
+    def _grow(self, delta: Delta) -> bytes:
+        if isinstance(delta, CallDelta):
+            begun = self._begin(_tool_use_block(delta, {})) if delta.begins else b""
+            return begun + self._delta("input_json_delta", "partial_json", self._input.push(delta.arguments))
+        if isinstance(delta, Reasoning):
+            begun = b"" if self._open == "thinking" else self._begin({"type": "thinking", "thinking": "", "signature": ""})
+            return begun + self._delta("thinking_delta", "thinking", delta.text)
+        begun = b"" if self._open == "text" else self._begin(EMPTY)
+        return begun + self._delta("text_delta", "text", delta.text)
+
+    def _begin(self, block: dict[str, Any]) -> bytes:
+        closed = self._close()
+        self._index += 1
+        self._open = block["type"]
+        self._input = InputText()
+        return closed + event("content_block_start", index=self._index, content_block=block)
+
+    def _delta(self, kind: str, key: str, value: str) -> bytes:
+        return event("content_block_delta", index=self._index, delta={"type": kind, key: value}) if value else b""
+
+    def _close(self, *, cut: bool = False) -> bytes:
+        """End the open block; `cut` says that the reply was cut short in it."""
+        if not self._open:
+            return b""
+        rest = b""
+        if self._open == "thinking":
+            rest = self._delta("signature_delta", "signature", signature(self._answer))
+        elif self._open == "tool_use":
+            rest = self._delta("input_json_delta", "partial_json", self._input.finish(cut=cut))
+        self._open = ""
+        return rest + event("content_block_stop", index=self._index)
+
+
+def event(kind: str, **content: Any) -> bytes:
+    """One event, under its name."""
+    return b"event: " + kind.encode() + b"\ndata: " + orjson.dumps({"type": kind, **content}) + b"\n\n"
+
+
+def head(answer: Answer) -> dict[str, Any]:
+    """What an answer and its first event share; nothing said yet."""
+    return {
+        "id": f"msg_{answer.id}",
+        "type": "message",
+        "role": "assistant",
+        "model": answer.model,
+        "content": [],
+        "stop_reason": None,
+        "stop_sequence": None,
+    }
+
+
+def content(answer: Answer, message: Message) -> list[dict[str, Any]]:
+    """A reply's blocks: thinking, text, calls."""
+    blocks: list[dict[str, Any]] = []
+    for delta in deltas_of(message):
+        if isinstance(delta, CallDelta):
+            blocks.append(_tool_use_block(delta, as_input(delta.arguments)))
+        elif isinstance(delta, Reasoning):
+            blocks.append({"type": "thinking", "thinking": delta.text, "signature": signature(answer)})
+        else:
+            blocks.append({"type": "text", "text": delta.text})
+    return blocks or [EMPTY]
+
+
+def stop(step: Step, tokenizer: Spelling) -> dict[str, str | None]:
+    """Why the reply ended. Calls go first: whatever ended the reply, they must be answered."""
+    if step.finish == "length":
+        return {"stop_reason": "max_tokens", "stop_sequence": None}
+    if step.message.get("tool_calls"):
+        return {"stop_reason": "tool_use", "stop_sequence": None}
+    found = _stop_string(step, tokenizer)
+    return {"stop_reason": "end_turn" if found is None else "stop_sequence", "stop_sequence": found}
+
+
+def usage(answer: Answer, steps: Sequence[Step]) -> dict[str, int]:
+    """Tokens read and sampled; how many of them an engine had cached is not told."""
+    used, cached = answer.usage(steps), {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
+    return {"input_tokens": used.prompt_tokens, **cached, "output_tokens": used.completion_tokens}
+
+
+def signature(answer: Answer) -> str:
+    """Something to send back with thinking: clients drop thinking that is not signed."""
+    return f"penstock:{answer.id}"
+
+
+def _tool_use_block(call: CallDelta, given: Any) -> dict[str, Any]:
+    return {"type": "tool_use", "id": call.id, "name": call.name, "input": given}
+
+
+def _stop_string(step: Step, tokenizer: Spelling) -> str | None:
+    """The stop string that ended the reply, which the record has and the text has not; None where the model itself ended it."""
+    if not step.sampling.stop or (step.completion_ids and step.completion_ids[-1] in step.sampling.stop_ids):
+        return None
+    sampled = tokenizer.decode(step.completion_ids)
+    found = [(place, each) for each in step.sampling.stop if (place := sampled.find(each)) >= 0]
+    return min(found)[1] if found else None
+
 
 HONOURED = frozenset(
     {"model", "messages", "system", "tools", "tool_choice", "stream", "thread", "thinking", "output_config"}

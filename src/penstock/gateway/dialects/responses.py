@@ -1,19 +1,679 @@
-"""The OpenAI Responses dialect: `/v1/responses`, and `/v1/responses/input_tokens` that only counts."""
+"""The tools of a Responses request: as functions for the model, and back under the names and kinds that the client knows."""
 
-from collections.abc import Iterator
-from typing import Any
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import orjson
 
-from penstock.chat.templates import Tool
+from penstock.chat.parsers.base import Reasoning
+from penstock.chat.templates import Tool, flatten
 from penstock.errors import RequestError
-from penstock.gateway.calls import Call, Past
-from penstock.gateway.dialects import fields, responses_input, responses_output, responses_tools
-from penstock.gateway.dialects.base import Answer, Spelling
-from penstock.gateway.dialects.chat import error_body
-from penstock.gateway.dialects.responses_events import ResponseEvents
-from penstock.gateway.dialects.sampling import SAMPLING, refuse, sampling, unsupported
-from penstock.records import Sampling
+from penstock.gateway.call import Call, Past
+from penstock.gateway.dialects import fields
+from penstock.gateway.dialects.base import Answer, Fresh, Spelling
+from penstock.gateway.dialects.chat import error_body, logprobs
+from penstock.gateway.dialects.fields import SAMPLING, refuse, sampling, unsupported
+from penstock.gateway.reply import CallDelta, Delta
+from penstock.records import Finish, Message, Sampling, Step
+
+FREEFORM: dict[str, Any] = {
+    "type": "object",
+    "properties": {"input": {"type": "string", "description": "The whole input, as plain text."}},
+    "required": ["input"],
+    "additionalProperties": False,
+}
+"""A freeform tool's parameters: models that were not trained on such tools write JSON arguments all the same."""
+
+
+class Address(NamedTuple):
+    """How the client knows a tool that the model knows by one flat name."""
+
+    name: str
+    namespace: str | None
+    is_custom: bool
+
+
+class _Given(NamedTuple):
+    tool: dict[str, Any]
+    namespace: str | None
+    where: str
+    """Its place in the request, for messages."""
+
+
+def offered(value: Any, name: str = "tools") -> tuple[Tool, ...]:
+    """What the model is offered: functions, freeform tools as functions, and those of namespaces under joined names."""
+    fields.check_depth(value, name)
+    known: dict[str, Address] = {}
+    tools: list[Tool] = []
+    for given in _given(value, name):
+        if given.tool["type"] not in ("function", "custom"):
+            continue
+        flat, address = _address(given)
+        if known.setdefault(flat, address) != address:
+            raise fields.wrong(given.where, f"is offered to the model as {flat!r}, as is another tool; rename one of them")
+        tools.append(_as_function(given, flat))
+    return tuple(tools)
+
+
+def unmet(value: Any) -> Iterator[str]:
+    """What the tools ask for and nobody here does: tools that a vendor's servers run, and constrained arguments."""
+    for tool, *_ in _given(value, "tools"):
+        kind = tool["type"]
+        if kind not in ("function", "custom"):
+            yield f"tool:{kind}"
+        elif tool.get("strict"):
+            yield "tools.strict"
+        elif (fields.entry(tool.get("format")) or {}).get("type") == "grammar":
+            yield "tools.format"
+
+
+def addresses(value: Any) -> dict[str, Address]:
+    """The client's name for each of `offered`."""
+    return dict(_address(given) for given in _given(value, "tools") if given.tool["type"] in ("function", "custom"))
+
+
+def joined(name: str, namespace: str | None) -> str:
+    """The flat name of a tool in a namespace.
+
+    >>> joined("close", "agents")
+    'agents__close'
+    """
+    return name if not namespace else f"{namespace.removesuffix('__')}__{name}"
+
+
+def freeform_arguments(text: str) -> str:
+    """The JSON arguments of a freeform call, as the model would have written them."""
+    return json.dumps({"input": text}, ensure_ascii=False)
+
+
+def freeform_text(arguments: str) -> str:
+    """The input of a freeform call that the model wrote as JSON arguments."""
+    reader = FreeformReader()
+    return reader.push(arguments) + reader.finish()
+
+
+class FreeformReader:
+    """The value of `input` in JSON arguments, as they come; arguments of any other form are the input themselves.
+
+    However the arguments are cut, what it gives out adds up to the same: an escape sequence waits until it is whole.
+    """
+
+    def __init__(self) -> None:
+        self._held = ""
+        self._state = "before"
+
+    def push(self, text: str) -> str:
+        """What is certain with this."""
+        self._held += text
+        if self._state == "before":
+            self._find_value()
+        if self._state == "inside":
+            return self._read_value()
+        ready, self._held = ("", self._held) if self._state == "before" else (self._held, "")
+        return ready if self._state == "other" else ""
+
+    def finish(self) -> str:
+        """What was held back: nothing, unless the arguments ended before their form was known."""
+        return self._held if self._state == "before" else ""
+
+    def _find_value(self) -> None:
+        found = _OPENING.match(self._held)
+        if found:
+            self._held, self._state = self._held[found.end() :], "inside"
+        elif not '{"input":"'.startswith("".join(self._held.split())):
+            self._state = "other"
+
+    def _read_value(self) -> str:
+        parts: list[str] = []
+        place = 0
+        while (unit := _UNIT.match(self._held, place)) and not _is_half(unit):
+            parts.append(_spelt(unit.group()))
+            place = unit.end()
+        self._held = self._held[place:]
+        if self._held.startswith('"'):
+            self._held, self._state = "", "after"
+        return "".join(parts)
+
+
+_OPENING = re.compile(r'\s*\{\s*"input"\s*:\s*"')
+_UNIT = re.compile(r'[^"\\]+|\\u[dD][89abAB]..\\u.{4}|\\u.{4}|\\[^u]', re.DOTALL)
+"""Plain characters, or one escape sequence; two where the first is half of a character."""
+
+
+def _is_half(unit: re.Match[str]) -> bool:
+    """Whether more of the text may make this escape sequence one with the next."""
+    is_first = len(unit.group()) == 6 and re.match(r"\\u[dD][89abAB]", unit.group()) is not None
+    return is_first and r"\u".startswith(unit.string[unit.end() : unit.end() + 2])
+
+
+def _spelt(unit: str) -> str:
+    if not unit.startswith("\\"):
+        return unit
+    try:
+        text: str = json.loads(f'"{unit}"')
+    except ValueError:
+        return unit
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def _given(value: Any, name: str) -> Iterator[_Given]:
+    """Every tool, those inside namespaces too."""
+    for place, tool in enumerate(_listed([] if value is None else value, name)):
+        where = f"{name}[{place}]"
+        if tool["type"] != "namespace":
+            yield _Given(tool, None, where)
+            continue
+        namespace = fields.text(tool.get("name"), f"{where}.name")
+        for inner, each in enumerate(_listed(tool.get("tools"), f"{where}.tools")):
+            yield _Given(each, namespace, f"{where}.tools[{inner}]")
+
+
+def _listed(value: Any, name: str) -> list[dict[str, Any]]:
+    listed = fields.entries(value)
+    if listed is None:
+        raise fields.wrong(name, "must be a list of tools")
+    tools = [fields.entry(each) or {} for each in listed]
+    for place, tool in enumerate(tools):
+        fields.text(tool.get("type"), f"{name}[{place}].type")
+    return tools
+
+
+def _address(given: _Given) -> tuple[str, Address]:
+    if fields.entry(given.tool.get("function")):
+        raise fields.wrong(given.where, "has its name inside `function`, as chat tools do; here `name` stands beside `type`")
+    name = fields.text(given.tool.get("name"), f"{given.where}.name")
+    return joined(name, given.namespace), Address(name, given.namespace, given.tool["type"] == "custom")
+
+
+def _as_function(given: _Given, flat: str) -> Tool:
+    tool, function = given.tool, dict[str, Any](name=flat)
+    description = fields.text(tool.get("description") or "", f"{given.where}.description")
+    parameters = tool.get("parameters")
+    if tool["type"] == "custom":
+        parameters, shape = FREEFORM, fields.entry(tool.get("format")) or {}
+        if shape.get("type") == "grammar":
+            definition = f"The input follows this {shape.get('syntax')} grammar:\n{shape.get('definition')}"
+            description = f"{description}\n\n{definition}" if description else definition
+    if description:
+        function["description"] = description
+    if parameters is not None and fields.entry(parameters) is None:
+        raise fields.wrong(f"{given.where}.parameters", f"must be a JSON schema, not {fields.shown(parameters)}")
+    function["parameters"] = parameters or {"type": "object", "properties": {}}
+    return {"type": "function", "function": function}
+
+
+RESPONSE_ID = "resp_"
+ITEM_ID = re.compile(r"(msg|rs|fc|ctc)_(.+)_(\d+)")
+"""Our own items: kind, answer, and which of its kind it is in the answer."""
+
+CALLS = ("function_call", "custom_tool_call")
+RESULTS = ("function_call_output", "custom_tool_call_output")
+TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+"""Parts that are text, and the key that holds it."""
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+
+
+class Group(NamedTuple):
+    """Items that make one message."""
+
+    start: int
+    """Place of the first one in the input."""
+    items: list[dict[str, Any]]
+
+
+def messages(body: dict[str, Any], past: Past) -> tuple[Message, ...]:
+    """All messages of a call: its instructions, what its `previous_response_id` stands for, its input."""
+    raw: list[Any] = []
+    if body.get("instructions") is not None:
+        raw.append(fields.text(body["instructions"], "instructions"))
+    raw += _carried(body.get("previous_response_id"), past)
+    groups, before = _grouped(_items(body.get("input"), past)), len(raw)
+    raw += [group.items for group in groups]
+    if not raw:
+        raise fields.wrong("input", "must be text or a list with at least one item")
+
+    def read(place: int, each: Any) -> Message:
+        if isinstance(each, str):
+            return {"role": "system", "content": each, "instructions": True}
+        return fields.entry(each) or _message(groups[place - before])
+
+    return past.talk.messages(raw, read)
+
+
+def _carried(response_id: Any, past: Past) -> list[Message]:
+    """The conversation up to an earlier answer, without the instructions of that call: they do not carry over."""
+    if response_id is None:
+        return []
+    given = fields.text(response_id, "previous_response_id")
+    known = past.messages(given.removeprefix(RESPONSE_ID)) if given.startswith(RESPONSE_ID) else None
+    if known is None:
+        raise RequestError(
+            f"previous_response_id {given!r} is not a response of this rollout; send the whole conversation as input",
+            code="previous_response_not_found",
+            param="previous_response_id",
+        )
+    return [message for message in known if not message.get("instructions")]
+
+
+def _items(value: Any, past: Past) -> list[dict[str, Any]]:
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    listed = fields.entries([] if value is None else value)
+    if listed is None:
+        raise fields.wrong("input", f"must be text or a list of items, not {fields.shown(value)}")
+    items: list[dict[str, Any]] = []
+    for place, each in enumerate(listed):
+        item = fields.entry(each)
+        if item is None:
+            raise fields.wrong(f"input[{place}]", f"must be an item, not {fields.shown(each)}")
+        items.append(_resolved(item, f"input[{place}]", past) if _kind(item) == "item_reference" else item)
+    return items
+
+
+def _resolved(item: dict[str, Any], name: str, past: Past) -> dict[str, Any]:
+    """The item of an earlier answer that a reference means."""
+    item_id = fields.text(item.get("id"), f"{name}.id")
+    ours = ITEM_ID.fullmatch(item_id)
+    known = past.messages(ours[2]) if ours else None
+    if ours is None or not known:
+        message = f"{name} refers to item {item_id!r}, which is none of this rollout; send the item itself"
+        raise RequestError(message, code="item_not_found", param=name)
+    reply, which = known[-1], int(ours[3])
+    calls = reply.get("tool_calls") or ()
+    if ours[1] == "msg":
+        return {"type": "message", "role": "assistant", "content": "" if which else flatten(reply.get("content"))}
+    if ours[1] == "rs":
+        text = "" if which else reply.get("reasoning_content") or ""
+        return {"type": "reasoning", "content": [{"type": "reasoning_text", "text": text}]}
+    if which >= len(calls):
+        raise fields.wrong(name, f"refers to call {which} of an answer that made {len(calls)}")
+    return {"type": "function_call", "call_id": calls[which]["id"], **calls[which]["function"]}
+
+
+def _kind(item: dict[str, Any]) -> Any:
+    kind = item.get("type")
+    return kind if kind is not None else "message" if "role" in item else "item_reference"
+
+
+def _grouped(items: Sequence[dict[str, Any]]) -> list[Group]:
+    """Items that one reply came out as stand together; of two assistant messages in a row, each is a reply of its own."""
+    groups: list[Group] = []
+    before = ""
+    for place, item in enumerate(items):
+        kind = _kind(item)
+        part = "said" if kind == "message" and item.get("role") == "assistant" else kind
+        is_reply = part in ("said", "reasoning", *CALLS)
+        if is_reply and before and not before == part == "said":
+            groups[-1].items.append(item)
+        else:
+            groups.append(Group(place, [item]))
+        before = part if is_reply else ""
+    return [group for group in groups if not _is_silent(group)]
+
+
+def _is_silent(group: Group) -> bool:
+    """Whether there is nothing but reasoning that only its vendor can read."""
+    return all(_kind(item) == "reasoning" and not _thought(item, "input") for item in group.items)
+
+
+def _message(group: Group) -> Message:
+    first, name = group.items[0], f"input[{group.start}]"
+    fields.check_depth(group.items, name)
+    kind = _kind(first)
+    if kind in RESULTS:
+        content = _content(first.get("output"), f"{name}.output")
+        return {"role": "tool", "content": content, "tool_call_id": fields.text(first.get("call_id") or "", f"{name}.call_id")}
+    if kind == "message" and first.get("role") != "assistant":
+        role = first.get("role")
+        if not isinstance(role, str) or role not in ROLES:
+            raise fields.wrong(f"{name}.role", f"must be one of {', '.join(ROLES)}, not {fields.shown(role)}")
+        return {"role": ROLES[role], "content": _content(first.get("content"), f"{name}.content")}
+    if kind not in ("message", "reasoning", *CALLS):
+        raise RequestError(f"{name} is of type {fields.shown(kind)}, which is not supported", code="unsupported_item", param=name)
+    return _reply(group)
+
+
+def _reply(group: Group) -> Message:
+    said, thought, calls = "", "", list[dict[str, Any]]()
+    for place, item in enumerate(group.items, group.start):
+        name, kind = f"input[{place}]", _kind(item)
+        if kind == "reasoning":
+            thought += _thought(item, name)
+        elif kind == "message":
+            said += _content(item.get("content"), f"{name}.content")
+        else:
+            calls.append(_call(item, name))
+    message: Message = {"role": "assistant", "content": said}
+    if thought:
+        message["reasoning_content"] = thought
+    if calls:
+        message |= {"content": said or None, "tool_calls": calls}
+    return message
+
+
+def _call(item: dict[str, Any], name: str) -> dict[str, Any]:
+    flat = joined(fields.text(item.get("name"), f"{name}.name"), fields.text(item.get("namespace") or "", f"{name}.namespace"))
+    if item["type"] == "custom_tool_call":
+        arguments = freeform_arguments(fields.text(item.get("input"), f"{name}.input"))
+    else:
+        arguments = fields.text(item.get("arguments"), f"{name}.arguments")
+    call_id = fields.text(item.get("call_id") or "", f"{name}.call_id")
+    return {"id": call_id, "type": "function", "function": {"name": flat, "arguments": arguments}}
+
+
+def _thought(item: dict[str, Any], name: str) -> str:
+    """The reasoning itself; what is encrypted or a summary is none of the model's."""
+    texts: list[str] = []
+    for place, each in enumerate(fields.entries(item.get("content")) or ()):
+        part = fields.entry(each) or {}
+        if part.get("type") == "reasoning_text":
+            texts.append(fields.text(part.get("text"), f"{name}.content[{place}].text"))
+    return "".join(texts)
+
+
+def _content(value: Any, name: str) -> str:
+    if isinstance(value, str):
+        return value
+    parts = fields.entries(value)
+    if parts is None:
+        raise fields.wrong(name, f"must be text or a list of text parts, not {fields.shown(value)}")
+    return flatten([{"text": _part(fields.entry(part) or {}, f"{name}[{place}]")} for place, part in enumerate(parts)])
+
+
+def _part(part: dict[str, Any], name: str) -> str:
+    kind = part.get("type")
+    if not isinstance(kind, str) or kind not in TEXTS:
+        raise fields.wrong(name, f"must be a text part; {fields.shown(kind)} is not supported")
+    return fields.text(part.get(TEXTS[kind]), f"{name}.{TEXTS[kind]}")
+
+
+Status = Literal["in_progress", "completed", "incomplete", "failed"]
+STATUS: dict[Finish, Status] = {"stop": "completed", "length": "incomplete", "cancelled": "failed", "error": "failed"}
+
+
+def response(answer: Answer, status: Status, output: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+    """The response object, without usage."""
+    sampling = answer.call.sampling
+    return {
+        "id": RESPONSE_ID + answer.id,
+        "object": "response",
+        "created_at": int(answer.created),
+        "status": status,
+        "error": None,
+        "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+        "model": answer.model,
+        "output": list(output),
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "service_tier": "default",
+        "usage": None,
+        **dict(answer.call.echo),
+    }
+
+
+def finished(answer: Answer, step: Step, output: Sequence[dict[str, Any]], tokenizer: Spelling) -> dict[str, Any]:
+    """The response object of an answer that has come to its end."""
+    status = STATUS[step.finish]
+    whole = response(answer, status, output) | {"usage": usage(answer, step, tokenizer)}
+    if status == "completed":
+        whole["completed_at"] = int(answer.created + step.seconds)
+    return whole
+
+
+def usage(answer: Answer, step: Step, tokenizer: Spelling) -> dict[str, Any]:
+    """Reasoning tokens are those of its text, tokenized again; all other counts are exact."""
+    used = answer.usage([step])
+    prompt, sampled = used.prompt_tokens, used.completion_tokens
+    thought = min(len(tokenizer.encode(tokenizer.shield(step.message.get("reasoning_content") or ""))), sampled)
+    return {
+        "input_tokens": prompt,
+        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+        "output_tokens": sampled,
+        "output_tokens_details": {"reasoning_tokens": thought},
+        "total_tokens": prompt + sampled,
+    }
+
+
+def items_of(answer: Answer, step: Step, tools: Mapping[str, Address], tokenizer: Spelling) -> list[dict[str, Any]]:
+    """A reply's items: reasoning, message, calls. A reply without calls has a message, were it empty, to be sent back."""
+    reply, items = step.message, list[dict[str, Any]]()
+    calls = reply.get("tool_calls") or ()
+    if reply.get("reasoning_content"):
+        items.append(reasoning_item(answer, 0, reply["reasoning_content"]))
+    if reply.get("content") or not calls:
+        spelt = told(step, tokenizer) if answer.call.logprobs else ()
+        items.append(message_item(answer, 0, reply.get("content") or "", spelt))
+    for place, call in enumerate(calls):
+        named = call["function"]
+        items.append(call_item(answer, place, call["id"], tools.get(named["name"]), named["name"], named["arguments"]))
+    items[-1] |= ending_status(step)
+    return items
+
+
+def told(step: Step, tokenizer: Spelling) -> list[dict[str, Any]]:
+    """The log-probabilities of all tokens of a reply."""
+    return logprobs(tokenizer, step.completion_ids, step.full_logprobs or step.logprobs)["content"]
+
+
+def ending_status(step: Step) -> dict[str, Any]:
+    """The status of the last item."""
+    return {"status": "completed" if step.finish == "stop" else "incomplete"}
+
+
+def reasoning_item(answer: Answer, place: int, text: str | None) -> dict[str, Any]:
+    """A reasoning item; text of None has not begun."""
+    content = [] if text is None else [reasoning_part(text)]
+    head = {"id": f"rs_{answer.id}_{place}", "type": "reasoning", "summary": list[Any](), "content": content}
+    return head | {"encrypted_content": None, "status": _status(text)}
+
+
+def message_item(answer: Answer, place: int, text: str | None, spelt: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+    """A message item; text of None has not begun."""
+    content = [] if text is None else [text_part(text, spelt)]
+    return {
+        "id": f"msg_{answer.id}_{place}",
+        "type": "message",
+        "role": "assistant",
+        "status": _status(text),
+        "content": content,
+    }
+
+
+def call_item(
+    answer: Answer, place: int, call_id: str, address: Address | None, name: str, arguments: str | None
+) -> dict[str, Any]:
+    """A call as the client knows the tool; arguments of None have not begun. A tool that it does not know keeps its name."""
+    head: dict[str, Any] = {"call_id": call_id, "name": address.name if address else name, "status": _status(arguments)}
+    if address and address.namespace:
+        head["namespace"] = address.namespace
+    if address and address.is_custom:
+        text = freeform_text(arguments or "")
+        return {"id": f"ctc_{answer.id}_{place}", "type": "custom_tool_call", "input": text, **head}
+    return {"id": f"fc_{answer.id}_{place}", "type": "function_call", "arguments": arguments or "", **head}
+
+
+def reasoning_part(text: str) -> dict[str, Any]:
+    """The content of a reasoning item."""
+    return {"type": "reasoning_text", "text": text}
+
+
+def text_part(text: str, spelt: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+    """The content of a message item; `spelt` are log-probabilities."""
+    return {"type": "output_text", "text": text, "annotations": list[Any](), "logprobs": list(spelt)}
+
+
+def _status(begun: str | None) -> Status:
+    return "in_progress" if begun is None else "completed"
+
+
+GROWTH = {
+    "message": ("output_text", "text"),
+    "reasoning": ("reasoning_text", "text"),
+    "function_call": ("function_call_arguments", "arguments"),
+    "custom_tool_call": ("custom_tool_call_input", "input"),
+}
+"""By type of item: what the events of its growth are called, and the key of what has grown when it is done."""
+
+IN_PARTS = ("message", "reasoning")
+"""Items whose text stands in a content part."""
+
+Make = Callable[[str | None], dict[str, Any]]
+"""An item, for what has been written of it; None: nothing yet."""
+
+
+@dataclass(slots=True)
+class _Open:
+    """An item that grows."""
+
+    make: Make
+    id: str
+    kind: str
+    delta_head: bytes
+    written: list[str] = field(default_factory=list[str])
+    told: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    """Log-probabilities that its events have told."""
+    reader: FreeformReader | None = None
+    """Takes what is shown out of what is written, where that is not the same."""
+
+
+class ResponseEvents:
+    """See `EventWriter`."""
+
+    def __init__(self, answer: Answer, tokenizer: Spelling) -> None:
+        self._answer = answer
+        self._tokenizer = tokenizer
+        self._tools = addresses(dict(answer.call.echo).get("tools"))
+        self._open: _Open | None = None
+        self._done: list[dict[str, Any]] = []
+        self._sent = 0
+
+    def opening(self) -> bytes:
+        """See `EventWriter.opening`."""
+        begun = response(self._answer, "in_progress")
+        return self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
+
+    def grown(self, choice: int, deltas: list[Delta], fresh: Fresh) -> bytes:
+        """See `EventWriter.grown`."""
+        told: list[dict[str, Any]] = logprobs(self._tokenizer, *fresh)["content"] if self._answer.call.logprobs else []
+        parts: list[bytes] = []
+        for delta in deltas:
+            written = delta.arguments if isinstance(delta, CallDelta) else delta.text
+            if written or isinstance(delta, CallDelta):
+                parts += self._turn_to(delta)
+                parts += self._grow(written, told)
+                told = []
+        return b"".join(parts)
+
+    def closing(self, choice: int, step: Step, fresh: Fresh) -> bytes:
+        """See `EventWriter.closing`."""
+        kinds = {item["type"] for item in self._done} | {self._open.kind if self._open else "reasoning"}
+        parts = self._start(self._message()) if kinds == {"reasoning"} else []
+        return b"".join([*parts, *self._finish(ending_status(step))])
+
+    def ending(self, steps: list[Step]) -> bytes:
+        """See `EventWriter.ending`."""
+        (step,) = steps
+        spoken = next((item for item in self._done if item["type"] == "message"), None)
+        if spoken and self._answer.call.logprobs:
+            spoken["content"][0]["logprobs"] = told(step, self._tokenizer)
+        whole = finished(self._answer, step, self._done, self._tokenizer)
+        return self._event(f"response.{whole['status']}", response=whole)
+
+    def _turn_to(self, delta: Delta) -> list[bytes]:
+        """Begin the item that `delta` belongs to, unless it is the open one."""
+        kind = self._open.kind if self._open else None
+        if isinstance(delta, CallDelta):
+            return self._start(self._call(delta)) if delta.begins else []
+        if isinstance(delta, Reasoning):
+            return [] if kind == "reasoning" else self._start(self._reasoning())
+        return [] if kind == "message" else self._start(self._message())
+
+    def _message(self) -> Make:
+        return partial(message_item, self._answer, self._count("message"))
+
+    def _reasoning(self) -> Make:
+        return partial(reasoning_item, self._answer, self._count("reasoning"))
+
+    def _call(self, delta: CallDelta) -> Make:
+        return partial(call_item, self._answer, delta.ordinal, delta.id, self._tools.get(delta.name), delta.name)
+
+    def _count(self, kind: str) -> int:
+        return sum(item["type"] == kind for item in self._done)
+
+    def _start(self, make: Make) -> list[bytes]:
+        parts, begun = self._finish({}), make(None)
+        reader = FreeformReader() if begun["type"] == "custom_tool_call" else None
+        self._open = _Open(make, begun["id"], begun["type"], self._delta_head(begun), reader=reader)
+        parts.append(self._event("response.output_item.added", output_index=len(self._done), item=begun))
+        if begun["type"] in IN_PARTS:
+            parts.append(self._part_event("response.content_part.added", make("")))
+        return parts
+
+    def _delta_head(self, item: dict[str, Any]) -> bytes:
+        """What its growth begins with, each time: all fields but the number and the text."""
+        event, kind = f"response.{GROWTH[item['type']][0]}.delta", item["type"]
+        body = {"type": event, "item_id": item["id"], "output_index": len(self._done), **_place_in(kind)}
+        if kind == "message":
+            body["logprobs"] = []
+        return b"event: " + event.encode() + b"\ndata: " + orjson.dumps(body).removesuffix(b"}")
+
+    def _grow(self, written: str, told: list[dict[str, Any]]) -> list[bytes]:
+        item = self._open
+        if item is None or not written:
+            return []
+        item.written.append(written)
+        item.told += told
+        shown = item.reader.push(written) if item.reader else written
+        return [self._delta(item, shown, told)] if shown else []
+
+    def _delta(self, item: _Open, shown: str, told: list[dict[str, Any]]) -> bytes:
+        """The event that every few tokens make: all but the text is spelt beforehand, where nothing else changes."""
+        if told and item.kind == "message":
+            return self._growth(item, "delta", **_place_in(item.kind), logprobs=told, delta=shown)
+        number, self._sent = self._sent, self._sent + 1
+        return b'%b,"sequence_number":%d,"delta":%b}\n\n' % (item.delta_head, number, orjson.dumps(shown))
+
+    def _finish(self, status: dict[str, Any]) -> list[bytes]:
+        """End the open item, if there is one."""
+        item, parts = self._open, list[bytes]()
+        if item is None:
+            return parts
+        if item.reader and (rest := item.reader.finish()):
+            parts.append(self._delta(item, rest, []))
+        made = item.make("".join(item.written)) | status
+        extra = _place_in(item.kind)
+        if item.kind == "message":
+            made["content"][0]["logprobs"] = extra["logprobs"] = item.told
+        key = GROWTH[item.kind][1]
+        parts.append(self._growth(item, "done", **{key: made["content"][0][key] if item.kind in IN_PARTS else made[key]}, **extra))
+        if item.kind in IN_PARTS:
+            parts.append(self._part_event("response.content_part.done", made))
+        parts.append(self._event("response.output_item.done", output_index=len(self._done), item=made))
+        self._done.append(made)
+        self._open = None
+        return parts
+
+    def _growth(self, item: _Open, event: str, **extra: Any) -> bytes:
+        return self._event(f"response.{GROWTH[item.kind][0]}.{event}", item_id=item.id, output_index=len(self._done), **extra)
+
+    def _part_event(self, event: str, item: dict[str, Any]) -> bytes:
+        place = {"item_id": item["id"], "output_index": len(self._done), "content_index": 0}
+        return self._event(event, **place, part=item["content"][0])
+
+    def _event(self, event: str, **content: Any) -> bytes:
+        body = {"type": event, "sequence_number": self._sent, **content}
+        self._sent += 1
+        return b"event: " + event.encode() + b"\ndata: " + orjson.dumps(body) + b"\n\n"
+
+
+def _place_in(kind: str) -> dict[str, Any]:
+    """Where an item's text stands, if that is in a content part."""
+    return {"content_index": 0} if kind in IN_PARTS else {}
+
 
 HONOURED = SAMPLING | frozenset(
     {"model", "input", "instructions", "previous_response_id", "tools", "tool_choice", "stream", "max_output_tokens"}
@@ -79,11 +739,11 @@ class ResponsesDialect:
         """See `Dialect.parse`."""
         refuse(body, NEUTRAL)
         _check_format(body)
-        tools = past.talk.tools(body.get("tools"), responses_tools.offered)
+        tools = past.talk.tools(body.get("tools"), offered)
         model = body.get("model", "")
         return Call(
             model=model if isinstance(model, str) else "",
-            messages=responses_input.messages(body, past),
+            messages=messages(body, past),
             sampling=sampling(body, defaults, "max_output_tokens"),
             tools=tools,
             reads_calls=bool(tools) and body.get("tool_choice") != "none",
@@ -97,9 +757,9 @@ class ResponsesDialect:
     def whole(self, answer: Answer) -> bytes:
         """See `Dialect.whole`."""
         (step,) = answer.steps
-        known = responses_tools.addresses(dict(answer.call.echo).get("tools"))
-        items = responses_output.items_of(answer, step, known, self._tokenizer)
-        return orjson.dumps(responses_output.finished(answer, step, items, self._tokenizer))
+        known = addresses(dict(answer.call.echo).get("tools"))
+        items = items_of(answer, step, known, self._tokenizer)
+        return orjson.dumps(finished(answer, step, items, self._tokenizer))
 
     def events(self, answer: Answer) -> ResponseEvents:
         """See `Dialect.events`."""
@@ -138,7 +798,7 @@ def _forced(choice: Any, tools: tuple[Tool, ...]) -> str | None:
     """The tool that must be called, by the name that the model knows it by."""
     named = fields.entry(choice) or {}
     if isinstance(named.get("namespace"), str) and isinstance(named.get("name"), str):
-        choice = {"name": responses_tools.joined(named["name"], named["namespace"])}
+        choice = {"name": joined(named["name"], named["namespace"])}
     return fields.choice(choice, tools)
 
 
@@ -146,7 +806,7 @@ def _unmet(body: dict[str, Any]) -> Iterator[str]:
     """What was asked for and is not done."""
     given = {name for name, value in body.items() if value is not None}
     yield from given - HONOURED - LABELS - NEUTRAL.keys()
-    yield from responses_tools.unmet(body.get("tools"))
+    yield from unmet(body.get("tools"))
     yield from (f"include:{name}" for name in _included(body) if name != LOGPROBS)
     yield from (f"reasoning.{name}" for name, value in _object(body, "reasoning").items() if value is not None)
     yield from (f"text.{name}" for name, value in _object(body, "text").items() if name != "format" and value is not None)

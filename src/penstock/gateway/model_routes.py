@@ -10,14 +10,14 @@ import orjson
 from starlette.types import Receive, Scope, Send
 
 from penstock.errors import EngineBusy, EngineError, PenstockError, PoolError, RenderError, RequestError
-from penstock.gateway.calls import Call, Caller, Limits, Prompt
+from penstock.gateway.call import Call, Caller, Limits, Prompt
+from penstock.gateway.call_pipeline import Service
 from penstock.gateway.dialects.base import Answer, Dialect, EventWriter, Fresh
-from penstock.gateway.flights import Flight, Told
-from penstock.gateway.serve import Service
+from penstock.gateway.last_request import LastRequest
+from penstock.gateway.pending_response import PendingResponse, ResponseCache
+from penstock.gateway.reply import Delta
 from penstock.gateway.session import Session
-from penstock.gateway.spans import Spans
-from penstock.gateway.stream import Delta
-from penstock.gateway.talks import Talk
+from penstock.gateway.tracing import Spans
 from penstock.http.asgi import header, parse_json, read_body
 from penstock.http.request_cycle import LEAVING
 from penstock.records import Step
@@ -39,7 +39,15 @@ class ModelRoute:
     """One dialect's endpoint. `scope["rollout_id"]` is whose token a request carried, `scope["transcript"]` what its path says."""
 
     def __init__(
-        self, dialect: Dialect, service: Service, find: FindSession, *, name: str, limits: Limits, told: Told, spans: Spans | None
+        self,
+        dialect: Dialect,
+        service: Service,
+        find: FindSession,
+        *,
+        name: str,
+        limits: Limits,
+        told: ResponseCache,
+        spans: Spans | None,
     ) -> None:
         self._dialect = dialect
         self._name = name
@@ -51,7 +59,7 @@ class ModelRoute:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request, or join or repeat the answer to the one that it repeats; count it and tell of it."""
-        flight = Flight("", self._dialect, send)
+        flight = PendingResponse("", self._dialect, send)
         started, metrics = time.perf_counter(), self._service.metrics
         metrics.begin()
         try:
@@ -62,7 +70,7 @@ class ModelRoute:
             if self._spans is not None:
                 self._spans.tell(self._name, flight.account, scope["headers"], seconds=seconds)
 
-    async def _serve(self, flight: Flight, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _serve(self, flight: PendingResponse, scope: Scope, receive: Receive, send: Send) -> None:
         account = flight.account
         try:
             caller = account.caller = _caller(scope)
@@ -84,7 +92,7 @@ class ModelRoute:
             return
         await self._answer(session, caller, call, flight, scope, receive)
 
-    async def _repeat(self, session: Session, again: Flight, scope: Scope, receive: Receive, send: Send) -> bool:
+    async def _repeat(self, session: Session, again: PendingResponse, scope: Scope, receive: Receive, send: Send) -> bool:
         """Join the call that this one repeats, or send its answer again; False where neither is there."""
         if (flight := session.flights.get(again.request)) is not None:
             self._service.count("joined_call")
@@ -99,7 +107,9 @@ class ModelRoute:
                 await send(message)
         return sent is not None
 
-    async def _answer(self, session: Session, caller: Caller, call: Call, flight: Flight, scope: Scope, receive: Receive) -> None:
+    async def _answer(
+        self, session: Session, caller: Caller, call: Call, flight: PendingResponse, scope: Scope, receive: Receive
+    ) -> None:
         try:
             with session.carrying(flight), suppress(Left):
                 work = self._work(session, caller, call, flight)
@@ -112,7 +122,7 @@ class ModelRoute:
             flight.land()
         self._told.keep(flight)
 
-    async def _work(self, session: Session, caller: Caller, call: Call, flight: Flight) -> None:
+    async def _work(self, session: Session, caller: Caller, call: Call, flight: PendingResponse) -> None:
         outlet = (StreamOutlet if call.stream else WholeOutlet)(self._dialect, flight, call, self._service.engine.model)
         if call.stream:
             flight.keep_alive(self._limits.keep_alive_s)
@@ -130,7 +140,7 @@ class CountRoute:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
-        flight = Flight("", self._dialect, send)
+        flight = PendingResponse("", self._dialect, send)
         try:
             caller = _caller(scope)
             body = await read_body(receive, self._limits.body_bytes)
@@ -148,7 +158,7 @@ class CountRoute:
 class WholeOutlet:
     """Says nothing until everything is durable."""
 
-    def __init__(self, dialect: Dialect, flight: Flight, call: Call, model: str) -> None:
+    def __init__(self, dialect: Dialect, flight: PendingResponse, call: Call, model: str) -> None:
         self._dialect = dialect
         self._flight = flight
         self._call = call
@@ -172,7 +182,7 @@ class WholeOutlet:
 class StreamOutlet:
     """Tells of tokens as they come; what ends a choice or the stream waits until it is durable."""
 
-    def __init__(self, dialect: Dialect, flight: Flight, call: Call, model: str) -> None:
+    def __init__(self, dialect: Dialect, flight: PendingResponse, call: Call, model: str) -> None:
         self._dialect = dialect
         self._flight = flight
         self._call = call
@@ -299,7 +309,7 @@ def _caller(scope: Scope) -> Caller:
     return Caller(rollout_id, transcript, bool(key) or header(headers, b"x-stainless-retry-count") not in ("", "0"), key)
 
 
-def _request(caller: Caller, path: str, body: bytes, talk: Talk) -> str:
+def _request(caller: Caller, path: str, body: bytes, talk: LastRequest) -> str:
     """What a request is known by when it comes again: a digest of whose it is and of every byte."""
     who = f"{caller.rollout_id}\0{caller.transcript}\0{caller.key}\0{path}\0"
     return talk.body.digest(who.encode("utf-8", "surrogatepass"), body)[:24]

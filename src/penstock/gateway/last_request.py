@@ -4,11 +4,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from penstock.chat.templates import Tool, digest, link, tools_digest
-from penstock.gateway.growth import GrowingBody
+from penstock.gateway.incremental_json import GrowingBody
 from penstock.records import Message
 
 
-class Talk:
+class LastRequest:
     """The last call of one transcript, as it came and as it was read."""
 
     def __init__(self) -> None:

@@ -12,9 +12,8 @@ from penstock.chat.renderer import Renderer
 from penstock.chat.templates import flatten
 from penstock.codec import pack_ints
 from penstock.errors import RequestError
-from penstock.gateway.calls import Call, Prompt
-from penstock.gateway.graph import RAW, REWRITTEN, TokenGraph
-from penstock.gateway.paths import TokenPath
+from penstock.gateway.call import Call, Prompt
+from penstock.gateway.graph import RAW, REWRITTEN, TokenGraph, TokenPath
 from penstock.records import Message
 
 LONG_TEXT = 8_000

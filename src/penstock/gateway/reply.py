@@ -85,7 +85,7 @@ class ReplyText:
         return self._parser.push(text) if self._parser else [Text(text)]
 
 
-class Speech(ABC):
+class ReplyBuilder(ABC):
     """One reply while it comes: what the agent is shown of it, and its tokens where they are known.
 
     `seed` tells its tool-call ids from those of other replies.
@@ -150,7 +150,7 @@ class Speech(ABC):
         return f"call_{blake2b(key.encode(), digest_size=12).hexdigest()}"
 
 
-class Reply(Speech):
+class Reply(ReplyBuilder):
     """One reply while it is sampled."""
 
     def __init__(self, text: ReplyText, *, seed: str) -> None:

@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import ConfigError
-from penstock.gateway.account import Account
 from penstock.gateway.auth import Headers
+from penstock.gateway.call import Account
 
 if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider

@@ -1,4 +1,4 @@
-"""One model call from its messages to its recorded steps; all dialects go this way."""
+"""A watchdog over one request to an engine: silence that lasts too long ends it."""
 
 import asyncio
 import time
@@ -9,24 +9,66 @@ from typing import Protocol
 
 from penstock.errors import EngineError, PenstockError, boundary
 from penstock.events import Events
-from penstock.gateway.calls import Call, Caller, Limits, Prompt
-from penstock.gateway.flights import Flight
+from penstock.gateway.call import Call, Caller, Limits, Prompt
 from penstock.gateway.metrics import Metrics
+from penstock.gateway.pending_response import PendingResponse
 from penstock.gateway.recorder import Label, Recorder
+from penstock.gateway.reply import Delta, ReplyBuilder, deltas_of
 from penstock.gateway.session import Session, SessionPast
 from penstock.gateway.sources import Source
-from penstock.gateway.stream import Delta, Speech, deltas_of
-from penstock.gateway.watch import Watch
 from penstock.pool.base import Pool
 from penstock.records import Sampling, Step
 from penstock.system.async_tools import settled
 from penstock.system.redaction import Redactor
 
+
+class Watch:
+    """Cancels the task that it is made in when the engine is silent for too long; `beat` says that it is not."""
+
+    def __init__(self, *, first_s: float, stall_s: float) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._task = asyncio.current_task()
+        self._stall_s = stall_s
+        self._allowed_s = first_s
+        self._last = self._loop.time()
+        self._timer = self._loop.call_at(self._last + min(first_s, stall_s), self._look)  # one timer, whatever comes first
+        self._barked = False
+        self._began = self._last
+        self.first_s: float | None = None
+        """How long the engine took to say something; None while it has not."""
+
+    def beat(self) -> None:
+        """The engine has said something."""
+        self._last = self._loop.time()
+        if self.first_s is None:
+            self.first_s = self._last - self._began
+            self._allowed_s = self._stall_s
+
+    def stop(self) -> None:
+        """Watch no longer."""
+        self._timer.cancel()
+
+    def stalled(self) -> EngineError | None:
+        """Why the task was cancelled, if it was this watchdog that did; the cancellation is then taken back."""
+        if not self._barked or self._task is None:
+            return None
+        self._task.uncancel()
+        return EngineError(f"the engine was silent for {self._allowed_s:g} s; the call was given up")
+
+    def _look(self) -> None:
+        due = self._last + self._allowed_s
+        if self._loop.time() < due:
+            self._timer = self._loop.call_at(due, self._look)
+        elif self._task is not None:
+            self._barked = True
+            self._task.cancel()
+
+
 NAMES, NAME_CHARACTERS = 500, 100
 """Of what is counted by name: how many different things, and how long a name may be."""
 
 
-class Outlet(Protocol):
+class ResponseWriter(Protocol):
     """Where an answer goes. What says that a choice or the answer is complete may be sent from `close` and `done` only."""
 
     async def open(self, prompt: Prompt) -> None:
@@ -47,15 +89,15 @@ class Outlet(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Errand:
+class CallContext:
     """What all choices of one call share."""
 
     session: Session
     caller: Caller
     call: Call
     prompt: Prompt
-    outlet: Outlet
-    flight: Flight
+    outlet: ResponseWriter
+    flight: PendingResponse
 
 
 class Service:
@@ -71,13 +113,13 @@ class Service:
         self._crossing = boundary(EngineError, f"engine {self.engine.model}")
         self._recorder = Recorder(pool, redactor or Redactor(), self.metrics.breaks)
 
-    async def answer(self, session: Session, caller: Caller, call: Call, outlet: Outlet, flight: Flight) -> None:
+    async def answer(self, session: Session, caller: Caller, call: Call, outlet: ResponseWriter, flight: PendingResponse) -> None:
         """Answer one call. A retry whose answer was recorded but may not have arrived is given it again."""
         for name in call.ignored:
             self.count(f"ignored:{name}")
         prompt = await self._prompt(session, caller, call)
         samplings = self._samplings(call, session.sampling, prompt)
-        errand = Errand(session, caller, call, prompt, outlet, flight)
+        errand = CallContext(session, caller, call, prompt, outlet, flight)
         steps = (await session.graph(self._pool)).answer(flight.request, call.choices) if caller.is_retry else None
         if steps is not None:
             await self._say_again(errand, steps)
@@ -116,7 +158,7 @@ class Service:
             self.count("capped:max_tokens")
         return samplings
 
-    async def _sample_all(self, errand: Errand, samplings: list[Sampling]) -> list[Step]:
+    async def _sample_all(self, errand: CallContext, samplings: list[Sampling]) -> list[Step]:
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(self._sample(errand, each, choice)) for choice, each in enumerate(samplings)]
@@ -124,7 +166,7 @@ class Service:
             raise errors.exceptions[0] from errors
         return [task.result() for task in tasks]
 
-    async def _sample(self, errand: Errand, sampling: Sampling, choice: int) -> Step:
+    async def _sample(self, errand: CallContext, sampling: Sampling, choice: int) -> Step:
         """Sample one choice and record it, also where it breaks off: then it is kept, and never trained."""
         prompt = errand.prompt
         seed = f"{errand.session.rollout_id} {prompt.chain} {errand.flight.name.rpartition('-')[2]} {choice}"
@@ -145,7 +187,7 @@ class Service:
         await errand.outlet.close(choice, step)
         return step
 
-    async def _generate(self, errand: Errand, sampling: Sampling, reply: Speech, choice: int) -> None:
+    async def _generate(self, errand: CallContext, sampling: Sampling, reply: ReplyBuilder, choice: int) -> None:
         watch = Watch(first_s=self._limits.first_token_s, stall_s=self._limits.stall_s)
         try:
             asked = self.source.generate(errand.call, errand.prompt, sampling, rollout_id=errand.session.rollout_id)
@@ -171,7 +213,7 @@ class Service:
         if reply.finish not in ("stop", "length"):
             raise EngineError(f"engine {self.engine.model} broke off a reply after {len(reply.ids)} tokens")
 
-    async def _say_again(self, errand: Errand, steps: list[Step]) -> None:
+    async def _say_again(self, errand: CallContext, steps: list[Step]) -> None:
         self.count("replayed_call")
         errand.flight.name, errand.flight.created = steps[0].answer, steps[0].created
         await errand.outlet.open(errand.prompt)
@@ -180,7 +222,7 @@ class Service:
             await errand.outlet.add(choice, deltas_of(step.message), step.completion_ids, logprobs)
             await errand.outlet.close(choice, step)
 
-    async def _record(self, errand: Errand, sampling: Sampling, reply: Speech, started: float, choice: int) -> Step:
+    async def _record(self, errand: CallContext, sampling: Sampling, reply: ReplyBuilder, started: float, choice: int) -> Step:
         label = Label(
             sampling=sampling,
             transcript=errand.caller.transcript,
@@ -200,7 +242,7 @@ class Service:
         account.steps.append(step)
         return step
 
-    async def _keep(self, errand: Errand, sampling: Sampling, reply: Speech, started: float, choice: int) -> None:
+    async def _keep(self, errand: CallContext, sampling: Sampling, reply: ReplyBuilder, started: float, choice: int) -> None:
         """Record what there is of a broken reply; a store that cannot take it is counted, the break itself matters more."""
         if reply.is_empty:
             return

@@ -13,7 +13,7 @@ from starlette.types import Message as AsgiMessage
 from starlette.types import Send
 
 from penstock.errors import RequestError
-from penstock.gateway.account import Account
+from penstock.gateway.call import Account
 from penstock.gateway.dialects.base import Dialect
 
 JSON = (b"content-type", b"application/json")
@@ -23,7 +23,7 @@ AGAIN = (429, 502, 503)
 RETRY_AFTER_S = b"1"
 
 
-class Flight:
+class PendingResponse:
     """What is sent of one answer. What cannot be sent because the caller hung up is only kept."""
 
     def __init__(self, request: str, dialect: Dialect, send: Send) -> None:
@@ -150,7 +150,7 @@ BEGIN_STREAM: AsgiMessage = {
 }
 
 
-class Told:
+class ResponseCache:
     """The last complete answers as they were sent, by request: a retry whose answer got lost gets the same bytes."""
 
     def __init__(self, most_bytes: int = 32 << 20) -> None:
@@ -158,7 +158,7 @@ class Told:
         self._bytes = 0
         self._answers = OrderedDict[str, list[AsgiMessage]]()  # the oldest of a plain dictionary is found ever more slowly
 
-    def keep(self, flight: Flight) -> None:
+    def keep(self, flight: PendingResponse) -> None:
         """Remember a complete answer; the oldest ones make room."""
         if not flight.complete:
             return

@@ -1,13 +1,14 @@
 """What the gateway's parts hand to each other about one model call: who makes it, what it asks, what its prompt is."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from penstock.chat.templates import Tool
 from penstock.config import GatewaySection
-from penstock.gateway.paths import TokenPath
-from penstock.gateway.talks import Talk
-from penstock.records import Message, Sampling
+from penstock.errors import RequestError
+from penstock.gateway.graph import TokenPath
+from penstock.gateway.last_request import LastRequest
+from penstock.records import Message, Sampling, Step
 
 
 class Caller(NamedTuple):
@@ -25,7 +26,7 @@ class Past(Protocol):
     """What a dialect may know of the rollout's earlier calls."""
 
     @property
-    def talk(self) -> Talk:
+    def talk(self) -> LastRequest:
         """The last call of the same transcript: what is sent again need not be read again."""
         ...
 
@@ -111,3 +112,21 @@ class Limits:
             keep_alive_s=section.keep_alive_s,
             drain_s=section.drain_s,
         )
+
+
+@dataclass(slots=True)
+class Account:
+    """Filled in on the way; what a call did not come to stays empty."""
+
+    caller: Caller | None = None
+    call: Call | None = None
+    prompt_tokens: int = 0
+    """As the engine got them; 0 where nothing was sampled, as for an answer that is given again."""
+    sampled_tokens: int = 0
+    """Of all choices, recorded or not."""
+    first_token_s: float | None = None
+    """From the request to the engine until its first token."""
+    steps: list[Step] = field(default_factory=list[Step])
+    """What was recorded, also of a reply that broke off."""
+    error: RequestError | None = None
+    """What the caller was told."""

@@ -1,0 +1,471 @@
+"""What flow routes are sent, and how they refuse: `{"detail": …}`, with 422 where a body is not of the form that is asked for."""
+
+import math
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import Annotated, Any, NamedTuple, Protocol, TypeVar
+
+import orjson
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, model_validator
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Message as AsgiMessage
+
+from penstock.codec import context_digest
+from penstock.errors import GraderError, PoolError, PoolFailed, RequestError, WorkerLost
+from penstock.gateway import trajectories
+from penstock.gateway.auth import Tokens
+from penstock.gateway.call import Limits
+from penstock.gateway.call_pipeline import Service
+from penstock.gateway.control import SamplingBody
+from penstock.gateway.dialects.generate import expand
+from penstock.gateway.graph import TokenGraph
+from penstock.gateway.model_routes import VISIT
+from penstock.gateway.routes import DEFAULT_PROMPT, reply
+from penstock.gateway.sessions import Sessions
+from penstock.gateway.trajectories import SOURCE, Registration, Trajectories
+from penstock.graders.rule import rule_reward, said
+from penstock.http.asgi import header, parse_json, read_body
+from penstock.http.listen import root_url
+from penstock.pool.base import Pool
+from penstock.records import Attempt, Grade, Mark, Message, Step
+
+T = TypeVar("T", bound=BaseModel)
+
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+class SchemaError(RequestError):
+    """A body, query or path that is not of the form asked for."""
+
+    def __init__(self, detail: list[dict[str, Any]]) -> None:
+        where = ".".join(map(str, detail[0]["loc"]))
+        super().__init__(f"{where}: {detail[0]['msg']}", status=422, code="invalid_value", param=where)
+        self.detail = detail
+
+
+def detail_body(error: RequestError) -> dict[str, Any]:
+    """The body of a refusal."""
+    return {"detail": error.detail if isinstance(error, SchemaError) else str(error), "code": error.code}
+
+
+def wrong(message: str, *where: str | int) -> SchemaError:
+    """One thing that is wrong, and where."""
+    return SchemaError([{"type": "value_error", "loc": list(where), "msg": message}])
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    def ignored(self) -> list[str]:
+        """Names of what was sent and is not known."""
+        return sorted(self.model_extra or {})
+
+
+class StepBody(_Body):
+    """One step as a flow tells it; what was sampled is known here already."""
+
+    prompt_ids: list[TokenId]
+    response_ids: list[TokenId]
+    reward: FiniteFloat | None = None
+    rollout_log_probs: list[FiniteFloat] | None = None
+    trajectory_uid: str = ""
+    prompt_uid: str = ""
+    step_index: int = 0
+    policy_version: int = 0
+    is_last: bool = False
+    metadata: dict[str, Any] | None = None
+    multi_modal_data: Any = None
+    routed_experts: Any = None
+
+    @model_validator(mode="after")
+    def _aligned(self) -> "StepBody":
+        given = self.rollout_log_probs
+        if given is not None and len(given) != len(self.response_ids):
+            raise ValueError(f"{len(given)} rollout_log_probs for {len(self.response_ids)} response_ids; give one each, or none")
+        return self
+
+    def ignored(self) -> list[str]:
+        """See `_Body.ignored`."""
+        unused = [name for name in ("multi_modal_data", "routed_experts", "metadata") if getattr(self, name)]
+        return [*super().ignored(), *unused]
+
+
+class StepsBody(_Body):
+    """`POST /submit_steps`"""
+
+    steps: list[StepBody]
+
+
+class RewardBody(_Body):
+    """`POST /compute_reward`: messages, or the tokens of one reply."""
+
+    trajectory_uid: str = ""
+    messages: list[Message] | None = None
+    dataset_fields: dict[str, Any] = Field(default_factory=dict[str, Any])
+    prompt_ids: list[TokenId] | None = None
+    response_ids: list[TokenId] | None = None
+    num_turns: int = 2
+    extra_fields: dict[str, Any] = Field(default_factory=dict[str, Any])
+    multi_modal_data: Any = None
+
+    @model_validator(mode="after")
+    def _one_form(self) -> "RewardBody":
+        if self.messages is None and (self.prompt_ids is None or self.response_ids is None):
+            raise ValueError("give messages, or prompt_ids and response_ids")
+        return self
+
+
+class RegisterBody(_Body):
+    """`POST …/register_trajectory`"""
+
+    channel: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]{0,199}$")
+    metadata: dict[str, Any] | None = None
+    sampling: SamplingBody | None = None
+
+
+class CompleteBody(_Body):
+    """`POST …/complete_trajectory`"""
+
+    reward: FiniteFloat | None = None
+    channel: str | None = None
+
+
+class InitBody(_Body):
+    """`POST /init_trajectory`"""
+
+
+async def read(request: Request, kind: type[T], limit: int) -> T:
+    """The request's body; an empty one says nothing. SchemaError 422 where it is not a `kind`."""
+    body = await read_body(request.receive, limit)
+    if body is None:
+        raise RequestError("the caller hung up before its request was whole", code="incomplete_request")
+    return parse(kind, body.strip() or b"{}")
+
+
+def parse(kind: type[T], body: bytes, *where: str) -> T:
+    """`body` as a `kind`; SchemaError 422 where it is none."""
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        found = error.errors(include_url=False, include_context=False, include_input=False)[:20]
+        where = where or ("body",)
+        raise SchemaError([{"type": each["type"], "loc": [*where, *each["loc"]], "msg": each["msg"]} for each in found]) from error
+
+
+SUBMITTED, NOT_SUBMITTED = "submitted by its flow", "not submitted by its flow"
+COMPARED = 64
+"""Of the newest steps, how many are looked at to say what a refused one differs in."""
+
+
+class Found(NamedTuple):
+    """A submitted step and the recorded one that it is."""
+
+    given: StepBody
+    step: Step
+
+
+class Accepted(NamedTuple):
+    """Steps of one rollout that may be stored; none where all of them were before."""
+
+    rollout_id: str
+    graph: TokenGraph
+    found: list[Found]
+
+
+class Submissions:
+    """Takes what flows say of their steps. The same again changes nothing."""
+
+    def __init__(self, pool: Pool, sessions: Sessions, trajectories: Trajectories, service: Service) -> None:
+        self._pool = pool
+        self._sessions = sessions
+        self._trajectories = trajectories
+        self._service = service
+
+    async def take(self, by_rollout: Mapping[str, Sequence[StepBody]], channel: str | None) -> None:
+        """Store the rewards of steps, and complete a rollout with its last one; RequestError before anything is stored."""
+        accepted = [await self._accept(rollout_id, steps, channel) for rollout_id, steps in by_rollout.items()]
+        for rollout_id, graph, found in filter(None, accepted):
+            for each in found:
+                await self._store(rollout_id, each)
+            if any(given.is_last for given, _ in found):
+                await self._mark_others(rollout_id, graph)
+                await self._trajectories.finish(rollout_id)
+
+    async def _accept(self, rollout_id: str, steps: Sequence[StepBody], channel: str | None) -> Accepted | None:
+        try:
+            session = await self._sessions.get(rollout_id)
+            graph = await session.graph(self._pool)
+        except RequestError as error:
+            if error.code not in ("rollout_complete", "rollout_ended"):
+                raise
+            await self._check_repeated(rollout_id, steps, error)
+            return None
+        if channel not in (None, session.rollout.channel):
+            self._service.count("ignored:channel")
+        return Accepted(rollout_id, graph, [self._find(graph, given) for given in steps])
+
+    def _find(self, graph: TokenGraph, given: StepBody) -> Found:
+        step = find_step(graph.steps, given)
+        if step is None:
+            raise RequestError(f"this step was not sampled here: {_difference(graph, given)}", status=409, code="not_sampled")
+        for name in given.ignored():
+            self._service.count(f"ignored:{name}")
+        told = given.rollout_log_probs
+        if told is not None and not all(map(_close, told, step.logprobs)):
+            self._service.count("replaced:rollout_log_probs")
+        if given.policy_version not in (0, *step.versions):
+            self._service.count("replaced:policy_version")
+        return Found(given, step)
+
+    async def _store(self, rollout_id: str, found: Found) -> None:
+        index, reward = found.step.index, found.given.reward
+        if reward is None:
+            await self._mark(Mark(rollout_id=rollout_id, step=index, note=SUBMITTED))
+        else:
+            await self._trajectories.grade(Grade(rollout_id=rollout_id, reward=reward, source=SOURCE, step=index))
+
+    async def _mark_others(self, rollout_id: str, graph: TokenGraph) -> None:
+        """Take steps that were never submitted out of training: the flow did not stand by them."""
+        attempt = await self._pool.attempt(rollout_id, first_step=graph.next_step, first_node=graph.next_node)
+        known = _submitted(attempt) | {mark.step for mark in attempt.marks}
+        for index in sorted(graph.steps.keys() - known):
+            await self._mark(Mark(rollout_id=rollout_id, step=index, trainable=False, note=NOT_SUBMITTED))
+
+    async def _mark(self, mark: Mark) -> None:
+        try:
+            await self._pool.mark(mark)
+        except PoolFailed:
+            raise
+        except PoolError as error:
+            raise RequestError(str(error), status=409, code="not_marked") from error
+
+    async def _check_repeated(self, rollout_id: str, steps: Sequence[StepBody], late: RequestError) -> None:
+        """Let pass what was taken before its rollout was complete; `late` for anything new."""
+        attempt = await self._pool.attempt(rollout_id)
+        recorded, submitted = {step.index: step for step in attempt.steps}, _submitted(attempt)
+        rewards = {grade.step: grade.reward for grade in attempt.grades if grade.source == SOURCE and grade.step is not None}
+        for given in steps:
+            step = find_step(recorded, given)
+            if step is None or step.index not in submitted or rewards.get(step.index) != given.reward:
+                raise late
+
+
+def find_step(steps: Mapping[int, Step], given: StepBody) -> Step | None:
+    """The recorded step with exactly these tokens; of several, the one with the index that is given."""
+    digest, reply = context_digest([*given.prompt_ids, *given.response_ids]), tuple(given.response_ids)
+    same = [step for step in steps.values() if step.context == digest and step.completion_ids == reply]
+    return next((step for step in same if step.index == given.step_index), same[0] if same else None)
+
+
+def _submitted(attempt: Attempt) -> set[int]:
+    graded = {grade.step for grade in attempt.grades if grade.source == SOURCE and grade.step is not None}
+    return graded | {mark.step for mark in attempt.marks if mark.note == SUBMITTED and mark.step is not None}
+
+
+def _close(told: float, recorded: float) -> bool:
+    return math.isclose(told, recorded, abs_tol=1e-3)
+
+
+def _difference(graph: TokenGraph, given: StepBody) -> str:
+    """What the step differs in from the recorded one that is most like it."""
+    newest = sorted(graph.steps)[-COMPARED:]
+    if not newest:
+        return "its rollout has no recorded call; generate through this gateway first"
+    ids = [*given.prompt_ids, *given.response_ids]
+    alike = {index: _alike(graph.context(index), ids) for index in newest}
+    best = max(newest, key=lambda index: (alike[index], index))
+    prompt, reply = len(graph.prompt(graph.steps[best].node)), len(graph.steps[best].completion_ids)
+    at = alike[best]
+    if at == prompt + reply == len(ids):
+        return f"step {best} has these tokens, but {prompt} of them are its prompt, not {len(given.prompt_ids)}"
+    which, place = ("prompt_ids", at) if at < prompt else ("response_ids", at - prompt)
+    sizes = f"{prompt} and {reply} tokens were recorded, {len(given.prompt_ids)} and {len(given.response_ids)} given"
+    return f"it differs from step {best} in {which}[{place}] ({sizes}); submit the ids that /generate answered, unchanged"
+
+
+def _alike(one: Sequence[int], other: Sequence[int]) -> int:
+    return next((place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+async def judge_by_rule(rollout_id: str, messages: list[Message], fields: Mapping[str, Any]) -> float:
+    """See `Judge`."""
+    return rule_reward(said(messages), fields)
+
+
+class Judge(Protocol):
+    """Rewards a conversation."""
+
+    def __call__(self, rollout_id: str, messages: list[Message], fields: Mapping[str, Any]) -> Awaitable[float]:
+        """`rollout_id` is empty where nothing says whose it is; `fields` are of its row. GraderError where there is no reward."""
+        ...
+
+
+class FlowRoutes:
+    """Endpoints. `scope["rollout_id"]` is whose flow token the caller has; empty where it may speak for any rollout."""
+
+    def __init__(
+        self, pool: Pool, sessions: Sessions, trajectories: Trajectories, service: Service, *, tokens: Tokens, limits: Limits
+    ) -> None:
+        self.judge: Judge | None = None
+        self._pool = pool
+        self._sessions = sessions
+        self._trajectories = trajectories
+        self._submissions = Submissions(pool, sessions, trajectories, service)
+        self._service = service
+        self._tokens = tokens
+        self._limits = limits
+
+    async def init(self, request: Request) -> Response:
+        """The rollout that the caller's token belongs to, or a new one, and where its agent calls the model."""
+        await self._read(request, InitBody)
+        mine = request.scope["rollout_id"]
+        root = root_url(self._sessions.base_url, header(request.scope["headers"], b"host"))
+        if not mine:
+            uid = self._tokens.trajectory()
+            return reply({"trajectory_uid": uid, "base_url": f"{root}/{uid}/{DEFAULT_PROMPT}/v1"})
+        session = await self._sessions.get(mine)
+        return reply({"trajectory_uid": mine, "base_url": f"{root}/{session.token}/{session.rollout.group_id}/v1"})
+
+    async def register(self, request: Request) -> Response:
+        """Say what a trajectory is, before its first call."""
+        body = await self._read(request, RegisterBody)
+        rollout_id = self._own(request, request.path_params["trajectory"])
+        said = self._registration(body, request.path_params["prompt"])
+        await self._trajectories.register(rollout_id, said)
+        return reply({"status": "ok"})
+
+    async def complete(self, request: Request) -> Response:
+        """Grade a trajectory, and take no more calls for it."""
+        body = await self._read(request, CompleteBody)
+        rollout_id = self._own(request, request.path_params["trajectory"])
+        rollout = await self._trajectories.complete(rollout_id, body.reward)
+        if body.channel not in (None, rollout.channel):
+            self._service.count("ignored:channel")
+        return reply({"status": "ok"})
+
+    async def submit(self, request: Request) -> Response:
+        """Take steps that were sampled here, with their rewards; all of them, or none."""
+        body = await self._read(request, StepsBody)
+        by_rollout: dict[str, list[StepBody]] = {}
+        for place, step in enumerate(body.steps):
+            if not step.trajectory_uid and not request.scope["rollout_id"]:
+                raise wrong("say which trajectory the step belongs to", "body", "steps", place, "trajectory_uid")
+            rollout_id = self._own(request, step.trajectory_uid or request.scope["rollout_id"])
+            by_rollout.setdefault(rollout_id, []).append(step)
+        await self._submissions.take(by_rollout, request.query_params.get("channel"))
+        return reply({"accepted": len(body.steps)})
+
+    async def reward(self, request: Request) -> Response:
+        """Ask the judge, which is the run's grader or a rule for the row's data source."""
+        body = await self._read(request, RewardBody)
+        named = body.trajectory_uid or request.scope["rollout_id"]
+        rollout_id = self._own(request, named) if named else ""
+        if self.judge is None:
+            text = "this gateway has no judge; grade in the flow itself, or run it with `penstock train`"
+            raise RequestError(text, status=503, code="no_judge")
+        messages = await self._messages(rollout_id, body)
+        try:
+            reward = await self.judge(rollout_id, messages, {**body.extra_fields, **body.dataset_fields})
+        except GraderError as error:
+            raise RequestError(str(error), status=422, code="not_judged") from error
+        except PoolFailed:
+            raise
+        except PoolError as error:
+            raise RequestError(str(error), status=404, code="unknown_rollout") from error
+        except (TimeoutError, WorkerLost) as error:
+            raise RequestError(f"the judge gave no answer: {error}", status=503, code="not_judged") from error
+        return reply({"reward": reward, "reward_score": reward, "reward_extra_info": {}})
+
+    async def ready(self, request: Request) -> Response:
+        """Whether calls are taken."""
+        if self._sessions.stopping:
+            raise RequestError("the gateway is stopping", status=503, code="stopping")
+        try:
+            await self._pool.position()
+        except PoolFailed as error:
+            raise RequestError(f"the pool cannot be used: {error}", status=503, code="not_recorded") from error
+        return reply({"status": "ready"})
+
+    def _own(self, request: Request, name: str) -> str:
+        """The rollout that `name` stands for, where the caller may speak for it; RequestError 403 where not."""
+        mine, rollout_id = request.scope["rollout_id"], self._tokens.rollout_of(name)
+        if mine and rollout_id != mine:
+            text = f"the flow token is that of {mine}; it does not open trajectory {rollout_id[:200]}"
+            raise RequestError(text, status=403, code="rollout_mismatch")
+        return rollout_id
+
+    def _registration(self, body: RegisterBody, prompt_uid: str) -> Registration:
+        metadata = None if body.metadata is None else dict(body.metadata)
+        sampling = body.sampling
+        if metadata is not None:
+            if metadata.pop("policy_version", None) is not None:
+                self._service.count("ignored:policy_version")
+            if isinstance(metadata.get("sampling"), dict) and sampling is None:
+                sampling = parse(SamplingBody, orjson.dumps(metadata.pop("sampling")), "body", "metadata", "sampling")
+            if ours := [name for name in metadata if name.startswith(trajectories.OURS)]:
+                raise wrong(f"names that begin with {trajectories.OURS!r} are ours", "body", "metadata", ours[0])
+        changed = None if sampling is None else sampling.model_dump(exclude_none=True)
+        return Registration(prompt_uid=prompt_uid, channel=body.channel, metadata=metadata, sampling=changed)
+
+    async def _messages(self, rollout_id: str, body: RewardBody) -> list[Message]:
+        """What is to be judged: as given, or as recorded of the reply with these tokens, or the text that they spell."""
+        if body.messages is not None:
+            return expand(body.messages)
+        prompt_ids, response_ids = body.prompt_ids or [], body.response_ids or []
+        attempt = await self._trajectories.find(rollout_id, whole=True) if rollout_id else None
+        if attempt is not None:
+            steps = {step.index: step for step in attempt.steps}
+            step = find_step(steps, StepBody(prompt_ids=prompt_ids, response_ids=response_ids))
+            if step is not None:
+                return list(TokenGraph(attempt).messages(step.answer) or [step.message])
+        decode = self._service.source.spelling.decode
+        return [{"role": "user", "content": decode(prompt_ids)}, {"role": "assistant", "content": decode(response_ids)}]
+
+    async def _read(self, request: Request, kind: type[Any]) -> Any:
+        body = await read(request, kind, self._limits.body_bytes)
+        for name in body.ignored():
+            self._service.count(f"ignored:{name}")
+        return body
+
+
+class GenerateRoute:
+    """Reads whose call it is, and hands it on with its body unread."""
+
+    def __init__(self, model: ASGIApp, tokens: Tokens, *, body_bytes: int) -> None:
+        self._model = model
+        self._tokens = tokens
+        self._body_bytes = body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        body = await read_body(receive, self._body_bytes)
+        if body is None:
+            return
+        self._attribute(scope, _ids(body))
+        unread = [body]
+
+        async def again() -> AsgiMessage:
+            return {"type": "http.request", "body": unread.pop()} if unread else await receive()
+
+        await self._model(scope, again, send)
+
+    def _attribute(self, scope: Scope, ids: dict[str, Any]) -> None:
+        named, held = ids.get("trajectory_uid") or "", scope["rollout_id"]
+        if not isinstance(named, str):
+            raise RequestError("trajectory_uid must be a string", status=422, code="invalid_value", param="trajectory_uid")
+        if held and named and self._tokens.rollout_of(named) != held:
+            text = f"trajectory_uid names {named[:200]}, but the caller's is {held}; leave it out"
+            raise RequestError(text, status=403, code="rollout_mismatch", param="trajectory_uid")
+        if not held:
+            named = named or header(scope["headers"], b"x-rollout-id")
+            scope["rollout_id"] = self._tokens.rollout_of(named) if named else self._tokens.trajectory()
+        if scope[VISIT] == DEFAULT_PROMPT and isinstance(ids.get("prompt_uid"), str):
+            scope[VISIT] = ids["prompt_uid"] or DEFAULT_PROMPT
+
+
+def _ids(body: bytes) -> dict[str, Any]:
+    try:
+        return parse_json(body)
+    except RequestError as error:
+        raise RequestError(str(error), status=422, code=error.code) from error

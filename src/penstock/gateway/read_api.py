@@ -1,0 +1,415 @@
+"""Where a reader of several channels stands: one place in each, so that none is passed over when another grows."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, replace
+from itertools import islice
+from typing import Any, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
+from starlette.requests import Request
+from starlette.responses import Response
+
+from penstock.engines.base import Engine
+from penstock.errors import PoolError, PoolFailed, RequestError
+from penstock.gateway.flows import read, wrong
+from penstock.gateway.graph import TokenGraph
+from penstock.gateway.routes import reply
+from penstock.gateway.trajectories import BEYOND
+from penstock.pool.base import Change, Pool, PoolStats
+from penstock.pool.paging import every_group
+from penstock.records import Attempt, Group, Mark, Step
+
+MOST = 200
+"""Of entries in one answer; also how many there are where the reader does not say."""
+FURTHEST = 1000
+"""How many entries may be passed over by `offset`; further on, a cursor leads without reading what lies before."""
+
+
+class Place(NamedTuple):
+    """In a channel: the number of a group, and how many of that number's entries were told."""
+
+    seq: int = 0
+    told: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.seq}.{self.told}"
+
+
+def read_limit(request: Request) -> int:
+    """How many entries are wanted."""
+    return min(_number(request, "limit", MOST, low=1), MOST)
+
+
+def read_offset(request: Request) -> int:
+    """How many entries are to be passed over."""
+    offset = _number(request, "offset", 0, low=0)
+    if offset > FURTHEST:
+        raise wrong(f"pass over at most {FURTHEST} entries; go on from the cursors of the last answer", "query", "offset")
+    return offset
+
+
+def read_channels(request: Request, known: Iterable[str]) -> list[str]:
+    """The channels that are asked for, by `channel` or `channels`, commas between them; all that are known where none is."""
+    given = request.query_params.get("channels") or request.query_params.get("channel") or ""
+    named = [name for part in given.split(",") if (name := part.strip())]
+    return list(dict.fromkeys(named)) or list(known)
+
+
+def read_positions(request: Request, channels: Iterable[str]) -> dict[str, int]:
+    """Of events: where each channel is read from. `cursor` is one number for all, or `train:12,val:9`."""
+    given = request.query_params.get("cursor", "")
+    if given.isdecimal():
+        return dict.fromkeys(channels, int(given))
+    parts = _parts(given)
+    return {channel: _whole(parts.get(channel, "0")) for channel in channels}
+
+
+def read_places(request: Request, channels: Iterable[str]) -> dict[str, Place]:
+    """Of entries: where each channel is read from. `cursor` is what an answer's cursors said: `train:12.3,val:0.0`."""
+    parts = _parts(request.query_params.get("cursor", ""))
+    places: dict[str, Place] = {}
+    for channel in channels:
+        seq, _, told = parts.get(channel, "0.0").partition(".")
+        places[channel] = Place(_whole(seq), _whole(told or "0"))
+    return places
+
+
+def _parts(given: str) -> dict[str, str]:
+    parts: dict[str, str] = {}
+    for part in filter(None, given.split(",")):
+        channel, colon, place = part.rpartition(":")
+        if not colon or not channel:
+            raise wrong("must be like `train:12,val:9`, as the last answer's cursors say", "query", "cursor")
+        parts[channel.strip()] = place
+    return parts
+
+
+def _whole(text: str) -> int:
+    if not text.isdecimal() or len(text) > 18:
+        raise wrong("must hold whole numbers, as the last answer's cursors do", "query", "cursor")
+    return int(text)
+
+
+def _number(request: Request, name: str, default: int, *, low: int) -> int:
+    text = request.query_params.get(name, "")
+    if not text:
+        return default
+    if not text.isdecimal() or len(text) > 18 or int(text) < low:
+        raise wrong(f"must be a whole number, {low} or more", "query", name)
+    return int(text)
+
+
+SHOWN = 2_000
+"""Characters of a reply's text."""
+OF_ROLLOUTS = ("ended", "graded", "marked")
+
+
+def trajectories(group: Group) -> Iterator[dict[str, Any]]:
+    """One entry for each rollout of a group."""
+    for attempt in group.attempts:
+        versions = [version for step in attempt.steps for version in step.versions]
+        yield {
+            "trajectory_uid": attempt.rollout.id,
+            "prompt_uid": prompt_uid(group),
+            "group_id": group.id,
+            "channel": group.channel,
+            "status": attempt.end or "running",
+            "complete": attempt.end is not None,
+            "reward": reward_of(attempt),
+            "steps": len(attempt.steps),
+            "tokens": sum(len(step.completion_ids) for step in attempt.steps),
+            "policy_version": max(versions, default=None),
+            "trainable": not attempt.curated_out,
+            "message": attempt.message,
+        }
+
+
+def steps(group: Group, *, with_ids: bool = False) -> Iterator[dict[str, Any]]:
+    """One entry for each step of a group's rollouts."""
+    for attempt in group.attempts:
+        graph, sizes = TokenGraph(attempt) if with_ids else None, _prompt_sizes(attempt)
+        marks: dict[int | None, Mark] = {mark.step: mark for mark in attempt.marks}
+        rewards: dict[int | None, float] = {}
+        for grade in attempt.grades:
+            rewards[grade.step] = rewards.get(grade.step, 0) + grade.reward
+        out, last = attempt.curated_out, max((step.index for step in attempt.steps), default=-1)
+        for step in attempt.steps:
+            yield _step(step, marks.get(step.index) or Mark(rollout_id=attempt.rollout.id), out=out) | {
+                "reward": rewards.get(step.index),
+                "prompt_uid": prompt_uid(group),
+                "channel": group.channel,
+                "prompt_length": sizes[step.index],
+                "is_last": attempt.end is not None and step.index == last,
+                **({} if graph is None else _ids(graph, step)),
+            }
+
+
+def _prompt_sizes(attempt: Attempt) -> dict[int, int]:
+    """How many tokens the prompt of each step has."""
+    nodes = {node.id: node for node in attempt.nodes}
+    sizes: dict[int, int] = {}
+    ends: dict[int | None, int] = {None: 0}
+    for step in attempt.steps:
+        node = nodes[step.node]
+        sizes[step.index] = ends[node.parent] + len(node.token_ids)
+        ends[step.index] = sizes[step.index] + len(step.completion_ids)
+    return sizes
+
+
+def _ids(graph: TokenGraph, step: Step) -> dict[str, Any]:
+    return {"prompt_ids": graph.prompt(step.node), "response_ids": step.completion_ids, "rollout_log_probs": step.logprobs}
+
+
+def _step(step: Step, mark: Mark, *, out: bool) -> dict[str, Any]:
+    """What the step itself says, and its mark; `out` where its whole rollout was taken out of training."""
+    return {
+        "key": f"{step.rollout_id}:{step.index}",
+        "trajectory_uid": step.rollout_id,
+        "step_index": step.index,
+        "response_length": len(step.completion_ids),
+        "policy_version": step.versions[-1] if step.versions else None,
+        "finish": step.finish,
+        "transcript": step.transcript,
+        "text": (step.message.get("content") or "")[:SHOWN],
+        "trainable": mark.trainable and not out,
+        "quality": mark.quality,
+        "note": mark.note,
+    }
+
+
+def event(change: Change) -> dict[str, Any]:
+    """One thing that happened."""
+    name = "trajectory_uid" if change.kind in OF_ROLLOUTS else "group_id"
+    return {"cursor": change.position, "kind": change.kind, "channel": change.channel, name: change.id}
+
+
+def stats(counts: PoolStats) -> dict[str, Any]:
+    """The counts of a channel: under our names, and beside them under a flow's."""
+    ready = counts.groups_complete - counts.groups_trained - counts.groups_leased - counts.groups_stale
+    ready -= counts.groups_dropped + counts.groups_short
+    return asdict(counts) | {
+        "total_steps": counts.steps,
+        "total_produced": counts.steps,
+        "total_consumed": counts.groups_trained,
+        "total_dropped": counts.groups_dropped + counts.groups_stale,
+        "total_trajectories": counts.rollouts,
+        "complete_trajectories": sum(counts.ends.values()),
+        "total_prompt_groups": counts.groups,
+        "consumed_prompt_groups": counts.groups_trained,
+        "pending_prompt_groups": counts.groups - counts.groups_complete,
+        "ready_prompt_groups": ready,
+        "queue_size": counts.groups - counts.groups_trained - counts.groups_dropped - counts.groups_stale,
+    }
+
+
+def total(counts: Iterable[dict[str, Any]]) -> dict[str, int]:
+    """The sums of those counts that add up."""
+    summed: dict[str, int] = {}
+    for channel in counts:
+        for name, value in channel.items():
+            if isinstance(value, int) and not name.startswith("last_"):
+                summed[name] = summed.get(name, 0) + value
+    return summed
+
+
+def prompt_uid(group: Group) -> str:
+    """What a flow calls the group: by its prompt where it said so."""
+    return str((group.task.metadata or {}).get("prompt_uid") or group.id)
+
+
+def reward_of(attempt: Attempt) -> float | None:
+    """The reward; of one that runs, the sum of what its steps have so far."""
+    if attempt.end is not None or not attempt.grades:
+        return attempt.reward
+    return sum(grade.reward for grade in attempt.grades if grade.step is not None)
+
+
+CHANGES = 1000
+"""Of changes, how many are read at once."""
+PAGES = 20
+"""How often, for one answer."""
+SCANNED = 1000
+"""Of groups, how many are read for one answer at most: one that is asked for little may have to look at many."""
+
+Entries = Callable[[Group], Iterable[dict[str, Any]]]
+Marks = dict[int | None, Mark]
+"""Of one rollout, by what they are about."""
+
+
+class Update(BaseModel):
+    """What a curator says of a step, or of a whole trajectory."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    key: str = ""
+    """`trajectory:step`"""
+    trajectory_uid: str = ""
+    step_index: int | None = Field(default=None, ge=0)
+    trainable: bool | None = None
+    quality: FiniteFloat | None = Field(default=None, ge=0)
+    note: str | None = Field(default=None, max_length=2000)
+
+
+class Updates(BaseModel):
+    """`POST /api/curation`"""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    updates: list[Update] = Field(max_length=1000)
+
+
+class Reading:
+    """Endpoints."""
+
+    def __init__(self, pool: Pool, engine: Engine, *, mode: str, body_bytes: int) -> None:
+        self._pool = pool
+        self._engine = engine
+        self._mode = mode
+        self._body_bytes = body_bytes
+
+    async def config(self, request: Request) -> Response:
+        """What is served, and how it is read."""
+        own = {"mode": self._mode, "model": self._engine.model, "policy_version": self._engine.version, "limit": MOST}
+        return reply({**own, "channels": await self._pool.channels()})
+
+    async def stats(self, request: Request) -> Response:
+        """Counts of the channels that are asked for, and their sums."""
+        channels = await self._channels(request)
+        by_channel = {name: stats(await self._pool.stats(name)) for name in channels}
+        cursor = await self._pool.position()
+        return reply({**total(by_channel.values()), "channels": by_channel, "event_cursor": cursor})
+
+    async def steps(self, request: Request) -> Response:
+        """Steps, those of one trajectory where `trajectory_uid` names it; with `tokens=true` their ids too."""
+        with_ids = request.query_params.get("tokens") in ("1", "true")
+        return await self._page(request, "steps", lambda group: steps(group, with_ids=with_ids))
+
+    async def trajectories(self, request: Request) -> Response:
+        """Rollouts."""
+        return await self._page(request, "trajectories", trajectories)
+
+    async def events(self, request: Request) -> Response:
+        """What happened since each channel's cursor, in order."""
+        channels = await self._channels(request)
+        after = read_positions(request, channels)
+        at, limit = min(after.values(), default=0), read_limit(request)
+        found: list[dict[str, Any]] = []
+        more = False
+        for _ in range(PAGES):
+            page = await self._pool.changes(at, limit=CHANGES)
+            for change in page:
+                if len(found) == limit:
+                    break
+                at = change.position
+                if change.channel in after and at > after[change.channel]:
+                    found.append(event(change))
+            more = len(page) == CHANGES or (bool(page) and at < page[-1].position)
+            if not more or len(found) == limit:
+                break
+        cursors = {channel: max(at, position) for channel, position in after.items()}
+        return reply({"events": found, "cursors": cursors, "cursor": at, "more": more})
+
+    async def curate(self, request: Request) -> Response:
+        """Take steps or rollouts out of training, or weigh them; it holds for groups that no trainer has taken yet."""
+        body = await read(request, Updates, self._body_bytes)
+        late: list[str] = []
+        known: dict[str, Marks] = {}
+        for place, update in enumerate(body.updates):
+            mark = await self._mark(update, place, known)
+            try:
+                in_time = await self._pool.mark(mark)
+            except PoolFailed:
+                raise
+            except PoolError as error:
+                raise RequestError(str(error), status=404, code="unknown_step") from error
+            known[mark.rollout_id][mark.step] = mark
+            late += [] if in_time else [update.key or mark.rollout_id]
+        return reply({"updated": len(body.updates) - len(late), "late": late})
+
+    async def _mark(self, update: Update, place: int, known: dict[str, Marks]) -> Mark:
+        """What stands on it now, with what the update says; `known` are the marks of rollouts that were asked for before."""
+        rollout_id, index = update.trajectory_uid, update.step_index
+        if update.key:
+            rollout_id, _, step = update.key.rpartition(":")
+            if not rollout_id or not step.isdecimal() or len(step) > 9:
+                raise wrong("must be `trajectory:step`", "body", "updates", place, "key")
+            index = int(step)
+        if not rollout_id:
+            raise wrong("say what is meant, by key or trajectory_uid", "body", "updates", place)
+        if rollout_id not in known:
+            attempt = await self._attempt(rollout_id, first=BEYOND)
+            known[rollout_id] = {mark.step: mark for mark in attempt.marks}
+        said = update.model_dump(include={"trainable", "quality", "note"}, exclude_none=True)
+        return replace(known[rollout_id].get(index) or Mark(rollout_id=rollout_id, step=index), **said)
+
+    async def _page(self, request: Request, name: str, entries: Entries) -> Response:
+        limit, skip = read_limit(request), read_offset(request)
+        if uid := request.query_params.get("trajectory_uid"):
+            group = await self._alone(uid)
+            told = list(islice(entries(group), skip, skip + limit + 1))
+            return reply({name: told[:limit], "cursors": {}, "more": len(told) > limit})
+        channels = await self._channels(request)
+        places, found, more = read_places(request, channels), list[dict[str, Any]](), False
+        for channel in channels:
+            page = await self._read(channel, places[channel], entries, limit=limit - len(found), skip=skip)
+            found += page.found
+            places[channel], more, skip = page.place, page.more, page.skip
+            if more:
+                break
+        return reply({name: found, "cursors": {channel: str(place) for channel, place in places.items()}, "more": more})
+
+    async def _read(self, channel: str, place: Place, entries: Entries, *, limit: int, skip: int) -> "_Page":
+        """Entries of one channel from a place on; the place behind them."""
+        page, before, scanned = _Page(place, skip), place.told, 0
+        async for group in every_group(self._pool, channel, first_seq=place.seq):
+            scanned += 1
+            if scanned > SCANNED:
+                page.more = True
+                return page
+            if group.seq != page.place.seq:
+                page.place = Place(group.seq)
+            for entry in entries(group):
+                if group.seq == place.seq and before:
+                    before -= 1
+                    continue
+                if len(page.found) == limit:
+                    page.more = True
+                    return page
+                page.take(entry)
+        return page
+
+    async def _alone(self, rollout_id: str) -> Group:
+        """A rollout as if its group had no other."""
+        attempt = await self._attempt(rollout_id)
+        rollout, task = attempt.rollout, await self._pool.task(rollout_id)
+        return Group(id=rollout.group_id, seq=0, task=task, channel=rollout.channel, attempts=(attempt,))
+
+    async def _attempt(self, rollout_id: str, *, first: int = 0) -> Attempt:
+        try:
+            return await self._pool.attempt(rollout_id, first_step=first, first_node=first)
+        except PoolFailed:
+            raise
+        except PoolError as error:
+            raise RequestError(str(error), status=404, code="unknown_rollout") from error
+
+    async def _channels(self, request: Request) -> list[str]:
+        return read_channels(request, await self._pool.channels())
+
+
+class _Page:
+    """What was read of a channel, and where."""
+
+    def __init__(self, place: Place, skip: int) -> None:
+        self.place = place
+        self.skip = skip
+        """How many more entries are to be passed over."""
+        self.found: list[dict[str, Any]] = []
+        self.more = False
+
+    def take(self, entry: dict[str, Any]) -> None:
+        """One more entry was read."""
+        self.place = self.place._replace(told=self.place.told + 1)
+        if self.skip:
+            self.skip -= 1
+        else:
+            self.found.append(entry)
