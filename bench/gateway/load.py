@@ -1,6 +1,7 @@
 """Callers in a closed loop over raw sockets, so that the load generator costs as little as it can."""
 
 import asyncio
+import sys
 import time
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
@@ -17,9 +18,6 @@ from penstock.records import make_rollout
 
 FILLER_TOKENS = 11
 """Of what a conversation is filled with."""
-TURNS = 20
-"""After which a caller goes back to the beginning of its conversation."""
-ASKED = {"role": "user", "content": QUESTION}
 TOKENS = Tokens(SECRET)
 
 
@@ -36,6 +34,14 @@ class Cell:
     between_ms: int = 0
     """How long it takes between two tokens of a stream."""
     seconds: float = 1.0
+    calls: int = 0
+    """How many calls each caller makes, in place of `seconds`: two servers that differ in speed then get the same bodies."""
+    turns: int = 20
+    """After which a caller goes back to the beginning of its conversation."""
+    entries: int = 1
+    """Messages that the context is spread over."""
+    questions: int = 1
+    """How many times a turn repeats its question."""
 
 
 @dataclass(slots=True)
@@ -45,6 +51,8 @@ class Result:
     calls: int = 0
     errors: int = 0
     events: int = 0
+    sent_bytes: int = 0
+    """Of the bodies of all calls."""
     seconds: float = 0.0
     cpu_s: float = 0.0
     latencies: list[float] = field(default_factory=list[float])
@@ -121,13 +129,20 @@ async def callers(url: str, cell: Cell, *, token: str = "") -> AsyncGenerator[li
 async def go_on(them: list["Caller"], process: psutil.Process, cell: Cell) -> Result:
     """Let all of them call as long as `cell` says."""
     result = Result()
-    before, start = process.cpu_times(), time.perf_counter()
+    before, start = cpu_s(process), time.perf_counter()
     async with asyncio.TaskGroup() as group:
         for caller in them:
             group.create_task(caller.go_on(start + cell.seconds, result))
-    result.seconds, after = time.perf_counter() - start, process.cpu_times()
-    result.cpu_s = after.user + after.system - before.user - before.system
+    result.seconds, result.cpu_s = time.perf_counter() - start, cpu_s(process) - before
     return result
+
+
+def cpu_s(process: psutil.Process) -> float:
+    """Processor time that a process has used. On Linux from its own clock: what psutil reads there moves in steps of 10 ms."""
+    if sys.platform == "linux":
+        return time.clock_gettime(~process.pid << 3 | 2)  # how the kernel names that clock; see clock_getcpuclockid(3)
+    times = process.cpu_times()
+    return times.user + times.system
 
 
 class Caller:
@@ -138,19 +153,25 @@ class Caller:
         self._place = place
         self._cell = cell
         self._token = token or TOKENS.model(make_rollout("train-0", "t", place).id)
+        self._asked = {"role": "user", "content": QUESTION * cell.questions}
+        self._opening: list[dict[str, str]] = []
         self._talk: list[dict[str, str]] = []
 
     async def begin(self) -> None:
         """Open a conversation that nobody had before."""
         nonce = f"{self._place} {time.perf_counter_ns()} "
-        filler = FILLER * (self._cell.context // FILLER_TOKENS)
-        self._talk = [{"role": "system", "content": nonce + filler}, ASKED]
+        filler = FILLER * (self._cell.context // FILLER_TOKENS // self._cell.entries)
+        roles = ["system", *(("user", "assistant")[place % 2] for place in range(self._cell.entries - 1))]
+        self._opening = [{"role": role, "content": f"{nonce}{place} {filler}"} for place, role in enumerate(roles)] + [self._asked]
+        self._talk = list(self._opening)
         await self._call(Result(), quick=True)
 
     async def go_on(self, end: float, result: Result) -> None:
-        """Make calls until the time is over."""
-        while time.perf_counter() < end:
+        """Make calls until the time is over, or as many as the cell says."""
+        made = 0
+        while made < self._cell.calls if self._cell.calls else time.perf_counter() < end:
             await self._call(result)
+            made += 1
 
     async def _call(self, result: Result, *, quick: bool = False) -> None:
         cell = self._cell
@@ -160,13 +181,14 @@ class Caller:
         status, answer = await self.line.post(self._token, body)
         result.latencies.append(time.perf_counter() - begun)
         result.calls += 1
+        result.sent_bytes += len(body)
         result.errors += status != 200
         result.events += answer.count(b"data: ")
-        if len(self._talk) >= 2 * TURNS:
-            self._talk = self._talk[:2]
+        if len(self._talk) >= len(self._opening) + 2 * (cell.turns - 1):
+            self._talk = list(self._opening)
         elif status == 200:
             said = orjson.loads(answer)["choices"][0]["message"] if answer[:1] == b"{" else _said(answer)
-            self._talk += [said, ASKED]
+            self._talk += [said, self._asked]
 
 
 def _said(answer: bytes) -> dict[str, str]:

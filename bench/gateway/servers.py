@@ -1,9 +1,12 @@
 """The servers that are compared, each in a process of its own: `python -m bench.gateway.servers KIND ARGUMENTS`."""
 
 import asyncio
+import importlib
+import socket
 import sys
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +18,16 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from penstock.chat.renderer import Renderer
 from penstock.engines.base import Sampled
 from penstock.gateway import Gateway, Limits
+from penstock.gateway import last_request
 from penstock.gateway.shared_counters import Peers
 from penstock.http.listen import bind
+from penstock.http.request_cycle import LEAVING
 from penstock.pool import POOLS
 from penstock.records import Sampling, Task, make_rollout
 from penstock.system.garbage import collect_seldom
@@ -75,24 +82,71 @@ class ReadyEngine(ScriptedEngine):
 
 async def serve_gateway(folder: str, number: str = "0", of: str = "1", port: str = "0") -> None:
     """Our gateway on a SQLite pool of its own, every step on disk before its last byte, or one of several workers on it."""
-    model, store = write_tokenizer(Path(folder) / "model", corpus=CORPUS, vocab_size=600), Path(folder) / "pool"
+    sock, peers = bind("127.0.0.1", int(port), shared=of != "1"), Peers(int(number), int(of), Path(folder))
+    async with await make_gateway(Path(folder), sock=sock, peers=peers) as gateway:
+        await say_and_wait(gateway.base_url)
+
+
+async def serve_gateway_by_uvicorn(folder: str, leaving: str) -> None:
+    """The same gateway on uvicorn, which also tells when callers leave if `leaving` is "told", else has the app wait for that."""
+    protocol = LeavingProtocol if leaving == "told" else HttpToolsProtocol
+    gateway = await make_gateway(Path(folder))
+    await serve(gateway.app, http=protocol, proxy_headers=False, server_header=False, date_header=False)
+
+
+async def serve_gateway_reading_whole(folder: str) -> None:
+    """Our gateway with `orjson.loads` and a digest of every whole body."""
+    last_request.GrowingBody = WholeBody  # type: ignore[misc, assignment]  # no seam: the gateway has no such choice
+    await serve_gateway(folder)
+
+
+async def make_gateway(folder: Path, *, sock: socket.socket | None = None, peers: Peers | None = None) -> Gateway:
+    """A gateway in front of an engine that answers at once; the first of several opens the rollouts."""
+    model, store = write_tokenizer(folder / "model", corpus=CORPUS, vocab_size=600), folder / "pool"
     renderer, pool = Renderer.load(model), POOLS.load("sqlite")(store)
-    if number == "0":
+    if peers is None or peers.number == 0:
         rollouts = [make_rollout("train-0", "t", place) for place in range(CALLERS)]
         await pool.open_group(Task(id="t", prompt=({"role": "user", "content": "?"},)), rollouts, seq=0)
     engine = ReadyEngine([], renderer.tokenizer)
     engine.answer(renderer.tokenizer.encode(SAID * 50)[: REPLY_TOKENS - 1] + list(renderer.stop_ids[:1]))
-    async with Gateway(
+    return Gateway(
         engine,
         renderer,
         pool,
         secret=SECRET,
         sampling={"train": Sampling(max_tokens=1024)},
         limits=Limits(calls_per_s=1e9),
-        sock=bind("127.0.0.1", int(port), shared=of != "1"),
-        peers=Peers(int(number), int(of), Path(folder)),
-    ) as gateway:
-        await say_and_wait(gateway.base_url)
+        sock=sock,
+        peers=peers,
+    )
+
+
+class LeavingProtocol(HttpToolsProtocol):
+    """uvicorn's, with the one thing that the gateway asks of its server beyond ASGI: a call when the caller leaves."""
+
+    _when_left: Callable[[], None] | None = None
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.scope[LEAVING] = self._set_when_left  # type: ignore[typeddict-unknown-key]
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if self._when_left is not None:
+            self._when_left()
+
+    def _set_when_left(self, call: Callable[[], None] | None) -> None:
+        self._when_left = call
+
+
+class WholeBody:
+    """Does what `GrowingBody` does, and remembers nothing."""
+
+    def digest(self, who: bytes, body: bytes) -> str:
+        return sha256(who + body).hexdigest()
+
+    def read(self, body: bytes) -> Any:
+        return orjson.loads(body)
 
 
 async def serve_proxy(upstream: str) -> None:
@@ -139,10 +193,10 @@ async def serve_upstream() -> None:
     await serve(Starlette(routes=[Route("/v1/chat/completions", answer, methods=["POST"])]))
 
 
-async def serve(app: Starlette) -> None:
+async def serve(app: ASGIApp, **options: Any) -> None:
     """Serve as uvicorn does by itself, but keep connections that are idle for a while."""
     config = uvicorn.Config(
-        app, port=0, log_config=None, access_log=False, lifespan="off", ws="none", backlog=4096, timeout_keep_alive=600
+        app, port=0, log_config=None, access_log=False, lifespan="off", ws="none", backlog=4096, timeout_keep_alive=600, **options
     )
     config.load()
     server = uvicorn.Server(config)
@@ -171,7 +225,22 @@ async def serving(*arguments: str) -> AsyncGenerator[tuple[str, psutil.Process],
         await server.wait()
 
 
+SERVERS = {
+    "gateway": serve_gateway,
+    "gateway_by_uvicorn": serve_gateway_by_uvicorn,
+    "gateway_reading_whole": serve_gateway_reading_whole,
+    "proxy": serve_proxy,
+    "upstream": serve_upstream,
+}
+
+
+def main(kind: str, *arguments: str) -> None:
+    """Serve; a kind that ends in "+uvloop" does so on that loop."""
+    collect_seldom()  # as `penstock gateway` does; the others get it too
+    name, _, loop = kind.partition("+")
+    with asyncio.Runner(loop_factory=importlib.import_module(loop).new_event_loop if loop else None) as runner:
+        runner.run(SERVERS[name](*arguments))
+
+
 if __name__ == "__main__":
-    collect_seldom()  # as `penstock gateway` does; the proxy gets it too
-    servers = {"gateway": serve_gateway, "proxy": serve_proxy, "upstream": serve_upstream}
-    asyncio.run(servers[sys.argv[1]](*sys.argv[2:]))
+    main(*sys.argv[1:])
