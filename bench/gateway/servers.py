@@ -23,8 +23,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from penstock.chat.renderer import Renderer
 from penstock.engines.base import Sampled
-from penstock.gateway import Gateway, Limits
-from penstock.gateway import last_request
+from penstock.gateway import Gateway, Limits, last_request
 from penstock.gateway.shared_counters import Peers
 from penstock.http.listen import bind
 from penstock.http.request_cycle import LEAVING

@@ -83,8 +83,8 @@ class Outcome:
 
 async def _record(command: list[str], settings: "Settings", model: "ModelFiles", folder: Path, timeout_s: float | None) -> Outcome:
     from penstock.cli.command import run_command
+    from penstock.gateway.sessions import open_adhoc
     from penstock.gateway.standalone import open_gateway
-    from penstock.gateway.trajectories import open_adhoc
     from penstock.http.listen import bind
 
     stop, started = asyncio.Event(), time.monotonic()

@@ -11,10 +11,9 @@ from starlette.responses import Response
 
 from penstock.codec import from_json
 from penstock.errors import PoolError, PoolFailed, RequestError
-from penstock.gateway import trajectories
 from penstock.gateway.call import Limits
 from penstock.gateway.routes import reply
-from penstock.gateway.sessions import Sessions
+from penstock.gateway.sessions import ADHOC_CHANNEL, Sessions, make_task, open_adhoc
 from penstock.gateway.trajectories import BEYOND
 from penstock.http.asgi import read_body
 from penstock.pool.base import Pool
@@ -46,8 +45,8 @@ class OpenBody(_Body):
 
     rollout_id: Id | None = None
     group_id: Id | None = None
-    task_id: str = Field(default=trajectories.ADHOC_CHANNEL, min_length=1, max_length=1000)
-    channel: Id = trajectories.ADHOC_CHANNEL
+    task_id: str = Field(default=ADHOC_CHANNEL, min_length=1, max_length=1000)
+    channel: Id = ADHOC_CHANNEL
     sampling: SamplingBody = SamplingBody()
 
 
@@ -124,7 +123,7 @@ class Control:
     async def _make(self, body: OpenBody) -> str:
         sampling = body.sampling.model_dump(exclude_none=True)
         with _refusing(status=409, code="rollout_exists"):
-            rollout = await trajectories.open_adhoc(
+            rollout = await open_adhoc(
                 self._pool,
                 rollout_id=body.rollout_id or "",
                 group_id=body.group_id or "",
@@ -132,7 +131,7 @@ class Control:
                 channel=body.channel,
                 sampling=sampling,
             )
-            same = await self._pool.task(rollout.id) == trajectories.make_task(body.task_id, sampling)
+            same = await self._pool.task(rollout.id) == make_task(body.task_id, sampling)
         if not same:
             text = f"rollout {rollout.id} is there with another task or sampling; leave them out, or give another id"
             raise RequestError(text, status=409, code="rollout_exists")

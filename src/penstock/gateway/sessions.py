@@ -1,17 +1,19 @@
 """Open rollouts: those that this gateway was given, and those that it took over from the pool."""
 
 import asyncio
+import secrets
 from collections import OrderedDict
 from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 from penstock.errors import PoolError, PoolFailed, RequestError
 from penstock.gateway.auth import Tokens
 from penstock.gateway.call import Limits
 from penstock.gateway.session import Session, has_ended, is_gone, over
 from penstock.gateway.shared_counters import Peers
-from penstock.gateway.trajectories import sampling_of
 from penstock.pool.base import Pool
-from penstock.records import Attempt, Rollout, Sampling
+from penstock.records import Attempt, Rollout, Sampling, Task, make_rollout
 
 
 class Sessions:
@@ -172,3 +174,43 @@ REMEMBERED = 100_000
 """How many closed rollouts are known by heart; the pool knows the others."""
 TAKEN = 10_000
 """How many rollouts of other processes are kept; an idle one is read again when it calls."""
+
+
+ADHOC_CHANNEL = "adhoc"
+OURS = "penstock."
+"""What the names of our own entries in a task's metadata begin with."""
+_SAMPLING = f"{OURS}sampling"
+
+
+def make_task(task_id: str, sampling: Mapping[str, Any], metadata: Mapping[str, Any] | None = None) -> Task:
+    """A task that nobody wrote a prompt for; `sampling` are the fields of `Sampling` that its rollouts change."""
+    kept = dict(metadata or {}) | ({_SAMPLING: dict(sampling)} if sampling else {})
+    return Task(id=task_id, prompt=(), metadata=kept or None)
+
+
+def sampling_of(task: Task, default: Sampling) -> Sampling:
+    """How calls of the task's rollouts are sampled where they do not say otherwise, whichever process serves them."""
+    return replace(default, **changed_sampling(task))
+
+
+def changed_sampling(task: Task) -> dict[str, Any]:
+    """The fields of `Sampling` that the task's rollouts change."""
+    return (task.metadata or {}).get(_SAMPLING, {})
+
+
+async def open_adhoc(
+    pool: Pool,
+    *,
+    rollout_id: str = "",
+    group_id: str = "",
+    task_id: str = ADHOC_CHANNEL,
+    channel: str = ADHOC_CHANNEL,
+    sampling: Mapping[str, Any],
+    metadata: Mapping[str, Any] | None = None,
+) -> Rollout:
+    """Make a rollout, unless one of that id is there; PoolError where the id belongs to another group."""
+    group_id = group_id or rollout_id or f"{channel}-{secrets.token_hex(4)}"
+    rollout = make_rollout(group_id, task_id, 0, channel=channel)
+    rollout = replace(rollout, id=rollout_id or rollout.id)
+    await pool.open_group(make_task(task_id, sampling, metadata), [rollout], seq=None)
+    return rollout
