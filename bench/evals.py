@@ -36,10 +36,10 @@ from penstock.evals.attempts import Row
 from penstock.evals.run import evaluate, evaluation_config
 from penstock.records import Sampling, Task
 from penstock.rollout.executors.base import read_section
+from penstock.run.inputs import Inputs
 from penstock.sdk.agents import open_agent
 from penstock.system.garbage import collect_seldom
 from penstock.testing import write_tokenizer
-from penstock.train.inputs import Inputs
 
 AT_ONCE, WAIT_S = 256, 0.1
 ROLLOUTS, REPETITIONS = 2048, 3

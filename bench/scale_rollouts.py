@@ -26,13 +26,13 @@ from penstock.pool.sqlite import open_pool
 from penstock.records import Sampling, Task
 from penstock.rollout.executors.base import read_section
 from penstock.rollout.scheduler import Scheduler
+from penstock.run.folder import RunFolder
+from penstock.run.inputs import Inputs
+from penstock.run.opening import LocalRollouts, open_rollouts
 from penstock.sdk.agents import open_agent
 from penstock.sdk.clients import Clients
 from penstock.sdk.routing import RolloutContext
 from penstock.testing import write_tokenizer
-from penstock.train.folder import RunFolder
-from penstock.train.inputs import Inputs
-from penstock.train.rollouts import LocalRollouts, open_rollouts
 
 GROUP = 8
 ENOUGH = 4096

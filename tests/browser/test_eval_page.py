@@ -8,10 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from penstock.config import EvalSection
-from penstock.evals.eval_page import render_eval_page
-from penstock.evals.stored import Stored
+from penstock.evals.outcome import Stored
 from penstock.pool.memory import open_pool
 from penstock.records import End, Grade, Node, Sampling, Step, Task, make_rollout
+from penstock.reports.evaluation import render_eval_page
 
 CONFIG = {"model": {"name": "tiny"}, "engine": {"price_in": 2.0, "price_out": 10.0}}
 NASTY = "<b>bold</b> & <script>alert(1)</script> \u2028 ünïcödé"

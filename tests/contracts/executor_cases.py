@@ -15,9 +15,9 @@ from penstock.events import Events
 from penstock.http.listen import bind
 from penstock.http.server import HttpServer
 from penstock.records import Attempt, Sampling, Task, make_rollout
+from penstock.rollout.author_tasks import AuthorTasks
 from penstock.rollout.executors import EXECUTORS
 from penstock.rollout.executors.base import Given, read_section
-from penstock.rollout.guests import Guests
 from penstock.rollout.runner import Runner
 from penstock.rollout.server.app import create_rollout_server
 from penstock.rollout.server.backend import LocalBackend
@@ -88,7 +88,7 @@ async def opened(name, agent, *, recorded, artifacts, grader_timeout_s, events):
         table = {"urls": [await stack.enter_async_context(serving(agent, artifacts))]} if name == "server" else {}
         given = Given(
             agent=replace(agent, tables=({}, {})) if name == "server" else agent,  # its tables are applied where the agent is
-            guests=Guests(agent.entry.parent, events, grace_s=GRACE_S),
+            guests=AuthorTasks(agent.entry.parent, events, grace_s=GRACE_S),
             section=read_section(name, table),
             recorded=recorded,
             artifacts=artifacts,

@@ -2,7 +2,7 @@ import orjson
 import pytest
 
 from penstock.controller.api.curves import Trainings
-from penstock.train.folder import RunFolder
+from penstock.run.folder import RunFolder
 
 REWARD = "rollout/raw_reward"
 

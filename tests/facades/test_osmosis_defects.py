@@ -31,7 +31,7 @@ from penstock.chat.renderer import Renderer
 from penstock.config import AgentSection
 from penstock.errors import ConfigError
 from penstock.records import End
-from penstock.sdk.preflight import preflight
+from penstock.run.agent_preflight import preflight
 from penstock.testing import Scripted, write_tokenizer
 
 CALL = '<tool_call>\n{"name": "double", "arguments": {"n": 21}}\n</tool_call>'

@@ -20,8 +20,8 @@ from penstock.engines.embedded.decoder import Decoder, read_shape
 from penstock.engines.embedded.weights import save_decoder
 from penstock.pool.sqlite import open_pool
 from penstock.records import Attempt
+from penstock.run.inputs import read_inputs
 from penstock.testing import write_tokenizer
-from penstock.train.inputs import read_inputs
 from penstock.train.run import train
 from penstock.train.summary import Summary
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.evals.stored import open_evaluation
+from penstock.evals.outcome import open_evaluation
 from penstock.records import End
 
 ROWS, SAMPLES, AT_ONCE = 258, 4, 32

@@ -3,7 +3,7 @@
 import asyncio
 from pathlib import Path
 
-from penstock.evals.stored import open_evaluation
+from penstock.evals.outcome import open_evaluation
 from penstock.records import Attempt
 
 

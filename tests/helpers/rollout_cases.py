@@ -10,9 +10,9 @@ from penstock.config import RolloutSection
 from penstock.events import Events
 from penstock.pool.memory import open_pool
 from penstock.records import Node, Sampling, Step, Task, make_rollout
+from penstock.rollout.author_tasks import AuthorTasks
 from penstock.rollout.executors.base import Given
 from penstock.rollout.executors.inline import InlineExecutor
-from penstock.rollout.guests import Guests
 from penstock.rollout.runner import Runner
 from penstock.sdk.discovery import Agent
 
@@ -104,7 +104,7 @@ class Bench:
             AgentWorkflowConfig(name="w", concurrency={"max_concurrent": most_agents}),
             GraderConfig(name="check", concurrency={"max_concurrent": most_graders}),
         )
-        self.guests = Guests(agent.entry.parent, events, grace_s=grace_s)
+        self.guests = AuthorTasks(agent.entry.parent, events, grace_s=grace_s)
         section = RolloutSection(**{"agent_timeout_s": DEADLINE_S, "grader_timeout_s": DEADLINE_S, **limits})
         self.executor = InlineExecutor(Given(agent=agent, guests=self.guests, section=None, recorded=None))
         self.runner = Runner(

@@ -16,8 +16,8 @@ from penstock.config import load_config
 from penstock.errors import ConfigError
 from penstock.pool import POOLS
 from penstock.records import End
+from penstock.run.inputs import read_inputs
 from penstock.scale.run import gpu_shares, train_on_ray
-from penstock.train.inputs import read_inputs
 
 TINY = Path(__file__).parents[1] / "helpers" / "tiny_run"
 STEPS, GROUPS, SIZE = 4, 2, 4

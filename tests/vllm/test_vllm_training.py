@@ -26,9 +26,9 @@ from penstock.engines.servers.vllm import VllmEngine, VllmSection, open_engine
 from penstock.errors import EngineError
 from penstock.models.pull import resolve
 from penstock.records import Sampling
-from penstock.train.inputs import read_inputs
+from penstock.run.inputs import read_inputs
+from penstock.run.recorded import open_recorded
 from penstock.train.policy import write_model
-from penstock.train.recorded import open_recorded
 from penstock.train.run import train
 from penstock.train.verify import verify
 

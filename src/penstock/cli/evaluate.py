@@ -170,8 +170,8 @@ def _config(file: Path | None, agent: Path | None, dataset: Path | None, overrid
 
 def _evaluate(config: "RunConfig", view: "EvalView", *, fresh: bool, retry_failed: bool) -> "Evaluation":
     from penstock.evals.run import evaluate, read_rows
+    from penstock.run.inputs import read_inputs
     from penstock.sdk.flows.agent import is_flow_agent
-    from penstock.train.inputs import read_inputs
 
     inputs = read_inputs(config, view)
     rows = read_rows(config, columns=is_flow_agent(inputs.agent))
@@ -200,7 +200,7 @@ def _tell(found: "Evaluation", train: str, *, as_json: bool, plain: bool) -> Non
 
 def _page(folder: Path) -> Path | None:
     """The report's path; a report that cannot be written must not fail an evaluation that was made."""
-    from penstock.evals.eval_page import write_eval_page
+    from penstock.reports.evaluation import write_eval_page
 
     try:
         return asyncio.run(write_eval_page(folder))

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from penstock.cli.figures import clock, counts, percent, rate, reward, sparkline
 from penstock.cli.state import RunState
-from penstock.train.folder import RunFolder
+from penstock.run.folder import RunFolder
 
 
 class LiveView:

@@ -15,7 +15,7 @@ def report(
 
     import orjson
 
-    from penstock.evals.report import write_report
+    from penstock.reports.training import write_report
 
     path = asyncio.run(write_report(folder))
     typer.echo(orjson.dumps({"report": str(path)}).decode() if as_json else str(path))

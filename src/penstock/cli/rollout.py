@@ -128,8 +128,8 @@ def _make(
     from penstock.rollout.server.app import create_rollout_server
     from penstock.rollout.server.backend import LocalBackend
     from penstock.rollout.server.rollouts import Limits
+    from penstock.run.agent_preflight import preflight
     from penstock.sdk.discovery import load_agent
-    from penstock.sdk.preflight import preflight
 
     preflight(AgentSection(entry=entry), {}, {})
     agent = load_agent(entry, {}, {})

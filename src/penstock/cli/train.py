@@ -18,7 +18,7 @@ from penstock.errors import PenstockError
 if TYPE_CHECKING:
     from penstock.cli.live import LiveView
     from penstock.config import RunConfig
-    from penstock.train.inputs import Inputs
+    from penstock.run.inputs import Inputs
     from penstock.train.summary import Summary
 
 
@@ -55,7 +55,7 @@ def carry_out(config: "RunConfig", again: Again, *, fresh: bool = False, as_json
     """Train as `config` says, show it, and sum it up."""
     from penstock.cli.live import LiveView
     from penstock.cli.state import RunState
-    from penstock.train.inputs import read_inputs
+    from penstock.run.inputs import read_inputs
 
     view = LiveView(RunState(rollouts_per_step=config.rollout.group_size * config.rollout.groups_per_step))
     try:
@@ -103,7 +103,7 @@ def _show(summary: "Summary", view: "LiveView", again: Again, *, as_json: bool) 
 
 def _report(folder: Path) -> Path | None:
     """The report's path; a report that cannot be written must not fail a run that was trained."""
-    from penstock.evals.report import write_report
+    from penstock.reports.training import write_report
 
     try:
         return asyncio.run(write_report(folder))

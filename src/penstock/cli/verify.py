@@ -13,7 +13,7 @@ from penstock.cli.figures import counts, percent, ranges
 
 if TYPE_CHECKING:
     from penstock.models import Progress
-    from penstock.train.audit import Audit, Compared, Finding
+    from penstock.train.verify import Audit, Compared, Finding
 
 SHOWN = 20
 """Steps that are named where a person reads; JSON has them all."""
@@ -42,7 +42,7 @@ def verify(
 
 
 async def _verify(folder: Path, progress: "Progress", *, channel: str, limit: int | None, tolerance: float | None) -> "Audit":
-    from penstock.train.recorded import open_recorded
+    from penstock.run.recorded import open_recorded
 
     async with open_recorded(folder, channel=channel, limit=limit) as recorded:
         from penstock.train.verify import verify as audit  # torch is loaded here, after everything that can be refused without it

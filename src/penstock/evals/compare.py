@@ -7,9 +7,8 @@ from typing import Any
 
 from penstock.errors import ConfigError
 from penstock.evals.metrics import Difference, difference
-from penstock.evals.outcome import Scores, scores
+from penstock.evals.outcome import Scores, Stored, open_evaluation, scores
 from penstock.evals.spending import Spending, spending
-from penstock.evals.stored import Stored, open_evaluation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

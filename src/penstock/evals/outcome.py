@@ -1,14 +1,23 @@
 """What an evaluation came to: rewards and pass@k with their intervals, ends, and what was spent."""
 
 from collections import Counter
-from collections.abc import AsyncIterable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from sys import intern
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import orjson
+
 from penstock.config import EvalSection
+from penstock.errors import ConfigError
+from penstock.evals.attempts import CHANNEL, stored
 from penstock.evals.metrics import Estimate, estimate, pass_at_k
-from penstock.evals.spending import Prices, Spending, Took, spending, took
+from penstock.evals.spending import Prices, Spending, Took, prices_of, rollout_seconds, spending, took
+from penstock.pool import POOLS
+from penstock.pool.base import Pool
 from penstock.records import End, Group
 
 
@@ -106,3 +115,45 @@ def _reasons(tried: Iterable[Tried]) -> dict[str, dict[str, int]]:
         if each.end is not End.COMPLETED:
             found.setdefault(str(each.end), Counter())[each.message] += 1
     return {end: dict(messages.most_common(10)) for end, messages in found.items()}
+
+
+class Stored(NamedTuple):
+    """What is there."""
+
+    config: dict[str, Any]
+    summary: dict[str, Any]
+    pool: Pool
+    seconds: Mapping[str, float] = MappingProxyType({})
+    """How long rollouts took, by their id; those of which it is known."""
+
+    @property
+    def prices(self) -> Prices | None:
+        """Those of its last run, which may have changed them, else those that it was begun with."""
+        told = self.summary.get("prices")
+        return Prices(**told) if told else prices_of(self.config)
+
+    def groups(self) -> AsyncGenerator[Group]:
+        """See `stored`."""
+        return stored(self.pool)
+
+
+@asynccontextmanager
+async def open_evaluation(folder: Path) -> AsyncGenerator[Stored]:
+    """ConfigError where the folder is none that `penstock eval run` made."""
+    try:
+        config: dict[str, Any] = orjson.loads((folder / "config.json").read_bytes())["config"]
+        file = folder / "summary.json"
+        summary: dict[str, Any] = orjson.loads(file.read_bytes()) if file.exists() else {}
+    except (OSError, ValueError, LookupError, TypeError) as cause:
+        raise _none(folder) from cause
+    pool: Pool = POOLS.load(config["pool"]["name"])(folder, url=config["pool"].get("url", ""))
+    try:
+        if not (await pool.stats(CHANNEL)).groups:
+            raise _none(folder)
+        yield Stored(config, summary, pool, rollout_seconds(folder / "events.jsonl"))
+    finally:
+        await pool.close()
+
+
+def _none(folder: Path) -> ConfigError:
+    return ConfigError(f"{folder}: not an evaluation; give a folder that `penstock eval run` made, such as runs/evals/multiply")

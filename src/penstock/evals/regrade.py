@@ -10,21 +10,20 @@ import orjson
 from penstock.config import RunConfig, make_config, override
 from penstock.errors import ConfigError, EngineError, GraderError
 from penstock.evals.attempts import stored
-from penstock.evals.outcome import Outcome, outcome, scores
+from penstock.evals.outcome import Outcome, open_evaluation, outcome, scores
 from penstock.evals.run import judged_files
 from penstock.evals.spending import prices_of
-from penstock.evals.stored import open_evaluation
 from penstock.events import Events
 from penstock.pool.base import Pool
 from penstock.records import Attempt, End, Grade, Group
-from penstock.rollout.guests import Guests
+from penstock.rollout.author_tasks import AuthorTasks
+from penstock.rollout.execution import Work
 from penstock.rollout.transcripts import make_samples, transcripts
-from penstock.rollout.work import Work
+from penstock.run.agent_preflight import preflight
+from penstock.run.folder import RunFolder, locked, open_run_folder
+from penstock.run.opening import open_pool
 from penstock.sdk.agents import open_agent
 from penstock.sdk.discovery import Agent
-from penstock.sdk.preflight import preflight
-from penstock.train.folder import RunFolder, locked, open_run_folder
-from penstock.train.stations import open_pool
 
 GRADED = (End.COMPLETED, End.GRADER_ERROR)
 """Ends of rollouts whose agent had come to its end."""
@@ -66,7 +65,7 @@ class _Regrader:
 
     def __init__(self, pool: Pool, agent: Agent, config: RunConfig, artifacts: Path) -> None:
         self._pool, self._agent, self._artifacts = pool, agent, artifacts
-        self._work = Work(agent, Guests(agent.entry.parent, Events()))
+        self._work = Work(agent, AuthorTasks(agent.entry.parent, Events()))
         self._slots, self._timeout_s = asyncio.Semaphore(config.rollout.concurrency), config.rollout.grader_timeout_s
 
     async def copy(self, groups: AsyncIterable[Group]) -> None:

@@ -14,19 +14,18 @@ from penstock.config import RunConfig
 from penstock.errors import ConfigError
 from penstock.evals.attempts import Plan, Row, make, plan, stored
 from penstock.evals.outcome import Outcome, outcome, scores
-from penstock.evals.presence import await_others
 from penstock.evals.processes import advice, check_limits, check_processes, open_processes, spare_of
 from penstock.evals.spending import Prices, prices_of, rollout_seconds
 from penstock.events import Events, Listener
 from penstock.pool.base import Pool
 from penstock.records import Sampling
 from penstock.rollout.scheduler import Runs
+from penstock.run.folder import RunFolder, locked, open_run_folder
+from penstock.run.inputs import Inputs
+from penstock.run.opening import open_pool, open_rollouts, sampling
 from penstock.sdk.dataset import load_tasks
 from penstock.sdk.discovery import Agent
-from penstock.train.folder import RunFolder, locked, open_run_folder
-from penstock.train.inputs import Inputs
-from penstock.train.rollouts import open_rollouts, sampling
-from penstock.train.stations import open_pool
+from penstock.system.presence import await_others
 
 MAY_CHANGE = (
     "train.", "gateway.", "executor.", "scale.", "run.folder", "dataset.train", "eval.rows", "eval.k", "eval.passes",

@@ -14,11 +14,11 @@ from penstock.errors import EngineError, GraderError, WorkerLost, WorkflowError
 from penstock.events import Events
 from penstock.pool.base import Pool
 from penstock.records import Attempt, End, Grade, Message, Rollout, Sampling, Task
+from penstock.rollout.author_tasks import AuthorTasks
+from penstock.rollout.execution import Reward, WorkflowResult
 from penstock.rollout.executors import EXECUTORS
 from penstock.rollout.executors.base import Executor, Given, Session
-from penstock.rollout.guests import Guests
 from penstock.rollout.transcripts import Transcript, make_samples, transcripts
-from penstock.rollout.work import Reward, Told
 from penstock.sdk.discovery import Agent
 from penstock.sdk.routing import MAIN
 from penstock.sdk.samples import RolloutSample
@@ -133,7 +133,7 @@ class Runner:
             recorded = await self.pool.attempt(rollout.id)
         return await self._judge(rollout, task, told, recorded)
 
-    async def _judge(self, rollout: Rollout, task: Task, told: Told, attempt: Attempt) -> Verdict:
+    async def _judge(self, rollout: Rollout, task: Task, told: WorkflowResult, attempt: Attempt) -> Verdict:
         recorded, limit_s = transcripts(attempt), self.limits.grader_timeout_s
         if not recorded:
             return Verdict(End.AGENT_ERROR, no_call(told))
@@ -172,7 +172,7 @@ class Runner:
         )
 
 
-def no_call(told: Told) -> str:
+def no_call(told: WorkflowResult) -> str:
     """Why there is nothing to grade or train on, and what to do about it."""
     past = f", but called {', '.join(told.strays)} directly" if told.strays else ""
     return f"{NO_CALL}{past}; {REMEDY}"
@@ -194,7 +194,7 @@ async def open_runner(
     async def recorded(rollout_id: str) -> dict[str, Transcript]:
         return transcripts(await pool.attempt(rollout_id))
 
-    guests = Guests(agent.entry.parent, events)
+    guests = AuthorTasks(agent.entry.parent, events)
     given = Given(
         agent=agent,
         guests=guests,

@@ -13,10 +13,10 @@ from penstock.codec import to_json
 from penstock.config import Section
 from penstock.errors import GraderError, WorkflowError
 from penstock.records import Task
+from penstock.rollout.author_tasks import slots
+from penstock.rollout.execution import Reward, WorkflowResult
 from penstock.rollout.executors.base import Given, Seat, Session
-from penstock.rollout.guests import slots
-from penstock.rollout.processes.job import Answer, Job, Kind, write_samples
-from penstock.rollout.work import Reward, Told
+from penstock.rollout.processes.job_protocol import Answer, Job, Kind, write_samples
 from penstock.scale.cluster import here, live_nodes, on_node, open_cluster, seen_from
 from penstock.scale.manager import AgentFlowManager
 from penstock.scale.package import ray
@@ -75,14 +75,14 @@ class RayExecutor:
         with self._stack:
             await self._manager.close()
 
-    async def run(self, task: Task, session: Session, *, rollout_id: str, timeout_s: float) -> Told:
+    async def run(self, task: Task, session: Session, *, rollout_id: str, timeout_s: float) -> WorkflowResult:
         """See `Executor.run`."""
         seat = Seat.of(session, self._given.agent)
         seat = replace(seat, base_url=await self._url(seat.base_url))
         async with self._workflow_slots:
             task = replace(task, label=None)  # it does not even get where the agent is
             answer = await self._done(self._job("workflow", task, rollout_id, timeout_s, seat), {})
-        return Told(answer.samples, answer.strays)
+        return WorkflowResult(answer.samples, answer.strays)
 
     async def grade(self, task: Task, samples: Mapping[str, RolloutSample], *, rollout_id: str, timeout_s: float) -> list[Reward]:
         """See `Executor.grade`."""

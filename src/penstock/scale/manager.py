@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 from penstock.errors import ConfigError, WorkerLost
 from penstock.events import Events
-from penstock.rollout.guests import leaves
-from penstock.rollout.processes.job import Answer
+from penstock.rollout.author_tasks import leaves
+from penstock.rollout.processes.job_protocol import Answer
 from penstock.scale.calls import IN_A_ROW, Actor, ActorGone, answer
 from penstock.scale.package import RayError
 from penstock.scale.worker import EVENT, Order, Place, dismiss

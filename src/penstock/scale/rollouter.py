@@ -10,13 +10,12 @@ from typing import Any, TypeVar
 
 import torch
 
+from penstock.run.opening import LocalRollouts, open_pool, open_rollouts
 from penstock.scale.calls import Telling
 from penstock.scale.locks import alone
 from penstock.scale.sent import Sent
 from penstock.system.garbage import collect_seldom
 from penstock.train.publish import KEPT
-from penstock.train.rollouts import LocalRollouts, open_rollouts
-from penstock.train.stations import open_pool
 
 T = TypeVar("T")
 

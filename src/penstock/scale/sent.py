@@ -9,11 +9,11 @@ from penstock.config import AgentSection, RunConfig, make_config
 from penstock.errors import ConfigError
 from penstock.records import Task
 from penstock.rollout.executors.base import read_section
+from penstock.run.folder import RunFolder, write_atomic
+from penstock.run.inputs import Inputs
 from penstock.sdk.discovery import Agent
 from penstock.sdk.elsewhere import Recipe
 from penstock.sdk.workflow import AgentWorkflow
-from penstock.train.folder import RunFolder, write_atomic
-from penstock.train.inputs import Inputs
 
 FILE = ".sent.json"
 

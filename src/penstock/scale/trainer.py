@@ -11,16 +11,17 @@ from penstock.config import RunConfig
 from penstock.engines.embedded.decoder import Decoder
 from penstock.engines.embedded.engine import pick_device, pick_dtype
 from penstock.engines.embedded.weights import load_decoder
+from penstock.run.inputs import Inputs
+from penstock.run.opening import open_pool
 from penstock.scale.calls import Telling, named
 from penstock.scale.locks import alone
 from penstock.scale.remote import RemoteRollouts
 from penstock.scale.sent import Sent
 from penstock.train.advantages import ADVANTAGES
-from penstock.train.inputs import Inputs
 from penstock.train.learner import Learner
+from penstock.train.opening import TrainingRun
 from penstock.train.publish import FromDisk
 from penstock.train.run import run
-from penstock.train.stations import Stations, open_pool
 
 
 class AsyncTrainer:
@@ -46,7 +47,7 @@ class AsyncTrainer:
             learner = Learner(await asyncio.to_thread(_decoder, config, inputs), config.train)
             rollouts = RemoteRollouts(named(self._rollouter), named(self._synchronizer), self._telling.events)
             await rollouts.begin()
-            stations = Stations(
+            stations = TrainingRun(
                 config=config,
                 inputs=inputs,
                 folder=folder,

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 from penstock.codec import from_json
 from penstock.errors import PenstockError, WorkflowError
 from penstock.events import Events
+from penstock.rollout.author_tasks import AuthorTasks, one_line
+from penstock.rollout.execution import Work
 from penstock.rollout.executors.base import artifacts_dir
-from penstock.rollout.guests import Guests, one_line
-from penstock.rollout.processes.job import Job, failed, read_samples
-from penstock.rollout.processes.warmth import warm
-from penstock.rollout.work import Work
+from penstock.rollout.processes.job_protocol import Job, failed, read_samples
+from penstock.rollout.processes.preload import warm
 from penstock.scale.calls import Outbox
 from penstock.scale.cluster import own_node
 from penstock.scale.package import ray
@@ -58,7 +58,7 @@ class AgentFlowWorker:
         try:
             agent = self._recipe.load()
             await asyncio.to_thread(warm, agent.entry.parent.resolve())  # else the first rollouts' deadlines pay for it
-            self._work = Work(agent, Guests(agent.entry.parent, events, grace_s=self._grace_s))
+            self._work = Work(agent, AuthorTasks(agent.entry.parent, events, grace_s=self._grace_s))
         except PenstockError as error:
             problem = one_line(error)
         node = own_node()

@@ -1,15 +1,120 @@
-"""Passes through the decoder: trunk, hidden states, and the log-probabilities of a pass's terms."""
+"""Attention over a pass in which rows share the tokens that they begin with."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from penstock.engines.embedded.decoder import Decoder, causal
-from penstock.train.attention import PrefixAttention
-from penstock.train.batches import Pass, Term
+from penstock.train.batches import Pass, Row, Term
+
+PADDING = 1.25
+"""How much larger than its rows a padded block may be: fewer, larger blocks against work on padding."""
+
+
+class Block(NamedTuple):
+    """Rows of like size, padded, so that they are attended to in one call."""
+
+    queries: Tensor
+    """[rows, time]: places in the pass."""
+    keys: Tensor
+    """[rows, context]: places in trunk and pass, one after the other."""
+    mask: Tensor | None
+    """[rows, 1, repeats * time, context]: 0 where a query reads a key, -inf elsewhere; None for a row that reads only itself."""
+
+
+class PrefixAttention:
+    """An `attend` for the decoder: each row of a pass reads the trunk, its spans and itself.
+
+    Keys are gathered for each row, which costs little: what is shared is the work of the layers around.
+    """
+
+    def __init__(self, one: Pass, trunk: Sequence[tuple[Tensor, Tensor]], *, repeats: int, like: Tensor) -> None:
+        """`trunk`: keys and values per layer, [1, kv_heads, length, dim]; empty without a trunk. `repeats`: heads per kv head.
+
+        `like` is any tensor of the decoder: it says device and type.
+        """
+        self.trunk, self.repeats = trunk, repeats
+        length = trunk[0][0].shape[2] if trunk else 0
+        alike = _alike(one.rows, length)
+        self.blocks = [_block(rows, length, repeats, like) for rows in alike]
+        order = torch.cat([_own(rows) for rows in alike])
+        self.order = torch.argsort(order)[-len(one.ids) :].to(like.device)
+        """[time]: where each place of the pass lies among the padded queries of all blocks."""
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [1, heads, time, dim]; k, v [1, kv_heads, time, dim] → [1, heads, time, dim]."""
+        if self.trunk:
+            before_k, before_v = self.trunk[layer]
+            k, v = torch.cat((before_k, k), dim=2), torch.cat((before_v, v), dim=2)
+        mixed = [self._attend(block, q, k, v) for block in self.blocks]  # each [rows * time, heads, dim]
+        return torch.cat(mixed).index_select(0, self.order).transpose(0, 1).unsqueeze(0)
+
+    def _attend(self, block: Block, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = _gather(q, block.queries), _gather(k, block.keys), _gather(v, block.keys)
+        rows, heads, time, dim = q.shape
+        if block.mask is None:
+            mixed = causal(0, q, k, v)
+        else:  # the heads that read the same keys become one, longer: their keys are not copied for each
+            folded = q.reshape(rows, heads // self.repeats, self.repeats * time, dim)
+            mixed = F.scaled_dot_product_attention(folded, k, v, attn_mask=block.mask).reshape(rows, heads, time, dim)
+        return mixed.transpose(1, 2).reshape(rows * time, heads, dim)
+
+
+def _gather(x: Tensor, places: Tensor) -> Tensor:
+    """x [1, heads, time, dim], places [rows, n] → [rows, heads, n, dim]."""
+    picked = x[0].transpose(0, 1).index_select(0, places.flatten())
+    return picked.view(*places.shape, x.shape[1], x.shape[3]).transpose(1, 2)
+
+
+def _size(row: Row) -> int:
+    return row.stop - row.start
+
+
+def _context(row: Row, trunk: int) -> int:
+    return trunk + sum(stop - start for start, stop in row.spans) + _size(row)
+
+
+def _alike(rows: Sequence[Row], trunk: int) -> list[list[Row]]:
+    """Rows in blocks, the longest first; a block is closed when padding would grow past its bound."""
+    blocks: list[list[Row]] = []
+    work, width, height = 0, 0, 0
+    for row in sorted(rows, key=lambda row: (-_size(row), row.start)):
+        area = _size(row) * _context(row, trunk)
+        height = max(height, _context(row, trunk))
+        if not blocks or width * height * (len(blocks[-1]) + 1) > PADDING * (work + area):
+            blocks.append([])
+            work, width, height = 0, _size(row), _context(row, trunk)
+        blocks[-1].append(row)
+        work += area
+    return blocks
+
+
+def _own(rows: list[Row]) -> Tensor:
+    """[rows * time]: the place of each padded query, -1 for padding."""
+    time = _size(rows[0])
+    return torch.cat([F.pad(torch.arange(row.start, row.stop), (0, time - _size(row)), value=-1) for row in rows])
+
+
+def _block(rows: list[Row], trunk: int, repeats: int, like: Tensor) -> Block:
+    time, context = _size(rows[0]), max(_context(row, trunk) for row in rows)
+    queries = _own(rows).clamp(min=0).view(len(rows), time).to(like.device)
+    keys = torch.zeros(len(rows), context, dtype=torch.long)
+    for at, row in enumerate(rows):
+        spans = [torch.arange(trunk)] + [torch.arange(start, stop) + trunk for start, stop in (*row.spans, (row.start, row.stop))]
+        keys[at, : _context(row, trunk)] = torch.cat(spans)
+    if len(rows) == 1 and context == time:
+        return Block(queries, keys.to(like.device), None)
+    # A query reads every key up to its own place. Padding reads one key, as softmax needs one; nothing reads what it makes.
+    first = torch.tensor([[_context(row, trunk) - _size(row)] for row in rows])  # [rows, 1]
+    last = torch.where(torch.arange(time) < torch.tensor([[_size(row)] for row in rows]), first + torch.arange(time), 0)
+    unread = torch.arange(context) > last.unsqueeze(-1)  # [rows, time, context]
+    mask = torch.zeros(unread.shape).masked_fill(unread, float("-inf"))
+    return Block(queries, keys.to(like.device), mask.repeat(1, repeats, 1).unsqueeze(1).to(like))
+
 
 LOGITS_AT_ONCE = 2**25
 """Bound on the elements of one stretch of logits (128 MB in float32)."""

@@ -18,16 +18,16 @@ from typing import Any, NamedTuple
 
 from penstock.records import Group, Lease, PolicyVersion
 from penstock.records import Sequence as TrainingSequence
-from penstock.rollout.groups import TOO_FEW
+from penstock.rollout.scheduler import TOO_FEW
 from penstock.train import policy
 from penstock.train.advantages import DIVISORS
 from penstock.train.batches import pack
-from penstock.train.evaluation import Beside
 from penstock.train.exactness import breaks, exactness
 from penstock.train.failures import refuse_all_failed, refuse_all_short
+from penstock.train.held_out import Beside
 from penstock.train.learner import Metrics
+from penstock.train.opening import TrainingRun
 from penstock.train.sequences import sequences
-from penstock.train.stations import Stations
 
 RECHECK_S = 60.0
 """How often a waiting trainer looks for groups although nothing has changed: leases of others may have run out."""
@@ -62,7 +62,7 @@ class Credit(NamedTuple):
     counts: Counter[str]
 
 
-async def train_steps(s: Stations, progress: Progress, stop: asyncio.Event, beside: Beside) -> Progress:
+async def train_steps(s: TrainingRun, progress: Progress, stop: asyncio.Event, beside: Beside) -> Progress:
     """Train until `train.steps` are done or `stop` is set; what is trained is in a checkpoint when this returns."""
     section = s.config.train
     while progress.step < section.steps and not stop.is_set():
@@ -87,7 +87,7 @@ async def train_steps(s: Stations, progress: Progress, stop: asyncio.Event, besi
     return await keep(s, progress) if progress.leases else progress
 
 
-async def claim(s: Stations, progress: Progress) -> Lease:
+async def claim(s: TrainingRun, progress: Progress) -> Lease:
     """Wait until a step's groups are complete, and borrow them; TrainError where group after group is dropped instead."""
     before = lost = await lost_groups(s)
     while True:
@@ -108,19 +108,19 @@ async def claim(s: Stations, progress: Progress) -> Lease:
         await s.pool.wait(position, timeout_s=RECHECK_S)
 
 
-def behind(s: Stations, progress: Progress) -> int:
+def behind(s: TrainingRun, progress: Progress) -> int:
     """How far a token's version may be behind, as a number: `max_staleness` steps, also where a kill left a gap in the numbers."""
     plain = s.config.rollout.max_staleness * s.config.train.updates_per_step  # a step makes as many versions
     return max(plain, progress.version - progress.past[0])
 
 
-async def lost_groups(s: Stations) -> Lost:
+async def lost_groups(s: TrainingRun) -> Lost:
     """How many groups were dropped so far."""
     stats = await s.pool.stats("train")
     return Lost(stats.drops.get(TOO_FEW, 0), stats.groups_stale + stats.groups_dropped)
 
 
-def give_credit(groups: Sequence[Group], s: Stations) -> Credit:
+def give_credit(groups: Sequence[Group], s: TrainingRun) -> Credit:
     """Advantages within each group, then the sequences that carry them."""
     made, counts = list[TrainingSequence](), Counter[str]()
     divisor = DIVISORS.get(s.config.train.advantage)
@@ -131,7 +131,7 @@ def give_credit(groups: Sequence[Group], s: Stations) -> Credit:
     return Credit(made, counts)
 
 
-async def update(s: Stations, credit: Credit, progress: Progress) -> tuple[Metrics, Progress]:
+async def update(s: TrainingRun, credit: Credit, progress: Progress) -> tuple[Metrics, Progress]:
     """Improve the policy and let the engine serve it; where no group has anything to teach, nothing changes."""
     if not credit.sequences:
         return Metrics(), progress
@@ -154,7 +154,7 @@ async def update(s: Stations, credit: Credit, progress: Progress) -> tuple[Metri
     return metrics, replace(progress, version=version, last_version=version)
 
 
-async def keep(s: Stations, progress: Progress) -> Progress:
+async def keep(s: TrainingRun, progress: Progress) -> Progress:
     """Save a checkpoint; once it is on disk, the leases that led to it are acknowledged."""
     version = PolicyVersion(number=progress.version, step=progress.step, leases=progress.leases)
     folder = await asyncio.to_thread(
@@ -167,7 +167,7 @@ async def keep(s: Stations, progress: Progress) -> Progress:
 
 
 def measure(
-    s: Stations, lease: Lease, credit: Credit, metrics: Metrics, progress: Progress, *, rollout_s: float, train_s: float
+    s: TrainingRun, lease: Lease, credit: Credit, metrics: Metrics, progress: Progress, *, rollout_s: float, train_s: float
 ) -> dict[str, Any]:
     """One step in numbers: a line of `metrics.jsonl`. Tokens per second are sampled ones over the step's whole time."""
     attempts = [attempt for group in lease.groups for attempt in group.attempts]

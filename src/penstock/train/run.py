@@ -10,13 +10,13 @@ from penstock.codec import to_json
 from penstock.config import RunConfig
 from penstock.errors import ConfigError
 from penstock.events import Events, Listener
-from penstock.rollout.guests import leaves
+from penstock.rollout.author_tasks import leaves
+from penstock.run.folder import locked, open_run_folder
+from penstock.run.inputs import Inputs
 from penstock.train import policy
-from penstock.train.evaluation import Beside, evaluate
-from penstock.train.folder import locked, open_run_folder
-from penstock.train.inputs import Inputs
+from penstock.train.held_out import Beside, evaluate
 from penstock.train.loop import Progress, train_steps
-from penstock.train.stations import Stations, open_stations
+from penstock.train.opening import TrainingRun, open_stations
 from penstock.train.summary import Summary, finished, sum_up
 
 T = TypeVar("T")
@@ -44,7 +44,7 @@ def refuse_endpoint(config: RunConfig) -> None:
         raise ConfigError(f"{text}; name 'embedded', 'vllm' or 'sglang'")
 
 
-async def run(s: Stations, stop: asyncio.Event) -> Summary:
+async def run(s: TrainingRun, stop: asyncio.Event) -> Summary:
     """Held-out evaluation, training with evaluations beside it, evaluation again; what an earlier process did is not repeated."""
     await refuse_another_run(s)
     progress = await take_up(s)
@@ -74,7 +74,7 @@ async def run(s: Stations, stop: asyncio.Event) -> Summary:
     return await sum_up(s, progress, before, after)
 
 
-async def refuse_another_run(s: Stations) -> None:
+async def refuse_another_run(s: TrainingRun) -> None:
     """A new run must not go on with what another of its name left in a database that several share."""
     if not s.folder.resumed and (groups := (await s.pool.stats()).groups):
         s.folder.forget()
@@ -83,7 +83,7 @@ async def refuse_another_run(s: Stations) -> None:
         )
 
 
-async def take_up(s: Stations) -> Progress:
+async def take_up(s: TrainingRun) -> Progress:
     """Begin, or go on from the last checkpoint: what it holds is acknowledged, what was trained after it is given back."""
     saved = policy.latest(s.folder.checkpoints)
     progress = Progress()

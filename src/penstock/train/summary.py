@@ -6,11 +6,11 @@ from typing import Any
 
 from penstock.codec import from_json
 from penstock.config import RunConfig
+from penstock.run.folder import RunFolder
 from penstock.train import policy
-from penstock.train.evaluation import beside
-from penstock.train.folder import RunFolder
+from penstock.train.held_out import beside
 from penstock.train.loop import Progress
-from penstock.train.stations import Stations
+from penstock.train.opening import TrainingRun
 
 FIRST, LAST = 32, 64
 """Rollouts over which the first and the last reward are means."""
@@ -56,7 +56,7 @@ class Summary:
     already_finished: bool = False
 
 
-async def sum_up(s: Stations, progress: Progress, before: float | None, after: float | None) -> Summary:
+async def sum_up(s: TrainingRun, progress: Progress, before: float | None, after: float | None) -> Summary:
     """What the run came to so far."""
     metrics = s.folder.metrics()
     stats = await s.pool.stats("train")

@@ -14,9 +14,9 @@ from penstock.models import cached, check_reachable
 from penstock.pool import POOLS
 from penstock.records import Attempt, End
 from penstock.rollout.scheduler import run_once
-from penstock.train.folder import open_run_folder
-from penstock.train.inputs import Inputs, check_datasets, examine, read_inputs
-from penstock.train.rollouts import open_rollouts, sampling
+from penstock.run.folder import open_run_folder
+from penstock.run.inputs import Inputs, check_datasets, examine, read_inputs
+from penstock.run.opening import open_rollouts, sampling
 from penstock.workspace.opening import check_kind
 from penstock.workspace.sections import Kind
 

@@ -16,7 +16,7 @@ from penstock.cli.app import run
 from penstock.config import load_config
 from penstock.evals import processes
 from penstock.evals.run import Evaluation, evaluate, evaluation_config, read_rows
-from penstock.train.inputs import read_inputs
+from penstock.run.inputs import read_inputs
 
 ROWS = 8
 ENGINE = """
@@ -223,7 +223,7 @@ def test_no_more_run_at_once_than_their_share_however_many_wait_there(project: P
 
 
 def test_processes_load_no_more_than_a_rollout_needs() -> None:
-    code = "import sys, penstock.evals.child; assert not {'torch', 'transformers', 'openai'} & sys.modules.keys()"
+    code = "import sys, penstock.evals.worker_process; assert not {'torch', 'transformers', 'openai'} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 

@@ -11,9 +11,9 @@ import psutil
 
 from penstock.events import Events
 from penstock.records import Sampling, Task, make_rollout
+from penstock.rollout.author_tasks import AuthorTasks
 from penstock.rollout.executors.base import Given
 from penstock.rollout.executors.process import ProcessExecutor, ProcessSection
-from penstock.rollout.guests import Guests
 from penstock.sdk.discovery import load_agent
 
 DEADLINE_S = 60
@@ -84,7 +84,7 @@ async def opened(folder, run="pass", grade="return 1.0", top="", tables=({}, {})
     """The executor of such an agent, and its bell."""
     agent = load_agent(write_agent(folder, run, grade, top), *tables)
     settings = ProcessSection(**{"grace_s": 0.5, **section})
-    given = Given(agent=agent, guests=Guests(Path(folder), Events()), section=settings, recorded=None, artifacts=artifacts)
+    given = Given(agent=agent, guests=AuthorTasks(Path(folder), Events()), section=settings, recorded=None, artifacts=artifacts)
     bell = Bell(Path(folder))
     with contextlib.closing(bell):
         async with asyncio.timeout(DEADLINE_S), ProcessExecutor(given) as executor:

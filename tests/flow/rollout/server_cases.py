@@ -12,7 +12,7 @@ from penstock.http.listen import bind
 from penstock.http.server import HttpServer
 from penstock.rollout.server.app import create_rollout_server, serving
 from penstock.rollout.server.backend import LocalBackend
-from penstock.rollout.server.callbacks import Patience
+from penstock.rollout.server.delivery import Patience
 from penstock.rollout.server.rollouts import Limits
 
 QUICK = Patience(attempt_s=5, first_wait_s=0.01, longest_wait_s=0.02, deadline_s=20)

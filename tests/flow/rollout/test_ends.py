@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from rollout_cases import TASK, Bench, EngineDown, good_grade
 
-from penstock.evals.report import write_report
 from penstock.gateway.control import EndBody
 from penstock.pool.base import Pool
 from penstock.pool.sqlite import open_pool
 from penstock.records import End, Rollout, Sampling
+from penstock.reports.training import write_report
 from penstock.rollout.scheduler import LOST
 
 Run = Callable[..., Awaitable[None]]

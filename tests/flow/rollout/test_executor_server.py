@@ -16,11 +16,11 @@ from penstock.config import secret
 from penstock.errors import ConfigError, EngineError, GraderError, PoolError, WorkflowError
 from penstock.events import Events
 from penstock.records import Task
+from penstock.rollout.author_tasks import AuthorTasks
+from penstock.rollout.execution import Reward, WorkflowResult
 from penstock.rollout.executors.base import Given, read_section
 from penstock.rollout.executors.server import ServerExecutor, ServerSection
-from penstock.rollout.guests import Guests
 from penstock.rollout.transcripts import Transcript
-from penstock.rollout.work import Reward, Told
 from penstock.sdk.samples import RolloutSample
 
 DEADLINE_S = 20
@@ -66,7 +66,7 @@ async def stage(*doubles, grace_s=0.05, **settings):
         agent = make_agent(None, good_grade)
         given = Given(
             agent=agent,
-            guests=Guests(Path(), events),
+            guests=AuthorTasks(Path(), events),
             section=section,
             recorded=recorded,
             grader_timeout_s=7.0,
@@ -84,7 +84,7 @@ def test_rollout_is_sent_run_and_graded():
 
     async def main():
         async with stage(double := Double(act)) as on:
-            assert await on.run() == Told({}, ("api.openai.com",))
+            assert await on.run() == WorkflowResult({}, ("api.openai.com",))
             assert await on.grade() == [Reward(None, 2.0), Reward("main", 0.5), Reward(None, 0.25, 1)]
         (sent,) = double.requests
         assert (sent["initial_messages"], sent["label"], sent["metadata"]) == (list(TASK.prompt), "6", {"level": 1})
@@ -454,7 +454,7 @@ def test_tables_that_would_not_reach_the_agent_are_refused(tables, words):
     agent = replace(make_agent(None, good_grade), tables=tables)
     section = read_section("server", {"urls": "http://127.0.0.1:1"})
     with pytest.raises(ConfigError, match=rf"^{words} would change nothing: .*; set the fields there"):
-        ServerExecutor(Given(agent=agent, guests=Guests(Path(), Events()), section=section, recorded=recorded))
+        ServerExecutor(Given(agent=agent, guests=AuthorTasks(Path(), Events()), section=section, recorded=recorded))
 
 
 def test_taken_callback_port_is_named():

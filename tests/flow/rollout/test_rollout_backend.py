@@ -15,7 +15,7 @@ from server_cases import PROMPT, backend_of, nothing, said
 from penstock import GraderConfig, get_rollout_context
 from penstock.errors import ConfigError
 from penstock.rollout.server.backend import ExecutionRequest, LocalBackend
-from penstock.rollout.server.wire import CompletionReply
+from penstock.rollout.server.protocol import CompletionReply
 from penstock.sdk.routing import RolloutContext
 from penstock.sdk.samples import RolloutSample
 

@@ -18,7 +18,7 @@ from penstock.http.listen import bind
 from penstock.records import Sampling, make_rollout
 from penstock.rollout.server.app import admit, create_rollout_server
 from penstock.rollout.server.backend import ExecutionBackend, ExecutionResult
-from penstock.rollout.server.callbacks import Patience
+from penstock.rollout.server.delivery import Patience
 from penstock.rollout.server.journal import open_journal
 from penstock.rollout.server.rollouts import Limits
 from penstock.testing import ScriptedEngine, workbench, write_tokenizer

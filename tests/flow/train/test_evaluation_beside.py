@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from async_cases import Watched
 
-from penstock.evals.report import write_report
+from penstock.reports.training import write_report
 
 
 def evaluations(run: Watched) -> dict[str, float | None]:

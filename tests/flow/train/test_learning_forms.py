@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from penstock.config import load_config
-from penstock.train.inputs import read_inputs
+from penstock.run.inputs import read_inputs
 from penstock.train.run import train
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "multiply"

@@ -11,7 +11,7 @@ from faults.upstream_cases import FakeVllm
 from penstock.config import load_config
 from penstock.errors import ConfigError
 from penstock.models import resolve
-from penstock.train.inputs import read_inputs
+from penstock.run.inputs import read_inputs
 from penstock.train.run import train
 from penstock.train.summary import Summary
 

@@ -20,10 +20,10 @@ from penstock.config import EngineSection, load_config
 from penstock.engines.embedded.engine import open_engine
 from penstock.pool.sqlite import open_pool
 from penstock.records import Group, PolicyVersion, Step
-from penstock.train.inputs import read_inputs
+from penstock.run.inputs import read_inputs
+from penstock.run.recorded import open_recorded
 from penstock.train.learner import Learner
 from penstock.train.policy import save
-from penstock.train.recorded import open_recorded
 from penstock.train.run import train
 from penstock.train.sequences import sequences
 from penstock.train.verify import TOLERANCES, verify

@@ -9,8 +9,7 @@ from penstock.cli.figures import ranges
 from penstock.cli.verify import SHOWN, as_object, as_text
 from penstock.codec import context_digest
 from penstock.records import Attempt, Group, Node, Sampling, Step, Task, make_rollout
-from penstock.train.audit import Audit
-from penstock.train.probes import Token, probe, versions
+from penstock.train.verify import Audit, Token, probe, versions
 
 
 def audit() -> Audit:

@@ -23,7 +23,7 @@ def test_every_test_that_it_names_is_there() -> None:
 
 
 def test_every_metric_that_it_names_is_written() -> None:
-    told = (ROOT / "src/penstock/train/loop.py").read_text() + (ROOT / "src/penstock/train/evaluation.py").read_text()
+    told = (ROOT / "src/penstock/train/loop.py").read_text() + (ROOT / "src/penstock/train/held_out.py").read_text()
     told += (ROOT / "src/penstock/train/learner.py").read_text()
     table = PAGE.split("## What is measured")[1].split("## ")[0]
     named = [name for row in re.findall(r"(?m)^\| (`.*?) \|", table) for name in re.findall(r"`(\w+)`", row)]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock.rollout.server.app import create_rollout_server
-from penstock.rollout.server.wire import GraderCompleteRequest, RolloutCompleteRequest, RolloutInitRequest, SampleBody
+from penstock.rollout.server.protocol import GraderCompleteRequest, RolloutCompleteRequest, RolloutInitRequest, SampleBody
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs/rollout-server.md").read_text()

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.evals.curve import Point, reward_curve
-from penstock.evals.report import choose, write_report
 from penstock.pool.sqlite import open_pool
 from penstock.records import Attempt, End, Grade, Group, Node, Sampling, Step, Task, make_rollout
+from penstock.reports.html import Point, reward_curve
+from penstock.reports.training import choose, write_report
 
 EVIL = "</pre><script>alert(1)</script><img src=x onerror=alert(2)>\"'&\x00\u202e"
 TASK = Task(id="t", prompt=({"role": "user", "content": "2 times 3?"},), label="6")

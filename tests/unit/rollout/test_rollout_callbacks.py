@@ -7,7 +7,7 @@ import pytest
 
 from penstock.http.listen import bind
 from penstock.http.server import HttpServer
-from penstock.rollout.server.callbacks import Courier, Patience, read_reply
+from penstock.rollout.server.delivery import Courier, Patience, read_reply
 
 
 @asynccontextmanager

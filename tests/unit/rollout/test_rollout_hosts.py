@@ -4,13 +4,13 @@ import pytest
 
 from penstock import AgentWorkflow, AgentWorkflowConfig, Grader
 from penstock.errors import ConfigError
-from penstock.rollout.server.hosts import Hosts
-from penstock.rollout.server.validation import validate_backend
+from penstock.rollout.server.backend import validate_backend
+from penstock.rollout.server.requests import AllowedHosts
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:8/v1", "http://localhost/x?y=1", "https://[::1]:9/", "HTTP://LOCALHOST./"])
 def test_this_machine_may_be_called_by_default(url):
-    assert Hosts().refusal(url) is None
+    assert AllowedHosts().refusal(url) is None
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ def test_this_machine_may_be_called_by_default(url):
     ],
 )
 def test_named_host_may_be_called(allowed, url):
-    assert Hosts([allowed]).refusal(url) is None
+    assert AllowedHosts([allowed]).refusal(url) is None
 
 
 @pytest.mark.parametrize(
@@ -42,13 +42,13 @@ def test_named_host_may_be_called(allowed, url):
     ],
 )
 def test_other_host_may_not(allowed, url):
-    assert "may not call" in (Hosts([allowed]).refusal(url) or "")
+    assert "may not call" in (AllowedHosts([allowed]).refusal(url) or "")
 
 
 @pytest.mark.parametrize("entry", ["", "http://example.com", "user@host", "a*.example.com", "10.0.0.0/99", "*"])
 def test_entry_that_is_no_host_is_refused_when_the_server_is_made(entry):
     with pytest.raises(ConfigError, match="hosts"):
-        Hosts([entry])
+        AllowedHosts([entry])
 
 
 class Work(AgentWorkflow):

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.errors import ConfigError
 from penstock.rollout.server.journal import open_journal
-from penstock.rollout.server.wire import State
+from penstock.rollout.server.protocol import State
 
 
 def with_journal(path, act, **options):

@@ -6,7 +6,7 @@ import pytest
 
 from penstock.config import RunConfig, load_config
 from penstock.errors import ConfigError
-from penstock.train.folder import open_run_folder
+from penstock.run.folder import open_run_folder
 
 
 @pytest.fixture

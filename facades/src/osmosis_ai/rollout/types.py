@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 from pydantic.dataclasses import dataclass
 
 from osmosis_ai.rollout._names import lazily
-from penstock.rollout.server.wire import (
+from penstock.rollout.server.protocol import (
     GraderCompleteRequest,
     GraderStatus,
     RolloutCompleteRequest,

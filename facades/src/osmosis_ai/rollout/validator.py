@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.rollout.server import validation
-from penstock.rollout.server.validation import Problem as ValidationError
+from penstock.rollout.server import backend
+from penstock.rollout.server.backend import Problem as ValidationError
 
 __all__ = ["ValidationError", "ValidationResult", "validate_backend"]
 
@@ -22,5 +22,5 @@ def validate_backend(
     workflow_cls: Any, workflow_config: Any = None, grader_cls: Any = None, grader_config: Any = None
 ) -> ValidationResult:
     """Whether these can be run; each error has a `code` and a `message`."""
-    problems = validation.validate_backend(workflow_cls, workflow_config, grader_cls, grader_config)
+    problems = backend.validate_backend(workflow_cls, workflow_config, grader_cls, grader_config)
     return ValidationResult(valid=not problems, errors=problems)

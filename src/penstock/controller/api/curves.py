@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from penstock.train.folder import RunFolder
+from penstock.run.folder import RunFolder
 
 Stamp = tuple[tuple[int, int], ...]
 """When files were last written, and their sizes."""

@@ -15,7 +15,7 @@ from penstock.evals.spending import took
 from penstock.pool import POOLS
 from penstock.pool.base import Pool
 from penstock.records import Attempt, End
-from penstock.train.folder import write_atomic
+from penstock.run.folder import write_atomic
 
 REMEMBERED = 200
 """Evaluations whose numbers are kept in memory."""

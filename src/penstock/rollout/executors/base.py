@@ -10,10 +10,10 @@ from typing import Any, Protocol, Self
 from penstock.config import Section, validate
 from penstock.events import Events
 from penstock.records import Rollout, Sampling, Task
+from penstock.rollout.author_tasks import AuthorTasks
+from penstock.rollout.execution import Reward, WorkflowResult
 from penstock.rollout.executors import SECTIONS
-from penstock.rollout.guests import Guests
 from penstock.rollout.transcripts import Transcript
-from penstock.rollout.work import Reward, Told
 from penstock.sdk.clients import Clients
 from penstock.sdk.discovery import Agent
 from penstock.sdk.routing import RolloutContext
@@ -94,7 +94,7 @@ class Given:
     """What an executor is made of."""
 
     agent: Agent
-    guests: Guests
+    guests: AuthorTasks
     section: Any
     """Its own settings, from `[executor]`: an object of the class that SECTIONS names."""
     recorded: Recorded
@@ -140,7 +140,7 @@ class Executor(Protocol):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
 
-    async def run(self, task: Task, session: Session, *, rollout_id: str, timeout_s: float) -> Told:
+    async def run(self, task: Task, session: Session, *, rollout_id: str, timeout_s: float) -> WorkflowResult:
         """Run the workflow on `task` to its end; the deadline counts from when it starts, not from when it waits for its turn.
 
         Raises TimeoutError past the deadline, EngineError where a failing engine made it fail, WorkflowError where it raised, and

@@ -6,8 +6,8 @@ from types import TracebackType
 from typing import Self
 
 from penstock.records import Task
+from penstock.rollout.execution import Reward, Work, WorkflowResult
 from penstock.rollout.executors.base import Given, Seat, Session
-from penstock.rollout.work import Reward, Told, Work
 from penstock.sdk.clients import Clients
 from penstock.sdk.samples import RolloutSample
 
@@ -26,7 +26,7 @@ class InlineExecutor:
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         await self._clients.close()
 
-    async def run(self, task: Task, session: Session, *, rollout_id: str, timeout_s: float) -> Told:
+    async def run(self, task: Task, session: Session, *, rollout_id: str, timeout_s: float) -> WorkflowResult:
         """See `Executor.run`."""
         context = Seat.of(session, self._given.agent).context(self._clients)
         return await self._work.run(task, context, timeout_s=timeout_s, artifacts_dir=self._folder(rollout_id))

@@ -14,11 +14,11 @@ from penstock.codec import to_json
 from penstock.config import Section
 from penstock.errors import GraderError, WorkflowError
 from penstock.records import Task
+from penstock.rollout.author_tasks import slots
+from penstock.rollout.execution import Reward, WorkflowResult
 from penstock.rollout.executors.base import Given, Seat, Session
-from penstock.rollout.guests import slots
-from penstock.rollout.processes.job import Answer, Job, Kind, write_samples
-from penstock.rollout.processes.nursery import Nursery, ProcessDied
-from penstock.rollout.work import Reward, Told
+from penstock.rollout.processes.fork_client import ForkClient, ProcessDied
+from penstock.rollout.processes.job_protocol import Answer, Job, Kind, write_samples
 from penstock.sdk.elsewhere import Recipe
 from penstock.sdk.samples import RolloutSample
 
@@ -46,7 +46,7 @@ class ProcessExecutor:
         self._given = given
         self._section: ProcessSection = section
         self._recipe = Recipe.of(agent).write()
-        self._nursery = Nursery(agent, fresh=section.fresh, start_s=section.start_s)
+        self._nursery = ForkClient(agent, fresh=section.fresh, start_s=section.start_s)
         self._workflow_slots = slots(agent.workflow_config and agent.workflow_config.concurrency)
         self._grader_slots = slots(agent.grader_config and agent.grader_config.concurrency)
 
@@ -57,12 +57,12 @@ class ProcessExecutor:
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         await self._nursery.__aexit__(kind, error, trace)
 
-    async def run(self, task: Task, session: Session, *, rollout_id: str, timeout_s: float) -> Told:
+    async def run(self, task: Task, session: Session, *, rollout_id: str, timeout_s: float) -> WorkflowResult:
         """See `Executor.run`."""
         async with self._workflow_slots:
             task = replace(task, label=None)  # it does not even get where the agent is
             answer = await self._done("workflow", task, rollout_id, timeout_s, session=session)
-        return Told(answer.samples, answer.strays)
+        return WorkflowResult(answer.samples, answer.strays)
 
     async def grade(self, task: Task, samples: Mapping[str, RolloutSample], *, rollout_id: str, timeout_s: float) -> list[Reward]:
         """See `Executor.grade`."""

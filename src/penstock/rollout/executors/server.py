@@ -1,4 +1,4 @@
-"""Runs workflows and graders on rollout servers, over HTTP: the agent's folder, packages and files live there, not here."""
+"""What a rollout server's callbacks mean to a controller: the error that an executor raises, or the rewards that it gives."""
 
 import asyncio
 import json
@@ -12,17 +12,66 @@ from urllib.parse import urlsplit
 from pydantic import Field, field_validator, model_validator
 
 from penstock.config import Section, secret
-from penstock.errors import ConfigError, GraderError, WorkflowError
+from penstock.errors import ConfigError, EngineError, GraderError, WorkflowError
 from penstock.http.listen import ANYWHERE, LOOPBACK
-from penstock.records import Task
-from penstock.rollout.executors.answers import grader_failure, rewards_of, workflow_failure
+from penstock.records import End, Task
+from penstock.rollout.author_tasks import one_line
+from penstock.rollout.execution import Reward, WorkflowResult
 from penstock.rollout.executors.base import Given, Session
-from penstock.rollout.executors.callbacks import LINGER_S, Callbacks, Errand
-from penstock.rollout.executors.hosts import Host, Hosts
-from penstock.rollout.server.wire import GraderStatus, RolloutCompleteRequest, RolloutInitRequest, RolloutStatus, State
+from penstock.rollout.executors.server_callbacks import LINGER_S, Callbacks, PendingCallback
+from penstock.rollout.executors.server_hosts import Host, ServerHosts
+from penstock.rollout.server.protocol import (
+    GraderCompleteRequest,
+    GraderStatus,
+    RolloutCompleteRequest,
+    RolloutErrorCategory,
+    RolloutInitRequest,
+    RolloutStatus,
+    State,
+)
 from penstock.rollout.transcripts import Transcript
-from penstock.rollout.work import Reward, Told
+from penstock.sdk.context import finite_reward
 from penstock.sdk.samples import RolloutSample
+
+_BY_CATEGORY = {RolloutErrorCategory.TIMEOUT: End.TIMEOUT, RolloutErrorCategory.HTTP_ERROR: End.ENGINE_ERROR}
+
+
+def workflow_failure(told: RolloutCompleteRequest) -> Exception:
+    """The error of a workflow that failed."""
+    end = _end_of(told)
+    kind = TimeoutError if end is End.TIMEOUT else EngineError if end is End.ENGINE_ERROR else WorkflowError
+    return kind(_words(told.err_message, "the rollout server says that the workflow failed, but not why"))
+
+
+def grader_failure(told: GraderCompleteRequest) -> Exception:
+    """The error of a grader that failed."""
+    kind = TimeoutError if _end_of(told) is End.TIMEOUT else GraderError
+    return kind(_words(told.err_message, "the rollout server says that the grader failed, but not why"))
+
+
+def rewards_of(told: GraderCompleteRequest, samples: Mapping[str, RolloutSample]) -> list[Reward]:
+    """In the order in which a grader here gives them; GraderError where there is none, or one for a step that never was."""
+    known = {index for sample in samples.values() for index in sample.steps}
+    steps = sorted((told.step_rewards or {}).items())
+    if unknown := [step for step, _ in steps if step not in known]:
+        raise GraderError(f"the rollout server rewards steps {unknown}; this rollout has {sorted(known)}")
+    whole = [] if told.reward is None else [Reward(None, finite_reward(told.reward))]
+    own = {name: each.reward for name, each in told.samples.items() if name not in (told.filled or ())}
+    parts = [Reward(name, finite_reward(reward)) for name, reward in own.items() if reward is not None]
+    rewards = [*whole, *parts, *(Reward(None, finite_reward(value), step) for step, value in steps)]
+    if not rewards:
+        raise GraderError("the rollout server gave no reward; call ctx.set_sample_reward for each, or ctx.set_reward once")
+    return rewards
+
+
+def _end_of(told: RolloutCompleteRequest | GraderCompleteRequest) -> End:
+    """How the rollout ends: as the server says, else by the category, which every server tells."""
+    return told.end or (_BY_CATEGORY.get(told.err_category, End.AGENT_ERROR) if told.err_category else End.AGENT_ERROR)
+
+
+def _words(message: str | None, otherwise: str) -> str:
+    return one_line(WorkflowError(message)) if message else otherwise
+
 
 GRACE_S = 30.0
 """How much later than a deadline its server may say so: it tries a callback again several times."""
@@ -86,7 +135,7 @@ class ServerSection(Section):
 class Ungraded(NamedTuple):
     """A rollout that a server is grading, or has graded."""
 
-    errand: Errand
+    errand: PendingCallback
     host: Host
     expiry: asyncio.TimerHandle
 
@@ -101,7 +150,7 @@ class ServerExecutor:
         self._given = given
         self._grace_s = grace_s
         section: ServerSection = given.section
-        self._hosts = Hosts(section.urls, secret(section.token_env, "executor.token_env") if section.token_env else "")
+        self._hosts = ServerHosts(section.urls, secret(section.token_env, "executor.token_env") if section.token_env else "")
         self._callbacks = Callbacks(
             self._recorded,
             host=section.callback_host,
@@ -131,7 +180,7 @@ class ServerExecutor:
             self._forget(name)
         await self._stack.aclose()
 
-    async def run(self, task: Task, session: Session, *, rollout_id: str, timeout_s: float) -> Told:
+    async def run(self, task: Task, session: Session, *, rollout_id: str, timeout_s: float) -> WorkflowResult:
         """See `Executor.run`. What the agents told of themselves stays on the server, where its grader sees it."""
         name = self._name(rollout_id)
         body = self._body(task, session, name, timeout_s)
@@ -144,7 +193,7 @@ class ServerExecutor:
             raise
         expiry = asyncio.get_running_loop().call_later(UNGRADED_S, self._forget, name)
         self._ungraded[name] = Ungraded(errand, host, expiry)
-        return Told({}, tuple(told.strays or ()))
+        return WorkflowResult({}, tuple(told.strays or ()))
 
     async def grade(self, task: Task, samples: Mapping[str, RolloutSample], *, rollout_id: str, timeout_s: float) -> list[Reward]:
         """See `Executor.grade`. The server has graded its own samples, or is about to."""
@@ -169,7 +218,7 @@ class ServerExecutor:
     async def _recorded(self, name: str) -> dict[str, Transcript]:
         return await self._given.recorded(name.removesuffix(f"~{self._run}"))
 
-    async def _ended(self, errand: Errand, host: Host, name: str, timeout_s: float) -> RolloutCompleteRequest:
+    async def _ended(self, errand: PendingCallback, host: Host, name: str, timeout_s: float) -> RolloutCompleteRequest:
         try:
             told = await self._awaited(errand.completed, host, name, timeout_s, WorkflowError)
         finally:

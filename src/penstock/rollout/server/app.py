@@ -21,9 +21,8 @@ from penstock.config import rollout_hosts, rollout_token
 from penstock.errors import ConfigError, PenstockError, RequestError
 from penstock.http.server import HttpServer
 from penstock.rollout.server.backend import ExecutionBackend
-from penstock.rollout.server.hosts import Hosts
 from penstock.rollout.server.journal import PLACE
-from penstock.rollout.server.requests import InvalidBody, read_cancel, read_rollout
+from penstock.rollout.server.requests import AllowedHosts, InvalidBody, read_cancel, read_rollout
 from penstock.rollout.server.rollouts import Limits, Rollouts
 
 LARGEST = 64 << 20
@@ -64,7 +63,7 @@ def create_rollout_server(
     limits = limits or Limits()
     limits = limits if max_accepted is None else replace(limits, max_accepted=max_accepted)
     rollouts = Rollouts(backend, journal=None if journal is None else Path(journal), limits=limits)
-    allowed = Hosts(hosts) if hosts is not None else Hosts(*[names] if (names := rollout_hosts()) else [])
+    allowed = AllowedHosts(hosts) if hosts is not None else AllowedHosts(*[names] if (names := rollout_hosts()) else [])
     if configure_logging:
         logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         logging.getLogger("penstock").setLevel(logging.INFO)
@@ -94,7 +93,7 @@ async def serving(app: Starlette, sock: socket.socket) -> AsyncGenerator[None]:
 class Desk:
     """The answers to requests."""
 
-    def __init__(self, rollouts: Rollouts, hosts: Hosts, token: str | None) -> None:
+    def __init__(self, rollouts: Rollouts, hosts: AllowedHosts, token: str | None) -> None:
         self._rollouts = rollouts
         self._hosts = hosts
         self._token = token

@@ -1,12 +1,15 @@
-"""Back ends of the rollout server: what runs the workflow and the grader, and tells how each ended. LocalBackend does it here."""
+"""Whose fault a failure was: an error of the author's code to one of the protocol's four categories."""
 
 import importlib
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel
 
@@ -14,18 +17,143 @@ from penstock.config import own_rollout
 from penstock.errors import ConfigError, EngineError, GraderError, WorkflowError
 from penstock.events import Events
 from penstock.records import End, Task
+from penstock.rollout.author_tasks import AuthorTasks, leaves, one_line
+from penstock.rollout.execution import Reward, Work, WorkflowResult, told_samples
 from penstock.rollout.executors.base import artifacts_dir
-from penstock.rollout.guests import Guests
 from penstock.rollout.runner import no_call
-from penstock.rollout.server.failures import category_of
-from penstock.rollout.server.wire import CompletionReply, RolloutErrorCategory, RolloutStatus, Seconds, Segment
+from penstock.rollout.server.protocol import CompletionReply, RolloutErrorCategory, RolloutStatus, Seconds, Segment
 from penstock.rollout.transcripts import Transcript, make_samples
-from penstock.rollout.work import Reward, Told, Work, told_samples
 from penstock.sdk.discovery import Agent
 from penstock.sdk.grader import Grader, GraderConfig
 from penstock.sdk.routing import RolloutContext, get_rollout_context, outside_rollouts
 from penstock.sdk.samples import RolloutSample
 from penstock.sdk.workflow import AgentWorkflow, AgentWorkflowConfig
+
+HTTP_ERRORS = {
+    ("aiohttp", "ClientError"),
+    ("anthropic", "APIError"),
+    ("httpx", "HTTPError"),
+    ("httpx2", "HTTPError"),
+    ("openai", "APIError"),
+    ("requests", "RequestException"),
+}
+"""Package and class from which a client's errors of status and connection descend; told by name, so that nothing is imported."""
+
+MISUSE = (ValueError, TypeError, AssertionError, GraderError, ConfigError)
+
+_LONGEST_CHAIN = 16
+
+
+def category_of(error: BaseException, policy_url: str | None = None) -> RolloutErrorCategory:
+    """The category of what `Work` raised. With `policy_url`, an HTTP error that led to it counts unless it was another host's."""
+    if isinstance(error, TimeoutError):
+        return RolloutErrorCategory.TIMEOUT
+    if isinstance(error, EngineError):
+        return RolloutErrorCategory.HTTP_ERROR
+    first = next(leaves(error.__cause__)) if error.__cause__ is not None else error
+    if policy_url is not None and any(_is_http(each) and _is_from(each, policy_url) for each in _chain(first)):
+        return RolloutErrorCategory.HTTP_ERROR
+    if isinstance(first, TimeoutError):
+        return RolloutErrorCategory.TIMEOUT
+    return RolloutErrorCategory.VALIDATION_ERROR if isinstance(first, MISUSE) else RolloutErrorCategory.AGENT_ERROR
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """An error and what led to it, through groups too."""
+    waiting: list[BaseException] = [error]
+    for _ in range(_LONGEST_CHAIN):
+        if not waiting:
+            return
+        for leaf in leaves(waiting.pop(0)):
+            yield leaf
+            before = leaf.__cause__ or (None if leaf.__suppress_context__ else leaf.__context__)
+            if before is not None:
+                waiting.append(before)
+
+
+def _is_http(error: BaseException) -> bool:
+    return any((cls.__module__.partition(".")[0], cls.__name__) in HTTP_ERRORS for cls in type(error).__mro__)
+
+
+def _is_from(error: BaseException, policy_url: str) -> bool:
+    """Whether the request that failed went to the policy; also where the error does not say where it went."""
+    for place in ("request.url", "request_info.real_url"):
+        with suppress(Exception):  # another package's attributes: absent, or properties that raise
+            return _address(str(attrgetter(place)(error))) == _address(policy_url)
+    with suppress(Exception):
+        host, port = attrgetter("host", "port")(error)
+        return (host, port) == _address(policy_url)
+    return True
+
+
+def _address(url: str) -> tuple[str | None, int]:
+    parts = urlsplit(url)
+    return parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
+
+
+LONGEST_NAME = 256
+
+
+class Problem(NamedTuple):
+    """One thing that is wrong."""
+
+    code: str
+    message: str
+
+
+def validate_backend(
+    workflow_cls: Any, workflow_config: Any = None, grader_cls: Any = None, grader_config: Any = None
+) -> list[Problem]:
+    """What keeps these from being run; empty where nothing does."""
+    return [*_workflow(workflow_cls, workflow_config), *_grader(grader_cls, grader_config)]
+
+
+def _workflow(cls: Any, config: Any) -> Iterator[Problem]:
+    if not _derives(cls, AgentWorkflow):
+        yield Problem("INVALID_WORKFLOW_CLASS", f"{_name(cls)} is no AgentWorkflow; give a class that derives from it")
+        return
+    if not _is_async(cls, "run"):
+        yield Problem("WORKFLOW_RUN_NOT_ASYNC", f"{_name(cls)}.run is not async; write `async def run(self, ctx)`")
+    if failure := _init_failure(cls, config):
+        yield Problem("WORKFLOW_INIT_FAILED", f"{_name(cls)} cannot be made with its config: {failure}")
+    name = getattr(config, "name", None) if config is not None else cls.__name__
+    if not isinstance(name, str) or not 1 <= len(name) <= LONGEST_NAME:
+        length = f"has {len(name)} characters" if isinstance(name, str) else f"is {type(name).__name__}, no string"
+        yield Problem("INVALID_AGENT_NAME", f"the workflow's name {length}; use 1 to {LONGEST_NAME} characters")
+
+
+def _grader(cls: Any, config: Any) -> Iterator[Problem]:
+    if cls is None:
+        yield Problem("MISSING_GRADER", "there is no grader; define a concrete Grader subclass next to the workflow")
+        return
+    if not _derives(cls, Grader):
+        yield Problem("INVALID_GRADER_CLASS", f"{_name(cls)} is no Grader; give a class that derives from it")
+        return
+    if not _is_async(cls, "grade"):
+        yield Problem("GRADER_GRADE_NOT_ASYNC", f"{_name(cls)}.grade is not async; write `async def grade(self, ctx)`")
+    if failure := _init_failure(cls, config):
+        yield Problem("GRADER_INIT_FAILED", f"{_name(cls)} cannot be made with its config: {failure}")
+
+
+def _derives(cls: Any, base: type[Any]) -> bool:
+    return inspect.isclass(cls) and issubclass(cls, base)
+
+
+def _is_async(cls: type[Any], method: str) -> bool:
+    return inspect.iscoroutinefunction(inspect.unwrap(getattr(cls, method)))
+
+
+def _init_failure(cls: type[Any], config: Any) -> str:
+    try:
+        cls(config)
+    except Exception as cause:  # the author's code: anything may come
+        return one_line(cause)
+    return ""
+
+
+def _name(cls: Any) -> str:
+    return cls.__name__ if inspect.isclass(cls) else repr(cls)[:80]
+
 
 ARTIFACTS = Path(".penstock/artifacts")
 DEADLINE_S = 3600.0
@@ -119,7 +247,7 @@ class LocalBackend(ExecutionBackend):
         self._agent = agent
         self._context = context or _environment
         self._artifacts = artifacts
-        self._guests = Guests(agent.entry.parent, events or Events(), grace_s=grace_s)
+        self._guests = AuthorTasks(agent.entry.parent, events or Events(), grace_s=grace_s)
         self._work = Work(agent, self._guests)
 
     @property
@@ -174,7 +302,7 @@ class LocalBackend(ExecutionBackend):
         samples = make_samples(recorded, {name: sample.messages for name, sample in result.samples.items()})
         ungraded = {"samples": make_samples({}, {name: sample.messages for name, sample in samples.items()})}
         if not samples:
-            return _failure(no_call(Told({}, result.strays)), RolloutErrorCategory.VALIDATION_ERROR)
+            return _failure(no_call(WorkflowResult({}, result.strays)), RolloutErrorCategory.VALIDATION_ERROR)
         try:
             with outside_rollouts(), artifacts_dir(self._artifacts, task.id) as folder:
                 rewards = await self._work.grade(task, samples, timeout_s=limit_s, artifacts_dir=folder)

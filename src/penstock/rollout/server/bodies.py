@@ -8,7 +8,7 @@ import orjson
 
 from penstock.errors import GraderError
 from penstock.rollout.server.backend import ExecutionResult
-from penstock.rollout.server.wire import (
+from penstock.rollout.server.protocol import (
     GraderCompleteRequest,
     GraderStatus,
     RolloutCompleteRequest,

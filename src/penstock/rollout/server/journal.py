@@ -15,7 +15,7 @@ from typing import IO, Literal, NamedTuple
 from penstock.errors import ConfigError, PoolError
 from penstock.pool.sql.database import Database, SqliteDatabase
 from penstock.pool.writer import Writer
-from penstock.rollout.server.wire import State
+from penstock.rollout.server.protocol import State
 
 PLACE = Path(".penstock/rollouts.db")
 KEPT = 10_000

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import RequestError
-from penstock.rollout.guests import Slots, one_line
+from penstock.rollout.author_tasks import Slots, one_line
 from penstock.rollout.server.backend import ExecutionBackend
-from penstock.rollout.server.callbacks import Courier, Patience
-from penstock.rollout.server.course import STOPPED, Course, Means
+from penstock.rollout.server.delivery import Courier, Patience
 from penstock.rollout.server.journal import KEPT, PLACE, Entry, Journal, Standing, open_journal
-from penstock.rollout.server.wire import RolloutInitRequest, State
+from penstock.rollout.server.protocol import RolloutInitRequest, State
+from penstock.rollout.server.rollout_task import STOPPED, Means, RolloutTask
 from penstock.sdk.clients import Clients
 
 CANCELLED = "cancelled by whoever asked for it"
@@ -49,7 +49,7 @@ class Rollouts:
         self._starting = asyncio.Lock()
         self._means: Means | None = None
         self._stack = AsyncExitStack()
-        self._courses: dict[str, Course] = {}
+        self._courses: dict[str, RolloutTask] = {}
         """Those that are not over."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._entering = 0
@@ -89,7 +89,7 @@ class Rollouts:
             text = f"rollout {request.rollout_id!r} came before with another body; give each rollout an id of its own"
             raise RequestError(text, status=409, code="rollout_exists")
         if found == "new":
-            course = Course(request, self._open)
+            course = RolloutTask(request, self._open)
             self._follow(course, course.run())
 
     async def standing(self, rollout_id: str) -> Standing:
@@ -148,10 +148,10 @@ class Rollouts:
         except ValueError as error:  # another version's
             log.error("rollout %s is left as it stands in the journal: %s", entry.id, one_line(error))
             return
-        course = Course(request, means)
+        course = RolloutTask(request, means)
         self._follow(course, course.resume())
 
-    def _follow(self, course: Course, way: Coroutine[Any, Any, None]) -> None:
+    def _follow(self, course: RolloutTask, way: Coroutine[Any, Any, None]) -> None:
         self._courses[course.id] = course
         task = self._tasks[course.id] = asyncio.create_task(way)
         task.add_done_callback(lambda task: self._over(course.id, task))

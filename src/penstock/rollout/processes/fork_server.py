@@ -22,9 +22,9 @@ from types import FrameType
 from typing import NoReturn
 
 from penstock.errors import ConfigError
-from penstock.rollout.processes.child import FRESH_FD, leave, run_job, tie, untie
-from penstock.rollout.processes.job import receive, send
-from penstock.rollout.processes.warmth import warm
+from penstock.rollout.processes.job_process import FRESH_FD, leave, run_job, tie, untie
+from penstock.rollout.processes.job_protocol import receive, send
+from penstock.rollout.processes.preload import warm
 from penstock.sdk.discovery import Agent
 from penstock.sdk.elsewhere import Recipe, command
 from penstock.system.orphans import adopt, children, sweep
@@ -38,7 +38,7 @@ QUIT_S = 5
 SWEEP_S = 0.01
 
 
-class Zygote:
+class ForkServer:
     """The jobs that run, and the way to make more; `agent` is None where each is to have a fresh interpreter."""
 
     def __init__(self, control: socket.socket, agent: Agent | None, output: int) -> None:
@@ -110,7 +110,7 @@ class Zygote:
 
     def _spawn(self, fd: int) -> int:
         actions = [(os.POSIX_SPAWN_DUP2, place, at) for place, at in ((self._output, 1), (self._output, 2), (fd, FRESH_FD))]
-        line = command("penstock.rollout.processes.child")
+        line = command("penstock.rollout.processes.job_process")
         return os.posix_spawn(line[0], line, os.environ, file_actions=actions)
 
     def _reap(self) -> None:
@@ -156,7 +156,7 @@ def main(control: socket.socket) -> None:
     send(control, json.dumps(found).encode())
     sys.stdout.flush()
     gc.freeze()
-    Zygote(control, agent if forks else None, output).serve()
+    ForkServer(control, agent if forks else None, output).serve()
     return None
 
 

@@ -19,7 +19,7 @@ from penstock.http.asgi import header, read_body
 from penstock.http.listen import base_url, bind
 from penstock.http.server import HttpServer
 from penstock.rollout.executors.base import Recorded
-from penstock.rollout.server.wire import (
+from penstock.rollout.server.protocol import (
     CompletionReply,
     GraderCompleteRequest,
     GraderStatus,
@@ -42,7 +42,7 @@ READER_S = 60.0
 B = TypeVar("B", RolloutCompleteRequest, GraderCompleteRequest)
 
 
-class Errand:
+class PendingCallback:
     """What is awaited of one rollout. Each comes once; what is said afterwards changes nothing."""
 
     __slots__ = ("completed", "graded")
@@ -72,7 +72,7 @@ class Callbacks:
         self._address = (host, port)
         self._url = url
         self._linger_s = linger_s
-        self._errands: dict[str, Errand] = {}
+        self._errands: dict[str, PendingCallback] = {}
         self._over: dict[str, bool] = {}
         """Whether a callback may still come."""
         self._called = asyncio.Event()
@@ -111,13 +111,13 @@ class Callbacks:
         place = f"{self._url}/{self._path}/{quote(rollout_id, safe='')}"
         return Urls(f"{place}/completed", f"{place}/graded")
 
-    def expect(self, rollout_id: str) -> Errand:
+    def expect(self, rollout_id: str) -> PendingCallback:
         """Take callbacks of this rollout from now on."""
         self._over.pop(rollout_id, None)
-        self._errands[rollout_id] = Errand()
+        self._errands[rollout_id] = PendingCallback()
         return self._errands[rollout_id]
 
-    def get(self, rollout_id: str) -> Errand | None:
+    def get(self, rollout_id: str) -> PendingCallback | None:
         """What is awaited of the rollout."""
         return self._errands.get(rollout_id)
 
@@ -168,7 +168,7 @@ class Callbacks:
             raise RequestError(f"rollout {rollout_id} is not one of ours", status=404, code="no_such_rollout")
         return rollout_id, what
 
-    async def _take_completion(self, errand: Errand, rollout_id: str, body: bytes) -> dict[str, Any]:
+    async def _take_completion(self, errand: PendingCallback, rollout_id: str, body: bytes) -> dict[str, Any]:
         """Answered again in full when it is repeated: the first answer may not have arrived, and the grader needs it."""
         try:
             told = _read(RolloutCompleteRequest, body, rollout_id)
@@ -183,7 +183,7 @@ class Callbacks:
         _settle(errand.completed, told)
         return reply.model_dump(exclude_none=True)
 
-    async def _transcripts(self, errand: Errand, rollout_id: str) -> dict[str, RecordedTranscript]:
+    async def _transcripts(self, errand: PendingCallback, rollout_id: str) -> dict[str, RecordedTranscript]:
         """What was recorded; a pool that fails is no matter of the server's, but ends our run."""
         try:
             kept = await self._recorded(rollout_id)
@@ -196,7 +196,7 @@ class Callbacks:
             for name, each in kept.items()
         }
 
-    def _take_grade(self, errand: Errand, rollout_id: str, body: bytes) -> None:
+    def _take_grade(self, errand: PendingCallback, rollout_id: str, body: bytes) -> None:
         try:
             told = _read(GraderCompleteRequest, body, rollout_id)
         except RequestError as error:

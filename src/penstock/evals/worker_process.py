@@ -1,4 +1,4 @@
-"""One of the processes that make an evaluation's attempts: `python -m penstock.evals.child`, started by `processes.py`.
+"""One of the processes that make an evaluation's attempts: `python -m penstock.evals.worker_process`, started by `processes.py`.
 
 JSON lines come in by stdin: `Orders`, then an `Order` each. JSON lines go out by stdout: that it is ready, or why it cannot be;
 every event; and how each rollout came out. stdin ends with the parent, and with stdin this process.
@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 from penstock.codec import from_json
 from penstock.config import RunConfig, make_config
 from penstock.errors import ConfigError, PenstockError
-from penstock.evals.presence import LEAVE_S, present
 from penstock.events import Events, json_line
 from penstock.pool import POOLS
 from penstock.pool.base import Pool
@@ -29,11 +28,12 @@ from penstock.pool.sqlite import open_pool
 from penstock.records import Rollout, Sampling, Task
 from penstock.rollout.executors.base import read_section
 from penstock.rollout.runner import Room, Runner
+from penstock.run.folder import RunFolder
+from penstock.run.inputs import Inputs
+from penstock.run.opening import open_rollouts
 from penstock.sdk.elsewhere import Recipe
 from penstock.system.garbage import collect_seldom
-from penstock.train.folder import RunFolder
-from penstock.train.inputs import Inputs
-from penstock.train.rollouts import open_rollouts
+from penstock.system.presence import LEAVE_S, present
 
 LONGEST = 1 << 30
 """Bytes of one line."""

@@ -11,7 +11,7 @@ from penstock.models import cached
 from penstock.pool import POOLS
 from penstock.pool.base import Pool
 from penstock.records import Group
-from penstock.train.folder import RunFolder, find_run_folder
+from penstock.run.folder import RunFolder, find_run_folder
 
 PAGE = 8
 """Groups in memory at once."""

@@ -5,12 +5,12 @@ import logging
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
-from penstock.rollout.guests import Slots, one_line
+from penstock.rollout.author_tasks import Slots, one_line
 from penstock.rollout.server.backend import ExecutionBackend, ExecutionRequest, ExecutionResult
 from penstock.rollout.server.bodies import checked, completion_body, failure, grade_body
-from penstock.rollout.server.callbacks import Courier, read_reply
+from penstock.rollout.server.delivery import Courier, read_reply
 from penstock.rollout.server.journal import UNENDED, Journal, Part
-from penstock.rollout.server.wire import (
+from penstock.rollout.server.protocol import (
     CompletionReply,
     RolloutCompleteRequest,
     RolloutErrorCategory,
@@ -44,7 +44,7 @@ class Means:
     """Places of workflows."""
 
 
-class Course:
+class RolloutTask:
     """Nothing of it raises but a journal that fails, and its own cancellation."""
 
     def __init__(self, request: RolloutInitRequest, means: Means) -> None:

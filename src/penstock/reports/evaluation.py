@@ -5,15 +5,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from penstock.config import EvalSection
-from penstock.evals.histogram import histogram
-from penstock.evals.html import Pick, config_part, document, number, table, tiles, transcript
 from penstock.evals.metrics import Estimate
-from penstock.evals.outcome import Outcome, Scores, outcome, scores
+from penstock.evals.outcome import Outcome, Scores, Stored, open_evaluation, outcome, scores
 from penstock.evals.spending import Latency
-from penstock.evals.stored import Stored, open_evaluation
 from penstock.graders.rubric import read_verdict_file
 from penstock.pool.base import Pool
 from penstock.records import End
+from penstock.reports.html import Pick, config_part, document, histogram, number, table, tiles, transcript
 
 SHOWN = 3
 """Best and worst rollouts with their transcripts, and failed ones of each end."""

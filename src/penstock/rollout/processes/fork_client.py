@@ -14,8 +14,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from penstock.errors import ConfigError
-from penstock.rollout.processes.job import receive_async, send_async
-from penstock.rollout.processes.zygote import ASK, BEGIN, ENDED, KILL, ORDER
+from penstock.rollout.processes.fork_server import ASK, BEGIN, ENDED, KILL, ORDER
+from penstock.rollout.processes.job_protocol import receive_async, send_async
 from penstock.sdk.discovery import Agent
 from penstock.sdk.elsewhere import Recipe, command
 from penstock.system.async_tools import settled
@@ -65,7 +65,7 @@ class JobProcess:
         self._sock.close()
 
 
-class Nursery:
+class ForkClient:
     """A context manager around the zygote of one agent; no process outlives it."""
 
     def __init__(self, agent: Agent, *, fresh: bool, start_s: float) -> None:
@@ -160,7 +160,7 @@ class Nursery:
     async def _start(self) -> None:
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
-        line = [*command("penstock.rollout.processes.zygote"), str(theirs.fileno())]
+        line = [*command("penstock.rollout.processes.fork_server"), str(theirs.fileno())]
         with theirs:
             self._zygote = await asyncio.create_subprocess_exec(
                 *line,

@@ -6,14 +6,14 @@ from typing import Any, NamedTuple, cast
 
 from penstock.errors import GraderError, WorkflowError
 from penstock.records import Message, Task
-from penstock.rollout.guests import Guests, slots
+from penstock.rollout.author_tasks import AuthorTasks, slots
 from penstock.sdk.context import AgentWorkflowContext, GraderContext, finite_reward, leave_folder
 from penstock.sdk.discovery import Agent
 from penstock.sdk.routing import MAIN, RolloutContext
 from penstock.sdk.samples import RolloutSample, copied, plain
 
 
-class Told(NamedTuple):
+class WorkflowResult(NamedTuple):
     """What is known of a workflow's run besides its recorded calls."""
 
     samples: dict[str, list[Message]]
@@ -33,13 +33,15 @@ class Reward(NamedTuple):
 class Work:
     """One agent, many rollouts at once. The grader runs outside the rollout's context: no model token is at hand."""
 
-    def __init__(self, agent: Agent, guests: Guests) -> None:
+    def __init__(self, agent: Agent, guests: AuthorTasks) -> None:
         self._agent = agent
         self._guests = guests
         self.workflow_slots = slots(agent.workflow_config and agent.workflow_config.concurrency)
         self.grader_slots = slots(agent.grader_config and agent.grader_config.concurrency)
 
-    async def run(self, task: Task, context: RolloutContext, *, timeout_s: float, artifacts_dir: Path | None = None) -> Told:
+    async def run(
+        self, task: Task, context: RolloutContext, *, timeout_s: float, artifacts_dir: Path | None = None
+    ) -> WorkflowResult:
         """Run the workflow inside `context`; the deadline counts from when it starts, not from when it waits for its turn.
 
         Raises TimeoutError past the deadline, EngineError where a failing engine made it fail, WorkflowError where it raised; what
@@ -70,7 +72,7 @@ class Work:
         except GraderError as cause:
             raise GraderError(f"{what}: {cause}") from cause
 
-    async def _work(self, task: Task, context: RolloutContext, artifacts_dir: Path | None) -> Told:
+    async def _work(self, task: Task, context: RolloutContext, artifacts_dir: Path | None) -> WorkflowResult:
         config = copied(self._agent.workflow_config)
         prompt, metadata = copied(list(task.prompt)), copied(task.metadata)
         given = AgentWorkflowContext(prompt=prompt, config=config, metadata=metadata, artifacts_dir=artifacts_dir)
@@ -81,7 +83,7 @@ class Work:
         samples = await told_samples(context)
         if not samples and (messages := _messages(returned)):
             samples = {MAIN: messages}
-        return Told(samples, tuple(sorted(context.strays)))
+        return WorkflowResult(samples, tuple(sorted(context.strays)))
 
     async def _grade(self, context: GraderContext) -> object:
         if self._agent.grader is None:

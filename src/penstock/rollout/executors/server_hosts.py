@@ -14,7 +14,7 @@ import orjson
 from penstock.engines.retry import backoff_s
 from penstock.errors import WorkflowError
 from penstock.http.client import retry_after_s
-from penstock.rollout.server.wire import State
+from penstock.rollout.server.protocol import State
 
 CONNECT_S = 5.0
 ANSWER_S = 30.0
@@ -75,7 +75,7 @@ class Host:
         self.rests_until = 0.0
 
 
-class Hosts:
+class ServerHosts:
     """All of them, on one pool of connections, while the `async with` lasts."""
 
     def __init__(self, urls: Sequence[str], token: str) -> None:

@@ -7,12 +7,12 @@ from typing import Any, Literal
 from penstock.errors import TrainError
 from penstock.records import Attempt
 from penstock.train.failures import refuse_all_failed
-from penstock.train.stations import Stations
+from penstock.train.opening import TrainingRun
 
 When = Literal["before", "during", "after"]
 
 
-async def evaluate(s: Stations, when: When, step: int) -> float | None:
+async def evaluate(s: TrainingRun, when: When, step: int) -> float | None:
     """Mean reward over the held-out tasks at the evaluation's own sampling; a failed rollout counts as 0.
 
     What an earlier process measured is not measured again.
@@ -44,7 +44,7 @@ class Beside:
     What is sampled meanwhile is of whatever version the engine serves: `eval.end` tells the first and the last.
     """
 
-    def __init__(self, s: Stations, tasks: asyncio.TaskGroup) -> None:
+    def __init__(self, s: TrainingRun, tasks: asyncio.TaskGroup) -> None:
         self._stations, self._tasks = s, tasks
         self._running: asyncio.Task[None] | None = None
         self._step = 0

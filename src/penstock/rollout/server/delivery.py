@@ -11,7 +11,7 @@ import aiohttp
 from pydantic import ValidationError
 
 from penstock.http.client import retry_after_s
-from penstock.rollout.server.wire import CompletionReply
+from penstock.rollout.server.protocol import CompletionReply
 
 RETRIED = frozenset((429, 500, 502, 503, 504))
 """Statuses of a listener that may take it later."""

@@ -13,12 +13,13 @@ from penstock.gateway.app import Gateway
 from penstock.gateway.call import Limits
 from penstock.gateway.standalone import open_engine
 from penstock.gateway.tracing import open_spans
+from penstock.pool import POOLS
 from penstock.pool.base import Pool
 from penstock.records import Sampling
 from penstock.rollout.runner import Runner, open_runner
 from penstock.rollout.scheduler import Scheduler, run_once
-from penstock.train.folder import RunFolder
-from penstock.train.inputs import Inputs
+from penstock.run.folder import RunFolder
+from penstock.run.inputs import Inputs
 
 
 class Rollouts(Protocol):
@@ -142,3 +143,8 @@ def _scheduler(config: RunConfig, inputs: Inputs, runner: Runner, pool: Pool, ev
         shuffle=config.dataset.shuffle,
         steps=config.train.steps,
     )
+
+
+def open_pool(config: RunConfig, folder: RunFolder) -> Pool:
+    """The run's pool; close it after use."""
+    return POOLS.load(config.pool.name)(folder.path, url=config.pool.url)

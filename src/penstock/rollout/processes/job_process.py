@@ -20,9 +20,9 @@ from typing import Any, NoReturn
 
 from penstock.codec import from_json
 from penstock.events import Events
-from penstock.rollout.guests import Guests, one_line
-from penstock.rollout.processes.job import BEGUN, Job, failed, read_samples, receive, send
-from penstock.rollout.work import Work
+from penstock.rollout.author_tasks import AuthorTasks, one_line
+from penstock.rollout.execution import Work
+from penstock.rollout.processes.job_protocol import BEGUN, Job, failed, read_samples, receive, send
 from penstock.sdk.clients import Clients
 from penstock.sdk.discovery import Agent
 from penstock.sdk.elsewhere import Recipe
@@ -121,7 +121,7 @@ async def _perform(sock: socket.socket, job: Job, agent: Agent, samples: dict[st
 
 async def _work(job: Job, agent: Agent, samples: dict[str, RolloutSample]) -> dict[str, Any]:
     folder = Path(job.artifacts_dir) if job.artifacts_dir else None
-    work = Work(agent, Guests(agent.entry.parent, Events(), grace_s=job.grace_s))
+    work = Work(agent, AuthorTasks(agent.entry.parent, Events(), grace_s=job.grace_s))
     if job.seat is None:
         return {"rewards": await work.grade(job.task, samples, timeout_s=job.timeout_s, artifacts_dir=folder)}
     clients = Clients()

@@ -8,19 +8,18 @@ from dataclasses import dataclass
 from penstock.config import RunConfig
 from penstock.engines.embedded.weights import load_decoder
 from penstock.events import Events
-from penstock.pool import POOLS
 from penstock.pool.base import Pool
 from penstock.records import Group
+from penstock.run.folder import RunFolder
+from penstock.run.inputs import Inputs
+from penstock.run.opening import Rollouts, open_pool, open_rollouts
 from penstock.train.advantages import ADVANTAGES
-from penstock.train.folder import RunFolder
-from penstock.train.inputs import Inputs
 from penstock.train.learner import Learner
 from penstock.train.publish import FromDisk, InPlace, Publisher
-from penstock.train.rollouts import Rollouts, open_rollouts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stations:
+class TrainingRun:
     """Everything that a training step touches."""
 
     config: RunConfig
@@ -35,7 +34,7 @@ class Stations:
 
 
 @asynccontextmanager
-async def open_stations(config: RunConfig, inputs: Inputs, folder: RunFolder, events: Events) -> AsyncGenerator[Stations]:
+async def open_stations(config: RunConfig, inputs: Inputs, folder: RunFolder, events: Events) -> AsyncGenerator[TrainingRun]:
     """Open pool, rollouts and learner for `config`, all in this process; they are closed on leaving, the last opened first."""
     async with AsyncExitStack() as stack:
         pool = open_pool(config, folder)
@@ -44,7 +43,7 @@ async def open_stations(config: RunConfig, inputs: Inputs, folder: RunFolder, ev
         shared = getattr(rollouts.engine, "decoder", None)
         learner = Learner(shared or await asyncio.to_thread(load_decoder, inputs.folder), config.train)
         from_disk = FromDisk(learner, model=inputs.folder, scratch=folder.path / "served", load=rollouts.load)
-        yield Stations(
+        yield TrainingRun(
             config=config,
             inputs=inputs,
             folder=folder,
@@ -55,8 +54,3 @@ async def open_stations(config: RunConfig, inputs: Inputs, folder: RunFolder, ev
             learner=learner,
             advantage=ADVANTAGES.load(config.train.advantage),
         )
-
-
-def open_pool(config: RunConfig, folder: RunFolder) -> Pool:
-    """The run's pool; close it after use."""
-    return POOLS.load(config.pool.name)(folder.path, url=config.pool.url)

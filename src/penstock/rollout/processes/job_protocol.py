@@ -12,9 +12,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from penstock.errors import EngineError, GraderError, WorkflowError
 from penstock.records import Message, Task
+from penstock.rollout.author_tasks import one_line
+from penstock.rollout.execution import Reward
 from penstock.rollout.executors.base import Seat
-from penstock.rollout.guests import one_line
-from penstock.rollout.work import Reward
 from penstock.sdk.samples import RolloutSample
 
 LARGEST = 1 << 30

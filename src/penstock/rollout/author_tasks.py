@@ -21,7 +21,7 @@ OUR_CODES = frozenset({"engine_error", "engine_busy", "not_recorded", "internal_
 _LONGEST = 500
 
 
-class Guests:
+class AuthorTasks:
     """Runs what an author wrote. `home` is the author's folder: an error is reported with the last line in it."""
 
     def __init__(self, home: Path, events: Events, *, grace_s: float = 5.0) -> None:

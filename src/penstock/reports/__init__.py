@@ -1,0 +1,1 @@
+"""Reports: a run or an evaluation as one HTML page."""
