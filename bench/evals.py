@@ -37,7 +37,7 @@ from penstock.evals.run import evaluate, evaluation_config
 from penstock.records import Sampling, Task
 from penstock.rollout.executors.base import read_section
 from penstock.run.inputs import Inputs
-from penstock.sdk.agents import open_agent
+from penstock.sdk.discovery import open_agent
 from penstock.system.garbage import collect_seldom
 from penstock.testing import write_tokenizer
 

@@ -29,8 +29,8 @@ from penstock.rollout.scheduler import Scheduler
 from penstock.run.folder import RunFolder
 from penstock.run.inputs import Inputs
 from penstock.run.opening import LocalRollouts, open_rollouts
-from penstock.sdk.agents import open_agent
 from penstock.sdk.clients import Clients
+from penstock.sdk.discovery import open_agent
 from penstock.sdk.routing import RolloutContext
 from penstock.testing import write_tokenizer
 

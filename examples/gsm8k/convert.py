@@ -12,7 +12,7 @@ import orjson
 
 from penstock.errors import DatasetError
 from penstock.graders.gsm8k import ground_truth
-from penstock.sdk.rows import Row, read_rows
+from penstock.sdk.dataset import Row, read_rows
 
 SOURCE = "openai/gsm8k"
 ASKED = 'Think step by step and give the final answer after "####".'

@@ -18,8 +18,8 @@ from penstock.events import Events
 from penstock.records import Attempt, End, Sampling
 from penstock.rollout.runner import open_runner
 from penstock.rollout.scheduler import run_once
-from penstock.sdk.agents import open_agent
 from penstock.sdk.dataset import load_tasks
+from penstock.sdk.discovery import open_agent
 from penstock.testing import ScriptedEngine, workbench, write_tokenizer
 
 QUESTION = re.compile(r"What is (\d+) times (\d+)\?")

@@ -18,12 +18,12 @@ import orjson
 from api_client import ApiClient
 
 from penstock.cli.app import run
-from penstock.controller.api.serve import serving
+from penstock.controller.api.app import serving
+from penstock.controller.context import Controller, ControllerLimits, open_controller
 from penstock.controller.database import Database
 from penstock.controller.home import Home
 from penstock.controller.jobs import Job
 from penstock.controller.runs import RunFiles, Runs, Status, Submission, new_id, now
-from penstock.controller.stations import Controller, Limits, open_controller
 
 ENGINE_FOLDER = Path(__file__).parents[1] / "helpers" / "cli_engine"
 AGENT = """
@@ -103,7 +103,7 @@ def served(folder: Path, **limits: int) -> Generator[Served]:
 
     async def main() -> None:
         try:
-            async with open_controller(Home(folder), Limits(**limits)) as controller, serving(controller) as url:
+            async with open_controller(Home(folder), ControllerLimits(**limits)) as controller, serving(controller) as url:
                 found.append(Served(controller, url))
                 ready.set()
                 await over.wait()

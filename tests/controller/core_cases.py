@@ -10,12 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from penstock.controller.context import ControllerLimits, open_controller
 from penstock.controller.database import Database
 from penstock.controller.home import Home
 from penstock.controller.jobs import Job
-from penstock.controller.keeper import keeper_of
+from penstock.controller.monitor import keeper_of
 from penstock.controller.runs import Kind, Run, RunFiles, Runs, Submission, new_id
-from penstock.controller.stations import Limits, open_controller
 
 T = TypeVar("T")
 DEADLINE_S = 120.0
@@ -160,7 +160,7 @@ def is_gone(pid: int) -> bool:
 
 async def serve(home: Home, at_once: int) -> None:
     """A controller, until every run is over."""
-    async with open_controller(home, Limits(runs=at_once)) as controller:
+    async with open_controller(home, ControllerLimits(runs=at_once)) as controller:
         print("open", flush=True)
         await until_async(lambda: not (controller.runs.waiting() or controller.runs.running()), "the last run's end")
 

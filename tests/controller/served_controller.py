@@ -6,10 +6,10 @@ import json
 import aiohttp
 from yarl import URL
 
-from penstock.controller.api.serve import serving
+from penstock.controller.api.app import serving
+from penstock.controller.context import ControllerLimits, open_controller
 from penstock.controller.home import Home
 from penstock.controller.runs import RunFiles, Status, Submission, new_id
-from penstock.controller.stations import Limits, open_controller
 
 ROWS = b'{"prompt": "6 times 7?", "label": "42"}\n{"prompt": "2 times 3?", "label": "6"}\n'
 
@@ -47,7 +47,7 @@ class ControllerClient:
 async def served_controller(folder, **limits):
     """Open a controller and serve it; yields a client for it."""
     async with (
-        open_controller(Home(folder / "home"), Limits(**limits)) as controller,
+        open_controller(Home(folder / "home"), ControllerLimits(**limits)) as controller,
         serving(controller) as url,
         aiohttp.ClientSession() as session,
     ):

@@ -11,12 +11,12 @@ import pytest
 from core_cases import CONFIG, files_of, messages, until_async, write_project
 
 from penstock.controller.admission import Origin, admit
+from penstock.controller.context import Controller, ControllerLimits, open_controller
 from penstock.controller.home import Home
-from penstock.controller.keeper import end_strays
-from penstock.controller.plans import plan
+from penstock.controller.monitor import end_strays
+from penstock.controller.resolve import plan
 from penstock.controller.runs import Kind, Run, RunFiles, Status
 from penstock.controller.snapshots import make_snapshot
-from penstock.controller.stations import Controller, Limits, open_controller
 from penstock.errors import ConfigError, ControllerError, PenstockError
 
 TABLES = tomllib.loads(CONFIG)
@@ -50,7 +50,7 @@ async def submit(controller: Controller, folder: Path, body: dict[str, Any], kin
 
 def refused(home: Home, folder: Path, body: dict[str, Any], kind: Kind = "eval") -> PenstockError:
     async def work() -> PenstockError:
-        async with open_controller(home, Limits(runs=0)) as controller:
+        async with open_controller(home, ControllerLimits(runs=0)) as controller:
             with pytest.raises((ConfigError, ControllerError)) as error:
                 await submit(controller, folder, body, kind)
             assert controller.runs.waiting() == [] and list(home.runs.iterdir()) == []
@@ -77,7 +77,7 @@ def test_an_admitted_evaluation_is_carried_out_as_it_was_submitted_and_its_secre
     (project / "agent.py").write_text(agent.replace("        said = ", f"        {TELLTALE}        said = "))
 
     async def work() -> Run:
-        async with open_controller(home, Limits()) as controller:
+        async with open_controller(home, ControllerLimits()) as controller:
             controller.vault.set("KEY", SECRET, "user")
             run = await submit(controller, project, BODY | {"name": "My Run!", "secrets": {"required": ["KEY"]}})
             (project / "agent.py").unlink()
@@ -139,7 +139,7 @@ def test_a_bad_body_is_refused(home: Home, project: Path, name: str) -> None:
 
 def test_a_queue_that_is_full_refuses(home: Home, project: Path) -> None:
     async def work() -> None:
-        async with open_controller(home, Limits(runs=0, queued=0)) as controller:
+        async with open_controller(home, ControllerLimits(runs=0, queued=0)) as controller:
             with pytest.raises(ControllerError) as error:
                 await submit(controller, project, BODY)
             assert (error.value.code, error.value.status) == ("QUEUE_FULL", 429)
@@ -153,7 +153,7 @@ def test_an_experiment_takes_its_uploaded_dataset_and_a_name_that_is_free(home: 
     body = {"experiment_config": EXPERIMENT, "evaluation_config": {"n": 2}, "env_config": {"MODE": "fast"}}
 
     async def work() -> None:
-        async with open_controller(home, Limits(runs=0)) as controller:
+        async with open_controller(home, ControllerLimits(runs=0)) as controller:
             await asyncio.to_thread(controller.datasets.add_file, rows, "tasks")
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(submit(controller, folder, body)) for _ in range(2)]
@@ -182,7 +182,7 @@ def test_a_models_name_is_one_of_ours_unless_an_endpoint_has_it(
     body = {"run_config": {"tables": {**TABLES, "engine": engine, "model": {"name": "far/one"}}, "file": "penstock.toml"}}
 
     async def work() -> str:
-        async with open_controller(home, Limits(runs=0)) as controller:
+        async with open_controller(home, ControllerLimits(runs=0)) as controller:
             return plan(controller, "eval", body, files).config.model.name
 
     assert asyncio.run(work()) == (str(files.code / "far" / "one") if is_local else "far/one")

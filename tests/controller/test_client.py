@@ -12,9 +12,9 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from penstock.controller import transfer
+from penstock.controller import client as client_module
 from penstock.controller.client import Client, every
-from penstock.controller.downloading import download_dataset, fetch_files, upload_dataset
+from penstock.controller.downloads import download_dataset, fetch_files, upload_dataset
 from penstock.errors import ConfigError, ControllerError
 
 
@@ -80,7 +80,7 @@ def _served(handler: type[BaseHTTPRequestHandler]) -> Generator[str]:
 
 @pytest.fixture
 def client(server, monkeypatch) -> Client:
-    monkeypatch.setattr(transfer, "PAUSES_S", (0.0, 0.0))  # faults of these tests pass at once
+    monkeypatch.setattr(client_module, "PAUSES_S", (0.0, 0.0))  # faults of these tests pass at once
     return Client(f"{server.url}/", "secret-token", "acme/agents")
 
 

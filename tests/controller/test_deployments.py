@@ -20,9 +20,8 @@ from penstock.chat.renderer import Renderer
 from penstock.controller.database import Database
 from penstock.controller.deployments import Deployments
 from penstock.controller.home import Home
+from penstock.controller.model_server import Front, Passing, bound
 from penstock.controller.runs import Runs, Status
-from penstock.controller.serving import Front, Passing
-from penstock.controller.serving_orders import bound
 from penstock.errors import ControllerError
 from penstock.gateway.app import Gateway
 from penstock.http.server import HttpServer

@@ -15,7 +15,7 @@ from core_cases import COUNTS, WAITS, files_of, is_gone, is_ready, lay_out, ledg
 
 from penstock.controller.home import Home
 from penstock.controller.jobs import Ending, environment
-from penstock.controller.keeper import end_strays, holding, keeper_of
+from penstock.controller.monitor import end_strays, holding, keeper_of
 from penstock.controller.runlog import LINE_CHARS, Lines, RunLog, Strike
 from penstock.controller.runs import Run, RunFiles
 
@@ -45,7 +45,7 @@ def home(tmp_path: Path) -> Generator[Home]:
 
 @contextmanager
 def kept(home: Home, run: Run, secrets: dict[str, str] | None = None) -> "Generator[subprocess.Popen[bytes]]":
-    command = [sys.executable, "-m", "penstock.controller.keeper", str(files_of(home, run).path)]
+    command = [sys.executable, "-m", "penstock.controller.monitor", str(files_of(home, run).path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as process:
         assert process.stdin
         process.stdin.write(json.dumps(secrets or {}).encode())
@@ -106,7 +106,7 @@ def test_of_keepers_that_start_at_once_one_carries_out_the_run(home: Home) -> No
 
 def test_a_keeper_that_was_not_told_all_secrets_leaves(home: Home) -> None:
     run = lay_out(home, COUNTS)
-    command = [sys.executable, "-m", "penstock.controller.keeper", str(files_of(home, run).path)]
+    command = [sys.executable, "-m", "penstock.controller.monitor", str(files_of(home, run).path)]
     assert subprocess.run(command, input=b'{"KEY": "cut o', timeout=30, check=False).returncode == 0
     assert not files_of(home, run).end.exists() and not files_of(home, run).log.exists()
 

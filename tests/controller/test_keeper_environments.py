@@ -12,7 +12,7 @@ from core_cases import files_of, lay_out, messages
 from penstock.controller.environments import missing, prepare, requirements
 from penstock.controller.home import Home
 from penstock.controller.jobs import Ending
-from penstock.controller.keeper import end_strays
+from penstock.controller.monitor import end_strays
 from penstock.controller.runs import Run, RunFiles
 from penstock.errors import ConfigError
 
@@ -64,7 +64,7 @@ def no_index(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def carried_out(home: Home, run: Run) -> Ending:
-    command = [sys.executable, "-m", "penstock.controller.keeper", str(files_of(home, run).path)]
+    command = [sys.executable, "-m", "penstock.controller.monitor", str(files_of(home, run).path)]
     subprocess.run(command, input=b"{}", timeout=120, check=True)
     ending = Ending.read(files_of(home, run))
     assert ending is not None

@@ -15,7 +15,7 @@ from core_cases import COUNTS, DEADLINE_S, files_of, lay_out, lay_out_real, ledg
 from penstock.controller.database import Database
 from penstock.controller.home import Home
 from penstock.controller.jobs import Ending
-from penstock.controller.keeper import end_strays
+from penstock.controller.monitor import end_strays
 from penstock.controller.runs import Run, RunFiles, Runs
 
 KILLS = 5

@@ -20,10 +20,10 @@ from core_cases import (
     until_async,
 )
 
+from penstock.controller.context import Controller, ControllerLimits, open_controller
 from penstock.controller.home import Home
-from penstock.controller.keeper import end_strays
+from penstock.controller.monitor import end_strays
 from penstock.controller.runs import Run, RunFiles, Status
-from penstock.controller.stations import Controller, Limits, open_controller
 from penstock.errors import ControllerError
 
 ONCE = """
@@ -58,7 +58,7 @@ def test_runs_are_carried_out_oldest_first_and_as_many_at_once_as_may(home: Home
     runs = [lay_out(home, order.format(n), f"run-{n}") for n in range(4)]
 
     async def work() -> None:
-        async with open_controller(home, Limits(runs=1)) as controller:
+        async with open_controller(home, ControllerLimits(runs=1)) as controller:
             ended = await over(controller, *runs)
         assert [run.status for run in ended] == [Status.FINISHED] * 4
         assert all(run.started_at and run.ended_at and run.launches == 1 for run in ended)
@@ -72,7 +72,7 @@ def test_how_runs_end_is_told_with_a_reason(home: Home) -> None:
     halted = lay_out(home, "import sys; sys.exit(130)", "halted")
 
     async def work() -> None:
-        async with open_controller(home, Limits(runs=2)) as controller:
+        async with open_controller(home, ControllerLimits(runs=2)) as controller:
             ended = await over(controller, bad, halted)
         assert [(run.status, run.message) for run in ended] == [("failed", "ValueError: no such thing"), ("stopped", "stopped")]
 
@@ -83,13 +83,13 @@ def test_a_run_goes_on_without_its_controller_and_is_found_by_the_next(home: Hom
     run, quick = lay_out(home, WAITS), lay_out(home, COUNTS, "quick")
 
     async def first() -> int:
-        async with open_controller(home, Limits(runs=2)) as controller:
+        async with open_controller(home, ControllerLimits(runs=2)) as controller:
             await until_async(is_ready(home, run))
             assert status(controller, run) is Status.RUNNING
             return keeper(home, run)
 
     async def second(pid: int) -> None:
-        async with open_controller(home, Limits(runs=2)) as controller:
+        async with open_controller(home, ControllerLimits(runs=2)) as controller:
             assert keeper(home, run) == pid
             assert controller.supervisor.stop(controller.runs.get("eval", run.id))
             ended = await over(controller, run, quick)
@@ -104,7 +104,7 @@ def test_a_run_whose_keeper_is_killed_is_started_again_and_one_that_is_always_lo
     once, always = lay_out(home, ONCE, "once"), lay_out(home, "import os; os.kill(os.getppid(), 9)", "always")
 
     async def work() -> None:
-        async with open_controller(home, Limits(runs=1, launches=3)) as controller:
+        async with open_controller(home, ControllerLimits(runs=1, launches=3)) as controller:
             await until_async(is_ready(home, once))
             os.kill(keeper(home, once), signal.SIGKILL)
             ended = await over(controller, once, always)
@@ -119,7 +119,7 @@ def test_a_run_that_waits_is_stopped_at_once_and_one_that_is_over_not_at_all(hom
     first, second = lay_out(home, WAITS, "first"), lay_out(home, COUNTS, "second")
 
     async def work() -> None:
-        async with open_controller(home, Limits(runs=1)) as controller:
+        async with open_controller(home, ControllerLimits(runs=1)) as controller:
             await until_async(is_ready(home, first))
             assert controller.supervisor.stop(second)
             assert status(controller, second) is Status.STOPPED
@@ -140,7 +140,7 @@ def test_a_run_whose_secret_is_gone_or_whose_files_are_fails_alone(home: Home) -
     files_of(home, broken).job.write_text("{")
 
     async def work() -> None:
-        async with open_controller(home, Limits(runs=1, launches=2)) as controller:
+        async with open_controller(home, ControllerLimits(runs=1, launches=2)) as controller:
             ended = await over(controller, lost, broken, good)
         assert [run.status for run in ended] == [Status.FAILED, Status.FAILED, Status.FINISHED]
         assert ended[0].message == "Secret(s) not found: GONE"
@@ -153,9 +153,9 @@ def test_secrets_of_the_vault_reach_the_run_and_no_file(home: Home) -> None:
     run = lay_out(home, script, secrets={"KEY": ""})
 
     async def work() -> None:
-        async with open_controller(home, Limits(runs=0)) as controller:
+        async with open_controller(home, ControllerLimits(runs=0)) as controller:
             controller.vault.set("KEY", "sesame-open-1234", "user")
-        async with open_controller(home, Limits()) as controller:
+        async with open_controller(home, ControllerLimits()) as controller:
             [ended] = await over(controller, run)
             assert ended.status is Status.FINISHED
 
@@ -170,10 +170,10 @@ def test_one_controller_serves_a_folder_and_what_a_killed_one_took_in_is_swept(h
     (half / "code").mkdir(parents=True)
 
     async def work() -> None:
-        async with open_controller(home, Limits(runs=0)):
+        async with open_controller(home, ControllerLimits(runs=0)):
             assert not half.exists() and files_of(home, whole).job.exists()
             with pytest.raises(ControllerError) as refused:
-                async with open_controller(home, Limits()):
+                async with open_controller(home, ControllerLimits()):
                     pass
         assert refused.value.code == "CONTROLLER_RUNNING"
 

@@ -9,7 +9,7 @@ from seed_rollouts import run_rollouts
 from penstock.chat.renderer import Renderer
 from penstock.config import AgentSection
 from penstock.records import End, Task
-from penstock.sdk.agents import open_agent
+from penstock.sdk.discovery import open_agent
 from penstock.testing import write_tokenizer
 
 MULTIPLY = Path(__file__).parents[2] / "examples" / "multiply"

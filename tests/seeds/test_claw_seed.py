@@ -19,7 +19,7 @@ from penstock.chat.renderer import Renderer
 from penstock.config import AgentSection
 from penstock.errors import ConfigError
 from penstock.records import End, Sampling, Task
-from penstock.sdk.agents import open_agent
+from penstock.sdk.discovery import open_agent
 from penstock.testing import ScriptedEngine, workbench, write_tokenizer
 
 SEED = read_samples()

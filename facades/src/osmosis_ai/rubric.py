@@ -55,9 +55,8 @@ async def evaluate_rubric(
 
     A score that is not between the two bounds is refused, never moved. OPENAI_BASE_URL leads models of OpenAI's elsewhere.
     """
-    from penstock.graders.judge import Judge, JudgeError
+    from penstock.graders.judge import Case, Judge, JudgeError, Scale
     from penstock.graders.rubric import conversation
-    from penstock.graders.verdict import Case, Scale
 
     if not rubric.strip() or score_min >= score_max:
         raise ValueError("give a rubric, and a score_min below score_max")

@@ -1,4 +1,4 @@
-"""The `penstock` command: its sub-commands, and the one place where errors become a line and an exit code."""
+"""A group of commands whose first word may be left out: `penstock train FILE.toml` is `penstock train run FILE.toml`."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -7,6 +7,7 @@ from typing import Annotated, Any, cast
 
 import orjson
 import typer
+from typer.core import TyperGroup
 
 from penstock import __version__
 from penstock.cli import (
@@ -26,10 +27,22 @@ from penstock.cli import (
 )
 from penstock.cli import run as recording
 from penstock.cli import train as training
-from penstock.cli.fallback import RunsByDefault
 from penstock.cli.interrupts import INTERRUPTED
 from penstock.errors import ConfigError, ControllerError, Issue, PenstockError
 from penstock.system.garbage import collect_seldom
+
+HELP = "--help"
+
+
+class RunsByDefault(TyperGroup):
+    """Takes whatever is no command of its own for the arguments of `run`; a file named like a command is written `./list`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Put the word in where it was left out."""
+        if not args or (args[0] != HELP and args[0] not in self.commands):
+            args = ["run", *args]
+        return super().parse_args(ctx, args)
+
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 app.command("quickstart")(quickstart.quickstart)

@@ -7,18 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from penstock.cli.progress import stage_progress
+from penstock.cli.output import stage_progress
 
 if TYPE_CHECKING:
-    from penstock.controller.client import Client
-    from penstock.controller.transfer import Progress
+    from penstock.controller.client import Client, Progress
 
 
 def connect() -> "Client":
     """The controller of the environment, else the user's own, started where it does not run."""
     from penstock.controller.home import default_home
     from penstock.controller.local import find_controller, named_controller, read_address
-    from penstock.controller.submitting import repository_name
+    from penstock.controller.submit import repository_name
 
     git = repository_name(Path())
     if named_controller(git) is None and read_address(default_home()) is None:

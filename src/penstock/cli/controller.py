@@ -11,7 +11,7 @@ import orjson
 import typer
 
 from penstock.cli.interrupts import INTERRUPTED, Interrupts
-from penstock.cli.telling import AsJson, labelled, show
+from penstock.cli.output import AsJson, labelled, show
 from penstock.errors import ConfigError, ControllerError
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def register(
 ) -> None:
     """Let OWNER/NAME stand for a repository, for submissions that bring no code along."""
     from penstock.cli.connection import connect
-    from penstock.controller.submitting import repository_name
+    from penstock.controller.submit import repository_name
 
     chosen = name or repository_name(path)
     if chosen is None:
@@ -144,9 +144,9 @@ def token(as_json: AsJson = False) -> None:
 
 async def _serve(home: "Home", host: str, port: int, runs: int, url: str, names: list[str], *, quiet: bool) -> int | None:
     """Serve until a signal comes; which one that was."""
-    from penstock.controller.api.serve import serving
+    from penstock.controller.api.app import serving
+    from penstock.controller.context import ControllerLimits, open_controller
     from penstock.controller.local import announced
-    from penstock.controller.stations import Limits, open_controller
 
     def tell(text: str) -> None:
         if not quiet:
@@ -155,7 +155,7 @@ async def _serve(home: "Home", host: str, port: int, runs: int, url: str, names:
     stop = asyncio.Event()
     with Interrupts(stop, lambda: tell("stopping; runs that are under way go on")) as interrupts:
         async with (
-            open_controller(home, Limits(runs=runs)) as controller,
+            open_controller(home, ControllerLimits(runs=runs)) as controller,
             serving(controller, host=host, port=port, base_url=url.rstrip("/"), names=names) as here,
         ):
             with announced(home, here) as address:

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import orjson
 import typer
 
-from penstock.cli.telling import All, AsJson, Column, Limit, Plain, labelled, show, show_rows, size, when
+from penstock.cli.output import All, AsJson, Column, Limit, Plain, labelled, show, show_rows, size, when
 
 app = typer.Typer(help="Task files: check them, keep them with a controller, fetch them.", no_args_is_help=True)
 
@@ -24,7 +24,7 @@ COLUMNS = (
 @app.command()
 def validate(file: Annotated[Path, typer.Argument(help="JSONL, CSV or parquet.")], as_json: AsJson = False) -> None:
     """Look at every row of a file, here; each flaw is told with its row."""
-    from penstock.controller.downloading import check_file
+    from penstock.controller.downloads import check_file
     from penstock.sdk.dataset import check_tasks
 
     _, count = check_file(file)
@@ -42,7 +42,7 @@ def upload(
 ) -> None:
     """Send a file to the controller, which looks at every row; runs then name it."""
     from penstock.cli.connection import connect, transferring
-    from penstock.controller.downloading import check_file, upload_dataset
+    from penstock.controller.downloads import check_file, upload_dataset
     from penstock.sdk.dataset import check_tasks
 
     check_file(file)
@@ -105,7 +105,7 @@ def download(
 ) -> None:
     """Fetch a dataset's file as it was uploaded."""
     from penstock.cli.connection import connect, transferring
-    from penstock.controller.downloading import download_dataset
+    from penstock.controller.downloads import download_dataset
 
     client = connect()
     with transferring() as progress:

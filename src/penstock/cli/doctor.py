@@ -1,17 +1,207 @@
-"""`penstock doctor`: whether training can run on this machine and a workspace is whole, and what to do where it is not."""
+"""What `penstock doctor` looks at: one function per thing, each answers with a check and its remedy."""
 
-from dataclasses import asdict
+import os
+import platform
+import re
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
 from pathlib import Path
 from textwrap import wrap
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import orjson
 import typer
 
+from penstock.config import ModelSection, cache_folder, read_toml
 from penstock.errors import ConfigError
+from penstock.models import cached
+from penstock.workspace.experiment import is_experiment, read_experiment
+from penstock.workspace.layout import EVALS, FOLDERS, TRAININGS, Workspace, find_workspace
+from penstock.workspace.sections import Kind
 
 if TYPE_CHECKING:
-    from penstock.cli.checks import Check
+    pass
+
+
+GB = 1024**3
+DISK_NEEDED, DISK_WANTED = 2 * GB, 8 * GB
+"""The embedded model is 0.5 GB and a checkpoint with its optimizer 1.6 GB; two are kept while a third is written."""
+MEMORY_NEEDED, MEMORY_WANTED = 2 * GB, 4 * GB
+"""Weights, gradients and optimizer of the embedded model are 2.1 GB; activations and the engine's cache come on top."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One thing looked at. A `note` does not hinder training, a `fail` does."""
+
+    name: str
+    state: Literal["ok", "note", "fail"]
+    found: str
+    remedy: str = ""
+
+
+def look() -> list[Check]:
+    """All checks, in the order in which a person would mend them."""
+    return [python(), *packages(), torch_device(), memory(), disk(), cache(), model(), loopback()]
+
+
+def workspace(path: Path, made: Sequence[str] = ()) -> Iterator[Check]:
+    """The layout around `path`, and each experiment file in it; nothing outside of a workspace."""
+    found = find_workspace(path)
+    if found is None:
+        folder = path.resolve()
+        missing = Workspace(folder).missing()
+        if len(missing) < len(FOLDERS):  # one that lacks something, and not just any folder
+            remedy = f"make it with: penstock doctor {path} --fix"
+            yield Check(name="workspace", state="note", found=f"{folder} has no {', '.join(missing)}", remedy=remedy)
+        return
+    mended = f"; made {', '.join(made)}" if made else ""
+    yield Check(name="workspace", state="ok", found=f"{found.path}{mended}; rollouts: {', '.join(found.rollouts()) or 'none yet'}")
+    kinds: tuple[tuple[str, Kind], ...] = ((EVALS, "eval"), (TRAININGS, "train"))
+    for folder, kind in kinds:
+        for file in sorted((found.path / folder).glob("*.toml")):
+            yield from _experiment(file, kind)
+
+
+def _experiment(file: Path, kind: Kind) -> Iterator[Check]:
+    try:
+        tables = read_toml(file)
+        if is_experiment(tables):
+            read_experiment(tables, kind, file.name)
+    except ConfigError as error:
+        lines = [issue.line for issue in error.issues] or [str(error)]
+        yield Check(name=file.stem, state="note", found=f"{file}: {'; '.join(lines)}", remedy="fix the file")
+
+
+def python() -> Check:
+    """The interpreter; pip has refused one that is too old."""
+    return Check(name="python", state="ok", found=f"{platform.python_version()} in {sys.prefix}")
+
+
+def packages() -> Iterator[Check]:
+    """The core and every extra, from the installed package's own list of requirements; nothing is imported."""
+    yield Check(name="penstock", state="ok", found=metadata.version("penstock"))
+    wanted: dict[str, list[str]] = {}
+    for requirement in metadata.requires("penstock") or []:
+        extra = re.search(r"extra == ['\"]([^'\"]+)['\"]", requirement)
+        wanted.setdefault(extra.group(1) if extra else "", []).append(re.split(r"[^A-Za-z0-9._-]", requirement)[0])
+    wanted.pop("dev", None)  # for those who work on penstock itself
+    for extra, names in wanted.items():
+        yield _extra(extra, names)
+
+
+def torch_device() -> Check:
+    """Where the embedded engine and the trainer compute."""
+    try:
+        import torch
+    except ImportError as cause:
+        return Check(name="device", state="fail", found=f"torch cannot be imported: {cause}", remedy=_pip("local"))
+    if torch.cuda.is_available():
+        return Check(name="device", state="ok", found=f"cuda: {torch.cuda.get_device_name()}")
+    return Check(name="device", state="ok", found=f"cpu, {torch.get_num_threads()} threads")
+
+
+def memory() -> Check:
+    """What is free now, in RAM."""
+    free = _free_memory()
+    if free is None:
+        return Check(name="memory", state="note", found="cannot be read on this system")
+    return _amount("memory", free, MEMORY_NEEDED, MEMORY_WANTED, remedy="close other programs, or train a smaller model")
+
+
+def disk() -> Check:
+    """What is free where runs are written: the current folder."""
+    return _amount(
+        "disk", shutil.disk_usage(Path.cwd()).free, DISK_NEEDED, DISK_WANTED, remedy="free some, or set run.folder elsewhere"
+    )
+
+
+def cache() -> Check:
+    """The folder that models are kept in."""
+    folder = cache_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as cause:
+        return Check(
+            name="cache",
+            state="fail",
+            found=f"{folder} cannot be written: {cause.strerror}",
+            remedy="set PENSTOCK_CACHE to a writable folder",
+        )
+    return Check(name="cache", state="ok", found=str(folder))
+
+
+def model() -> Check:
+    """The start policy of a config that names none."""
+    name = ModelSection().name
+    found = cached(name)
+    if found is None:
+        remedy = f"the first run fetches it; or fetch it now: penstock model pull {name}"
+        return Check(name="model", state="note", found=f"{name} is not here yet", remedy=remedy)
+    return Check(name="model", state="ok", found=f"{name} in {found.path}")
+
+
+def loopback() -> Check:
+    """Agents reach the gateway over the loopback interface."""
+    try:
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+    except OSError as cause:
+        return Check(
+            name="loopback",
+            state="fail",
+            found=f"no port of 127.0.0.1 can be bound: {cause.strerror}",
+            remedy="allow local sockets in this sandbox or container",
+        )
+    return Check(name="loopback", state="ok", found="a port of 127.0.0.1 can be bound")
+
+
+def _extra(extra: str, names: list[str]) -> Check:
+    versions = {name: _version(name) for name in names}
+    missing = [name for name, version in versions.items() if version is None]
+    label = extra or "core"
+    if not missing:
+        return Check(name=label, state="ok", found=", ".join(f"{name} {version}" for name, version in versions.items()))
+    needed = extra in ("", "local")
+    return Check(name=label, state="fail" if needed else "note", found=f"not installed: {', '.join(missing)}", remedy=_pip(extra))
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _pip(extra: str) -> str:
+    return f'pip install "penstock[{extra}]"' if extra else "pip install --force-reinstall penstock"
+
+
+def _amount(name: str, free: int, needed: int, wanted: int, *, remedy: str) -> Check:
+    found = f"{free / GB:.1f} GB free"
+    if free >= wanted:
+        return Check(name=name, state="ok", found=found)
+    return Check(
+        name=name, state="fail" if free < needed else "note", found=f"{found}; {wanted / GB:.0f} GB are comfortable", remedy=remedy
+    )
+
+
+def _free_memory() -> int | None:
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        available = re.search(r"MemAvailable:\s+(\d+) kB", meminfo.read_text())
+        return int(available.group(1)) * 1024 if available else None
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError):
+        return None
 
 
 def doctor(
@@ -23,14 +213,14 @@ def doctor(
 
     In a workspace, its layout and experiment files are checked too; --fix makes PATH one.
     """
-    from penstock.cli import checks
+    pass
     from penstock.workspace.layout import find_workspace
     from penstock.workspace.scaffold import fix as mend
 
     if not path.is_dir():
         raise ConfigError(f"{path}: no such folder; give a workspace, or a folder that shall be one")
     made = mend(path) if fix and find_workspace(path) is None else []
-    found = [*checks.look(), *checks.workspace(path, made)]
+    found = [*look(), *workspace(path, made)]
     able = all(check.state != "fail" for check in found)
     told = {"ok": able, "fixed": made, "checks": [asdict(check) for check in found]}
     typer.echo(orjson.dumps(told).decode() if as_json else as_text(found))

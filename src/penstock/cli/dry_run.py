@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import orjson
 import typer
 
-from penstock.cli.figures import reward
+from penstock.cli.output import reward
 
 if TYPE_CHECKING:
     from penstock.config import RunConfig

@@ -1,25 +1,94 @@
-"""What a person sees of an evaluation: how far it is, on stderr; what it came to, on stdout."""
+"""What evaluations came to, for other programs: a line for each number, its name, its value, its lower and its upper bound.
+
+Tabs between the four, no header; a column that a number does not have is empty, and so is a value that is not known. Further names
+may come with later releases; those that are there stay as they are.
+"""
 
 import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from textwrap import shorten
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from penstock.cli.figures import clock, counts, reward
+from penstock.cli.output import clock, counts, reward
 
 if TYPE_CHECKING:
     from penstock.evals.compare import Compared
     from penstock.evals.metrics import Difference, Estimate
     from penstock.evals.outcome import Outcome
     from penstock.evals.run import Evaluation
-    from penstock.evals.spending import Spending
+    from penstock.evals.spending import Latency, Spending
+
+
+class Line(NamedTuple):
+    """One of them."""
+
+    name: str
+    value: object
+    low: object = None
+    high: object = None
+
+
+def evaluation_lines(found: "Evaluation", page: Path | None) -> str:
+    """Of `penstock eval run`."""
+    head = [Line("name", found.name), Line("status", found.status), Line("model", found.model), Line("folder", found.folder)]
+    tail = [Line("resumed", found.resumed), Line("seconds", found.seconds), Line("report", page)]
+    return _text([*head, *_outcome(found.outcome), *tail])
+
+
+def regraded_lines(found: "Outcome", folder: Path, page: Path | None) -> str:
+    """Of `penstock eval regrade`."""
+    return _text([Line("folder", folder), *_outcome(found), Line("report", page)])
+
+
+def compared_lines(found: "Compared") -> str:
+    """Of `penstock eval compare`."""
+    lines = [Line("tasks", found.tasks), Line("left_out", found.left_out), Line("better", found.better), Line("worse", found.worse)]
+    lines.append(Line("difference", *found.difference[:3]))
+    lines.append(Line("p", found.difference.p))
+    sides = zip(("a", "b"), (found.first, found.second), found.means, found.spent, strict=True)
+    for name, folder, mean, spent in sides:
+        lines += [Line(f"{name}.folder", folder), Line(f"{name}.reward", mean)]
+        lines += [line._replace(name=f"{name}.{line.name}") for line in _spent_lines(spent)]
+    return _text(lines)
+
+
+def _outcome(own: "Outcome") -> list[Line]:
+    lines = [Line("tasks", own.tasks), Line("samples", own.samples), Line("rollouts", own.rollouts)]
+    lines += [_estimate_lines("reward", own.reward), *(_estimate_lines(f"pass@{k}", value) for k, value in own.passes.items())]
+    lines += [Line(f"end.{end}", count) for end, count in own.ends.items()]
+    return [*lines, *_spent_lines(own.spent)]
+
+
+def _spent_lines(spent: "Spending") -> list[Line]:
+    lines = [Line("steps", spent.steps), Line("prompt_tokens", spent.prompt_tokens)]
+    lines += [Line("completion_tokens", spent.completion_tokens), Line("cost", spent.cost)]
+    return [*lines, *_latency("call_s", spent.call_s), *_latency("rollout_s", spent.rollout_s)]
+
+
+def _estimate_lines(name: str, value: "Estimate | None") -> Line:
+    return Line(name, None) if value is None else Line(name, *value)
+
+
+def _latency(name: str, value: "Latency | None") -> list[Line]:
+    return [Line(f"{name}.p50", value and value.p50), Line(f"{name}.p95", value and value.p95)]
+
+
+def _text(lines: Iterable[Line]) -> str:
+    return "\n".join("\t".join(map(_cell, line)) for line in lines)
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return ""
+    return f"{value:.6g}" if isinstance(value, float) else " ".join(str(value).split())
+
 
 LINES = 10
 """How often, in all, a log is told how far it is."""

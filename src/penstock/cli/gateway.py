@@ -90,7 +90,7 @@ def make_settings(engine: str, model: str, urls: list[str], overrides: list[str]
 
 def get_model(settings: "Settings") -> "ModelFiles":
     """The model's folder, pulled where it is not here. Servers need no weights here: a tokenizer is enough; endpoints need none."""
-    from penstock.cli.progress import stage_progress
+    from penstock.cli.output import stage_progress
     from penstock.gateway.standalone import ModelFiles
     from penstock.models import cached, resolve
 

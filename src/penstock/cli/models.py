@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import orjson
 import typer
 
-from penstock.cli.progress import stage_progress
-from penstock.cli.telling import AsJson, Plain, labelled, show, when
+from penstock.cli.output import AsJson, Plain, labelled, show, stage_progress, when
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from typing import Annotated
 import orjson
 import typer
 
-from penstock.workspace.templates import FILE, TEMPLATES, apply_template
+from penstock.workspace.scaffold import FILE, TEMPLATES, apply_template
 
 __all__ = ["FILE", "app", "quickstart"]
 

@@ -12,7 +12,7 @@ import orjson
 import typer
 
 from penstock.cli.interrupts import INTERRUPTED, Interrupts
-from penstock.cli.telling import AsJson, Column, Plain, show, show_rows
+from penstock.cli.output import AsJson, Column, Plain, show, show_rows
 from penstock.config import rollout_token, secret
 from penstock.errors import ConfigError
 

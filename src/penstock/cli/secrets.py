@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from penstock.cli.telling import All, AsJson, Column, Limit, Plain, Yes, confirmed, show, show_rows, when
+from penstock.cli.output import All, AsJson, Column, Limit, Plain, Yes, confirmed, show, show_rows, when
 from penstock.errors import ConfigError
 
 app = typer.Typer(help="Values that runs need and nobody should read.", no_args_is_help=True)

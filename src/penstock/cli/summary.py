@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from penstock.cli.figures import clock, counts, percent, reward, sparkline
+from penstock.cli.output import clock, counts, percent, reward, sparkline
 
 if TYPE_CHECKING:
     from penstock.train.summary import Summary

@@ -53,8 +53,7 @@ class Again(NamedTuple):
 
 def carry_out(config: "RunConfig", again: Again, *, fresh: bool = False, as_json: bool = False) -> None:
     """Train as `config` says, show it, and sum it up."""
-    from penstock.cli.live import LiveView
-    from penstock.cli.state import RunState
+    from penstock.cli.live import LiveView, RunState
     from penstock.run.inputs import read_inputs
 
     view = LiveView(RunState(rollouts_per_step=config.rollout.group_size * config.rollout.groups_per_step))

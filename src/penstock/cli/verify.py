@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import orjson
 import typer
 
-from penstock.cli.figures import counts, percent, ranges
+from penstock.cli.output import counts, percent, ranges
 
 if TYPE_CHECKING:
     from penstock.models import Progress
@@ -33,7 +33,7 @@ def verify(
 
     Reads only, so it may run beside a training run. Exit code 1 where a token is not exact or none could be recomputed.
     """
-    from penstock.cli.progress import stage_progress
+    from penstock.cli.output import stage_progress
 
     with stage_progress() as progress:
         audit = asyncio.run(_verify(folder, progress, channel=channel, limit=limit, tolerance=tolerance))

@@ -12,13 +12,13 @@ from typing import Any
 
 import orjson
 
-from penstock.controller.checking import check
+from penstock.controller.context import Controller
 from penstock.controller.environments import missing, requirements
 from penstock.controller.jobs import Job, write_durable
-from penstock.controller.plans import Plan, plan
+from penstock.controller.resolve import Plan, plan
 from penstock.controller.runs import Kind, Run, RunFiles, Submission, new_id
 from penstock.controller.snapshots import unpack
-from penstock.controller.stations import Controller
+from penstock.controller.validation_process import check
 from penstock.errors import ControllerError
 from penstock.sdk.dataset import check_tasks
 

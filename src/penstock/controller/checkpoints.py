@@ -1,12 +1,17 @@
 """The checkpoints of a training run, as they lie in its folder: model folders that can be served or trained on."""
 
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import orjson
 
-from penstock.controller.runs import Run
+from penstock.controller.home import Home
+from penstock.controller.runs import Run, RunFiles, Runs
+from penstock.errors import ControllerError
+from penstock.models import kept
+from penstock.models.references import BUILT_IN
 
 CHECKPOINTS, STATE = "checkpoints", "state.json"
 
@@ -60,3 +65,60 @@ def _rewards(file: Path) -> dict[int, float]:
         except (ValueError, KeyError, TypeError):
             continue  # a line that a kill cut short, or a step without a reward
     return rewards
+
+
+PAGE = 100
+
+
+class BaseModel(NamedTuple):
+    """A model that no run has trained."""
+
+    name: str
+    path: Path | None
+    """None where it must be pulled first."""
+
+
+class Catalogue:
+    """Reads folders as they are now: nothing of it is kept."""
+
+    def __init__(self, runs: Runs, home: Home) -> None:
+        self._runs = runs
+        self._home = home
+
+    def base(self) -> list[BaseModel]:
+        """Models that are here, by name, then built-in ones that can be pulled."""
+        here = [BaseModel(model.name, model.path) for model in kept()]
+        names = {model.name for model in here}
+        return here + [BaseModel(name, None) for name in BUILT_IN if name not in names]
+
+    def trained(self) -> list[Checkpoint]:
+        """Checkpoints of training runs that are over, newest run first, newest checkpoint first: none of them changes any more."""
+        return [checkpoint for checkpoints in self._by_run() for checkpoint in checkpoints]
+
+    def find(self, name: str) -> Checkpoint | BaseModel:
+        """By name; a run's name stands for its newest checkpoint. ControllerError 404 where there is none."""
+        for checkpoints in self._by_run(name.rpartition("/step-")[0] or name):
+            for checkpoint in checkpoints:
+                if name in (checkpoint.name, checkpoint.run.name):
+                    return checkpoint
+        for model in self.base():
+            if model.name == name:
+                return model
+        text = f"there is no model {name[:200]!r}; see: penstock model list"
+        raise ControllerError(text, code="MODEL_NOT_FOUND", status=404)
+
+    def resolve(self, name: str) -> str | None:
+        """What `[model] name` takes for it: a checkpoint's folder, or the model's own name; None where it is neither."""
+        try:
+            found = self.find(name)
+        except ControllerError:
+            return None
+        return str(found.path) if isinstance(found, Checkpoint) else found.name
+
+    def _by_run(self, run_name: str | None = None) -> Iterator[list[Checkpoint]]:
+        offset = 0
+        while runs := self._runs.page("train", limit=PAGE, offset=offset)[0]:
+            for run in runs:
+                if run.status.over and run_name in (None, run.name):
+                    yield checkpoints_of(run, RunFiles(self._home.runs / run.id).results(run))
+            offset += PAGE

@@ -1,17 +1,486 @@
-"""Datasets: files under names. A new file takes its name's place only once it is whole and every row of it was looked at."""
+"""A whole dataset file looked at: how many rows it has, or everything that is wrong with them; and its first rows."""
 
 import asyncio
+import errno
+import hashlib
+import os
+import re
+import secrets
+import shutil
+import sqlite3
 import threading
-from collections.abc import AsyncIterable
+from collections.abc import AsyncGenerator, AsyncIterable, Generator
 from concurrent.futures import Future
-from dataclasses import replace
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
+from io import FileIO
+from itertools import islice
 from pathlib import Path
+from typing import Any, Literal, NamedTuple, Protocol
+
+import orjson
 
 from penstock.controller.database import Database
-from penstock.controller.dataset_checks import check_dataset
-from penstock.controller.dataset_files import DatasetFiles, digest_of
-from penstock.controller.dataset_rows import Dataset, DatasetRows, Upload, check_wish, error_of, is_forgotten, over, refused
-from penstock.errors import ControllerError, DatasetError
+from penstock.controller.runs import new_id, now
+from penstock.errors import ControllerError, DatasetError, Issue
+from penstock.sdk.dataset import check_tasks, read_rows
+
+PREVIEW_ROWS, PREVIEW_CHARACTERS = 50, 4000
+"""Of a preview: rows, and characters of a value."""
+
+
+def check_dataset(path: Path, name: str) -> int:
+    """How many rows `path` has; DatasetError with an issue for each bad one, which calls the file `name`.
+
+    A row must do for some agent: one with a prompt, or any row for a flow that asks by itself. What an agent needs beyond that is
+    looked at when a run is submitted.
+    """
+    try:
+        return check_tasks(path, columns=True)
+    except DatasetError as error:
+        issues = [_named(issue, path, name) for issue in error.issues]
+        first = str(error).partition("\n")[0].replace(str(path), name)
+        raise DatasetError(first, issues or [Issue(name, first.removeprefix(f"{name}: "))]) from None
+
+
+def preview(path: Path) -> list[dict[str, Any]]:
+    """The first rows as JSON can hold them, long values cut."""
+    with closing(read_rows(path)) as rows:
+        return [{name: _short(value) for name, value in row.columns.items()} for row in islice(rows, PREVIEW_ROWS)]
+
+
+def _named(issue: Issue, path: Path, name: str) -> Issue:
+    """The place is the issue's key already, and the path is the controller's own: neither belongs in the message."""
+    message = issue.message.removeprefix(f"{path}, {issue.key}: ").replace(str(path), name)
+    return Issue(issue.key.replace(str(path), name), message)
+
+
+def _short(value: Any) -> Any:
+    text = value if isinstance(value, str) else orjson.dumps(value, default=str).decode()
+    if len(text) > PREVIEW_CHARACTERS:
+        return f"{text[:PREVIEW_CHARACTERS]}…"
+    return value if isinstance(value, str) else orjson.loads(text)
+
+
+BLOCK = 1 << 20
+"""Bytes that are written at once."""
+
+
+class Expected(Protocol):
+    """What a file is to be."""
+
+    @property
+    def key(self) -> str:
+        """Of its upload alone."""
+        ...
+
+    @property
+    def extension(self) -> str:
+        """Without a dot."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """In bytes."""
+        ...
+
+
+class DatasetFiles:
+    """One folder of them."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def content(self, digest: str, extension: str) -> Path:
+        """Where the file of this digest is, or would be, kept."""
+        return self._folder / f"{digest}.{extension}"
+
+    def draft(self, upload: Expected, digest: str) -> Path:
+        """Where a whole upload waits to be looked at."""
+        return self._folder / f".{upload.key}.{digest}.{upload.extension}"
+
+    def find(self, upload: Expected, digest: str) -> Path | None:
+        """An upload's file: waiting, or already in its place; None where it is gone."""
+        places = (self.draft(upload, digest), self.content(digest, upload.extension))
+        return next((place for place in places if place.exists()), None)
+
+    async def receive(self, upload: Expected, stream: AsyncIterable[bytes]) -> str:
+        """Write a file as it comes and have it wait as a draft; its digest. Nothing stays of one of another size."""
+        part = self._part(upload)
+        with _gone(part), _disk():
+            with part.open("xb", buffering=0) as file:
+                digest = await _write(file, _crossing(stream), upload.size)
+                await asyncio.to_thread(os.fsync, file.fileno())
+            part.replace(self.draft(upload, digest))
+        return digest
+
+    def copy(self, upload: Expected, source: Path) -> str:
+        """Have a copy of a file of this machine wait as a draft; its digest."""
+        part = self._part(upload)
+        with _gone(part), _disk():
+            shutil.copyfile(source, part)
+            digest = digest_of(part)
+            with part.open("rb+") as file:
+                os.fsync(file.fileno())
+            part.replace(self.draft(upload, digest))
+        return digest
+
+    def keep(self, upload: Expected, digest: str) -> None:
+        """Put a draft in its place for good; one that is there already is left."""
+        draft, content = self.draft(upload, digest), self.content(digest, upload.extension)
+        with _disk():
+            if draft.exists():
+                draft.replace(content)
+            descriptor = os.open(self._folder, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+    def discard(self, key: str) -> None:
+        """Remove what waits of an upload."""
+        for file in self._folder.glob(f".{key}.*"):
+            file.unlink(missing_ok=True)
+
+    def sweep(self, wanted: set[Path]) -> None:
+        """Remove what a killed process left, but for drafts that can still be completed."""
+        for file in self._folder.glob(".*"):
+            if file not in wanted:
+                file.unlink(missing_ok=True)
+
+    def _part(self, upload: Expected) -> Path:
+        return self._folder / f".{upload.key}.{secrets.token_hex(4)}.part"
+
+
+def digest_of(path: Path) -> str:
+    """SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+async def _write(file: FileIO, stream: AsyncIterable[bytes], wanted: int) -> str:
+    digest, size, block = hashlib.sha256(), 0, bytearray()
+
+    def flush() -> None:
+        digest.update(block)
+        written = 0
+        while written < len(block):
+            written += file.write(block[written:]) or 0
+        block.clear()
+
+    async for piece in stream:
+        size += len(piece)
+        if size > wanted:
+            break
+        block += piece
+        if len(block) >= BLOCK:
+            await asyncio.to_thread(flush)
+    if size != wanted:
+        told = f"{size} came" if size < wanted else "more came"
+        text = f"the file was to have {wanted} bytes, and {told}; upload it again as it is now"
+        raise ControllerError(text, code="SIZE_MISMATCH", status=400)
+    await asyncio.to_thread(flush)
+    return digest.hexdigest()
+
+
+async def _crossing(stream: AsyncIterable[bytes]) -> AsyncGenerator[bytes]:
+    """What a caller sends; that it broke off is no fault of the disk."""
+    try:
+        async for piece in stream:
+            yield piece
+    except OSError as cause:
+        raise ControllerError("the upload broke off; send the file again", code="UPLOAD_BROKEN", status=400) from cause
+
+
+@contextmanager
+def _gone(part: Path) -> Generator[None]:
+    try:
+        yield
+    finally:
+        part.unlink(missing_ok=True)
+
+
+@contextmanager
+def _disk() -> Generator[None]:
+    """A disk that refuses, told once."""
+    try:
+        yield
+    except OSError as cause:
+        full = cause.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        text = f"the file cannot be kept by the controller: {cause.strerror or cause}; free disk space there"
+        raise ControllerError(text, code="DISK_FULL" if full else "STORE_FAILED", status=507) from cause
+
+
+TABLE = """CREATE TABLE IF NOT EXISTS dataset_logs (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT, dataset TEXT NOT NULL, timestamp TEXT NOT NULL, level TEXT NOT NULL, step TEXT NOT NULL,
+    message TEXT NOT NULL, details TEXT)"""
+INDEX = "CREATE INDEX IF NOT EXISTS dataset_logs_of ON dataset_logs (dataset, seq)"
+
+Level = Literal["info", "warning", "error"]
+Step = Literal["upload", "validation"]
+
+
+class LogPage(NamedTuple):
+    """Some entries, oldest first."""
+
+    entries: list[dict[str, Any]]
+    next_cursor: str | None
+    """Leads further the same way; None at the beginning. Forwards it always says from where to ask again."""
+
+
+class DatasetLogs:
+    """The entries of all datasets."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        database.create(TABLE, INDEX)
+
+    def add(self, dataset: str, step: Step, message: str, *, level: Level = "info", **details: Any) -> None:
+        """Note something."""
+        told = orjson.dumps(details).decode() if details else None
+        statement = "INSERT INTO dataset_logs (dataset, timestamp, level, step, message, details) VALUES (?, ?, ?, ?, ?, ?)"
+        self._database.write(statement, [dataset, now(), level, step, message, told])
+
+    def page(self, dataset: str, *, limit: int, cursor: str | None, newer: bool = False) -> LogPage:
+        """The newest entries, or those before (with `newer`: after) `cursor`; `newer` without a cursor begins at the beginning."""
+        place = _place(cursor)
+        side, order = (">", "ASC") if newer else ("<", "DESC")
+        start = place if place is not None else (0 if newer else 1 << 62)
+        statement = f"SELECT * FROM dataset_logs WHERE dataset = ? AND seq {side} ? ORDER BY seq {order} LIMIT ?"
+        found = self._database.rows(statement, [dataset, start, limit + 1])
+        kept = found[:limit]
+        end = str(kept[-1]["seq"]) if kept else str(start)
+        following = end if newer or len(found) > limit else None
+        rows = kept if newer else kept[::-1]
+        fields = ("timestamp", "level", "step", "message")
+        told = [{name: row[name] for name in fields} | {"details": _details(row["details"])} for row in rows]
+        return LogPage(told, following)
+
+
+def _place(cursor: str | None) -> int | None:
+    if cursor is None or cursor == "":
+        return None
+    if not (cursor.isascii() and cursor.isdecimal() and len(cursor) <= 18):
+        text = f"cursor {cursor[:40]!r} is not one that this controller gave"
+        raise ControllerError(text, code="QUERY_INVALID", status=400, details={"field": "cursor"})
+    return int(cursor)
+
+
+def _details(text: str | None) -> dict[str, Any] | None:
+    return None if text is None else orjson.loads(text)
+
+
+TABLES = (
+    """CREATE TABLE IF NOT EXISTS datasets (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, name TEXT NOT NULL UNIQUE, extension TEXT NOT NULL,
+    size INTEGER NOT NULL, status TEXT NOT NULL, digest TEXT, rows INTEGER, created_at TEXT NOT NULL, updated_at TEXT NOT NULL,
+    message TEXT NOT NULL DEFAULT '', creator TEXT NOT NULL DEFAULT '')""",
+    """CREATE TABLE IF NOT EXISTS uploads (
+    dataset TEXT PRIMARY KEY REFERENCES datasets (id), key TEXT NOT NULL UNIQUE, extension TEXT NOT NULL, size INTEGER NOT NULL,
+    state TEXT NOT NULL, begun_at TEXT NOT NULL, digest TEXT, error TEXT)""",
+)
+NAME = re.compile(r"(?!\.)[^\x00-\x1f\x7f/\\]{1,200}")
+EXTENSIONS = ("csv", "jsonl", "parquet")
+FORGOTTEN = timedelta(days=1)
+"""After which an upload that nobody completed is given up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dataset:
+    """What a name stands for."""
+
+    id: str
+    name: str
+    extension: str
+    size: int
+    """In bytes."""
+    status: str
+    """`pending`, `uploading`, `processing`; then `uploaded`, or `error` or `cancelled` where no content ever came."""
+    digest: str | None
+    """SHA-256 of the content; None before there is any."""
+    rows: int | None
+    created_at: str
+    updated_at: str
+    message: str = ""
+    """Why there is no content."""
+    creator: str = ""
+    path: Path = Path()
+    """Of the content, where there is some."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Upload:
+    """A file on its way to a dataset."""
+
+    dataset: str
+    """Its id."""
+    key: str
+    """Of this upload alone: a link to an earlier one is worth nothing."""
+    extension: str
+    size: int
+    state: str
+    """`pending`, `uploading`, `received`, `processing`, `failed`."""
+    begun_at: str
+    digest: str | None = None
+    """Once it was received."""
+    error: str | None = None
+    """What is wrong with the file, as JSON."""
+
+
+class DatasetRows:
+    """The two tables, and the log beside them."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        database.create(*TABLES)
+        self.logs = DatasetLogs(database)
+
+    def find(self, ref: str) -> Dataset | None:
+        """By id or name."""
+        row = self._database.row("SELECT * FROM datasets WHERE id = ? OR name = ? ORDER BY id = ? DESC", [ref, ref, ref])
+        return None if row is None else _dataset(row)
+
+    def page(self, *, limit: int, offset: int) -> tuple[list[Dataset], int]:
+        """Newest first, and how many there are in all."""
+        found = self._database.rows("SELECT * FROM datasets ORDER BY seq DESC LIMIT ? OFFSET ?", [limit, offset])
+        return [_dataset(row) for row in found], self._database.rows("SELECT count(*) FROM datasets")[0][0]
+
+    def uploads(self, dataset: str | None = None) -> list[Upload]:
+        """What is on its way, to one dataset or to all."""
+        where, values = ("", []) if dataset is None else (" WHERE dataset = ?", [dataset])
+        return [_upload(row) for row in self._database.rows(f"SELECT * FROM uploads{where}", values)]
+
+    def begin(self, name: str, size: int, extension: str, *, overwrite_id: str | None, creator: str) -> Upload:
+        """Expect a file; the upload that was expected before is forgotten. ControllerError 409 for a name that has content."""
+        with self._database.transaction():
+            known = self.find(name)
+            if overwrite_id is not None and (known is None or overwrite_id not in (known.id, known.name)):
+                raise refused(f"dataset {overwrite_id[:80]!r} is not the one that is called {name!r}", "overwrite_dataset_id")
+            if known is not None and known.digest is not None and overwrite_id is None:
+                text = f"a dataset {name!r} exists; choose another name, or overwrite it"
+                raise ControllerError(text, code="DATASET_EXISTS", status=409, details={"existing_dataset_id": known.id})
+            dataset = known.id if known else self._insert(name, size, extension, creator)
+            upload = Upload(
+                dataset=dataset, key=secrets.token_hex(16), extension=extension, size=size, state="pending", begun_at=now()
+            )
+            self._database.write(
+                "INSERT OR REPLACE INTO uploads (dataset, key, extension, size, state, begun_at) VALUES (?, ?, ?, ?, ?, ?)",
+                [dataset, upload.key, extension, size, upload.state, upload.begun_at],
+            )
+            self._show(upload, "pending")
+            self.logs.add(dataset, "upload", f"a {extension} file of {size} bytes is expected")
+        return upload
+
+    def move(self, upload: Upload, state: str) -> Upload:
+        """Note how far an upload is; ControllerError 409 where it is no longer the one that is expected."""
+        with self._database.transaction():
+            self._write(upload, "UPDATE uploads SET state = ? WHERE key = ? AND error IS NULL", [state, upload.key])
+            self._show(upload, "uploading" if state == "received" else state)
+        return replace(upload, state=state)
+
+    def received(self, upload: Upload, digest: str) -> None:
+        """Note that its file is whole, and waits."""
+        with self._database.transaction():
+            statement = "UPDATE uploads SET state = 'received', digest = ? WHERE key = ? AND state NOT IN ('processing', 'failed')"
+            self._write(upload, statement, [digest, upload.key])
+            self._show(upload, "uploading")
+            self.logs.add(upload.dataset, "upload", f"{upload.size} bytes received", sha256=digest)
+
+    def lost(self, upload: Upload) -> None:
+        """Note that its file is not there after all, and must be sent again."""
+        with self._database.transaction():
+            self._write(upload, "UPDATE uploads SET state = 'pending', digest = NULL WHERE key = ?", [upload.key])
+            self._show(upload, "pending")
+
+    def settle(self, upload: Upload, rows: int) -> None:
+        """The file is in its place: from here on the dataset's name stands for it."""
+        with self._database.transaction():
+            self._write(upload, "DELETE FROM uploads WHERE key = ?", [upload.key])
+            self._database.write(
+                """UPDATE datasets SET extension = ?, size = ?, digest = ?, rows = ?, updated_at = ?, status = 'uploaded',
+                message = '' WHERE id = ?""",
+                [upload.extension, upload.size, upload.digest, rows, now(), upload.dataset],
+            )
+            self.logs.add(upload.dataset, "validation", f"{rows} rows, all of them good", rows=rows)
+
+    def fail(self, upload: Upload, error: DatasetError) -> None:
+        """The file cannot be used; content that was there before stays."""
+        told = orjson.dumps({"message": str(error), "issues": error.issues}, default=list).decode()
+        with self._database.transaction():
+            self._write(upload, "UPDATE uploads SET state = 'failed', error = ? WHERE key = ?", [told, upload.key])
+            self._show(upload, "error", str(error))
+            for issue in error.issues:
+                self.logs.add(upload.dataset, "validation", issue.message, level="error", where=issue.key)
+
+    def cancel(self, upload: Upload, why: str) -> None:
+        """Give an upload up; content that was there before stays."""
+        with self._database.transaction():
+            if self._database.write("DELETE FROM uploads WHERE key = ?", [upload.key]):
+                self._show(upload, "cancelled", why)
+                self.logs.add(upload.dataset, "upload", why, level="warning")
+
+    def _insert(self, name: str, size: int, extension: str, creator: str) -> str:
+        dataset, moment = new_id(), now()
+        self._database.write(
+            """INSERT INTO datasets (id, name, extension, size, status, created_at, updated_at, creator)
+            VALUES (?, ?, ?, ?, 'pending', ?, ?, ?)""",
+            [dataset, name, extension, size, moment, moment, creator],
+        )
+        return dataset
+
+    def _write(self, upload: Upload, statement: str, values: list[str | int | None]) -> None:
+        if not self._database.write(statement, values):
+            raise over(upload.dataset)
+
+    def _show(self, upload: Upload, status: str, message: str = "") -> None:
+        """Show where an upload stands on a dataset that has no content yet."""
+        self._database.write(
+            "UPDATE datasets SET status = ?, message = ?, size = ?, extension = ?, updated_at = ? WHERE id = ? AND digest IS NULL",
+            [status, message, upload.size, upload.extension, now(), upload.dataset],
+        )
+
+
+def is_forgotten(upload: Upload) -> bool:
+    """Whether nobody will complete it any more."""
+    return datetime.now(UTC) - datetime.fromisoformat(upload.begun_at) > FORGOTTEN
+
+
+def error_of(told: str) -> DatasetError:
+    """The error that `DatasetRows.fail` kept."""
+    kept = orjson.loads(told)
+    return DatasetError(kept["message"], [Issue(*issue) for issue in kept["issues"]])
+
+
+def check_wish(name: str, size: int, extension: str, *, largest: int) -> None:
+    """ControllerError 400 for a dataset that cannot be."""
+    if not NAME.fullmatch(name) or name.strip() != name:
+        raise refused(f"{name[:80]!r} is not a dataset's name; use a file's name without its ending", "file_name")
+    if extension not in EXTENSIONS:
+        raise refused(f"a dataset is a csv, jsonl or parquet file, not {extension[:20]!r}; convert it", "extension")
+    if not 0 < size <= largest:
+        limit = f"from 1 byte to {largest // 1_000_000} MB"
+        raise refused(f"dataset {name!r} has {size} bytes; this controller takes files {limit}", "file_size")
+
+
+def over(dataset: str) -> ControllerError:
+    """An upload that came too late."""
+    text = f"nothing is expected for dataset {dataset} by this link any more; begin the upload again"
+    return ControllerError(text, code="UPLOAD_OVER", status=409)
+
+
+def refused(message: str, field: str) -> ControllerError:
+    """A wish that cannot be."""
+    return ControllerError(message, code="DATASET_INVALID", status=400, details={"field": field})
+
+
+def _dataset(row: sqlite3.Row) -> Dataset:
+    return Dataset(**{key: row[key] for key in row.keys() if key != "seq"})  # noqa: SIM118
+
+
+def _upload(row: sqlite3.Row) -> Upload:
+    return Upload(**{key: row[key] for key in row.keys()})  # noqa: SIM118
+
 
 LARGEST_MB = 5000
 PATIENCE_S = 20.0

@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
-from penstock.controller.catalogue import BaseModel, Catalogue
-from penstock.controller.checkpoints import Checkpoint
+from penstock.controller.checkpoints import BaseModel, Catalogue, Checkpoint
 from penstock.controller.database import Database
+from penstock.controller.deployment_process import HEALTH_S, ServedModel
 from penstock.controller.home import Home
+from penstock.controller.model_server import Orders, ServingEngine
 from penstock.controller.runs import Runs, now
-from penstock.controller.served import HEALTH_S, ServedModel
-from penstock.controller.serving_orders import Orders, ServingEngine
 from penstock.errors import ControllerError
 
 TABLE = """CREATE TABLE IF NOT EXISTS deployments (

@@ -14,7 +14,7 @@ from pathlib import Path
 import orjson
 
 from penstock.controller.jobs import Ending, Job, write_durable
-from penstock.controller.keeper import keeper_of
+from penstock.controller.monitor import keeper_of
 from penstock.controller.runs import Run, RunFiles, Runs, Status
 from penstock.controller.vault import Vault
 from penstock.errors import PenstockError
@@ -180,7 +180,7 @@ def start_keeper(files: RunFiles, secrets: Mapping[str, str]) -> int:
     try:
         pid = os.posix_spawn(
             sys.executable,
-            [sys.executable, "-P", "-m", "penstock.controller.keeper", str(files.path)],
+            [sys.executable, "-P", "-m", "penstock.controller.monitor", str(files.path)],
             os.environ,
             file_actions=[
                 (os.POSIX_SPAWN_DUP2, reading, 0),
@@ -201,6 +201,6 @@ def start_keeper(files: RunFiles, secrets: Mapping[str, str]) -> int:
 def _is_keeper(pid: int) -> bool:
     """Whether that is the process that a lock file means; its number may have been given to another since."""
     try:
-        return b"penstock.controller.keeper" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b"penstock.controller.monitor" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except FileNotFoundError:
         return not Path("/proc").exists()

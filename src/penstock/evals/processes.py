@@ -23,8 +23,8 @@ from penstock.records import Attempt, End, Rollout, Sampling, Task
 from penstock.rollout.author_tasks import leaves
 from penstock.run.folder import RunFolder
 from penstock.run.inputs import Inputs
+from penstock.sdk.agent_spec import AgentSpec, command
 from penstock.sdk.discovery import Agent
-from penstock.sdk.elsewhere import Recipe, command
 from penstock.system.presence import LEAVE_S, present
 from penstock.system.process_group import how_ended
 
@@ -353,7 +353,7 @@ async def open_processes(
     async with _scribe(config, folder) as scribe:
         orders = Orders(
             config=config.model_dump(mode="json"),
-            recipe=Recipe.of(inputs.agent).write().decode(),
+            recipe=AgentSpec.of(inputs.agent).write().decode(),
             model=inputs.model,
             model_folder=str(inputs.folder),
             run_folder=str(folder.path),

@@ -22,8 +22,7 @@ from penstock.rollout.transcripts import make_samples, transcripts
 from penstock.run.agent_preflight import preflight
 from penstock.run.folder import RunFolder, locked, open_run_folder
 from penstock.run.opening import open_pool
-from penstock.sdk.agents import open_agent
-from penstock.sdk.discovery import Agent
+from penstock.sdk.discovery import Agent, open_agent
 
 GRADED = (End.COMPLETED, End.GRADER_ERROR)
 """Ends of rollouts whose agent had come to its end."""

@@ -10,9 +10,8 @@ from typing import Any, NamedTuple, cast
 import orjson
 
 from penstock.errors import ConfigError, DatasetError, GraderError
-from penstock.graders.judge import Endpoint, Judge
+from penstock.graders.judge import Case, Endpoint, Judge, Scale, Verdict
 from penstock.graders.rubric import conversation
-from penstock.graders.verdict import Case, Scale, Verdict
 
 ANSWERS = ("solution", "solution_str", "messages")
 TASKS = ("prompt", "original_input")

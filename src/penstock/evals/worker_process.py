@@ -31,7 +31,7 @@ from penstock.rollout.runner import Room, Runner
 from penstock.run.folder import RunFolder
 from penstock.run.inputs import Inputs
 from penstock.run.opening import open_rollouts
-from penstock.sdk.elsewhere import Recipe
+from penstock.sdk.agent_spec import AgentSpec
 from penstock.system.garbage import collect_seldom
 from penstock.system.presence import LEAVE_S, present
 
@@ -97,7 +97,7 @@ class Teller:
 
 async def work(orders: Orders, pipe: asyncio.StreamReader, teller: Teller) -> None:
     """Run what the parent asks for until `pipe` ends."""
-    agent = Recipe.read(orders.recipe.encode()).load()
+    agent = AgentSpec.read(orders.recipe.encode()).load()
     config = make_config(orders.config, "the evaluation's config")
     folder = RunFolder(Path(orders.run_folder), resumed=True)
     inputs = Inputs(

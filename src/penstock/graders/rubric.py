@@ -15,8 +15,7 @@ import orjson
 from pydantic import Field, model_validator
 
 from penstock.errors import ConfigError
-from penstock.graders.judge import Judge, find_endpoint
-from penstock.graders.verdict import Case, Scale, Verdict
+from penstock.graders.judge import Case, Judge, Scale, Verdict, find_endpoint
 from penstock.records import Message
 from penstock.sdk.context import GraderContext
 from penstock.sdk.grader import Grader, GraderConfig

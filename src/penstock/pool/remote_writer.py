@@ -15,7 +15,7 @@ from penstock.pool.sql.database import Database
 from penstock.pool.writer import Bulk, Waiting, Writer
 from penstock.pool.writer_process import OUTLIVES_S, WriterSettings
 from penstock.pool.writer_protocol import encode_request, read_answers
-from penstock.sdk.elsewhere import command
+from penstock.sdk.agent_spec import command
 
 T = TypeVar("T")
 

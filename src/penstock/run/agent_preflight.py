@@ -17,8 +17,8 @@ from typing import IO, Any, NamedTuple
 
 from penstock.config import AgentSection
 from penstock.errors import ConfigError
+from penstock.sdk.agent_spec import AgentSpec, command
 from penstock.sdk.discovery import construct
-from penstock.sdk.elsewhere import Recipe, command
 from penstock.system.process_group import how_ended
 
 STARTUP_S = 30.0
@@ -41,7 +41,7 @@ def preflight(source: AgentSection, workflow: Mapping[str, Any], grader: Mapping
     Raises the ConfigError that `open_agent` would, or one that says how the process hung or died. What the file prints is dropped,
     but for the last line of one that died.
     """
-    recipe, entry = Recipe.to_load(source, workflow, grader), source.entry
+    recipe, entry = AgentSpec.to_load(source, workflow, grader), source.entry
     with tempfile.TemporaryFile() as verdict, tempfile.TemporaryFile() as stack, tempfile.TemporaryFile() as output:
         code = _try(recipe, (verdict, stack, output), timeout_s)
         told, where, said = _read(verdict), _line(_read(stack), entry), _read(output).split("\n")
@@ -56,7 +56,7 @@ def preflight(source: AgentSection, workflow: Mapping[str, Any], grader: Mapping
     raise ConfigError(f"{where.text}: importing it failed: its process {how_ended(code)}{last}; move what did that {GUARD}")
 
 
-def _try(recipe: Recipe, files: tuple[IO[bytes], IO[bytes], IO[bytes]], timeout_s: float) -> int | None:
+def _try(recipe: AgentSpec, files: tuple[IO[bytes], IO[bytes], IO[bytes]], timeout_s: float) -> int | None:
     """The exit code of a process that tries the recipe, and of which nothing is left; None where it had to be killed."""
     verdict, stack, output = (file.fileno() for file in files)
     process = subprocess.Popen(
@@ -100,7 +100,7 @@ def _line(stack: str, entry: Path) -> Place:
 
 def _attempt(verdict: int, stack: int, timeout_s: float) -> None:
     """What the other process does."""
-    recipe = Recipe.read(sys.stdin.buffer.read())
+    recipe = AgentSpec.read(sys.stdin.buffer.read())
     faulthandler.enable(stack, all_threads=False)
     faulthandler.dump_traceback_later(timeout_s, exit=True, file=stack)
     refused, columns = None, False

@@ -15,9 +15,8 @@ from penstock.records import Task
 from penstock.rollout.executors import EXECUTORS
 from penstock.rollout.executors.base import read_section
 from penstock.run.agent_preflight import Tried, preflight
-from penstock.sdk.agents import open_agent
 from penstock.sdk.dataset import check_tasks, load_tasks
-from penstock.sdk.discovery import Agent
+from penstock.sdk.discovery import Agent, open_agent
 from penstock.sdk.flows.agent import check_rows, is_flow_agent, told_of_run
 from penstock.train import LOSSES
 from penstock.train.advantages import ADVANTAGES

@@ -20,7 +20,7 @@ from penstock.rollout.processes.job_protocol import Answer, Job, Kind, write_sam
 from penstock.scale.cluster import here, live_nodes, on_node, open_cluster, seen_from
 from penstock.scale.manager import AgentFlowManager
 from penstock.scale.package import ray
-from penstock.scale.sent import recipe
+from penstock.scale.run_spec import recipe
 from penstock.scale.worker import AgentFlowWorker
 from penstock.sdk.samples import RolloutSample
 

@@ -12,7 +12,7 @@ from penstock.errors import ConfigError, WorkerLost
 from penstock.events import Events
 from penstock.rollout.author_tasks import leaves
 from penstock.rollout.processes.job_protocol import Answer
-from penstock.scale.calls import IN_A_ROW, Actor, ActorGone, answer
+from penstock.scale.actor_calls import IN_A_ROW, Actor, ActorGone, answer
 from penstock.scale.package import RayError
 from penstock.scale.worker import EVENT, Order, Place, dismiss
 from penstock.system.async_tools import settled

@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 import torch
 
 from penstock.run.opening import LocalRollouts, open_pool, open_rollouts
-from penstock.scale.calls import Telling
-from penstock.scale.locks import alone
-from penstock.scale.sent import Sent
+from penstock.scale.actor_calls import Telling
+from penstock.scale.run_spec import Sent
 from penstock.system.garbage import collect_seldom
+from penstock.system.wait_for_lock import alone
 from penstock.train.publish import KEPT
 
 T = TypeVar("T")

@@ -16,12 +16,12 @@ from penstock.events import Events, Listener
 from penstock.rollout.author_tasks import leaves
 from penstock.run.folder import RunFolder, locked, open_run_folder
 from penstock.run.inputs import Inputs
-from penstock.scale.calls import IN_A_ROW, Actor, ActorGone, answer, come_back, relay
+from penstock.scale.actor_calls import IN_A_ROW, Actor, ActorGone, answer, come_back, relay
 from penstock.scale.cluster import STORE_BYTES, here, on_node, open_cluster, own_node
 from penstock.scale.package import ray
+from penstock.scale.parameter_sync import FILES, ParameterSynchronizer
 from penstock.scale.rollouter import AsyncRollouter
-from penstock.scale.sent import Sent
-from penstock.scale.sync import FILES, ParameterSynchronizer
+from penstock.scale.run_spec import Sent
 from penstock.scale.trainer import AsyncTrainer
 from penstock.train.run import refuse_endpoint
 from penstock.train.summary import Summary, finished

@@ -13,10 +13,10 @@ from penstock.engines.embedded.engine import pick_device, pick_dtype
 from penstock.engines.embedded.weights import load_decoder
 from penstock.run.inputs import Inputs
 from penstock.run.opening import open_pool
-from penstock.scale.calls import Telling, named
-from penstock.scale.locks import alone
-from penstock.scale.remote import RemoteRollouts
-from penstock.scale.sent import Sent
+from penstock.scale.actor_calls import Telling, named
+from penstock.scale.remote_rollouts import RemoteRollouts
+from penstock.scale.run_spec import Sent
+from penstock.system.wait_for_lock import alone
 from penstock.train.advantages import ADVANTAGES
 from penstock.train.learner import Learner
 from penstock.train.opening import TrainingRun

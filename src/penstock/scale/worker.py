@@ -14,11 +14,11 @@ from penstock.rollout.execution import Work
 from penstock.rollout.executors.base import artifacts_dir
 from penstock.rollout.processes.job_protocol import Job, failed, read_samples
 from penstock.rollout.processes.preload import warm
-from penstock.scale.calls import Outbox
+from penstock.scale.actor_calls import Outbox
 from penstock.scale.cluster import own_node
 from penstock.scale.package import ray
+from penstock.sdk.agent_spec import AgentSpec
 from penstock.sdk.clients import Clients
-from penstock.sdk.elsewhere import Recipe
 
 EVENT = -1
 """In place of a job's number: the item is an event."""
@@ -46,7 +46,7 @@ class AgentFlowWorker:
     """One process with one event loop. It is told jobs, and asked for what came of them."""
 
     def __init__(self, recipe: bytes, *, grace_s: float) -> None:
-        self._recipe, self._grace_s = Recipe.read(recipe), grace_s
+        self._recipe, self._grace_s = AgentSpec.read(recipe), grace_s
         self._work: Work | None = None
         self._running: dict[int, asyncio.Task[None]] = {}
 

@@ -1,17 +1,146 @@
-"""An experiment file: what is run, with which model, on which dataset, and how that becomes the config of a run."""
+"""`[advanced]` of an experiment file: keys of penstock's own tables, and whatever others understand."""
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
-from penstock.config import flaws
-from penstock.errors import Issue, several
-from penstock.workspace.advanced import read_advanced
+from pydantic import BaseModel
+
+from penstock.config import EngineSection, RunConfig, flaws
+from penstock.engines import ENGINES, SECTIONS
+from penstock.errors import ConfigError, Issue, several
 from penstock.workspace.layout import ROLLOUTS
-from penstock.workspace.policies import endpoint_engine, policy
 from penstock.workspace.sections import FILES, EvalFile, Kind, TrainFile
+
+ELSEWHERE = {
+    "agent.entry": "experiment.entrypoint",
+    "dataset.train": "experiment.dataset",
+    "model.name": "experiment.model_path",
+    "workflow": "workflow",
+    "grader": "grader",
+}
+"""Keys that the file has another place for."""
+
+
+class Advanced(NamedTuple):
+    """What was found under `[advanced]`."""
+
+    tree: dict[str, dict[str, Any]]
+    """Tables of a run's config."""
+    unknown: tuple[Issue, ...]
+    """Keys that mean nothing here; they are kept with the run."""
+    wrong: tuple[Issue, ...]
+
+
+def read_advanced(table: Mapping[str, Any], *, engine: str | None = None) -> Advanced:
+    """Sort the keys: `[advanced.train] steps = 2` and `"train.steps" = 2` say the same. `engine` is the model path's."""
+    tree: dict[str, dict[str, Any]] = {}
+    unknown: list[Issue] = []
+    wrong: list[Issue] = []
+    kind = _engine_section(table, engine)
+    for section, key, value in _flat(table):
+        name = f"{section}.{key}" if key else section
+        if other := ELSEWHERE.get(name) or ELSEWHERE.get(section):
+            wrong.append(Issue(f"advanced.{name}", f"advanced.{name}: {other} says that; write it there"))
+        elif key and _known(section, key, kind):
+            tree.setdefault(section, {})[key] = value
+        else:
+            unknown.append(Issue(f"advanced.{name}", f"advanced.{name} is kept with the run and changes nothing here"))
+    return Advanced(tree, tuple(unknown), tuple(wrong))
+
+
+def _flat(table: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
+    for key, value in table.items():
+        section, _, rest = key.partition(".")
+        if rest or not isinstance(value, Mapping):
+            yield section, rest, value
+        else:
+            yield from ((section, inner, held) for inner, held in cast("Mapping[str, Any]", value).items())
+
+
+def _engine_section(table: Mapping[str, Any], engine: str | None) -> type[BaseModel]:
+    named = {f"{section}.{key}": value for section, key, value in _flat(table)}.get("engine.name", engine)
+    return SECTIONS.load(named) if isinstance(named, str) and named in SECTIONS else EngineSection
+
+
+def _known(section: str, key: str, engine: type[BaseModel]) -> bool:
+    if section not in RunConfig.model_fields:
+        return False
+    kind: Any = engine if section == "engine" else RunConfig.model_fields[section].annotation
+    return not (isinstance(kind, type) and issubclass(kind, BaseModel)) or key in kind.model_fields
+
+
+ENDPOINTS = ("anthropic", "openai")
+"""Providers with an engine of their own, which knows their address and whose key goes there."""
+LITELLM = (
+    *("azure", "bedrock", "cerebras", "cohere", "databricks", "deepinfra", "deepseek", "fireworks_ai", "gemini", "groq", "litellm"),
+    *("mistral", "nvidia_nim", "ollama", "openrouter", "perplexity", "replicate", "sambanova", "together_ai", "vertex_ai", "xai"),
+)
+"""Providers that are reached through LiteLLM."""
+HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[^@\s]+)?", re.ASCII)
+
+
+def policy(model_path: str, code: Path, where: str) -> dict[str, Any]:
+    """The `model` and `engine` tables for a model path; a path is looked for under `code` first.
+
+    `openai/NAME`, `anthropic/NAME` and `PROVIDER/NAME` of LiteLLM's are endpoints; any other `ORG/NAME` is a repository on the hub.
+    """
+    if (code / model_path).exists():
+        return {"model": {"name": str((code / model_path).resolve())}}
+    engine = endpoint_engine(model_path)
+    if engine is not None:
+        _check_engine(engine, model_path, where)
+        whole = engine == "litellm" and not model_path.startswith("litellm/")
+        return {"model": {"name": model_path if whole else model_path.partition("/")[2]}, "engine": {"name": engine}}
+    if HUB.fullmatch(model_path) and not Path(model_path).expanduser().exists():
+        return {"model": {"name": f"hf:{model_path}"}}
+    return {"model": {"name": model_path}}
+
+
+def endpoint_engine(model_path: str) -> str | None:
+    """The engine that asks others for text, where they hold the weights: it can be measured, not trained. None for weights."""
+    provider, slash, _ = model_path.partition("/")
+    if not slash:
+        return None
+    return provider if provider in ENDPOINTS else "litellm" if provider in LITELLM else None
+
+
+def _check_engine(name: str, model_path: str, where: str) -> None:
+    try:
+        ENGINES.check(name)
+    except ConfigError as cause:
+        text = f"experiment.model_path = {model_path!r}: no engine {name!r} is installed; name weights, such as smollm2-135m"
+        raise several(where, [Issue("experiment.model_path", text)]) from cause
+
+
+BODY = {
+    "experiment": "experiment_config",
+    "evaluation": "evaluation_config",
+    "training": "training_config",
+    "sampling": "sampling_config",
+    "checkpoints": "checkpoints_config",
+    "advanced": "advanced_config",
+    "env": "env_config",
+    "secrets": "secrets",
+    "workflow": "workflow_config",
+    "grader": "grader_config",
+}
+"""What each table of the file is called in a body."""
+TABLES = {key: table for table, key in BODY.items()}
+
+
+def to_body(tables: Mapping[str, Any]) -> dict[str, Any]:
+    """The body that submits an experiment file; empty tables are left out."""
+    return {BODY[table]: values for table, values in tables.items() if table in BODY and values}
+
+
+def to_tables(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The experiment file that a body was made of. Keys of a body that are no tables are left out."""
+    return {TABLES[key]: values for key, values in body.items() if key in TABLES and values is not None}
+
 
 OWN = {"eval": ("evaluation",), "train": ("training", "sampling", "checkpoints")}
 """Tables that only files of one kind have."""

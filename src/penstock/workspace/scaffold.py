@@ -1,12 +1,111 @@
-"""Makes and mends workspaces: their folders, and rollouts that run as they are written."""
+"""The files of a rollout in a workspace, as they are written: code from the examples, and what surrounds it."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from importlib import metadata
 from pathlib import Path
 
 from penstock.errors import ConfigError
-from penstock.workspace.layout import DATASETS, WORD, Workspace
-from penstock.workspace.texts import IGNORED, rollout_files
+from penstock.workspace.layout import DATASETS, EVALS, ROLLOUTS, TRAININGS, WORD, Workspace
+
+EXAMPLES = Path(__file__).parent.parent / "templates"
+"""The project's examples, wherever penstock is installed."""
+
+EXPERIMENT = """\
+[experiment]
+rollout = "{name}"            # folder under rollouts/
+entrypoint = "main.py"
+model_path = "smollm2-135m"   # or hf:ORG/NAME, a folder, a checkpoint{endpoints}
+dataset = "{name}"            # data/{name}.jsonl, or one that was uploaded
+"""
+EVALUATION = """\
+# Measures the rollout: penstock eval run configs/eval/{name}.toml
+
+{experiment}
+[evaluation]
+limit = 32                    # rows, from the first on
+n = 1                         # attempts at each
+batch_size = 32               # rollouts at once
+pass_threshold = 1.0
+
+[secrets]
+required = []                 # names of secrets that the agent needs in its environment
+
+[advanced.sampling]           # any key of penstock's own config may stand under [advanced]
+max_tokens = 40
+"""
+TRAINING = """\
+# Trains the policy: penstock train configs/training/{name}.toml
+
+{experiment}
+[training]
+lr = 2e-5
+total_epochs = 1
+n_samples_per_prompt = 8      # attempts at each row: they are compared with each other
+rollout_batch_size = 4        # rows in each step
+max_response_length = 40      # tokens of one reply
+
+[sampling]
+rollout_temperature = 1.0
+
+[checkpoints]
+checkpoint_save_freq = 4      # steps; each is 1.6 GB
+
+[advanced.train]
+steps = 8                     # in place of whole epochs: this is where it has learnt the tool
+"""
+PROJECT = """\
+[project]
+name = "{name}"
+version = "0.1.0"
+requires-python = ">=3.11"
+dependencies = ["penstock[{extras}]>={version}"]
+"""
+README = """\
+# {name}
+
+{about}. It runs as it is, with a small model that this machine runs by itself:
+
+```
+penstock eval run {evals}/{name}.toml
+penstock train {trainings}/{name}.toml
+```
+
+| file | what it holds |
+|---|---|
+| `main.py` | the agent (one AgentWorkflow) and how it is graded (one Grader) |
+| `../../{evals}/{name}.toml` | how it is measured |
+| `../../{trainings}/{name}.toml` | how it is trained |
+| `../../{datasets}/{name}.jsonl` | the tasks: `user_prompt`, `ground_truth`; also `system_prompt` and `metadata` |
+
+Change `main.py` and the tasks into yours. `--dry-run` checks everything and tries one rollout; `penstock eval submit` and
+`penstock train submit` hand the same files to a controller.
+"""
+IGNORED = "runs/\n.penstock/\n__pycache__/\n.venv/\n"
+
+
+def example(path: str) -> str:
+    """An example's file."""
+    return (EXAMPLES / path).read_text(encoding="utf-8")
+
+
+def rollout_files(name: str, *, about: str, code: dict[str, str], extras: str = "local") -> dict[str, str]:
+    """What a rollout consists of, by path from the workspace; `code` are the examples that its Python files are copies of."""
+    folder = f"{ROLLOUTS}/{name}"
+    told = {"evals": EVALS, "trainings": TRAININGS, "datasets": DATASETS, "name": name}
+    evaluated = EXPERIMENT.format(name=name, endpoints=", openai/NAME")
+    trained = EXPERIMENT.format(name=name, endpoints="")
+    return {
+        **{f"{folder}/{file}": example(original) for file, original in code.items()},
+        f"{folder}/pyproject.toml": PROJECT.format(name=name, extras=extras, version=metadata.version("penstock")),
+        f"{folder}/README.md": README.format(about=about, **told),
+        f"{EVALS}/{name}.toml": EVALUATION.format(name=name, experiment=evaluated),
+        f"{TRAININGS}/{name}.toml": TRAINING.format(name=name, experiment=trained),
+        f"{DATASETS}/{name}.jsonl": example("multiply/tasks.jsonl"),
+    }
+
 
 PLAIN = {"main.py": "multiply/agent.py"}
 ABOUT = "An agent that multiplies with a tool, written with a plain `openai` client"
@@ -83,3 +182,102 @@ def write_ignored(folder: Path) -> None:
     file = folder / ".gitignore"
     if not file.exists():
         file.write_text(IGNORED, encoding="utf-8")
+
+
+FILE = "penstock.toml"
+"""What `penstock train` and `penstock eval run` take where no file is named."""
+TASKS = {"tasks.jsonl": "multiply/tasks.jsonl", "heldout.jsonl": "multiply/heldout.jsonl"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Template:
+    """A project, as it is written into a folder."""
+
+    about: str
+    files: Callable[[], dict[str, str]]
+    """Texts by their paths."""
+    extra: str = ""
+    """What must be installed beside `penstock[local]`."""
+    rollout: str = ""
+    """Of one that is a workspace: its rollout. Else it is a folder with a `penstock.toml`."""
+
+    @property
+    def following(self) -> list[str]:
+        """The commands that come next, in that folder."""
+        install = [f'pip install "penstock[local,{self.extra}]"'] if self.extra else []
+        evals, trainings = (f" {folder}/{self.rollout}.toml" if self.rollout else "" for folder in (EVALS, TRAININGS))
+        return [*install, f"penstock eval run{evals}", f"penstock train{trainings}"]
+
+
+def _folder(toml: str, *names: str, **others: str) -> Callable[[], dict[str, str]]:
+    """The files of an example: its config, what lies beside it under the same name, and tasks of another one."""
+
+    def files() -> dict[str, str]:
+        home = Path(toml).parent
+        config = example(toml).replace(f" examples/{toml}", "").replace('"../multiply/', '"')  # all of it is in one folder there
+        return {
+            FILE: config,
+            **{name: example(f"{home}/{name}") for name in names},
+            **{to: example(it) for to, it in others.items()},
+        }
+
+    return files
+
+
+def _workspace(name: str, about: str, entry: str, extra: str) -> Template:
+    code = {"main.py": entry, "agent.py": "multiply/agent.py"}
+    files = partial(rollout_files, name, about=about, code=code, extras=f"local,{extra}")
+    return Template(about=f"a workspace: {about[:1].lower()}{about[1:]}", files=files, extra=extra, rollout=name)
+
+
+TEMPLATES = {
+    "plain": Template(
+        about="a two-turn agent that calls a tool, with a plain `openai` client",
+        files=_folder("multiply/train.toml", "agent.py", *TASKS),
+    ),
+    "tiny": Template(
+        about="the same with a policy of half a million weights that is made here: learns in half a minute",
+        files=_folder("multiply/tiny.toml", "agent.py", "tiny_tasks.jsonl", "tiny_heldout.jsonl"),
+    ),
+    "strands": Template(
+        about="the same agent written with Strands Agents",
+        files=_folder("multiply/strands.toml", "agent.py", "strands_agent.py", *TASKS),
+        extra="strands",
+    ),
+    "openai-agents": Template(
+        about="the same agent written with the OpenAI Agents SDK",
+        files=_folder("multiply/openai_agents.toml", "agent.py", "openai_agent.py", *TASKS),
+        extra="openai-agents",
+    ),
+    "flow": Template(
+        about="the same agent as a flow, in the style of Claw-R1", files=_folder("flow/train.toml", "flow.py", **TASKS)
+    ),
+    "command": Template(
+        about="the same agent as a program of its own that knows nothing of penstock",
+        files=_folder("command/train.toml", "program.py", "grader.py", **TASKS),
+    ),
+    "multiply-local-strands": _workspace(
+        "multiply-local-strands",
+        "An agent that multiplies with a tool, written with Strands Agents",
+        "multiply/strands_agent.py",
+        "strands",
+    ),
+    "multiply-local-openai": _workspace(
+        "multiply-local-openai",
+        "An agent that multiplies with a tool, written with the OpenAI Agents SDK",
+        "multiply/openai_agent.py",
+        "openai-agents",
+    ),
+}
+
+
+def apply_template(folder: Path, name: str, *, force: bool = False) -> list[Path]:
+    """Write a template's project, all or nothing; ConfigError names what is in the way, which `force` writes over."""
+    template = TEMPLATES.get(name)
+    if template is None:
+        raise ConfigError(f"there is no template {name!r}; there are {', '.join(TEMPLATES)}")
+    written = write_files(folder, template.files(), force=force)
+    if template.rollout:
+        fix(folder)
+        write_ignored(folder)
+    return written

@@ -87,7 +87,7 @@ def _keeps(process: Path, run: Path) -> bool:
         words = (process / "cmdline").read_bytes().split(b"\0")
     except OSError:
         return False
-    return b"penstock.controller.keeper" in words and str(run).encode() in words
+    return b"penstock.controller.monitor" in words and str(run).encode() in words
 
 
 def eventually(question: Callable[[], Any]) -> Any:

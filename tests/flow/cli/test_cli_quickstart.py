@@ -9,10 +9,10 @@ import pytest
 
 from penstock.cli.app import run
 from penstock.config import load_config
-from penstock.sdk.agents import open_agent
 from penstock.sdk.dataset import load_tasks
+from penstock.sdk.discovery import open_agent
 from penstock.sdk.flows.agent import is_flow_agent
-from penstock.workspace.templates import TEMPLATES
+from penstock.workspace.scaffold import TEMPLATES
 
 PENSTOCK = str(Path(sys.executable).with_name("penstock"))
 

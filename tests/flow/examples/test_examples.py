@@ -12,8 +12,8 @@ from penstock.chat.renderer import Renderer
 from penstock.config import load_config
 from penstock.records import End
 from penstock.rollout.transcripts import transcripts
-from penstock.sdk.agents import open_agent
 from penstock.sdk.dataset import load_tasks
+from penstock.sdk.discovery import open_agent
 from penstock.sdk.flows.agent import is_flow_agent
 from penstock.testing import write_tokenizer
 

@@ -14,8 +14,8 @@ from penstock.integrations.gsm8k import NOTED, RIGHT, UNREADABLE, WRONG, GSM8KAg
 from penstock.records import End, Sampling, make_rollout
 from penstock.rollout.runner import open_runner
 from penstock.rollout.transcripts import transcripts
-from penstock.sdk.agents import open_agent
 from penstock.sdk.dataset import load_tasks
+from penstock.sdk.discovery import open_agent
 from penstock.testing import ScriptedEngine, workbench, write_tokenizer
 
 EXAMPLE = EXAMPLES / "gsm8k"

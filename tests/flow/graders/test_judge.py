@@ -7,8 +7,7 @@ import pytest
 from judge_double import judge_double, says
 
 from penstock.errors import ConfigError
-from penstock.graders.judge import Judge, JudgeError, find_endpoint
-from penstock.graders.verdict import Case, Scale
+from penstock.graders.judge import Case, Judge, JudgeError, Scale, find_endpoint
 
 KEY = "a-key-that-nobody-may-see"
 GOOD = says('{"score": 0.5, "explanation": "half of it"}')

@@ -14,7 +14,7 @@ from penstock.events import Events
 from penstock.records import Sampling, Task, make_rollout
 from penstock.rollout.executors.base import read_section
 from penstock.rollout.runner import open_runner
-from penstock.sdk.agents import open_agent
+from penstock.sdk.discovery import open_agent
 from penstock.sdk.flows.table import REGISTERED
 from penstock.testing import ScriptedEngine, workbench
 

@@ -5,8 +5,7 @@ from workspace_cases import EXPERIMENT, WORKFLOW, made_workspace, tables
 
 from penstock.config import make_config
 from penstock.errors import ConfigError
-from penstock.workspace.bodies import to_body, to_tables
-from penstock.workspace.experiment import is_experiment, read_experiment
+from penstock.workspace.experiment import is_experiment, read_experiment, to_body, to_tables
 
 
 def issues(given, kind="eval"):

@@ -7,12 +7,11 @@ import pytest
 from penstock.cli.app import run
 from penstock.config import make_config
 from penstock.errors import ConfigError
-from penstock.sdk.agents import open_agent
 from penstock.sdk.dataset import load_tasks
+from penstock.sdk.discovery import open_agent
 from penstock.workspace.layout import find_workspace
 from penstock.workspace.opening import open_config
-from penstock.workspace.scaffold import fix, init_rollout, make_workspace, missing
-from penstock.workspace.templates import TEMPLATES, apply_template
+from penstock.workspace.scaffold import TEMPLATES, apply_template, fix, init_rollout, make_workspace, missing
 
 WORKSPACES = [name for name, template in TEMPLATES.items() if template.rollout]
 

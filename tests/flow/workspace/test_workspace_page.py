@@ -5,8 +5,8 @@ import tomllib
 from pathlib import Path
 
 from penstock.workspace.experiment import read_experiment
+from penstock.workspace.scaffold import TEMPLATES
 from penstock.workspace.sections import EvalFile, TrainFile
-from penstock.workspace.templates import TEMPLATES
 
 PAGE = (Path(__file__).parents[3] / "docs/workspace.md").read_text()
 

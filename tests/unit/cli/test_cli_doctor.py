@@ -5,14 +5,13 @@ from importlib import metadata
 
 import pytest
 
-from penstock.cli import checks
+from penstock.cli import doctor
 from penstock.cli.app import run
-from penstock.cli.checks import Check
-from penstock.cli.doctor import as_text
+from penstock.cli.doctor import Check, as_text
 
 
 def test_every_extra_is_reported_with_the_line_that_installs_it():
-    found = {check.name: check for check in checks.packages()}
+    found = {check.name: check for check in doctor.packages()}
     assert {"penstock", "core", "local", "ray", "postgres"} <= set(found)
     assert found["core"].state == "ok"
     missing = [check for check in found.values() if check.state == "note"]
@@ -24,7 +23,7 @@ def test_a_missing_extra_hinders_training_only_where_training_needs_it(monkeypat
     monkeypatch.setattr(
         metadata, "requires", lambda name: requirements
     )  # the installed list is fixed; only this shows a missing part
-    found = {check.name: check for check in checks.packages()}
+    found = {check.name: check for check in doctor.packages()}
     assert found["ray"].state == "note"
     assert found["local"].state == "fail"
     assert found["local"].found == "not installed: no_such.torch"
@@ -33,23 +32,23 @@ def test_a_missing_extra_hinders_training_only_where_training_needs_it(monkeypat
 def test_a_cache_that_cannot_be_written_is_a_failure_with_a_remedy(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "file" / "cache"))
-    check = checks.cache()
+    check = doctor.cache()
     assert check.state == "fail"
     assert "PENSTOCK_CACHE" in check.remedy
 
 
 def test_a_model_that_is_not_there_yet_is_a_note_with_the_command_that_fetches_it(monkeypatch, tmp_path):
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path))
-    check = checks.model()
+    check = doctor.model()
     assert check.state == "note"
     assert "penstock model pull smollm2-135m" in check.remedy
 
 
 @pytest.mark.parametrize(("free_gb", "state"), [(1, "fail"), (5, "note"), (50, "ok")])
 def test_little_disk_is_a_note_and_too_little_a_failure(monkeypatch, free_gb, state):
-    usage = checks.shutil.disk_usage(".")._replace(free=free_gb * checks.GB)
-    monkeypatch.setattr(checks.shutil, "disk_usage", lambda path: usage)  # a disk cannot be filled in a test
-    assert checks.disk().state == state
+    usage = doctor.shutil.disk_usage(".")._replace(free=free_gb * doctor.GB)
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: usage)  # a disk cannot be filled in a test
+    assert doctor.disk().state == state
 
 
 def test_the_text_puts_each_remedy_below_its_line_and_the_verdict_last():
@@ -67,7 +66,7 @@ def test_the_text_puts_each_remedy_below_its_line_and_the_verdict_last():
 
 @pytest.mark.parametrize(("state", "code"), [("ok", 0), ("note", 0), ("fail", 1)])
 def test_the_exit_code_says_whether_training_can_run(monkeypatch, capsys, state, code):
-    monkeypatch.setattr(checks, "look", lambda: [Check(name="disk", state=state, found="x")])  # this machine has one state only
+    monkeypatch.setattr(doctor, "look", lambda: [Check(name="disk", state=state, found="x")])  # this machine has one state only
     assert run(["doctor", "--json"]) == code
     told = json.loads(capsys.readouterr().out)
     assert told["ok"] is (code == 0)

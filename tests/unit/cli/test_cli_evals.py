@@ -4,8 +4,7 @@ from io import StringIO
 
 from rich.console import Console
 
-from penstock.cli.live import event_line, panel
-from penstock.cli.state import RunState
+from penstock.cli.live import RunState, event_line, panel
 
 
 def started() -> RunState:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.cli.figures import ranges
+from penstock.cli.output import ranges
 from penstock.cli.verify import SHOWN, as_object, as_text
 from penstock.codec import context_digest
 from penstock.records import Attempt, Group, Node, Sampling, Step, Task, make_rollout

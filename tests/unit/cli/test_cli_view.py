@@ -8,9 +8,8 @@ import orjson
 import pytest
 from rich.console import Console
 
-from penstock.cli.figures import clock, counts, percent, sparkline
-from penstock.cli.live import LiveView, panel
-from penstock.cli.state import RunState
+from penstock.cli.live import LiveView, RunState, panel
+from penstock.cli.output import clock, counts, percent, sparkline
 from penstock.records import End
 
 

@@ -5,8 +5,7 @@ import pytest
 from penstock.config import AgentSection
 from penstock.errors import ConfigError
 from penstock.graders.rubric import RubricGrader
-from penstock.sdk.agents import open_agent
-from penstock.sdk.discovery import construct
+from penstock.sdk.discovery import construct, open_agent
 
 WORKFLOW = "from penstock import AgentWorkflow, Grader\nclass W(AgentWorkflow):\n    async def run(self, ctx): ...\n"
 GRADER = "class G(Grader):\n    async def grade(self, ctx): ...\n"

@@ -4,8 +4,8 @@ import re
 
 import pytest
 
+from penstock.graders.judge import Case, Scale, Unusable, again, questions, read_verdict
 from penstock.graders.rubric import conversation
-from penstock.graders.verdict import Case, Scale, Unusable, again, questions, read_verdict
 
 SCALE = Scale(0.0, 1.0)
 

@@ -8,8 +8,7 @@ import pytest
 
 from penstock.errors import DatasetError
 from penstock.integrations.gsm8k import Call, calls_of, question_of
-from penstock.sdk.dataset import load_tasks
-from penstock.sdk.rows import read_rows
+from penstock.sdk.dataset import load_tasks, read_rows
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "gsm8k"
 CONVERT = runpy.run_path(str(EXAMPLE / "convert.py"))

@@ -4,8 +4,8 @@ import pytest
 
 from penstock.records import Sampling
 from penstock.sdk.flows.agent import row_of, sampling_params
+from penstock.sdk.flows.base import expanded, prompt_of
 from penstock.sdk.flows.config import flow_config
-from penstock.sdk.flows.messages import expanded, prompt_of
 from penstock.sdk.routing import RolloutContext
 
 SAMPLING = Sampling(temperature=0.7, top_p=0.9, max_tokens=64)

@@ -8,9 +8,8 @@ from penstock.config import AgentSection
 from penstock.errors import ConfigError
 from penstock.graders.rule import RuleGrader
 from penstock.records import Task
-from penstock.sdk.agents import open_agent
-from penstock.sdk.discovery import construct
-from penstock.sdk.elsewhere import Recipe
+from penstock.sdk.agent_spec import AgentSpec
+from penstock.sdk.discovery import construct, open_agent
 from penstock.sdk.flows.agent import FlowWorkflow, check_rows, is_flow_agent, told_of_run
 from penstock.sdk.flows.table import REGISTERED
 
@@ -124,7 +123,7 @@ def test_the_free_table_becomes_config_and_limits(tmp_path):
 
 def test_another_interpreter_loads_the_same_flows_and_knows_the_run(tmp_path):
     agent = told_of_run(opened(tmp_path, ONE, flows=listed(tmp_path, "far_flows"), flow="b"), model=tmp_path, group_size=4)
-    again = Recipe.read(Recipe.of(agent).write()).load()
+    again = AgentSpec.read(AgentSpec.of(agent).write()).load()
     assert (again.workflow.default, again.trusted) == ("b", True)
     assert again.workflow_config.model_extra["penstock"] == {"model": str(tmp_path.resolve()), "group_size": 4}
 

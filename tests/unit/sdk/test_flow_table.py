@@ -73,7 +73,7 @@ def test_a_list_names_classes_and_gives_them_further_keys(project):
 
 
 def test_a_flow_of_an_installed_package_can_be_named(tmp_path):
-    flows = read(tmp_path, "- name: multi\n  _target_: penstock.sdk.flows.multi.MultiStepAgentFlow\n")
+    flows = read(tmp_path, "- name: multi\n  _target_: penstock.sdk.flows.builtin.MultiStepAgentFlow\n")
     assert flows["multi"].cls is MultiStepAgentFlow
 
 
@@ -83,7 +83,7 @@ def test_a_flow_of_an_installed_package_can_be_named(tmp_path):
         ("os.system", "'os', a module of Python itself"),
         ("subprocess.Popen", "'subprocess', a module of Python itself"),
         ("builtins.eval", "'builtins', a module of Python itself"),
-        ("penstock.sdk.flows.target.sys.exit", "no subclass of AgentFlowBase"),
+        ("penstock.sdk.flows.table.sys.exit", "no subclass of AgentFlowBase"),
         ("{module}.no_flow", "no subclass of AgentFlowBase"),
         ("{module}.Unfinished", "Unfinished still lacks run"),
         ("{module}.Blocking", "Blocking.run is not async"),

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from penstock.errors import DatasetError
-from penstock.sdk.rows import Row, each_row, parse_json
+from penstock.sdk.dataset import Row, each_row, parse_json
 
 LARGEST = 5 * 1024**3
 FEWEST_ROWS = 4

@@ -49,7 +49,7 @@ def upload(
 ) -> Operation:
     """Check a file and send it to the controller, named as the file is."""
     from osmosis_ai.cli.dataset_rules import check_file
-    from penstock.controller.downloading import upload_dataset
+    from penstock.controller.downloads import upload_dataset
 
     here = connect()
     found = check_file(file)
@@ -77,7 +77,7 @@ def download(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that is there.")] = False,
 ) -> Operation:
     """Fetch a dataset's file."""
-    from penstock.controller.downloading import download_dataset
+    from penstock.controller.downloads import download_dataset
 
     here = connect()
     record = here.client.dataset(name)

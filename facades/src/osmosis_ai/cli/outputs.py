@@ -10,7 +10,7 @@ from osmosis_ai.cli.figures import size
 from osmosis_ai.cli.output import CliError, Terminal
 from osmosis_ai.cli.records import PENDING, Record, below, eval_row
 from osmosis_ai.cli.results import Operation
-from penstock.controller.downloading import Fetched, fetch_files
+from penstock.controller.downloads import Fetched, fetch_files
 
 ALL = ("metrics", "trajectories", "artifacts", "logs")
 DEFAULT = ("metrics", "trajectories")

@@ -30,8 +30,8 @@ def rubric(
 ) -> Operation:
     """Let another model score answers by a rubric. OPENAI_BASE_URL leads models of OpenAI's name elsewhere."""
     from penstock.evals.rubric import judge_file
+    from penstock.graders.judge import Scale
     from penstock.graders.rubric import read_rubric
-    from penstock.graders.verdict import Scale
 
     if score_min >= score_max:
         raise CliError(f"--score-min {score_min:g} is not below --score-max {score_max:g}; turn them around")

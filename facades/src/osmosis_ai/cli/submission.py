@@ -8,7 +8,7 @@ from osmosis_ai.cli.output import CliError, Terminal
 from osmosis_ai.cli.results import Operation
 
 if TYPE_CHECKING:
-    from penstock.controller.submitting import Prepared
+    from penstock.controller.submit import Prepared
 
 Kind = Literal["eval", "train"]
 FOLDERS = {"eval": "configs/eval", "train": "configs/training"}
@@ -17,7 +17,7 @@ WORDS = {"eval": "evaluation", "train": "training run"}
 
 def submit(kind: Kind, config: Path, terminal: Terminal, *, yes: bool) -> Operation:
     """Queue a run; nothing is sent before the file and the user agree."""
-    from penstock.controller.submitting import prepare, send
+    from penstock.controller.submit import prepare, send
 
     here = connect()
     file = _placed(kind, config, here.workspace)

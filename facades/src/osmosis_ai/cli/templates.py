@@ -17,7 +17,7 @@ Force = Annotated[bool, typer.Option("--force", "-f", help="Write over files tha
 @app.command("list")
 def list_templates() -> Listing:
     """Name the templates."""
-    from penstock.workspace.templates import TEMPLATES
+    from penstock.workspace.scaffold import TEMPLATES
 
     named = {name: one.about for name, one in TEMPLATES.items() if one.rollout}
     return Listing(
@@ -34,7 +34,7 @@ def apply(
     name: Annotated[str, typer.Argument(metavar="NAME", help="See: osmosis template list.")], force: Force = False
 ) -> Operation:
     """Copy a template into the workspace: its rollout, experiment files and tasks."""
-    from penstock.workspace.templates import TEMPLATES, apply_template
+    from penstock.workspace.scaffold import TEMPLATES, apply_template
 
     template = TEMPLATES.get(name)
     if template is None or not template.rollout:

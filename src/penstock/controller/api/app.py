@@ -1,7 +1,12 @@
-"""The controller as an ASGI app: who is let in, which station answers, and how a refusal looks."""
+"""What a caller is told of an error: a status, a code, one line, and every issue where there are several. Never a traceback."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection
+import errno
+import logging
+import socket
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
+from contextlib import asynccontextmanager
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from starlette.applications import Starlette
@@ -12,17 +17,70 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from penstock import __version__
-from penstock.controller.api import datasets, models, outputs, repositories, rollouts, runs, secrets, snapshots
-from penstock.controller.api.account import Account
-from penstock.controller.api.auth import Needs, Tokens, needs, refuse_others
+from penstock.controller.api import datasets, models, outputs, repositories, runs, secrets
+from penstock.controller.api.auth import Account, Logins, Needs, Tokens, needs, refuse_others
 from penstock.controller.api.bodies import reply
-from penstock.controller.api.errors import no_route, refusal
 from penstock.controller.api.links import PATH, REACHED, Links
-from penstock.controller.api.logins import Logins
 from penstock.controller.api.results import Results
-from penstock.controller.stations import Controller
-from penstock.errors import RequestError
+from penstock.controller.context import Controller
+from penstock.errors import ConfigError, ControllerError, DatasetError, ModelError, PenstockError, PoolError, RequestError
 from penstock.http.asgi import header
+from penstock.http.listen import base_url as url_of
+from penstock.http.listen import bind, known_names
+from penstock.http.server import HttpServer
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+RETRY_AFTER = {429: "30", 503: "10"}
+"""Seconds after which a caller may try again."""
+
+log = logging.getLogger(__name__)
+
+
+def refusal(error: Exception) -> Response:
+    """What no one here expected is logged with its traceback, and told without."""
+    known = _known(error)
+    if known is None:
+        log.error("a request failed", exc_info=error)
+        known = ControllerError("the controller failed on this request; its log says how", code="INTERNAL", status=500)
+    status = known.status or 500
+    headers = {"retry-after": RETRY_AFTER[status]} if status in RETRY_AFTER else {}
+    headers |= {"www-authenticate": "Bearer"} if status == 401 else {}
+    return reply({**known.details, "error": str(known), "code": known.code}, status, **headers)
+
+
+async def no_route(request: Request, error: Exception) -> Response:
+    """Of a path or a method that is not served."""
+    assert isinstance(error, HTTPException)
+    code = {404: "ROUTE_UNKNOWN", 405: "METHOD_NOT_ALLOWED"}.get(error.status_code, "REFUSED")
+    text = f"{request.method} {request.url.path}: {error.detail.lower()}"
+    return reply({"error": text, "code": code}, error.status_code, **error.headers or {})
+
+
+def _known(error: Exception) -> ControllerError | None:
+    if isinstance(error, ControllerError):
+        return error
+    if isinstance(error, ConfigError):
+        return ControllerError(str(error), code=_code(error), status=400, details=_issues(error))
+    if isinstance(error, RequestError):
+        return ControllerError(str(error), code=error.code.upper(), status=error.status)
+    if isinstance(error, PoolError) or (isinstance(error, OSError) and error.errno in FULL):
+        text = str(error) if isinstance(error, PenstockError) else f"the controller cannot write: {error.strerror}; free disk space"
+        return ControllerError(text, code="STORE_FAILED", status=503)
+    return None
+
+
+def _code(error: ConfigError) -> str:
+    if isinstance(error, DatasetError):
+        return "DATASET_INVALID"
+    return "MODEL_INVALID" if isinstance(error, ModelError) else "CONFIG_INVALID"
+
+
+def _issues(error: ConfigError) -> dict[str, Any]:
+    if not error.issues:
+        return {}
+    issues = [{"key": issue.key, "message": issue.message, "key_correction": issue.correction} for issue in error.issues]
+    return {"issues": issues, "field": error.issues[0].key}
+
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -32,7 +90,7 @@ def make_app(controller: Controller, base_url: str, *, names: Collection[str] | 
     tokens = Tokens(controller.database, controller.home.token())
     links = Links(controller.home.secret("links"), base_url)
     results = Results(controller)
-    stations = (snapshots, repositories, datasets, models, secrets, rollouts)
+    stations = (runs, repositories, datasets, models, secrets, repositories)
     account = Account(tokens, Logins(controller.database, tokens), links)
     listed = [Route("/health", _health, methods=["GET"]), *account.routes()]
     listed += [*runs.routes(controller, results), *outputs.routes(controller, links, results)]
@@ -110,3 +168,37 @@ def _name(host: str) -> str:
         return urlsplit(f"//{host}").hostname or ""
     except ValueError:
         return ""
+
+
+LAST_BYTES_S = 2.0
+"""How long a stopped controller lets callers take the answers that are written."""
+READER_S = 60.0
+"""How long a caller may take nothing of its answer before it is cut off."""
+
+
+@asynccontextmanager
+async def serving(
+    controller: Controller, *, host: str = "127.0.0.1", port: int = 0, base_url: str = "", names: Collection[str] = ()
+) -> AsyncGenerator[str]:
+    """Serve until this is left; yields the address for callers on this machine.
+
+    `base_url` is how callers reach it where that is another, such as https://… of a proxy. `names` are further ones that it may be
+    called by; on an interface other than this machine's own, without any, every name is taken: the token is what counts.
+    """
+    outside = urlsplit(base_url).hostname if base_url.startswith(("http://", "https://")) else None
+    if base_url and not outside:
+        raise ConfigError(f"base URL {base_url!r}: write it as https://name, or http://name:port")
+    with _bound(host, port) as bound:
+        here = url_of(host, bound.getsockname()[1]).removesuffix("/v1")
+        known = known_names(host, [*names, outside] if outside else names)
+        app = make_app(controller, base_url or here, names=known)
+        async with HttpServer(app, bound, drain_s=LAST_BYTES_S, reader_s=READER_S):
+            yield here
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    try:
+        return bind(host, port)
+    except ConfigError as error:
+        why = f"the controller cannot listen on {host}:{port}: {error.__cause__}"
+        raise ConfigError(f"{why}; choose another port, or 0 for a free one") from error

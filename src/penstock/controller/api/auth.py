@@ -4,19 +4,26 @@ Only hashes of devices' tokens are kept. What a route needs follows from its pat
 """
 
 import hmac
+import re
 import secrets
 import socket
+import time
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 from hashlib import sha256
 from typing import NamedTuple
 
-from penstock.controller.api.links import PATH
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+
+from penstock.controller.api.bodies import read_object, reply, text_of
+from penstock.controller.api.links import PATH, Links
 from penstock.controller.database import Database
 from penstock.controller.runs import new_id, now
 from penstock.errors import ControllerError
 
-TABLE = """CREATE TABLE IF NOT EXISTS tokens (
+TOKENS_TABLE = """CREATE TABLE IF NOT EXISTS tokens (
     id TEXT PRIMARY KEY, hash TEXT NOT NULL UNIQUE, name TEXT NOT NULL, created_at TEXT NOT NULL, expires_at TEXT NOT NULL,
     revoked INTEGER NOT NULL DEFAULT 0)"""
 OWNER = "owner"
@@ -71,7 +78,7 @@ class Tokens:
     def __init__(self, database: Database, owner_token: str) -> None:
         self._database = database
         self._owner = _hash(owner_token)
-        database.create(TABLE)
+        database.create(TOKENS_TABLE)
 
     def make(self, name: str) -> tuple[str, Identity]:
         """A new one for a device; it can be read here and never again."""
@@ -124,3 +131,140 @@ def _hash(token: str) -> str:
 
 def _refused(message: str, code: str) -> ControllerError:
     return ControllerError(message, code=code, status=401)
+
+
+LOGINS_TABLE = """CREATE TABLE IF NOT EXISTS logins (
+    device_hash TEXT PRIMARY KEY, user_code TEXT NOT NULL UNIQUE, name TEXT NOT NULL, until REAL NOT NULL, answer TEXT)"""
+LETTERS = "BCDFGHJKLMNPQRSTVWXZ23456789"
+"""Of a user's code: none that is taken for another, none that makes words."""
+LIFETIME_S = 900
+INTERVAL_S = 2
+MOST = 50
+"""Logins that wait at once: anyone who reaches the controller may begin one."""
+
+
+class Begun(NamedTuple):
+    """A login that waits."""
+
+    device_code: str
+    user_code: str
+
+
+class Logins:
+    """Those that wait. They are few and short-lived, and survive a controller that is started again."""
+
+    def __init__(self, database: Database, tokens: Tokens) -> None:
+        self._database = database
+        self._tokens = tokens
+        database.create(LOGINS_TABLE)
+
+    def begin(self, name: str) -> Begun:
+        """For a device of this name."""
+        with self._database.transaction():
+            self._database.write("DELETE FROM logins WHERE until < ?", [time.time()])
+            waiting = self._database.rows("SELECT count(*) FROM logins")[0][0]
+            if waiting >= MOST:
+                raise ControllerError(f"{waiting} logins wait already; try again later", code="TOO_MANY_LOGINS", status=429)
+            code = "".join(secrets.choice(LETTERS) for _ in range(8))
+            begun = Begun(secrets.token_urlsafe(32), f"{code[:4]}-{code[4:]}")
+            statement = "INSERT INTO logins (device_hash, user_code, name, until) VALUES (?, ?, ?, ?)"
+            self._database.write(statement, [_hash_code(begun.device_code), begun.user_code, name, time.time() + LIFETIME_S])
+        return begun
+
+    def answer(self, user_code: str, *, approve: bool) -> str:
+        """Let the device in that shows this code, or not; its name. A code is answered once."""
+        code = as_code(user_code)
+        name = self._database.row("SELECT name FROM logins WHERE user_code = ?", [code])
+        statement = "UPDATE logins SET answer = ? WHERE user_code = ? AND answer IS NULL AND until >= ?"
+        changed = self._database.write(statement, ["approved" if approve else "denied", code, time.time()])
+        if name is None or not changed:
+            text = f"no login waits with the code {code or user_code[:20]!r}; codes are good for {LIFETIME_S // 60} minutes, once"
+            raise ControllerError(text, code="CODE_UNKNOWN", status=404)
+        return name["name"]
+
+    def token(self, device_code: str) -> tuple[str, Identity]:
+        """For a device that was let in, once; until then, ControllerError with the platform's word for how it stands."""
+        device = _hash_code(device_code)
+        with self._database.transaction():
+            row = self._database.row("SELECT * FROM logins WHERE device_hash = ?", [device])
+            if row is None or row["until"] < time.time():
+                raise _stands("expired_token")
+            if row["answer"] == "denied":
+                raise _stands("access_denied")
+            if row["answer"] is None:
+                raise _stands("authorization_pending")
+            self._database.write("DELETE FROM logins WHERE device_hash = ?", [device])
+            return self._tokens.make(row["name"])
+
+
+def as_code(text: str) -> str:
+    """As it was shown, however it was typed: upper case, one dash."""
+    letters = re.sub(r"[^A-Z0-9]", "", text.upper())[:8]
+    return f"{letters[:4]}-{letters[4:]}" if letters else ""
+
+
+def _stands(word: str) -> ControllerError:
+    return ControllerError(word, code=word.upper(), status=400)
+
+
+def _hash_code(code: str) -> str:
+    return sha256(code.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+class Account:
+    """Routes of who asks."""
+
+    def __init__(self, tokens: Tokens, logins: Logins, links: Links) -> None:
+        self._tokens = tokens
+        self._links = links
+        self._logins = logins
+
+    def routes(self) -> list[Route]:
+        """Where what is."""
+        return [
+            Route("/device", self._page, methods=["GET"]),
+            Route("/api/cli/verify", self._verify, methods=["GET"]),
+            Route("/api/cli/device/authorize", self._authorize, methods=["POST"]),
+            Route("/api/cli/device/token", self._token, methods=["POST"]),
+            Route("/api/cli/device/approve", self._approve, methods=["POST"]),
+            Route("/api/cli/tokens/{token_id}", self._revoke, methods=["DELETE"]),
+        ]
+
+    async def _verify(self, request: Request) -> Response:
+        who: Identity = request.state.who
+        body = {"user": _user(who), "token_id": who.token_id}
+        body |= {"expires_at": who.expires_at} if who.expires_at else {}
+        git = request.headers.get("x-osmosis-git")
+        role = "owner" if who.is_owner else "member"
+        return reply(body | ({"workspace": {"id": git, "name": git, "role": role}} if git else {}))
+
+    async def _authorize(self, request: Request) -> Response:
+        body = await read_object(request)
+        begun = self._logins.begin(text_of(body, "deviceName", default="a device")[:100])
+        page = f"{self._links.base}/device"
+        whole = {"verification_uri": page, "verification_uri_complete": f"{page}?code={begun.user_code}"}
+        return reply(begun._asdict() | whole | {"expires_in": LIFETIME_S, "interval": INTERVAL_S})
+
+    async def _page(self, request: Request) -> Response:
+        """What the browser of who logs in shows: whom to ask."""
+        code = as_code(request.query_params.get("code", "")) or "CODE"
+        text = f"To let this device in, run on the controller's machine:\n\n    penstock controller approve {code}\n"
+        return PlainTextResponse(text, headers={"cache-control": "no-store", "x-content-type-options": "nosniff"})
+
+    async def _token(self, request: Request) -> Response:
+        token, who = self._logins.token(text_of(await read_object(request), "device_code"))
+        return reply({"token": token, "user": _user(who), "token_id": who.token_id, "expires_at": who.expires_at})
+
+    async def _approve(self, request: Request) -> Response:
+        body = await read_object(request)
+        approve = body.get("deny") is not True
+        name = self._logins.answer(text_of(body, "user_code"), approve=approve)
+        return reply({"device_name": name, "status": "approved" if approve else "denied"})
+
+    async def _revoke(self, request: Request) -> Response:
+        self._tokens.revoke(request.path_params["token_id"], request.state.who)
+        return reply({"id": request.path_params["token_id"], "status": "revoked"})
+
+
+def _user(who: Identity) -> dict[str, str]:
+    return {"id": who.token_id, "email": who.email, "name": who.name}

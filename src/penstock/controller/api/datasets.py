@@ -8,12 +8,10 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
-from penstock.controller.api.bodies import read_object, reply, text_of
+from penstock.controller.api.bodies import number, page_reply, paged, read_object, reply, text_of
 from penstock.controller.api.links import PATH, Links
-from penstock.controller.api.pages import number, page_reply, paged
-from penstock.controller.dataset_checks import preview
-from penstock.controller.datasets import Dataset
-from penstock.controller.stations import Controller
+from penstock.controller.context import Controller
+from penstock.controller.datasets import Dataset, preview
 from penstock.errors import ControllerError
 
 BASE = "/api/cli/datasets"

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 import orjson
 from starlette.requests import Request
 
-from penstock.controller.api.bodies import as_table
-from penstock.controller.api.pages import number
+from penstock.controller.api.bodies import as_table, number
 from penstock.errors import ControllerError
 
 MOST, USUAL = 200, 50

@@ -8,13 +8,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from penstock.controller.api.bodies import read_object, reply, text_of
+from penstock.controller.api.bodies import page_reply, paged, read_object, reply, text_of
 from penstock.controller.api.links import Links
-from penstock.controller.api.pages import page_reply, paged
-from penstock.controller.catalogue import BaseModel
-from penstock.controller.checkpoints import Checkpoint
+from penstock.controller.checkpoints import BaseModel, Checkpoint
+from penstock.controller.context import Controller
 from penstock.controller.deployments import Deployment
-from penstock.controller.stations import Controller
 
 BASE = "/api/cli/models"
 

@@ -1,23 +1,141 @@
-"""Evaluations and training runs: submitted, listed, looked at, stopped."""
+"""A submission's code and where it came from, before admission looks at the rest."""
 
 import asyncio
-from collections.abc import Mapping
+import re
+import secrets
+import shutil
+from collections.abc import AsyncIterable, Mapping
+from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from penstock.controller.admission import Origin, admit
 from penstock.controller.api import views
-from penstock.controller.api.bodies import read_object, reply
+from penstock.controller.api.auth import Identity
+from penstock.controller.api.bodies import as_table, page_reply, paged, read_object, reply, too_large
+from penstock.controller.api.links import Links
 from penstock.controller.api.logs import log_page, wanted
-from penstock.controller.api.pages import page_reply, paged
 from penstock.controller.api.results import Results, planned_steps, settings
-from penstock.controller.api.submissions import submit
 from penstock.controller.checkpoints import checkpoints_of
+from penstock.controller.context import Controller
 from penstock.controller.runs import Kind, Run
-from penstock.controller.stations import Controller
+from penstock.controller.snapshots import of_commit
 from penstock.errors import ControllerError
+
+DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+async def submit(controller: Controller, kind: Kind, body: Mapping[str, Any], *, git: str | None, who: Identity) -> Run:
+    """Queue a run of the code that the body brings as a `snapshot`, else of the repository that `git` names."""
+    waiting = len(await asyncio.to_thread(controller.runs.waiting))
+    if waiting >= controller.limits.queued:
+        text = f"{waiting} runs wait already; wait for some to end, or stop some"
+        raise ControllerError(text, code="QUEUE_FULL", status=429)
+    if "snapshot" in body:
+        origin = _told(body.get("origin"), git, who)
+        return await admit(controller, kind, body, snapshot=_uploaded(controller, body["snapshot"]), origin=origin)
+    snapshot, origin = await asyncio.to_thread(_of_repository, controller, body, git, who)
+    return await admit(controller, kind, body, snapshot=snapshot, origin=origin)
+
+
+def snapshot_path(controller: Controller, digest: object) -> Path:
+    """Where code with this SHA-256 is, or would be, kept; ControllerError 400 where it is none."""
+    if not isinstance(digest, str) or not DIGEST.fullmatch(digest):
+        text = "snapshot must be the SHA-256 of an archive: 64 hexadecimal digits in lower case"
+        raise ControllerError(text, code="SNAPSHOT_INVALID", status=400, details={"field": "snapshot"})
+    return controller.home.snapshots / f"{digest}.tar.gz"
+
+
+def _uploaded(controller: Controller, digest: object) -> Path:
+    path = snapshot_path(controller, digest)
+    if not path.is_file():
+        text = f"this controller has no snapshot {digest}; upload it first: PUT /api/cli/snapshots/{digest}"
+        raise ControllerError(text, code="SNAPSHOT_UNKNOWN", status=404, details={"field": "snapshot"})
+    return path
+
+
+def _told(origin: object, git: str | None, who: Identity) -> Origin:
+    """As the client says: its code may differ from any commit."""
+    told = as_table(origin)
+    branch, commit = told.get("branch"), told.get("commit_sha")
+    return Origin(
+        repository=git or "",
+        branch=branch if isinstance(branch, str) else None,
+        commit_sha=commit if isinstance(commit, str) else None,
+        dirty=told.get("dirty") is True,
+        creator=who.name,
+    )
+
+
+def _of_repository(controller: Controller, body: Mapping[str, Any], git: str | None, who: Identity) -> tuple[Path, Origin]:
+    """HEAD, or the branch or commit that the body pins. It waits for git, so it runs in a thread."""
+    if not git:
+        text = "the submission brings no code: send X-Osmosis-Git: owner/name of a registered repository, or a snapshot"
+        raise ControllerError(text, code="CODE_MISSING", status=400, details={"field": "snapshot"})
+    experiment = as_table(body.get("experiment_config"))
+    pins = [pin for key in ("commit_sha", "branch") if isinstance(pin := experiment.get(key), str) and pin]
+    branch = experiment.get("branch")
+    with of_commit(controller.repositories.get(git), pins[0] if pins else None) as taken:
+        path = snapshot_path(controller, taken.digest)
+        if not path.exists():
+            draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+            shutil.copyfile(taken.path, draft)
+            draft.replace(path)
+    origin = Origin(
+        repository=git.lower(),
+        branch=branch if isinstance(branch, str) else taken.branch,
+        commit_sha=taken.commit_sha,
+        dirty=taken.dirty,
+        creator=who.name,
+    )
+    return path, origin
+
+
+def snapshot_routes(controller: Controller, links: Links) -> list[Route]:
+    """One."""
+    largest = controller.limits.snapshot_mb * 1_000_000
+
+    async def put(request: Request) -> Response:
+        """201, or 200 where it was here already; nothing is kept of one that is not what its name says."""
+        digest: str = request.path_params["digest"]
+        path = snapshot_path(controller, digest)
+        known = path.exists()
+        draft = path.with_name(f".{digest}.{secrets.token_hex(4)}")
+        try:
+            found = await _receive(request.stream(), None if known else draft, largest)
+            if found != digest:
+                text = f"the archive's SHA-256 is {found}, not {digest}; it was changed on the way: send it again"
+                raise ControllerError(text, code="SNAPSHOT_MISMATCH", status=400)
+            if not known:
+                await asyncio.to_thread(draft.replace, path)
+        finally:
+            await asyncio.to_thread(draft.unlink, missing_ok=True)
+        return reply({"snapshot": digest, "size": path.stat().st_size}, 200 if known else 201)
+
+    return [Route("/api/cli/snapshots/{digest}", put, methods=["PUT"])]
+
+
+async def _receive(stream: AsyncIterable[bytes], draft: Path | None, largest: int) -> str:
+    """The SHA-256 of what comes, which is written to `draft` where there is one."""
+    digest, size = sha256(), 0
+    out = None if draft is None else await asyncio.to_thread(draft.open, "wb")
+    try:
+        async for part in stream:
+            size += len(part)
+            if size > largest:
+                raise too_large(largest)
+            digest.update(part)
+            if out is not None:
+                await asyncio.to_thread(out.write, part)
+    finally:
+        if out is not None:
+            out.close()
+    return digest.hexdigest()
+
 
 PATHS: Mapping[Kind, str] = {"eval": "/api/cli/eval-runs", "train": "/api/cli/training-runs"}
 KEYS: Mapping[Kind, str] = {"eval": "eval_runs", "train": "training_runs"}

@@ -7,10 +7,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from penstock.controller.api.bodies import read_object, reply, text_of
+from penstock.controller.api.bodies import page_reply, paged, read_object, reply, text_of
 from penstock.controller.api.links import Links
-from penstock.controller.api.pages import page_reply, paged
-from penstock.controller.stations import Controller
+from penstock.controller.context import Controller
 from penstock.controller.vault import Secret
 from penstock.errors import ControllerError
 

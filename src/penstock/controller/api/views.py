@@ -2,9 +2,14 @@
 
 from typing import Any
 
+import orjson
+
 from penstock.controller.api.bodies import as_table
 from penstock.controller.api.curves import Trained
 from penstock.controller.runs import Run
+from penstock.evals.spending import took
+from penstock.records import Attempt, Task
+from penstock.rollout.transcripts import transcripts
 
 NOT_SHOWN = ("experiment", "env", "secrets", "model", "agent", "dataset", "run")
 """Tables that a detail tells in other places."""
@@ -97,3 +102,39 @@ def _training_config(run: Run, settings: dict[str, Any]) -> dict[str, Any]:
 def _plain(table: dict[str, Any]) -> dict[str, Any]:
     """Without what is not set."""
     return {key: value for key, value in table.items() if value is not None and value != ""}
+
+
+def trajectory(run: Run, row: int, task: Task, attempt: Attempt) -> bytes:
+    """As JSON: every transcript with its messages and tools, every grade, every model call with its tokens and time."""
+    told, spent = transcripts(attempt), took(attempt)
+    first = next(iter(told.values()), None)
+    content: dict[str, Any] = {
+        "eval_run": {"id": run.id, "name": run.name},
+        "row": row,
+        "run": attempt.rollout.place,
+        "rollout_id": attempt.rollout.id,
+        "task": {"id": task.id, "prompt": task.prompt, "label": task.label, "metadata": task.metadata},
+        "end": attempt.end,
+        "message": attempt.message,
+        "reward": attempt.reward,
+        "grades": [{"source": g.source, "reward": g.reward, "transcript": g.transcript, "step": g.step} for g in attempt.grades],
+        "messages": first.messages if first else [],
+        "transcripts": {name: {"messages": each.messages, "tools": each.tools} for name, each in told.items()},
+        "calls": _calls(attempt),
+        "tokens": {"prompt": spent.prompt_tokens, "sampled": spent.completion_tokens},
+    }
+    return orjson.dumps(content, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE | orjson.OPT_NON_STR_KEYS)
+
+
+def _calls(attempt: Attempt) -> list[dict[str, Any]]:
+    return [
+        {
+            "index": step.index,
+            "transcript": step.transcript,
+            "finish": step.finish,
+            "sampled_tokens": step.sampled,
+            "seconds": step.seconds,
+            "temperature": step.sampling.temperature,
+        }
+        for step in attempt.steps
+    ]

@@ -19,7 +19,7 @@ from penstock.rollout.execution import Reward, WorkflowResult
 from penstock.rollout.executors.base import Given, Seat, Session
 from penstock.rollout.processes.fork_client import ForkClient, ProcessDied
 from penstock.rollout.processes.job_protocol import Answer, Job, Kind, write_samples
-from penstock.sdk.elsewhere import Recipe
+from penstock.sdk.agent_spec import AgentSpec
 from penstock.sdk.samples import RolloutSample
 
 
@@ -45,7 +45,7 @@ class ProcessExecutor:
         agent, section = given.agent, given.section or ProcessSection()
         self._given = given
         self._section: ProcessSection = section
-        self._recipe = Recipe.of(agent).write()
+        self._recipe = AgentSpec.of(agent).write()
         self._nursery = ForkClient(agent, fresh=section.fresh, start_s=section.start_s)
         self._workflow_slots = slots(agent.workflow_config and agent.workflow_config.concurrency)
         self._grader_slots = slots(agent.grader_config and agent.grader_config.concurrency)

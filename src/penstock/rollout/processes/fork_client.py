@@ -16,8 +16,8 @@ from typing import Any, Self
 from penstock.errors import ConfigError
 from penstock.rollout.processes.fork_server import ASK, BEGIN, ENDED, KILL, ORDER
 from penstock.rollout.processes.job_protocol import receive_async, send_async
+from penstock.sdk.agent_spec import AgentSpec, command
 from penstock.sdk.discovery import Agent
-from penstock.sdk.elsewhere import Recipe, command
 from penstock.system.async_tools import settled
 from penstock.system.process_group import how_ended
 
@@ -72,7 +72,7 @@ class ForkClient:
         self.forks = False
         """Whether jobs are forked; else each has a fresh interpreter."""
         self._agent = agent
-        self._recipe = Recipe.of(agent).write()
+        self._recipe = AgentSpec.of(agent).write()
         self._fresh = fresh
         self._start_s = start_s
         self._jobs: dict[int, JobProcess] = {}

@@ -25,8 +25,8 @@ from penstock.errors import ConfigError
 from penstock.rollout.processes.job_process import FRESH_FD, leave, run_job, tie, untie
 from penstock.rollout.processes.job_protocol import receive, send
 from penstock.rollout.processes.preload import warm
+from penstock.sdk.agent_spec import AgentSpec, command
 from penstock.sdk.discovery import Agent
-from penstock.sdk.elsewhere import Recipe, command
 from penstock.system.orphans import adopt, children, sweep
 
 ORDER = struct.Struct("!cI")
@@ -140,7 +140,7 @@ def _kill(pid: int) -> None:
 def main(control: socket.socket) -> None:
     """What the process does: load, say what was found, serve."""
     control.set_inheritable(False)
-    recipe, fresh = Recipe.read(receive(control)), json.loads(receive(control))
+    recipe, fresh = AgentSpec.read(receive(control)), json.loads(receive(control))
     output, silent = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(silent, 1)  # what the file prints when it is imported was seen when we ourselves imported it
     os.dup2(silent, 2)

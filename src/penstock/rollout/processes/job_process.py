@@ -23,9 +23,9 @@ from penstock.events import Events
 from penstock.rollout.author_tasks import AuthorTasks, one_line
 from penstock.rollout.execution import Work
 from penstock.rollout.processes.job_protocol import BEGUN, Job, failed, read_samples, receive, send
+from penstock.sdk.agent_spec import AgentSpec
 from penstock.sdk.clients import Clients
 from penstock.sdk.discovery import Agent
-from penstock.sdk.elsewhere import Recipe
 from penstock.sdk.environment import routes
 from penstock.sdk.samples import RolloutSample
 from penstock.system.orphans import adopt
@@ -39,7 +39,7 @@ def run_job(sock: socket.socket, agent: Agent | None, output: int) -> None:
     os.setsid()
     adopt()
     sock.set_inheritable(False)
-    recipe, job = Recipe.read(receive(sock)), from_json(Job, receive(sock))
+    recipe, job = AgentSpec.read(receive(sock)), from_json(Job, receive(sock))
     samples = read_samples(receive(sock))
     tie(sock)
     os.register_at_fork(after_in_child=sock.close)  # what the agent forks must not speak in its name

@@ -1,20 +1,121 @@
-"""AgentFlowBase: what an author subclasses to write an agent that hands in its own steps."""
+"""What the gateway answers to a flow: one object for both forms in which flows read it."""
 
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple, cast, overload
 
 from penstock.records import Message
-from penstock.sdk.flows import tokenizer as tokenizers
-from penstock.sdk.flows.answers import Generated, Judged
+from penstock.sdk.flows import tools as tokenizers
 from penstock.sdk.flows.client import FlowClient
 from penstock.sdk.flows.config import ConfigTree
-from penstock.sdk.flows.messages import expanded, refuse_pictures
 from penstock.sdk.flows.step import SubmittedStep
 from penstock.sdk.routing import get_rollout_context
 from penstock.sdk.samples import plain
+
+
+class Generated(tuple[str, list[int], list[int]]):
+    """A reply: unpacks into `text, response_ids, prompt_ids`, and carries what else is known of the call."""
+
+    log_probs: list[float] | None
+    """Of `response_ids`; None where the engine tells none."""
+    stop_reason: str | None
+    policy_version: int | None
+    """The version that the engine served; that of the last token where it changed within the reply."""
+    policy_versions: list[int] | None
+    """Per token."""
+    step_index: int | None
+    """Of the call among those that are recorded of the rollout."""
+
+    def __new__(cls, answer: dict[str, Any]) -> "Generated":
+        """From the body of the gateway's answer."""
+        made = super().__new__(cls, (answer["response_text"], answer["response_ids"], answer["prompt_ids"]))
+        for name in ("log_probs", "stop_reason", "policy_version", "policy_versions", "step_index"):
+            setattr(made, name, answer.get(name))
+        return made
+
+    @property
+    def text(self) -> str:
+        """What was said, as the template's own text: tool calls included, special tokens not."""
+        return self[0]
+
+    @property
+    def response_ids(self) -> list[int]:
+        """The tokens that were sampled."""
+        return self[1]
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        """The tokens that the model saw."""
+        return self[2]
+
+
+class Judged(float):
+    """A reward, to be used as the number that it is or read like the gateway's answer: `reward["reward"]`."""
+
+    answer: dict[str, Any]
+
+    def __new__(cls, answer: dict[str, Any]) -> "Judged":
+        """From the body of the gateway's answer."""
+        made = super().__new__(cls, answer["reward"])
+        made.answer = answer
+        return made
+
+    def __getitem__(self, name: str) -> Any:
+        return self.answer[name]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """As a dictionary's."""
+        return self.answer.get(name, default)
+
+
+NOT_COLUMNS = frozenset({"raw_prompt", "uid", "prompt_uid", "trajectory_uid", "channel"})
+
+
+def expanded(messages: Sequence[Message]) -> list[Message]:
+    """With each message whose content is itself a list of messages replaced by those.
+
+    >>> expanded([{"role": "user", "content": [{"role": "user", "content": "2+2?"}]}])
+    [{'role': 'user', 'content': '2+2?'}]
+    """
+    return [inner for message in messages for inner in _inner(message)]
+
+
+def prompt_of(kwargs: Mapping[str, Any]) -> list[Message]:
+    """The row's prompt as messages, whichever way `raw_prompt` tells it; ValueError where the row asks nothing."""
+    prompt = kwargs.get("raw_prompt")
+    if not prompt:
+        raise ValueError("the row has no prompt; fill its 'prompt' column, or write a flow that asks with other columns")
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else expanded(cast("list[Message]", prompt))
+
+
+def columns_of(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The columns of the row among what `run` is given: what a grader may want to know."""
+    return {name: value for name, value in kwargs.items() if name not in NOT_COLUMNS}
+
+
+def refuse_pictures(messages: Sequence[Message]) -> None:
+    """ValueError where a message holds a part that is not text."""
+    for message in expanded(messages):
+        content: Any = message.get("content")
+        parts = cast("list[Any]", content) if isinstance(content, list) else []
+        for part in parts:
+            kind = str(cast("Mapping[str, Any]", part).get("type", "text")) if isinstance(part, Mapping) else "text"
+            if kind != "text":
+                raise ValueError(f"a message holds {kind!r}; the gateway takes text, leave pictures and videos out")
+
+
+def _inner(message: Message) -> list[Message]:
+    content: Any = message.get("content")
+    if not isinstance(content, list) or not content:
+        return [message]
+    parts = cast("list[Any]", content)
+    return cast("list[Message]", parts) if all(_is_message(part) for part in parts) else [message]
+
+
+def _is_message(part: Any) -> bool:
+    return isinstance(part, Mapping) and "role" in part and "content" in part
 
 
 class Names(NamedTuple):

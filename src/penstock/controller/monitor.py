@@ -1,6 +1,6 @@
 """The process that stands by one run: it starts it, writes down what it says and how it ended, and takes it along when it dies.
 
-`python -m penstock.controller.keeper RUN_FOLDER`, with the run's secrets as a JSON object on stdin. It outlives the controller.
+`python -m penstock.controller.monitor RUN_FOLDER`, with the run's secrets as a JSON object on stdin. It outlives the controller.
 Who finds the run's lock held, or the run over, leaves: a run never has two. What is left without an exit file is taken up again.
 """
 
@@ -36,7 +36,7 @@ LOCK_S = 2.0
 _PR_SET_PDEATHSIG = 1
 
 
-class Keeper:
+class RunMonitor:
     """One run's process, from its start to its end."""
 
     def __init__(self, job: Job, log: RunLog, *, env: Mapping[str, str], strike: Strike) -> None:
@@ -121,7 +121,7 @@ def keep(files: RunFiles, secrets: Mapping[str, str]) -> None:
     end_strays(files)
     log = RunLog(files.log, job.log_mb)
     env = environment(os.environ, job.env, secrets) | {MARK: str(files.path)}
-    keeper = Keeper(job, log, env=env, strike=strike)
+    keeper = RunMonitor(job, log, env=env, strike=strike)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, keeper.ask)
     log.add("the run is taken up again: the process before was lost" if log.resumed else "the run begins", "info")
@@ -135,7 +135,7 @@ def keep(files: RunFiles, secrets: Mapping[str, str]) -> None:
         _note(files, Ending(code=code, stopped=stopped, message="" if stopped else _reason(code, log.reason)))
 
 
-def _run(keeper: Keeper, log: RunLog) -> int:
+def _run(keeper: RunMonitor, log: RunLog) -> int:
     try:
         return keeper.run()
     except ConfigError as error:

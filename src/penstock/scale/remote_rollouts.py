@@ -7,7 +7,7 @@ from typing import Any
 
 from penstock.errors import TrainError
 from penstock.events import Events
-from penstock.scale.calls import IN_A_ROW, Actor, ActorGone, answer, come_back
+from penstock.scale.actor_calls import IN_A_ROW, Actor, ActorGone, answer, come_back
 from penstock.scale.package import ray
 
 

@@ -11,13 +11,12 @@ from typing import Any, NamedTuple, cast
 from pydantic import Field
 
 from penstock.config import RunConfig, make_config, validate
+from penstock.controller.context import Controller
 from penstock.controller.datasets import Dataset
 from penstock.controller.runs import Kind, RunFiles
-from penstock.controller.stations import Controller
 from penstock.errors import ConfigError, ControllerError, DatasetError, Issue, several
 from penstock.sdk.dataset import count_rows
-from penstock.workspace.bodies import to_tables
-from penstock.workspace.experiment import read_experiment
+from penstock.workspace.experiment import read_experiment, to_tables
 from penstock.workspace.layout import ROLLOUTS, Workspace
 from penstock.workspace.sections import VARIABLE, SecretsTable, Strict
 

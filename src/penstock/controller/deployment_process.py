@@ -15,7 +15,7 @@ import aiohttp
 import orjson
 
 from penstock.codec import to_json
-from penstock.controller.serving_orders import Orders
+from penstock.controller.model_server import Orders
 from penstock.errors import ControllerError
 
 FIRST_WAIT_S, LONGEST_WAIT_S, YOUNG_S = 0.2, 30.0, 60.0
@@ -72,7 +72,7 @@ class ServedModel:
             await _end(process)
 
     async def _start(self) -> Process:
-        command = (sys.executable, "-P", "-m", "penstock.controller.serving")
+        command = (sys.executable, "-P", "-m", "penstock.controller.model_server")
         with self._log.open("ab") as log:
             process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, stderr=log, start_new_session=True)
         assert process.stdin is not None, "it is a pipe, held open as long as the controller lives"

@@ -1,23 +1,24 @@
-"""A process that serves one model over HTTP to whoever has its token. It keeps nothing of what was asked.
-
-It is run as a program: it reads its orders from stdin, says on stdout where it serves or why it cannot, and ends when it is told
-to or when the controller that started it is gone. Each call is a rollout of its own, which is forgotten once it was answered.
-"""
+"""What a serving process is told to do, and the socket that it serves on."""
 
 import asyncio
 import contextlib
 import hmac
 import os
 import secrets
+import shutil
 import signal
+import socket
 import sys
 import threading
 import time
+from asyncio.subprocess import Process
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Literal
 
+import aiohttp
 import orjson
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
@@ -25,19 +26,103 @@ from starlette.types import Receive, Scope, Send
 from penstock.chat.renderer import Renderer
 from penstock.codec import from_json
 from penstock.config import EngineSection
-from penstock.controller import serving_vllm
-from penstock.controller.serving_orders import HOST, Orders, bound
 from penstock.engines import ENGINES
 from penstock.engines.base import Engine
-from penstock.errors import PenstockError
+from penstock.errors import ConfigError, EngineError, PenstockError
 from penstock.gateway.app import Gateway
 from penstock.gateway.call import Limits
 from penstock.http.asgi import header
-from penstock.http.listen import base_url
+from penstock.http.listen import base_url, bind
 from penstock.http.server import HttpServer
 from penstock.pool.memory import MemoryPool
 from penstock.records import Rollout, Sampling, Task, make_rollout
 from penstock.system.garbage import collect_seldom
+
+HOST = "127.0.0.1"
+
+ServingEngine = Literal["embedded", "vllm"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Orders:
+    """What a process is to serve."""
+
+    name: str
+    """What callers name the model by."""
+    folder: str
+    token: str
+    port: int = 0
+    """Where it served before; another one is taken where that is not free."""
+    engine: ServingEngine = "embedded"
+
+
+def bound(port: int) -> socket.socket:
+    """The port of before, so that its address stays; else a free one."""
+    with suppress(ConfigError):
+        return bind(HOST, port)
+    return bind(HOST, 0)
+
+
+ASK_S = 0.5
+"""Between two questions whether it is up."""
+GRACE_S = 6.0
+"""For it to end after it was asked to; less than the controller waits for this process."""
+
+
+@asynccontextmanager
+async def serve_with_vllm(orders: Orders) -> AsyncGenerator[str]:
+    """Serve while this lasts; yields the URL that ends in `/v1`. EngineError where vLLM ends before it serves."""
+    program = shutil.which("vllm")
+    if program is None:
+        raise EngineError("there is no `vllm` on the controller's PATH; pip install vllm there, or deploy with engine embedded")
+    with bound(orders.port) as sock:  # vLLM binds it again: nobody else may have it by then, or vLLM says so and ends
+        port = sock.getsockname()[1]
+    process = await asyncio.create_subprocess_exec(
+        *(program, "serve", orders.folder, "--host", HOST, "--port", str(port), "--served-model-name", orders.name),
+        env=os.environ | {"VLLM_API_KEY": orders.token, "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"},
+        stdin=asyncio.subprocess.DEVNULL,
+    )
+    try:
+        url = base_url(HOST, port)
+        await _until_up(process, f"{url.removesuffix('/v1')}/health")
+        watching = asyncio.ensure_future(_end_with(process))
+        try:
+            yield url
+        finally:
+            watching.cancel()
+    finally:
+        await _end(process)
+
+
+async def _until_up(process: Process, health: str) -> None:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=10)) as session:
+        while process.returncode is None:
+            with suppress(aiohttp.ClientError, TimeoutError):
+                async with session.get(health) as response:
+                    if response.status == 200:
+                        return
+            with suppress(TimeoutError):
+                async with asyncio.timeout(ASK_S):
+                    await process.wait()
+    raise EngineError(f"vLLM ended with {process.returncode} before it served; its words are in the controller's deployments.log")
+
+
+async def _end_with(process: Process) -> None:
+    """A server that ends takes this process with it, so that the controller starts both again."""
+    await process.wait()
+    os._exit(3)
+
+
+async def _end(process: Process) -> None:
+    if process.returncode is None:
+        process.terminate()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(GRACE_S):
+                await process.wait()
+    if process.returncode is None:
+        process.kill()
+        await process.wait()
+
 
 DRAIN_S = 5.0
 """For answers under way when it is told to stop."""
@@ -92,7 +177,7 @@ class Front:
 
 
 @asynccontextmanager
-async def served(orders: Orders) -> AsyncGenerator[str]:
+async def serve_model(orders: Orders) -> AsyncGenerator[str]:
     """Serve while this lasts; yields the URL that ends in `/v1`."""
     folder = Path(orders.folder)
     renderer = await asyncio.to_thread(Renderer.load, folder)
@@ -120,7 +205,7 @@ async def _main(orders: Orders, out: BinaryIO) -> int:
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, stop.set)
     threading.Thread(target=_watch, args=(loop, stop), daemon=True).start()
-    opening = serving_vllm.served(orders) if orders.engine == "vllm" else served(orders)
+    opening = serve_with_vllm(orders) if orders.engine == "vllm" else serve_model(orders)
     try:
         async with opening as url:
             _say(out, url=url, pid=os.getpid())

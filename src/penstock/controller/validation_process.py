@@ -19,7 +19,7 @@ from penstock.controller.jobs import environment
 from penstock.controller.runlog import Strike
 from penstock.controller.runs import Kind
 from penstock.errors import ConfigError, DatasetError, Issue, ModelError
-from penstock.sdk.elsewhere import command
+from penstock.sdk.agent_spec import command
 from penstock.system.process_group import how_ended
 
 CHECK_S = 240.0

@@ -20,7 +20,7 @@ from penstock.errors import ControllerError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class ControllerLimits:
     """What a controller takes on."""
 
     runs: int = 1
@@ -46,13 +46,13 @@ class Controller:
     vault: Vault
     deployments: Deployments
     repositories: Repositories
-    limits: Limits
+    limits: ControllerLimits
     admissions: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))
     """Held while a submission is looked at, which takes a processor and a thread."""
 
 
 @asynccontextmanager
-async def open_controller(home: Home, limits: Limits) -> AsyncGenerator[Controller]:
+async def open_controller(home: Home, limits: ControllerLimits) -> AsyncGenerator[Controller]:
     """Serve the folder `home`: from here on queued runs are carried out; those that run go on when this is left.
 
     ControllerError CONTROLLER_RUNNING where another process serves it.

@@ -9,9 +9,8 @@ from pathlib import Path, PurePosixPath
 from threading import Lock
 from typing import Any
 
-from penstock.controller.client import Client
+from penstock.controller.client import Client, Progress, fetch, put_file
 from penstock.controller.runs import Kind
-from penstock.controller.transfer import Progress, fetch, put_file
 from penstock.errors import ConfigError, ControllerError
 
 AT_ONCE = 8

@@ -11,8 +11,8 @@ from penstock.records import Task
 from penstock.rollout.executors.base import read_section
 from penstock.run.folder import RunFolder, write_atomic
 from penstock.run.inputs import Inputs
+from penstock.sdk.agent_spec import AgentSpec
 from penstock.sdk.discovery import Agent
-from penstock.sdk.elsewhere import Recipe
 from penstock.sdk.workflow import AgentWorkflow
 
 FILE = ".sent.json"
@@ -81,7 +81,7 @@ class Sent:
 
     def load_agent(self) -> Agent:
         """The author's agent, loaded here."""
-        return Recipe.read(self.recipe.encode()).load()
+        return AgentSpec.read(self.recipe.encode()).load()
 
     def make_folder(self, *, resumed: bool) -> RunFolder:
         """The run's folder."""
@@ -90,7 +90,7 @@ class Sent:
 
 def recipe(agent: Agent) -> bytes:
     """What loads `agent` in a process that was started in another folder."""
-    return Recipe.to_load(_absolute(agent.source), *agent.tables).write()
+    return AgentSpec.to_load(_absolute(agent.source), *agent.tables).write()
 
 
 def _absolute(source: AgentSection) -> AgentSection:

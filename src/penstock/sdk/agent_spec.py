@@ -7,12 +7,11 @@ from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 from penstock.config import AgentSection
-from penstock.sdk.agents import open_agent
-from penstock.sdk.discovery import Agent
+from penstock.sdk.discovery import Agent, open_agent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recipe:
+class AgentSpec:
     """An agent as another interpreter can make it."""
 
     agent: dict[str, Any]

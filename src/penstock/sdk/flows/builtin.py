@@ -1,15 +1,31 @@
-"""A flow of several turns: each reply is a step; between them come tool results, or the demand to look again."""
+"""The simplest flow: the row's prompt gets one reply, which is its one step."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from penstock.records import Message
 from penstock.sdk.flows import tools as offers
-from penstock.sdk.flows.answers import Generated
-from penstock.sdk.flows.base import AgentFlowBase
+from penstock.sdk.flows.base import AgentFlowBase, Generated, columns_of, prompt_of
 from penstock.sdk.flows.config import MAX_TURNS
-from penstock.sdk.flows.messages import columns_of, prompt_of
 from penstock.sdk.flows.step import SubmittedStep
+
+
+class SingleStepSingleTurnAgentFlow(AgentFlowBase):
+    """Built in as `single_step_single_turn_agent`; the grader gives the reward."""
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> int:
+        """See `AgentFlowBase.run`."""
+        reply = await self._reply({"messages": prompt_of(kwargs), **sampling_params})
+        step = SubmittedStep(
+            prompt_ids=reply.prompt_ids,
+            response_ids=reply.response_ids,
+            trajectory_uid=kwargs["trajectory_uid"],
+            prompt_uid=kwargs["prompt_uid"],
+            is_last=True,
+        )
+        await self.gateway_submit_steps([step], channel=kwargs.get("channel"))
+        return 1
+
 
 AGAIN = "Check each part of your answer. Then answer once more, with the result alone on the last line, after ####."
 

@@ -8,8 +8,7 @@ import orjson
 import typer
 
 from penstock.cli.interrupts import INTERRUPTED
-from penstock.cli.submitted_view import KEYS_OF_ONE, WORDS
-from penstock.cli.telling import AsJson, Plain, show, when
+from penstock.cli.output import AsJson, Plain, show, when
 from penstock.errors import ConfigError, ControllerError
 
 if TYPE_CHECKING:
@@ -152,3 +151,10 @@ def _as_line(entry: Any) -> str:
     step = f"[{entry['step']}] " if entry.get("step") else ""
     level = f"{str(entry['level']).upper()} " if str(entry.get("level", "info")).lower() not in ("info", "") else ""
     return f"{when(entry.get('timestamp'))[11:]} {level}{step}{entry.get('message', '')}".rstrip()
+
+
+KEYS_OF_ONE: dict["Kind", str] = {"eval": "eval_run", "train": "training_run"}
+"""Of the run itself in what is told of one."""
+
+
+WORDS: dict["Kind", str] = {"eval": "evaluation", "train": "training run"}

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import TrainError
-from penstock.scale.calls import IN_A_ROW, ActorGone, answer, come_back, named
+from penstock.scale.actor_calls import IN_A_ROW, ActorGone, answer, come_back, named
 from penstock.scale.package import ray
 from penstock.train.policy import COPIED
 

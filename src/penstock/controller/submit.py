@@ -10,13 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from penstock.config import RunConfig, load_config, override, read_toml
-from penstock.controller.client import Client
+from penstock.controller.client import Client, Progress
 from penstock.controller.runs import Kind
 from penstock.controller.snapshots import make_snapshot
-from penstock.controller.transfer import Progress
 from penstock.errors import ConfigError, DatasetError
-from penstock.workspace.bodies import to_body
-from penstock.workspace.experiment import is_experiment, read_experiment
+from penstock.workspace.experiment import is_experiment, read_experiment, to_body
 from penstock.workspace.layout import Workspace, workspace_of
 
 LARGEST_TASKS = 64_000_000
