@@ -5,10 +5,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from penstock.sdk.context import AgentWorkflowContext, GraderContext
-    from penstock.sdk.grader import Grader, GraderConfig
     from penstock.sdk.routing import RolloutContext, SampleSource, get_rollout_context
     from penstock.sdk.samples import RolloutSample
-    from penstock.sdk.workflow import AgentWorkflow, AgentWorkflowConfig, BaseConfig, ConcurrencyConfig
+    from penstock.sdk.workflow import AgentWorkflow, AgentWorkflowConfig, BaseConfig, ConcurrencyConfig, Grader, GraderConfig
 
 __version__ = "0.1.0"
 

@@ -6,8 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from penstock.records import Attempt, End, Grade, Group, Task
-from penstock.train.exactness import exactness, read_graph
-from penstock.train.sequences import sequences
+from penstock.train.sequences import exactness, read_graph, sequences
 
 
 def paths(attempt: Attempt) -> list[list[int]]:

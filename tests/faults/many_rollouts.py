@@ -11,7 +11,7 @@ import psutil
 from gateway_client import Client
 
 from penstock.chat.renderer import Renderer
-from penstock.gateway import app, auth, sessions, sources
+from penstock.gateway import app, auth, session, sources
 from penstock.pool.base import Pool
 from penstock.pool.sqlite import open_pool
 from penstock.records import End, Grade, Rollout, Sampling, Task, make_rollout
@@ -24,7 +24,7 @@ lowered here, since no seam leads to them."""
 
 
 def lower_bounds() -> None:
-    auth.SEEN = sessions.REMEMBERED = sessions.TAKEN = BOUND
+    auth.SEEN = session.REMEMBERED = session.TAKEN = BOUND
     app.Told = partial(app.Told, most_bytes=BOUND * 1000)  # type: ignore[misc]
     sources.Roots = partial(sources.Roots, most_tokens=BOUND * 100)  # type: ignore[misc]
 

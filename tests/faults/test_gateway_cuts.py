@@ -10,7 +10,7 @@ from penstock.chat.renderer import Renderer
 from penstock.gateway import Limits
 from penstock.records import End
 from penstock.testing import Scripted, ScriptedEngine, memory_pool, workbench, write_tokenizer
-from penstock.train.exactness import exactness
+from penstock.train.sequences import exactness
 
 REPLY = "It is 42, as it always was, " * 2
 PATHS = ["/v1/chat/completions", "/v1/messages", "/v1/responses", "/v1/completions"]

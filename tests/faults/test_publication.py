@@ -12,7 +12,7 @@ from weight_server import logprob_of
 from penstock.engines.embedded.decoder import Decoder, causal
 from penstock.engines.embedded.weights import load_decoder
 from penstock.records import Attempt, End
-from penstock.train.exactness import read_graph
+from penstock.train.sequences import read_graph
 
 
 def spans(attempts: list[Attempt]) -> int:

@@ -16,7 +16,7 @@ from penstock.engines.embedded.decoder import causal
 from penstock.engines.embedded.engine import EmbeddedEngine
 from penstock.engines.servers.vllm import VllmSection
 from penstock.errors import EngineError
-from penstock.models.folder import ModelFolder
+from penstock.models.cache import ModelFolder
 from penstock.models.pull import resolve
 from penstock.records import Sampling
 

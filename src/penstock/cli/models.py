@@ -39,7 +39,7 @@ def pull(
 def list_models(plain: Plain = False, as_json: AsJson = False) -> None:
     """List the models that are here, the built-in ones that can be pulled, and those that submitted runs have trained."""
     from penstock.models import cached, kept
-    from penstock.models.references import BUILT_IN
+    from penstock.models.pull import BUILT_IN
 
     if plain and as_json:
         raise ConfigError("--json and --plain go without each other")

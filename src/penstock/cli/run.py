@@ -152,7 +152,7 @@ class Outcome:
 
 async def _record(command: list[str], settings: "Settings", model: "ModelFiles", folder: Path, timeout_s: float | None) -> Outcome:
     pass
-    from penstock.gateway.sessions import open_adhoc
+    from penstock.gateway.session import open_adhoc
     from penstock.gateway.standalone import open_gateway
     from penstock.http.listen import bind
 
@@ -189,7 +189,7 @@ def ending(ended: "Ended", interrupt: int | None) -> tuple[End, str]:
 
 def as_object(outcome: Outcome) -> dict[str, Any]:
     """For programs."""
-    from penstock.train.exactness import breaks, exactness
+    from penstock.train.sequences import breaks, exactness
 
     attempt, exact = outcome.attempt, exactness(outcome.attempt)
     return {

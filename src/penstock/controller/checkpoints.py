@@ -11,7 +11,7 @@ from penstock.controller.home import Home
 from penstock.controller.runs import Run, RunFiles, Runs
 from penstock.errors import ControllerError
 from penstock.models import kept
-from penstock.models.references import BUILT_IN
+from penstock.models.pull import BUILT_IN
 
 CHECKPOINTS, STATE = "checkpoints", "state.json"
 

@@ -21,16 +21,14 @@ from penstock.gateway.control import Control
 from penstock.gateway.dialects import DIALECTS
 from penstock.gateway.dialects.base import Dialect
 from penstock.gateway.flows import FlowRoutes, GenerateRoute, Judge, detail_body
-from penstock.gateway.metrics import CONTENT_TYPE, Samples, as_text
 from penstock.gateway.model_routes import CountRoute, ModelRoute
+from penstock.gateway.observability import CONTENT_TYPE, Samples, Spans, as_text
 from penstock.gateway.pending_response import ResponseCache
 from penstock.gateway.read_api import Reading
 from penstock.gateway.routes import Plain, Route, Routes, reply
-from penstock.gateway.session import Session
-from penstock.gateway.sessions import Sessions
+from penstock.gateway.session import Session, Sessions
 from penstock.gateway.shared_counters import Peers
 from penstock.gateway.sources import RelaySource, Source, TokenSource, no_tokens
-from penstock.gateway.tracing import Spans
 from penstock.gateway.trajectories import Trajectories
 from penstock.http.listen import base_url, bind, is_loopback, known_names
 from penstock.http.server import HttpServer

@@ -10,7 +10,7 @@ from typing import Protocol
 from penstock.errors import EngineError, PenstockError, boundary
 from penstock.events import Events
 from penstock.gateway.call import Call, Caller, Limits, Prompt
-from penstock.gateway.metrics import Metrics
+from penstock.gateway.observability import Metrics
 from penstock.gateway.pending_response import PendingResponse
 from penstock.gateway.recorder import Label, Recorder
 from penstock.gateway.reply import Delta, ReplyBuilder, deltas_of

@@ -13,7 +13,7 @@ from penstock.codec import from_json
 from penstock.errors import PoolError, PoolFailed, RequestError
 from penstock.gateway.call import Limits
 from penstock.gateway.routes import reply
-from penstock.gateway.sessions import ADHOC_CHANNEL, Sessions, make_task, open_adhoc
+from penstock.gateway.session import ADHOC_CHANNEL, Sessions, make_task, open_adhoc
 from penstock.gateway.trajectories import BEYOND
 from penstock.http.asgi import read_body
 from penstock.pool.base import Pool

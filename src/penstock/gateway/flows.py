@@ -22,7 +22,7 @@ from penstock.gateway.dialects.generate import expand
 from penstock.gateway.graph import TokenGraph
 from penstock.gateway.model_routes import VISIT
 from penstock.gateway.routes import DEFAULT_PROMPT, reply
-from penstock.gateway.sessions import Sessions
+from penstock.gateway.session import Sessions
 from penstock.gateway.trajectories import SOURCE, Registration, Trajectories
 from penstock.graders.rule import rule_reward, said
 from penstock.http.asgi import header, parse_json, read_body

@@ -14,10 +14,10 @@ from penstock.gateway.call import Call, Caller, Limits, Prompt
 from penstock.gateway.call_pipeline import Service
 from penstock.gateway.dialects.base import Answer, Dialect, EventWriter, Fresh
 from penstock.gateway.last_request import LastRequest
+from penstock.gateway.observability import Spans
 from penstock.gateway.pending_response import PendingResponse, ResponseCache
 from penstock.gateway.reply import Delta
 from penstock.gateway.session import Session
-from penstock.gateway.tracing import Spans
 from penstock.http.asgi import header, parse_json, read_body
 from penstock.http.request_cycle import LEAVING
 from penstock.records import Step

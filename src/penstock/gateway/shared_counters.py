@@ -13,7 +13,7 @@ from pathlib import Path
 
 import orjson
 
-from penstock.gateway.metrics import FAMILIES, Samples, merge
+from penstock.gateway.observability import FAMILIES, Samples, merge
 
 ROWS = 1 << 16
 """Rollouts that share one by chance are only looked at more often than they need to be."""

@@ -1,12 +1,16 @@
 """Where replies come from. An engine's are sampled token by token after a prompt of ours; see `relayed` for those of endpoints."""
 
+import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 from penstock.chat.parsers.base import Reasoning, ReplyParser, Text
 from penstock.chat.renderer import Renderer
+from penstock.config import EngineSection
+from penstock.engines import ENGINES
 from penstock.engines.base import Engine, Sampled
 from penstock.engines.text_endpoints.base import Argued, Asked, Called, Heard, Part, Relay, Said
 from penstock.errors import RequestError
@@ -225,3 +229,19 @@ def no_tokens(model: str, what: str, param: str | None = None) -> RequestError:
     """What an endpoint cannot be asked."""
     text = f"{model} is behind an endpoint that gives text, and its tokens are not known; {what}"
     return RequestError(text, code="unsupported_parameter", param=param)
+
+
+class OpenedEngine(NamedTuple):
+    """What a gateway answers with; close the engine after use."""
+
+    engine: Engine
+    renderer: Renderer | None
+    """None where the engine gives text."""
+
+
+async def open_engine(section: EngineSection, model: Path, *, name: str, seed: int) -> OpenedEngine:
+    """Open what `[engine]` names for the model in folder `model`, which an endpoint has no use for."""
+    renderer = None if section.relays else await asyncio.to_thread(Renderer.load, model)
+    decode = renderer and renderer.tokenizer.decode
+    opener = ENGINES.load(section.name)
+    return OpenedEngine(await asyncio.to_thread(opener, model, name=name, section=section, seed=seed, decode=decode), renderer)

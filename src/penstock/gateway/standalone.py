@@ -1,6 +1,5 @@
 """Opening what answers: an engine with the renderer of its model, or an endpoint, which needs none."""
 
-import asyncio
 import fcntl
 import os
 import secrets
@@ -13,7 +12,6 @@ from typing import Any, NamedTuple
 import orjson
 from pydantic import create_model
 
-from penstock.chat.renderer import Renderer
 from penstock.config import EngineSection, GatewaySection, ModelSection, PoolSection, SamplingSection, Section, override, validate
 from penstock.engines import ENGINES, SECTIONS
 from penstock.engines.base import Engine
@@ -23,28 +21,12 @@ from penstock.gateway.app import Gateway
 from penstock.gateway.auth import Tokens
 from penstock.gateway.call import Limits
 from penstock.gateway.flows import judge_by_rule
+from penstock.gateway.observability import open_spans
 from penstock.gateway.shared_counters import Peers
-from penstock.gateway.tracing import open_spans
+from penstock.gateway.sources import open_engine
 from penstock.pool import POOLS
 from penstock.pool.base import Pool
 from penstock.records import Sampling
-
-
-class OpenedEngine(NamedTuple):
-    """What a gateway answers with; close the engine after use."""
-
-    engine: Engine
-    renderer: Renderer | None
-    """None where the engine gives text."""
-
-
-async def open_engine(section: EngineSection, model: Path, *, name: str, seed: int) -> OpenedEngine:
-    """Open what `[engine]` names for the model in folder `model`, which an endpoint has no use for."""
-    renderer = None if section.relays else await asyncio.to_thread(Renderer.load, model)
-    decode = renderer and renderer.tokenizer.decode
-    opener = ENGINES.load(section.name)
-    return OpenedEngine(await asyncio.to_thread(opener, model, name=name, section=section, seed=seed, decode=decode), renderer)
-
 
 CONFIG, SECRET, TOKENS = "config.json", "secret", "tokens.json"
 

@@ -7,8 +7,18 @@ from typing import Any
 
 from penstock.errors import PoolConflict, PoolError, PoolFailed, RequestError
 from penstock.gateway.auth import Tokens
-from penstock.gateway.session import COMPLETE, Session, is_gone, over
-from penstock.gateway.sessions import OURS, Sessions, changed_sampling, make_task, open_adhoc, sampling_of
+from penstock.gateway.session import (
+    COMPLETE,
+    OURS,
+    Session,
+    Sessions,
+    changed_sampling,
+    is_gone,
+    make_task,
+    open_adhoc,
+    over,
+    sampling_of,
+)
 from penstock.pool.base import Pool
 from penstock.records import Attempt, End, Grade, Rollout, Task
 

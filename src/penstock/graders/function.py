@@ -12,8 +12,8 @@ from penstock.graders.rule import said
 from penstock.records import Message
 from penstock.sdk.context import GraderContext
 from penstock.sdk.discovery import import_entry
-from penstock.sdk.grader import Grader, GraderConfig
 from penstock.sdk.routing import MAIN
+from penstock.sdk.workflow import Grader, GraderConfig
 
 
 class FunctionGraderConfig(GraderConfig):

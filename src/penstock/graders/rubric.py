@@ -18,7 +18,7 @@ from penstock.errors import ConfigError
 from penstock.graders.judge import Case, Judge, Scale, Verdict, find_endpoint
 from penstock.records import Message
 from penstock.sdk.context import GraderContext
-from penstock.sdk.grader import Grader, GraderConfig
+from penstock.sdk.workflow import Grader, GraderConfig
 
 FILE = "verdict.json"
 """In the rollout's artifacts: what the judge said."""

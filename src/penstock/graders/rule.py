@@ -7,8 +7,8 @@ from penstock.errors import ConfigError, GraderError
 from penstock.graders import RULES
 from penstock.records import Message
 from penstock.sdk.context import GraderContext
-from penstock.sdk.grader import Grader
 from penstock.sdk.routing import MAIN
+from penstock.sdk.workflow import Grader
 
 
 class RuleGrader(Grader):

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 from penstock.errors import PoolError
-from penstock.pool import integrity, rules
+from penstock.pool import rows, rules
 from penstock.pool.base import Kind
-from penstock.pool.integrity import Opened
-from penstock.pool.rows import Row, column_names, grade_key, mark_key, unseal
+from penstock.pool.rows import Opened, Row, column_names, grade_key, mark_key, unseal
 from penstock.pool.rules import State
 from penstock.pool.sql import reads
 from penstock.pool.sql.database import Database, SqliteDatabase
@@ -250,7 +249,7 @@ def _check_group(database: Database, checked: Checked, facts: _Facts, name: str)
     for place, rollout in zip(found, places, strict=True):
         if place[0] != rollout.id:
             checked.find("groups", _text(name), f"rollout {rollout.id!r} is stored as {_text(place[0])!r}")
-    integrity.check_group(Opened(name, channel, seq, min_size), seal, task, places)
+    rows.check_group(Opened(name, channel, seq, min_size), seal, task, places)
     running = [rollout.id for rollout in places if facts.ends.get(rollout.id) is None]
     if bool(running) != (state is State.OPEN):
         checked.find("groups", _text(name), f"is {state}, but {len(running)} of its {len(places)} rollouts run")
@@ -287,7 +286,7 @@ def _check_leases(database: Database, checked: Checked, groups: set[str]) -> Non
 def _check_ledger(database: Database, checked: Checked, groups: set[str]) -> None:
     leases = {row[0] for row in database.execute("SELECT id FROM leases")}
     lines = database.execute("SELECT group_id, lease_id, version, seal FROM ledger ORDER BY position").fetchall()
-    _guarded(checked, "ledger", "", lambda: integrity.check_ledger(lines, len(lines)))
+    _guarded(checked, "ledger", "", lambda: rows.check_ledger(lines, len(lines)))
     for group_id, lease_id, version, _ in lines:
         if group_id not in groups or lease_id not in leases or not isinstance(version, int):
             checked.find("ledger", _text(group_id), f"lease {lease_id!r}, version {version!r}: the group or the lease is not there")

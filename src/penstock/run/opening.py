@@ -11,8 +11,8 @@ from penstock.engines.base import Engine
 from penstock.events import Events
 from penstock.gateway.app import Gateway
 from penstock.gateway.call import Limits
-from penstock.gateway.standalone import open_engine
-from penstock.gateway.tracing import open_spans
+from penstock.gateway.observability import open_spans
+from penstock.gateway.sources import open_engine
 from penstock.pool import POOLS
 from penstock.pool.base import Pool
 from penstock.records import Sampling

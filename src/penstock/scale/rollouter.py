@@ -15,7 +15,7 @@ from penstock.scale.actor_calls import Telling
 from penstock.scale.run_spec import Sent
 from penstock.system.garbage import collect_seldom
 from penstock.system.wait_for_lock import alone
-from penstock.train.publish import KEPT
+from penstock.train.policy import KEPT
 
 T = TypeVar("T")
 

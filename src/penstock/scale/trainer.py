@@ -20,7 +20,7 @@ from penstock.system.wait_for_lock import alone
 from penstock.train.advantages import ADVANTAGES
 from penstock.train.learner import Learner
 from penstock.train.opening import TrainingRun
-from penstock.train.publish import FromDisk
+from penstock.train.policy import FromDisk
 from penstock.train.run import run
 
 

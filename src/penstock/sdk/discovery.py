@@ -18,8 +18,7 @@ from pydantic import BaseModel
 from penstock.config import AgentSection, validate
 from penstock.errors import ConfigError
 from penstock.registry import Registry
-from penstock.sdk.grader import Grader, GraderConfig
-from penstock.sdk.workflow import AgentWorkflow, AgentWorkflowConfig, BaseConfig
+from penstock.sdk.workflow import AgentWorkflow, AgentWorkflowConfig, BaseConfig, Grader, GraderConfig
 
 T = TypeVar("T")
 

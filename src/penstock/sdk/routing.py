@@ -7,12 +7,14 @@ asyncio hands its context to tasks and to `to_thread`, but Python hands none to 
 import contextvars
 import re
 import reprlib
+import sys
 import threading
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field
+from functools import cache
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
@@ -97,7 +99,7 @@ class RolloutContext:
     _tokens: list[contextvars.Token["RolloutContext | None"]] = field(default_factory=list[Any], repr=False)
 
     def __enter__(self) -> Self:
-        from penstock.sdk.direct_calls import watch
+        pass
 
         carry_contexts()
         watch()
@@ -162,3 +164,43 @@ def running_rollout(what: str) -> RolloutContext:
     if context is None:
         raise ConfigError(f"{what} works inside a rollout only; run the workflow with `penstock train`")
     return context
+
+
+PROVIDERS = (
+    "anthropic.com",
+    "cohere.com",
+    "deepseek.com",
+    "fireworks.ai",
+    "generativelanguage.googleapis.com",
+    "groq.com",
+    "mistral.ai",
+    "openai.azure.com",
+    "openai.com",
+    "openrouter.ai",
+    "perplexity.ai",
+    "together.xyz",
+    "x.ai",
+)
+"""Whose hosts, or subdomains, serve models; Amazon's are told by `bedrock` in the name."""
+
+
+@cache
+def watch() -> None:
+    """Note on the running rollout's context each provider whose address is looked up. Python offers no way to stop watching."""
+    sys.addaudithook(_noticed)
+
+
+def is_provider(host: str) -> bool:
+    """Whether models are served there."""
+    name = host.lower().rstrip(".")
+    amazon = name.startswith("bedrock") and name.endswith(".amazonaws.com")
+    return amazon or any(name == known or name.endswith(f".{known}") for known in PROVIDERS)
+
+
+def _noticed(event: str, args: tuple[Any, ...]) -> None:
+    if event != "socket.getaddrinfo":
+        return
+    host: str = args[0].decode("ascii", "replace") if isinstance(args[0], bytes) else str(args[0])
+    context = get_rollout_context()
+    if context is not None and is_provider(host):
+        context.strays.add(host)

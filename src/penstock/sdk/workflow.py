@@ -5,7 +5,7 @@ from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from penstock.sdk.context import AgentWorkflowContext
+from penstock.sdk.context import AgentWorkflowContext, GraderContext
 
 
 class ConcurrencyConfig(BaseModel):
@@ -44,3 +44,20 @@ class AgentWorkflow(ABC, Generic[TConfig]):
     @abstractmethod
     async def run(self, ctx: AgentWorkflowContext[TConfig]) -> Any:
         """Work on `ctx.prompt`. The gateway records every call; if it returns messages, the grader sees those."""
+
+
+class GraderConfig(BaseConfig):
+    """Configuration of a grader."""
+
+    concurrency: ConcurrencyConfig = Field(default_factory=ConcurrencyConfig)
+
+
+class Grader(ABC):
+    """Judges one rollout after its agent has finished."""
+
+    def __init__(self, config: Any = None) -> None:
+        self.config = config
+
+    @abstractmethod
+    async def grade(self, ctx: GraderContext) -> Any:
+        """Call `ctx.set_sample_reward(id, reward)` for each transcript, or `ctx.set_reward(reward)` for the whole rollout."""

@@ -22,12 +22,11 @@ from penstock.rollout.scheduler import TOO_FEW
 from penstock.train import policy
 from penstock.train.advantages import DIVISORS
 from penstock.train.batches import pack
-from penstock.train.exactness import breaks, exactness
 from penstock.train.failures import refuse_all_failed, refuse_all_short
 from penstock.train.held_out import Beside
 from penstock.train.learner import Metrics
 from penstock.train.opening import TrainingRun
-from penstock.train.sequences import sequences
+from penstock.train.sequences import breaks, exactness, sequences
 
 RECHECK_S = 60.0
 """How often a waiting trainer looks for groups although nothing has changed: leases of others may have run out."""

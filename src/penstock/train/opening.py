@@ -1,4 +1,4 @@
-"""The stations of one training run, opened in the order of the data's way and closed in the reverse."""
+"""Everything that a training step touches, opened in the order of the data and closed in reverse."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
@@ -15,7 +15,7 @@ from penstock.run.inputs import Inputs
 from penstock.run.opening import Rollouts, open_pool, open_rollouts
 from penstock.train.advantages import ADVANTAGES
 from penstock.train.learner import Learner
-from penstock.train.publish import FromDisk, InPlace, Publisher
+from penstock.train.policy import FromDisk, InPlace, Publisher
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class TrainingRun:
 
 
 @asynccontextmanager
-async def open_stations(config: RunConfig, inputs: Inputs, folder: RunFolder, events: Events) -> AsyncGenerator[TrainingRun]:
+async def open_training(config: RunConfig, inputs: Inputs, folder: RunFolder, events: Events) -> AsyncGenerator[TrainingRun]:
     """Open pool, rollouts and learner for `config`, all in this process; they are closed on leaving, the last opened first."""
     async with AsyncExitStack() as stack:
         pool = open_pool(config, folder)

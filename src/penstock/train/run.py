@@ -1,4 +1,4 @@
-"""A training run from end to end: checked, opened or taken up again, trained, summed up."""
+"""The stations of one training run, opened in the order of the data's way and closed in the reverse."""
 
 import asyncio
 import contextlib
@@ -16,7 +16,7 @@ from penstock.run.inputs import Inputs
 from penstock.train import policy
 from penstock.train.held_out import Beside, evaluate
 from penstock.train.loop import Progress, train_steps
-from penstock.train.opening import TrainingRun, open_stations
+from penstock.train.opening import TrainingRun, open_training
 from penstock.train.summary import Summary, finished, sum_up
 
 T = TypeVar("T")
@@ -30,7 +30,7 @@ async def train(config: RunConfig, inputs: Inputs, *, listener: Listener, stop: 
         events.listen(listener)
         if done := finished(folder, config):
             return done
-        async with open_stations(config, inputs, folder, events) as stations:
+        async with open_training(config, inputs, folder, events) as stations:
             summary = await run(stations, stop)
         folder.write_summary(to_json(summary))
         events.emit("run.end", summary=asdict(summary))

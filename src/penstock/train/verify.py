@@ -15,8 +15,8 @@ from penstock.records import Attempt, Group, Sequence, Step
 from penstock.run.recorded import Recorded
 from penstock.train import policy
 from penstock.train.batches import pack
-from penstock.train.exactness import Graph, breaks, read_graph, sampled_tokens, why_untrainable
 from penstock.train.forward import pass_logprobs, trunk_states
+from penstock.train.sequences import Graph, breaks, read_graph, sampled_tokens, why_untrainable
 
 
 class Token(NamedTuple):

@@ -11,7 +11,7 @@ from openai import AsyncOpenAI, BadRequestError
 from relay_cases import Both, relayed
 
 from penstock.testing import Scripted, ScriptedEngine
-from penstock.train.exactness import exactness, read_graph, why_untrainable
+from penstock.train.sequences import exactness, read_graph, why_untrainable
 
 KINDS = ("openai", "anthropic")
 CALL = '<tool_call>\n{"name": "multiply", "arguments": {"a": 6}}\n</tool_call>'

@@ -13,7 +13,7 @@ from relay_cases import KEY, Answer, Endpoint, base_url, in_thread
 
 from penstock.cli.app import run
 from penstock.config import EngineSection
-from penstock.gateway.standalone import open_engine
+from penstock.gateway.sources import open_engine
 from penstock.models import resolve
 from penstock.records import Sampling
 from penstock.testing import workbench

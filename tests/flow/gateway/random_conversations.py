@@ -18,7 +18,7 @@ from penstock.gateway import Gateway
 from penstock.gateway.graph import REWRITTEN, prompts
 from penstock.records import Rollout, Sampling, Task, make_rollout
 from penstock.testing import Scripted, ScriptedEngine
-from penstock.train.exactness import exactness
+from penstock.train.sequences import exactness
 
 TOOL = {
     "type": "function",

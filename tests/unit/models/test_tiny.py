@@ -5,7 +5,7 @@ import random
 import pytest
 from tokenizers import Tokenizer as Core
 
-from penstock.chat.bridge_check import PROBE_TOOLS
+from penstock.chat.bridge import PROBE_TOOLS
 from penstock.chat.renderer import Renderer
 from penstock.models import resolve, tiny
 

@@ -15,7 +15,7 @@ from penstock import AgentWorkflowContext, GraderContext, RolloutContext, get_ro
 from penstock.errors import ConfigError, GraderError
 from penstock.sdk.clients import Clients
 from penstock.sdk.context import finite_reward, leave_folder
-from penstock.sdk.direct_calls import is_provider
+from penstock.sdk.routing import is_provider
 from penstock.sdk.samples import RolloutSample, plain
 
 

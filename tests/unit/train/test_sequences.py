@@ -6,8 +6,7 @@ import pytest
 from penstock.codec import context_digest
 from penstock.errors import TrainError
 from penstock.records import Attempt, End, Grade, Group, Mark, Node, Sampling, Step, Task, make_rollout
-from penstock.train.exactness import breaks, exactness
-from penstock.train.sequences import sequences
+from penstock.train.sequences import breaks, exactness, sequences
 
 NAN = math.nan
 

@@ -1,5 +1,5 @@
 """Grader: what an author subclasses to reward a rollout."""
 
-from penstock.sdk.grader import Grader
+from penstock.sdk.workflow import Grader
 
 __all__ = ["Grader"]

@@ -19,8 +19,7 @@ from penstock.rollout.server.protocol import (
     RolloutStatus,
 )
 from penstock.sdk import samples
-from penstock.sdk.grader import GraderConfig
-from penstock.sdk.workflow import AgentWorkflowConfig, BaseConfig, ConcurrencyConfig
+from penstock.sdk.workflow import AgentWorkflowConfig, BaseConfig, ConcurrencyConfig, GraderConfig
 
 if TYPE_CHECKING:
     from penstock.rollout.server.backend import ExecutionRequest, ExecutionResult

@@ -2,8 +2,7 @@
 
 import re
 
-from penstock.chat.parsers.base import CallDraft, CallParser, ReplyGrammar, ReplyParser, ReplyReading
-from penstock.chat.parsers.grammar import Read, read_object
+from penstock.chat.parsers.base import CallDraft, CallParser, Read, ReplyGrammar, ReplyParser, ReplyReading, read_object
 
 CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"  # noqa: RUF001 (the tokens are spelt so)
 CALL_BEGIN, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"  # noqa: RUF001

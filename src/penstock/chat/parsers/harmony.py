@@ -6,8 +6,7 @@
 import re
 from collections.abc import Callable, Sequence
 
-from penstock.chat.parsers.base import CallDraft, CallParser, ReplyGrammar, ReplyParser, ReplyReading
-from penstock.chat.parsers.grammar import Read, overlap, read_object
+from penstock.chat.parsers.base import CallDraft, CallParser, Read, ReplyGrammar, ReplyParser, ReplyReading, overlap, read_object
 from penstock.chat.templates import flatten
 from penstock.records import Message
 

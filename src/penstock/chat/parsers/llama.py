@@ -4,8 +4,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from penstock.chat.parsers.base import CallDraft, CallParser, ReplyGrammar, ReplyParser, ReplyReading
-from penstock.chat.parsers.grammar import Read, read_call
+from penstock.chat.parsers.base import CallDraft, CallParser, Read, ReplyGrammar, ReplyParser, ReplyReading, read_call
 from penstock.records import Message
 
 TAG = "<|python_tag|>"

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any
 
-from penstock.chat.parsers.base import CallDraft, CallParser, ReplyGrammar, ReplyParser, ReplyReading
-from penstock.chat.parsers.grammar import Read, read_call, read_object
+from penstock.chat.parsers.base import CallDraft, CallParser, Read, ReplyGrammar, ReplyParser, ReplyReading, read_call, read_object
 from penstock.records import Message
 
 CALLS, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"

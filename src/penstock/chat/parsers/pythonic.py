@@ -5,8 +5,7 @@ import json
 import re
 from typing import Any
 
-from penstock.chat.parsers.base import CallDraft, CallParser, ReplyGrammar, ReplyParser, ReplyReading
-from penstock.chat.parsers.grammar import Read, TextSource
+from penstock.chat.parsers.base import CallDraft, CallParser, Read, ReplyGrammar, ReplyParser, ReplyReading, TextSource
 
 START, END = "<|python_start|>", "<|python_end|>"
 NAME, KEY = re.compile(r"[\w.\-]*"), re.compile(r"\w*")

@@ -6,8 +6,7 @@ from typing import Any
 
 import orjson
 
-from penstock.chat.parsers.base import CallDraft, CallParser, ReplyGrammar, ReplyParser, ReplyReading
-from penstock.chat.parsers.grammar import Read
+from penstock.chat.parsers.base import CallDraft, CallParser, Read, ReplyGrammar, ReplyParser, ReplyReading
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 FUNCTION, FUNCTION_END = "<function=", "</function>"

@@ -3,11 +3,11 @@
 from typing import NamedTuple
 
 from penstock.pool import rules
-from penstock.pool.integrity import seal_line
 from penstock.pool.leases import Beat, LeaseClock
+from penstock.pool.rows import seal_line
 from penstock.pool.rules import State, Trained
 from penstock.pool.sql.database import CounterRow, Database
-from penstock.pool.sql.rows import count_move
+from penstock.pool.sql.writes import count_move
 
 
 class Wanted(NamedTuple):

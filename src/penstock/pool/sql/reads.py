@@ -3,10 +3,9 @@
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from penstock.pool import integrity, rules
+from penstock.pool import rows, rules
 from penstock.pool.base import Change, PoolStats
-from penstock.pool.integrity import Opened, Parts
-from penstock.pool.rows import AttemptRows, Ending, Row, build_attempt, column_names, unseal
+from penstock.pool.rows import AttemptRows, Ending, Opened, Parts, Row, build_attempt, column_names, unseal
 from penstock.pool.rules import State, add_up
 from penstock.pool.sql.database import Cursor, Database
 from penstock.records import Attempt, Grade, Group, Mark, Node, Rollout, Step, Task
@@ -36,10 +35,10 @@ def read_attempt(database: Database, rollout_id: str, *, first_step: int = 0, fi
     nodes, steps, grades, marks = (_rows(database.execute(*query)) if some else iter(()) for query, some in wanted)
     attempt = build_attempt(rollout_id, AttemptRows(Row(record, (), crc), Ending(ended, message), nodes, steps, grades, marks))
     whole = not first_step and not first_node
-    integrity.check_rollout(rollout_id, Ending(ended, message), seal, _parts(attempt) if whole else None)
-    integrity.check_attempt(rollout_id, attempt)
+    rows.check_rollout(rollout_id, Ending(ended, message), seal, _parts(attempt) if whole else None)
+    rows.check_attempt(rollout_id, attempt)
     if whole:
-        integrity.check_graph(rollout_id, attempt)
+        rows.check_graph(rollout_id, attempt)
     return attempt
 
 
@@ -52,7 +51,7 @@ def read_task(database: Database, rollout_id: str) -> Task:
     rollout = unseal(Rollout, Row(found[0], (), found[1]), f"the record of rollout {rollout_id!r}")
     task = unseal(Task, Row(found[2], (), found[3]), f"the task of rollout {rollout_id!r}")
     if (rollout.id, rollout.task_id) != (rollout_id, task.id):
-        raise integrity.damaged(f"rollout {rollout_id!r}", "it leads to another one's record or task")
+        raise rows.damaged(f"rollout {rollout_id!r}", "it leads to another one's record or task")
     return task
 
 
@@ -62,7 +61,7 @@ def read_groups(database: Database, group_ids: Iterable[str]) -> list[Group]:
     for group_id in group_ids:
         row = database.execute(f"{_GROUP} WHERE id = ?", (group_id,)).fetchone()
         if row is None:
-            raise integrity.damaged(f"group {group_id!r}", "it is not found under its id")
+            raise rows.damaged(f"group {group_id!r}", "it is not found under its id")
         groups.append(_build_group(database, row))
     return groups
 
@@ -78,7 +77,7 @@ def list_rollouts(database: Database, group_id: str) -> list[Rollout]:
     rows = database.execute("SELECT id, record, crc FROM rollouts WHERE group_id = ?", (group_id,)).fetchall()
     found = [unseal(Rollout, Row(record, (), crc), f"the record of rollout {name!r}") for name, record, crc in rows]
     if any(rollout.group_id != group_id for rollout in found):
-        raise integrity.damaged(f"group {group_id!r}", "it leads to another one's rollouts")
+        raise rows.damaged(f"group {group_id!r}", "it leads to another one's rollouts")
     return sorted(found, key=lambda rollout: (rollout.place, rollout.attempt))
 
 
@@ -97,7 +96,7 @@ def read_ledger(database: Database) -> list[tuple[str, int]]:
     """Trained groups with their versions."""
     lines = database.execute("SELECT group_id, lease_id, version, seal FROM ledger ORDER BY position").fetchall()
     (trained,) = database.execute("SELECT sum(n) FROM tally WHERE kind = 'state' AND name = ?", (State.TRAINED,)).fetchone()
-    integrity.check_ledger(lines, int(trained or 0))
+    rows.check_ledger(lines, int(trained or 0))
     return [(group_id, version) for group_id, _, version, _ in lines]
 
 
@@ -126,7 +125,7 @@ def _build_group(database: Database, row: tuple[Any, ...]) -> Group:
     query = "SELECT id FROM rollouts WHERE group_id = ? AND current = 1 ORDER BY place"
     attempts = tuple(read_attempt(database, found[0]) for found in database.execute(query, (group_id,)).fetchall())
     asked = unseal(Task, Row(task, (), crc), f"the task of group {group_id!r}")
-    integrity.check_group(Opened(group_id, channel, seq, min_size), seal, asked, [attempt.rollout for attempt in attempts])
+    rows.check_group(Opened(group_id, channel, seq, min_size), seal, asked, [attempt.rollout for attempt in attempts])
     return Group(id=group_id, seq=seq, task=asked, channel=channel, attempts=attempts)
 
 

@@ -1,18 +1,118 @@
-"""How steps are stored, in SQL: one alone, or many together."""
+"""How the pools' SQL stores and finds single rows of a rollout."""
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any, NamedTuple, TypeVar
 
-from penstock.pool import integrity, rules
+from penstock.pool import rows, rules
 from penstock.pool.base import Bound, Kind
-from penstock.pool.integrity import Opened, Parts
-from penstock.pool.rows import Ending, Row, grade_key, mark_key, pack_message, seal
+from penstock.pool.rows import Ending, Opened, Parts, Row, column_names, grade_key, mark_key, pack_message, seal
 from penstock.pool.rules import Span, State
 from penstock.pool.sql.database import CounterRow, Database
-from penstock.pool.sql.rows import Running, count_move, has, have_all, marks, portions, put, put_all, running, tuples
 from penstock.pool.writer import Bulk
 from penstock.records import End, Grade, Mark, Node, Rollout, Step, Task
+
+T = TypeVar("T")
+
+MANY = 1000
+"""SQLite takes 32,766 values to a statement, PostgreSQL twice as many."""
+
+
+def _insert(table: str, kind: type[Any]) -> str:
+    names = ["rollout_id", "id", *column_names(kind)]
+    return f"INSERT INTO {table} ({', '.join(names)}) VALUES ({', '.join('?' for _ in names)}) ON CONFLICT DO NOTHING"
+
+
+_TABLES: dict[str, type[Any]] = {"nodes": Node, "steps": Step, "grades": Grade}
+_INSERTS = {table: _insert(table, kind) for table, kind in _TABLES.items()}
+_READS = {
+    table: f"SELECT {', '.join(column_names(kind))} FROM {table} WHERE rollout_id = ? AND id = ?" for table, kind in _TABLES.items()
+}
+
+
+class Running(NamedTuple):
+    """What a write to a rollout needs to know of it."""
+
+    channel: str
+    oldest: int | None
+
+
+def running(database: Database, rollout_id: str, name: str) -> Running:
+    """The rollout that `name` is to be written to, which must not have ended."""
+    query = f"SELECT ended, channel, oldest FROM rollouts WHERE id = ?{database.LOCK}"
+    row = database.execute(query, (rollout_id,)).fetchone()
+    if row is None:
+        raise rules.unknown_rollout(rollout_id)
+    if row[0] is not None:
+        raise rules.too_late(name, End(row[0]))
+    return Running(row[1], row[2])
+
+
+def has(database: Database, table: str, rollout_id: str, key: int) -> bool:
+    """Whether a step or node is stored."""
+    return database.execute(f"SELECT 1 FROM {table} WHERE rollout_id = ? AND id = ?", (rollout_id, key)).fetchone() is not None
+
+
+def put(database: Database, table: str, key: tuple[str, Any], row: Row, name: str) -> bool:
+    """Insert a row; False where the very same is there, PoolError where another is."""
+    cursor = database.execute(_INSERTS[table], (*key, row.record, *row.columns, row.crc))
+    if cursor.rowcount:
+        return True
+    if database.execute(_READS[table], key).fetchone() != (row.record, *row.columns, row.crc):
+        raise rules.differs(name)
+    return False
+
+
+def put_all(database: Database, table: str, rows: list[tuple[tuple[str, Any], Row]]) -> bool:
+    """Insert rows; False where one of them, whatever its content, was there."""
+    if not rows:
+        return True
+    values = [value for key, row in rows for value in (*key, row.record, *row.columns, row.crc)]
+    return database.execute(_insert_many(table, len(rows)), values).rowcount == len(rows)
+
+
+@cache
+def _insert_many(table: str, rows: int) -> str:
+    head, _, one = _INSERTS[table].partition(" VALUES ")
+    values, _, conflict = one.partition(" ON ")
+    return f"{head} VALUES {', '.join([values] * rows)} ON {conflict}"
+
+
+@cache
+def _count_of(table: str, keys: int) -> str:
+    """A join, as SQLite would look through the whole table for `(rollout_id, id) IN …`."""
+    first, rest = "(CAST(? AS TEXT), CAST(? AS BIGINT))", ", (?, ?)" * (keys - 1)
+    wanted = f"WITH wanted (rollout, number) AS (VALUES {first}{rest})"
+    return f"{wanted} SELECT count(*) FROM wanted JOIN {table} ON rollout_id = rollout AND id = number"
+
+
+def have_all(database: Database, table: str, keys: set[tuple[str, int]]) -> bool:
+    """Whether all these steps or nodes are stored."""
+    if not keys:
+        return True
+    fields = [field for key in keys for field in key]
+    return database.execute(_count_of(table, len(keys)), fields).fetchone()[0] == len(keys)
+
+
+def marks(values: Collection[Any]) -> str:
+    """A place for each value."""
+    return ", ".join("?" * len(values))
+
+
+def portions(values: Sequence[T]) -> Iterator[Sequence[T]]:
+    """The values in parts that a statement can carry, at up to ten places for each."""
+    return (values[first : first + MANY] for first in range(0, len(values), MANY))
+
+
+def tuples(width: int, rows: int) -> str:
+    """Places for rows of so many values."""
+    return ", ".join([f"({', '.join('?' * width)})"] * rows)
+
+
+def count_move(database: Database, channel: str, before: str, after: str, n: int = 1) -> None:
+    """Count `n` groups that went from one state to another."""
+    database.count(channel, [CounterRow("state", str(before), -n), CounterRow("state", str(after), n)])
 
 
 class Added(NamedTuple):
@@ -225,11 +325,11 @@ def _places(database: Database, names: Collection[str]) -> dict[str, _Place]:
 def _finish(database: Database, given: Sequence[Finish], places: Mapping[str, _Place], *, graded: Sequence[str]) -> None:
     """Write the ends of rollouts that ran till now; `graded` are those with a new grade, once for each."""
     parts = _count_parts(database, places.keys(), Parts._fields)
-    rows = [(name, *ending, integrity.seal_rollout(name, ending, Parts(**parts[name]))) for name, ending, _ in given]
+    finished = [(name, *ending, rows.seal_rollout(name, ending, Parts(**parts[name]))) for name, ending, _ in given]
     database.execute(
-        f"""WITH given (name, how, words, sealed) AS (VALUES {tuples(4, len(rows))})
+        f"""WITH given (name, how, words, sealed) AS (VALUES {tuples(4, len(finished))})
             UPDATE rollouts SET ended = how, message = words, seal = sealed FROM given WHERE id = name""",
-        [value for row in rows for value in row],
+        [value for row in finished for value in row],
     )
     tallies = defaultdict[str, list[CounterRow]](list)
     for name, ending, _ in given:
@@ -267,7 +367,7 @@ def _seal_rollout(database: Database, rollout_id: str) -> None:
     ending = Ending(*database.execute("SELECT ended, message FROM rollouts WHERE id = ?", (rollout_id,)).fetchone())
     tables = ("grades", "marks") if ending.end is None else Parts._fields
     counts = _count_parts(database, [rollout_id], tables)[rollout_id]
-    sealed = integrity.seal_rollout(rollout_id, ending, Parts(*(counts.get(table, -1) for table in Parts._fields)))
+    sealed = rows.seal_rollout(rollout_id, ending, Parts(*(counts.get(table, -1) for table in Parts._fields)))
     database.execute("UPDATE rollouts SET seal = ? WHERE id = ?", (sealed, rollout_id))
 
 
@@ -303,7 +403,7 @@ def open_group(database: Database, group: GroupRows, seq: int | None, min_size: 
     number = seq
     if number is None:
         (number,) = database.execute("SELECT coalesce(max(seq), -1) + 1 FROM groups WHERE channel = ?", (group.channel,)).fetchone()
-    sealed = integrity.seal_group(Opened(group.id, group.channel, int(number), min_size), len(group.rollouts))
+    sealed = rows.seal_group(Opened(group.id, group.channel, int(number), min_size), len(group.rollouts))
     database.execute(
         "INSERT INTO groups (id, channel, seq, state, record, crc, min_size, seal) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
         (group.id, group.channel, number, State.OPEN, group.task.record, group.task.crc, min_size, sealed),

@@ -24,10 +24,9 @@ from penstock.rollout.runner import no_call
 from penstock.rollout.server.protocol import CompletionReply, RolloutErrorCategory, RolloutStatus, Seconds, Segment
 from penstock.rollout.transcripts import Transcript, make_samples
 from penstock.sdk.discovery import Agent
-from penstock.sdk.grader import Grader, GraderConfig
 from penstock.sdk.routing import RolloutContext, get_rollout_context, outside_rollouts
 from penstock.sdk.samples import RolloutSample
-from penstock.sdk.workflow import AgentWorkflow, AgentWorkflowConfig
+from penstock.sdk.workflow import AgentWorkflow, AgentWorkflowConfig, Grader, GraderConfig
 
 HTTP_ERRORS = {
     ("aiohttp", "ClientError"),

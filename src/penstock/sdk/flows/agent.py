@@ -14,9 +14,8 @@ from penstock.sdk.discovery import GRADERS, Agent, Judge, find_judge, import_ent
 from penstock.sdk.flows.base import AgentFlowBase
 from penstock.sdk.flows.config import flow_config
 from penstock.sdk.flows.table import Flow, FlowTable, check_made, names_of, read_flows
-from penstock.sdk.grader import Grader
 from penstock.sdk.routing import RolloutContext, running_rollout
-from penstock.sdk.workflow import AgentWorkflow, AgentWorkflowConfig
+from penstock.sdk.workflow import AgentWorkflow, AgentWorkflowConfig, Grader
 
 AGENT_NAME = "agent_name"
 """The column by which a row names its flow."""

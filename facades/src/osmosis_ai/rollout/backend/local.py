@@ -4,8 +4,7 @@ from typing import Any
 
 from osmosis_ai.rollout.context import RolloutContext
 from penstock.rollout.server import backend
-from penstock.sdk.grader import Grader, GraderConfig
-from penstock.sdk.workflow import AgentWorkflow, AgentWorkflowConfig
+from penstock.sdk.workflow import AgentWorkflow, AgentWorkflowConfig, Grader, GraderConfig
 
 __all__ = ["LocalBackend"]
 
