@@ -28,10 +28,9 @@ __all__ = [
 
 _HOMES = {
     "context": ("AgentWorkflowContext", "GraderContext"),
-    "grader": ("Grader", "GraderConfig"),
     "routing": ("RolloutContext", "SampleSource", "get_rollout_context"),
     "samples": ("RolloutSample",),
-    "workflow": ("AgentWorkflow", "AgentWorkflowConfig", "BaseConfig", "ConcurrencyConfig"),
+    "workflow": ("AgentWorkflow", "AgentWorkflowConfig", "BaseConfig", "ConcurrencyConfig", "Grader", "GraderConfig"),
 }
 
 

@@ -74,8 +74,8 @@ def list_groups(database: Database, channel: str, *, first_seq: int, limit: int)
 
 def list_rollouts(database: Database, group_id: str) -> list[Rollout]:
     """All attempts of a group, replaced ones included."""
-    rows = database.execute("SELECT id, record, crc FROM rollouts WHERE group_id = ?", (group_id,)).fetchall()
-    found = [unseal(Rollout, Row(record, (), crc), f"the record of rollout {name!r}") for name, record, crc in rows]
+    stored = database.execute("SELECT id, record, crc FROM rollouts WHERE group_id = ?", (group_id,)).fetchall()
+    found = [unseal(Rollout, Row(record, (), crc), f"the record of rollout {name!r}") for name, record, crc in stored]
     if any(rollout.group_id != group_id for rollout in found):
         raise rows.damaged(f"group {group_id!r}", "it leads to another one's rollouts")
     return sorted(found, key=lambda rollout: (rollout.place, rollout.attempt))
