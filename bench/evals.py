@@ -60,8 +60,6 @@ class Ours(NamedTuple):
 
 
 class Round(NamedTuple):
-    """One repetition."""
-
     ours: Ours
     bare: Speed
     client: Speed

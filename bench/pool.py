@@ -35,8 +35,6 @@ WORDS = random.Random(0).choices([f"{word}{n}" for word in ("lorem", "ipsum", "d
 
 
 class Rates(NamedTuple):
-    """Steps per second."""
-
     pool: float
     sqlite: float
     file: float
@@ -248,7 +246,6 @@ async def _claim_ms(pool: Pool) -> float:
 
 
 def measure(total: int) -> dict[str, Any]:
-    """All of it."""
     found: dict[str, Any] = {"steps_per_s": {writers: rates(writers)._asdict() for writers in WRITERS}}
     most = found["steps_per_s"][max(WRITERS)]
     found["over_sqlite_256"] = most["pool"] / most["sqlite"]
@@ -267,7 +264,6 @@ def measure(total: int) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measure and print."""
     parser = argparse.ArgumentParser(prog="python -m bench.pool")
     parser.add_argument("--steps", type=int, default=100_000, help="how far the pool grows")
     parser.add_argument("--json", action="store_true")

@@ -50,7 +50,6 @@ SAMPLING = Sampling(max_tokens=256)
 
 @function_tool
 def multiply(a: int, b: int) -> int:
-    """Multiply two integers."""
     return a * b
 
 
@@ -194,7 +193,6 @@ async def serve(folder: Path) -> None:
 
 @asynccontextmanager
 async def gateway_process(folder: Path) -> AsyncGenerator[str, None]:
-    """The gateway's address."""
     command = [sys.executable, "-m", "bench.rollouts", "--serve", str(folder)]
     server = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     assert server.stdout is not None

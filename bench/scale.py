@@ -47,7 +47,6 @@ async def rollouts(workers: tuple[int, ...], sizes: tuple[int, ...], *, quick: b
 
 
 def show(workers: int, engine: str, cells: list[Cell]) -> None:
-    """One engine's table."""
     print(
         f"rollouts: {f'{workers} Ray workers' if workers else 'inline'}, engine of {engine}; rollouts/s, ms of processor time each"
     )

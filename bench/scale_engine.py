@@ -25,7 +25,6 @@ class TimedEngine(ScriptedEngine):
     async def generate(
         self, prompt_ids: Sequence[int], sampling: Sampling, *, rollout_id: str = ""
     ) -> AsyncGenerator[Sampled, None]:
-        """See `Engine.generate`."""
         async with self.slots:
             if self.wait_s:
                 await asyncio.sleep(self.wait_s)

@@ -23,8 +23,6 @@ STALENESS = (0, 1, 4, 8)
 
 
 class Trained(NamedTuple):
-    """One run."""
-
     staleness: int
     steps_per_s: float
     seconds: float

@@ -64,13 +64,10 @@ class Result:
 
     @property
     def p50_ms(self) -> float:
-        """Median latency."""
         return median(self.latencies) * 1e3 if self.latencies else float("nan")
 
 
 class Connection:
-    """One keep-alive connection."""
-
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
 
@@ -99,7 +96,6 @@ class Connection:
         return status, b"".join(parts)
 
     def close(self) -> None:
-        """Hang up."""
         self._writer.close()
 
 

@@ -63,7 +63,6 @@ class ReadyEngine(ScriptedEngine):
     async def generate(
         self, prompt_ids: Sequence[int], sampling: Sampling, *, rollout_id: str = ""
     ) -> AsyncGenerator[Sampled, None]:
-        """See `Engine.generate`."""
         pace = Pace(sampling.seed or 0)
         if pace.wait_s:
             await asyncio.sleep(pace.wait_s)

@@ -39,8 +39,6 @@ def turns(folder: Path) -> dict[str, float | int]:
 
 
 class Run(NamedTuple):
-    """One rollout."""
-
     spent: list[float]
     """Seconds in the gateway, for each turn."""
     talk: list[dict[str, Any]]

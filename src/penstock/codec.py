@@ -40,7 +40,6 @@ def pack_ints(values: Sequence[int]) -> bytes:
 
 
 def unpack_ints(blob: bytes) -> tuple[int, ...]:
-    """What `pack_ints` wrote."""
     return _unpack("i", blob)
 
 
@@ -88,7 +87,6 @@ def pack_floats(values: Sequence[float]) -> bytes:
 
 
 def unpack_floats(blob: bytes) -> tuple[float, ...]:
-    """What `pack_floats` wrote."""
     return _unpack("f", blob)
 
 

@@ -217,8 +217,6 @@ class SamplingSection(Section):
 
 
 class TrainSection(Section):
-    """`[train]`: the algorithm."""
-
     steps: int = Field(default=10, ge=0)
     """Training steps of the whole run; raise it to go on."""
     lr: float = Field(default=2e-5, ge=0)
@@ -272,8 +270,6 @@ class EvalSection(Section):
 
 
 class EngineSection(Section):
-    """`[engine]`: what samples."""
-
     relays: ClassVar[bool] = False
     """Whether it asks an endpoint for text: there are no weights here, no tokens, and nothing to train."""
 
@@ -349,8 +345,6 @@ class ScaleSection(Section):
 
 
 class RunConfig(Section):
-    """The whole file."""
-
     run: RunSection = RunSection()
     model: ModelSection = ModelSection()
     agent: AgentSection = AgentSection()

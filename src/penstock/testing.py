@@ -113,7 +113,6 @@ class ScriptedEngine:
     async def generate(
         self, prompt_ids: Sequence[int], sampling: Sampling, *, rollout_id: str = ""
     ) -> AsyncGenerator[Sampled, None]:
-        """See `Engine.generate`."""
         prompt = tuple(prompt_ids)
         self.prompts.append(prompt)
         self.samplings.append(sampling)
@@ -133,16 +132,13 @@ class ScriptedEngine:
             self._count(running=-1)
 
     async def swap(self, version: int, change: Callable[[], None]) -> None:
-        """See `Engine.swap`."""
         change()
         self.version = version
 
     async def load(self, version: int, folder: Path) -> None:
-        """See `Engine.load`."""
         self.version = version
 
-    async def close(self) -> None:
-        """Nothing is held."""
+    async def close(self) -> None: ...
 
     def _reply(self, reply: Reply) -> Scripted:
         scripted = reply if isinstance(reply, Scripted) else Scripted(reply) if isinstance(reply, str) else Scripted(ids=reply)

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
 @dataclass
 class RubricResult:
-    """A judge's verdict."""
-
     score: float
     explanation: str
     raw: Any = None

@@ -214,8 +214,6 @@ class BridgeCheck:
 
 
 class Gluing(Protocol):
-    """What is tried."""
-
     def tail(self, reply: Message, kind: ReplyKind, new: Sequence[Message]) -> str | None:
         """Text from the end of a reply's turn on; None where that cannot be told."""
         ...

@@ -94,7 +94,6 @@ def root(
 
 
 def main() -> None:
-    """The console script."""
     collect_seldom()
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # pyright: ignore[reportAttributeAccessIssue]  # model text may not fit the terminal
@@ -176,6 +175,5 @@ def _tell(message: str, *, code: str, as_json: bool, exit_code: int, issues: Seq
 
 
 def _code(error: PenstockError) -> str:
-    """`DatasetError` → `dataset_error`."""
     name = type(error).__name__
     return "".join(f"_{c.lower()}" if c.isupper() and i else c.lower() for i, c in enumerate(name))

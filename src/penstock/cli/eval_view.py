@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 
 class Line(NamedTuple):
-    """One of them."""
-
     name: str
     value: object
     low: object = None

@@ -140,7 +140,6 @@ class Ready:
         self._quiet = quiet
 
     def say(self, pid: int, **more: object) -> None:
-        """It serves."""
         from penstock.http.listen import LOOPBACK
 
         line = {
@@ -165,7 +164,6 @@ class Ready:
             )
 
     def tell(self, text: str) -> None:
-        """To a person."""
         if not self._quiet:
             typer.echo(f"penstock: {text}", err=True)
 

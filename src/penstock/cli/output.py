@@ -37,7 +37,6 @@ def sparkline(values: Sequence[float | None], *, width: int = 40) -> str:
 
 
 def clock(seconds: float) -> str:
-    """`1:05` or `2:03:09`."""
     whole = max(0, round(seconds))
     hours, minutes = divmod(whole // 60, 60)
     return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"
@@ -66,7 +65,6 @@ def counts(numbers: Mapping[str, int]) -> str:
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """`0, 3-17, 20`."""
     spans: list[list[int]] = []
     for number in sorted(numbers):
         if spans and number == spans[-1][-1] + 1:
@@ -103,14 +101,11 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """Of a list."""
-
     title: str
     cell: Callable[[Row], object]
 
 
 def show(found: Row, text: str, *, as_json: bool) -> None:
-    """One result."""
     typer.echo(orjson.dumps(found, option=orjson.OPT_NON_STR_KEYS).decode() if as_json else text)
 
 

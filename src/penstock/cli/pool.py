@@ -159,7 +159,6 @@ def checked_text(run: str, checked: Checked) -> str:
 
 
 def size(number: int | None) -> str:
-    """`12.3 MB`."""
     if number is None:
         return "unknown"
     return f"{number / 1e6:,.1f} MB" if number >= 1e5 else f"{number / 1e3:,.1f} kB"

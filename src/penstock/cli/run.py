@@ -188,7 +188,6 @@ def ending(ended: "Ended", interrupt: int | None) -> tuple[End, str]:
 
 
 def as_object(outcome: Outcome) -> dict[str, Any]:
-    """For programs."""
     from penstock.train.sequences import breaks, exactness
 
     attempt, exact = outcome.attempt, exactness(outcome.attempt)
@@ -211,7 +210,6 @@ def as_object(outcome: Outcome) -> dict[str, Any]:
 
 
 def as_text(outcome: Outcome) -> str:
-    """For persons."""
     told = as_object(outcome)
     rows = [("calls", f"{told['calls']:,} in {clock(outcome.seconds)}, ended as {told['end']}")]
     rows.append(("exact", f"{percent(told['exact_token_rate'])} of {told['sampled_tokens']:,} sampled tokens"))

@@ -32,7 +32,6 @@ class Ending:
 
 
 def as_object(ending: Ending) -> str:
-    """One JSON object."""
     result: dict[str, Any] = asdict(ending.summary)
     result |= {"reasons": ending.reasons, "report": str(ending.report) if ending.report else None, "next": next_command(ending)}
     return orjson.dumps(result).decode()

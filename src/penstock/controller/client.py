@@ -321,7 +321,6 @@ class Client:
         return self._cli("GET", f"models/{kind}", query={"limit": limit, "offset": offset})
 
     def model(self, name: str) -> Answer:
-        """One trained model."""
         return self._cli("GET", f"models/{_segment(name)}")
 
     def deploy(self, name: str, *, engine: str | None = None) -> Answer:
@@ -341,7 +340,6 @@ class Client:
         return self._cli("POST", "environment-secrets", {"name": name, "value": value, "scope": scope})
 
     def delete_secret(self, name: str, scope: Literal["user", "workspace"]) -> Answer:
-        """Forget a secret."""
         return self._cli("DELETE", "environment-secrets", {"name": name, "scope": scope})
 
     def rollouts(self, *, limit: int = PAGE, offset: int = 0, branch: str | None = None) -> Answer:

@@ -76,14 +76,10 @@ class Expected(Protocol):
         ...
 
     @property
-    def extension(self) -> str:
-        """Without a dot."""
-        ...
+    def extension(self) -> str: ...
 
     @property
-    def size(self) -> int:
-        """In bytes."""
-        ...
+    def size(self) -> int: ...
 
 
 class DatasetFiles:
@@ -237,7 +233,6 @@ class DatasetLogs:
         database.create(TABLE, INDEX)
 
     def add(self, dataset: str, step: Step, message: str, *, level: Level = "info", **details: Any) -> None:
-        """Note something."""
         told = orjson.dumps(details).decode() if details else None
         statement = "INSERT INTO dataset_logs (dataset, timestamp, level, step, message, details) VALUES (?, ?, ?, ?, ?, ?)"
         self._database.write(statement, [dataset, now(), level, step, message, told])

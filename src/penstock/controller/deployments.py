@@ -74,7 +74,6 @@ class Deployments:
             await self._let_go(name)
 
     def resolve(self, name: str) -> str | None:
-        """See `Catalogue.resolve`."""
         return self.catalogue.resolve(name)
 
     def get(self, name: str) -> Deployment | None:

@@ -75,7 +75,6 @@ class Tell:
         self._done, self._total, self._progress, self._lock = 0, total, progress, Lock()
 
     def __call__(self, count: int) -> None:
-        """`count` bytes more."""
         with self._lock:
             self._done += count
             if self._progress is not None:

@@ -42,7 +42,6 @@ class Job:
         return cls(**orjson.loads(files.job.read_bytes()))
 
     def write(self, files: RunFiles) -> None:
-        """Lay it out."""
         write_durable(files.job, orjson.dumps(asdict(self), option=orjson.OPT_INDENT_2))
 
 

@@ -37,8 +37,6 @@ class Listing(NamedTuple):
 
 
 class Repositories:
-    """The register."""
-
     def __init__(self, database: Database) -> None:
         self._database = database
         database.create(TABLE)
@@ -52,7 +50,6 @@ class Repositories:
         return self.find(name)
 
     def get(self, name: str) -> Path:
-        """Its folder."""
         return self.find(name).path
 
     def find(self, name: str) -> Repository:

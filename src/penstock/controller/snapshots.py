@@ -111,7 +111,6 @@ class _Counted(io.RawIOBase):
         self._left = limit
 
     def read(self, size: int = -1, /) -> bytes:
-        """See `io.RawIOBase`."""
         found = self._inner.read(size)
         self._left -= len(found)
         if self._left < 0:
@@ -143,7 +142,6 @@ class Snapshot:
     """Whether the files differ from that commit."""
 
     def close(self) -> None:
-        """Remove the archive."""
         self.path.unlink(missing_ok=True)
 
     def __enter__(self) -> Self:

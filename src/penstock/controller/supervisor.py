@@ -72,7 +72,6 @@ class Supervisor:
         return asked
 
     def files(self, run: Run) -> RunFiles:
-        """The run's files."""
         return RunFiles(self._folder / run.id)
 
     async def _look_on(self) -> None:

@@ -24,8 +24,6 @@ REMEMBERED = 65_536
 
 
 class Address:
-    """One server."""
-
     def __init__(self, url: str) -> None:
         self.url = url
         self.version = 0

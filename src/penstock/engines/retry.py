@@ -162,7 +162,6 @@ class Trial:
         self._end = time.monotonic() + patience.retry_s
 
     def begin(self, address: Address) -> None:
-        """Count an attempt."""
         self.attempts += 1
         self.tried.add(address)
 

@@ -29,7 +29,6 @@ class Compared:
     """By each, on those tasks."""
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values."""
         return asdict(self) | {"difference": self.difference._asdict(), "spent": [each.as_json() for each in self.spent]}
 
 

@@ -73,7 +73,6 @@ class Scores:
 
     @property
     def mean(self) -> float:
-        """Over the attempts."""
         return sum(self.rewards) / len(self.tried)
 
 
@@ -118,8 +117,6 @@ def _reasons(tried: Iterable[Tried]) -> dict[str, dict[str, int]]:
 
 
 class Stored(NamedTuple):
-    """What is there."""
-
     config: dict[str, Any]
     summary: dict[str, Any]
     pool: Pool
@@ -133,7 +130,6 @@ class Stored(NamedTuple):
         return Prices(**told) if told else prices_of(self.config)
 
     def groups(self) -> AsyncGenerator[Group]:
-        """See `stored`."""
         return stored(self.pool)
 
 

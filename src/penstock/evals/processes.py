@@ -110,12 +110,10 @@ class Child(asyncio.SubprocessProtocol):
             self._stdin.write(b"\n".join([*orders, b""]))
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See `asyncio.SubprocessProtocol`."""
         self._transport = cast("asyncio.SubprocessTransport", transport)
         self._stdin = cast("asyncio.WriteTransport", self._transport.get_pipe_transport(0))
 
     def pipe_data_received(self, fd: int, data: bytes) -> None:
-        """See `asyncio.SubprocessProtocol`."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             try:
@@ -156,13 +154,11 @@ class Child(asyncio.SubprocessProtocol):
                 waits.set_exception(error)
 
     def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:
-        """See `asyncio.SubprocessProtocol`."""
         self._mute = self._mute or fd == 1
         if self._mute and self._exited:
             self._end()
 
     def process_exited(self) -> None:
-        """See `asyncio.SubprocessProtocol`."""
         self._exited = True
         if self._mute:
             self._end()

@@ -21,8 +21,6 @@ AT_ONCE = 8
 
 
 class Asked(NamedTuple):
-    """One row."""
-
     name: str
     """Its `id`, else `row N`, from 1 on."""
     case: Case
@@ -56,8 +54,6 @@ class Statistics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
-    """A whole file."""
-
     file: str
     model: str
     samples: int
@@ -71,7 +67,6 @@ class Judged:
         return sum(len(row.errors) for row in self.rows)
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values."""
         return asdict(self) | {"errors": self.errors}
 
 

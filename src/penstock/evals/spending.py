@@ -56,7 +56,6 @@ class Spending:
     """Of rollouts, grading included; None where that is not known."""
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values."""
         times = {"call_s": self.call_s and self.call_s._asdict(), "rollout_s": self.rollout_s and self.rollout_s._asdict()}
         return asdict(self) | times
 
@@ -88,7 +87,6 @@ def spending(rollouts: Sequence[Took], *, prices: Prices | None = None, seconds:
 
 
 def latency(seconds: Sequence[float]) -> Latency | None:
-    """None of nothing."""
     return Latency(quantile(seconds, 0.5), quantile(seconds, 0.95)) if seconds else None
 
 

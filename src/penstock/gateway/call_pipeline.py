@@ -45,7 +45,6 @@ class Watch:
             self._allowed_s = self._stall_s
 
     def stop(self) -> None:
-        """Watch no longer."""
         self._timer.cancel()
 
     def stalled(self) -> EngineError | None:
@@ -101,8 +100,6 @@ class CallContext:
 
 
 class Service:
-    """Samples, records, answers."""
-
     def __init__(self, source: Source, pool: Pool, events: Events, *, limits: Limits, redactor: Redactor | None = None) -> None:
         self.source = source
         self.engine = source.engine

@@ -51,8 +51,6 @@ class OpenBody(_Body):
 
 
 class GradeBody(_Body):
-    """`POST /rollouts/{id}/grade`"""
-
     reward: FiniteFloat
     source: str = "control"
     transcript: str | None = None
@@ -60,8 +58,6 @@ class GradeBody(_Body):
 
 
 class EndBody(_Body):
-    """`POST /rollouts/{id}/end`"""
-
     end: End = Field(default=End.COMPLETED, strict=False)
     message: str = ""
 

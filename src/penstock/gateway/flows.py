@@ -86,14 +86,11 @@ class StepBody(_Body):
         return self
 
     def ignored(self) -> list[str]:
-        """See `_Body.ignored`."""
         unused = [name for name in ("multi_modal_data", "routed_experts", "metadata") if getattr(self, name)]
         return [*super().ignored(), *unused]
 
 
 class StepsBody(_Body):
-    """`POST /submit_steps`"""
-
     steps: list[StepBody]
 
 
@@ -117,22 +114,18 @@ class RewardBody(_Body):
 
 
 class RegisterBody(_Body):
-    """`POST …/register_trajectory`"""
-
     channel: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]{0,199}$")
     metadata: dict[str, Any] | None = None
     sampling: SamplingBody | None = None
 
 
 class CompleteBody(_Body):
-    """`POST …/complete_trajectory`"""
-
     reward: FiniteFloat | None = None
     channel: str | None = None
 
 
 class InitBody(_Body):
-    """`POST /init_trajectory`"""
+    pass
 
 
 async def read(request: Request, kind: type[T], limit: int) -> T:
@@ -289,13 +282,10 @@ def _alike(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 async def judge_by_rule(rollout_id: str, messages: list[Message], fields: Mapping[str, Any]) -> float:
-    """See `Judge`."""
     return rule_reward(said(messages), fields)
 
 
 class Judge(Protocol):
-    """Rewards a conversation."""
-
     def __call__(self, rollout_id: str, messages: list[Message], fields: Mapping[str, Any]) -> Awaitable[float]:
         """`rollout_id` is empty where nothing says whose it is; `fields` are of its row. GraderError where there is no reward."""
         ...
@@ -438,7 +428,6 @@ class GenerateRoute:
         self._body_bytes = body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
         body = await read_body(receive, self._body_bytes)
         if body is None:
             return

@@ -32,7 +32,6 @@ class TokenPath(Sequence[int]):
         """Where each part ends, after where the first one begins."""
 
     def then(self, added: tuple[int, ...]) -> "TokenPath":
-        """These and `added`."""
         longer = TokenPath()
         longer._parts, longer._ends = (*self._parts, added), (*self._ends, self._ends[-1] + len(added))
         return longer

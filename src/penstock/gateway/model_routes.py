@@ -30,9 +30,7 @@ MAIN = "main"
 class FindSession(Protocol):
     """The session of a rollout; where a prompt's uid is given as `visit`, of one that may not be there yet."""
 
-    def __call__(self, rollout_id: str, visit: str | None, *, again: bool = False) -> Awaitable[Session]:
-        """See `Trajectories.session`."""
-        ...
+    def __call__(self, rollout_id: str, visit: str | None, *, again: bool = False) -> Awaitable[Session]: ...
 
 
 class ModelRoute:
@@ -139,7 +137,6 @@ class CountRoute:
         self._limits = limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
         flight = PendingResponse("", self._dialect, send)
         try:
             caller = _caller(scope)
@@ -164,17 +161,13 @@ class WholeOutlet:
         self._call = call
         self._model = model
 
-    async def open(self, prompt: Prompt) -> None:
-        """Not yet."""
+    async def open(self, prompt: Prompt) -> None: ...
 
-    async def add(self, choice: int, deltas: list[Delta], ids: Sequence[int], logprobs: Sequence[float]) -> None:
-        """Not yet."""
+    async def add(self, choice: int, deltas: list[Delta], ids: Sequence[int], logprobs: Sequence[float]) -> None: ...
 
-    async def close(self, choice: int, step: Step) -> None:
-        """Not yet."""
+    async def close(self, choice: int, step: Step) -> None: ...
 
     async def done(self, prompt: Prompt, steps: list[Step]) -> None:
-        """Now."""
         answer = Answer(self._flight.name, self._flight.created, self._model, self._call, prompt, steps)
         await self._flight.whole(200, self._dialect.whole(answer))
 
@@ -206,11 +199,9 @@ class StreamOutlet:
             await self._flight.part(events)
 
     async def close(self, choice: int, step: Step) -> None:
-        """End a choice."""
         await self._flight.part(self._begun.closing(choice, step, self._fresh(choice)))
 
     async def done(self, prompt: Prompt, steps: list[Step]) -> None:
-        """End the stream."""
         await self._flight.part(self._begun.ending(steps), last=True)
 
     @property

@@ -26,8 +26,6 @@ Samples = dict[str, dict[str, float]]
 
 
 class Family(NamedTuple):
-    """One metric."""
-
     kind: str
     text: str
     labels: tuple[str, ...] = ()
@@ -65,7 +63,6 @@ class Histogram:
         self.sum = 0.0
 
     def add(self, seconds: float) -> None:
-        """Count one."""
         self.counts[bisect_left(BOUNDS_S, seconds)] += 1
         self.sum += seconds
 

@@ -47,7 +47,6 @@ class PendingResponse:
         self._last_write = 0.0
 
     async def whole(self, status: int, body: bytes, headers: tuple[tuple[bytes, bytes], ...] = (JSON,)) -> None:
-        """A whole answer."""
         length = (b"content-length", b"%d" % len(body))
         await self._write({"type": "http.response.start", "status": status, "headers": [*headers, length]})
         self.complete = status == 200

@@ -251,16 +251,12 @@ class Update(BaseModel):
 
 
 class Updates(BaseModel):
-    """`POST /api/curation`"""
-
     model_config = ConfigDict(extra="forbid", strict=True)
 
     updates: list[Update] = Field(max_length=1000)
 
 
 class Reading:
-    """Endpoints."""
-
     def __init__(self, pool: Pool, engine: Engine, *, mode: str, body_bytes: int) -> None:
         self._pool = pool
         self._engine = engine
@@ -285,7 +281,6 @@ class Reading:
         return await self._page(request, "steps", lambda group: steps(group, with_ids=with_ids))
 
     async def trajectories(self, request: Request) -> Response:
-        """Rollouts."""
         return await self._page(request, "trajectories", trajectories)
 
     async def events(self, request: Request) -> Response:

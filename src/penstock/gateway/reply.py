@@ -129,12 +129,10 @@ class ReplyBuilder(ABC):
         return message
 
     def speak(self, piece: Text | Reasoning) -> Delta:
-        """More of either."""
         (self._said if isinstance(piece, Text) else self._thought).append(piece.text)
         return piece
 
     def call(self, name: str, arguments: str, call_id: str = "") -> CallDelta:
-        """A call begins."""
         self.calls.append(CallDelta(len(self.calls), call_id or self._call_id(name), name, arguments))
         return self.calls[-1]
 
@@ -169,7 +167,6 @@ class Reply(ReplyBuilder):
         return deltas if finish is None else [*deltas, *self.end(finish)]
 
     def end(self, finish: Finish) -> list[Delta]:
-        """See `Speech.end`."""
         if self.finish is not None:
             return []
         self.finish = finish
@@ -203,7 +200,6 @@ def deltas_of(message: Message) -> list[Delta]:
 
 
 def sse(event: Any) -> bytes:
-    """One server-sent event."""
     return b"data: " + orjson.dumps(event) + b"\n\n"
 
 

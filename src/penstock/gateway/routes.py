@@ -130,13 +130,11 @@ class Plain:
         self._endpoint = endpoint
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
         response = await self._endpoint(Request(scope, receive, send))
         await response(scope, receive, send)
 
 
 def reply(body: dict[str, Any], status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """JSON."""
     return Response(orjson.dumps(body), status, headers, media_type="application/json")
 
 

@@ -221,17 +221,13 @@ class Carrying:
 
 
 class SessionPast(NamedTuple):
-    """See `Past`."""
-
     talk: LastRequest
     graph: TokenGraph
 
     def messages(self, answer: str) -> tuple[Message, ...] | None:
-        """See `Past.messages`."""
         return self.graph.messages(answer)
 
     def tools(self, answer: str) -> tuple[Tool, ...] | None:
-        """See `Past.tools`."""
         return self.graph.tools(answer)
 
 

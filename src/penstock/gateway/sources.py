@@ -77,15 +77,12 @@ class TokenSource:
 
     @property
     def spelling(self) -> Spelling:
-        """See `Source.spelling`."""
         return self._renderer.tokenizer
 
     async def prompt(self, graph: TokenGraph, call: Call, chains: Sequence[str]) -> Prompt:
-        """See `Source.prompt`."""
         return await make_prompt(graph, self._renderer, self._roots, call, chains)
 
     def length(self, prompt: Prompt) -> int:
-        """See `Source.length`."""
         return len(prompt.ids)
 
     def samplings(self, call: Call, most_tokens: int, prompt: Prompt) -> list[Sampling]:
@@ -100,12 +97,10 @@ class TokenSource:
         return [replace(asked, max_tokens=tokens, stop_ids=ends, seed=seed) for seed in seeds(call)]
 
     def reply(self, call: Call, prompt: Prompt, sampling: Sampling, *, seed: str) -> Reply:
-        """See `Source.reply`."""
         decoder = self._renderer.decoder() if call.raw is None else self._renderer.tokenizer.decoder()
         return Reply(ReplyText(decoder, sampling.stop, self._parser(call, prompt), prompt.begun), seed=seed)
 
     def generate(self, call: Call, prompt: Prompt, sampling: Sampling, *, rollout_id: str) -> AsyncGenerator[Sampled, None]:
-        """See `Source.generate`."""
         return self.engine.generate(prompt.ids, sampling, rollout_id=rollout_id)
 
     def facts(self) -> dict[str, object]:
@@ -127,8 +122,6 @@ def seeds(call: Call) -> list[int | None]:
 
 
 class RelaySource:
-    """See `Source`."""
-
     dialects = frozenset({"chat", "responses", "messages"})
 
     def __init__(self, engine: Relay) -> None:
@@ -144,11 +137,9 @@ class RelaySource:
         return Prompt(ids=TokenPath(), parent=place.step, added=(), messages=new, tools=tools, chain=chain, reason=reason)
 
     def length(self, prompt: Prompt) -> int:
-        """See `Source.length`."""
         raise no_tokens(self.engine.model, "its prompts cannot be counted here")
 
     def samplings(self, call: Call, most_tokens: int, prompt: Prompt) -> list[Sampling]:
-        """See `Source.samplings`."""
         asked = call.sampling
         for name, wanted in (("logprobs", call.logprobs), ("return_token_ids", call.token_ids), ("stop_token_ids", asked.stop_ids)):
             if wanted:
@@ -156,16 +147,13 @@ class RelaySource:
         return [replace(asked, max_tokens=min(asked.max_tokens, most_tokens), seed=seed) for seed in seeds(call)]
 
     def reply(self, call: Call, prompt: Prompt, sampling: Sampling, *, seed: str) -> "RelayReply":
-        """See `Source.reply`."""
         return RelayReply(seed=seed)
 
     def generate(self, call: Call, prompt: Prompt, sampling: Sampling, *, rollout_id: str) -> AsyncGenerator[Heard, None]:
-        """See `Source.generate`."""
         asked = Asked(messages=call.messages, sampling=sampling, tools=call.tools, may_call=call.reads_calls, forced=call.forced)
         return self.engine.ask(asked, rollout_id=rollout_id)
 
     def facts(self) -> dict[str, object]:
-        """See `Source.facts`."""
         return {"relayed": True}
 
 
@@ -173,7 +161,6 @@ class RelayReply(ReplyBuilder):
     """A reply while it comes. A call that its endpoint gives no id gets one of ours."""
 
     def take(self, chunk: Heard) -> list[Delta]:
-        """See `Speech.take`."""
         deltas = [delta for part in chunk.parts for delta in self._hear(part)]
         if chunk.finish is None:
             return deltas
@@ -181,7 +168,6 @@ class RelayReply(ReplyBuilder):
         return [*deltas, *self.end(chunk.finish)]
 
     def end(self, finish: Finish) -> list[Delta]:
-        """See `Speech.end`."""
         if self.finish is not None:
             return []
         self.finish = finish
@@ -207,11 +193,9 @@ class NoTokens:
         self._model = model
 
     def token_bytes(self, token_id: int) -> bytes:
-        """See `Spelling.token_bytes`."""
         raise no_tokens(self._model, "send messages")
 
     def decode(self, ids: Sequence[int]) -> str:
-        """See `Spelling.decode`."""
         if ids:
             raise no_tokens(self._model, "send messages")
         return ""
@@ -221,7 +205,6 @@ class NoTokens:
         return []
 
     def shield(self, value: Any) -> Any:
-        """See `Spelling.shield`."""
         return value
 
 

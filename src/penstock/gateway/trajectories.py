@@ -47,8 +47,6 @@ class Registration:
 
 
 class Trajectories:
-    """See above."""
-
     def __init__(self, pool: Pool, sessions: Sessions, tokens: Tokens) -> None:
         self._pool = pool
         self._sessions = sessions

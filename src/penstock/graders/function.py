@@ -39,7 +39,6 @@ class FunctionGrader(Grader):
         self._function = load_function(config.path, config.function)
 
     async def grade(self, ctx: GraderContext) -> None:
-        """See `Grader.grade`."""
         sample, fields = ctx.samples.get(MAIN) or ctx.sample, ctx.metadata or {}
         messages = sample.transcript or sample.messages
         extra: Any = fields.get("extra_info") if isinstance(fields.get("extra_info"), Mapping) else {}

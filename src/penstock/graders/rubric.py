@@ -72,7 +72,6 @@ class RubricGrader(Grader):
         self._judge = Judge(endpoint, rubric, Scale(config.score_min, config.score_max))
 
     async def grade(self, ctx: GraderContext) -> None:
-        """See `Grader.grade`."""
         async with self._judge as judge:
             verdict = await judge.verdict(case_of(ctx))
         ctx.set_reward(verdict.score)

@@ -15,7 +15,6 @@ class RuleGrader(Grader):
     """Scores a whole rollout once, by the rule of its row's `data_source`; see `said` for what is scored."""
 
     async def grade(self, ctx: GraderContext) -> None:
-        """See `Grader.grade`."""
         sample = ctx.samples.get(MAIN) or ctx.sample
         fields = {**(ctx.metadata or {}), "ground_truth": ctx.label}
         ctx.set_reward(rule_reward(said(sample.transcript or sample.messages), fields))

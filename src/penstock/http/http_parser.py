@@ -33,8 +33,6 @@ class Clock(Protocol):
 
 
 class Taker(Line, Protocol):
-    """Where requests go."""
-
     def take(self, exchange: Exchange) -> None:
         """Its head is there."""
         ...

@@ -42,9 +42,7 @@ class Line(Protocol):
         """Write soon; where the caller does not keep up, what to wait for."""
         ...
 
-    def write(self, part: bytes) -> None:
-        """Write now."""
-        ...
+    def write(self, part: bytes) -> None: ...
 
     def read_on(self) -> None:
         """What was read is taken."""

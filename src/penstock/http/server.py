@@ -112,7 +112,6 @@ class Connection(asyncio.BufferedProtocol):
             transport.close()
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Shared by all."""
         return self._hub.buffer
 
     def buffer_updated(self, nbytes: int) -> None:
@@ -147,7 +146,6 @@ class Connection(asyncio.BufferedProtocol):
         self._hub.left()
 
     def pause_writing(self) -> None:
-        """Let senders wait."""
         self._paused = True
         self._writable.clear()
 
@@ -170,7 +168,6 @@ class Connection(asyncio.BufferedProtocol):
 
     @property
     def last(self) -> bool:
-        """See `Line` for this and the next."""
         return self._hub.draining or (self._deaf and not self._ahead)
 
     def put(self, part: bytes) -> asyncio.Event | None:
@@ -232,7 +229,6 @@ class Connection(asyncio.BufferedProtocol):
             self._end(exchange)
 
     def ended(self, exchange: Exchange) -> None:
-        """Forget its task."""
         if exchange.task is not None:
             self._hub.tasks.discard(exchange.task)
         self._hub.left()

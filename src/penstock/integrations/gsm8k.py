@@ -77,7 +77,6 @@ class BlackBoxGSM8KAgentFlow(BlackBoxAgentFlowBase):
     """
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> int:
-        """See `AgentFlowBase.run`."""
         self._validates = "val" in (kwargs.get("channel"), self.channel)
         return await super().run(sampling_params, **kwargs)
 

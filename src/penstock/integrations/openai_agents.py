@@ -76,11 +76,9 @@ class RolloutModel(Model):
         return BoundModel(context, self)
 
     async def get_response(self, *args: Any, **kwargs: Any) -> ModelResponse:
-        """Refused."""
         self._refuse()
 
     def stream_response(self, *args: Any, **kwargs: Any) -> AsyncIterator[TResponseStreamEvent]:
-        """Refused."""
         self._refuse()
 
     def _refuse(self) -> Never:
@@ -113,7 +111,6 @@ class BoundModel(OpenAIChatCompletionsModel):
         conversation_id: str | None = None,
         prompt: ResponsePromptParam | None = None,
     ) -> ModelResponse:
-        """See `Model.get_response`."""
         return await super().get_response(
             _with_schema(system_instructions, output_schema),
             input,
@@ -140,7 +137,6 @@ class BoundModel(OpenAIChatCompletionsModel):
         conversation_id: str | None = None,
         prompt: ResponsePromptParam | None = None,
     ) -> AsyncIterator[TResponseStreamEvent]:
-        """See `Model.stream_response`."""
         return super().stream_response(
             _with_schema(system_instructions, output_schema),
             input,
@@ -223,7 +219,6 @@ class RolloutSession(SessionABC):
         return self._items.pop() if self._items else None
 
     async def clear_session(self) -> None:
-        """Forget all items."""
         self._check()
         self._items.clear()
 
@@ -270,7 +265,6 @@ class _RolloutRunner(AgentRunner):
         input: Input | RunState[TContext],  # noqa: A002
         **kwargs: Unpack[RunOptions[TContext]],
     ) -> RunResult:
-        """See `Runner.run`."""
         with _entered(kwargs) as run:
             try:
                 return await self._inner.run(starting_agent, input, **kwargs)
@@ -283,7 +277,6 @@ class _RolloutRunner(AgentRunner):
         input: Input | RunState[TContext],  # noqa: A002
         **kwargs: Unpack[RunOptions[TContext]],
     ) -> RunResult:
-        """See `Runner.run_sync`."""
         with _entered(kwargs) as run:
             try:
                 return self._inner.run_sync(starting_agent, input, **kwargs)

@@ -78,7 +78,6 @@ class BoundModel(OpenAIModel):
         """Name and arguments of every tool call, by its id, as the policy wrote them."""
 
     async def stream(self, *args: Any, **options: Any) -> AsyncGenerator[StreamEvent, None]:
-        """See `Model.stream`."""
         written: dict[str, str] = {}
         async with aclosing(super().stream(*args, **options)) as events:
             async for event in events:

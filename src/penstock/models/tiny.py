@@ -75,7 +75,6 @@ REFUSED = "no"
 
 
 def tiny_task(a: int, b: int) -> list[Message]:
-    """The prompt."""
     return [{"role": "user", "content": f"{a}*{b}"}]
 
 
@@ -105,7 +104,6 @@ def tiny_reward(answer: str | None, a: int, b: int) -> float:
 
 
 def conversation(a: int, b: int) -> list[Message]:
-    """The task, solved."""
     result = tiny_tool("multiply", {"a": a, "b": b})
     return [*tiny_task(a, b), tiny_call(a, b), tiny_result(result), {"role": "assistant", "content": result}]
 

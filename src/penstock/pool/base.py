@@ -172,9 +172,7 @@ class Pool(Protocol):
         """The ledger: each trained group with its policy version, in the order of acknowledgement."""
         ...
 
-    async def stats(self, channel: str | None = None) -> PoolStats:
-        """Counts for viewers."""
-        ...
+    async def stats(self, channel: str | None = None) -> PoolStats: ...
 
     async def changes(self, after: int = 0, *, limit: int = 1000) -> list[Change]:
         """What happened after this position, in order: the last one's position is where to go on."""

@@ -87,7 +87,6 @@ class MemoryTable:
         self._at[group.state][group.id] = group
 
     def remove(self, group: KeptGroup) -> None:
-        """Take it away."""
         del self._ordered[bisect_left(self._ordered, _order(group), key=_order)]
         del self._at[group.state][group.id]
 
@@ -146,7 +145,6 @@ class MemoryPool:
     async def open_group(
         self, task: Task, rollouts: Sequence[Rollout], *, seq: int | None, min_size: int = 0, bound: Bound | None = None
     ) -> None:
-        """See `Pool.open_group`."""
         group_id = rules.check_group(task, rollouts)
         if group_id in self._groups:
             return
@@ -166,7 +164,6 @@ class MemoryPool:
         self._tell("opened", channel, group_id)
 
     async def replace(self, lost: Rollout, reason: str) -> Rollout:
-        """See `Pool.replace`."""
         entry, successor = self._entry(lost.id), lost.successor
         if entry.rollout != lost:
             raise rules.differs(f"rollout {lost.id!r}")
@@ -183,7 +180,6 @@ class MemoryPool:
         return successor
 
     async def append(self, step: Step, node: Node | None) -> None:
-        """See `Pool.append`."""
         rules.check_step(step, node)
         name, node_name = rules.step_name(step.rollout_id, step.index), rules.node_name(step.rollout_id, step.node)
         row, node_row = seal(step, name), node and seal(node, node_name)
@@ -211,12 +207,10 @@ class MemoryPool:
             self._count(channel, "top", "version", versions.newest)
 
     async def grade(self, grade: Grade) -> None:
-        """See `Pool.grade`."""
         rules.check_grade(grade)
         self._store_grades(grade.rollout_id, [grade])
 
     async def mark(self, mark: Mark) -> bool:
-        """See `Pool.mark`."""
         rules.check_mark(mark)
         entry, row = self._entry(mark.rollout_id), seal(mark, rules.mark_name(mark))
         if mark.step is not None and mark.step not in entry.steps:
@@ -226,7 +220,6 @@ class MemoryPool:
         return self._groups[entry.rollout.group_id].state in rules.UNCLAIMED
 
     async def drop(self, group_id: str, reason: str) -> bool:
-        """See `Pool.drop`."""
         group = self._groups.get(group_id)
         if group is None:
             raise rules.unknown_group(group_id)
@@ -236,7 +229,6 @@ class MemoryPool:
         return True
 
     async def end(self, rollout_id: str, end: End, message: str = "", grades: Sequence[Grade] = ()) -> bool:
-        """See `Pool.end`."""
         rules.check_grades(rollout_id, grades)
         self._store_grades(rollout_id, grades)
         entry = self._entry(rollout_id)
@@ -253,7 +245,6 @@ class MemoryPool:
         return True
 
     async def claim(self, count: int, *, channel: str = "train", version: int, max_staleness: int, lease_s: float) -> Lease | None:
-        """See `Pool.claim`."""
         rules.check_claim(count, lease_s)
         self._expire()
         ready = self._at(channel, State.COMPLETE)
@@ -268,7 +259,6 @@ class MemoryPool:
         return self._lend(chosen, Beat(uuid.uuid4().hex, 0, lease_s), self._unreported.pop(channel, 0))
 
     async def renew(self, lease_id: str, lease_s: float) -> None:
-        """See `Pool.renew`."""
         rules.check_lease_time(lease_s)
         lease = self._lease(lease_id)
         self._expire()
@@ -278,12 +268,10 @@ class MemoryPool:
         self._clock.see(lease.beat)
 
     async def release(self, lease_id: str | None = None) -> None:
-        """See `Pool.release`."""
         for lease in list(self._open_leases.values()) if lease_id is None else [self._lease(lease_id)]:
             self._close(lease)
 
     async def ack(self, lease_id: str, policy_version: int) -> None:
-        """See `Pool.ack`."""
         lease = self._lease(lease_id)
         taken = [group for group in lease.groups if self._acknowledges(group, lease_id, policy_version)]
         self._open_leases.pop(lease_id, None)
@@ -295,53 +283,42 @@ class MemoryPool:
             self._tell("trained", group.channel, group.id)
 
     async def attempt(self, rollout_id: str, *, first_step: int = 0, first_node: int = 0) -> Attempt:
-        """See `Pool.attempt`."""
         return self._entry(rollout_id).read(first_step=first_step, first_node=first_node)
 
     async def task(self, rollout_id: str) -> Task:
-        """See `Pool.task`."""
         group = self._groups[self._entry(rollout_id).rollout.group_id]
         return unseal(Task, group.task, f"the task of rollout {rollout_id!r}")
 
     async def groups(self, channel: str, *, first_seq: int = 0, limit: int = 100) -> list[Group]:
-        """See `Pool.groups`."""
         shelf = self._shelves.get(channel, MemoryTable())
         return [group.read() for group in islice(shelf.after(first_seq), max(limit, 0))]
 
     async def rollouts(self, group_id: str) -> list[Rollout]:
-        """See `Pool.rollouts`."""
         found = self._groups[group_id].rollouts if group_id in self._groups else []
         return sorted(found, key=lambda rollout: (rollout.place, rollout.attempt))
 
     async def channels(self) -> list[str]:
-        """See `Pool.channels`."""
         return sorted(self._shelves)
 
     async def unfinished(self, channel: str) -> list[Group]:
-        """See `Pool.unfinished`."""
         return [group.read() for group in self._at(channel, State.OPEN, State.SHORT)]
 
     async def trained(self) -> list[tuple[str, int]]:
-        """See `Pool.trained`."""
         return list(self._ledger)
 
     async def stats(self, channel: str | None = None) -> PoolStats:
-        """See `Pool.stats`."""
         shelves = [shelf for name, shelf in self._shelves.items() if channel in (None, name)]
         states = [("state", str(state), shelf.count(state)) for shelf in shelves for state in State]
         counts = [(kind, name, n) for (where, kind, name), n in self._tallies.items() if channel in (None, where)]
         return add_up([*states, *counts])
 
     async def changes(self, after: int = 0, *, limit: int = 1000) -> list[Change]:
-        """See `Pool.changes`."""
         return self._changes[max(after, 0) :][: max(limit, 0)]
 
     async def position(self) -> int:
-        """See `Pool.position`."""
         return len(self._changes)
 
     async def wait(self, after: int, *, timeout_s: float) -> bool:
-        """See `Pool.wait`."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while len(self._changes) <= after:
@@ -349,8 +326,7 @@ class MemoryPool:
                     await self._changed.wait()
         return len(self._changes) > after
 
-    async def close(self) -> None:
-        """Nothing is held."""
+    async def close(self) -> None: ...
 
     def _tell(self, kind: Kind, channel: str, name: str) -> None:
         self._changes.append(Change(len(self._changes) + 1, kind, channel, name))

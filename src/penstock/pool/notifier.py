@@ -15,7 +15,6 @@ class Notifier:
         self._waiting: set[asyncio.Future[None]] = set()
 
     def ring(self) -> None:
-        """Wake everyone."""
         with self._lock:
             self.heard += 1
             waiting, self._waiting = self._waiting, set()

@@ -109,7 +109,6 @@ class PostgresNotifier(Notifier):
         self._thread.start()
 
     def close(self) -> None:
-        """Stop listening."""
         self._closed.set()
         with suppress(psycopg.Error), self._connect() as waking:
             waking.execute(f"NOTIFY {self._channel}".encode())
@@ -215,33 +214,26 @@ class PostgresDatabase:
 
     @property
     def in_transaction(self) -> bool:
-        """See `Database.in_transaction`."""
         return not self._connection.closed and self._connection.info.transaction_status != TransactionStatus.IDLE
 
     def begin(self) -> None:
-        """See `Database.begin`."""
         self._begin("BEGIN")
 
     def begin_reading(self) -> None:
-        """See `Database.begin_reading`."""
         self._begin("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
 
     def execute(self, sql: str, values: Sequence[Any] = (), /) -> Any:
-        """See `Database.execute`."""
         given = [value.value if isinstance(value, Enum) else value for value in values]
         return self._connection.execute(_marked(sql), given)
 
     def rows(self, columns: Sequence[str], rest: str, values: Sequence[Any]) -> list[list[Any]]:
-        """See `Database.rows`."""
         return self.execute(f"SELECT {', '.join(columns)} {rest}", values).fetchall()
 
     def alone(self, what: str) -> None:
-        """See `Database.alone`."""
         digest = hashlib.sha256(f"{self._schema} {what}".encode("utf-8", "replace")).digest()
         self.execute("SELECT pg_advisory_xact_lock(?)", (int.from_bytes(digest[:8], "big", signed=True),))
 
     def count(self, channel: str, changes: Iterable[CounterRow]) -> None:
-        """See `Database.count`."""
         rows = [(channel, kind, name, self._writer, n) for (kind, name), n in sorted(_summed(changes))]
         self.execute(
             f"""INSERT INTO tally (channel, kind, name, writer, n) VALUES {", ".join(["(?, ?, ?, ?, ?)"] * len(rows))}
@@ -259,7 +251,6 @@ class PostgresDatabase:
             self.execute(f"NOTIFY {self._schema}")
 
     def close(self) -> None:
-        """See `Database.close`."""
         self._connection.close()
 
     def _begin(self, statement: str) -> None:

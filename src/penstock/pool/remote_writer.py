@@ -36,7 +36,6 @@ class RemoteWriter(asyncio.Protocol):
         self._closed = False
 
     async def submit(self, write: Callable[[Database], T]) -> T:
-        """See `Writer.submit`."""
         return await self._writer.submit(write)
 
     async def store(self, bulk: Bulk, value: Any) -> Any:
@@ -87,14 +86,12 @@ class RemoteWriter(asyncio.Protocol):
             self._transport.writelines(letters)
 
     def data_received(self, data: bytes) -> None:
-        """See `asyncio.Protocol`."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             for number, result, error in read_answers(line):
                 self._settle([self._waiting.pop(number)], result, error)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See `asyncio.Protocol`."""
         lost, self._waiting = list(self._waiting.values()), {}
         self._settle(lost, None, PoolFailed(GONE))
 

@@ -97,7 +97,6 @@ def check_droppable(group_id: str, state: State) -> bool:
 
 
 def full(channel: str, bound: Bound) -> PoolFull:
-    """No room."""
     return PoolFull(f"{bound.groups} groups of channel {channel!r} wait to be trained already; wait, or raise rollout.max_waiting")
 
 
@@ -189,12 +188,10 @@ def grade_name(grade: Grade) -> str:
 
 
 def unknown_rollout(rollout_id: str) -> PoolError:
-    """Nobody opened it."""
     return PoolError(f"no rollout {rollout_id!r} in this pool; open its group first")
 
 
 def unknown_lease(lease_id: str) -> PoolError:
-    """Nobody gave it."""
     return PoolError(f"no lease {lease_id!r} in this pool; claim groups first")
 
 
@@ -204,7 +201,6 @@ def lease_is_over(lease_id: str) -> PoolError:
 
 
 def unknown_group(group_id: str) -> PoolError:
-    """Nobody opened it."""
     return PoolError(f"no group {group_id!r} in this pool; open it first")
 
 

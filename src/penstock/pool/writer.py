@@ -41,7 +41,6 @@ class Job:
     error: Exception | None = None
 
     def carry_out(self, database: Database) -> Any:
-        """This one alone."""
         if self.bulk is not None:
             return self.bulk.one(database, self.value)
         assert self.write is not None, "it is one of the two"

@@ -173,7 +173,6 @@ class Pick:
 
 
 def document(title: str, subtitle: str, body: str) -> str:
-    """A whole page."""
     digest = base64.b64encode(hashlib.sha256(STYLE.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
     return f"""<!doctype html>
@@ -206,7 +205,6 @@ def config_part(config: dict[str, Any], of: str) -> str:
 
 
 def table(heads: Iterable[object], rows: Iterable[Iterable[object]]) -> str:
-    """Plain."""
     head = "".join(f"<th>{escape(str(cell))}</th>" for cell in heads)
     body = "".join("<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"

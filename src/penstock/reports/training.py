@@ -29,8 +29,6 @@ from penstock.reports.html import (
 
 
 class Heldout(NamedTuple):
-    """A held-out evaluation."""
-
     step: int
     when: str
     """`before`, `during` or `after` training."""
@@ -60,7 +58,6 @@ class RunFacts:
 
 
 def render_page(facts: RunFacts) -> str:
-    """The whole document."""
     status = facts.summary.get("status") or "not finished"
     model = facts.config.get("model", {}).get("name", "")
     body = f"""{_tiles(facts)}

@@ -105,9 +105,7 @@ _RECHECK_S = 5.0
 class Runs(Protocol):
     """What runs rollouts: a Runner, or what stands for those of several processes."""
 
-    async def run(self, rollout: Rollout, task: Task, sampling: Sampling) -> End | None:
-        """See `Runner.run`."""
-        ...
+    async def run(self, rollout: Rollout, task: Task, sampling: Sampling) -> End | None: ...
 
 
 def task_at(tasks: Sequence[Task], seq: int, *, seed: int, shuffle: bool = True) -> Task:

@@ -37,7 +37,6 @@ class RunFolder:
 
     @property
     def events(self) -> Path:
-        """The event log."""
         return self.path / "events.jsonl"
 
     def config(self) -> RunConfig:

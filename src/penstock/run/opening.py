@@ -58,19 +58,15 @@ class LocalRollouts:
     scheduler: Scheduler
 
     async def run(self) -> None:
-        """See `Rollouts.run`."""
         await self.scheduler.run()
 
     def advance(self, steps_trained: int) -> None:
-        """See `Rollouts.advance`."""
         self.scheduler.advance(steps_trained)
 
     def stop(self) -> None:
-        """See `Rollouts.stop`."""
         self.scheduler.stop()
 
     async def evaluate(self) -> list[str]:
-        """See `Rollouts.evaluate`."""
         return await run_once(
             self.inputs.heldout,
             self.runner,
@@ -80,7 +76,6 @@ class LocalRollouts:
         )
 
     async def load(self, version: int, folder: Path) -> None:
-        """See `Rollouts.load`."""
         await self.engine.load(version, folder)
 
 

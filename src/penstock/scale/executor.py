@@ -76,7 +76,6 @@ class RayExecutor:
             await self._manager.close()
 
     async def run(self, task: Task, session: Session, *, rollout_id: str, timeout_s: float) -> WorkflowResult:
-        """See `Executor.run`."""
         seat = Seat.of(session, self._given.agent)
         seat = replace(seat, base_url=await self._url(seat.base_url))
         async with self._workflow_slots:
@@ -85,7 +84,6 @@ class RayExecutor:
         return WorkflowResult(answer.samples, answer.strays)
 
     async def grade(self, task: Task, samples: Mapping[str, RolloutSample], *, rollout_id: str, timeout_s: float) -> list[Reward]:
-        """See `Executor.grade`."""
         async with self._grader_slots:
             answer = await self._done(self._job("grader", task, rollout_id, timeout_s, None), samples)
         return answer.rewards

@@ -30,27 +30,22 @@ class RemoteRollouts:
         await self._until(lambda: self._call("begin"))
 
     async def run(self) -> None:
-        """See `Rollouts.run`."""
         self._stopped = False
         await self._until(lambda: self._call("run", self._steps_trained, self._version))
 
     def advance(self, steps_trained: int) -> None:
-        """See `Rollouts.advance`."""
         self._deaths = self._deaths if steps_trained == self._steps_trained else 0
         self._steps_trained = steps_trained
         self._rollouter.advance.remote(steps_trained)  # one that is dead now hears of it in `run`
 
     def stop(self) -> None:
-        """See `Rollouts.stop`."""
         self._stopped = True
         self._rollouter.stop.remote()
 
     async def evaluate(self) -> list[str]:
-        """See `Rollouts.evaluate`."""
         return await self._until(lambda: self._call("evaluate", self._version), although_stopped=True)
 
     async def load(self, version: int, folder: Path) -> None:
-        """See `Rollouts.load`."""
         async with self._publishing:
             self._served = (version, folder)
             await self._hand_over()

@@ -54,12 +54,10 @@ class AsyncRollouter:
         return None if rollouts.engine.version < version else await self._under_way(rollouts.evaluate())
 
     async def advance(self, steps_trained: int) -> None:
-        """See `Rollouts.advance`."""
         if self._rollouts is not None:
             self._rollouts.advance(steps_trained)
 
     async def stop(self) -> None:
-        """See `Rollouts.stop`."""
         if self._rollouts is not None:
             self._rollouts.stop()
 

@@ -53,7 +53,6 @@ class Sent:
 
     @classmethod
     def read(cls, folder: str) -> Self:
-        """What `write` wrote."""
         return from_json(cls, (Path(folder) / FILE).read_bytes())
 
     def write(self) -> str:
@@ -65,7 +64,6 @@ class Sent:
         return self.run_folder
 
     def make_config(self) -> RunConfig:
-        """The run's config."""
         return make_config(self.config, "the run's config")
 
     def make_inputs(self, config: RunConfig, agent: Agent | None = None) -> Inputs:
@@ -84,7 +82,6 @@ class Sent:
         return AgentSpec.read(self.recipe.encode()).load()
 
     def make_folder(self, *, resumed: bool) -> RunFolder:
-        """The run's folder."""
         return RunFolder(Path(self.run_folder), resumed=resumed)
 
 

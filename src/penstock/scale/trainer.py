@@ -72,7 +72,6 @@ class AsyncTrainer:
         return await self._telling.told()
 
     async def close(self) -> None:
-        """Tell nothing more."""
         self._telling.close()
 
 

@@ -51,7 +51,6 @@ class AgentFlowWorker:
         self._running: dict[int, asyncio.Task[None]] = {}
 
     async def open(self) -> Place:
-        """Load the agent."""
         problem = ""
         self._done, self._clients, events = Outbox(), Clients(), Events()
         events.listen(lambda kind, fields: self._done.put((EVENT, json.dumps([kind, fields], default=str).encode())))
@@ -65,7 +64,6 @@ class AgentFlowWorker:
         return Place(os.getpid(), node["NodeID"], node["NodeManagerAddress"], problem)
 
     async def take(self, orders: list[Order]) -> None:
-        """Begin these jobs."""
         for order in orders:
             task = asyncio.create_task(self._perform(*order))
             self._running[order[0]] = task

@@ -35,7 +35,6 @@ class AgentSpec:
 
     @classmethod
     def read(cls, text: bytes) -> Self:
-        """What `write` wrote."""
         return cls(**json.loads(text))
 
     def write(self) -> bytes:

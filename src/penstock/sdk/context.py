@@ -99,13 +99,11 @@ class GraderContext:
 
     @property
     def sample(self) -> RolloutSample:
-        """The only transcript."""
         if len(self.samples) != 1:
             raise GraderError(f"ctx.sample needs exactly one transcript, this rollout has {sorted(self.samples)}; use ctx.samples")
         return next(iter(self.samples.values()))
 
     def set_sample_reward(self, sample_id: str, reward: float) -> None:
-        """Reward one transcript."""
         if sample_id not in self.samples:
             raise ValueError(f"unknown sample {sample_id!r}; this rollout has {sorted(self.samples)}")
         self.samples[sample_id].reward = finite_reward(reward)

@@ -100,7 +100,6 @@ class Learner:
         self.zero()
 
     def zero(self) -> None:
-        """Forget gradients."""
         for weight, master in zip(*self._both(), strict=True):
             weight.grad = master.grad = None
 

@@ -34,8 +34,6 @@ RECHECK_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Where training stands."""
-
     step: int = 0
     version: int = 0
     last_version: int = 0

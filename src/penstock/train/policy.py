@@ -43,8 +43,6 @@ OnDisk = Callable[[Path], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
-    """`state.json`."""
-
     version: PolicyVersion
     files: dict[str, int]
     """Name and size in bytes of every other file."""
@@ -228,7 +226,6 @@ class InPlace:
         """Nothing to do: it is the very same one."""
 
     async def publish(self, version: int, change: Callable[[], None]) -> None:
-        """See `Publisher.publish`."""
         await self._engine.swap(version, change)
 
 
@@ -244,7 +241,6 @@ class FromDisk:
         await self._load(0, self._model)
 
     async def publish(self, version: int, change: Callable[[], None]) -> None:
-        """See `Publisher.publish`."""
         folder = self._scratch / f"{version:06d}"
         await asyncio.to_thread(self._write, folder, change)
         await self._load(version, folder)

@@ -100,7 +100,6 @@ def finished(folder: RunFolder, config: RunConfig) -> Summary | None:
 
 
 def mean(values: list[float]) -> float | None:
-    """Of nothing, None."""
     return sum(values) / len(values) if values else None
 
 

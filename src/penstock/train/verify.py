@@ -180,7 +180,6 @@ class Audit:
 
     @property
     def mean_deviation(self) -> float | None:
-        """Over recomputed tokens."""
         return self.total_deviation / self.recomputed_tokens if self.recomputed else None
 
     @property

@@ -87,7 +87,6 @@ IGNORED = "runs/\n.penstock/\n__pycache__/\n.venv/\n"
 
 
 def example(path: str) -> str:
-    """An example's file."""
     return (EXAMPLES / path).read_text(encoding="utf-8")
 
 

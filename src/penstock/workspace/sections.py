@@ -87,8 +87,6 @@ class ExperimentTable(Strict):
 
 
 class EvaluationTable(Strict):
-    """`[evaluation]`."""
-
     limit: int | None = Field(default=None, ge=1)
     """So many rows, from the first on; None takes all."""
     n: int = Field(default=1, ge=1)
@@ -101,8 +99,6 @@ class EvaluationTable(Strict):
 
 
 class TrainingTable(Strict):
-    """`[training]`."""
-
     lr: float = Field(default=1e-6, ge=0)
     total_epochs: int = Field(default=1, ge=1)
     n_samples_per_prompt: int = Field(default=8, ge=1)
@@ -116,8 +112,6 @@ class TrainingTable(Strict):
 
 
 class SamplingTable(Strict):
-    """`[sampling]`."""
-
     rollout_temperature: float = Field(default=1.0, ge=0)
     rollout_top_p: float = Field(default=1.0, gt=0, le=1)
 
@@ -148,14 +142,10 @@ class ExperimentFile(Strict):
 
 
 class EvalFile(ExperimentFile):
-    """configs/eval/*.toml."""
-
     evaluation: EvaluationTable = EvaluationTable()
 
 
 class TrainFile(ExperimentFile):
-    """configs/training/*.toml."""
-
     training: TrainingTable = TrainingTable()
     sampling: SamplingTable = SamplingTable()
     checkpoints: CheckpointsTable = CheckpointsTable()

@@ -57,7 +57,6 @@ def root(
 
 
 def main() -> None:
-    """The console script."""
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # pyright: ignore[reportAttributeAccessIssue]  # model text may not fit the terminal
     load_environment(Path.cwd())

@@ -32,7 +32,6 @@ def moment(text: str | None) -> str:
 
 
 def size(count: int | None) -> str:
-    """`1.5 MB`."""
     if count is None:
         return NONE
     amount, unit = float(count), "B"
@@ -44,7 +43,6 @@ def size(count: int | None) -> str:
 
 
 def duration(milliseconds: float | None) -> str | None:
-    """`1h 2m 3s`."""
     if milliseconds is None:
         return None
     seconds = round(milliseconds / 1000)
@@ -63,7 +61,6 @@ def settings(config: dict[str, Any] | None) -> str | None:
 
 
 def two_digits(value: float | None) -> str:
-    """A reward."""
     return NONE if value is None else f"{value:.2f}"
 
 

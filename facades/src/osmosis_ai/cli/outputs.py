@@ -35,7 +35,6 @@ class Selection:
 
     @classmethod
     def read(cls, types: str, rows: str | None) -> "Selection":
-        """From the flags."""
         chosen = {word.strip() for word in types.split(",") if word.strip()}
         if not chosen or chosen - {*ALL, "all"}:
             raise CliError(f"--type {types}: choose out of {', '.join(ALL)}, or all")

@@ -32,7 +32,6 @@ def taken(record: Record, names: tuple[str, ...], *, when_set: tuple[str, ...] =
 
 
 def known(record: Record) -> Record:
-    """Without nulls."""
     return {name: value for name, value in record.items() if value is not None}
 
 

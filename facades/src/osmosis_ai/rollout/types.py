@@ -105,4 +105,4 @@ class GraderInitRequest(BaseModel):
 
 
 class GraderInitResponse(BaseModel):
-    """Accepted."""
+    pass

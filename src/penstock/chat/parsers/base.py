@@ -370,13 +370,11 @@ class CallDraft:
         self._parts: list[str] = []
 
     def named(self, name: str) -> None:
-        """See `Draft`."""
         self._name = name
         if self._parts:
             self.grow("")
 
     def grow(self, text: str) -> None:
-        """See `Draft`."""
         if self.given:
             self._give(Arguments(text))
             return
@@ -413,12 +411,10 @@ class CallParser:
         next(self._reply)
 
     def push(self, text: str) -> list[Piece]:
-        """See `ReplyParser.push`."""
         self.source.feed(text)
         return self._go_on()
 
     def finish(self) -> list[Piece]:
-        """See `ReplyParser.finish`."""
         self.source.ended = True
         return self._go_on()
 
@@ -462,7 +458,6 @@ class CallParser:
             self._after_call = False
 
     def think(self, text: str) -> None:
-        """Give out reasoning."""
         self._give(Reasoning(text))
 
     def _give(self, piece: Piece) -> None:

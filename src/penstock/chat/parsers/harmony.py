@@ -21,8 +21,6 @@ TO_FUNCTION = re.compile(r"\bto=functions\.([^\s<]+)")
 
 
 class Harmony(ReplyGrammar):
-    """See `ToolFormat`."""
-
     special: tuple[str, ...] = (START, CHANNEL, CONSTRAIN, MESSAGE, *CLOSERS)
     ends: tuple[str, ...] = (RETURN, CALL)
 
@@ -39,7 +37,6 @@ class Harmony(ReplyGrammar):
         return f"{CHANNEL}commentary to=functions.{name}" + (f" {CONSTRAIN}json{MESSAGE}" if name else "")
 
     def parser(self, reading: ReplyReading) -> ReplyParser:
-        """A fresh parser."""
         return HarmonyParser(reading)
 
 

@@ -28,8 +28,6 @@ Write one <tool_call> for each call. The results come back inside <tool_response
 
 
 class Hermes(ReplyGrammar):
-    """See `ToolFormat`."""
-
     special: tuple[str, ...] = (OPEN, CLOSE)
 
     def matches(self, template: str) -> bool:
@@ -72,7 +70,6 @@ class Hermes(ReplyGrammar):
         return f'{OPEN}\n{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments":' if name else f'{OPEN}\n{{"name": "'
 
     def parser(self, reading: ReplyReading) -> ReplyParser:
-        """A fresh parser."""
         return HermesParser(reading)
 
 

@@ -11,8 +11,6 @@ TAG = "<|python_tag|>"
 
 
 class Llama(ReplyGrammar):
-    """See `ToolFormat`."""
-
     special: tuple[str, ...] = (TAG,)
     ends: tuple[str, ...] = ("<|eot_id|>", "<|eom_id|>")
 
@@ -29,7 +27,6 @@ class Llama(ReplyGrammar):
         return f'{{"name": {json.dumps(name, ensure_ascii=False)}, "parameters":' if name else '{"name": "'
 
     def parser(self, reading: ReplyReading) -> ReplyParser:
-        """A fresh parser."""
         return LlamaParser(reading)
 
 

@@ -15,8 +15,6 @@ FITTING_ID = re.compile(r"[a-zA-Z0-9]{9}")
 
 
 class Mistral(ReplyGrammar):
-    """See `ToolFormat`."""
-
     special: tuple[str, ...] = (CALLS, ARGS, CALL_ID, "[THINK]", "[/THINK]")
 
     def matches(self, template: str) -> bool:
@@ -37,8 +35,6 @@ class Mistral(ReplyGrammar):
 
 
 class MistralNamed(Mistral):
-    """The newer form."""
-
     def matches(self, template: str) -> bool:
         """Whether the template writes the name before the arguments."""
         return CALLS in template and ARGS in template

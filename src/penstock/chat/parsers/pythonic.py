@@ -15,8 +15,6 @@ WORDS = {"true": "true", "false": "false", "null": "null"}
 
 
 class Pythonic(ReplyGrammar):
-    """See `ToolFormat`."""
-
     special: tuple[str, ...] = (START, END)
 
     def matches(self, template: str) -> bool:
@@ -28,7 +26,6 @@ class Pythonic(ReplyGrammar):
         return f"[{name}(" if name else "["
 
     def parser(self, reading: ReplyReading) -> ReplyParser:
-        """A fresh parser."""
         return PythonicParser(reading)
 
 

@@ -26,8 +26,6 @@ WORDS = {"True": "true", "False": "false", "None": "null"}
 
 
 class QwenXml(ReplyGrammar):
-    """See `ToolFormat`."""
-
     special: tuple[str, ...] = (OPEN, CLOSE)
 
     def matches(self, template: str) -> bool:
@@ -39,7 +37,6 @@ class QwenXml(ReplyGrammar):
         return f"{OPEN}\n{FUNCTION}{name}" + (">\n" if name else "")
 
     def parser(self, reading: ReplyReading) -> ReplyParser:
-        """A fresh parser."""
         return QwenXmlParser(reading)
 
 

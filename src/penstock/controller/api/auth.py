@@ -46,7 +46,6 @@ OWNERS = frozenset({("POST", "/api/cli/device/approve"), ("POST", "/api/cli/repo
 
 
 def needs(method: str, path: str) -> Needs:
-    """Of a route."""
     if path in OPEN:
         return Needs.NOTHING
     if path.startswith(f"{PATH}/"):
@@ -55,8 +54,6 @@ def needs(method: str, path: str) -> Needs:
 
 
 class Identity(NamedTuple):
-    """Who asks."""
-
     token_id: str
     name: str
     expires_at: str | None = None
@@ -220,7 +217,6 @@ class Account:
         self._logins = logins
 
     def routes(self) -> list[Route]:
-        """Where what is."""
         return [
             Route("/device", self._page, methods=["GET"]),
             Route("/api/cli/verify", self._verify, methods=["GET"]),

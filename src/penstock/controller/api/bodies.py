@@ -45,7 +45,6 @@ async def read_bytes(request: Request, largest: int) -> bytes:
 
 
 def too_large(largest: int) -> ControllerError:
-    """Of a body."""
     return ControllerError(f"the request's body is larger than {largest} bytes; send less", code="BODY_TOO_LARGE", status=413)
 
 

@@ -139,8 +139,6 @@ class Trained:
 
 
 class Trainings:
-    """Reads them."""
-
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._times: OrderedDict[Path, Times] = OrderedDict()

@@ -18,7 +18,6 @@ BASE = "/api/cli/datasets"
 
 
 def routes(controller: Controller, links: Links) -> list[Route]:
-    """Where what is."""
     station = DatasetRoutes(controller, links)
     return [
         Route(BASE, station.begin, methods=["POST"]),
@@ -34,8 +33,6 @@ def routes(controller: Controller, links: Links) -> list[Route]:
 
 
 class DatasetRoutes:
-    """Their answers."""
-
     def __init__(self, controller: Controller, links: Links) -> None:
         self._datasets = controller.datasets
         self._links = links
@@ -78,7 +75,6 @@ class DatasetRoutes:
         return reply(_record(await asyncio.to_thread(self._datasets.abort, request.path_params["ref"])))
 
     async def listed(self, request: Request) -> Response:
-        """A page."""
         limit, offset = paged(request)
         found, total = await asyncio.to_thread(self._datasets.page, limit=limit, offset=offset)
         return page_reply("datasets", [_record(each) for each in found], total, limit, offset)

@@ -30,8 +30,6 @@ def routes(controller: Controller, links: Links) -> list[Route]:
 
 
 class ModelRoutes:
-    """Their answers."""
-
     def __init__(self, controller: Controller) -> None:
         self._deployments = controller.deployments
 

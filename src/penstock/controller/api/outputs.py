@@ -168,8 +168,6 @@ def wanted_rows(request: Request) -> frozenset[int] | None:
 
 
 class Manifests:
-    """Makes them."""
-
     def __init__(self, results: Results) -> None:
         self._results = results
 
@@ -307,7 +305,6 @@ class OutputRoutes:
         self._kind: Kind = kind
 
     def routes(self) -> list[Route]:
-        """Where what is."""
         path = f"{PATHS[self._kind]}/{{ref}}/samples"
         return [
             Route(f"{path}/manifest", self._manifest, methods=["GET"]),

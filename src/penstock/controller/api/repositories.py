@@ -42,8 +42,6 @@ HEADER = "x-osmosis-git"
 
 
 def rollout_routes(controller: Controller, links: Links) -> list[Route]:
-    """Where what is."""
-
     async def listed(request: Request) -> Response:
         limit, offset = paged(request)
         name = request.headers.get(HEADER, "").strip().lower()

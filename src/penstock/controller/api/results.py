@@ -65,8 +65,6 @@ class Seen:
 
 
 class Evaluations:
-    """Reads them."""
-
     def __init__(self) -> None:
         self._seen: OrderedDict[str, Seen] = OrderedDict()
         self._lock = asyncio.Lock()
@@ -244,7 +242,6 @@ class Results:
         self._trainings = Trainings()
 
     def files(self, run: Run) -> RunFiles:
-        """The run's own."""
         return RunFiles(self._controller.home.runs / run.id)
 
     async def seen(self, run: Run) -> Seen | None:

@@ -96,7 +96,6 @@ def _of_repository(controller: Controller, body: Mapping[str, Any], git: str | N
 
 
 def snapshot_routes(controller: Controller, links: Links) -> list[Route]:
-    """One."""
     largest = controller.limits.snapshot_mb * 1_000_000
 
     async def put(request: Request) -> Response:
@@ -142,7 +141,6 @@ KEYS: Mapping[Kind, str] = {"eval": "eval_runs", "train": "training_runs"}
 
 
 def routes(controller: Controller, results: Results) -> list[Route]:
-    """Of both kinds."""
     both = [route for kind in PATHS for route in RunRoutes(controller, results, kind).routes()]
     return [
         *both,
@@ -151,15 +149,12 @@ def routes(controller: Controller, results: Results) -> list[Route]:
 
 
 class RunRoutes:
-    """Of one kind."""
-
     def __init__(self, controller: Controller, results: Results, kind: Kind) -> None:
         self._controller = controller
         self._results = results
         self._kind: Kind = kind
 
     def routes(self) -> list[Route]:
-        """Where what is."""
         path = PATHS[self._kind]
         return [
             Route(path, self._list, methods=["GET"]),

@@ -17,7 +17,6 @@ PATH = "/api/cli/environment-secrets"
 
 
 def routes(controller: Controller, links: Links) -> list[Route]:
-    """Where what is."""
     vault = controller.vault
 
     async def listed(request: Request) -> Response:

@@ -16,17 +16,14 @@ NOT_SHOWN = ("experiment", "env", "secrets", "model", "agent", "dataset", "run")
 
 
 def accepted(run: Run) -> dict[str, Any]:
-    """Of a submission."""
     return {"id": run.id, "name": run.name, "status": run.status, "created_at": run.created_at}
 
 
 def eval_row(run: Run, results: dict[str, Any] | None, settings: dict[str, Any]) -> dict[str, Any]:
-    """Of a list."""
     return {**_scalars(run), **_references(run), "results": results, "config": _eval_config(run, settings)}
 
 
 def eval_detail(run: Run, results: dict[str, Any] | None, settings: dict[str, Any]) -> dict[str, Any]:
-    """One evaluation."""
     config = _eval_config(run, settings)
     return {"eval_run": _scalars(run), "config": config, "results": results, **_references(run), **_origin(run)}
 
@@ -37,7 +34,6 @@ def training_row(run: Run, trained: Trained, steps: int | None) -> dict[str, Any
 
 
 def training_detail(run: Run, trained: Trained, steps: int | None, settings: dict[str, Any]) -> dict[str, Any]:
-    """One training run."""
     more = {"examples_processed_count": trained.examples, "notes": run.message or None}
     scalars = {**_scalars(run), **_progress(trained, steps), **more}
     return {"training_run": scalars, "config": _training_config(run, settings), **_references(run), **_origin(run)}
@@ -93,7 +89,6 @@ def _eval_config(run: Run, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _training_config(run: Run, settings: dict[str, Any]) -> dict[str, Any]:
-    """By table."""
     submitted = {key: _plain(as_table(table)) for key, table in run.submission.tables.items() if key not in NOT_SHOWN}
     tables = {key: table for key, table in submitted.items() if table}
     return {"model_path": run.submission.model, **(tables or {"train": _plain(settings.get("train", {}))})}

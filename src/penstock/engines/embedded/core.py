@@ -58,8 +58,6 @@ class Request:
 
 
 class Token(NamedTuple):
-    """One sampled token."""
-
     request: Request
     id: int
     logprob: float

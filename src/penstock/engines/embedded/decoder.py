@@ -87,7 +87,6 @@ class Norm(nn.RMSNorm):
         self.register_buffer("floor", torch.tensor(eps), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x […, size]."""
         if torch.is_grad_enabled() or x.dtype != torch.float32:
             return super().forward(x)
         length = cast(Tensor, torch.linalg.vector_norm(x, 2, -1, True))

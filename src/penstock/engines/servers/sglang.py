@@ -44,7 +44,6 @@ class SglangReader(ReplyReader):
         self._count = 0
 
     def read(self, event: dict[str, Any]) -> None:
-        """See `ReplyReader.read`."""
         meta: dict[str, Any] = event["meta_info"]
         reason = meta["finish_reason"]
         if reason is not None and reason["type"] == "abort":
@@ -79,7 +78,6 @@ class SglangSection(RemoteSection):
     """`[engine]` for `name = "sglang"`."""
 
     def preflight(self, model: str) -> None:
-        """See `EngineSection.preflight`."""
         survey(SglangEngine, self.addresses(), model, self.key())
 
 
@@ -91,16 +89,13 @@ class SglangEngine(RemoteEngine):
     trainable = "start SGLang where the run's folder has the same path as here"
 
     def body(self, prompt: list[int], sampling: Sampling, key: str) -> dict[str, Any]:
-        """See `RemoteEngine.body`."""
         return request_body(prompt, sampling, key)
 
     def reader(self, prompt: list[int], sampling: Sampling, address: Address) -> SglangReader:
-        """See `RemoteEngine.reader`."""
         label = self._published.label if self._published is not None else None
         return SglangReader(prompt, sampling, version=address.version, label=label)
 
     def check_sampling(self, sampling: Sampling) -> None:
-        """See `RemoteEngine.check_sampling`."""
         if 0.0 < sampling.temperature < COOLEST:
             raise EngineError(f"temperature = {sampling.temperature}: SGLang takes 0 (greedy) or at least {COOLEST}")
         if sampling.temperature > 0.0 and sampling.truncated:
@@ -135,13 +130,11 @@ class SglangEngine(RemoteEngine):
         await ask(f"{url}/continue_generation", {})
 
     async def label(self, url: str) -> str:
-        """See `RemoteEngine.label`."""
         answer = await self.upstream.wire.ask(f"{url}/get_model_info")
         return str(answer["weight_version"])
 
     @classmethod
     async def inspect(cls, wire: Wire, url: str, name: str) -> Served:
-        """See `RemoteEngine.inspect`. An SGLang server has one model."""
         await wire.ask(f"{url}/health")
         listed = await wire.ask(f"{url}/v1/models")
         args = await wire.ask(f"{url}/get_server_info")

@@ -54,7 +54,6 @@ class VllmReader(ReplyReader):
     """Reads the events of one completion."""
 
     def read(self, event: dict[str, Any]) -> None:
-        """See `ReplyReader.read`."""
         choices: list[Choice] = event["choices"]
         for choice in choices:
             self._read(choice)
@@ -76,7 +75,6 @@ class VllmSection(RemoteSection):
     """`[engine]` for `name = "vllm"`."""
 
     def preflight(self, model: str) -> None:
-        """See `EngineSection.preflight`."""
         survey(VllmEngine, self.addresses(), model, self.key())
 
 
@@ -88,15 +86,12 @@ class VllmEngine(RemoteEngine):
     trainable = "start vLLM with VLLM_SERVER_DEV_MODE=1, where the run's folder has the same path as here"
 
     def body(self, prompt: list[int], sampling: Sampling, key: str) -> dict[str, Any]:
-        """See `RemoteEngine.body`."""
         return request_body(self._served.model, prompt, sampling)
 
     def reader(self, prompt: list[int], sampling: Sampling, address: Address) -> VllmReader:
-        """See `RemoteEngine.reader`."""
         return VllmReader(prompt, sampling, version=address.version)
 
     def check_sampling(self, sampling: Sampling) -> None:
-        """See `RemoteEngine.check_sampling`."""
         if 0.0 < sampling.temperature < COOLEST:
             raise EngineError(f"temperature = {sampling.temperature}: vLLM takes 0 (greedy) or at least {COOLEST}")
         if not (self._served.processed or sampling.temperature == 0.0 or is_plain(sampling)):
@@ -146,13 +141,11 @@ class VllmEngine(RemoteEngine):
         return True
 
     async def label(self, url: str) -> str:
-        """See `RemoteEngine.label`."""
         answer = await self.upstream.wire.ask(f"{url}/weight_info")
         return str(answer["weight_version"])
 
     @classmethod
     async def inspect(cls, wire: Wire, url: str, name: str) -> Served:
-        """See `RemoteEngine.inspect`."""
         await wire.ask(f"{url}/health")
         listed = await wire.ask(f"{url}/v1/models")
         try:

@@ -22,34 +22,27 @@ class AnthropicSection(RelaySection):
     vendor_key: ClassVar[str] = "ANTHROPIC_API_KEY"
 
     def preflight(self, model: str) -> None:
-        """See `EngineSection.preflight`."""
         AnthropicRelay.preflight(self, model)
 
 
 class AnthropicRelay(HttpRelay):
-    """One such endpoint."""
-
     path = "/messages"
 
     @classmethod
     def headers(cls, key: str) -> Mapping[str, str]:
-        """See `HttpRelay.headers`."""
         return {"anthropic-version": VERSION} | ({"x-api-key": key} if key else {})
 
     @classmethod
     def base(cls, section: RelaySection) -> str:
-        """See `HttpRelay.base`."""
         return f"{section.address.removesuffix('/v1')}/v1"
 
     def body(self, asked: Asked) -> dict[str, Any]:
-        """See `HttpRelay.body`."""
         body = {"model": self.model, "stream": True, **_conversation(asked.messages), **_sampled(asked.sampling)}
         if asked.tools:
             body |= {"tools": [_tool(each["function"]) for each in asked.tools], "tool_choice": _choice(asked)}
         return body
 
     def reader(self) -> "MessageReader":
-        """See `HttpRelay.reader`."""
         return MessageReader()
 
 
@@ -127,7 +120,6 @@ class MessageReader(PartsReader):
     """Reads the events of a message, or one that comes whole."""
 
     def read(self, event: dict[str, Any]) -> None:
-        """See `PartsReader.read`."""
         match event["type"]:
             case "message_start":
                 self._count(event["message"].get("usage") or {})

@@ -30,8 +30,6 @@ class Asked:
 
 
 class Said(NamedTuple):
-    """More text."""
-
     text: str
 
 
@@ -42,8 +40,6 @@ class Thought(NamedTuple):
 
 
 class Called(NamedTuple):
-    """A call begins."""
-
     id: str
     """The endpoint's own; empty where it gives none."""
     name: str
@@ -84,7 +80,6 @@ class Relay(ABC):
 
     @property
     def version(self) -> int:
-        """There is one."""
         return 0
 
     @abstractmethod
@@ -100,15 +95,12 @@ class Relay(ABC):
         """Let go of all connections."""
 
     def generate(self, prompt_ids: Sequence[int], sampling: Sampling, *, rollout_id: str = "") -> AsyncGenerator[Sampled, None]:
-        """Refused."""
         raise EngineError(f"{self._name} is behind an endpoint that takes messages, not tokens; `ask` it")
 
     async def swap(self, version: int, change: Callable[[], None]) -> None:
-        """Refused."""
         raise EngineError(f"policy version {version}: {self._name} is behind an endpoint, whose weights are not ours to change")
 
     async def load(self, version: int, folder: Path) -> None:
-        """Refused."""
         raise EngineError(f"policy version {version}: {self._name} is behind an endpoint, whose weights are not ours to change")
 
 
@@ -172,17 +164,14 @@ class PartsReader(ABC):
         return Heard(parts, self._finish, Usage(prompt_tokens=self._prompt_tokens, completion_tokens=self._completion_tokens))
 
     def say(self, text: str | None) -> None:
-        """More text."""
         if text:
             self._parts.append(Said(_text(text)))
 
     def think(self, text: str | None) -> None:
-        """More reasoning."""
         if text:
             self._parts.append(Thought(_text(text)))
 
     def call(self, call_id: str | None, name: str) -> None:
-        """A call begins."""
         if not name:
             raise Fault("called a tool without naming it", kind="garbled")
         self._parts.append(Called(_text(call_id or ""), _text(name)))
@@ -204,7 +193,6 @@ class PartsReader(ABC):
         self._finish = STOPS[reason]
 
     def end(self) -> None:
-        """Nothing follows."""
         if self._finish is None:
             raise Fault("ended without saying how the reply finished", kind="broken")
         self.done = True

@@ -106,8 +106,7 @@ class HttpRelay(Relay):
         """What the endpoint is asked, as a stream; RequestError for what it has no word for."""
 
     @abstractmethod
-    def reader(self) -> PartsReader:
-        """Reads one reply."""
+    def reader(self) -> PartsReader: ...
 
     @classmethod
     def preflight(cls, section: RelaySection, model: str) -> None:
@@ -135,7 +134,6 @@ class HttpRelay(Relay):
         return Wire(Timers(first_token_s=section.first_token_s, stall_s=section.stall_s), key=key, headers=cls.headers(key))
 
     async def ask(self, asked: Asked, *, rollout_id: str = "") -> AsyncGenerator[Heard, None]:
-        """See `Relay.ask`."""
         body = orjson.dumps(self.body(asked) | self._section.extra)
         trial, begun = Trial(self._patience), False
         while not self._closed:
@@ -154,7 +152,6 @@ class HttpRelay(Relay):
         raise EngineError("the engine is closed")
 
     async def close(self) -> None:
-        """See `Relay.close`."""
         self._closed = True
         await self._wire.close()
 

@@ -41,7 +41,6 @@ class LitellmRelay(Relay):
         self._key = section.key()
 
     async def ask(self, asked: Asked, *, rollout_id: str = "") -> AsyncGenerator[Heard, None]:
-        """See `Relay.ask`."""
         reader, stream = ChatReader(), None
         try:
             async with asyncio.timeout(self._section.first_token_s):

@@ -19,18 +19,14 @@ class OpenAISection(RelaySection):
     vendor_key: ClassVar[str] = "OPENAI_API_KEY"
 
     def preflight(self, model: str) -> None:
-        """See `EngineSection.preflight`."""
         OpenAIRelay.preflight(self, model)
 
 
 class OpenAIRelay(HttpRelay):
-    """One such endpoint."""
-
     path = "/chat/completions"
 
     @classmethod
     def headers(cls, key: str) -> Mapping[str, str]:
-        """See `HttpRelay.headers`."""
         return {"authorization": f"Bearer {key}"} if key else {}
 
     @classmethod
@@ -39,11 +35,9 @@ class OpenAIRelay(HttpRelay):
         return section.address if urlsplit(section.address).path else f"{section.address}/v1"
 
     def body(self, asked: Asked) -> dict[str, Any]:
-        """See `HttpRelay.body`."""
         return {"model": self.model, "stream": True, "stream_options": {"include_usage": True}} | request(asked, limit=self._limit)
 
     def reader(self) -> "ChatReader":
-        """See `HttpRelay.reader`."""
         return ChatReader()
 
     @property
@@ -103,7 +97,6 @@ class ChatReader(PartsReader):
         """Place and id of the call that began last."""
 
     def read(self, event: dict[str, Any]) -> None:
-        """See `PartsReader.read`."""
         if used := event.get("usage"):
             self.count(prompt=used.get("prompt_tokens"), completion=used.get("completion_tokens"))
         for choice in event["choices"][:1]:

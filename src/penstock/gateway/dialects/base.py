@@ -80,8 +80,6 @@ class EventWriter(Protocol):
 
 
 class Dialect(Protocol):
-    """One wire format."""
-
     path: str
     """Its route, from `/v1` on."""
     count_path: str | None

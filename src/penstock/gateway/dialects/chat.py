@@ -60,8 +60,6 @@ MOST_CHOICES = 128
 
 
 class ChatDialect:
-    """See `Dialect`."""
-
     path = "/v1/chat/completions"
     count_path = None
     ping = b": still sampling\n\n"
@@ -70,7 +68,6 @@ class ChatDialect:
         self._tokenizer = tokenizer
 
     def parse(self, body: dict[str, Any], defaults: Sampling, past: Past) -> Call:
-        """See `Dialect.parse`."""
         others = body.keys() - HONOURED
         if others:
             refuse(body, NEUTRAL)
@@ -96,7 +93,6 @@ class ChatDialect:
         )
 
     def whole(self, answer: Answer) -> bytes:
-        """See `Dialect.whole`."""
         choices = [self._choice(answer, place, step) for place, step in enumerate(answer.steps)]
         body = _head(answer, "chat.completion") | {"choices": choices, "usage": _usage(answer, answer.steps)}
         if answer.call.token_ids:
@@ -104,19 +100,15 @@ class ChatDialect:
         return orjson.dumps(body)
 
     def events(self, answer: Answer) -> "ChatEvents":
-        """See `Dialect.events`."""
         return ChatEvents(answer, self._tokenizer)
 
     def count(self, tokens: int) -> dict[str, Any]:
-        """See `Dialect.count`."""
         return {"total_tokens": tokens}
 
     def error(self, error: RequestError) -> dict[str, Any]:
-        """See `Dialect.error`."""
         return error_body(error)
 
     def broken(self, error: RequestError) -> bytes:
-        """See `Dialect.broken`."""
         return sse(error_body(error))
 
     def _choice(self, answer: Answer, place: int, step: Step) -> dict[str, Any]:
@@ -129,15 +121,12 @@ class ChatDialect:
 
 
 class ChatEvents:
-    """See `EventWriter`."""
-
     def __init__(self, answer: Answer, tokenizer: Spelling) -> None:
         self._answer = answer
         self._tokenizer = tokenizer
         self._head = _head(answer, "chat.completion.chunk")
 
     def opening(self) -> bytes:
-        """See `EventWriter.opening`."""
         choices = [_entry(choice, {"role": "assistant", "content": ""}) for choice in range(self._answer.call.choices)]
         event = self._head | {"choices": choices}
         if self._answer.call.token_ids:
@@ -145,7 +134,6 @@ class ChatEvents:
         return sse(event)
 
     def grown(self, choice: int, deltas: list[Delta], fresh: Fresh) -> bytes:
-        """See `EventWriter.grown`."""
         changes: list[dict[str, Any]] = [_change(delta) for delta in deltas]
         if not changes and fresh.ids and (self._answer.call.token_ids or self._answer.call.logprobs):
             changes = [{}]
@@ -155,11 +143,9 @@ class ChatEvents:
         return b"".join(parts)
 
     def closing(self, choice: int, step: Step, fresh: Fresh) -> bytes:
-        """See `EventWriter.closing`."""
         return self._event(choice, {}, finish=_finish(step), fresh=fresh)
 
     def ending(self, steps: list[Step]) -> bytes:
-        """See `EventWriter.ending`."""
         usage = b""
         if self._answer.call.usage_in_stream:
             usage = sse(self._head | {"choices": [], "usage": _usage(self._answer, steps)})

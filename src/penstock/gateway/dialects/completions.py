@@ -52,8 +52,6 @@ MOST_CHOICES = 128
 
 
 class CompletionsDialect:
-    """See `Dialect`."""
-
     path = "/v1/completions"
     count_path = None
     ping = b": still sampling\n\n"
@@ -63,7 +61,6 @@ class CompletionsDialect:
         self._ids = tokenizer.core.get_vocab_size()
 
     def parse(self, body: dict[str, Any], defaults: Sampling, past: Past) -> Call:
-        """See `Dialect.parse`."""
         refuse(body, NEUTRAL)
         choices = fields.integer(body, "n", 1, low=1, high=MOST_CHOICES)
         if body.get("best_of") not in (None, choices):
@@ -90,7 +87,6 @@ class CompletionsDialect:
         )
 
     def whole(self, answer: Answer) -> bytes:
-        """See `Dialect.whole`."""
         head = head_text(answer, self._tokenizer)
         choices: list[dict[str, Any]] = []
         for place, step in enumerate(answer.steps):
@@ -103,19 +99,15 @@ class CompletionsDialect:
         return orjson.dumps(head_of(answer) | {"choices": choices, "usage": usage(answer, answer.steps)})
 
     def events(self, answer: Answer) -> "CompletionEvents":
-        """See `Dialect.events`."""
         return CompletionEvents(answer, self._tokenizer)
 
     def count(self, tokens: int) -> dict[str, Any]:
-        """See `Dialect.count`."""
         return {"total_tokens": tokens}
 
     def error(self, error: RequestError) -> dict[str, Any]:
-        """See `Dialect.error`."""
         return error_body(error)
 
     def broken(self, error: RequestError) -> bytes:
-        """See `Dialect.broken`."""
         return sse(error_body(error))
 
     def _prompt(self, value: Any) -> str | tuple[int, ...]:
@@ -136,8 +128,6 @@ class CompletionsDialect:
 
 
 class CompletionEvents:
-    """See `EventWriter`."""
-
     def __init__(self, answer: Answer, tokenizer: Tokenizer) -> None:
         self._answer = answer
         self._tokenizer = tokenizer
@@ -146,7 +136,6 @@ class CompletionEvents:
         """Characters that have been told of, by choice: where the next token's text begins."""
 
     def opening(self) -> bytes:
-        """See `EventWriter.opening`."""
         text = head_text(self._answer, self._tokenizer)
         if not text and not self._answer.call.token_ids:
             return b""
@@ -156,17 +145,14 @@ class CompletionEvents:
         return sse(self._head | {"choices": choices})
 
     def grown(self, choice: int, deltas: list[Delta], fresh: Fresh) -> bytes:
-        """See `EventWriter.grown`."""
         text = "".join([delta.text for delta in deltas if not isinstance(delta, CallDelta)])
         tells = self._answer.call.token_ids or self._answer.call.logprobs
         return self._event(choice, text, fresh) if text or (fresh.ids and tells) else b""
 
     def closing(self, choice: int, step: Step, fresh: Fresh) -> bytes:
-        """See `EventWriter.closing`."""
         return self._event(choice, "", fresh, finish=step.finish)
 
     def ending(self, steps: list[Step]) -> bytes:
-        """See `EventWriter.ending`."""
         counted = b""
         if self._answer.call.usage_in_stream:
             counted = sse(self._head | {"choices": [], "usage": usage(self._answer, steps)})

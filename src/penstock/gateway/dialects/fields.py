@@ -191,7 +191,6 @@ def _calls(value: Any, name: str) -> list[dict[str, Any]]:
 
 
 def text(value: Any, name: str) -> str:
-    """A string."""
     if not isinstance(value, str):
         raise wrong(name, f"must be a string, not {shown(value)}")
     return value

@@ -38,8 +38,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 class GenerateDialect:
-    """See `Dialect`."""
-
     path = "/generate"
     count_path = None
     ping = b""
@@ -68,7 +66,6 @@ class GenerateDialect:
             )
 
     def whole(self, answer: Answer) -> bytes:
-        """See `Dialect.whole`."""
         step = answer.steps[0]
         told: dict[str, Any] = {
             "trajectory_uid": step.rollout_id,
@@ -92,15 +89,12 @@ class GenerateDialect:
         raise RequestError("/generate does not stream; call /v1/chat/completions", code="unsupported_parameter", param="stream")
 
     def count(self, tokens: int) -> dict[str, Any]:
-        """See `Dialect.count`."""
         return {"total_tokens": tokens}
 
     def error(self, error: RequestError) -> dict[str, Any]:
-        """See `Dialect.error`."""
         return {"detail": str(error), "code": error.code}
 
     def broken(self, error: RequestError) -> bytes:
-        """See `Dialect.broken`."""
         return sse(self.error(error))
 
     def _prompt(self, value: Any) -> tuple[int, ...]:

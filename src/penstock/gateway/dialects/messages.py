@@ -329,21 +329,17 @@ class MessagesEvents:
         """Of the open call."""
 
     def opening(self) -> bytes:
-        """See `EventWriter.opening`."""
         return event("message_start", message=head(self._answer) | {"usage": usage(self._answer, [])})
 
     def grown(self, choice: int, deltas: list[Delta], fresh: Fresh) -> bytes:
-        """See `EventWriter.grown`."""
         return b"".join([self._grow(delta) for delta in deltas])
 
     def closing(self, choice: int, step: Step, fresh: Fresh) -> bytes:
-        """See `EventWriter.closing`."""
         begun = self._begin(EMPTY) if self._index < 0 else b""
         reason, used = stop(step, self._tokenizer), usage(self._answer, [step])
         return begun + self._close(cut=step.finish == "length") + event("message_delta", delta=reason, usage=used)
 
     def ending(self, steps: list[Step]) -> bytes:
-        """See `EventWriter.ending`."""
         return event("message_stop")
 
     def _grow(self, delta: Delta) -> bytes:
@@ -485,8 +481,6 @@ NUMBER = re.compile(r"\d+")
 
 
 class MessagesDialect:
-    """See `Dialect`."""
-
     path = "/v1/messages"
     count_path = "/v1/messages/count_tokens"
     ping = event("ping")
@@ -495,7 +489,6 @@ class MessagesDialect:
         self._tokenizer = tokenizer
 
     def parse(self, body: dict[str, Any], defaults: Sampling, past: Past) -> Call:
-        """See `Dialect.parse`."""
         refuse(body, NEUTRAL)
         held = _held(body, past)
         spoken = split(body.get("system"), fields.entries(body.get("messages", [])) or _no_messages(body, held))
@@ -516,28 +509,23 @@ class MessagesDialect:
         )
 
     def whole(self, answer: Answer) -> bytes:
-        """See `Dialect.whole`."""
         step = answer.steps[0]
         said = {"content": content(answer, step.message), **stop(step, self._tokenizer)}
         return orjson.dumps(head(answer) | said | {"usage": usage(answer, [step])})
 
     def events(self, answer: Answer) -> MessagesEvents:
-        """See `Dialect.events`."""
         return MessagesEvents(answer, self._tokenizer)
 
     def count(self, tokens: int) -> dict[str, Any]:
-        """See `Dialect.count`."""
         return {"input_tokens": tokens}
 
     def error(self, error: RequestError) -> dict[str, Any]:
-        """See `Dialect.error`."""
         kind = KINDS.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
         text = _too_long(str(error)) if error.code == "context_length_exceeded" else str(error)
         details = {"error_code": error.code, **({"param": error.param} if error.param else {})}
         return {"type": "error", "error": {"type": kind, "message": text, "details": details}}
 
     def broken(self, error: RequestError) -> bytes:
-        """See `Dialect.broken`."""
         return event("error", error=self.error(error)["error"])
 
 
@@ -618,7 +606,6 @@ def _choice(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _forced(choice: dict[str, Any], tools: tuple[Tool, ...]) -> str | None:
-    """See `Call.forced`."""
     if choice["type"] in ("auto", "none"):
         return None
     known = [tool["function"]["name"] for tool in tools]

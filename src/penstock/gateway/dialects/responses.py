@@ -541,8 +541,6 @@ class _Open:
 
 
 class ResponseEvents:
-    """See `EventWriter`."""
-
     def __init__(self, answer: Answer, tokenizer: Spelling) -> None:
         self._answer = answer
         self._tokenizer = tokenizer
@@ -552,12 +550,10 @@ class ResponseEvents:
         self._sent = 0
 
     def opening(self) -> bytes:
-        """See `EventWriter.opening`."""
         begun = response(self._answer, "in_progress")
         return self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
 
     def grown(self, choice: int, deltas: list[Delta], fresh: Fresh) -> bytes:
-        """See `EventWriter.grown`."""
         told: list[dict[str, Any]] = logprobs(self._tokenizer, *fresh)["content"] if self._answer.call.logprobs else []
         parts: list[bytes] = []
         for delta in deltas:
@@ -569,13 +565,11 @@ class ResponseEvents:
         return b"".join(parts)
 
     def closing(self, choice: int, step: Step, fresh: Fresh) -> bytes:
-        """See `EventWriter.closing`."""
         kinds = {item["type"] for item in self._done} | {self._open.kind if self._open else "reasoning"}
         parts = self._start(self._message()) if kinds == {"reasoning"} else []
         return b"".join([*parts, *self._finish(ending_status(step))])
 
     def ending(self, steps: list[Step]) -> bytes:
-        """See `EventWriter.ending`."""
         (step,) = steps
         spoken = next((item for item in self._done if item["type"] == "message"), None)
         if spoken and self._answer.call.logprobs:
@@ -726,8 +720,6 @@ LOGPROBS = "message.output_text.logprobs"
 
 
 class ResponsesDialect:
-    """See `Dialect`."""
-
     path = "/v1/responses"
     count_path = "/v1/responses/input_tokens"
     ping = b": still sampling\n\n"
@@ -736,7 +728,6 @@ class ResponsesDialect:
         self._tokenizer = tokenizer
 
     def parse(self, body: dict[str, Any], defaults: Sampling, past: Past) -> Call:
-        """See `Dialect.parse`."""
         refuse(body, NEUTRAL)
         _check_format(body)
         tools = past.talk.tools(body.get("tools"), offered)
@@ -755,22 +746,18 @@ class ResponsesDialect:
         )
 
     def whole(self, answer: Answer) -> bytes:
-        """See `Dialect.whole`."""
         (step,) = answer.steps
         known = addresses(dict(answer.call.echo).get("tools"))
         items = items_of(answer, step, known, self._tokenizer)
         return orjson.dumps(finished(answer, step, items, self._tokenizer))
 
     def events(self, answer: Answer) -> ResponseEvents:
-        """See `Dialect.events`."""
         return ResponseEvents(answer, self._tokenizer)
 
     def count(self, tokens: int) -> dict[str, Any]:
-        """See `Dialect.count`."""
         return {"object": "response.input_tokens", "input_tokens": tokens}
 
     def error(self, error: RequestError) -> dict[str, Any]:
-        """See `Dialect.error`."""
         return error_body(error)
 
     def broken(self, error: RequestError) -> bytes:

@@ -31,7 +31,6 @@ class AtifSink:
     folder: Path
 
     def write(self, whole: Whole) -> None:
-        """See `Sink.write`."""
         for attempt in whole.attempts:
             made = trajectories(whole.group.task, attempt)
             for transcript, trajectory in made.items():
@@ -41,7 +40,6 @@ class AtifSink:
 
 @contextmanager
 def open_export(path: Path, channels: Sequence[str]) -> Generator[AtifSink]:
-    """See `transfer.OpenExport`."""
     if path.suffix in (".json", ".jsonl"):
         raise ConfigError(f"{path}: ATIF is one file per rollout; give a folder with --out")
     with fresh(path) as part:

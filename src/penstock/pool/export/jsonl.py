@@ -26,7 +26,6 @@ class JsonlSink:
     rollouts: int = 0
 
     def write(self, whole: Whole) -> None:
-        """See `Sink.write`."""
         _write(self.out, {"group": _fragment(replace(whole.group, attempts=())), "trained": whole.trained})
         for attempt in whole.attempts:
             _write(self.out, {"rollout": _fragment(replace(attempt, message=escape(attempt.message)))})
@@ -36,7 +35,6 @@ class JsonlSink:
 
 @contextmanager
 def open_export(path: Path, channels: Sequence[str]) -> Generator[JsonlSink]:
-    """See `transfer.OpenExport`."""
     with fresh(path) as part, part.open("wb") as out:
         _write(out, {"penstock_pool": FORMAT, "channels": list(channels)})
         sink = JsonlSink(out)
@@ -46,7 +44,6 @@ def open_export(path: Path, channels: Sequence[str]) -> Generator[JsonlSink]:
 
 
 def read_export(path: Path) -> Iterator[Whole]:
-    """See `transfer.ReadExport`."""
     with path.open("rb") as lines:
         head = _first(path, lines)
     if head.get("penstock_pool") != FORMAT:

@@ -126,7 +126,6 @@ class ParquetSink:
         self._waiting = 0
 
     def write(self, whole: Whole) -> None:
-        """See `Sink.write`."""
         self._rows["groups"].append({**to_row(whole.group, _HEAD), "trained": whole.trained})
         for attempt in whole.attempts:
             ending = to_row(replace(attempt, message=escape(attempt.message)), _ENDING)
@@ -148,7 +147,6 @@ class ParquetSink:
 
 @contextmanager
 def open_export(path: Path, channels: Sequence[str]) -> Generator[ParquetSink]:
-    """See `transfer.OpenExport`."""
     with fresh(path) as part:
         part.mkdir()
         with ExitStack() as stack:
@@ -159,7 +157,6 @@ def open_export(path: Path, channels: Sequence[str]) -> Generator[ParquetSink]:
 
 
 def read_export(path: Path) -> Iterator[Whole]:
-    """See `transfer.ReadExport`."""
     return _merge(path, {table.name: _Rows(path, table) for table in TABLES})
 
 

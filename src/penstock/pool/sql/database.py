@@ -113,7 +113,6 @@ class SqliteDatabase(sqlite3.Connection):
             time.sleep(LOOK_S)
 
     def begin_reading(self) -> None:
-        """See `Database.begin_reading`."""
         self.execute("BEGIN")
 
     def rows(self, columns: Sequence[str], rest: str, values: Sequence[Any]) -> list[list[Any]]:
@@ -121,11 +120,9 @@ class SqliteDatabase(sqlite3.Connection):
         query = f"SELECT json_group_array(json_array({', '.join(columns)})) {rest}"
         return orjson.loads(self.execute(query, values).fetchone()[0])
 
-    def alone(self, what: str) -> None:
-        """See `Database.alone`."""
+    def alone(self, what: str) -> None: ...
 
     def count(self, channel: str, changes: Iterable[CounterRow]) -> None:
-        """See `Database.count`."""
         rows = [(channel, *change) for change in changes]
         self.execute(
             f"""INSERT INTO tally (channel, kind, name, n) VALUES {", ".join(["(?, ?, ?, ?)"] * len(rows))}

@@ -101,27 +101,22 @@ class SqlPool:
     async def open_group(
         self, task: Task, rollouts: Sequence[Rollout], *, seq: int | None, min_size: int = 0, bound: Bound | None = None
     ) -> None:
-        """See `Pool.open_group`."""
         group = writes.seal_group(task, rollouts)
         await self._change(lambda database: writes.open_group(database, group, seq, min_size, bound))
 
     async def replace(self, lost: Rollout, reason: str) -> Rollout:
-        """See `Pool.replace`."""
         rows = {"row": seal(lost, f"rollout {lost.id!r}"), "successor_row": seal(lost.successor, f"rollout {lost.successor.id!r}")}
         await self._change(lambda database: writes.replace(database, lost, reason, **rows))
         return lost.successor
 
     async def append(self, step: Step, node: Node | None) -> None:
-        """See `Pool.append`."""
         await self._writer.store(writes.APPEND, writes.seal_append(step, node))
 
     async def grade(self, grade: Grade) -> None:
-        """See `Pool.grade`."""
         given = writes.seal_grade(grade)
         await self._change(lambda database: writes.grade(database, given))
 
     async def end(self, rollout_id: str, end: End, message: str = "", grades: Sequence[Grade] = ()) -> bool:
-        """See `Pool.end`."""
         given = writes.seal_end(rollout_id, end, message, grades)
         try:
             return await self._writer.store(writes.END, given)
@@ -129,17 +124,14 @@ class SqlPool:
             self._bell.ring()
 
     async def mark(self, mark: Mark) -> bool:
-        """See `Pool.mark`."""
         rules.check_mark(mark)
         row = seal(mark, rules.mark_name(mark))
         return await self._change(lambda database: writes.mark(database, mark, row))
 
     async def drop(self, group_id: str, reason: str) -> bool:
-        """See `Pool.drop`."""
         return await self._change(lambda database: writes.drop(database, group_id, reason))
 
     async def claim(self, count: int, *, channel: str = "train", version: int, max_staleness: int, lease_s: float) -> Lease | None:
-        """See `Pool.claim`."""
         rules.check_claim(count, lease_s)
         wanted = Wanted(uuid.uuid4().hex, count, channel, version, max_staleness, lease_s)
         try:
@@ -153,63 +145,49 @@ class SqlPool:
         return Lease(id=wanted.lease_id, groups=tuple(groups), stale=lent.stale)
 
     async def renew(self, lease_id: str, lease_s: float) -> None:
-        """See `Pool.renew`."""
         rules.check_lease_time(lease_s)
         if not await self._change(lambda database: leases.renew(database, self._clock, lease_id, lease_s)):
             raise rules.lease_is_over(lease_id)
 
     async def release(self, lease_id: str | None = None) -> None:
-        """See `Pool.release`."""
         await self._change(lambda database: leases.release(database, lease_id))
 
     async def ack(self, lease_id: str, policy_version: int) -> None:
-        """See `Pool.ack`."""
         await self._change(lambda database: leases.ack(database, lease_id, policy_version))
 
     async def attempt(self, rollout_id: str, *, first_step: int = 0, first_node: int = 0) -> Attempt:
-        """See `Pool.attempt`."""
         return await self._reader.run(
             lambda database: reads.read_attempt(database, rollout_id, first_step=first_step, first_node=first_node)
         )
 
     async def task(self, rollout_id: str) -> Task:
-        """See `Pool.task`."""
         return await self._reader.run(lambda database: reads.read_task(database, rollout_id))
 
     async def groups(self, channel: str, *, first_seq: int = 0, limit: int = 100) -> list[Group]:
-        """See `Pool.groups`."""
         return await self._reader.run(lambda database: reads.list_groups(database, channel, first_seq=first_seq, limit=limit))
 
     async def rollouts(self, group_id: str) -> list[Rollout]:
-        """See `Pool.rollouts`."""
         return await self._reader.run(lambda database: reads.list_rollouts(database, group_id))
 
     async def channels(self) -> list[str]:
-        """See `Pool.channels`."""
         return await self._reader.run(reads.list_channels)
 
     async def unfinished(self, channel: str) -> list[Group]:
-        """See `Pool.unfinished`."""
         return await self._reader.run(lambda database: reads.list_unfinished(database, channel))
 
     async def trained(self) -> list[tuple[str, int]]:
-        """See `Pool.trained`."""
         return await self._reader.run(reads.read_ledger)
 
     async def stats(self, channel: str | None = None) -> PoolStats:
-        """See `Pool.stats`."""
         return await self._reader.run(lambda database: reads.read_stats(database, channel))
 
     async def changes(self, after: int = 0, *, limit: int = 1000) -> list[Change]:
-        """See `Pool.changes`."""
         return await self._reader.run(lambda database: reads.read_changes(database, after, limit))
 
     async def position(self) -> int:
-        """See `Pool.position`."""
         return await self._reader.run(reads.read_position)
 
     async def wait(self, after: int, *, timeout_s: float) -> bool:
-        """See `Pool.wait`."""
         deadline = time.monotonic() + timeout_s
         while True:
             heard = self._bell.heard
@@ -221,7 +199,6 @@ class SqlPool:
             await self._bell.ring_after(heard, min(left, self._poll_s))
 
     async def close(self) -> None:
-        """See `Pool.close`."""
         self._bell.close()
         await self._reader.close()
         await self._writer.close()

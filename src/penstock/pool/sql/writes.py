@@ -220,8 +220,6 @@ def _tallies(given: Sequence[Append], added: Sequence[Added]) -> list[CounterRow
 
 
 class GradeRow(NamedTuple):
-    """A grade, sealed."""
-
     key: tuple[str, bytes]
     row: Row
     name: str
@@ -249,7 +247,6 @@ def seal_end(rollout_id: str, how: End, message: str, grades: Sequence[Grade]) -
 
 
 def grade(database: Database, given: GradeRow) -> None:
-    """Store a grade."""
     rollout_id = given.key[0]
     channel, _ = running(database, rollout_id, given.name)
     if put(database, "grades", given.key, given.row, given.name):

@@ -27,12 +27,10 @@ class InlineExecutor:
         await self._clients.close()
 
     async def run(self, task: Task, session: Session, *, rollout_id: str, timeout_s: float) -> WorkflowResult:
-        """See `Executor.run`."""
         context = Seat.of(session, self._given.agent).context(self._clients)
         return await self._work.run(task, context, timeout_s=timeout_s, artifacts_dir=self._folder(rollout_id))
 
     async def grade(self, task: Task, samples: Mapping[str, RolloutSample], *, rollout_id: str, timeout_s: float) -> list[Reward]:
-        """See `Executor.grade`."""
         return await self._work.grade(task, samples, timeout_s=timeout_s, artifacts_dir=self._folder(rollout_id))
 
     def _folder(self, rollout_id: str) -> Path | None:

@@ -58,14 +58,12 @@ class ProcessExecutor:
         await self._nursery.__aexit__(kind, error, trace)
 
     async def run(self, task: Task, session: Session, *, rollout_id: str, timeout_s: float) -> WorkflowResult:
-        """See `Executor.run`."""
         async with self._workflow_slots:
             task = replace(task, label=None)  # it does not even get where the agent is
             answer = await self._done("workflow", task, rollout_id, timeout_s, session=session)
         return WorkflowResult(answer.samples, answer.strays)
 
     async def grade(self, task: Task, samples: Mapping[str, RolloutSample], *, rollout_id: str, timeout_s: float) -> list[Reward]:
-        """See `Executor.grade`."""
         async with self._grader_slots:
             answer = await self._done("grader", task, rollout_id, timeout_s, samples=samples)
         return answer.rewards

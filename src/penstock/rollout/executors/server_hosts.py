@@ -39,8 +39,6 @@ class Standing(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """To one request."""
-
     status: int
     """0: it never arrived. -1: nobody knows whether it did."""
     words: str
@@ -64,8 +62,6 @@ class Answer(NamedTuple):
 
 
 class Host:
-    """One server."""
-
     def __init__(self, url: str) -> None:
         self.url = url
         self.rollouts = 0

@@ -72,7 +72,6 @@ def tie(sock: socket.socket) -> None:
 
 
 def untie(sock: socket.socket) -> None:
-    """Undo `tie`."""
     if sys.platform == "linux":
         fcntl.fcntl(sock, fcntl.F_SETFL, fcntl.fcntl(sock, fcntl.F_GETFL) & ~os.O_ASYNC)
 

@@ -86,13 +86,11 @@ def write_samples(samples: Mapping[str, RolloutSample]) -> bytes:
 
 
 def read_samples(frame: bytes) -> dict[str, RolloutSample]:
-    """What `write_samples` wrote."""
     told: dict[str, dict[str, Any]] = json.loads(frame)
     return {name: replace(RolloutSample(**fields), steps=tuple(fields["steps"])) for name, fields in told.items()}
 
 
 def send(sock: socket.socket, frame: bytes) -> None:
-    """Write one frame."""
     sock.sendall(_LENGTH.pack(len(frame)) + frame)
 
 

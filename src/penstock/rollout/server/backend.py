@@ -251,11 +251,9 @@ class LocalBackend(ExecutionBackend):
 
     @property
     def max_concurrency(self) -> int:
-        """See `ExecutionBackend`."""
         return self._work.workflow_slots.limit or 0
 
     def health(self) -> dict[str, Any]:
-        """See `ExecutionBackend`."""
         slots = self._work.workflow_slots
         counts = {"max_concurrent": slots.limit, "queued": slots.queued, "running": slots.running}
         return {"status": "ok", "concurrency": counts}

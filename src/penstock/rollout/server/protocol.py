@@ -27,8 +27,6 @@ class RolloutStatus(StrEnum):
 
 
 class GraderStatus(StrEnum):
-    """Of a grader."""
-
     PENDING = "pending"
     SUCCESS = "success"
     FAILURE = "failure"
@@ -75,8 +73,6 @@ class _Body(BaseModel):
 
 
 class RolloutInitRequest(_Body):
-    """`POST /rollout`"""
-
     rollout_id: Segment
     initial_messages: list[dict[str, Any]]
     chat_completions_url: str
@@ -95,7 +91,7 @@ class RolloutInitRequest(_Body):
 
 
 class RolloutInitResponse(_Body):
-    """Accepted."""
+    pass
 
 
 class RolloutCompleteRequest(_Body):

@@ -66,7 +66,6 @@ class Judged(float):
         return self.answer[name]
 
     def get(self, name: str, default: Any = None) -> Any:
-        """As a dictionary's."""
         return self.answer.get(name, default)
 
 

@@ -21,7 +21,6 @@ class BlackBoxAgentFlowBase(AgentFlowBase):
     """Opens the rollout, runs the agent on its `base_url`, and completes it, also when the agent fails."""
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> int:
-        """See `AgentFlowBase.run`."""
         channel = kwargs.pop("channel", None) or self.channel
         begun = await self._client.begin()
         base_url = _with_prompt(begun.base_url, str(kwargs.get("uid") or PROMPT_UID))

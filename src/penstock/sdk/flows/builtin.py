@@ -14,7 +14,6 @@ class SingleStepSingleTurnAgentFlow(AgentFlowBase):
     """Built in as `single_step_single_turn_agent`; the grader gives the reward."""
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> int:
-        """See `AgentFlowBase.run`."""
         reply = await self._reply({"messages": prompt_of(kwargs), **sampling_params})
         step = SubmittedStep(
             prompt_ids=reply.prompt_ids,
@@ -51,7 +50,6 @@ class MultiStepAgentFlow(AgentFlowBase):
         return await offers.execute(text, self.tools)
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> int:
-        """See `AgentFlowBase.run`."""
         messages, turn = prompt_of(kwargs), 0
         offered = {"tools": offers.schemas(self.tools)} if self.tools else {}
         while True:
