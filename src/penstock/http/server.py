@@ -166,8 +166,7 @@ class Connection(HttpToolsProtocol):
             return
         _check_head(self.parser.get_http_version(), self.headers)
         if len(self.pipeline) >= AHEAD_AT_MOST:
-            text = f"more than {AHEAD_AT_MOST} requests came ahead of their answers; wait for some"
-            raise RequestError(text, code="too_far_ahead")
+            raise RequestError(f"more than {AHEAD_AT_MOST} requests came ahead of their answers", code="malformed_request")
         exchange = Exchange(self, self._serve)
         self.scope[LEAVING] = exchange.when_left  # type: ignore[typeddict-unknown-key]
         self.app = cast(Any, exchange)
