@@ -1,10 +1,10 @@
-"""The two parts of the gateway that a library could replace: the HTTP server by uvicorn, the incremental JSON reader by orjson.
+"""What the incremental JSON reader saves over orjson, which could replace it.
 
-The same gateway answers the same calls with either side and records every step in SQLite. Each side runs in a process of its own
-and keeps its callers; in each round, all sides make a few calls one after the other. A figure is the processor time of the serving
-process per call, or per event of a stream, the median over rounds; `saved` is the median share of the other's time that ours saves
-in a round, with its 95 % interval. A busy machine makes calls dearer: `quiet` is what ours saves when both sides are taken at the
-lower quartile of their rounds. Where uvloop is not installed, what needs it is left out.
+The same gateway answers the same calls with either reader and records every step in SQLite. Each side runs in a process of its own
+and keeps its callers; in each round, both sides make a few calls one after the other. A figure is the processor time of the serving
+process per call, the median over rounds; `saved` is the median share of the other's time that ours saves in a round, with its 95 %
+interval. A busy machine makes calls dearer: `quiet` is what ours saves when both sides are taken at the lower quartile of their
+rounds.
 """
 
 import asyncio
@@ -12,8 +12,6 @@ import tempfile
 import time
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
-from importlib.util import find_spec
 from statistics import median, quantiles
 
 import psutil
@@ -27,70 +25,29 @@ Server = tuple[str, psutil.Process]
 Round = dict[str, Result]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """What is compared: commands of `bench.gateway.servers` by name, which of them with which, and the load of one round."""
-
-    servers: dict[str, tuple[str, ...]]
-    pairs: tuple[tuple[str, str], ...]
-    cells: dict[str, Cell]
-
-
-PARTS = {
-    # "told": uvicorn with a subclass that tells when a caller leaves; without, the gateway keeps a task that waits for it.
-    "HTTP server": Part(
-        servers={
-            "ours": ("gateway",),
-            "uvicorn": ("gateway_by_uvicorn", "waited for"),
-            "uvicorn told": ("gateway_by_uvicorn", "told"),
-            "ours, uvloop": ("gateway+uvloop",),
-            "uvicorn, uvloop": ("gateway_by_uvicorn+uvloop", "waited for"),
-            "uvicorn told, uvloop": ("gateway_by_uvicorn+uvloop", "told"),
-        },
-        pairs=(
-            ("ours", "uvicorn"),
-            ("ours", "uvicorn told"),
-            ("ours, uvloop", "uvicorn, uvloop"),
-            ("ours, uvloop", "uvicorn told, uvloop"),
-            ("ours, uvloop", "ours"),
-        ),
-        cells={
-            "1 caller": Cell(1, calls=40),
-            "32 callers": Cell(32, calls=2),
-            "256 callers": Cell(256, calls=1),
-            "32 streams": Cell(32, stream=True, between_ms=5, calls=1),
-        },
-    ),
-    "JSON reader": Part(
-        servers={"ours": ("gateway",), "orjson": ("gateway_reading_whole",)},
-        pairs=(("ours", "orjson"),),
-        cells={
-            "turns 1 to 4": Cell(32, context=50, turns=4, calls=4),
-            "turns 1 to 8": Cell(32, context=50, turns=8, calls=4),
-            "turns 1 to 40": Cell(32, turns=50, questions=14, calls=1),
-            "turns 50 to 90": Cell(32, context=44_000, entries=101, turns=100, calls=1),
-        },
-    ),
+COMMANDS = {"ours": ("gateway",), "orjson": ("gateway_reading_whole",)}
+"""Of `bench.gateway.servers`."""
+CELLS = {
+    "turns 1 to 4": Cell(32, context=50, turns=4, calls=4),
+    "turns 1 to 8": Cell(32, context=50, turns=8, calls=4),
+    "turns 1 to 40": Cell(32, turns=50, questions=14, calls=1),
+    "turns 50 to 90": Cell(32, context=44_000, entries=101, turns=100, calls=1),
 }
 
 
 def main() -> None:
-    """Print a table for each of the parts."""
-    for name, part in PARTS.items():
-        print(f"\n{name:24} body kB {'ours':>14} {'us':>7} {'other':>22} {'us':>7}   saved               quiet")
-        asyncio.run(compare(part))
+    """Print a table."""
+    print(f"{'conversation':24} body kB {'ours us':>8} {'orjson us':>10}   saved               quiet")
+    asyncio.run(compare())
 
 
-async def compare(part: Part) -> None:
-    """Measure and print one part."""
-    here = {name: command for name, command in part.servers.items() if "uvloop" not in name or find_spec("uvloop")}
-    async with running(here) as servers:
-        for name, cell in part.cells.items():
+async def compare() -> None:
+    """Measure and print each cell."""
+    async with running(COMMANDS) as servers:
+        for name, cell in CELLS.items():
             rounds = await alternate(cell, servers)
             body_kb = sum(each["ours"].sent_bytes / each["ours"].calls for each in rounds) / len(rounds) / 1000
-            for ours, other in part.pairs:
-                if ours in here and other in here:
-                    print(f"{name:24} {body_kb:7.1f} {figures(rounds, ours, other)}", flush=True)
+            print(f"{name:24} {body_kb:7.1f} {figures(rounds)}", flush=True)
 
 
 @asynccontextmanager
@@ -119,18 +76,18 @@ async def alternate(cell: Cell, servers: dict[str, Server]) -> list[Round]:
     return rounds
 
 
-def figures(rounds: list[Round], ours: str, other: str) -> str:
+def figures(rounds: list[Round]) -> str:
     """What the rounds of one cell come to, as the end of a line."""
-    ones, twos = ([_us(each[name]) for each in rounds] for name in (ours, other))
+    ones, twos = ([_us(each[name]) for each in rounds] for name in COMMANDS)
     saved = sorted(1 - one / two for one, two in zip(ones, twos, strict=True))
     edge = max(0, round(len(saved) / 2 - 0.98 * len(saved) ** 0.5) - 1)  # ranks that hold the median 19 times of 20
     interval = f"({saved[edge]:4.0%} to {saved[-1 - edge]:4.0%})"
     quiet = 1 - quantiles(ones, n=4)[0] / quantiles(twos, n=4)[0]
-    return f"{ours:>14} {median(ones):7.1f} {other:>22} {median(twos):7.1f}   {median(saved):4.0%} {interval} {quiet:7.0%}"
+    return f"{median(ones):8.1f} {median(twos):10.1f}   {median(saved):4.0%} {interval} {quiet:7.0%}"
 
 
 def _us(result: Result) -> float:
-    return result.cpu_s / (result.events or result.calls) * 1e6
+    return result.cpu_s / result.calls * 1e6
 
 
 if __name__ == "__main__":

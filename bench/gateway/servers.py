@@ -1,10 +1,9 @@
 """The servers that are compared, each in a process of its own: `python -m bench.gateway.servers KIND ARGUMENTS`."""
 
 import asyncio
-import importlib
 import socket
 import sys
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from hashlib import sha256
 from pathlib import Path
@@ -19,14 +18,12 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from penstock.chat.renderer import Renderer
 from penstock.engines.base import Sampled
 from penstock.gateway import Gateway, Limits, last_request
 from penstock.gateway.shared_counters import Peers
 from penstock.http.listen import bind
-from penstock.http.request_cycle import LEAVING
 from penstock.pool import POOLS
 from penstock.records import Sampling, Task, make_rollout
 from penstock.system.garbage import collect_seldom
@@ -85,13 +82,6 @@ async def serve_gateway(folder: str, number: str = "0", of: str = "1", port: str
         await say_and_wait(gateway.base_url)
 
 
-async def serve_gateway_by_uvicorn(folder: str, leaving: str) -> None:
-    """The same gateway on uvicorn, which also tells when callers leave if `leaving` is "told", else has the app wait for that."""
-    protocol = LeavingProtocol if leaving == "told" else HttpToolsProtocol
-    gateway = await make_gateway(Path(folder))
-    await serve(gateway.app, http=protocol, proxy_headers=False, server_header=False, date_header=False)
-
-
 async def serve_gateway_reading_whole(folder: str) -> None:
     """Our gateway with `orjson.loads` and a digest of every whole body."""
     last_request.GrowingBody = WholeBody  # type: ignore[misc, assignment]  # no seam: the gateway has no such choice
@@ -117,24 +107,6 @@ async def make_gateway(folder: Path, *, sock: socket.socket | None = None, peers
         sock=sock,
         peers=peers,
     )
-
-
-class LeavingProtocol(HttpToolsProtocol):
-    """uvicorn's, with the one thing that the gateway asks of its server beyond ASGI: a call when the caller leaves."""
-
-    _when_left: Callable[[], None] | None = None
-
-    def on_message_begin(self) -> None:
-        super().on_message_begin()
-        self.scope[LEAVING] = self._set_when_left  # type: ignore[typeddict-unknown-key]
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        if self._when_left is not None:
-            self._when_left()
-
-    def _set_when_left(self, call: Callable[[], None] | None) -> None:
-        self._when_left = call
 
 
 class WholeBody:
@@ -191,10 +163,10 @@ async def serve_upstream() -> None:
     await serve(Starlette(routes=[Route("/v1/chat/completions", answer, methods=["POST"])]))
 
 
-async def serve(app: ASGIApp, **options: Any) -> None:
+async def serve(app: ASGIApp) -> None:
     """Serve as uvicorn does by itself, but keep connections that are idle for a while."""
     config = uvicorn.Config(
-        app, port=0, log_config=None, access_log=False, lifespan="off", ws="none", backlog=4096, timeout_keep_alive=600, **options
+        app, port=0, log_config=None, access_log=False, lifespan="off", ws="none", backlog=4096, timeout_keep_alive=600
     )
     config.load()
     server = uvicorn.Server(config)
@@ -225,7 +197,6 @@ async def serving(*arguments: str) -> AsyncGenerator[tuple[str, psutil.Process],
 
 SERVERS = {
     "gateway": serve_gateway,
-    "gateway_by_uvicorn": serve_gateway_by_uvicorn,
     "gateway_reading_whole": serve_gateway_reading_whole,
     "proxy": serve_proxy,
     "upstream": serve_upstream,
@@ -233,11 +204,9 @@ SERVERS = {
 
 
 def main(kind: str, *arguments: str) -> None:
-    """Serve; a kind that ends in "+uvloop" does so on that loop."""
+    """Serve until killed."""
     collect_seldom()  # as `penstock gateway` does; the others get it too
-    name, _, loop = kind.partition("+")
-    with asyncio.Runner(loop_factory=importlib.import_module(loop).new_event_loop if loop else None) as runner:
-        runner.run(SERVERS[name](*arguments))
+    asyncio.run(SERVERS[kind](*arguments))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-HEAVY = ("torch", "transformers", "ray", "openai", "fastapi")
+HEAVY = ("torch", "transformers", "ray", "openai", "fastapi", "uvicorn")
 COMMANDS = ("train", "eval", "verify", "gateway", "run", "model", "doctor", "rollout", "pool", "dataset", "secret", "controller")
 HELP = ([], ["--help"], ["--version"], ["rollout", "serve", "--help"], *([name, "--help"] for name in COMMANDS))
 BAD_INPUT = (

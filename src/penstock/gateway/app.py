@@ -3,7 +3,7 @@
 import socket
 from collections.abc import Collection, Mapping
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -31,10 +31,12 @@ from penstock.gateway.shared_counters import Peers
 from penstock.gateway.sources import RelaySource, Source, TokenSource, no_tokens
 from penstock.gateway.trajectories import Trajectories
 from penstock.http.listen import base_url, bind, is_loopback, known_names
-from penstock.http.server import HttpServer
 from penstock.pool.base import Pool
 from penstock.records import Attempt, Rollout, Sampling
 from penstock.system.redaction import Redactor
+
+if TYPE_CHECKING:
+    from penstock.http.server import HttpServer
 
 LAST_BYTES_S = 1.0
 """How long a stopping gateway lets callers take the answers that are written."""
@@ -130,6 +132,8 @@ class Gateway:
         return self._sessions.close(rollout_id)
 
     async def __aenter__(self) -> Self:
+        from penstock.http.server import HttpServer  # loads uvicorn, which a command that refuses its input has no use for
+
         bound = self._sock or bind(*self._address)
         self._server = await HttpServer(self.app, bound, drain_s=LAST_BYTES_S, reader_s=self._limits.reader_s).__aenter__()
         self._sessions.base_url = base_url(self._address[0], bound.getsockname()[1], self._names)

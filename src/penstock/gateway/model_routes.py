@@ -18,8 +18,7 @@ from penstock.gateway.observability import Spans
 from penstock.gateway.pending_response import PendingResponse, ResponseCache
 from penstock.gateway.reply import Delta
 from penstock.gateway.session import Session
-from penstock.http.asgi import header, parse_json, read_body
-from penstock.http.request_cycle import LEAVING
+from penstock.http.asgi import LEAVING, header, parse_json, read_body
 from penstock.records import Step
 
 VISIT = "penstock.visit"

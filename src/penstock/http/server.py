@@ -1,337 +1,259 @@
-"""An HTTP/1.1 server for an ASGI app, with as little as possible between the socket and the app."""
+# ruff: noqa: D102 - most methods of `Connection` are uvicorn's and asyncio's
+"""The HTTP server: uvicorn's HTTP/1.1 on httptools, with limits on what a caller may send and how slow it may be."""
 
 import asyncio
 import logging
 import socket
-import struct
-from collections import deque
+from collections.abc import Callable
+from http import HTTPStatus
 from math import inf
 from types import TracebackType
-from typing import Self, cast
+from typing import Any, Self, cast
+
+import orjson
+from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.config import Config
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
 
 from penstock.errors import RequestError
-from penstock.http import http_parser
-from penstock.http.http_parser import Intake
-from penstock.http.request_cycle import BODY, App, Exchange, refusal
+from penstock.http.asgi import LEAVING
 
 SWEEP_S = 1.0
-"""How often callers are looked after, at most; one timer does it for all, so that a request sets none of its own."""
-
-log = logging.getLogger(__name__)
-
-
-UNREAD_BYTES = 256 * 1024
-"""Of a body that its app has not asked for; above it, the socket is read no further."""
-UNSENT_BYTES = 64 * 1024
-"""Of a stream's parts that are put together before they are written, at most."""
-AHEAD = 16
-"""Requests that wait for the answer to an earlier one, before the socket is read no further."""
-AHEAD_AT_MOST = 256
-IDLE_S = 120.0
+"""How often all connections are checked, at most; one timer does it, so that a request sets none of its own."""
+HEAD_BYTES = 64 * 1024
+HEADERS = 200
+TARGET_BYTES = 16 * 1024
+HEAD_S = 30.0
+BODY_S = 300.0
+"""For any body; a large one has longer."""
+SLOWEST_BYTES_S = 64 * 1024
+"""A body may go on as long as it comes as fast as this, however large it is."""
+AHEAD, AHEAD_AT_MOST = 16, 256
+"""Requests that wait for the answer to an earlier one on their connection: above the first number the socket is not read on."""
+IDLE_S = 120
 """Longer than clients keep an idle connection: one that we close first may be just then in use again."""
 LINGER_S = 5.0
 """How long a caller who is refused in the middle of sending may go on, so that it gets to read why."""
 
+# What of a request is expected.
+NEXT, HEAD, BODY = range(3)
 
-class Hub:
+log = logging.getLogger(__name__)
+
+
+class Shared(ServerState):
     """What the connections of one server share."""
 
-    def __init__(self, app: App, reader_s: float) -> None:
-        self.app = app
+    def __init__(self, reader_s: float) -> None:
+        super().__init__()
         self.reader_s = reader_s
         self.now = 0.0
-        """Seconds, counted look by look at all connections: it stands still while the loop is blocked, which no caller can help."""
+        """Seconds, counted sweep by sweep: it stands still while the loop is blocked, which no caller can help."""
         self.draining = False
-        self.over = asyncio.Event()
-        """Set when it drains and everything has ended."""
-        self.connections: set[Connection] = set()
-        self.tasks: set[asyncio.Task[None]] = set()
-        self.buffer = memoryview(bytearray(http_parser.READ_BYTES))
-        """Every socket is read into this one, and what was read is parsed at once: a new buffer for each read can cost more."""
-        self._unsent: list[Connection] = []
-
-    def left(self) -> None:
-        """A task or a connection has ended."""
-        if self.draining and not self.tasks and not self.connections:
-            self.over.set()
-
-    def flush_soon(self, connection: "Connection", loop: asyncio.AbstractEventLoop) -> None:
-        """Write what it has put together at the end of this turn of the loop."""
-        if not self._unsent:
-            loop.call_soon(self._flush)
-        self._unsent.append(connection)
-
-    def _flush(self) -> None:
-        unsent, self._unsent = self._unsent, []
-        for connection in unsent:
-            connection.flush()
+        self.lost = asyncio.Event()
+        """Set whenever a connection has ended."""
 
 
-class Connection(asyncio.BufferedProtocol):
-    """The transport calls it for what comes, its exchanges for what goes."""
+class Exchange:
+    """One request and its answer. uvicorn runs it as the app; it runs ours, and lets no error of it out."""
 
-    __slots__ = (
-        "_ahead", "_current", "_deaf", "_held", "_hub", "_intake", "_loop", "_paused", "_taken", "_taken_at",
-        "_unsent", "_unsent_bytes", "_writable", "_written", "transport",
-    )  # fmt: skip
+    def __init__(self, connection: "Connection", app: ASGIApp) -> None:
+        self.cycle: RequestResponseCycle
+        self._connection = connection
+        self._app = app
+        self._call: Callable[[], None] | None = None
 
-    def __init__(self, hub: Hub, loop: asyncio.AbstractEventLoop) -> None:
-        self.transport: asyncio.Transport
-        self._intake: Intake
-        self._hub = hub
-        self._loop = loop
-        self._current: Exchange | None = None
-        """Whose answer is being written."""
-        self._ahead: deque[Exchange | bytes] = deque()
-        """What follows the current one; bytes are a refusal, after which nothing is said."""
-        self._deaf = False
-        """What comes is thrown away."""
-        self._held = False
-        """The socket is not read, for the app is behind."""
-        self._paused = False
-        """The caller is behind."""
-        self._writable = asyncio.Event()
-        self._unsent: list[bytes] = []
-        self._unsent_bytes = 0
-        self._written = self._taken = 0
-        """Bytes given to the transport, and how many of them the caller had taken when last looked at."""
-        self._taken_at = 0.0
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Begin; see `asyncio.BufferedProtocol` for this and the next."""
-        self.transport = cast(asyncio.Transport, transport)
-        sock: socket.socket = transport.get_extra_info("socket")
-        addresses: dict[str, object] = {"client": None, "server": None}
-        if sock.family in (socket.AF_INET, socket.AF_INET6):
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            names = {"client": "peername", "server": "sockname"}
-            addresses = {key: (transport.get_extra_info(name) or ("", 0))[:2] for key, name in names.items()}
-        self._intake = Intake(self, self._hub, addresses)
-        self._hub.connections.add(self)
-        if self._hub.draining:
-            transport.close()
-
-    def get_buffer(self, sizehint: int) -> memoryview:
-        return self._hub.buffer
-
-    def buffer_updated(self, nbytes: int) -> None:
-        """Parse; refuse what cannot be parsed."""
-        if self._deaf:
-            return
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let the app answer. What it raises is logged, never its words or the target: they may hold secrets."""
+        failure = RequestError("the server failed; its log says how", status=500, code="internal_error")
         try:
-            self._intake.feed(self._hub.buffer[:nbytes])
-        except RequestError as error:
-            self._refuse(error)
-        self._regulate()
-
-    def eof_received(self) -> bool:
-        """The caller says no more; whether it listens cannot be known. Its app hears that it left, and may still answer."""
-        self._deaf = True
-        self._intake.deadline = inf
-        for exchange in self._exchanges():
-            exchange.hang_up()
-        return self._current is not None or bool(self._ahead)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Drop what the apps still say."""
-        self._deaf = True
-        for exchange in self._exchanges():
-            exchange.cut()
-        self._current = None
-        self._ahead.clear()
-        self._unsent.clear()
-        self._intake.close()
-        self._writable.set()
-        self._hub.connections.discard(self)
-        self._hub.left()
-
-    def pause_writing(self) -> None:
-        self._paused = True
-        self._writable.clear()
-
-    def resume_writing(self) -> None:
-        """Let them go on."""
-        self._paused = False
-        self._writable.set()
-        self._advance()
-
-    def take(self, exchange: Exchange) -> None:
-        """Start it, or let it wait for its turn."""
-        if self._current is None and not self._ahead and not self._paused:
-            self._start(exchange)
-        elif len(self._ahead) < AHEAD_AT_MOST:
-            self._ahead.append(exchange)
-        else:
-            raise RequestError(
-                f"more than {AHEAD_AT_MOST} requests came ahead of their answers; wait for some", code="too_far_ahead"
-            )
+            await self._app(scope, receive, send)
+            if not self.is_over:
+                log.error("the app left a %s request without a whole answer", scope["method"])
+        except asyncio.CancelledError:  # not let through: uvicorn would log it, and this task ends here anyway
+            if self._connection.shared.draining:
+                failure = RequestError("the server is stopping", status=503, code="stopping")
+        except Exception as error:
+            log.error("the app failed on a %s request", scope["method"], exc_info=error)
+        if not self.is_over:
+            self._connection.fail(self, failure)
 
     @property
-    def last(self) -> bool:
-        return self._hub.draining or (self._deaf and not self._ahead)
+    def is_over(self) -> bool:
+        """Whether nothing more is said to the caller."""
+        return self.cycle.response_complete or self.cycle.disconnected
 
-    def put(self, part: bytes) -> asyncio.Event | None:
-        """Write more of a stream, together with all that comes in the same turn of the loop."""
-        if not self._unsent:
-            self._hub.flush_soon(self, self._loop)
-        self._unsent.append(part)
-        self._unsent_bytes += len(part)
-        if self._unsent_bytes > UNSENT_BYTES:
-            self.flush()
-        return self._writable if self._paused else None
+    def when_left(self, call: Callable[[], None] | None) -> None:
+        """See `LEAVING`."""
+        self._call = call
+        if self.cycle.disconnected:
+            self.drop()
 
-    def write(self, part: bytes) -> None:
-        """Write at once, behind what was put."""
-        if self._unsent:
-            self._unsent.append(part)
-            self.flush()
-        else:
-            self._written += len(part)
-            self.transport.write(part)
+    def drop(self) -> None:
+        """The caller is gone: what the app still says goes nowhere."""
+        self.cycle.disconnected = True
+        self.cycle.message_event.set()
+        call, self._call = self._call, None
+        if call is not None:
+            call()
 
-    def flush(self) -> None:
-        """Write what was put."""
-        if self._unsent:
-            part = b"".join(self._unsent)
-            self._unsent.clear()
-            self._unsent_bytes = 0
-            self._written += len(part)
-            self.transport.write(part)
 
-    def read_on(self) -> None:
-        """Read the socket again, if it was held."""
-        if self._held:
-            self._regulate()
+class Connection(HttpToolsProtocol):
+    """uvicorn's, with limits, with refusals in JSON, and with a call to the app when its caller leaves."""
 
-    def answered(self, exchange: Exchange) -> None:
-        """Go on, or end."""
-        self._current = None
-        if exchange.keep and not self._hub.draining:
-            self._advance()
-        else:
-            self._end(exchange)
+    def __init__(self, config: Config, shared: Shared) -> None:
+        super().__init__(config, shared, {})
+        self.logger, self.access_log = log, False
+        self.shared = shared
+        self._serve = cast(ASGIApp, self.app)
+        self._exchanges: list[Exchange] = []
+        """Those without a whole answer, in order, and the last."""
+        self._stage = NEXT
+        self._deadline = shared.now + HEAD_S
+        """When the caller must have said what is expected."""
+        self._unparsed_bytes = 0
+        """Read since the parser last finished something."""
+        self._skips_head = False
+        """The next head is one that `_decline` made."""
+        self._ignores_input = False
+        self._unread, self._taken_at = 0, shared.now
+        """Bytes that the caller had not taken at the last sweep, and when it last took some."""
 
-    def failed(self, exchange: Exchange) -> None:
-        """Say so, or break off in a way that is not taken for a whole answer."""
-        began = exchange.phase == BODY
-        exchange.cut()
-        self._current = None
-        if began and exchange.until_closed:  # a plain end would make it whole
-            self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            self.transport.abort()
-        elif began or exchange.gone:
-            self.flush()
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
+        super().connection_made(transport)
+        if self.shared.draining:
+            transport.close()
+
+    def eof_received(self) -> None:
+        self._drop_all()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._drop_all()
+        super().connection_lost(exc)
+        self.shared.lost.set()
+
+    def data_received(self, data: bytes) -> None:
+        if self._ignores_input:
+            return
+        self._unset_keepalive_if_required()
+        self._unparsed_bytes += len(data)
+        try:
+            self.parser.feed_data(data)
+            if self._unparsed_bytes > HEAD_BYTES:
+                self._refuse(_too_large())
+        except HttpParserUpgrade as offer:
+            self._decline(data[offer.args[0] :])
+        except HttpParserError as error:
+            cause = error.__context__  # of what one of the methods below raised
+            text = f"this is not an HTTP/1.1 request: {cause or error}"
+            self._refuse(cause if isinstance(cause, RequestError) else RequestError(text, code="malformed_request"))
+
+    def on_message_begin(self) -> None:
+        if not self._skips_head:
+            super().on_message_begin()
+            self._stage, self._deadline, self._unparsed_bytes = HEAD, self.shared.now + HEAD_S, 0
+
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        if len(self.url) > TARGET_BYTES:
+            raise RequestError(f"the request's target is longer than {TARGET_BYTES} bytes", status=414, code="target_too_long")
+
+    def on_headers_complete(self) -> None:
+        if self._skips_head:
+            self._skips_head = False
+            return
+        _check_head(self.parser.get_http_version(), self.headers)
+        if len(self.pipeline) >= AHEAD_AT_MOST:
+            raise RequestError(f"more than {AHEAD_AT_MOST} requests came ahead of their answers", code="malformed_request")
+        exchange = Exchange(self, self._serve)
+        self.scope[LEAVING] = exchange.when_left  # type: ignore[typeddict-unknown-key]
+        self.app = cast(Any, exchange)
+        super().on_headers_complete()
+        exchange.cycle = self.cycle
+        self._exchanges = [*self._unanswered(), exchange]
+        self.headers = []  # trailers would be taken for headers
+        if len(self.pipeline) <= AHEAD:  # uvicorn reads no further after one, and so would not see the caller leave
+            self.flow.resume_reading()
+        self._stage, self._deadline, self._unparsed_bytes = BODY, self.shared.now + BODY_S, 0
+
+    def on_body(self, body: bytes) -> None:
+        super().on_body(body)
+        self._deadline += len(body) / SLOWEST_BYTES_S
+        self._unparsed_bytes = 0
+
+    def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():  # the parser only believes that no body follows; see `_decline`
+            return
+        super().on_message_complete()
+        self._stage, self._deadline, self._unparsed_bytes = NEXT, self.shared.now + IDLE_S, 0
+
+    def shutdown(self) -> None:
+        if not (unanswered := self._unanswered()):
             self.transport.close()
-        else:
-            failure = RequestError("the server failed; its log says how", status=500, code="internal_error")
-            stopping = RequestError("the server is stopping", status=503, code="stopping")
-            self.write(refusal(stopping if self._hub.draining else failure, bodiless=exchange.scope["method"] == "HEAD"))
-            self._end(exchange)
-
-    def ended(self, exchange: Exchange) -> None:
-        if exchange.task is not None:
-            self._hub.tasks.discard(exchange.task)
-        self._hub.left()
-
-    def drain(self) -> None:
-        """Take no more requests, and close once there is nothing to answer."""
-        if self._current is None:
-            self.transport.close()
+        for exchange in unanswered:
+            exchange.cycle.keep_alive = False
 
     def check(self, now: float) -> None:
-        """Look after a caller that is too slow to listen or to speak."""
-        waiting = self.transport.get_write_buffer_size()
-        if not waiting or self._written - waiting != self._taken:
-            self._taken, self._taken_at = self._written - waiting, now
-        elif now - self._taken_at > self._hub.reader_s:
+        """Cut off a caller that is too slow to listen or to speak."""
+        unread = self.transport.get_write_buffer_size()
+        if not unread or unread < self._unread:
+            self._taken_at = now
+        self._unread = unread
+        if now - self._taken_at > self.shared.reader_s:
             self.transport.abort()
-            return
-        if now < self._intake.deadline:
-            return
-        if self._held:
-            self._intake.deadline = now + http_parser.BODY_S
-        elif self._intake.stage == http_parser.NEXT and not self._deaf:
+        elif self.flow.read_paused or (self._stage == NEXT and (self.timeout_keep_alive_task or self._unanswered())):
+            self._deadline = max(self._deadline, now + IDLE_S)  # not the caller's turn, or uvicorn's own timer runs
+        elif now >= self._deadline and self._stage == HEAD and not self._ignores_input:
+            self._refuse(RequestError(f"the request's head took longer than {HEAD_S:g} s", status=408, code="request_timeout"))
+        elif now >= self._deadline:
             self.transport.close()
-        elif self._intake.stage == http_parser.HEAD and not self._deaf:
-            text = f"the request's head took longer than {http_parser.HEAD_S:g} s"
-            self._refuse(RequestError(text, status=408, code="request_timeout"))
+
+    def fail(self, exchange: Exchange, error: RequestError) -> None:
+        """Say so, or break off an answer that has begun."""
+        began = exchange.cycle.response_started
+        exchange.drop()
+        if began:
+            self.transport.close()
         else:
-            self.transport.abort()
+            self._answer_last(_refusal(error, bodiless=exchange.cycle.scope["method"] == "HEAD"))
 
-    def _exchanges(self) -> list[Exchange]:
-        every = (self._current, *self._ahead)
-        return [each for each in every if isinstance(each, Exchange)]
+    def _unanswered(self) -> list[Exchange]:
+        return [each for each in self._exchanges if not each.is_over]
 
-    def _start(self, exchange: Exchange) -> None:
-        self._current = exchange
-        exchange.task = self._loop.create_task(exchange.run(self._hub.app))
-        self._hub.tasks.add(exchange.task)
+    def _drop_all(self) -> None:
+        for exchange in self._unanswered():
+            exchange.drop()
 
-    def _advance(self) -> None:
-        """Go on to what follows the last answer."""
-        if self._current is not None or self._paused or self.transport.is_closing():
-            return
-        if self._ahead:
-            following = self._ahead.popleft()
-            if isinstance(following, Exchange):
-                self._start(following)
-            else:
-                self._say_last(following)
-        elif self._deaf:
-            self.transport.close()
-        elif self._intake.stage == http_parser.NEXT:
-            self._intake.deadline = self._hub.now + IDLE_S
-        self._regulate()
-
-    def _regulate(self) -> None:
-        """Read the socket where what was read is wanted."""
-        incoming = self._intake.incoming
-        behind = len(self._ahead) > AHEAD or (incoming is not None and incoming.unread > UNREAD_BYTES)
-        if behind != self._held and not self._deaf:
-            self._held = behind
-            (self.transport.pause_reading if behind else self.transport.resume_reading)()
+    def _decline(self, rest: bytes) -> None:
+        """Stay with HTTP/1.1 when the caller offers another protocol: a new parser reads on behind the head."""
+        framing = [pair for pair in self.scope["headers"] if pair[0] in (b"content-length", b"transfer-encoding")]
+        self.parser = HttpRequestParser(self)
+        self._skips_head = True
+        self.data_received(b"POST / HTTP/1.1\r\n%b\r\n%b" % (b"".join(b"%b: %b\r\n" % pair for pair in framing), rest))
 
     def _refuse(self, error: RequestError) -> None:
-        """Say why nothing more is taken from this caller, after the answers that it is owed."""
-        self._deaf = True
-        self._intake.deadline = inf
-        broken, self._intake.incoming = self._intake.incoming, None
-        if broken is not None and broken is self._current:
-            self._current = None
-            began = broken.phase == BODY
-            broken.cut()
-            if began:
-                self.transport.close()
-                return
-        elif broken is not None and self._ahead:
-            self._ahead.pop()
-        if self._current is None and not self._ahead:
-            self._say_last(refusal(error))
+        """Take no more from this caller. It is told why, or, where earlier requests wait, gets the next answer and then the end."""
+        self._ignores_input, self._deadline = True, inf
+        if len(self._unanswered()) > (self._stage == BODY):
+            self.shutdown()
+        elif self._stage == BODY:
+            self.fail(self._exchanges[-1], error)
         else:
-            self._ahead.append(refusal(error))
+            self._answer_last(_refusal(error))
 
-    def _say_last(self, answer: bytes) -> None:
-        self.write(answer)
-        self._linger()
-
-    def _end(self, exchange: Exchange) -> None:
-        self._ahead.clear()
-        if exchange.complete or exchange.gone:
-            self.transport.close()
-        else:
-            self._linger()
-
-    def _linger(self) -> None:
-        """Say no more, but let the caller finish: a socket that is closed while it sends would take the answer from it."""
-        self._deaf = True
-        self._intake.deadline = self._hub.now + LINGER_S
-        if self._hub.draining or not self.transport.can_write_eof():
-            self.transport.close()
+    def _answer_last(self, answer: bytes) -> None:
+        """Close our side only: a socket that is closed while the caller sends would take the answer from it."""
+        self._ignores_input, self._deadline = True, self.shared.now + LINGER_S
+        if self.transport.is_closing():
             return
-        self.transport.write_eof()
-        if self._held:
-            self._held = False
-            self.transport.resume_reading()
+        self.transport.write(answer)
+        if self.shared.draining:
+            self.transport.close()
+        else:
+            self.transport.write_eof()
+            self.flow.resume_reading()
 
 
 class HttpServer:
@@ -340,53 +262,93 @@ class HttpServer:
     A caller who takes nothing of what is ready for it for `reader_s` is cut off.
     """
 
-    def __init__(self, app: App, sock: socket.socket, *, drain_s: float, reader_s: float, backlog: int = 4096) -> None:
+    def __init__(self, app: ASGIApp, sock: socket.socket, *, drain_s: float, reader_s: float, backlog: int = 4096) -> None:
         self._sock = sock
         self._drain_s = drain_s
         self._sweep_s = min(SWEEP_S, reader_s / 4)
         self._backlog = backlog
-        self._hub = Hub(app, reader_s)
+        self._shared = Shared(reader_s)
+        self._config = Config(
+            cast(Any, app),
+            http=Connection,
+            ws="none",
+            interface="asgi3",
+            log_config=None,
+            proxy_headers=False,
+            timeout_keep_alive=IDLE_S,
+        )
 
     async def __aenter__(self) -> Self:
+        self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # connections inherit it; asyncio sets it for some only
         self._loop = asyncio.get_running_loop()
         self._timer = self._loop.call_later(self._sweep_s, self._sweep)
-        self._listener = await self._loop.create_server(self._connection, sock=self._sock, backlog=self._backlog)
+        self._listener = await self._loop.create_server(
+            lambda: Connection(self._config, self._shared), sock=self._sock, backlog=self._backlog
+        )
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._hub.draining = True
+        self._shared.draining = True
         self._listener.close()
-        for connection in tuple(self._hub.connections):
-            connection.drain()
+        for connection in self._connections():
+            connection.shutdown()
         try:
             async with asyncio.timeout(self._drain_s):
                 await self._until_over()
         except TimeoutError:
-            log.warning("%d calls did not end within %g s of the server's stop and are cut", len(self._hub.tasks), self._drain_s)
+            log.warning("%d calls did not end within %g s of the server's stop and are cut", len(self._shared.tasks), self._drain_s)
         finally:
             await self._cut()
             self._timer.cancel()
 
-    def _connection(self) -> Connection:
-        return Connection(self._hub, self._loop)
+    def _connections(self) -> tuple[Connection, ...]:
+        return cast("tuple[Connection, ...]", tuple(self._shared.connections))
 
     def _sweep(self) -> None:
-        self._hub.now += self._sweep_s
-        for connection in tuple(self._hub.connections):
-            connection.check(self._hub.now)
+        self._shared.now += self._sweep_s
+        for connection in self._connections():
+            connection.check(self._shared.now)
         self._timer = self._loop.call_later(self._sweep_s, self._sweep)
 
     async def _until_over(self) -> None:
-        self._hub.left()
-        await self._hub.over.wait()
+        while self._shared.tasks or self._shared.connections:
+            if self._shared.tasks:
+                await asyncio.wait(tuple(self._shared.tasks))
+            else:
+                self._shared.lost.clear()
+                await self._shared.lost.wait()
 
     async def _cut(self) -> None:
         """Without a deadline: a task that is cancelled may still use what is closed after the server."""
-        while tasks := tuple(self._hub.tasks):
+        while tasks := tuple(self._shared.tasks):
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
-        for connection in tuple(self._hub.connections):
+        for connection in self._connections():
             connection.transport.abort()
         await self._until_over()
         await self._listener.wait_closed()
+
+
+def _check_head(version: str, headers: list[tuple[bytes, bytes]]) -> None:
+    if version not in ("1.1", "1.0"):
+        raise RequestError(f"this server speaks HTTP/1.1, not {version}", status=505, code="http_version")
+    if len(headers) > HEADERS or sum(len(name) + len(value) + 4 for name, value in headers) > HEAD_BYTES:
+        raise _too_large()
+    for name, value in headers:
+        if name == b"transfer-encoding" and (version == "1.0" or value.lower() != b"chunked"):
+            text = "the only transfer-encoding taken is chunked, with HTTP/1.1"
+            raise RequestError(text, status=501, code="transfer_encoding")
+
+
+def _too_large() -> RequestError:
+    text = f"the request's headers are more than {HEADERS}, or larger than {HEAD_BYTES} bytes"
+    return RequestError(text, status=431, code="headers_too_large")
+
+
+def _refusal(error: RequestError, *, bodiless: bool = False) -> bytes:
+    """A whole answer, the last on its connection: one line of JSON in the form of the OpenAI API."""
+    kind = "server_error" if error.status >= 500 else "invalid_request_error"
+    body = orjson.dumps({"error": {"message": str(error), "type": kind, "param": None, "code": error.code}})
+    head = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\ncontent-type: application/json\r\n"
+    return f"{head}content-length: {len(body)}\r\nconnection: close\r\n\r\n".encode() + (b"" if bodiless else body)

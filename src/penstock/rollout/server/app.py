@@ -19,7 +19,6 @@ from starlette.routing import Route
 
 from penstock.config import rollout_hosts, rollout_token
 from penstock.errors import ConfigError, PenstockError, RequestError
-from penstock.http.server import HttpServer
 from penstock.rollout.server.backend import ExecutionBackend
 from penstock.rollout.server.journal import PLACE
 from penstock.rollout.server.requests import AllowedHosts, InvalidBody, read_cancel, read_rollout
@@ -85,6 +84,8 @@ def create_rollout_server(
 @asynccontextmanager
 async def serving(app: Starlette, sock: socket.socket) -> AsyncGenerator[None]:
     """Serve the app on a bound socket; on leaving, rollouts are drained while their status can still be asked for."""
+    from penstock.http.server import HttpServer  # loads uvicorn, which a command that refuses its input has no use for
+
     async with app.router.lifespan_context(app), HttpServer(app, sock, drain_s=LAST_BYTES_S, reader_s=READER_S):
         yield
         await app.state.rollouts.drain()
