@@ -29,8 +29,11 @@ demo: $(STAMP)
 # The tests start a thousand interpreters, which share compiled modules even where a shell forbids to write them.
 test test-faults check: export PYTHONDONTWRITEBYTECODE =
 
+# Where a test is stuck in C code, no signal of pytest-timeout (300 s) ends it: its worker is ended instead, and with it the run.
+TEST_OPTIONS := -n 3 --dist loadfile --no-loadscope-reorder -o faulthandler_timeout=360 -o faulthandler_exit_on_timeout=true
+
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest $(TEST_OPTIONS)
 
 test-faults: $(STAMP)
 	PENSTOCK_FAULTS=full $(BIN)/python -m pytest -n 2 --dist loadfile -s tests/faults
