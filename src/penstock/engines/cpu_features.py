@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
@@ -81,7 +81,7 @@ def _boot() -> str:
     return os.uname().nodename
 
 
-def _try(child: Sequence[str], environment: "os._Environ[str] | dict[str, str]") -> int | None:
+def _try(child: Sequence[str], environment: Mapping[str, str]) -> int | None:
     """The exit status of `child`, a negative one for a signal; None if it ran past its deadline."""
     try:
         done = subprocess.run(
