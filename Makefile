@@ -47,13 +47,16 @@ test-vllm: $(STAMP)
 	$(BIN)/python tests/vllm/install.py "$$PENSTOCK_VLLM"
 	$(BIN)/python -m pytest -n 0 tests/vllm
 
+# pyright runs on one core, however long it takes: the tests leave that core to it.
+CHECK_OPTIONS := -n 2 --dist loadfile -m "not slow" --hypothesis-profile check
+
 check: $(STAMP)
 	$(BIN)/ruff format --no-cache --check .
 	$(BIN)/ruff check --no-cache .
 	$(BIN)/lint-imports
 	@echo "types and fast tests, side by side"; \
 	$(BIN)/pyright & types=$$!; \
-	$(BIN)/python -m pytest -n 2 -m "not slow" tests/unit tests/contracts; tests=$$?; \
+	nice -n 5 $(BIN)/python -m pytest $(CHECK_OPTIONS) tests/unit tests/contracts; tests=$$?; \
 	wait $$types && exit $$tests
 
 bench: $(STAMP)

@@ -10,6 +10,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from penstock.engines.cpu_features import limit_onednn
 
@@ -18,6 +19,10 @@ if TYPE_CHECKING:
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 limit_onednn()
+# A loaded machine is no failure. `make check` takes a third of the examples, `make test` all.
+settings.register_profile("whole", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("check", settings.get_profile("whole"), max_examples=30)
+settings.load_profile("whole")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
