@@ -10,7 +10,7 @@ STAMP := $(VENV)/.installed
 help:
 	@echo "make demo    train the multiply agent on this machine (minutes, no GPU)"
 	@echo "make test    run the tests"
-	@echo "make test-faults    the fault tests with their full counts: hundreds of kills, a thousand damaged files (ten minutes)"
+	@echo "make test-faults    the fault tests with their full counts (hundreds of kills, a thousand damaged files) and the soak tests (a quarter of an hour)"
 	@echo "make test-clients   install real clients and coding agents (pip, npm) and run them against the gateway"
 	@echo "make test-vllm      install a vLLM for the CPU (3.4 GB) and run the vllm engine against it"
 	@echo "make check   format, lint, types, layers, fast tests"
@@ -37,6 +37,7 @@ test: $(STAMP)
 
 test-faults: $(STAMP)
 	PENSTOCK_FAULTS=full $(BIN)/python -m pytest -n 2 --dist loadfile -s tests/faults
+	PENSTOCK_FAULTS=full $(BIN)/python -m pytest -n 2 --dist loadfile -s -m soak --ignore tests/faults
 
 test-clients: $(STAMP)
 	$(BIN)/python tests/clients/environments.py

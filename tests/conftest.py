@@ -28,7 +28,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests come first: at the end, no process is left alone with them."""
+    """Files with slow tests come first: at the end, no process is left alone with them. Soak tests wait for `make test-faults`."""
+    if os.environ.get("PENSTOCK_FAULTS") != "full":
+        for item in items:
+            if item.get_closest_marker("soak"):
+                item.add_marker(pytest.mark.skip(reason="a soak test: make test-faults"))
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
     items.sort(key=lambda item: -slow[item.path])
 

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from nursery import FULL
 
 pytestmark = pytest.mark.slow
 
@@ -46,14 +45,14 @@ def test_a_dead_worker_ends_the_run_and_its_test_is_named(tmp_path):
     assert re.search(r"worker gw\d died .* in test_a\.py::test_dies", done.stdout)
 
 
-@pytest.mark.skipif(not FULL, reason="one of the full counts")
+@pytest.mark.soak
 def test_a_worker_stuck_in_c_code_ends_the_run(tmp_path):
     done = make_test(tmp_path, {"a": STUCK, "b": WAITS, "c": WAITS}, "-o", "faulthandler_timeout=3")
     assert done.returncode == 1
     assert "test_a.py::test_is_stuck" in done.stdout
 
 
-@pytest.mark.skipif(not FULL, reason="one of the full counts")
+@pytest.mark.soak
 def test_a_thread_that_never_ends_does_not_keep_the_run_from_its_end(tmp_path):
     done = make_test(tmp_path, {"a": HOLDS_ON, "b": "def test_b(): pass"})
     assert (done.returncode, "2 passed" in done.stdout) == (0, True)
