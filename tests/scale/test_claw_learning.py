@@ -26,6 +26,7 @@ KEYS = (
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(DEADLINE_S + 60)
 def test_the_documented_command_line_trains_the_tiny_policy_to_a_clear_rise_on_local_ray(tmp_path):
     for name in ("multiply_flow.py", "flow.yaml", "tiny_tasks.jsonl"):

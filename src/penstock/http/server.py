@@ -1,4 +1,3 @@
-# ruff: noqa: D102 - most methods of `Connection` are uvicorn's and asyncio's
 """The HTTP server: uvicorn's HTTP/1.1 on httptools, with limits on what a caller may send and how slow it may be."""
 
 import asyncio

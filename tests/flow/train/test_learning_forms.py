@@ -18,7 +18,9 @@ def silent(kind: str, fields: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("entry", ["agent.py", "strands_agent.py", "openai_agent.py"])
+@pytest.mark.parametrize(
+    "entry", ["agent.py", *(pytest.param(entry, marks=pytest.mark.soak) for entry in ("strands_agent.py", "openai_agent.py"))]
+)
 def test_mean_reward_over_128_rollouts_of_tasks_not_trained_rises_to_0_9(tmp_path: Path, entry: str) -> None:
     heldout = tmp_path / "heldout.jsonl"
     heldout.write_text((EXAMPLE / "tiny_heldout.jsonl").read_text() * 16)

@@ -54,6 +54,7 @@ def logits(decoder: Decoder, ids: Tensor) -> Tensor:
         return decoder.logits(decoder(ids, torch.arange(ids.shape[1]).expand_as(ids), causal))
 
 
+@pytest.mark.slow  # transformers is imported
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_equal_those_of_transformers(name: str, tmp_path: Path):
     theirs = write_model(tmp_path, *MODELS[name])

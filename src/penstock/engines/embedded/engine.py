@@ -22,6 +22,7 @@ import torch
 
 from penstock.config import EngineSection
 from penstock.engines.base import Sampled
+from penstock.engines.cpu_features import VARIABLE, WITHOUT_AMX, limit_onednn
 from penstock.engines.embedded.core import Core, Request, Token
 from penstock.engines.embedded.decoder import Decoder
 from penstock.engines.embedded.weights import load_decoder
@@ -316,9 +317,23 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
-def pick_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The precision that `engine.dtype` means; "auto" is bfloat16 on a GPU and float32 on a CPU, where it is faster."""
-    return DTYPES[name] if name != "auto" else torch.bfloat16 if device.type == "cuda" else torch.float32
+def pick_dtype(name: str, device: torch.device, *, limit: Callable[[], bool] = limit_onednn) -> torch.dtype:
+    """The precision that `engine.dtype` means; "auto" is bfloat16 on a GPU and float32 on a CPU, where it is faster.
+
+    Before bfloat16 on a CPU, `limit` keeps this process from instructions that would end it, and says whether it did.
+    """
+    dtype = DTYPES[name] if name != "auto" else torch.bfloat16 if device.type == "cuda" else torch.float32
+    if dtype == torch.bfloat16 and device.type == "cpu" and limit() and _uses_amx():
+        raise ConfigError(
+            f"engine.dtype = {name!r}: this CPU claims AMX and cannot run it, and torch has chosen it already; "
+            f"set {VARIABLE}={WITHOUT_AMX} in the environment and start again"
+        )
+    return dtype
+
+
+def _uses_amx() -> bool:
+    """Whether oneDNN made its choice before it was limited: without AMX it would not compute in float16 either."""
+    return torch.ops.mkldnn._is_mkldnn_fp16_supported()
 
 
 def end_ids(folder: Path) -> frozenset[int]:
