@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -88,7 +89,7 @@ def test_the_command_finds_the_model_and_nothing_that_opens_more(tmp_path):
     assert token == told["ANTHROPIC_API_KEY"] == told["ANTHROPIC_AUTH_TOKEN"]
     assert token.startswith(f"mk-{told['PENSTOCK_ROLLOUT_ID']}.")
     assert {"127.0.0.1", "localhost"} <= set(told["NO_PROXY"].split(",")) == set(told["no_proxy"].split(","))
-    assert "ck-" not in result.stdout and "ak-" not in result.stdout
+    assert not re.search(r"(?<![a-z])(ck|ak)-", result.stdout)  # within a word they are no token
     assert not [file for file in (tmp_path / "run").iterdir() if b"ck-" in file.read_bytes()]
 
 

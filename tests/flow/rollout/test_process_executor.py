@@ -282,7 +282,7 @@ def test_leaving_the_executor_ends_every_process(tmp_path):
     asyncio.run(main())
 
 
-def test_killed_zygote_fails_its_rollouts_with_a_reason_and_is_replaced(tmp_path):
+def test_killed_fork_server_fails_its_rollouts_with_a_reason_and_is_replaced(tmp_path):
     async def main():
         async with opened(tmp_path, f"if ctx.metadata['quick']:\n    return\n{FORKED}\nawait asyncio.Event().wait()") as stage:
             running = asyncio.create_task(stage.run(task=replace(TASK, metadata={"quick": False})))
@@ -326,7 +326,7 @@ def test_killed_parent_leaves_no_process(tmp_path, top):
 
 
 def test_parent_killed_during_the_import_leaves_no_process(tmp_path):
-    top = "if 'zygote' in sys.argv[0]:\n    print(os.getpid(), file=open(FOLDER / 'bell', 'w'), flush=True)\n    while True: pass"
+    top = "if 'fork_server' in sys.argv[0]:\n    print(os.getpid(), file=open(FOLDER / 'bell', 'w'), flush=True)\n    while True: pass"
     code = PARENT.format(run="pass", top=top)
     command = [sys.executable, "-c", code, str(Path(__file__).parent), str(tmp_path)]
     os.mkfifo(tmp_path / "bell")

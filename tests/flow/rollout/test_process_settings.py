@@ -144,9 +144,9 @@ def test_forked_rollouts_differ_in_their_random_numbers(tmp_path):
 @pytest.mark.parametrize(
     ("top", "expected"),
     [
-        ("if 'zygote' in sys.argv[0]: os._exit(7)", "the process that imports it ended with exit code 7"),
-        ("if 'zygote' in sys.argv[0]: raise ValueError('x')", "agent.py, line 12: ValueError: x; fix what the file does"),
-        ("if 'zygote' in sys.argv[0]: signal.pause()", "importing it took longer than executor.start_s = 2; raise it"),
+        ("if 'fork_server' in sys.argv[0]: os._exit(7)", "the process that imports it ended with exit code 7"),
+        ("if 'fork_server' in sys.argv[0]: raise ValueError('x')", "agent.py, line 12: ValueError: x; fix what the file does"),
+        ("if 'fork_server' in sys.argv[0]: signal.pause()", "importing it took longer than executor.start_s = 2; raise it"),
     ],
 )
 def test_file_that_loads_here_but_not_there_is_refused_at_the_start(tmp_path, top, expected):

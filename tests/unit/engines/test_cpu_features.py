@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from penstock.engines.embedded.engine import pick_dtype
 
 from penstock.engines import cpu_features
 from penstock.engines.cpu_features import PRODUCTS, VARIABLE, WITHOUT_AMX, limit_onednn
+from penstock.engines.embedded.engine import pick_dtype
 from penstock.errors import ConfigError
 
 CPU = torch.device("cpu")

@@ -90,11 +90,18 @@ def make_app(controller: Controller, base_url: str, *, names: Collection[str] | 
     tokens = Tokens(controller.database, controller.home.token())
     links = Links(controller.home.secret("links"), base_url)
     results = Results(controller)
-    stations = (runs, repositories, datasets, models, secrets, repositories)
     account = Account(tokens, Logins(controller.database, tokens), links)
     listed = [Route("/health", _health, methods=["GET"]), *account.routes()]
     listed += [*runs.routes(controller, results), *outputs.routes(controller, links, results)]
-    listed += [route for station in stations for route in station.routes(controller, links)]
+    routers = (
+        runs.snapshot_routes,
+        repositories.rollout_routes,
+        datasets.routes,
+        models.routes,
+        secrets.routes,
+        repositories.routes,
+    )
+    listed += [route for routes in routers for route in routes(controller, links)]
     door = Door(tokens, links)
     app = Starlette(routes=[door.guarded(route) for route in listed], exception_handlers={HTTPException: no_route})
     app.router.redirect_slashes = False

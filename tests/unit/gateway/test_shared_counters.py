@@ -23,8 +23,8 @@ def test_another_rollout_is_left_as_it_was(tmp_path):
 
 def test_the_successor_of_a_killed_worker_counts_on(tmp_path):
     file = tmp_path / "board"
-    dies = "import os, signal, sys; from pathlib import Path; from penstock.gateway.shared_counters import Board\n"
-    dies += "Board(Path(sys.argv[1]), 1, 3).tell('r1'); os.kill(os.getpid(), signal.SIGKILL)"
+    dies = "import os, signal, sys; from pathlib import Path; from penstock.gateway.shared_counters import SharedCounters\n"
+    dies += "SharedCounters(Path(sys.argv[1]), 1, 3).tell('r1'); os.kill(os.getpid(), signal.SIGKILL)"
     watcher = SharedCounters(file, 0, 3)
     seen = [watcher.look("r1")]
     assert subprocess.run([sys.executable, "-c", dies, str(file)], check=False).returncode == -9
