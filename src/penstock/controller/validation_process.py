@@ -19,7 +19,7 @@ from penstock.controller.jobs import environment
 from penstock.controller.runlog import Strike
 from penstock.controller.runs import Kind
 from penstock.errors import ConfigError, DatasetError, Issue, ModelError
-from penstock.sdk.agent_spec import command
+from penstock.sdk.agent_spec import module_command
 from penstock.system.process_group import how_ended
 
 CHECK_S = 240.0
@@ -53,7 +53,7 @@ def check(tree: Mapping[str, Any], kind: Kind, *, code: Path, env: Mapping[str, 
 def _run(task: bytes, verdict: int, output: int, code: Path, env: Mapping[str, str]) -> int | None:
     """The exit code; None where it had to be killed. Nothing of it is left."""
     process = subprocess.Popen(
-        [*command(__name__), str(verdict)],
+        [*module_command(__name__), str(verdict)],
         cwd=code,
         env=env,
         stdin=subprocess.PIPE,

@@ -19,7 +19,7 @@ from penstock.evals.spending import Prices, prices_of, rollout_seconds
 from penstock.events import Events, Listener
 from penstock.pool.base import Pool
 from penstock.records import Sampling
-from penstock.rollout.scheduler import Runs
+from penstock.rollout.scheduler import RolloutRunner
 from penstock.run.folder import RunFolder, locked, open_run_folder
 from penstock.run.inputs import Inputs
 from penstock.run.opening import open_pool, open_rollouts, sampling
@@ -177,7 +177,7 @@ async def _run(
 @asynccontextmanager
 async def _runs(
     config: RunConfig, inputs: Inputs, folder: RunFolder, events: Events, pool: Pool, count: int
-) -> AsyncGenerator[Runs]:
+) -> AsyncGenerator[RolloutRunner]:
     """What makes attempts: this process alone, or `count` others."""
     if count > 1:
         async with open_processes(config, inputs, folder, events, pool, count=count) as processes:

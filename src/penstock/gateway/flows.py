@@ -24,7 +24,7 @@ from penstock.gateway.model_routes import VISIT
 from penstock.gateway.routes import DEFAULT_PROMPT, reply
 from penstock.gateway.session import Sessions
 from penstock.gateway.trajectories import SOURCE, Registration, Trajectories
-from penstock.graders.rule import rule_reward, said
+from penstock.graders.rule import assistant_text, rule_reward
 from penstock.http.asgi import header, parse_json, read_body
 from penstock.http.listen import root_url
 from penstock.pool.base import Pool
@@ -282,7 +282,7 @@ def _alike(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 async def judge_by_rule(rollout_id: str, messages: list[Message], fields: Mapping[str, Any]) -> float:
-    return rule_reward(said(messages), fields)
+    return rule_reward(assistant_text(messages), fields)
 
 
 class Judge(Protocol):
@@ -321,8 +321,8 @@ class FlowRoutes:
         """Say what a trajectory is, before its first call."""
         body = await self._read(request, RegisterBody)
         rollout_id = self._own(request, request.path_params["trajectory"])
-        said = self._registration(body, request.path_params["prompt"])
-        await self._trajectories.register(rollout_id, said)
+        assistant_text = self._registration(body, request.path_params["prompt"])
+        await self._trajectories.register(rollout_id, assistant_text)
         return reply({"status": "ok"})
 
     async def complete(self, request: Request) -> Response:

@@ -17,7 +17,7 @@ from penstock.rollout.executors.base import read_section
 from penstock.run.agent_preflight import Tried, preflight
 from penstock.sdk.dataset import check_tasks, load_tasks
 from penstock.sdk.discovery import Agent, open_agent
-from penstock.sdk.flows.agent import check_rows, is_flow_agent, told_of_run
+from penstock.sdk.flows.agent import check_rows, is_flow_agent, with_run_settings
 from penstock.train import LOSSES
 from penstock.train.advantages import ADVANTAGES
 
@@ -52,7 +52,7 @@ def read_inputs(config: RunConfig, listener: Listener) -> Inputs:
     problems.refuse(_name(config))
     model = _policy(config, listener)
     config.engine.preflight(model.name)
-    agent = told_of_run(agent, model=model.path, group_size=config.rollout.group_size)
+    agent = with_run_settings(agent, model=model.path, group_size=config.rollout.group_size)
     return Inputs(tasks=tasks, heldout=heldout, agent=agent, executor=seen.executor, model=model.name, folder=model.path)
 
 
@@ -71,8 +71,10 @@ def examine(config: RunConfig, problems: Problems) -> Examined:
     with problems.noting("gateway.port"):
         _check_port(config.gateway.host, config.gateway.port)
     executor = agent = None
-    with problems.noting("executor", table=True):
-        executor = read_section(config.rollout.executor, config.executor)
+    with problems.noting("rollout.executor"):
+        EXECUTORS.check(config.rollout.executor)
+        with problems.noting("executor", table=True):
+            executor = read_section(config.rollout.executor, config.executor)
     with problems.noting("agent"):
         agent = preflight(config.agent, config.workflow, config.grader)
     if not config.engine.relays:
@@ -102,7 +104,6 @@ def _check_names(config: RunConfig, problems: Problems) -> None:
     names = (
         ("engine.name", ENGINES, config.engine.name),
         ("pool.name", POOLS, config.pool.name),
-        ("rollout.executor", EXECUTORS, config.rollout.executor),
         ("train.advantage", ADVANTAGES, config.train.advantage),
         ("train.loss", LOSSES, config.train.loss),
     )

@@ -115,7 +115,7 @@ async def open_rollouts(
                 artifacts=folder.path / "artifacts",
             )
         )
-        gateway.judge = runner.judge
+        gateway.judge = runner.compute_reward
         scheduler = _scheduler(config, inputs, runner, pool, events)
         yield LocalRollouts(config=config, inputs=inputs, pool=pool, engine=engine, runner=runner, scheduler=scheduler)
 
