@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.controller.database import Database
+from penstock.controller.database import ControllerDatabase
 from penstock.controller.encryption import vault_key
 from penstock.controller.home import Home
 from penstock.controller.vault import Vault
@@ -23,7 +23,7 @@ USER = {"SEARCH_KEY": "old personal value", "JUDGE_KEY": "two lines\nand ünïco
 
 @contextmanager
 def opened(home: Path, key: bytes | None = None) -> Generator[Vault]:
-    with closing(Database(home / "controller.db")) as database:
+    with closing(ControllerDatabase(home / "controller.db")) as database:
         yield Vault(database, key or vault_key(Home(home)))
 
 
