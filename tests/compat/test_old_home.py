@@ -79,12 +79,12 @@ def test_an_old_secret_that_was_damaged_or_moved_is_refused_and_the_others_are_r
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from penstock.controller.database import Database
+from penstock.controller.database import ControllerDatabase
 from penstock.controller.encryption import vault_key
 from penstock.controller.home import Home
 from penstock.controller.vault import Vault
 
-class DatabaseThatKills(Database):
+class DatabaseThatKills(ControllerDatabase):
     updates = 0
     def write(self, statement, values=()):
         changed = super().write(statement, values)

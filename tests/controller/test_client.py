@@ -80,7 +80,7 @@ def _served(handler: type[BaseHTTPRequestHandler]) -> Generator[str]:
 
 @pytest.fixture
 def client(server, monkeypatch) -> ControllerClient:
-    monkeypatch.setattr(client_module, "PAUSES_S", (0.0, 0.0))  # faults of these tests pass at once
+    monkeypatch.setattr(client_module, "RETRY_PAUSES_S", (0.0, 0.0))  # faults of these tests pass at once
     return ControllerClient(f"{server.url}/", "secret-token", "acme/agents")
 
 

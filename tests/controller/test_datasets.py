@@ -303,11 +303,11 @@ def test_a_file_of_this_machine_is_added_once(tmp_path):
 UPLOAD = """
 import asyncio, os, signal, sys
 from pathlib import Path
-from penstock.controller.database import Database
+from penstock.controller.database import ControllerDatabase
 from penstock.controller.datasets import Datasets
 
 folder, content, last = Path(sys.argv[1]), bytes.fromhex(sys.argv[2]), int(sys.argv[3])
-database = Database(folder / "c.db")
+database = ControllerDatabase(folder / "c.db")
 datasets = Datasets(database, folder / "files")
 steps = 0
 

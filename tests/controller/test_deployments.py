@@ -270,13 +270,13 @@ def test_a_process_that_is_lost_is_replaced_at_the_same_address(tmp_path, tiny, 
 CONTROLLER = """
 import asyncio, sys
 from pathlib import Path
-from penstock.controller.database import Database
+from penstock.controller.database import ControllerDatabase
 from penstock.controller.deployments import Deployments
 from penstock.controller.home import Home
 
 async def whole():
     home = Home(Path(sys.argv[1]))
-    deployments = Deployments(Database(home.database), home, patience_s=100)
+    deployments = Deployments(ControllerDatabase(home.database), home, patience_s=100)
     made = await deployments.deploy("sums", engine="vllm")
     print(made.pid, made.url, made.token, flush=True)
     await asyncio.sleep(100)
