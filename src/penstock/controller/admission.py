@@ -14,13 +14,14 @@ import orjson
 
 from penstock.controller.context import Controller
 from penstock.controller.environments import missing_requirements, requirements
-from penstock.controller.jobs import RunJob, write_durable
+from penstock.controller.jobs import RunJob
 from penstock.controller.resolve import ResolvedSubmission, resolve_submission
 from penstock.controller.runs import Run, RunFiles, RunKind, Submission, new_id
 from penstock.controller.snapshots import unpack
 from penstock.controller.validation_process import validate_submission
 from penstock.errors import ControllerError
 from penstock.sdk.dataset import check_tasks
+from penstock.system.files import write_file
 
 COMMANDS = {"eval": ["eval", "run"], "train": ["train"]}
 
@@ -116,7 +117,7 @@ def _enqueue(
         name = controller.runs.free_name(kind, planned.name)
         run = planned.config.run.model_copy(update={"name": name, "folder": files.out})
         config = planned.config.model_copy(update={"run": run})
-        write_durable(files.config, orjson.dumps(config.model_dump(mode="json"), option=orjson.OPT_INDENT_2))
+        write_file(files.config, orjson.dumps(config.model_dump(mode="json"), option=orjson.OPT_INDENT_2))
         job = RunJob(
             argv=[sys.executable, "-P", "-m", "penstock", *COMMANDS[kind], str(files.config)],
             cwd=str(files.code),

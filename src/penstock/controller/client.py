@@ -5,7 +5,7 @@ import os
 import ssl
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, TypeVar, cast
@@ -16,6 +16,7 @@ import orjson
 from penstock import __version__
 from penstock.controller.runs import RunKind
 from penstock.errors import ConfigError, ControllerError
+from penstock.system.files import replacing
 
 CHUNK_BYTES = 256 * 1024
 FILE_TIMEOUT_S = 300.0
@@ -66,17 +67,12 @@ def upload_file(
 
 def download_file(url: str, path: Path, *, size: int | None = None, advance: Callable[[int], object] | None = None) -> int:
     """GET into `path`, which appears only when it is whole; the number of bytes. Again after a passing fault."""
-    draft = path.with_name(f".{path.name[:200]}.{os.getpid()}.part")
     exchange = HttpRequest(method="GET", url=url)
     try:
-        written = _retry(lambda: _download_once(exchange, draft, size, advance))
-        draft.replace(path)
+        with replacing(path) as draft:
+            return _retry(lambda: _download_once(exchange, draft, size, advance))
     except OSError as cause:
         raise ConfigError(f"{path}: cannot be written: {cause.strerror or cause}; give another folder with -o") from cause
-    finally:
-        with suppress(OSError):
-            draft.unlink()
-    return written
 
 
 def _download_once(exchange: HttpRequest, draft: Path, size: int | None, advance: Callable[[int], object] | None) -> int:

@@ -5,7 +5,6 @@ Who finds the run's lock held, or the run over, leaves: a run never has two. Wha
 """
 
 import ctypes
-import fcntl
 import os
 import select
 import signal
@@ -24,6 +23,7 @@ from penstock.controller.jobs import ExitRecord, RunJob, process_environment
 from penstock.controller.runlog import LineDecoder, RunLog, SecretRedactor
 from penstock.controller.runs import RunFiles
 from penstock.errors import ConfigError
+from penstock.system.locks import FileLock, lock_holder
 from penstock.system.process_group import how_ended
 
 RUN_VARIABLE = "PENSTOCK_RUN"
@@ -167,31 +167,16 @@ def _write_exit_record(files: RunFiles, ending: ExitRecord) -> None:
 @contextmanager
 def hold_run_lock(files: RunFiles) -> Generator[bool]:
     """Hold the run's lock, with this process's number in it; False where another keeper has it."""
-    descriptor = os.open(files.lock, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        until = time.monotonic() + LOCK_TIMEOUT_S
-        while not (held := _try_lock(descriptor)) and time.monotonic() < until:
-            time.sleep(0.02)
+    with FileLock(files.lock, mode=0o600) as lock:
+        held = lock.wait(LOCK_TIMEOUT_S)
         if held:
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+            lock.write_holder()
         yield held
-    finally:
-        os.close(descriptor)
 
 
 def monitor_pid(files: RunFiles) -> int | None:
     """The process that holds the run's lock; 0 where it has not said its number yet, None where nobody holds it."""
-    try:
-        descriptor = os.open(files.lock, os.O_RDWR)
-    except FileNotFoundError:
-        return None
-    try:
-        if _try_lock(descriptor):
-            return None
-        return int(os.pread(descriptor, 32, 0) or b"0")
-    finally:
-        os.close(descriptor)
+    return lock_holder(files.lock)
 
 
 def kill_stray_processes(files: RunFiles) -> None:
@@ -209,14 +194,6 @@ def _pids_with_variable(mark: bytes) -> Generator[int]:
         with suppress(OSError):  # gone meanwhile, or another user's
             if int(folder.name) != os.getpid() and mark in (folder / "environ").read_bytes() + b"\0":
                 yield int(folder.name)
-
-
-def _try_lock(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
 
 
 def _has_ended(pid: int) -> bool:

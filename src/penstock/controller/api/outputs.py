@@ -7,7 +7,6 @@ secret of the run.
 import asyncio
 import os
 import re
-import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
@@ -40,6 +39,7 @@ from penstock.controller.runs import Run, RunFiles, RunKind
 from penstock.controller.vault import Vault
 from penstock.errors import ControllerError
 from penstock.records import Attempt, Task
+from penstock.system.files import write_file
 
 MAX_COPIES = 8
 """Copies of a file that changes, such as the log of a run that goes on; older ones are removed."""
@@ -108,14 +108,8 @@ class RunExports:
             return content
 
     def _write(self, path: Path, content: bytes) -> None:
-        """Whole or not at all; two that write the same thing do not meet."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-        try:
-            draft.write_bytes(content)
-            draft.replace(path)
-        finally:
-            draft.unlink(missing_ok=True)
+        write_file(path, content)
 
 
 def secret_redactor(run: Run, vault: Vault) -> SecretRedactor | None:

@@ -22,7 +22,7 @@ from penstock.evals.spending import took
 from penstock.pool import POOLS
 from penstock.pool.base import Pool
 from penstock.records import Attempt, End
-from penstock.run.folder import write_atomic
+from penstock.system.files import write_file
 
 MAX_CACHED = 200
 """Evaluations whose numbers are kept in memory."""
@@ -157,7 +157,7 @@ def _load_progress(file: Path) -> EvaluationProgress | None:
 
 def _save_progress(file: Path, seen: EvaluationProgress) -> None:
     tried = [list(each) for each in seen.tried.values()]
-    write_atomic(file, orjson.dumps({"position": seen.position, "rows": sorted(seen.rows), "tried": tried}))
+    write_file(file, orjson.dumps({"position": seen.position, "rows": sorted(seen.rows), "tried": tried}))
 
 
 def eval_results(
