@@ -19,9 +19,9 @@ from penstock.scale.run_spec import Sent
 from penstock.system.wait_for_lock import alone
 from penstock.train.advantages import ADVANTAGES
 from penstock.train.learner import Learner
-from penstock.train.opening import TrainingRun
 from penstock.train.policy import FromDisk
 from penstock.train.run import run
+from penstock.train.training_run import TrainingRun
 
 
 class AsyncTrainer:
