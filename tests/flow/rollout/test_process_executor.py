@@ -326,7 +326,10 @@ def test_killed_parent_leaves_no_process(tmp_path, top):
 
 
 def test_parent_killed_during_the_import_leaves_no_process(tmp_path):
-    top = "if 'fork_server' in sys.argv[0]:\n    print(os.getpid(), file=open(FOLDER / 'bell', 'w'), flush=True)\n    while True: pass"
+    top = (
+        "if 'fork_server' in sys.argv[0]:\n    print(os.getpid(), file=open(FOLDER / 'bell', 'w'), flush=True)\n"
+        "    while True: pass"
+    )
     code = PARENT.format(run="pass", top=top)
     command = [sys.executable, "-c", code, str(Path(__file__).parent), str(tmp_path)]
     os.mkfifo(tmp_path / "bell")
