@@ -25,7 +25,7 @@ lowered here, since no seam leads to them."""
 
 def lower_bounds() -> None:
     auth.SEEN = session.REMEMBERED = session.TAKEN = BOUND
-    app.Told = partial(app.Told, most_bytes=BOUND * 1000)  # type: ignore[misc]
+    app.ResponseCache = partial(app.ResponseCache, most_bytes=BOUND * 1000)  # type: ignore[misc]
     sources.Roots = partial(sources.Roots, most_tokens=BOUND * 100)  # type: ignore[misc]
 
 
