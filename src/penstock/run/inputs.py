@@ -9,7 +9,7 @@ from penstock.config import RunConfig
 from penstock.engines import ENGINES
 from penstock.errors import ConfigError, Problems
 from penstock.events import Listener
-from penstock.models import ModelFolder, cached, resolve
+from penstock.models import ModelFolder, find_cached, resolve
 from penstock.pool import POOLS
 from penstock.records import Task
 from penstock.rollout.executors import EXECUTORS
@@ -75,9 +75,9 @@ def examine(config: RunConfig, problems: Problems) -> Examined:
         executor = read_section(config.rollout.executor, config.executor)
     with problems.noting("agent"):
         agent = preflight(config.agent, config.workflow, config.grader)
-    if not config.engine.relays:
+    if not config.engine.text_only:
         with problems.noting("model.name"):
-            cached(config.model.name)
+            find_cached(config.model.name)
     return Examined(executor, agent)
 
 
@@ -127,9 +127,9 @@ def _check_pool(config: RunConfig) -> None:
 
 def _policy(config: RunConfig, listener: Listener) -> ModelFolder:
     """The start policy's files; a path of none where the engine asks an endpoint for text."""
-    if config.engine.relays:
+    if config.engine.text_only:
         return ModelFolder(name=config.model.name, path=Path())
-    return cached(config.model.name) or _pull(config.model.name, listener)
+    return find_cached(config.model.name) or _pull(config.model.name, listener)
 
 
 def _pull(name: str, listener: Listener) -> ModelFolder:

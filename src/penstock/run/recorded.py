@@ -7,7 +7,7 @@ from pathlib import Path
 
 from penstock.config import RunConfig
 from penstock.errors import ConfigError, ModelError
-from penstock.models import cached
+from penstock.models import find_cached
 from penstock.pool import POOLS
 from penstock.pool.base import Pool
 from penstock.records import Group
@@ -33,7 +33,7 @@ class Recorded:
     def start(self) -> Path | None:
         """The folder of the start policy; None where it is not on this machine."""
         try:
-            model = cached(self.config.model.name)
+            model = find_cached(self.config.model.name)
         except ModelError:
             return None
         return model.path if model else None
@@ -51,7 +51,7 @@ async def open_recorded(path: Path, *, channel: str, limit: int | None = None) -
     """Open the run in folder `path` to read all groups of a channel, or the `limit` newest; ConfigError where there is nothing."""
     folder = find_run_folder(path)
     config = folder.config()
-    if config.engine.relays:
+    if config.engine.text_only:
         text = f"{path}: {config.model.name} answered as text from an endpoint (engine.name = {config.engine.name!r})"
         raise ConfigError(f"{text}, and its tokens were never here: there is nothing to verify")
     if config.pool.name == "memory":

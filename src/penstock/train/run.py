@@ -39,7 +39,7 @@ async def train(config: RunConfig, inputs: Inputs, *, listener: Listener, stop: 
 
 def refuse_endpoint(config: RunConfig) -> None:
     """ConfigError where what samples gives text: its weights are not here, and its tokens are not known."""
-    if config.engine.relays:
+    if not config.engine.trainable:
         text = f"engine.name = {config.engine.name!r} asks an endpoint for text, which can be evaluated and not trained"
         raise ConfigError(f"{text}; name 'embedded', 'vllm' or 'sglang'")
 

@@ -50,7 +50,7 @@ def open_config(file: Path, overrides: Iterable[str], kind: Kind, *, tell: Calla
 
 def check_kind(config: RunConfig, kind: Kind) -> None:
     """ConfigError where a run of this kind cannot be made with such an engine."""
-    if kind == "train" and config.engine.relays:
+    if kind == "train" and not config.engine.trainable:
         text = f"engine.name = {config.engine.name!r} asks an endpoint for text: there are no weights to train"
         raise ConfigError(f"{text}; name embedded, vllm or sglang, or measure it with: penstock eval run")
 
