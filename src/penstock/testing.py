@@ -1,6 +1,6 @@
 """For tests, yours and ours: an engine that samples what you write, a tokenizer in a folder, and a gateway without a socket.
 
-engine = ScriptedEngine(["Hello!", Scripted("never said", busy=True)], renderer.tokenizer)
+engine = ScriptedEngine(["Hello!", ScriptedReply("never said", busy=True)], renderer.tokenizer)
 async with workbench(engine, renderer) as bench:
     session = await bench.rollout()
     client = bench.openai(session)

@@ -160,9 +160,9 @@ def test_a_model_that_came_out_incomplete_is_not_kept(models):
 
 def test_what_a_killed_pull_left_is_swept_by_the_next(models):
     code = (
-        "import sys, threading\nfrom penstock.models.cache import keep\n"
+        "import sys, threading\nfrom penstock.models.cache import store\n"
         "def make(folder):\n    (folder / 'half').write_text('x')\n    print('half', flush=True)\n    threading.Event().wait()\n"
-        "keep('some', name='some', recipe='1', make=make, space_bytes=1, progress=lambda *a: None)"
+        "store('some', name='some', recipe='1', make=make, space_bytes=1, progress=lambda *a: None)"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stdout.readline() == "half\n"
