@@ -16,6 +16,7 @@ from penstock.controller.datasets import Dataset
 from penstock.controller.runs import Kind, RunFiles
 from penstock.errors import ConfigError, ControllerError, DatasetError, Issue, several
 from penstock.sdk.dataset import count_rows
+from penstock.system.files import replacing
 from penstock.workspace.experiment import read_experiment, to_tables
 from penstock.workspace.layout import ROLLOUTS, Workspace
 from penstock.workspace.sections import VARIABLE, SecretsTable, Strict
@@ -206,7 +207,8 @@ def _kept(dataset: Dataset, files: RunFiles) -> Path:
         try:
             os.link(dataset.path, place)
         except OSError:  # another disk
-            shutil.copyfile(dataset.path, place)
+            with replacing(place) as draft:
+                shutil.copyfile(dataset.path, draft)
     return place
 
 

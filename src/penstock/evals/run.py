@@ -16,6 +16,7 @@ from penstock.evals.attempts import Plan, Row, make, plan, stored
 from penstock.evals.outcome import Outcome, outcome, scores
 from penstock.evals.processes import advice, check_limits, check_processes, open_processes, spare_of
 from penstock.evals.spending import Prices, prices_of, rollout_seconds
+from penstock.evals.worker_process import wait_for_processes
 from penstock.events import Events, Listener
 from penstock.pool.base import Pool
 from penstock.records import Sampling
@@ -25,7 +26,6 @@ from penstock.run.inputs import Inputs
 from penstock.run.opening import open_pool, open_rollouts, sampling
 from penstock.sdk.dataset import load_tasks
 from penstock.sdk.discovery import Agent
-from penstock.system.presence import await_others
 
 MAY_CHANGE = (
     "train.", "gateway.", "executor.", "scale.", "run.folder", "dataset.train", "eval.rows", "eval.k", "eval.passes",
@@ -102,7 +102,7 @@ async def evaluate(
     folder = open_run_folder(config, fresh=fresh, may_change=MAY_CHANGE, files=judged_files(inputs.agent))
     with locked(folder.path), Events(folder.events) as events:
         events.listen(listener)
-        await await_others(folder.path, events)
+        await wait_for_processes(folder.path, events)
         pool = open_pool(config, folder)
         try:
             planned = await plan(rows, pool, samples=config.eval.samples, retry_failed=retry_failed)

@@ -1,8 +1,6 @@
 """A model on disk: config, safetensors weights, tokenizer and chat template in one folder, as Hugging Face tools lay it out."""
 
 import errno
-import fcntl
-import os
 import shutil
 import uuid
 from collections.abc import Callable, Generator
@@ -15,6 +13,8 @@ import orjson
 
 from penstock.config import cache_folder
 from penstock.errors import ModelError
+from penstock.system.files import sync, sync_tree
+from penstock.system.locks import FileLock
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -136,15 +136,12 @@ def _manifest(path: Path) -> dict[str, Any] | None:
 
 @contextmanager
 def _lock(key: str, name: str, progress: PullProgress) -> Generator[None]:
-    """The lock dies with its process; its file stays, since removing it would let two processes hold two locks."""
     path = _models() / ".locks" / key
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+    with FileLock(path) as lock:
+        if not lock.try_acquire():
             progress(f"waiting for another pull of {name}")
-            fcntl.flock(file, fcntl.LOCK_EX)
+            lock.acquire()
         yield
 
 
@@ -166,21 +163,11 @@ def _publish(folder: Path, target: Path) -> None:
     for file in folder.iterdir():
         if not file.is_symlink():
             shutil.copymode(folder / MANIFEST, file)  # some writers make private files; a cache may be shared
-            sync(file)
-    sync(folder)
+    sync_tree(folder)
     if target.exists():
         target.rename(folder.with_name("replaced"))
     folder.rename(target)
     sync(target.parent)
-
-
-def sync(path: Path) -> None:
-    """Bring a file, or a folder's list of names, to disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _check_space(name: str, space_bytes: int) -> None:

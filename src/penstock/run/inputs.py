@@ -121,7 +121,7 @@ def _check_pool(config: RunConfig) -> None:
         from penstock.pool.postgres import check_url
 
         check_url(config.pool.url)
-    elif config.pool.url:
+    elif config.pool.url and config.pool.name in ("sqlite", "memory"):  # a plug-in may take one
         raise ConfigError(f"pool.url has no meaning for pool.name = {config.pool.name!r}; leave it out, or name 'postgres'")
 
 
