@@ -401,12 +401,13 @@ def load_config(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
 def make_config(tree: Mapping[str, Any], where: str) -> RunConfig:
     """Build the whole config from a file's tables; `[engine]` takes the keys of the engine that it names."""
     engine: Any = tree.get("engine", {})
-    if isinstance(engine, Mapping):
-        given = cast("Mapping[str, Any]", engine)
-        kind = engine_section(str(given.get("name", EngineSection().name)))
-        whole = create_model("Whole", __base__=RunConfig, engine=(kind, ...))  # so that all mistakes are told at once
-        engine = validate(whole, {**tree, "engine": given}, where).engine
-    return validate(RunConfig, {**tree, "engine": engine}, where)
+    if not isinstance(engine, Mapping):
+        return validate(RunConfig, tree, where)
+    keys = cast("Mapping[str, Any]", engine)
+    section = engine_section(str(keys.get("name", EngineSection().name)))
+    # One validation, so that all mistakes are listed at once; then a plain RunConfig, which equals any other of the same values.
+    checked = validate(create_model("Whole", __base__=RunConfig, engine=(section, ...)), {**tree, "engine": keys}, where)
+    return RunConfig.model_construct(checked.model_fields_set, **dict(checked))
 
 
 def cache_folder() -> Path:

@@ -27,7 +27,7 @@ from penstock.errors import EngineError
 from penstock.models.pull import resolve
 from penstock.records import Sampling
 from penstock.run.inputs import read_inputs
-from penstock.run.recorded import open_recorded
+from penstock.run.recorded_run import open_recorded_run
 from penstock.train.policy import write_model
 from penstock.train.run import train
 from penstock.train.verify import verify
@@ -127,7 +127,7 @@ def test_a_training_run_publishes_weights_that_are_really_served(server: str, mo
     run = tmp_path / "one-step"
 
     async def case() -> None:
-        async with open_recorded(run, channel="train") as recorded:
+        async with open_recorded_run(run, channel="train") as recorded:
             audit = await verify(recorded, lambda done, total: None, tolerance=CLOSE)
         # the log-probability of every token, as vLLM gave it, is that under the checkpoint of its version
         assert (set(audit.recomputed), audit.gone_tokens, audit.findings) == ({0, 1}, 0, {})

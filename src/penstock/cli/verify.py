@@ -42,9 +42,9 @@ def verify(
 
 
 async def _verify(folder: Path, progress: "PullProgress", *, channel: str, limit: int | None, tolerance: float | None) -> "Audit":
-    from penstock.run.recorded import open_recorded
+    from penstock.run.recorded_run import open_recorded_run
 
-    async with open_recorded(folder, channel=channel, limit=limit) as recorded:
+    async with open_recorded_run(folder, channel=channel, limit=limit) as recorded:
         from penstock.train.verify import verify as audit  # torch is loaded here, after everything that can be refused without it
 
         return await audit(recorded, lambda done, total: progress(f"verifying {folder}", done, total), tolerance=tolerance)

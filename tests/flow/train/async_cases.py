@@ -25,7 +25,8 @@ from penstock.pool.sqlite import open_pool
 from penstock.records import Attempt, Sampling
 from penstock.run.inputs import read_inputs
 from penstock.testing import ScriptedEngine, write_tokenizer
-from penstock.train.losses import Loss, Tokens, clip
+from penstock.train.losses.base import Loss, Tokens
+from penstock.train.losses.clip import clip
 from penstock.train.run import train
 from penstock.train.summary import Summary
 
