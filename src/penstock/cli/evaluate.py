@@ -144,7 +144,7 @@ def run(
     except asyncio.CancelledError:
         typer.echo("penstock: quit; the same command goes on", err=True)
         raise typer.Exit(INTERRUPTED) from None
-    train = "" if agent or config.engine.relays else "penstock train" + (f" {file}" if file else "")
+    train = "" if agent or not config.engine.trainable else "penstock train" + (f" {file}" if file else "")
     _tell(found, train, as_json=as_json, plain=plain)
     if found.status == "stopped":
         raise typer.Exit(INTERRUPTED)

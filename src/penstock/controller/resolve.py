@@ -141,7 +141,7 @@ def _with_absolute_paths(controller: Controller, config: RunConfig, base: Path, 
     train, heldout = tasks("dataset.train", dataset.train), dataset.eval and tasks("dataset.eval", dataset.eval)
     if issues:
         raise several(WHERE, issues)
-    model = config.model.name if config.engine.relays else _model(controller, config.model.name, [base, files.code])
+    model = config.model.name if config.engine.text_only else _model(controller, config.model.name, [base, files.code])
     return config.model_copy(
         update={
             "agent": agent.model_copy(update={"entry": entry, "folder": folder, "flows": flows}),

@@ -10,7 +10,7 @@ from typing import Any
 from penstock.config import PoolSection, RunConfig
 from penstock.errors import Problems
 from penstock.events import Events, Listener
-from penstock.models import cached, check_reachable
+from penstock.models import check_reachable, find_cached
 from penstock.pool import POOLS
 from penstock.records import Attempt, End
 from penstock.rollout.scheduler import run_once
@@ -110,9 +110,9 @@ def _temperature(config: RunConfig, kind: RunKind) -> float:
 
 
 def _check_model(config: RunConfig) -> None:
-    if config.engine.relays:
+    if config.engine.text_only:
         config.engine.preflight(config.model.name)
         return
     check_reachable(config.model.name)
-    found = cached(config.model.name)
+    found = find_cached(config.model.name)
     config.engine.preflight(found.name if found else config.model.name)
