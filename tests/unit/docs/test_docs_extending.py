@@ -69,7 +69,9 @@ def install_plugin(folder: Path) -> None:
     metadata = folder / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
-    groups = [f"[{group}]\n" + "".join(f"{n} = {v}\n" for n, v in names.items()) for group, names in project["entry-points"].items()]
+    groups = [
+        f"[{group}]\n" + "".join(f"{n} = {v}\n" for n, v in names.items()) for group, names in project["entry-points"].items()
+    ]
     (metadata / "entry_points.txt").write_text("\n".join(groups))
 
 
