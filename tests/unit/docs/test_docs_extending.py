@@ -1,4 +1,4 @@
-"""Every extension of docs/extending.md is made on a copy of the source tree, in the files that the page names, and its commands are run."""
+"""Every extension of docs/extending.md is made on a copy of the source, in the files that the page names, and its commands run."""
 
 import os
 import re
