@@ -31,7 +31,7 @@ _RECHECK_S = 5.0
 """How often a waiting scheduler asks the pool whether groups were dropped, which must then be made up for."""
 
 
-class RolloutRunner(Protocol):
+class RunnerPort(Protocol):
     """Runs rollouts: a Runner, or a stand-in for the runners of several processes."""
 
     async def run(self, rollout: Rollout, task: Task, sampling: Sampling) -> End | None: ...
@@ -286,7 +286,7 @@ async def retry_lost(pool: Pool, rollout: Rollout, lost: WorkerLost, retries: in
 
 
 async def run_to_end(
-    rollout: Rollout, task: Task, runner: RolloutRunner, *, pool: Pool, sampling: Sampling, retries: int
+    rollout: Rollout, task: Task, runner: RunnerPort, *, pool: Pool, sampling: Sampling, retries: int
 ) -> Rollout:
     """Runs an opened rollout, again after each loss of its worker. Returns the last attempt."""
     while True:

@@ -5,17 +5,17 @@
 Every change is one transaction, on disk before the server acts on it. A result is written once: the first one counts.
 """
 
-import fcntl
 import os
 import sqlite3
 from contextlib import ExitStack
 from pathlib import Path
-from typing import IO, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from penstock.errors import ConfigError, PoolError
 from penstock.pool.sql.database import Database, SqliteDatabase
 from penstock.pool.writer import Writer
 from penstock.rollout.server.protocol import RolloutState
+from penstock.system.locks import FileLock
 
 DEFAULT_PATH = Path(".penstock/rollouts.db")
 MAX_SETTLED = 10_000
@@ -77,7 +77,7 @@ class JournalStatus(NamedTuple):
 class Journal:
     """Open it with `open_journal`."""
 
-    def __init__(self, database: Database, lock: IO[str] | None, *, max_settled: int = MAX_SETTLED) -> None:
+    def __init__(self, database: Database, lock: FileLock | None, *, max_settled: int = MAX_SETTLED) -> None:
         self.is_durable = lock is not None
         """Whether it outlives the process."""
         self._lock = lock
@@ -186,22 +186,15 @@ def open_journal(path: Path | None, *, max_settled: int = MAX_SETTLED) -> Journa
     with ExitStack() as stack:
         try:
             _make_folder(path.parent)
-            lock = stack.enter_context(Path(f"{path}.lock").open("w"))
-            _acquire(lock, path)
+            lock = stack.enter_context(FileLock(Path(f"{path}.lock")))
+            if not lock.try_acquire():
+                raise ConfigError(f"{path}: another rollout server uses this journal; stop it, or give another journal")
             os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
             journal = Journal(_open(str(path)), lock, max_settled=max_settled)
         except (OSError, sqlite3.Error) as cause:
             raise ConfigError(f"{path}: cannot be used as a rollout server's journal: {cause}; give another journal") from cause
         stack.pop_all()
         return journal
-
-
-def _acquire(lock: IO[str], path: Path) -> None:
-    """Keeps other servers out; the lock ends with the process."""
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as cause:
-        raise ConfigError(f"{path}: another rollout server uses this journal; stop it, or give another journal") from cause
 
 
 def _open(name: str) -> Database:
