@@ -285,9 +285,7 @@ async def retry_lost(pool: Pool, rollout: Rollout, lost: WorkerLost, retries: in
     return None
 
 
-async def run_to_end(
-    rollout: Rollout, task: Task, runner: RunnerPort, *, pool: Pool, sampling: Sampling, retries: int
-) -> Rollout:
+async def run_to_end(rollout: Rollout, task: Task, runner: RunnerPort, *, pool: Pool, sampling: Sampling, retries: int) -> Rollout:
     """Runs an opened rollout, again after each loss of its worker. Returns the last attempt."""
     while True:
         try:
