@@ -16,12 +16,12 @@ from penstock.engines.fleet import Address, Fleet
 from penstock.engines.retry import LONGEST_WAIT_S, Patience, backoff_s
 from penstock.engines.servers.vllm import VllmEngine
 from penstock.errors import EngineBusy, EngineError
-from penstock.http.client import Fault, Timers, retry_after_s
+from penstock.http.client import SilenceLimits, UpstreamFault, retry_after_s
 from penstock.records import Sampling
 
 PROMPT = [3, 1, 4, 1, 5]
 SAMPLING = Sampling(max_tokens=12, seed=7)
-SHORT = Timers(first_token_s=0.2, stall_s=0.2)
+SHORT = SilenceLimits(first_token_s=0.2, stall_s=0.2)
 
 BEFORE_THE_FIRST_TOKEN = {
     "429": Act(status=429),
@@ -383,8 +383,8 @@ def test_only_broken_servers_count_as_failing():
     async def case():
         fleet = Fleet(["a"], never, failures=1)
         for kind in ("busy", "refused", "garbled"):
-            with pytest.raises(Fault), fleet.lend(""):
-                raise Fault("no", kind=kind)
+            with pytest.raises(UpstreamFault), fleet.lend(""):
+                raise UpstreamFault("no", kind=kind)
         assert fleet.addresses[0].up.is_set()
         assert fleet.addresses[0].load == 0
 
@@ -418,4 +418,4 @@ async def exhaust(reply) -> None:
 
 
 async def never(address: Address) -> None:
-    raise Fault(f"{address.url} is not asked in these tests", kind="broken")
+    raise UpstreamFault(f"{address.url} is not asked in these tests", kind="broken")

@@ -20,7 +20,7 @@ from aiohttp import web
 
 from penstock.engines.retry import Patience
 from penstock.engines.servers.vllm import Served, VllmEngine, VllmSection, open_engine
-from penstock.http.client import Timers
+from penstock.http.client import SilenceLimits
 
 CONTEXT = 4096
 MODEL = "made-up"
@@ -251,7 +251,7 @@ class FakeVllm:
 
 @asynccontextmanager
 async def engine_over(
-    *servers: FakeVllm, patience: Patience = QUICK, timers: Timers | None = None, key: str = "", folder: Path = Path()
+    *servers: FakeVllm, patience: Patience = QUICK, timers: SilenceLimits | None = None, key: str = "", folder: Path = Path()
 ) -> AsyncIterator[VllmEngine]:
     """An engine whose servers are believed to be well."""
     urls, served = [server.url for server in servers], Served(MODEL, servers[0].context, servers[0].processed)

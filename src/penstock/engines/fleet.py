@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Collection, Generator, Sequence
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
-from penstock.http.client import Fault, Leash
+from penstock.http.client import RequestCanceller, UpstreamFault
 
 FAILURES = 3
 """In a row, before an address rests."""
@@ -28,7 +28,7 @@ class Address:
         self.url = url
         self.version = 0
         """The policy version that it holds; stamped on what it samples."""
-        self.leashes: set[Leash] = set()
+        self.leashes: set[RequestCanceller] = set()
         """Of the requests under way from here."""
         self.up = asyncio.Event()
         """Cleared while it rests or takes new weights."""
@@ -66,7 +66,7 @@ class Loan(NamedTuple):
     """An address for one request."""
 
     address: Address
-    leash: Leash
+    leash: RequestCanceller
 
 
 class Fleet:
@@ -104,12 +104,12 @@ class Fleet:
     def lend(self, rollout_id: str, avoid: Collection[Address] = ()) -> Generator[Loan]:
         """An address for one request, outside `avoid` where there is another. A fault inside may send it to rest."""
         self._tend()
-        loan = Loan(self._pick(rollout_id, avoid), Leash())
+        loan = Loan(self._pick(rollout_id, avoid), RequestCanceller())
         loan.address.leashes.add(loan.leash)
         loan.address.served += 1
         try:
             yield loan
-        except Fault as fault:
+        except UpstreamFault as fault:
             if not loan.leash.pulled:
                 self._judge(loan.address, fault)
             raise
@@ -133,7 +133,7 @@ class Fleet:
                 await take()
                 address.version, address.failures = version, 0
                 address.up.set()
-            except Fault as fault:
+            except UpstreamFault as fault:
                 address.trouble = str(fault)
                 raise
             finally:
@@ -154,7 +154,7 @@ class Fleet:
         up = [address for address in self.addresses if address.up.is_set()]
         if not up:
             troubles = "; ".join(address.trouble for address in self.addresses)
-            raise Fault(f"no server is up: {troubles}", kind="broken")
+            raise UpstreamFault(f"no server is up: {troubles}", kind="broken")
         fresh = [address for address in up if address not in avoid] or up
         home = self._homes.get(rollout_id)
         address = home if home in fresh else min(fresh, key=lambda one: (one.load, one.served))
@@ -165,7 +165,7 @@ class Fleet:
                 self._homes.popitem(last=False)
         return address
 
-    def _judge(self, address: Address, fault: Fault) -> None:
+    def _judge(self, address: Address, fault: UpstreamFault) -> None:
         if fault.kind != "broken":
             return
         address.failures += 1
@@ -173,7 +173,7 @@ class Fleet:
         if address.failures >= self._failures:
             self._rest(address, fault)
 
-    def _rest(self, address: Address, fault: Fault) -> None:
+    def _rest(self, address: Address, fault: UpstreamFault) -> None:
         """No requests until it has passed its check. Those under way may end: they fail by themselves where they must."""
         address.trouble = str(fault)
         address.up.clear()
@@ -202,7 +202,7 @@ class Fleet:
     async def _try(self, address: Address) -> None:
         try:
             await self._check(address)
-        except Fault as fault:
+        except UpstreamFault as fault:
             address.trouble = str(fault)
         else:
             address.failures = 0
@@ -222,6 +222,6 @@ class Fleet:
         before = address.version
         try:
             await probe(address)
-        except Fault as fault:
+        except UpstreamFault as fault:
             if address.up.is_set() and address.version == before:  # it has taken no other weights meanwhile
                 self._rest(address, fault)

@@ -11,7 +11,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from penstock.engines.fleet import FAILURES, PROBE_EVERY_S, Address, Check, Fleet, Loan
 from penstock.errors import EngineBusy, EngineError
-from penstock.http.client import Fault, Reader, Timers, Wire
+from penstock.http.client import ChunkReader, EngineClient, SilenceLimits, UpstreamFault
 
 T = TypeVar("T")
 
@@ -41,7 +41,7 @@ class Attempt(NamedTuple, Generic[T]):
     """One try at a request."""
 
     body: bytes
-    reader: Reader[T]
+    reader: ChunkReader[T]
     key: str
     """What the server may know it by."""
 
@@ -60,11 +60,11 @@ class Upstream:
         *,
         probe: Check | None = None,
         leave: Leave | None = None,
-        timers: Timers,
+        timers: SilenceLimits,
         patience: Patience,
         key: str = "",
     ) -> None:
-        self.wire = Wire(timers, key=key)
+        self.wire = EngineClient(timers, key=key)
         self.fleet = Fleet(urls, check, probe=probe, failures=patience.failures, rest_s=patience.rest_s, probe_s=patience.probe_s)
         self.counts: Counter[str] = Counter()
         """What was borne, by its kind: `retried_busy`, `retried_broken`; `cut_over`: interrupted for new weights."""
@@ -92,7 +92,7 @@ class Upstream:
                                 loan.address.failures = 0
                             yield chunk
                 return
-            except Fault as fault:
+            except UpstreamFault as fault:
                 if self._closed:
                     break
                 if begun or fault.kind in ("refused", "garbled"):
@@ -112,7 +112,7 @@ class Upstream:
                     yield chunk
                     if loan.leash.pulled:
                         break
-        except Fault:
+        except UpstreamFault:
             if not loan.leash.pulled:
                 raise
         finally:
@@ -129,7 +129,7 @@ class Upstream:
         task.add_done_callback(self._farewells.discard)
 
     async def _bid(self, leave: Leave, url: str, key: str) -> None:
-        with suppress(Fault):  # the server is gone, and the request with it
+        with suppress(UpstreamFault):  # the server is gone, and the request with it
             await leave(url, key)
 
     async def close(self) -> None:
@@ -142,7 +142,7 @@ class Upstream:
         await self.fleet.close()
         await self.wire.close()
 
-    def _error(self, fault: Fault, trial: "Trial", rollout_id: str) -> EngineError:
+    def _error(self, fault: UpstreamFault, trial: "Trial", rollout_id: str) -> EngineError:
         whose = f"rollout {rollout_id}: " if rollout_id else ""
         often = f"; given up after {trial.attempts} attempts" if trial.attempts > 1 else ""
         if fault.kind == "busy":
@@ -165,7 +165,7 @@ class Trial:
         self.attempts += 1
         self.tried.add(address)
 
-    def wait_s(self, fault: Fault, *, others: bool) -> float | None:
+    def wait_s(self, fault: UpstreamFault, *, others: bool) -> float | None:
         """How long to wait before the next attempt, 0 where another address is left; None where enough was tried."""
         left_s = self._end - time.monotonic()
         if left_s <= 0.0:

@@ -10,8 +10,8 @@ from penstock.config import RunConfig, run_secrets
 from penstock.engines.base import Engine
 from penstock.events import Events
 from penstock.gateway.app import Gateway
-from penstock.gateway.call import Limits
-from penstock.gateway.observability import open_spans
+from penstock.gateway.call import GatewayLimits
+from penstock.gateway.observability import open_tracer
 from penstock.gateway.sources import open_engine
 from penstock.pool import POOLS
 from penstock.pool.base import Pool
@@ -88,7 +88,7 @@ async def open_rollouts(
         events.emit("stage", text=f"loading {inputs.model}")
         engine, renderer = await open_engine(config.engine, inputs.folder, name=inputs.model, seed=config.run.seed)
         stack.push_async_callback(engine.close)
-        spans = await stack.enter_async_context(open_spans(config.gateway.otel, model=engine.model))
+        tracer = await stack.enter_async_context(open_tracer(config.gateway.otel, model=engine.model))
         gateway = await stack.enter_async_context(
             Gateway(
                 engine,
@@ -99,8 +99,8 @@ async def open_rollouts(
                 port=config.gateway.port,
                 hosts=config.gateway.hosts,
                 events=events,
-                limits=Limits.of(config.gateway),
-                spans=spans,
+                limits=GatewayLimits.of(config.gateway),
+                tracer=tracer,
                 secrets=run_secrets(),
             )
         )
@@ -115,7 +115,7 @@ async def open_rollouts(
                 artifacts=folder.path / "artifacts",
             )
         )
-        gateway.judge = runner.judge
+        gateway.reward_function = runner.judge
         scheduler = _scheduler(config, inputs, runner, pool, events)
         yield LocalRollouts(config=config, inputs=inputs, pool=pool, engine=engine, runner=runner, scheduler=scheduler)
 

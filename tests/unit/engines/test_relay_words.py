@@ -13,7 +13,7 @@ from penstock.engines.text_endpoints.anthropic import AnthropicRelay, AnthropicS
 from penstock.engines.text_endpoints.base import Argued, Asked, Called, Said, Thought
 from penstock.engines.text_endpoints.openai import ChatReader, OpenAIRelay, OpenAISection
 from penstock.errors import ConfigError, RequestError
-from penstock.http.client import Fault
+from penstock.http.client import UpstreamFault
 from penstock.records import Sampling, Usage
 
 TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
@@ -169,7 +169,7 @@ def test_a_message_is_read_block_by_block_and_cached_tokens_count():
 
 
 def test_a_refusal_breaks_a_message_off():
-    with pytest.raises(Fault, match=r"broke the reply off \(refusal\)"):
+    with pytest.raises(UpstreamFault, match=r"broke the reply off \(refusal\)"):
         MessageReader().take(json.dumps({"type": "message_delta", "delta": {"stop_reason": "refusal"}}).encode())
 
 

@@ -22,7 +22,7 @@ from penstock.engines.fleet import Address
 from penstock.engines.retry import Attempt, Patience, Upstream
 from penstock.engines.servers.model_files import Contents, Published, check_same_shape
 from penstock.errors import ConfigError, EngineError
-from penstock.http.client import Fault, Kind, Timers, Wire
+from penstock.http.client import EngineClient, FaultKind, SilenceLimits, UpstreamFault
 from penstock.records import Finish, Sampling
 
 LOWEST, HIGHEST = -9999.0, 1e-3
@@ -51,7 +51,7 @@ class ReplyReader(ABC):
         if self.done:
             return
         if event == b"[DONE]":
-            raise Fault("ended without saying how the reply finished", kind="broken")
+            raise UpstreamFault("ended without saying how the reply finished", kind="broken")
         try:
             parsed: dict[str, Any] = orjson.loads(event)
             if "error" in parsed:
@@ -59,7 +59,7 @@ class ReplyReader(ABC):
             self.read(parsed)
         except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError) as cause:
             text = event[:100].decode("utf-8", "replace")
-            raise Fault(f"sent an event that no reply has: {text}", kind="garbled") from cause
+            raise UpstreamFault(f"sent an event that no reply has: {text}", kind="garbled") from cause
 
     def drain(self) -> Sampled | None:
         """All tokens since the last call."""
@@ -81,25 +81,25 @@ class ReplyReader(ABC):
     def add(self, ids: list[int], logprobs: list[float], reason: str | None) -> None:
         """Add tokens, and how the reply finished where `reason` says so."""
         if len(ids) != len(logprobs):
-            raise Fault(f"sent {len(ids)} token ids with {len(logprobs)} log-probabilities", kind="garbled")
+            raise UpstreamFault(f"sent {len(ids)} token ids with {len(logprobs)} log-probabilities", kind="garbled")
         if not all(type(i) is int and i >= 0 for i in ids):
-            raise Fault(f"sent token ids that are none: {ids}", kind="garbled")
+            raise UpstreamFault(f"sent token ids that are none: {ids}", kind="garbled")
         if not all(LOWEST < x <= HIGHEST for x in logprobs):
-            raise Fault(f"sent log-probabilities that are none ({logprobs}); see its --logprobs-mode", kind="garbled")
+            raise UpstreamFault(f"sent log-probabilities that are none ({logprobs}); see its --logprobs-mode", kind="garbled")
         if reason not in (None, "stop", "length"):
-            raise Fault(f"broke the reply off ({reason})", kind="broken")
+            raise UpstreamFault(f"broke the reply off ({reason})", kind="broken")
         self._ids += ids
         self._logprobs += logprobs
         self._finish, self.done = reason, reason is not None
 
 
-def _reported(error: Any) -> Fault:
+def _reported(error: Any) -> UpstreamFault:
     """The fault that an error event within a stream stands for."""
     if isinstance(error, str):
-        return Fault(f"reported an error: {error}", kind="broken")
+        return UpstreamFault(f"reported an error: {error}", kind="broken")
     code = error.get("code") or 500
-    kind: Kind = "busy" if code in (429, 503) else "refused" if 400 <= code < 500 else "broken"
-    return Fault(f"reported an error: {error.get('message')}", kind=kind)
+    kind: FaultKind = "busy" if code in (429, 503) else "refused" if 400 <= code < 500 else "broken"
+    return UpstreamFault(f"reported an error: {error.get('message')}", kind=kind)
 
 
 LOAD_S = 600.0
@@ -135,7 +135,7 @@ class RemoteEngine(ABC):
         name: str,
         served: Served,
         folder: Path = Path(),
-        timers: Timers | None = None,
+        timers: SilenceLimits | None = None,
         patience: Patience | None = None,
         key: str = "",
     ) -> None:
@@ -151,7 +151,7 @@ class RemoteEngine(ABC):
             self._check_server,
             probe=self._probe,
             leave=self.leave,
-            timers=timers or Timers(),
+            timers=timers or SilenceLimits(),
             patience=patience or Patience(),
             key=key,
         )
@@ -222,7 +222,7 @@ class RemoteEngine(ABC):
 
     @classmethod
     @abstractmethod
-    async def inspect(cls, wire: Wire, url: str, name: str) -> Served:
+    async def inspect(cls, wire: EngineClient, url: str, name: str) -> Served:
         """What the server at `url` serves: the model of this name, else its only one."""
 
     @abstractmethod
@@ -280,7 +280,7 @@ class RemoteEngine(ABC):
             if address.up.is_set():
                 try:
                     obstacle = await self.obstacle(address.url, found)
-                except Fault as fault:
+                except UpstreamFault as fault:
                     raise EngineError(f"{fault}; {self.trainable}") from fault
                 if obstacle:
                     raise EngineError(f"{address.url} cannot be trained: {obstacle}")
@@ -293,7 +293,7 @@ class RemoteEngine(ABC):
         async def one(address: Address) -> None:
             try:
                 await fleet.switch(address, wanted.version, lambda: self.take(address.url, wanted))
-            except Fault as fault:
+            except UpstreamFault as fault:
                 faults.append(str(fault))
 
         async with asyncio.TaskGroup() as group:
@@ -304,7 +304,7 @@ class RemoteEngine(ABC):
     async def _check_server(self, address: Address) -> None:
         served = await self.inspect(self.upstream.wire, address.url, self._name)
         if served != self._served:
-            raise Fault(f"{address.url} serves {served}, the others {self._served}", kind="refused")
+            raise UpstreamFault(f"{address.url} serves {served}, the others {self._served}", kind="refused")
         wanted = None
         while wanted is not self._published:  # it may have changed meanwhile
             wanted = self._published
@@ -330,7 +330,7 @@ class RemoteEngine(ABC):
         label = await self.label(address.url)
         if label != wanted.label and wanted is self._published and address.version == wanted.version:
             address.call_back()  # what they sample from now on is not what they would be stamped with
-            raise Fault(f"{address.url} no longer holds policy version {wanted.version}; it says {label!r}", kind="broken")
+            raise UpstreamFault(f"{address.url} no longer holds policy version {wanted.version}; it says {label!r}", kind="broken")
 
 
 def _seed(seed: int | None, part: int) -> int | None:
@@ -409,7 +409,7 @@ def open_remote(engine: type[E], folder: Path, *, name: str, section: RemoteSect
         name=name,
         served=served,
         folder=folder,
-        timers=Timers(first_token_s=section.first_token_s, stall_s=section.stall_s),
+        timers=SilenceLimits(first_token_s=section.first_token_s, stall_s=section.stall_s),
         patience=Patience(retries=section.retries, retry_s=section.retry_s),
         key=key,
     )
@@ -433,15 +433,15 @@ def survey(engine: type[RemoteEngine], urls: Sequence[str], name: str, key: str)
 
 async def _ask_all(
     engine: type[RemoteEngine], urls: Sequence[str], name: str, key: str
-) -> tuple[dict[str, Served], dict[str, Fault]]:
-    wire = Wire(Timers(), key=key)
+) -> tuple[dict[str, Served], dict[str, UpstreamFault]]:
+    wire = EngineClient(SilenceLimits(), key=key)
     found: dict[str, Served] = {}
-    faults: dict[str, Fault] = {}
+    faults: dict[str, UpstreamFault] = {}
     try:
         for url in urls:
             try:
                 found[url] = await engine.inspect(wire, url, name)
-            except Fault as fault:
+            except UpstreamFault as fault:
                 faults[url] = fault
     finally:
         await wire.close()

@@ -9,7 +9,7 @@ from penstock.engines.fleet import Address
 from penstock.engines.servers.base import LOAD_S, RemoteEngine, RemoteSection, ReplyReader, Served, open_remote, survey
 from penstock.engines.servers.model_files import Published
 from penstock.errors import EngineError
-from penstock.http.client import Fault, Wire
+from penstock.http.client import EngineClient, UpstreamFault
 from penstock.records import Sampling
 
 
@@ -47,18 +47,20 @@ class SglangReader(ReplyReader):
         meta: dict[str, Any] = event["meta_info"]
         reason = meta["finish_reason"]
         if reason is not None and reason["type"] == "abort":
-            raise Fault(f"broke the reply off ({reason.get('message', 'abort')})", kind="broken")
+            raise UpstreamFault(f"broke the reply off ({reason.get('message', 'abort')})", kind="broken")
         if self._label is not None and meta["weight_version"] != self._label:
-            raise Fault(
+            raise UpstreamFault(
                 f"sampled with weights that it calls {meta['weight_version']!r}, not with those it was given", kind="broken"
             )
         if meta["prompt_tokens"] != len(self._prompt):
-            raise Fault("sampled after another prompt than it was given; is something between that rewrites it?", kind="garbled")
+            raise UpstreamFault(
+                "sampled after another prompt than it was given; is something between that rewrites it?", kind="garbled"
+            )
         total: int = meta["completion_tokens"]
         scored: list[tuple[float, int, Any]] = meta["output_token_logprobs"]
         fresh = total - self._count
         if fresh < 0 or len(scored) not in (total, fresh):
-            raise Fault(f"sent {len(scored)} log-probabilities with {total} tokens, {fresh} of them new", kind="garbled")
+            raise UpstreamFault(f"sent {len(scored)} log-probabilities with {total} tokens, {fresh} of them new", kind="garbled")
         self._count = total
         scored = scored[len(scored) - fresh :]
         self.add([one[1] for one in scored], [one[0] for one in scored], None if reason is None else reason["type"])
@@ -122,9 +124,9 @@ class SglangEngine(RemoteEngine):
             update = {"model_path": str(wanted.folder), "weight_version": wanted.label, "flush_cache": True}
             answer = await ask(f"{url}/update_weights_from_disk", update, limit_s=LOAD_S)
             if not answer["success"]:
-                raise Fault(f"{url} has not taken the weights: {answer['message']}", kind="broken")
-        except Fault:
-            with suppress(Fault):
+                raise UpstreamFault(f"{url} has not taken the weights: {answer['message']}", kind="broken")
+        except UpstreamFault:
+            with suppress(UpstreamFault):
                 await ask(f"{url}/continue_generation", {})
             raise
         await ask(f"{url}/continue_generation", {})
@@ -134,7 +136,7 @@ class SglangEngine(RemoteEngine):
         return str(answer["weight_version"])
 
     @classmethod
-    async def inspect(cls, wire: Wire, url: str, name: str) -> Served:
+    async def inspect(cls, wire: EngineClient, url: str, name: str) -> Served:
         await wire.ask(f"{url}/health")
         listed = await wire.ask(f"{url}/v1/models")
         args = await wire.ask(f"{url}/get_server_info")
@@ -142,7 +144,7 @@ class SglangEngine(RemoteEngine):
             model, context_length = str(listed["data"][0]["id"]), int(listed["data"][0]["max_model_len"])
             seeded = bool(args.get("enable_deterministic_inference"))
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as cause:
-            raise Fault(f"{url} does not say what it serves; is it an SGLang server?", kind="garbled") from cause
+            raise UpstreamFault(f"{url} does not say what it serves; is it an SGLang server?", kind="garbled") from cause
         return Served(model, context_length, await _is_processed(wire, url), seeded)
 
 
@@ -153,7 +155,7 @@ def open_engine(
     return open_remote(SglangEngine, folder, name=name, section=section)
 
 
-async def _is_processed(wire: Wire, url: str) -> bool:
+async def _is_processed(wire: EngineClient, url: str) -> bool:
     """Whether log-probabilities are after the temperature: those of hot tokens differ from the plain ones of the same tokens."""
     try:
         drawn = [(await _first(wire, url, HOT))["output_token_logprobs"][0] for _ in range(DRAWS)]
@@ -161,10 +163,10 @@ async def _is_processed(wire: Wire, url: str) -> bool:
         plain = (await _first(wire, url, 0.0, token_ids_logprob=ids))["output_token_ids_logprobs"][0]
         return any(abs(one[0] - other[0]) > SAME for one, other in zip(drawn, plain, strict=True))
     except (KeyError, IndexError, TypeError, ValueError) as cause:
-        raise Fault(f"{url}/generate gives no log-probabilities; is it an SGLang server?", kind="garbled") from cause
+        raise UpstreamFault(f"{url}/generate gives no log-probabilities; is it an SGLang server?", kind="garbled") from cause
 
 
-async def _first(wire: Wire, url: str, temperature: float, **more: Any) -> dict[str, Any]:
+async def _first(wire: EngineClient, url: str, temperature: float, **more: Any) -> dict[str, Any]:
     """What is said of the first token after a short prompt."""
     body = request_body([1], Sampling(max_tokens=1, temperature=temperature), "") | {"stream": False} | more
     del body["rid"]

@@ -9,7 +9,7 @@ from penstock.engines.fleet import Address
 from penstock.engines.servers.base import LOAD_S, RemoteEngine, RemoteSection, ReplyReader, Served, is_plain, open_remote, survey
 from penstock.engines.servers.model_files import Contents, Published
 from penstock.errors import EngineError
-from penstock.http.client import Fault, Wire
+from penstock.http.client import EngineClient, UpstreamFault
 from penstock.records import Sampling
 
 
@@ -60,9 +60,11 @@ class VllmReader(ReplyReader):
 
     def _read(self, choice: Choice) -> None:
         if "token_ids" not in choice:
-            raise Fault("sent no token ids; its vLLM must know `return_token_ids`", kind="garbled")
+            raise UpstreamFault("sent no token ids; its vLLM must know `return_token_ids`", kind="garbled")
         if choice.get("prompt_token_ids") not in (None, self._prompt):
-            raise Fault("sampled after another prompt than it was given; is something between that rewrites it?", kind="garbled")
+            raise UpstreamFault(
+                "sampled after another prompt than it was given; is something between that rewrites it?", kind="garbled"
+            )
         scores = choice.get("logprobs")
         self.add(choice["token_ids"] or [], scores["token_logprobs"] if scores else [], choice.get("finish_reason"))
 
@@ -109,10 +111,10 @@ class VllmEngine(RemoteEngine):
             await ask(f"{url}/collective_rpc", rpc, limit_s=LOAD_S)
             reset = await ask(f"{url}/reset_prefix_cache?reset_running_requests=true", {})
             if not reset["success"]:
-                raise Fault(f"{url} has kept what it computed with the weights before", kind="broken")
+                raise UpstreamFault(f"{url} has kept what it computed with the weights before", kind="broken")
             await ask(f"{url}/update_weight_version", {"new_version": wanted.label})
-        except Fault:
-            with suppress(Fault):
+        except UpstreamFault:
+            with suppress(UpstreamFault):
                 await ask(f"{url}/resume", {})
             raise
         await ask(f"{url}/resume", {})
@@ -134,7 +136,7 @@ class VllmEngine(RemoteEngine):
         body = request_body(self._served.model, [token_id], Sampling(max_tokens=1)) | {"stream": False}
         try:
             await self.upstream.wire.ask(url + self.path, body)
-        except Fault as fault:
+        except UpstreamFault as fault:
             if fault.kind != "refused":
                 raise
             return False
@@ -145,17 +147,17 @@ class VllmEngine(RemoteEngine):
         return str(answer["weight_version"])
 
     @classmethod
-    async def inspect(cls, wire: Wire, url: str, name: str) -> Served:
+    async def inspect(cls, wire: EngineClient, url: str, name: str) -> Served:
         await wire.ask(f"{url}/health")
         listed = await wire.ask(f"{url}/v1/models")
         try:
             models = {str(one["id"]): one for one in listed["data"] if not one.get("parent")}
             chosen = name if name in models else next(iter(models)) if len(models) == 1 else None
             if chosen is None:
-                raise Fault(f"{url} serves {', '.join(models) or 'nothing'}, and not {name}", kind="refused")
+                raise UpstreamFault(f"{url} serves {', '.join(models) or 'nothing'}, and not {name}", kind="refused")
             context_length = int(models[chosen]["max_model_len"])
         except (KeyError, TypeError, ValueError, AttributeError) as cause:
-            raise Fault(f"{url}/v1/models does not say what is served; is it a vLLM server?", kind="garbled") from cause
+            raise UpstreamFault(f"{url}/v1/models does not say what is served; is it a vLLM server?", kind="garbled") from cause
         return Served(chosen, context_length, await _is_processed(wire, url, chosen))
 
 
@@ -166,7 +168,7 @@ def open_engine(
     return open_remote(VllmEngine, folder, name=name, section=section)
 
 
-async def _is_processed(wire: Wire, url: str, model: str) -> bool:
+async def _is_processed(wire: EngineClient, url: str, model: str) -> bool:
     """Whether the server says log-probability 0 of tokens that had no alternative."""
     body = request_body(model, [1], Sampling(max_tokens=4, top_k=1)) | {"stream": False}
     answer = await wire.ask(url + VllmEngine.path, body)
@@ -174,4 +176,4 @@ async def _is_processed(wire: Wire, url: str, model: str) -> bool:
         logprobs: list[float] = answer["choices"][0]["logprobs"]["token_logprobs"]
         return max(abs(x) for x in logprobs) < 1e-6
     except (KeyError, IndexError, TypeError, ValueError) as cause:
-        raise Fault(f"{url}{VllmEngine.path} gives no log-probabilities; is it a vLLM server?", kind="garbled") from cause
+        raise UpstreamFault(f"{url}{VllmEngine.path} gives no log-probabilities; is it a vLLM server?", kind="garbled") from cause

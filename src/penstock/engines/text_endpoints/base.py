@@ -10,7 +10,7 @@ import orjson
 
 from penstock.engines.base import Sampled
 from penstock.errors import EngineError
-from penstock.http.client import Fault
+from penstock.http.client import UpstreamFault
 from penstock.records import Finish, Message, Sampling, Usage
 
 
@@ -145,7 +145,7 @@ class PartsReader(ABC):
         try:
             if (error := event.get("error")) is not None:
                 words = error if isinstance(error, str) else error.get("message")
-                raise Fault(f"reported an error: {words}", kind="broken")
+                raise UpstreamFault(f"reported an error: {words}", kind="broken")
             self.read(event)
         except (KeyError, IndexError, TypeError, AttributeError, ValueError) as cause:
             raise _garbled(orjson.dumps(event, default=str)) from cause
@@ -173,7 +173,7 @@ class PartsReader(ABC):
 
     def call(self, call_id: str | None, name: str) -> None:
         if not name:
-            raise Fault("called a tool without naming it", kind="garbled")
+            raise UpstreamFault("called a tool without naming it", kind="garbled")
         self._parts.append(Called(_text(call_id or ""), _text(name)))
 
     def argue(self, text: str | None) -> None:
@@ -189,12 +189,12 @@ class PartsReader(ABC):
     def stop(self, reason: str) -> None:
         """The reply has finished; counts may follow."""
         if reason not in STOPS:
-            raise Fault(f"broke the reply off ({reason})", kind="broken")
+            raise UpstreamFault(f"broke the reply off ({reason})", kind="broken")
         self._finish = STOPS[reason]
 
     def end(self) -> None:
         if self._finish is None:
-            raise Fault("ended without saying how the reply finished", kind="broken")
+            raise UpstreamFault("ended without saying how the reply finished", kind="broken")
         self.done = True
 
     @property
@@ -209,5 +209,5 @@ def _text(value: Any) -> str:
     return value
 
 
-def _garbled(event: bytes) -> Fault:
-    return Fault(f"sent an event that no reply has: {event[:100].decode('utf-8', 'replace')}", kind="garbled")
+def _garbled(event: bytes) -> UpstreamFault:
+    return UpstreamFault(f"sent an event that no reply has: {event[:100].decode('utf-8', 'replace')}", kind="garbled")

@@ -15,7 +15,7 @@ from penstock.engines.retry import Patience, Trial
 from penstock.engines.servers.base import ElsewhereSection, plain_address
 from penstock.engines.text_endpoints.base import Asked, Heard, PartsReader, Relay
 from penstock.errors import ConfigError, EngineBusy, EngineError, RequestError
-from penstock.http.client import Fault, Leash, Timers, Wire
+from penstock.http.client import EngineClient, RequestCanceller, SilenceLimits, UpstreamFault
 
 NOT_ALLOWED, NOT_THERE = (401, 403), 404
 
@@ -118,20 +118,22 @@ class HttpRelay(Relay):
             raise ConfigError(f"engine.url: {fault}{remedy}")
 
     @classmethod
-    async def _look(cls, section: RelaySection) -> Fault | None:
+    async def _look(cls, section: RelaySection) -> UpstreamFault | None:
         wire = cls._open_wire(section)
         try:
             await wire.ask(f"{cls.base(section)}/models")
-        except Fault as fault:
+        except UpstreamFault as fault:
             return fault
         finally:
             await wire.close()
         return None
 
     @classmethod
-    def _open_wire(cls, section: RelaySection) -> Wire:
+    def _open_wire(cls, section: RelaySection) -> EngineClient:
         key = section.key()
-        return Wire(Timers(first_token_s=section.first_token_s, stall_s=section.stall_s), key=key, headers=cls.headers(key))
+        return EngineClient(
+            SilenceLimits(first_token_s=section.first_token_s, stall_s=section.stall_s), key=key, headers=cls.headers(key)
+        )
 
     async def ask(self, asked: Asked, *, rollout_id: str = "") -> AsyncGenerator[Heard, None]:
         body = orjson.dumps(self.body(asked) | self._section.extra)
@@ -139,12 +141,12 @@ class HttpRelay(Relay):
         while not self._closed:
             trial.attempts += 1
             try:
-                async with aclosing(self._wire.stream(self._url, body, self.reader(), Leash())) as chunks:
+                async with aclosing(self._wire.stream(self._url, body, self.reader(), RequestCanceller())) as chunks:
                     async for chunk in chunks:
                         begun = True
                         yield chunk
                 return
-            except Fault as fault:
+            except UpstreamFault as fault:
                 wait_s = None if begun or self._is_final(fault) else trial.wait_s(fault, others=False)
                 if wait_s is None:
                     raise self._error(fault, trial.attempts, rollout_id) from fault
@@ -155,11 +157,11 @@ class HttpRelay(Relay):
         self._closed = True
         await self._wire.close()
 
-    def _is_final(self, fault: Fault) -> bool:
+    def _is_final(self, fault: UpstreamFault) -> bool:
         """Whether the same request would get the same answer."""
         return fault.kind in ("refused", "garbled") or fault.status in (*NOT_ALLOWED, NOT_THERE)
 
-    def _error(self, fault: Fault, attempts: int, rollout_id: str) -> EngineError | RequestError:
+    def _error(self, fault: UpstreamFault, attempts: int, rollout_id: str) -> EngineError | RequestError:
         whose = f"rollout {rollout_id}: " if rollout_id else ""
         often = f"; given up after {attempts} attempts" if attempts > 1 else ""
         text = f"{whose}{fault}{often}{self._section.remedy(fault.status, self._name)}"

@@ -11,7 +11,7 @@ from penstock.engines.text_endpoints.base import Asked, Heard, Relay
 from penstock.engines.text_endpoints.http import NOT_ALLOWED, NOT_THERE, RelaySection
 from penstock.engines.text_endpoints.openai import ChatReader, request
 from penstock.errors import ConfigError, EngineBusy, EngineError, RequestError
-from penstock.http.client import WORDS, Fault
+from penstock.http.client import MAX_QUOTED_CHARACTERS, UpstreamFault
 
 AT_FAULT = (400, 413, 422, *NOT_ALLOWED, NOT_THERE)
 """Statuses that the same request would get again."""
@@ -77,7 +77,9 @@ class LitellmRelay(Relay):
         status = getattr(cause, "status_code", 0)
         silent = "was silent for too long" if isinstance(cause, TimeoutError) else ""
         words = silent or (
-            str(cause) if isinstance(cause, Fault) else f"{type(cause).__name__}: {' '.join(str(cause).split())[:WORDS]}"
+            str(cause)
+            if isinstance(cause, UpstreamFault)
+            else f"{type(cause).__name__}: {' '.join(str(cause).split())[:MAX_QUOTED_CHARACTERS]}"
         )
         told = f"{whose}{self.model} {words.replace(self._key, '…') if self._key else words}"
         if status in AT_FAULT:
