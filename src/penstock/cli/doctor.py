@@ -19,7 +19,7 @@ import typer
 
 from penstock.config import ModelSection, cache_folder, read_toml
 from penstock.errors import ConfigError
-from penstock.models import cached
+from penstock.models import find_cached
 from penstock.workspace.experiment import is_experiment, read_experiment
 from penstock.workspace.layout import EVALS, FOLDERS, TRAININGS, Workspace, find_workspace
 from penstock.workspace.sections import Kind
@@ -141,7 +141,7 @@ def cache() -> Check:
 def model() -> Check:
     """The start policy of a config that names none."""
     name = ModelSection().name
-    found = cached(name)
+    found = find_cached(name)
     if found is None:
         remedy = f"the first run fetches it; or fetch it now: penstock model pull {name}"
         return Check(name="model", state="note", found=f"{name} is not here yet", remedy=remedy)

@@ -144,7 +144,7 @@ def run(
     except asyncio.CancelledError:
         typer.echo("penstock: quit; the same command goes on", err=True)
         raise typer.Exit(INTERRUPTED) from None
-    train = "" if agent or config.engine.relays else "penstock train" + (f" {file}" if file else "")
+    train = "" if agent or not config.engine.trainable else "penstock train" + (f" {file}" if file else "")
     _tell(found, train, as_json=as_json, plain=plain)
     if found.status == "stopped":
         raise typer.Exit(INTERRUPTED)
@@ -227,17 +227,16 @@ def _config(file: Path | None, agent: Path | None, dataset: Path | None, overrid
 
 
 def _evaluate(config: "RunConfig", view: "EvalView", *, fresh: bool, retry_failed: bool) -> "Evaluation":
-    from penstock.evals.run import evaluate, read_rows
+    from penstock.evals.run import evaluate
     from penstock.run.inputs import read_inputs
-    from penstock.sdk.flows.agent import is_flow_agent
+    from penstock.train import REGISTRIES  # the file is that of a training run, so all of its names are checked
 
-    inputs = read_inputs(config, view)
-    rows = read_rows(config, columns=is_flow_agent(inputs.agent))
+    inputs = read_inputs(config, view, registries=REGISTRIES, all_heldout=True)
 
     async def work() -> "Evaluation":
         stop = asyncio.Event()
         with Interrupts(stop, lambda: view.notice("Stopping; what runs is made again by the same command.")):
-            return await evaluate(config, inputs, rows, listener=view, stop=stop, fresh=fresh, retry_failed=retry_failed)
+            return await evaluate(config, inputs, listener=view, stop=stop, fresh=fresh, retry_failed=retry_failed)
 
     return asyncio.run(work())
 

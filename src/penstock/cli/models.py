@@ -38,13 +38,13 @@ def pull(
 @app.command("list")
 def list_models(plain: Plain = False, as_json: AsJson = False) -> None:
     """List the models that are here, the built-in ones that can be pulled, and those that submitted runs have trained."""
-    from penstock.models import cached, kept
+    from penstock.models import find_cached, list_cached
     from penstock.models.pull import BUILT_IN
 
     if plain and as_json:
         raise ConfigError("--json and --plain go without each other")
-    here = [_row(model.name, model) for model in kept()]
-    absent = [_row(name, None) for name in BUILT_IN if cached(name) is None]
+    here = [_row(model.name, model) for model in list_cached()]
+    absent = [_row(name, None) for name in BUILT_IN if find_cached(name) is None]
     trained = _trained()
     if as_json:
         show({"models": here + absent, **({} if trained is None else {"trained": trained})}, "", as_json=True)
@@ -61,9 +61,9 @@ def list_models(plain: Plain = False, as_json: AsJson = False) -> None:
 def details(name: Name, as_json: AsJson = False) -> None:
     """Tell of one model: where it is, or which run has trained it and whether it is served."""
     from penstock.cli.connection import connect
-    from penstock.models import kept
+    from penstock.models import list_cached
 
-    local = next((model for model in kept() if model.name == name), None)
+    local = next((model for model in list_cached() if model.name == name), None)
     if local is not None:
         row = _row(name, local)
         show(row, labelled(row.items()), as_json=as_json)

@@ -27,6 +27,7 @@ def quickstart(
 
 @app.command("list")
 def list_templates(as_json: Annotated[bool, typer.Option("--json", help="Print them as JSON.")] = False) -> None:
+    """Name the templates."""
     if as_json:
         listed = [{"name": name, "about": one.about, "workspace": bool(one.rollout)} for name, one in TEMPLATES.items()]
         typer.echo(orjson.dumps({"templates": listed}).decode())

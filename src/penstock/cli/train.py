@@ -55,12 +55,13 @@ def carry_out(config: "RunConfig", again: Again, *, fresh: bool = False, as_json
     """Train as `config` says, show it, and sum it up."""
     from penstock.cli.live import LiveView, RunState
     from penstock.run.inputs import read_inputs
+    from penstock.train import REGISTRIES
 
     view = LiveView(RunState(rollouts_per_step=config.rollout.group_size * config.rollout.groups_per_step))
     try:
         # what an author's code prints is no result: it goes where progress goes
         with contextlib.redirect_stdout(sys.stderr), view:
-            inputs = read_inputs(config, view)
+            inputs = read_inputs(config, view, registries=REGISTRIES)
             summary = asyncio.run(_train(config, inputs, view, fresh=fresh))
     except asyncio.CancelledError:
         typer.echo(f"penstock: quit; to go on: {again.command}", err=True)

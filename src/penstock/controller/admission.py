@@ -14,13 +14,14 @@ import orjson
 
 from penstock.controller.context import Controller
 from penstock.controller.environments import missing, requirements
-from penstock.controller.jobs import Job, write_durable
+from penstock.controller.jobs import Job
 from penstock.controller.resolve import Plan, plan
 from penstock.controller.runs import Kind, Run, RunFiles, Submission, new_id
 from penstock.controller.snapshots import unpack
 from penstock.controller.validation_process import check
 from penstock.errors import ControllerError
 from penstock.sdk.dataset import check_tasks
+from penstock.system.files import write_file
 
 COMMANDS = {"eval": ["eval", "run"], "train": ["train"]}
 
@@ -114,7 +115,7 @@ def _enqueue(controller: Controller, kind: Kind, run_id: str, files: RunFiles, p
         name = controller.runs.free_name(kind, planned.name)
         run = planned.config.run.model_copy(update={"name": name, "folder": files.out})
         config = planned.config.model_copy(update={"run": run})
-        write_durable(files.config, orjson.dumps(config.model_dump(mode="json"), option=orjson.OPT_INDENT_2))
+        write_file(files.config, orjson.dumps(config.model_dump(mode="json"), option=orjson.OPT_INDENT_2))
         job = Job(
             argv=[sys.executable, "-P", "-m", "penstock", *COMMANDS[kind], str(files.config)],
             cwd=str(files.code),

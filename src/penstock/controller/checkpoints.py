@@ -10,7 +10,7 @@ import orjson
 from penstock.controller.home import Home
 from penstock.controller.runs import Run, RunFiles, Runs
 from penstock.errors import ControllerError
-from penstock.models import kept
+from penstock.models import list_cached
 from penstock.models.pull import BUILT_IN
 
 CHECKPOINTS, STATE = "checkpoints", "state.json"
@@ -87,7 +87,7 @@ class Catalogue:
 
     def base(self) -> list[BaseModel]:
         """Models that are here, by name, then built-in ones that can be pulled."""
-        here = [BaseModel(model.name, model.path) for model in kept()]
+        here = [BaseModel(model.name, model.path) for model in list_cached()]
         names = {model.name for model in here}
         return here + [BaseModel(name, None) for name in BUILT_IN if name not in names]
 

@@ -5,7 +5,7 @@ import os
 import ssl
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, TypeVar, cast
@@ -16,6 +16,7 @@ import orjson
 from penstock import __version__
 from penstock.controller.runs import Kind
 from penstock.errors import ConfigError, ControllerError
+from penstock.system.files import replacing
 
 CHUNK = 256 * 1024
 FILE_TIMEOUT_S = 300.0
@@ -66,17 +67,12 @@ def put_file(
 
 def fetch(url: str, path: Path, *, size: int | None = None, advance: Callable[[int], object] | None = None) -> int:
     """GET into `path`, which appears only when it is whole; the number of bytes. Again after a passing fault."""
-    draft = path.with_name(f".{path.name[:200]}.{os.getpid()}.part")
     exchange = Exchange(method="GET", url=url)
     try:
-        written = _persistent(lambda: _fetch_once(exchange, draft, size, advance))
-        draft.replace(path)
+        with replacing(path) as draft:
+            return _persistent(lambda: _fetch_once(exchange, draft, size, advance))
     except OSError as cause:
         raise ConfigError(f"{path}: cannot be written: {cause.strerror or cause}; give another folder with -o") from cause
-    finally:
-        with suppress(OSError):
-            draft.unlink()
-    return written
 
 
 def _fetch_once(exchange: Exchange, draft: Path, size: int | None, advance: Callable[[int], object] | None) -> int:

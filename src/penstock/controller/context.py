@@ -1,7 +1,6 @@
 """The stations of one controller, opened and closed together; a folder has one controller at a time."""
 
 import asyncio
-import fcntl
 import shutil
 from collections.abc import AsyncGenerator, Generator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
@@ -17,6 +16,7 @@ from penstock.controller.runs import RunFiles, Runs
 from penstock.controller.supervisor import Supervisor
 from penstock.controller.vault import Vault
 from penstock.errors import ControllerError
+from penstock.system.locks import exclusive_lock
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,10 +95,6 @@ def _sweep(home: Home) -> None:
 
 @contextmanager
 def _alone(home: Home) -> Generator[None]:
-    with home.lock.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as cause:
-            text = f"{home.path}: another controller serves this folder; use that one, or set PENSTOCK_HOME to another folder"
-            raise ControllerError(text, code="CONTROLLER_RUNNING", status=409) from cause
+    text = f"{home.path}: another controller serves this folder; use that one, or set PENSTOCK_HOME to another folder"
+    with exclusive_lock(home.lock, ControllerError(text, code="CONTROLLER_RUNNING", status=409)):
         yield

@@ -3,7 +3,6 @@
 import asyncio
 import errno
 import hashlib
-import os
 import re
 import secrets
 import shutil
@@ -25,6 +24,7 @@ from penstock.controller.database import Database
 from penstock.controller.runs import new_id, now
 from penstock.errors import ControllerError, DatasetError, Issue
 from penstock.sdk.dataset import check_tasks, read_rows
+from penstock.system.files import publish, sync
 
 PREVIEW_ROWS, PREVIEW_CHARACTERS = 50, 4000
 """Of a preview: rows, and characters of a value."""
@@ -107,8 +107,8 @@ class DatasetFiles:
         with _gone(part), _disk():
             with part.open("xb", buffering=0) as file:
                 digest = await _write(file, _crossing(stream), upload.size)
-                await asyncio.to_thread(os.fsync, file.fileno())
-            part.replace(self.draft(upload, digest))
+            await asyncio.to_thread(sync, part)
+            part.replace(self.draft(upload, digest))  # not in the thread: a cancelled upload must leave nothing
         return digest
 
     def copy(self, upload: Expected, source: Path) -> str:
@@ -117,9 +117,7 @@ class DatasetFiles:
         with _gone(part), _disk():
             shutil.copyfile(source, part)
             digest = digest_of(part)
-            with part.open("rb+") as file:
-                os.fsync(file.fileno())
-            part.replace(self.draft(upload, digest))
+            publish(part, self.draft(upload, digest))
         return digest
 
     def keep(self, upload: Expected, digest: str) -> None:
@@ -128,11 +126,7 @@ class DatasetFiles:
         with _disk():
             if draft.exists():
                 draft.replace(content)
-            descriptor = os.open(self._folder, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+            sync(self._folder)
 
     def discard(self, key: str) -> None:
         """Remove what waits of an upload."""

@@ -1,6 +1,5 @@
 """The Python of a rollout: this one where it has what the rollout's pyproject.toml asks for, else one made for it and kept."""
 
-import fcntl
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -9,12 +8,12 @@ import shutil
 import site
 import sys
 import tomllib
-from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from penstock.errors import ConfigError
+from penstock.system.locks import FileLock
 
 Command = Callable[[list[str]], int]
 """Runs a command to its end, its output to the run's log; the exit code."""
@@ -51,7 +50,8 @@ def prepare(project: Path, kept: Path, run: Command, say: Callable[[str], None])
     digest = hashlib.sha256("\n".join([sys.executable, sys.version, *sorted(wanted)]).encode()).hexdigest()[:24]
     folder = kept / digest
     kept.mkdir(parents=True, exist_ok=True)
-    with _alone(kept / f"{digest}.lock"):
+    with FileLock(kept / f"{digest}.lock") as lock:
+        lock.acquire()  # blocks while another run makes the same one
         if not (folder / "complete").exists():
             say(f"making an environment with {', '.join(wanted)}")
             shutil.rmtree(folder, ignore_errors=True)  # what a kill left half made
@@ -107,10 +107,3 @@ def _installed(name: str) -> bool:
 def _site_folders() -> Iterable[str]:
     """Where this interpreter has its packages."""
     return [*site.getsitepackages(), *([site.getusersitepackages()] if site.ENABLE_USER_SITE else [])]
-
-
-@contextmanager
-def _alone(path: Path) -> Generator[None]:
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # for as long as another run makes the same one
-        yield

@@ -1,14 +1,13 @@
 """What a keeper starts, in which environment, and how that ended: the two small files between a controller and its keepers."""
 
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Self
 
 import orjson
 
 from penstock.controller.runs import RunFiles, now
+from penstock.system.files import write_file
 
 KEPT = (
     "PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "PYTHONPATH",
@@ -42,7 +41,7 @@ class Job:
         return cls(**orjson.loads(files.job.read_bytes()))
 
     def write(self, files: RunFiles) -> None:
-        write_durable(files.job, orjson.dumps(asdict(self), option=orjson.OPT_INDENT_2))
+        write_file(files.job, orjson.dumps(asdict(self), option=orjson.OPT_INDENT_2))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +66,7 @@ class Ending:
 
     def write(self, files: RunFiles) -> None:
         """From here on the run is over."""
-        write_durable(files.end, orjson.dumps(asdict(self)))
+        write_file(files.end, orjson.dumps(asdict(self)))
 
 
 def environment(outside: Mapping[str, str], own: Mapping[str, str], secrets: Mapping[str, str]) -> dict[str, str]:
@@ -75,18 +74,3 @@ def environment(outside: Mapping[str, str], own: Mapping[str, str], secrets: Map
     kept = {name: value for name, value in outside.items() if name in KEPT or name.startswith("LC_")}
     told = {"PYTHONUNBUFFERED": "1"} | ({"PENSTOCK_SECRETS": ",".join(sorted(secrets))} if secrets else {})
     return kept | dict(own) | told | dict(secrets)
-
-
-def write_durable(path: Path, content: bytes) -> None:
-    """Replace a small file as a whole, its name included: after a power cut it is the old one or the new one."""
-    draft = path.with_name(f".{path.name}.new")
-    with draft.open("wb") as out:
-        out.write(content)
-        out.flush()
-        os.fsync(out.fileno())
-    draft.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

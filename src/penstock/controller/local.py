@@ -1,6 +1,5 @@
 """Which controller a command talks to: the one that the environment names, else this user's own, started where it does not run."""
 
-import fcntl
 import os
 import sys
 import time
@@ -15,6 +14,8 @@ import orjson
 from penstock.controller.client import Client
 from penstock.controller.home import Home, default_home
 from penstock.errors import ConfigError, ControllerError
+from penstock.system.files import write_file
+from penstock.system.locks import FileLock, is_locked
 
 START_S = 60.0
 """How long a controller has to begin to serve."""
@@ -76,9 +77,7 @@ def read_address(home: Home) -> Address | None:
 def announced(home: Home, url: str) -> Generator[Address]:
     """Tell clients of this machine, while this lasts, that this process serves the folder."""
     address = Address(url, os.getpid())
-    draft = home.address.with_name(f".{home.address.name}.{address.pid}")
-    draft.write_bytes(orjson.dumps({"url": address.url, "pid": address.pid}))
-    draft.replace(home.address)
+    write_file(home.address, orjson.dumps({"url": address.url, "pid": address.pid}))
     try:
         yield address
     finally:
@@ -103,12 +102,7 @@ def start(home: Home) -> Address:
 
 def is_free(home: Home) -> bool:
     """Whether no process serves this folder, or is about to, or has not quite stopped."""
-    try:
-        with home.lock.open("a") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return not home.lock.exists()
-    return True
+    return not is_locked(home.lock)
 
 
 def _spawn(home: Home) -> int:
@@ -142,11 +136,9 @@ def _last_line(log: Path) -> str:
 def _alone(lock: Path) -> Generator[None]:
     """Only one client at a time starts a controller."""
     try:
-        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        file_lock = FileLock(lock, mode=0o600)
     except OSError as cause:
         raise ConfigError(f"{lock}: cannot be written: {cause.strerror}; set PENSTOCK_HOME to a writable place") from cause
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    with file_lock:
+        file_lock.acquire()
         yield
-    finally:
-        os.close(descriptor)

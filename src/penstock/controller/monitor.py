@@ -5,7 +5,6 @@ Who finds the run's lock held, or the run over, leaves: a run never has two. Wha
 """
 
 import ctypes
-import fcntl
 import os
 import select
 import signal
@@ -24,6 +23,7 @@ from penstock.controller.jobs import Ending, Job, environment
 from penstock.controller.runlog import Lines, RunLog, Strike
 from penstock.controller.runs import RunFiles
 from penstock.errors import ConfigError
+from penstock.system.locks import FileLock, lock_holder
 from penstock.system.process_group import how_ended
 
 MARK = "PENSTOCK_RUN"
@@ -165,31 +165,16 @@ def _note(files: RunFiles, ending: Ending) -> None:
 @contextmanager
 def holding(files: RunFiles) -> Generator[bool]:
     """Hold the run's lock, with this process's number in it; False where another keeper has it."""
-    descriptor = os.open(files.lock, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        until = time.monotonic() + LOCK_S
-        while not (held := _locked(descriptor)) and time.monotonic() < until:
-            time.sleep(0.02)
+    with FileLock(files.lock, mode=0o600) as lock:
+        held = lock.wait(LOCK_S)
         if held:
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+            lock.write_holder()
         yield held
-    finally:
-        os.close(descriptor)
 
 
 def keeper_of(files: RunFiles) -> int | None:
     """The process that holds the run's lock; 0 where it has not said its number yet, None where nobody holds it."""
-    try:
-        descriptor = os.open(files.lock, os.O_RDWR)
-    except FileNotFoundError:
-        return None
-    try:
-        if _locked(descriptor):
-            return None
-        return int(os.pread(descriptor, 32, 0) or b"0")
-    finally:
-        os.close(descriptor)
+    return lock_holder(files.lock)
 
 
 def end_strays(files: RunFiles) -> None:
@@ -207,14 +192,6 @@ def _marked(mark: bytes) -> Generator[int]:
         with suppress(OSError):  # gone meanwhile, or another user's
             if int(folder.name) != os.getpid() and mark in (folder / "environ").read_bytes() + b"\0":
                 yield int(folder.name)
-
-
-def _locked(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
 
 
 def _has_ended(pid: int) -> bool:

@@ -16,6 +16,7 @@ from penstock.controller.datasets import Dataset
 from penstock.controller.runs import Kind, RunFiles
 from penstock.errors import ConfigError, ControllerError, DatasetError, Issue, several
 from penstock.sdk.dataset import count_rows
+from penstock.system.files import replacing
 from penstock.workspace.experiment import read_experiment, to_tables
 from penstock.workspace.layout import ROLLOUTS, Workspace
 from penstock.workspace.sections import VARIABLE, SecretsTable, Strict
@@ -138,7 +139,7 @@ def _absolute(controller: Controller, config: RunConfig, base: Path, files: RunF
     train, heldout = tasks("dataset.train", dataset.train), dataset.eval and tasks("dataset.eval", dataset.eval)
     if issues:
         raise several(WHERE, issues)
-    model = config.model.name if config.engine.relays else _model(controller, config.model.name, [base, files.code])
+    model = config.model.name if config.engine.text_only else _model(controller, config.model.name, [base, files.code])
     return config.model_copy(
         update={
             "agent": agent.model_copy(update={"entry": entry, "folder": folder, "flows": flows}),
@@ -206,7 +207,8 @@ def _kept(dataset: Dataset, files: RunFiles) -> Path:
         try:
             os.link(dataset.path, place)
         except OSError:  # another disk
-            shutil.copyfile(dataset.path, place)
+            with replacing(place) as draft:
+                shutil.copyfile(dataset.path, draft)
     return place
 
 

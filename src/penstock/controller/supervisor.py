@@ -13,11 +13,12 @@ from pathlib import Path
 
 import orjson
 
-from penstock.controller.jobs import Ending, Job, write_durable
+from penstock.controller.jobs import Ending, Job
 from penstock.controller.monitor import keeper_of
 from penstock.controller.runs import Run, RunFiles, Runs, Status
 from penstock.controller.vault import Vault
 from penstock.errors import PenstockError
+from penstock.system.files import write_file
 
 LOOK_S = 0.3
 """Between two looks at the runs."""
@@ -160,7 +161,7 @@ class Supervisor:
         with suppress(ProcessLookupError):
             if asked is None:
                 with suppress(OSError):  # on a full disk the run is left without an exit file, and is over all the same
-                    write_durable(files.stop, b"")
+                    write_file(files.stop, b"")
                 os.kill(keeper, signal.SIGTERM)
                 self._asked[run.id] = time.monotonic()
             elif time.monotonic() > asked + Job.read(files).stop_grace_s + PATIENCE_S:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from itertools import chain, takewhile
 from typing import TYPE_CHECKING, NamedTuple
 
-from penstock.chat.templates import Tool, digest, flatten, reasons, tools_digest
+from penstock.chat.templates import Tool, flatten, has_reasoning, message_digest, tools_digest
 from penstock.codec import ids_hash
 from penstock.engines.base import TokenPath
 from penstock.records import Attempt, Message, Node, Step
@@ -109,7 +109,7 @@ class TokenGraph:
         self.next_step = max(self.next_step, step.index + 1)
         self.tokens += step.sampled
         self._hashes[step.index] = context or self.context_hash(self.nodes[step.node], step.completion_ids)
-        self._replies.add(digest(step.message))
+        self._replies.add(message_digest(step.message))
         self._index_answer(step)
         if self._reasons(step):
             self._steps_with_reasoning.add(step.index)
@@ -233,18 +233,18 @@ class TokenGraph:
         node = self.nodes[step.node]
         since_user = takewhile(lambda message: message["role"] != "user", reversed(node.messages))
         replies = [step.message, *(message for message in since_user if message["role"] == "assistant")]
-        return node.parent in self._steps_with_reasoning or any(map(reasons, replies))
+        return node.parent in self._steps_with_reasoning or any(map(has_reasoning, replies))
 
     def _why_branch(self, new: Sequence[Message]) -> str | None:
         """Why a path is continued with replies that were not sampled there; None if no replies are among the new messages."""
-        replies = [digest(message) for message in new if message["role"] == "assistant"]
+        replies = [message_digest(message) for message in new if message["role"] == "assistant"]
         if not replies:
             return None
         return REPLY_EDITED if self._replies.isdisjoint(replies) else HISTORY_EDITED
 
     def _why_root(self, messages: Sequence[Message], chains: Sequence[str]) -> str | None:
         """Why the messages open a root although they repeat or replace a reply; None for a new conversation."""
-        if any(message["role"] == "assistant" and digest(message) in self._replies for message in messages):
+        if any(message["role"] == "assistant" and message_digest(message) in self._replies for message in messages):
             return HISTORY_EDITED if chains[0] in self._tools else TOOLS_CHANGED
         return REPLY_EDITED if any(each in self._nodes_at for each in chains[1:-1]) else None
 

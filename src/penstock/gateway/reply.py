@@ -9,7 +9,7 @@ import orjson
 
 from penstock.chat.parsers.base import Arguments, Piece, Reasoning, ReplyParser, Text, ToolCall
 from penstock.chat.tokenizer import TextDecoder
-from penstock.engines.base import Sampled
+from penstock.engines.base import SampledChunk
 from penstock.records import Finish, Message, Usage
 
 
@@ -154,7 +154,7 @@ class SampledReply(ReplyBuilder):
         super().__init__(seed=seed)
         self._text = text
 
-    def add(self, chunk: Sampled) -> list[Delta]:
+    def add(self, chunk: SampledChunk) -> list[Delta]:
         """Add sampled tokens; those after a completed stop string are dropped, as if never sampled."""
         used, pieces = self._text.push(chunk.ids)
         self.ids += chunk.ids[:used]

@@ -15,6 +15,7 @@ from pathlib import Path
 import orjson
 
 from penstock.gateway.observability import FAMILIES, Samples, merge
+from penstock.system.files import write_file
 
 ROWS = 1 << 16
 """Rollouts whose hashes collide share a row; they only cause a few reads of the pool that were not needed."""
@@ -93,10 +94,8 @@ class Peers:
         """Write this worker's metrics, atomically: the others may read at any time."""
         if self._folder is None:
             return
-        file = self._file(self.number)
-        draft = file.with_suffix(".new")
-        draft.write_bytes(orjson.dumps(merge([self._before, own])))
-        draft.replace(file)
+        # Not synced: it is written each second, and counters need not survive a power cut.
+        write_file(self._file(self.number), orjson.dumps(merge([self._before, own])), durable=False)
 
     def _read(self, number: int) -> Samples:
         try:

@@ -11,8 +11,8 @@ from penstock.chat.parsers.base import Reasoning, ReplyParser, Text
 from penstock.chat.renderer import Renderer
 from penstock.config import EngineSection
 from penstock.engines import ENGINES
-from penstock.engines.base import Engine, Sampled, TokenPath
-from penstock.engines.text_endpoints.base import Argued, Asked, Called, Heard, Part, Relay, Said
+from penstock.engines.base import Engine, SampledChunk, TokenPath
+from penstock.engines.text_endpoints.base import ArgumentsPart, TextRequest, ToolCallPart, TextChunk, ReplyPart, TextEndpoint, TextPart
 from penstock.errors import RequestError
 from penstock.gateway.call import ModelCall, Prompt
 from penstock.gateway.dialects.base import DialectTokenizer
@@ -94,7 +94,7 @@ class TokenSource:
         decoder = self._renderer.decoder() if call.raw is None else self._renderer.tokenizer.decoder()
         return SampledReply(ReplyText(decoder, sampling.stop, self._parser(call, prompt), prompt.forced_prefix), seed=seed)
 
-    def generate(self, call: ModelCall, prompt: Prompt, sampling: Sampling, *, rollout_id: str) -> AsyncGenerator[Sampled, None]:
+    def generate(self, call: ModelCall, prompt: Prompt, sampling: Sampling, *, rollout_id: str) -> AsyncGenerator[SampledChunk, None]:
         return self.engine.generate(prompt.ids, sampling, rollout_id=rollout_id)
 
     def facts(self) -> dict[str, object]:
@@ -115,12 +115,12 @@ def seeds(call: ModelCall) -> list[int | None]:
     return [None if asked is None else asked + choice for choice in range(call.choices)]
 
 
-class RelaySource:
+class TextEndpointSource:
     """See `ReplySource`: an endpoint that returns text. Its steps have no tokens."""
 
     dialects = frozenset({"chat", "responses", "messages"})
 
-    def __init__(self, engine: Relay) -> None:
+    def __init__(self, engine: TextEndpoint) -> None:
         self.engine = engine
         self.tokenizer: DialectTokenizer = NoTokenizer(engine.model)
 
@@ -142,21 +142,21 @@ class RelaySource:
                 raise no_tokens_error(self.engine.model, f"leave {name} out", param=name)
         return [replace(asked, max_tokens=min(asked.max_tokens, max_tokens), seed=seed) for seed in seeds(call)]
 
-    def reply(self, call: ModelCall, prompt: Prompt, sampling: Sampling, *, seed: str) -> "RelayReply":
-        return RelayReply(seed=seed)
+    def reply(self, call: ModelCall, prompt: Prompt, sampling: Sampling, *, seed: str) -> "TextEndpointReply":
+        return TextEndpointReply(seed=seed)
 
-    def generate(self, call: ModelCall, prompt: Prompt, sampling: Sampling, *, rollout_id: str) -> AsyncGenerator[Heard, None]:
-        asked = Asked(messages=call.messages, sampling=sampling, tools=call.tools, may_call=call.reads_calls, forced=call.forced)
+    def generate(self, call: ModelCall, prompt: Prompt, sampling: Sampling, *, rollout_id: str) -> AsyncGenerator[TextChunk, None]:
+        asked = TextRequest(messages=call.messages, sampling=sampling, tools=call.tools, may_call=call.reads_calls, forced=call.forced)
         return self.engine.ask(asked, rollout_id=rollout_id)
 
     def facts(self) -> dict[str, object]:
         return {"relayed": True}
 
 
-class RelayReply(ReplyBuilder):
+class TextEndpointReply(ReplyBuilder):
     """A reply of an endpoint. A tool call without an id gets one of ours."""
 
-    def add(self, chunk: Heard) -> list[Delta]:
+    def add(self, chunk: TextChunk) -> list[Delta]:
         deltas = [delta for part in chunk.parts for delta in self._add_part(part)]
         if chunk.finish is None:
             return deltas
@@ -170,12 +170,12 @@ class RelayReply(ReplyBuilder):
         self.usage = self.usage or Usage(prompt_tokens=0, completion_tokens=0)
         return self._complete_arguments()
 
-    def _add_part(self, part: Part) -> list[Delta]:
-        if isinstance(part, Argued):
+    def _add_part(self, part: ReplyPart) -> list[Delta]:
+        if isinstance(part, ArgumentsPart):
             return [self.add_arguments(part.text)] if self.calls else []
-        if isinstance(part, Called):
+        if isinstance(part, ToolCallPart):
             return [*self._complete_arguments(), self.add_call(part.name, "", call_id=part.id)]
-        return [self.add_text(Text(part.text) if isinstance(part, Said) else Reasoning(part.text))]
+        return [self.add_text(Text(part.text) if isinstance(part, TextPart) else Reasoning(part.text))]
 
     def _complete_arguments(self) -> list[Delta]:
         """Gives a call without arguments an empty object: clients parse them as JSON."""
@@ -219,7 +219,7 @@ class OpenedEngine(NamedTuple):
 
 async def open_engine(section: EngineSection, model: Path, *, name: str, seed: int) -> OpenedEngine:
     """Open the engine that `[engine]` names for the model in folder `model`; an endpoint does not read the folder."""
-    renderer = None if section.relays else await asyncio.to_thread(Renderer.load, model)
+    renderer = None if section.text_only else await asyncio.to_thread(Renderer.load, model)
     decode = renderer and renderer.tokenizer.decode
     opener = ENGINES.load(section.name)
     return OpenedEngine(await asyncio.to_thread(opener, model, name=name, section=section, seed=seed, decode=decode), renderer)

@@ -4,7 +4,7 @@ MAX_EVENT_BYTES = 64 << 20
 """Bytes of one event; a server that sends more is not one of ours."""
 
 
-class SseParser:
+class SseDecoder:
     """Collects bytes and gives the `data` of each complete event; comments and other fields are left out."""
 
     def __init__(self, limit: int = MAX_EVENT_BYTES) -> None:

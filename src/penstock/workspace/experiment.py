@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast
 
 from pydantic import BaseModel
 
-from penstock.config import EngineSection, RunConfig, flaws
+from penstock.config import EngineSection, RunConfig, engine_section, flaws
 from penstock.engines import ENGINES, SECTIONS
 from penstock.errors import ConfigError, Issue, several
 from penstock.workspace.layout import ROLLOUTS
@@ -63,7 +63,7 @@ def _flat(table: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
 
 def _engine_section(table: Mapping[str, Any], engine: str | None) -> type[BaseModel]:
     named = {f"{section}.{key}": value for section, key, value in _flat(table)}.get("engine.name", engine)
-    return SECTIONS.load(named) if isinstance(named, str) and named in SECTIONS else EngineSection
+    return engine_section(named) if isinstance(named, str) else EngineSection
 
 
 def _known(section: str, key: str, engine: type[BaseModel]) -> bool:
@@ -73,8 +73,6 @@ def _known(section: str, key: str, engine: type[BaseModel]) -> bool:
     return not (isinstance(kind, type) and issubclass(kind, BaseModel)) or key in kind.model_fields
 
 
-ENDPOINTS = ("anthropic", "openai")
-"""Providers with an engine of their own, which knows their address and whose key goes there."""
 LITELLM = (
     *("azure", "bedrock", "cerebras", "cohere", "databricks", "deepinfra", "deepseek", "fireworks_ai", "gemini", "groq", "litellm"),
     *("mistral", "nvidia_nim", "ollama", "openrouter", "perplexity", "replicate", "sambanova", "together_ai", "vertex_ai", "xai"),
@@ -105,7 +103,9 @@ def endpoint_engine(model_path: str) -> str | None:
     provider, slash, _ = model_path.partition("/")
     if not slash:
         return None
-    return provider if provider in ENDPOINTS else "litellm" if provider in LITELLM else None
+    if provider in SECTIONS and engine_section(provider).text_only:
+        return provider
+    return "litellm" if provider in LITELLM else None
 
 
 def _check_engine(name: str, model_path: str, where: str) -> None:

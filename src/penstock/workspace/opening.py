@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from penstock.config import RunConfig, load_config, make_config, override, read_toml
-from penstock.errors import ConfigError, Issue, Problems, several
+from penstock.errors import Issue, Problems, several
+from penstock.run.inputs import refuse_untrainable
 from penstock.sdk.dataset import count_rows
 from penstock.workspace.experiment import Experiment, is_experiment, read_experiment
 from penstock.workspace.layout import workspace_of
@@ -50,9 +51,8 @@ def open_config(file: Path, overrides: Iterable[str], kind: Kind, *, tell: Calla
 
 def check_kind(config: RunConfig, kind: Kind) -> None:
     """ConfigError where a run of this kind cannot be made with such an engine."""
-    if kind == "train" and config.engine.relays:
-        text = f"engine.name = {config.engine.name!r} asks an endpoint for text: there are no weights to train"
-        raise ConfigError(f"{text}; name embedded, vllm or sglang, or measure it with: penstock eval run")
+    if kind == "train":
+        refuse_untrainable(config)
 
 
 def _check_secrets(experiment: Experiment, where: str) -> None:

@@ -72,6 +72,7 @@ def set_secret(
 
 @app.command("delete")
 def delete_secret(context: typer.Context, name: Name, scope: Scope = "personal", yes: Yes = False) -> Operation:
+    """Forget a secret."""
     stored = _scope(scope)
     here = connect()
     found = every(lambda at: here.client.secrets(scope=stored, offset=at), "environment_secrets")

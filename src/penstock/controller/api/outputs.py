@@ -7,7 +7,6 @@ secret of the run.
 import asyncio
 import os
 import re
-import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
@@ -32,6 +31,7 @@ from penstock.controller.runs import Kind, Run, RunFiles
 from penstock.controller.vault import Vault
 from penstock.errors import ControllerError
 from penstock.records import Attempt, Task
+from penstock.system.files import write_file
 
 KEPT = 8
 """Copies of a file that changes, such as the log of a run that goes on; older ones are removed."""
@@ -100,14 +100,8 @@ class Exports:
             return content
 
     def _write(self, path: Path, content: bytes) -> None:
-        """Whole or not at all; two that write the same thing do not meet."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-        try:
-            draft.write_bytes(content)
-            draft.replace(path)
-        finally:
-            draft.unlink(missing_ok=True)
+        write_file(path, content)
 
 
 def striking(run: Run, vault: Vault) -> Strike | None:

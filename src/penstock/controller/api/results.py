@@ -22,7 +22,7 @@ from penstock.evals.spending import took
 from penstock.pool import POOLS
 from penstock.pool.base import Pool
 from penstock.records import Attempt, End
-from penstock.run.folder import write_atomic
+from penstock.system.files import write_file
 
 REMEMBERED = 200
 """Evaluations whose numbers are kept in memory."""
@@ -157,7 +157,7 @@ def _stored(file: Path) -> Seen | None:
 
 def _store(file: Path, seen: Seen) -> None:
     tried = [list(each) for each in seen.tried.values()]
-    write_atomic(file, orjson.dumps({"position": seen.position, "rows": sorted(seen.rows), "tried": tried}))
+    write_file(file, orjson.dumps({"position": seen.position, "rows": sorted(seen.rows), "tried": tried}))
 
 
 def results(seen: Seen, section: EvalSection, *, dataset_rows: int | None, resumed: int | None) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from penstock.controller.context import Controller
 from penstock.controller.runs import Kind, Run
 from penstock.controller.snapshots import of_commit
 from penstock.errors import ControllerError
+from penstock.system.files import replacing
 
 DIGEST = re.compile(r"[0-9a-f]{64}")
 
@@ -82,9 +83,8 @@ def _of_repository(controller: Controller, body: Mapping[str, Any], git: str | N
     with of_commit(controller.repositories.get(git), pins[0] if pins else None) as taken:
         path = snapshot_path(controller, taken.digest)
         if not path.exists():
-            draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-            shutil.copyfile(taken.path, draft)
-            draft.replace(path)
+            with replacing(path) as draft:
+                shutil.copyfile(taken.path, draft)
     origin = Origin(
         repository=git.lower(),
         branch=branch if isinstance(branch, str) else taken.branch,
