@@ -15,7 +15,7 @@ from penstock.gateway import app, auth, session, sources
 from penstock.pool.base import Pool
 from penstock.pool.sqlite import open_pool
 from penstock.records import End, Grade, Rollout, Sampling, Task, make_rollout
-from penstock.testing import ScriptedEngine, GatewayFixture, workbench
+from penstock.testing import GatewayFixture, ScriptedEngine, workbench
 
 SIZE = 200
 BOUND = 200

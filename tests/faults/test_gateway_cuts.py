@@ -9,7 +9,7 @@ from gateway_client import RETRY, Client, GatedPool
 from penstock.chat.renderer import Renderer
 from penstock.gateway import GatewayLimits
 from penstock.records import End
-from penstock.testing import ScriptedReply, ScriptedEngine, memory_pool, workbench, write_tokenizer
+from penstock.testing import ScriptedEngine, ScriptedReply, memory_pool, workbench, write_tokenizer
 from penstock.train.sequences import exactness
 
 REPLY = "It is 42, as it always was, " * 2

@@ -16,7 +16,7 @@ from penstock.gateway import Gateway, GatewayLimits
 from penstock.gateway.auth import GatewayTokens
 from penstock.pool import POOLS
 from penstock.records import End, Sampling, Task, make_rollout
-from penstock.testing import ScriptedReply, ScriptedEngine, memory_pool, workbench, write_tokenizer
+from penstock.testing import ScriptedEngine, ScriptedReply, memory_pool, workbench, write_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -209,7 +209,11 @@ def test_one_choice_that_fails_fails_the_call_and_stops_the_others(renderer):
         assert engine.running == 0
         assert {step.finish for step in (await bench.attempt(session)).steps} <= {"error", "cancelled", "stop"}
 
-    run(renderer, [ScriptedReply(REPLY, stall_after=3), ScriptedReply(REPLY, fail_after=2), ScriptedReply(REPLY, stall_after=3)], steps)
+    run(
+        renderer,
+        [ScriptedReply(REPLY, stall_after=3), ScriptedReply(REPLY, fail_after=2), ScriptedReply(REPLY, stall_after=3)],
+        steps,
+    )
 
 
 def test_too_many_calls_at_once_are_refused(renderer):

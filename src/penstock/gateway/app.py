@@ -28,7 +28,7 @@ from penstock.gateway.read_api import ReadApi
 from penstock.gateway.routes import FunctionEndpoint, Route, Routes, json_response
 from penstock.gateway.session import Session, Sessions
 from penstock.gateway.shared_counters import Peers
-from penstock.gateway.sources import TextEndpointSource, ReplySource, TokenSource, no_tokens_error
+from penstock.gateway.sources import ReplySource, TextEndpointSource, TokenSource, no_tokens_error
 from penstock.gateway.trajectories import Trajectories
 from penstock.http.listen import base_url, bind, is_loopback, known_names
 from penstock.pool.base import Pool

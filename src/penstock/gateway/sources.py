@@ -12,7 +12,15 @@ from penstock.chat.renderer import Renderer
 from penstock.config import EngineSection
 from penstock.engines import ENGINES
 from penstock.engines.base import Engine, SampledChunk, TokenPath
-from penstock.engines.text_endpoints.base import ArgumentsPart, TextRequest, ToolCallPart, TextChunk, ReplyPart, TextEndpoint, TextPart
+from penstock.engines.text_endpoints.base import (
+    ArgumentsPart,
+    ReplyPart,
+    TextChunk,
+    TextEndpoint,
+    TextPart,
+    TextRequest,
+    ToolCallPart,
+)
 from penstock.errors import RequestError
 from penstock.gateway.call import ModelCall, Prompt
 from penstock.gateway.dialects.base import DialectTokenizer
@@ -94,7 +102,9 @@ class TokenSource:
         decoder = self._renderer.decoder() if call.raw is None else self._renderer.tokenizer.decoder()
         return SampledReply(ReplyText(decoder, sampling.stop, self._parser(call, prompt), prompt.forced_prefix), seed=seed)
 
-    def generate(self, call: ModelCall, prompt: Prompt, sampling: Sampling, *, rollout_id: str) -> AsyncGenerator[SampledChunk, None]:
+    def generate(
+        self, call: ModelCall, prompt: Prompt, sampling: Sampling, *, rollout_id: str
+    ) -> AsyncGenerator[SampledChunk, None]:
         return self.engine.generate(prompt.ids, sampling, rollout_id=rollout_id)
 
     def facts(self) -> dict[str, object]:
@@ -146,7 +156,9 @@ class TextEndpointSource:
         return TextEndpointReply(seed=seed)
 
     def generate(self, call: ModelCall, prompt: Prompt, sampling: Sampling, *, rollout_id: str) -> AsyncGenerator[TextChunk, None]:
-        asked = TextRequest(messages=call.messages, sampling=sampling, tools=call.tools, may_call=call.reads_calls, forced=call.forced)
+        asked = TextRequest(
+            messages=call.messages, sampling=sampling, tools=call.tools, may_call=call.reads_calls, forced=call.forced
+        )
         return self.engine.ask(asked, rollout_id=rollout_id)
 
     def facts(self) -> dict[str, object]:

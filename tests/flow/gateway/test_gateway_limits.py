@@ -8,7 +8,7 @@ from penstock.gateway.dialects.chat import ChatDialect
 from penstock.gateway.pending_response import PendingResponse
 from penstock.pool import POOLS
 from penstock.records import Sampling, Task, make_rollout
-from penstock.testing import ScriptedReply, ScriptedEngine, workbench
+from penstock.testing import ScriptedEngine, ScriptedReply, workbench
 
 PINGS = {
     "/v1/chat/completions": b": still sampling\n\n",
