@@ -6,9 +6,7 @@ from typing import Annotated
 import orjson
 import typer
 
-from penstock.workspace.scaffold import FILE, TEMPLATES, apply_template
-
-__all__ = ["FILE", "app", "quickstart"]
+from penstock.workspace.scaffold import TEMPLATES, apply_template
 
 app = typer.Typer(help="Projects to begin with.", no_args_is_help=True)
 
