@@ -19,19 +19,11 @@ from penstock.gateway.call_pipeline import CallPipeline
 from penstock.gateway.control import SamplingBody
 from penstock.gateway.dialects.generate import flatten_nested
 from penstock.gateway.graph import TokenGraph
-<<<<<<< HEAD
-from penstock.gateway.model_routes import VISIT
-from penstock.gateway.routes import DEFAULT_PROMPT, reply
-from penstock.gateway.session import Sessions
-from penstock.gateway.trajectories import SOURCE, Registration, Trajectories
-from penstock.graders.rule import assistant_text, rule_reward
-=======
 from penstock.gateway.model_routes import PROMPT_UID
 from penstock.gateway.routes import DEFAULT_PROMPT, json_response
 from penstock.gateway.session import RESERVED_PREFIX, Sessions
 from penstock.gateway.trajectories import FLOW_SOURCE, Registration, Trajectories
 from penstock.graders.rule import assistant_text, rule_reward
->>>>>>> main
 from penstock.http.asgi import header, parse_json, read_body
 from penstock.http.listen import root_url
 from penstock.pool.base import Pool
@@ -288,13 +280,8 @@ def _alike(one: Sequence[int], other: Sequence[int]) -> int:
     return next((place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
-<<<<<<< HEAD
-async def judge_by_rule(rollout_id: str, messages: list[Message], fields: Mapping[str, Any]) -> float:
-    return rule_reward(assistant_text(messages), fields)
-=======
 async def reward_by_rule(rollout_id: str, messages: list[Message], fields: Mapping[str, Any]) -> float:
     return rule_reward(assistant_text(messages), fields)
->>>>>>> main
 
 
 class RewardFunction(Protocol):
@@ -340,15 +327,9 @@ class FlowRoutes:
         """Say what a trajectory is, before its first call."""
         body = await self._read(request, RegisterBody)
         rollout_id = self._own(request, request.path_params["trajectory"])
-<<<<<<< HEAD
-        assistant_text = self._registration(body, request.path_params["prompt"])
-        await self._trajectories.register(rollout_id, assistant_text)
-        return reply({"status": "ok"})
-=======
         said = self._registration(body, request.path_params["prompt"])
         await self._trajectories.register(rollout_id, said)
         return json_response({"status": "ok"})
->>>>>>> main
 
     async def complete(self, request: Request) -> Response:
         """Grade a trajectory, and take no more calls for it."""

@@ -67,11 +67,7 @@ async def open_rollout_runner(
                 artifacts=folder.path / "artifacts",
             )
         )
-<<<<<<< HEAD
-        gateway.judge = runner.compute_reward
-=======
         gateway.reward_function = runner.compute_reward
->>>>>>> main
         yield RolloutRunner(engine, runner)
 
 
