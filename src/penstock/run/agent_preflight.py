@@ -43,7 +43,7 @@ def preflight(
     Raises the ConfigError that `open_agent` would, or one that says how the process hung or died. What the file prints is dropped,
     but for the last line of one that died.
     """
-    recipe, entry = AgentSpec.to_load(source, workflow, grader), source.entry
+    recipe, entry = AgentSpec.from_config(source, workflow, grader), source.entry
     with tempfile.TemporaryFile() as verdict, tempfile.TemporaryFile() as stack, tempfile.TemporaryFile() as output:
         code = _try(recipe, (verdict, stack, output), timeout_s)
         told, where, said = _read(verdict), _line(_read(stack), entry), _read(output).split("\n")

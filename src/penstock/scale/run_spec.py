@@ -102,7 +102,7 @@ class Sent:
 
 def recipe(agent: Agent) -> bytes:
     """What loads `agent` in a process that was started in another folder."""
-    return AgentSpec.to_load(_absolute(agent.source), *agent.tables).write()
+    return AgentSpec.from_config(_absolute(agent.source), *agent.tables).write()
 
 
 def _absolute(source: AgentSection) -> AgentSection:
