@@ -130,21 +130,10 @@ ORPHANED_S = 10.0
 """How long it may take to end once its controller is gone."""
 
 
-class Passing(MemoryPool):
-    """A pool that forgets each rollout when it is told to."""
-
-    def forget(self, rollout: Rollout) -> None:
-        """As if it had never been."""
-        del self._entries[rollout.id]
-        self._shelves[rollout.channel].remove(self._groups.pop(rollout.group_id))
-        self._changes.clear()
-        self._tallies.clear()
-
-
 class Front:
     """Lets callers with the token in, each call to the gateway as a rollout of its own."""
 
-    def __init__(self, gateway: Gateway, pool: Passing, *, token: str, sampling: Sampling) -> None:
+    def __init__(self, gateway: Gateway, pool: MemoryPool, *, token: str, sampling: Sampling) -> None:
         self._gateway, self._pool, self._sampling = gateway, pool, sampling
         self._token = token.encode()
 
@@ -189,7 +178,7 @@ async def serve_model(orders: Orders) -> AsyncGenerator[str]:
         seed=secrets.randbits(31),
         decode=renderer.tokenizer.decode,
     )
-    limits, pool = Limits(), Passing(time.monotonic)
+    limits, pool = Limits(), MemoryPool(folder)
     try:
         gateway = Gateway(engine, renderer, pool, secret=secrets.token_bytes(32), limits=limits)
         front = Front(gateway, pool, token=orders.token, sampling=Sampling(max_tokens=engine.context_length))

@@ -6,7 +6,7 @@ from itertools import chain, islice, takewhile
 from typing import TYPE_CHECKING, NamedTuple, overload
 
 from penstock.chat.templates import Tool, digest, flatten, reasons, tools_digest
-from penstock.codec import ids_hash
+from penstock.codec import extend_ids_hash
 from penstock.records import Attempt, Message, Node, Step
 
 if TYPE_CHECKING:
@@ -246,7 +246,7 @@ class TokenGraph:
     def context_hash(self, node: Node, completion_ids: Sequence[int]) -> "blake2b":
         """The running hash of all tokens up to the end of a reply to `node`; only what the two add is hashed."""
         before = None if node.parent is None else self._hashes[node.parent]
-        return ids_hash(ids_hash(before, node.token_ids), completion_ids)
+        return extend_ids_hash(extend_ids_hash(before, node.token_ids), completion_ids)
 
     def prompt(self, node: int) -> tuple[int, ...]:
         """The prompt that ends with `node`, as the engine saw it."""

@@ -16,7 +16,7 @@ from penstock.gateway.graph import TokenGraph
 from penstock.gateway.routes import reply
 from penstock.gateway.trajectories import BEYOND
 from penstock.pool.base import Change, Pool, PoolStats
-from penstock.pool.paging import every_group
+from penstock.pool.paging import iterate_groups
 from penstock.records import Attempt, Group, Mark, Step
 
 MOST = 200
@@ -356,7 +356,7 @@ class Reading:
     async def _read(self, channel: str, place: Place, entries: Entries, *, limit: int, skip: int) -> "_Page":
         """Entries of one channel from a place on; the place behind them."""
         page, before, scanned = _Page(place, skip), place.told, 0
-        async for group in every_group(self._pool, channel, first_seq=place.seq):
+        async for group in iterate_groups(self._pool, channel, first_seq=place.seq):
             scanned += 1
             if scanned > SCANNED:
                 page.more = True

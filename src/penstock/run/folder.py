@@ -14,6 +14,7 @@ import orjson
 
 from penstock.config import RunConfig, make_config
 from penstock.errors import ConfigError
+from penstock.pool import POOLS
 
 MAY_CHANGE = (
     "run.folder", "train.steps", "train.checkpoint_every", "train.checkpoints_kept", "train.eval_every", "eval.", "gateway.",
@@ -174,10 +175,8 @@ def _archive(path: Path) -> None:
     kept, pool = _archive_name(path), dict[str, Any]()
     if (file := path / "config.json").exists():
         pool = orjson.loads(file.read_bytes())["config"]["pool"]
-    if pool.get("name") == "postgres":
-        from penstock.pool.postgres import rename_run
-
-        rename_run(pool["url"], path.name, kept.name)
+    if pool:
+        POOLS.load(pool["name"]).rename_run(pool["url"], path.name, kept.name)
     path.rename(kept)
 
 

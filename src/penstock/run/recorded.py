@@ -8,8 +8,8 @@ from pathlib import Path
 from penstock.config import RunConfig
 from penstock.errors import ConfigError, ModelError
 from penstock.models import cached
-from penstock.pool import POOLS
 from penstock.pool.base import Pool
+from penstock.pool.location import existing_pool, open_pool_at
 from penstock.records import Group
 from penstock.run.folder import RunFolder, find_run_folder
 
@@ -54,16 +54,9 @@ async def open_recorded(path: Path, *, channel: str, limit: int | None = None) -
     if config.engine.relays:
         text = f"{path}: {config.model.name} answered as text from an endpoint (engine.name = {config.engine.name!r})"
         raise ConfigError(f"{text}, and its tokens were never here: there is nothing to verify")
-    if config.pool.name == "memory":
-        raise ConfigError(f"{path}: this run kept its steps in memory (pool.name = 'memory'), so nothing is left of them to read")
-    if config.pool.name == "sqlite" and not (path / "pool.db").exists():
-        raise ConfigError(f"{path}: this run has no pool.db yet, so there is nothing to read; start it first")
-    pool: Pool = POOLS.load(config.pool.name)(path, url=config.pool.url)
-    try:
+    async with open_pool_at(existing_pool(path, config.pool)) as pool:
         stats = await pool.stats(channel)
         if not stats.steps:
             raise ConfigError(f"{path}: no step has been recorded in channel {channel!r} yet; wait for it, or name another channel")
         first = 0 if limit is None else max(0, stats.last_seq + 1 - limit)
         yield Recorded(folder=folder, config=config, pool=pool, channel=channel, first_seq=first, last_seq=stats.last_seq)
-    finally:
-        await pool.close()

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel
 
-from penstock.config import own_rollout
+from penstock.config import enclosing_rollout
 from penstock.errors import ConfigError, EngineError, GraderError, WorkflowError
 from penstock.events import Events
 from penstock.records import End, Task
@@ -363,7 +363,7 @@ def _file(workflow: type[Any]) -> str:
 
 
 def _environment() -> RolloutContext:
-    found = own_rollout()
+    found = enclosing_rollout()
     if found is None:
         raise ConfigError("no rollout is running; enter a RolloutContext first, or start the program with `penstock run`")
     return RolloutContext(base_url=found.base_url, api_key=found.api_key, rollout_id=found.rollout_id)

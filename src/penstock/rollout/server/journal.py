@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import IO, Literal, NamedTuple
 
 from penstock.errors import ConfigError, PoolError
-from penstock.pool.sql.database import Database, SqliteDatabase
+from penstock.pool.sql.database import PoolDatabase
+from penstock.pool.sql.sqlite import SqliteDatabase
 from penstock.pool.writer import Writer
 from penstock.rollout.server.protocol import State
 
@@ -77,7 +78,7 @@ class Standing(NamedTuple):
 class Journal:
     """One server's journal; open it with `open_journal`."""
 
-    def __init__(self, database: Database, lock: IO[str] | None, *, kept: int = KEPT) -> None:
+    def __init__(self, database: PoolDatabase, lock: IO[str] | None, *, kept: int = KEPT) -> None:
         self.lasting = lock is not None
         """Whether it is there after the process has ended."""
         self._lock = lock
@@ -93,7 +94,7 @@ class Journal:
     async def accept(self, rollout_id: str, digest: str, request: bytes) -> Literal["new", "same", "other"]:
         """Promise to run it; `same` where that was promised before, `other` where another request has this id."""
 
-        def write(database: Database) -> Literal["new", "same", "other"]:
+        def write(database: PoolDatabase) -> Literal["new", "same", "other"]:
             known = database.execute("SELECT digest FROM rollouts WHERE id = ?", (rollout_id,)).fetchone()
             if known is not None:
                 return "same" if known[0] == digest else "other"
@@ -134,7 +135,7 @@ class Journal:
         With `keep`, results could not be delivered: they stay, for the next start of the server to try again.
         """
 
-        def write(database: Database) -> None:
+        def write(database: PoolDatabase) -> None:
             last: int = database.execute("SELECT coalesce(max(settled), 0) FROM rollouts").fetchone()[0]
             what = "" if keep else ", request = NULL, completion = NULL, grade = NULL"
             database.execute(f"UPDATE rollouts SET settled = ?{what} WHERE id = ?", (last + 1, rollout_id))
@@ -145,7 +146,7 @@ class Journal:
     async def find(self, rollout_id: str) -> Standing:
         """How far it is."""
 
-        def read(database: Database) -> Standing:
+        def read(database: PoolDatabase) -> Standing:
             row = database.execute(f"SELECT state, {_MESSAGE} FROM rollouts WHERE id = ?", (rollout_id,)).fetchone()
             return Standing(State(row[0]), row[1]) if row else Standing(State.UNKNOWN, "no rollout of this id is known here")
 
@@ -163,7 +164,7 @@ class Journal:
         return await self._entries("WHERE request IS NOT NULL ORDER BY seq")
 
     async def _entries(self, where: str, *values: str) -> list[Entry]:
-        def read(database: Database) -> list[Entry]:
+        def read(database: PoolDatabase) -> list[Entry]:
             rows = database.execute(f"SELECT {_COLUMNS} FROM rollouts {where}", values).fetchall()
             return [Entry(*row)._replace(state=State(row[2])) for row in rows]
 
@@ -201,7 +202,7 @@ def _take(lock: IO[str], path: Path) -> None:
         raise ConfigError(f"{path}: another rollout server uses this journal; stop it, or give another journal") from cause
 
 
-def _opened(name: str) -> Database:
+def _opened(name: str) -> PoolDatabase:
     database = sqlite3.connect(name, isolation_level=None, check_same_thread=False, factory=SqliteDatabase)
     try:
         database.execute("PRAGMA journal_mode = WAL")
