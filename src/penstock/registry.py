@@ -12,7 +12,8 @@ from penstock.errors import ConfigError, boundary
 class Registry:
     """One table of a kind of thing ("advantage", "engine", …).
 
-    A name is looked up in the table, then among the entry points of group `penstock.<kind>`; `module:attr` names anything.
+    A name is looked up in the table, then among the entry points of the group `penstock.<kind>` (`penstock.tool_format`: spaces
+    become underscores); `module:attr` names anything. Iteration gives the table's names, then those of the entry points.
     """
 
     def __init__(self, kind: str, table: dict[str, str]) -> None:
@@ -20,7 +21,10 @@ class Registry:
         self.table = table
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.table)
+        return iter([*self.table, *(name for name in self._plugins() if name not in self.table)])
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.table or (bool(name) and name in self._plugins())  # finding entry points takes 10 ms
 
     def load(self, name: str) -> Any:
         """Import and return what `name` stands for."""
@@ -46,7 +50,7 @@ class Registry:
         return target
 
     def _plugins(self) -> dict[str, str]:
-        return {point.name: point.value for point in entry_points(group=f"penstock.{self.kind}")}
+        return {point.name: point.value for point in entry_points(group=f"penstock.{self.kind.replace(' ', '_')}")}
 
     def _hint(self, name: str) -> str:
         known = sorted({*self.table, *self._plugins()})

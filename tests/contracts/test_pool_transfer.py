@@ -13,10 +13,9 @@ from penstock.errors import ConfigError, PoolConflict
 from penstock.pool import POOLS
 from penstock.pool.base import Pool
 from penstock.pool.export.atif import file_name, trajectories
-from penstock.pool.export.transfer import TransferCounts, export_pool, import_pool
+from penstock.pool.export.transfer import TransferCounts, escape, export_pool, import_pool, unescape
 from penstock.pool.paging import GroupHistory, iterate_groups, iterate_histories
 from penstock.records import End, Grade, Mark, Sampling, Task, make_rollout
-from penstock.system.new_files import escape, unescape
 
 LOSSLESS = ["jsonl", "parquet"]
 CHANNELS = ["adhoc", "train", "val"]

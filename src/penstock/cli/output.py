@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import pairwise
@@ -13,9 +13,10 @@ import orjson
 import typer
 
 from penstock.errors import ConfigError
+from penstock.system.files import write_file
 
 if TYPE_CHECKING:
-    from penstock.models import Progress
+    from penstock.models import PullProgress
 
 
 SPARKS = "▁▂▃▄▅▆▇█"
@@ -176,14 +177,10 @@ def size(count: object) -> str:
 
 def save(path: Path, content: bytes) -> None:
     """Write a file that a person asked for, whole or not at all; ConfigError where it cannot be written."""
-    draft = path.with_name(f".{path.name}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        draft.write_bytes(content)
-        draft.replace(path)
+        write_file(path, content)
     except OSError as cause:
-        with suppress(OSError):
-            draft.unlink()
         raise ConfigError(f"{path}: cannot be written: {cause.strerror}; give another place with -o") from cause
 
 
@@ -200,7 +197,7 @@ def _text(value: object) -> str:
 
 
 @contextmanager
-def stage_progress() -> "Generator[Progress]":
+def stage_progress() -> "Generator[PullProgress]":
     """Shows a longer piece of work on stderr: a bar on a terminal, elsewhere one line for each stage."""
     from rich.console import Console
     from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn

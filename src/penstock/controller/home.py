@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.errors import ConfigError
+from penstock.system.files import create_private
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,17 +73,8 @@ class Home:
     def secret(self, name: str) -> bytes:
         """A random word of this controller's own, in a file that only its owner can read; made once."""
         file = self.path / name
-        draft = self.path / f".{name}.{secrets.token_hex(4)}"
         if not file.exists():
-            descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with os.fdopen(descriptor, "w") as out:
-                out.write(secrets.token_urlsafe(32))
-            try:
-                os.link(draft, file)  # the first of two processes wins
-            except FileExistsError:
-                pass
-            finally:
-                draft.unlink()
+            create_private(file, secrets.token_urlsafe(32).encode())
         return file.read_bytes()
 
 

@@ -1,16 +1,15 @@
 """What a keeper starts, in which environment, and how that ended: the two small files between a controller and its keepers."""
 
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Self
 
 import orjson
 
 from penstock.controller.runs import RunFiles, now
+from penstock.system.files import write_file
 
-KEPT = (
+INHERITED_VARIABLES = (
     "PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "PYTHONPATH",
     "PENSTOCK_CACHE", "XDG_CACHE_HOME", "HF_HOME", "HF_ENDPOINT", "HF_HUB_OFFLINE", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS",
     "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY",
@@ -20,7 +19,7 @@ KEPT = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class RunJob:
     """A process to keep. No secret is in it."""
 
     argv: list[str]
@@ -42,11 +41,11 @@ class Job:
         return cls(**orjson.loads(files.job.read_bytes()))
 
     def write(self, files: RunFiles) -> None:
-        write_durable(files.job, orjson.dumps(asdict(self), option=orjson.OPT_INDENT_2))
+        write_file(files.job, orjson.dumps(asdict(self), option=orjson.OPT_INDENT_2))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ending:
+class ExitRecord:
     """How a run's process ended."""
 
     code: int
@@ -67,26 +66,11 @@ class Ending:
 
     def write(self, files: RunFiles) -> None:
         """From here on the run is over."""
-        write_durable(files.end, orjson.dumps(asdict(self)))
+        write_file(files.end, orjson.dumps(asdict(self)))
 
 
-def environment(outside: Mapping[str, str], own: Mapping[str, str], secrets: Mapping[str, str]) -> dict[str, str]:
+def process_environment(outside: Mapping[str, str], own: Mapping[str, str], secrets: Mapping[str, str]) -> dict[str, str]:
     """What the run's process sees: a few variables of `outside`, then `own`, then secrets, whose names it is told."""
-    kept = {name: value for name, value in outside.items() if name in KEPT or name.startswith("LC_")}
+    kept = {name: value for name, value in outside.items() if name in INHERITED_VARIABLES or name.startswith("LC_")}
     told = {"PYTHONUNBUFFERED": "1"} | ({"PENSTOCK_SECRETS": ",".join(sorted(secrets))} if secrets else {})
     return kept | dict(own) | told | dict(secrets)
-
-
-def write_durable(path: Path, content: bytes) -> None:
-    """Replace a small file as a whole, its name included: after a power cut it is the old one or the new one."""
-    draft = path.with_name(f".{path.name}.new")
-    with draft.open("wb") as out:
-        out.write(content)
-        out.flush()
-        os.fsync(out.fileno())
-    draft.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

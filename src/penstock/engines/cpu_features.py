@@ -10,7 +10,6 @@ import os
 import signal
 import subprocess
 import sys
-import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib import metadata
@@ -20,6 +19,7 @@ import orjson
 
 from penstock.config import cache_folder
 from penstock.errors import ConfigError
+from penstock.system.files import write_file
 
 VARIABLE, WITHOUT_AMX = "ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16"
 PRODUCTS = """
@@ -110,9 +110,7 @@ def _recall(machine: dict[str, str]) -> bool | None:
 def _remember(machine: dict[str, str], able: bool) -> None:
     with suppress(OSError):  # a cache that cannot be written costs another trial, no more
         _kept().parent.mkdir(parents=True, exist_ok=True)
-        new = _kept().with_suffix(f".{uuid.uuid4().hex}")
-        new.write_bytes(orjson.dumps({"machine": machine, "runs_amx": able}))
-        new.replace(_kept())
+        write_file(_kept(), orjson.dumps({"machine": machine, "runs_amx": able}))
 
 
 def _kept() -> Path:

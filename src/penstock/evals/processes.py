@@ -15,7 +15,7 @@ import orjson
 from penstock.codec import to_json
 from penstock.config import RunConfig
 from penstock.errors import ConfigError, EngineError, GraderError, PenstockError, PoolError, PoolFailed, WorkerLost
-from penstock.evals.worker_process import Ask, Order, Orders
+from penstock.evals.worker_process import EXIT_S, Ask, Order, Orders, process_lock
 from penstock.events import Events
 from penstock.pool import POOLS
 from penstock.pool.base import Pool
@@ -26,7 +26,6 @@ from penstock.run.folder import RunFolder
 from penstock.run.inputs import Inputs
 from penstock.sdk.agent_spec import AgentSpec, command
 from penstock.sdk.discovery import Agent
-from penstock.system.presence import LEAVE_S, present
 from penstock.system.process_group import how_ended
 
 ERRORS = {kind.__name__: kind for kind in (ConfigError, EngineError, GraderError, PoolError, PoolFailed, WorkerLost)}
@@ -95,7 +94,7 @@ class Child(asyncio.SubprocessProtocol):
         """Have it ended as CANCELLED; a process that is stuck leaves that to whoever goes on with the evaluation."""
         running.done = self._loop.create_future()
         self.order(to_json(Order(cancel=rollout_id)))
-        await asyncio.wait({running.done}, timeout=LEAVE_S)
+        await asyncio.wait({running.done}, timeout=EXIT_S)
         if running.done.done():
             running.done.exception()  # it is the cancellation that goes on
 
@@ -187,7 +186,7 @@ class Child(asyncio.SubprocessProtocol):
         said = next((line.strip() for line in reversed(lines) if line.strip()), "")
         return f": {said} (more in {self.log})" if said else ""
 
-    async def close(self, *, grace_s: float = LEAVE_S) -> None:
+    async def close(self, *, grace_s: float = EXIT_S) -> None:
         """Have it undo what it runs and end; past `grace_s`, or cancelled, it is killed with all that it started."""
         self._stdin.close()
         try:
@@ -230,7 +229,7 @@ def check_processes(config: RunConfig) -> None:
     count = config.eval.processes
     if count == 1:
         return
-    if config.engine.name == "embedded":
+    if config.engine.in_process:
         remedy = "name one that is asked over HTTP, such as vllm or openai, or leave eval.processes at 1"
         raise ConfigError(f"eval.processes = {count}: the embedded engine has its weights in one process; {remedy}")
     if config.gateway.port:
@@ -378,8 +377,8 @@ async def _writer_process(config: RunConfig, folder: RunFolder) -> AsyncGenerato
     if not POOLS.load(config.pool.name).has_writer_process:
         yield ""
         return
-    with present(folder.path) as presence:
-        async with open_writer_process(folder.path, keeps=[presence]) as address:
+    with process_lock(folder.path) as descriptor:
+        async with open_writer_process(folder.path, keeps=[descriptor]) as address:
             yield address
 
 

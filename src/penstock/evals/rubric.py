@@ -12,6 +12,7 @@ import orjson
 from penstock.errors import ConfigError, DatasetError, GraderError
 from penstock.graders.judge import Case, Endpoint, Judge, Scale, Verdict
 from penstock.graders.rubric import conversation
+from penstock.system.files import write_file
 
 ANSWERS = ("solution", "solution_str", "messages")
 TASKS = ("prompt", "original_input")
@@ -188,10 +189,7 @@ def _check_place(output: Path | None) -> None:
 
 
 def _write(path: Path, text: bytes) -> None:
-    draft = path.with_name(f".{path.name}.new")
     try:
-        draft.write_bytes(text)
-        draft.replace(path)
+        write_file(path, text)
     except OSError as cause:
-        draft.unlink(missing_ok=True)
         raise ConfigError(f"{path}: cannot be written: {cause.strerror}; give another file with -o") from cause

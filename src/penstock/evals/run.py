@@ -12,10 +12,11 @@ import orjson
 
 from penstock.config import RunConfig
 from penstock.errors import ConfigError
-from penstock.evals.attempts import Plan, Row, make, plan, stored
+from penstock.evals.attempts import EvalRow, Plan, make, plan, stored
 from penstock.evals.outcome import Outcome, outcome, scores
 from penstock.evals.processes import advice, check_limits, check_processes, open_processes, spare_of
 from penstock.evals.spending import Prices, prices_of, rollout_seconds
+from penstock.evals.worker_process import wait_for_processes
 from penstock.events import Events, Listener
 from penstock.pool import POOLS
 from penstock.pool.base import Pool
@@ -23,10 +24,8 @@ from penstock.records import Sampling
 from penstock.rollout.scheduler import Runs
 from penstock.run.folder import RunFolder, locked, open_run_folder
 from penstock.run.inputs import Inputs
-from penstock.run.opening import open_pool, open_rollouts, sampling
-from penstock.sdk.dataset import load_tasks
+from penstock.run.opening import open_pool, open_rollout_runner, sampling
 from penstock.sdk.discovery import Agent
-from penstock.system.presence import await_others
 
 MAY_CHANGE = (
     "train.", "gateway.", "executor.", "scale.", "run.folder", "dataset.train", "eval.rows", "eval.k", "eval.passes",
@@ -65,12 +64,10 @@ def evaluation_config(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"run": config.run.model_copy(update={"folder": config.run.folder / "evals"})})
 
 
-def read_rows(config: RunConfig, *, columns: bool = False) -> list[Row]:
-    """The tasks that are to be tried."""
-    path = config.dataset.eval or config.dataset.train
-    tasks = load_tasks(path, columns=columns)
-    wanted = chosen_rows(config.eval.rows, len(tasks), path)
-    return [Row(number, tasks[number]) for number in wanted]
+def select_rows(config: RunConfig, inputs: Inputs) -> list[EvalRow]:
+    """Returns the tasks of `dataset.eval`, else of `dataset.train`, that `eval.rows` selects."""
+    path, tasks = config.dataset.eval or config.dataset.train, inputs.heldout or inputs.tasks
+    return [EvalRow(number, tasks[number]) for number in chosen_rows(config.eval.rows, len(tasks), path)]
 
 
 def chosen_rows(text: str, count: int, path: Path) -> list[int]:
@@ -91,7 +88,6 @@ def chosen_rows(text: str, count: int, path: Path) -> list[int]:
 async def evaluate(
     config: RunConfig,
     inputs: Inputs,
-    rows: list[Row],
     *,
     listener: Listener,
     stop: asyncio.Event,
@@ -99,11 +95,12 @@ async def evaluate(
     retry_failed: bool = False,
 ) -> Evaluation:
     """Try each row as often as `eval.samples` says, or go on where an earlier process stopped; `stop` leaves what runs undone."""
+    rows = select_rows(config, inputs)
     check_limits(config, inputs.agent)
     folder = open_run_folder(config, fresh=fresh, may_change=MAY_CHANGE, files=judged_files(inputs.agent))
     with locked(folder.path), Events(folder.events) as events:
         events.listen(listener)
-        await await_others(folder.path, events)
+        await wait_for_processes(folder.path, events)
         pool = open_pool(config, folder)
         try:
             planned = await plan(rows, pool, samples=config.eval.samples, retry_failed=retry_failed)
@@ -184,8 +181,8 @@ async def _runs(
         async with open_processes(config, inputs, folder, events, pool, count=count) as processes:
             yield processes
     else:
-        async with open_rollouts(config, inputs, folder, events, pool) as rollouts:
-            yield rollouts.runner
+        async with open_rollout_runner(config, inputs, folder, events, pool) as opened:
+            yield opened.runner
 
 
 def _sampling(config: RunConfig) -> Sampling:

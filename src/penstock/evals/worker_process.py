@@ -11,7 +11,8 @@ import sys
 import threading
 import time
 import traceback
-from contextlib import suppress
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from io import FileIO
@@ -29,13 +30,40 @@ from penstock.rollout.executors.base import read_section
 from penstock.rollout.runner import Room, Runner
 from penstock.run.folder import RunFolder
 from penstock.run.inputs import Inputs
-from penstock.run.opening import open_rollouts
+from penstock.run.opening import open_rollout_runner
 from penstock.sdk.agent_spec import AgentSpec
 from penstock.system.garbage import collect_seldom
-from penstock.system.presence import LEAVE_S, present
+from penstock.system.locks import FileLock
 
 LONGEST = 1 << 30
 """Bytes of one line."""
+EXIT_S = 15.0
+"""For a process to release everything once its parent is gone; it is then ended as it is."""
+
+
+@contextmanager
+def process_lock(folder: Path) -> Generator[int]:
+    """Hold a shared lock that says that a process of the evaluation lives; yields its descriptor.
+
+    The lock ends with this process at the latest, and with the last one that has inherited the descriptor.
+    """
+    with FileLock(_process_lock(folder)) as lock:
+        lock.acquire(shared=True)
+        yield lock.descriptor
+
+
+async def wait_for_processes(folder: Path, events: Events) -> None:
+    """Wait until the processes of a command that was killed have ended: what they still write belongs to its attempts."""
+    with FileLock(_process_lock(folder)) as lock:
+        if lock.try_acquire():
+            return
+        events.emit("stage", text="waiting for processes of an earlier command to end")
+        if not await lock.wait_async(2 * EXIT_S):
+            raise PenstockError(f"{folder}: processes of an earlier command still run; end them (`fuser {_process_lock(folder)}`)")
+
+
+def _process_lock(folder: Path) -> Path:
+    return folder / ".processes"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,12 +137,12 @@ async def work(orders: Orders, pipe: asyncio.StreamReader, teller: Teller) -> No
     )
     events = Events()
     events.listen(partial(_tell, teller, orders.number))
-    with present(folder.path):
+    with process_lock(folder.path):
         pool = _open_pool(config, orders)
         try:
-            async with open_rollouts(config, inputs, folder, events, pool) as rollouts:
+            async with open_rollout_runner(config, inputs, folder, events, pool) as opened:
                 teller.say(ready=True)
-                await _serve(pipe, rollouts.runner, teller, asyncio.Semaphore(orders.at_once))
+                await _serve(pipe, opened.runner, teller, asyncio.Semaphore(orders.at_once))
         finally:
             await pool.close()
 
@@ -179,7 +207,7 @@ def _outlive(orders: FileIO) -> None:
     gone = select.poll()
     gone.register(orders, 0)  # hanging up alone
     gone.poll()
-    time.sleep(LEAVE_S)
+    time.sleep(EXIT_S)
     os._exit(1)
 
 

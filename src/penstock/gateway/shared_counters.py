@@ -14,6 +14,7 @@ from pathlib import Path
 import orjson
 
 from penstock.gateway.observability import FAMILIES, Samples, merge
+from penstock.system.files import write_file
 
 ROWS = 1 << 16
 """Rollouts that share one by chance are only looked at more often than they need to be."""
@@ -91,10 +92,8 @@ class Peers:
         """Write my counts to where the others find them, as a whole."""
         if self._folder is None:
             return
-        file = self._file(self.number)
-        draft = file.with_suffix(".new")
-        draft.write_bytes(orjson.dumps(merge([self._before, mine])))
-        draft.replace(file)
+        # Not synced: it is written each second, and counters need not survive a power cut.
+        write_file(self._file(self.number), orjson.dumps(merge([self._before, mine])), durable=False)
 
     def _read(self, number: int) -> Samples:
         try:

@@ -1,7 +1,5 @@
 """Opening what answers: an engine with the renderer of its model, or an endpoint, which needs none."""
 
-import fcntl
-import os
 import secrets
 import socket
 from collections.abc import AsyncGenerator, Generator, Iterable
@@ -12,8 +10,19 @@ from typing import Any, NamedTuple
 import orjson
 from pydantic import create_model
 
-from penstock.config import EngineSection, GatewaySection, ModelSection, PoolSection, SamplingSection, Section, override, validate
-from penstock.engines import ENGINES, SECTIONS
+from penstock.config import (
+    EmbeddedSection,
+    EngineSection,
+    GatewaySection,
+    ModelSection,
+    PoolSection,
+    SamplingSection,
+    Section,
+    engine_section,
+    override,
+    validate,
+)
+from penstock.engines import ENGINES
 from penstock.engines.base import Engine
 from penstock.errors import ConfigError
 from penstock.events import Events
@@ -27,6 +36,8 @@ from penstock.gateway.sources import open_engine
 from penstock.pool import POOLS
 from penstock.pool.base import Pool
 from penstock.records import Sampling
+from penstock.system.files import create_private, write_file
+from penstock.system.locks import exclusive_lock
 
 CONFIG, SECRET, TOKENS = "config.json", "secret", "tokens.json"
 
@@ -36,7 +47,7 @@ class Settings(Section):
 
     model: ModelSection = ModelSection()
     sampling: SamplingSection = SamplingSection()
-    engine: EngineSection = EngineSection()
+    engine: EngineSection = EmbeddedSection()
     pool: PoolSection = PoolSection()
     gateway: GatewaySection = GatewaySection()
 
@@ -68,7 +79,7 @@ def read_settings(tree: dict[str, Any], overrides: Iterable[str] = ()) -> Settin
     override(tree, overrides)
     name = str(tree.get("engine", {}).get("name", EngineSection().name))
     ENGINES.check(name)
-    kind = SECTIONS.load(name) if name in SECTIONS else EngineSection
+    kind = engine_section(name)
     settings = validate(create_model("Settings", __base__=Settings, engine=(kind, ...)), tree, "the gateway's settings")
     POOLS.check(settings.pool.name)
     return settings
@@ -120,7 +131,7 @@ def make_folder(folder: Path, settings: Settings, model: ModelFiles) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         known = orjson.loads(file.read_bytes())["config"] if file.exists() else None
         if known is None:
-            file.write_bytes(orjson.dumps({"config": config, "datasets": {}}, option=orjson.OPT_INDENT_2))
+            write_file(file, orjson.dumps({"config": config, "datasets": {}}, option=orjson.OPT_INDENT_2))
     except (OSError, ValueError, LookupError, TypeError) as cause:
         raise ConfigError(f"{folder}: cannot be used as a folder to record into: {cause}; choose another with --folder") from cause
     for section in ("model", "pool"):
@@ -132,11 +143,8 @@ def make_folder(folder: Path, settings: Settings, model: ModelFiles) -> None:
 @contextmanager
 def alone(folder: Path) -> Generator[None]:
     """Hold the folder for this gateway: two would not know of each other's calls. The lock dies with the process."""
-    with (folder / ".gateway.lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as cause:
-            raise ConfigError(f"{folder}: another gateway serves it; stop that one, or choose another with --folder") from cause
+    refusal = ConfigError(f"{folder}: another gateway serves it; stop that one, or choose another with --folder")
+    with exclusive_lock(folder / ".gateway.lock", refusal):
         yield
 
 
@@ -144,24 +152,15 @@ def load_secret(folder: Path) -> bytes:
     """The key that signs the folder's tokens; made once, readable by the owner only."""
     file = folder / SECRET
     if not file.exists():
-        _write_private(file, secrets.token_bytes(32))
+        create_private(file, secrets.token_bytes(32))
     return file.read_bytes()
 
 
 def write_tokens(folder: Path, secret: bytes) -> Path:
     """Write the control and the admin token where only the owner reads them; returns the file."""
     tokens = Tokens(secret)
-    _write_private(folder / TOKENS, orjson.dumps({"control": tokens.control, "admin": tokens.admin, "secret": secret.hex()}))
-    return folder / TOKENS
-
-
-def _write_private(path: Path, content: bytes) -> None:
-    draft = path.with_name(f"{path.name}.new")
-    draft.unlink(missing_ok=True)
-    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "wb") as out:
-        out.write(content)
-    draft.replace(path)
+    content = orjson.dumps({"control": tokens.control, "admin": tokens.admin, "secret": secret.hex()})
+    return write_file(folder / TOKENS, content, private=True)
 
 
 def _run_config(folder: Path, settings: Settings, model: ModelFiles) -> dict[str, Any]:

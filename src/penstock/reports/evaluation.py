@@ -12,6 +12,7 @@ from penstock.graders.rubric import read_verdict_file
 from penstock.pool.base import Pool
 from penstock.records import End
 from penstock.reports.html import Pick, config_part, document, histogram, number, table, tiles, transcript
+from penstock.system.files import write_file
 
 SHOWN = 3
 """Best and worst rollouts with their transcripts, and failed ones of each end."""
@@ -23,9 +24,7 @@ async def write_eval_page(folder: Path) -> Path:
     """Write `report.html` into the evaluation's folder and return its path."""
     async with open_evaluation(folder) as found:
         page = await render_eval_page(found, folder / "artifacts")
-    path, draft = folder / "report.html", folder / "report.html.new"
-    draft.write_text(page, encoding="utf-8", errors="replace")
-    return draft.replace(path)
+    return write_file(folder / "report.html", page.encode("utf-8", "replace"))
 
 
 async def render_eval_page(found: Stored, artifacts: Path | None = None) -> str:

@@ -26,6 +26,7 @@ from penstock.reports.html import (
     tiles,
     transcript,
 )
+from penstock.system.files import write_file
 
 
 class Heldout(NamedTuple):
@@ -160,9 +161,7 @@ async def write_report(folder: Path) -> Path:
         heldout=_heldout(_read_object(folder / "evals.json")),
         **await _recorded(folder, config),
     )
-    path, draft = folder / "report.html", folder / "report.html.new"
-    draft.write_text(render_page(facts), encoding="utf-8", errors="replace")
-    return draft.replace(path)
+    return write_file(folder / "report.html", render_page(facts).encode("utf-8", "replace"))
 
 
 def choose(groups: list[Group], replaced: Sequence[tuple[Task, Attempt]] = ()) -> list[Pick]:

@@ -1,8 +1,6 @@
 """The run folder: everything a run leaves behind, in one place that can be zipped and sent to a colleague."""
 
-import fcntl
 import hashlib
-import os
 import secrets
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +13,8 @@ import orjson
 from penstock.config import RunConfig, make_config
 from penstock.errors import ConfigError
 from penstock.pool import POOLS
+from penstock.system.files import create_private, write_file
+from penstock.system.locks import exclusive_lock
 
 MAY_CHANGE = (
     "run.folder", "train.steps", "train.checkpoint_every", "train.checkpoints_kept", "train.eval_every", "eval.", "gateway.",
@@ -52,9 +52,7 @@ class RunFolder:
         """The key that signs this run's model tokens; made once, readable by the owner only."""
         file = self.path / "secret"
         if not file.exists():
-            descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with os.fdopen(descriptor, "wb") as out:
-                out.write(secrets.token_bytes(32))
+            create_private(file, secrets.token_bytes(32))
         return file.read_bytes()
 
     def metrics(self) -> list[dict[str, Any]]:
@@ -71,7 +69,7 @@ class RunFolder:
         """Forget the metrics of steps after `steps`, which a kill undid; return those kept."""
         kept = [entry for entry in self.metrics() if entry["step"] <= steps]
         text = b"".join(orjson.dumps(entry, option=orjson.OPT_APPEND_NEWLINE) for entry in kept)
-        write_atomic(self.path / "metrics.jsonl", text)
+        write_file(self.path / "metrics.jsonl", text)
         return kept
 
     def evaluations(self) -> dict[str, float | None]:
@@ -81,13 +79,13 @@ class RunFolder:
 
     def add_evaluation(self, when: str, reward: float | None) -> None:
         """Keep a held-out reward, so that a resumed run need not measure it again."""
-        write_atomic(self.path / "evals.json", orjson.dumps({**self.evaluations(), when: reward}))
+        write_file(self.path / "evals.json", orjson.dumps({**self.evaluations(), when: reward}))
 
     def keep_evaluations(self, steps: int) -> None:
         """Forget what was measured after `steps`, of weights that a kill undid."""
         kept = {when: reward for when, reward in self.evaluations().items() if int(when.rpartition("-")[2]) <= steps}
         if kept != self.evaluations():
-            write_atomic(self.path / "evals.json", orjson.dumps(kept))
+            write_file(self.path / "evals.json", orjson.dumps(kept))
 
     def summary(self) -> bytes | None:
         """What the run came to when it last ended, as JSON."""
@@ -96,7 +94,7 @@ class RunFolder:
 
     def write_summary(self, summary: bytes) -> None:
         """Keep what the run came to."""
-        write_atomic(self.path / "summary.json", orjson.dumps(orjson.loads(summary), option=orjson.OPT_INDENT_2))
+        write_file(self.path / "summary.json", orjson.dumps(orjson.loads(summary), option=orjson.OPT_INDENT_2))
 
 
 def open_run_folder(
@@ -117,7 +115,7 @@ def open_run_folder(
         return RunFolder(path, resumed=True)
     try:
         path.mkdir(parents=True, exist_ok=True)
-        write_atomic(file, orjson.dumps(settings, option=orjson.OPT_INDENT_2))
+        write_file(file, orjson.dumps(settings, option=orjson.OPT_INDENT_2))
     except OSError as cause:
         raise ConfigError(f"{path}: the run folder cannot be made: {cause.strerror}; set run.folder to a writable place") from cause
     return RunFolder(path, resumed=False)
@@ -137,22 +135,9 @@ def find_run_folder(path: Path) -> RunFolder:
 @contextmanager
 def locked(path: Path) -> Generator[None]:
     """Hold the run for this process alone; the lock dies with the process."""
-    with (path / ".lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as cause:
-            raise ConfigError(f"{path}: another process is training this run; wait for it or pick another run.name") from cause
+    refusal = ConfigError(f"{path}: another process is training this run; wait for it or pick another run.name")
+    with exclusive_lock(path / ".lock", refusal):
         yield
-
-
-def write_atomic(path: Path, content: bytes) -> None:
-    """Replace a small file as a whole: after a kill it is the old one or the new one."""
-    draft = path.with_name(f"{path.name}.new")
-    with draft.open("wb") as out:
-        out.write(content)
-        out.flush()
-        os.fsync(out.fileno())
-    draft.replace(path)
 
 
 def _lines(path: Path) -> Iterator[bytes]:

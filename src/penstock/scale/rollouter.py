@@ -10,12 +10,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from penstock.run.opening import LocalRollouts, open_pool, open_rollouts
+from penstock.run.opening import open_pool
 from penstock.scale.actor_calls import Telling
-from penstock.scale.run_spec import Sent
+from penstock.scale.run_spec import Sent, exclusive_process
 from penstock.system.garbage import collect_seldom
-from penstock.system.wait_for_lock import alone
 from penstock.train.policy import KEPT
+from penstock.train.training_run import LocalRollouts, open_rollouts
 
 T = TypeVar("T")
 
@@ -98,7 +98,7 @@ class AsyncRollouter:
         config, folder = self._sent.make_config(), self._sent.make_folder(resumed=True)
         inputs = self._sent.make_inputs(config, self._sent.load_agent())
         async with AsyncExitStack() as stack:
-            await stack.enter_async_context(alone(folder.path / ".rollouter.lock"))
+            await stack.enter_async_context(exclusive_process(folder.path / ".rollouter.lock"))
             pool = open_pool(config, folder)
             stack.push_async_callback(pool.close)
             opened = open_rollouts(config, inputs, folder, self._telling.events, pool)

@@ -1,5 +1,7 @@
 """A run as another process finds it: a file of the run's folder, from which that one makes the same config and inputs."""
 
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -9,13 +11,26 @@ from penstock.config import AgentSection, RunConfig, make_config
 from penstock.errors import ConfigError
 from penstock.records import Task
 from penstock.rollout.executors.base import read_section
-from penstock.run.folder import RunFolder, write_atomic
+from penstock.run.folder import RunFolder
 from penstock.run.inputs import Inputs
 from penstock.sdk.agent_spec import AgentSpec
 from penstock.sdk.discovery import Agent
 from penstock.sdk.workflow import AgentWorkflow
+from penstock.system.files import write_file
+from penstock.system.locks import FileLock
 
 FILE = ".sent.json"
+LOCK_WAIT_S = 60.0
+"""How long processes of a killed run may take to end."""
+
+
+@asynccontextmanager
+async def exclusive_process(path: Path) -> AsyncGenerator[None]:
+    """Hold the lock file `path`: processes of a killed run must have ended before the next ones touch its folder."""
+    with FileLock(path) as lock:
+        if not await lock.wait_async(LOCK_WAIT_S):
+            raise ConfigError(f"{path}: another process is at work on this run; wait for it or pick another run.name")
+        yield
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +73,7 @@ class Sent:
     def write(self) -> str:
         """Put it into the run's folder, whose path is returned."""
         try:
-            write_atomic(Path(self.run_folder) / FILE, to_json(self))
+            write_file(Path(self.run_folder) / FILE, to_json(self))
         except ValueError as cause:
             raise ConfigError(f"the run cannot be sent to other processes: {cause}") from cause
         return self.run_folder

@@ -15,13 +15,12 @@ from penstock.run.inputs import Inputs
 from penstock.run.opening import open_pool
 from penstock.scale.actor_calls import Telling, named
 from penstock.scale.remote_rollouts import RemoteRollouts
-from penstock.scale.run_spec import Sent
-from penstock.system.wait_for_lock import alone
+from penstock.scale.run_spec import Sent, exclusive_process
 from penstock.train.advantages import ADVANTAGES
 from penstock.train.learner import Learner
-from penstock.train.opening import TrainingRun
 from penstock.train.policy import FromDisk
 from penstock.train.run import run
+from penstock.train.training_run import TrainingRun
 
 
 class AsyncTrainer:
@@ -41,7 +40,7 @@ class AsyncTrainer:
         config, folder = self._sent.make_config(), self._sent.make_folder(resumed=resumed)
         inputs = self._sent.make_inputs(config)
         async with AsyncExitStack() as stack:
-            await stack.enter_async_context(alone(folder.path / ".trainer.lock"))
+            await stack.enter_async_context(exclusive_process(folder.path / ".trainer.lock"))
             pool = open_pool(config, folder)
             stack.push_async_callback(pool.close)
             learner = Learner(await asyncio.to_thread(_decoder, config, inputs), config.train)

@@ -25,8 +25,8 @@ from penstock.engines.base import Engine
 from penstock.engines.embedded.decoder import Decoder
 from penstock.engines.embedded.weights import load_decoder, save_decoder
 from penstock.errors import ModelError, TrainError
-from penstock.models.cache import sync
 from penstock.records import PolicyVersion
+from penstock.system.files import sync
 from penstock.train.learner import Learner
 
 OPTIMIZER, STATE = "optimizer.state", "state.json"

@@ -18,7 +18,7 @@ import orjson
 from penstock.errors import ConfigError
 from penstock.pool.paging import GroupHistory
 from penstock.records import Attempt, Message, Node, Step, Task
-from penstock.system.new_files import fresh
+from penstock.system.files import creating
 
 SCHEMA = "ATIF-v1.4"
 NAME_LIMIT = 200
@@ -40,7 +40,7 @@ class AtifSink:
 def open_export(path: Path, channels: Sequence[str]) -> Generator[AtifSink]:
     if path.suffix in (".json", ".jsonl"):
         raise ConfigError(f"{path}: ATIF is one file per rollout; give a folder with --out")
-    with fresh(path) as part:
+    with creating(path) as part:
         part.mkdir()
         yield AtifSink(part)
 

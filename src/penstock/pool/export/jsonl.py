@@ -10,9 +10,10 @@ import orjson
 
 from penstock.codec import from_json, to_json
 from penstock.errors import ConfigError
+from penstock.pool.export.transfer import escape, unescape
 from penstock.pool.paging import GroupHistory
 from penstock.records import Attempt, Group
-from penstock.system.new_files import escape, fresh, unescape
+from penstock.system.files import creating
 
 FORMAT = 1
 
@@ -33,7 +34,7 @@ class JsonlSink:
 
 @contextmanager
 def open_export(path: Path, channels: Sequence[str]) -> Generator[JsonlSink]:
-    with fresh(path) as part, part.open("wb") as out:
+    with creating(path) as part, part.open("wb") as out:
         _write(out, {"penstock_pool": FORMAT, "channels": list(channels)})
         sink = JsonlSink(out)
         yield sink

@@ -15,9 +15,10 @@ import pyarrow.parquet as arrow_parquet
 
 from penstock.codec import from_json, to_json
 from penstock.errors import ConfigError
+from penstock.pool.export.transfer import escape, unescape
 from penstock.pool.paging import GroupHistory
 from penstock.records import Attempt, Grade, Group, Mark, Node, Rollout, Step
-from penstock.system.new_files import escape, fresh, unescape
+from penstock.system.files import creating
 
 T = TypeVar("T")
 
@@ -141,7 +142,7 @@ class ParquetSink:
 
 @contextmanager
 def open_export(path: Path, channels: Sequence[str]) -> Generator[ParquetSink]:
-    with fresh(path) as part:
+    with creating(path) as part:
         part.mkdir()
         with ExitStack() as stack:
             writers = {table.name: parquet.ParquetWriter(part / f"{table.name}.parquet", _schema(table)) for table in TABLES}

@@ -160,3 +160,15 @@ async def _mark_trained(pool: Pool, history: GroupHistory, version: int) -> list
     raise PoolConflict(
         f"group {history.group.id!r} was trained into version {version}, but here it cannot be; import into another folder"
     )
+
+
+def escape(message: str) -> str:
+    """Text with lone surrogates in a form that any file can hold; other text, unless it begins with NUL, as it is."""
+    if not message.startswith("\0") and not any("\ud800" <= character <= "\udfff" for character in message):
+        return message
+    return "\0" + message.encode("utf-8", "surrogatepass").hex()
+
+
+def unescape(text: str) -> str:
+    """What `escape` was given."""
+    return bytes.fromhex(text[1:]).decode("utf-8", "surrogatepass") if text.startswith("\0") else text

@@ -5,18 +5,18 @@
 Every change is one transaction and on disk before it is acted on. A result is written once: whoever comes second finds it there.
 """
 
-import fcntl
 import os
 import sqlite3
 from contextlib import ExitStack
 from pathlib import Path
-from typing import IO, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from penstock.errors import ConfigError, PoolError
 from penstock.pool.sql.database import PoolDatabase
 from penstock.pool.sql.sqlite import SqliteDatabase
 from penstock.pool.writer import Writer
 from penstock.rollout.server.protocol import State
+from penstock.system.locks import FileLock
 
 PLACE = Path(".penstock/rollouts.db")
 KEPT = 10_000
@@ -78,7 +78,7 @@ class Standing(NamedTuple):
 class Journal:
     """One server's journal; open it with `open_journal`."""
 
-    def __init__(self, database: PoolDatabase, lock: IO[str] | None, *, kept: int = KEPT) -> None:
+    def __init__(self, database: PoolDatabase, lock: FileLock | None, *, kept: int = KEPT) -> None:
         self.lasting = lock is not None
         """Whether it is there after the process has ended."""
         self._lock = lock
@@ -184,22 +184,15 @@ def open_journal(path: Path | None, *, kept: int = KEPT) -> Journal:
     with ExitStack() as stack:
         try:
             _make_folder(path.parent)
-            lock = stack.enter_context(Path(f"{path}.lock").open("w"))
-            _take(lock, path)
+            lock = stack.enter_context(FileLock(Path(f"{path}.lock")))
+            if not lock.try_acquire():
+                raise ConfigError(f"{path}: another rollout server uses this journal; stop it, or give another journal")
             os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
             journal = Journal(_opened(str(path)), lock, kept=kept)
         except (OSError, sqlite3.Error) as cause:
             raise ConfigError(f"{path}: cannot be used as a rollout server's journal: {cause}; give another journal") from cause
         stack.pop_all()
         return journal
-
-
-def _take(lock: IO[str], path: Path) -> None:
-    """Keep other servers out; the lock dies with the process."""
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as cause:
-        raise ConfigError(f"{path}: another rollout server uses this journal; stop it, or give another journal") from cause
 
 
 def _opened(name: str) -> PoolDatabase:

@@ -1,0 +1,115 @@
+"""Atomic writes: a file or folder appears under its name when it is complete, or not at all."""
+
+import errno
+import os
+import secrets
+import shutil
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from penstock.errors import ConfigError
+
+
+def write_file(path: Path, content: bytes, *, private: bool = False, durable: bool = True) -> Path:
+    """Replace `path`: after a kill it has the old content or the new one. Returns `path`.
+
+    `private` makes it readable by the owner only. `durable=False` skips fsync, for files that need not survive a power cut.
+    """
+    with _draft(path) as draft:
+        _create(draft, content, private=private)
+        if durable:
+            publish(draft, path)
+        else:
+            draft.replace(path)
+    return path
+
+
+def create_private(path: Path, content: bytes) -> None:
+    """Write a file that only its owner can read, unless `path` exists: the first of several processes wins."""
+    with _draft(path) as draft:
+        _create(draft, content, private=True)
+        sync(draft)
+        with suppress(FileExistsError):
+            os.link(draft, path)  # unlike rename, link never replaces a file
+    _sync_names(path.parent)
+
+
+@contextmanager
+def replacing(path: Path) -> Generator[Path]:
+    """Yield a draft path beside `path` for the caller to write; a file written there replaces `path` at the end."""
+    with _draft(path) as draft:
+        yield draft
+        publish(draft, path)
+
+
+@contextmanager
+def creating(path: Path) -> Generator[Path]:
+    """Like `replacing`, for a file or a flat folder that a user asked for with --out: an existing `path` is never replaced."""
+    if os.path.lexists(path):
+        raise ConfigError(f"{path} is there already; give another path with --out, or move it away")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _draft(path) as draft:
+            yield draft
+            if os.path.lexists(path):
+                raise ConfigError(f"{path} came to be meanwhile; give another path with --out, or move it away")
+            publish(draft, path)
+    except OSError as cause:
+        raise ConfigError(f"{path}: cannot be written: {cause.strerror or cause}; choose another place with --out") from cause
+
+
+def publish(draft: Path, path: Path) -> None:
+    """Rename a complete file or flat folder to `path`, durably.
+
+    The content is synced before the rename, or a power cut could leave the name with an empty file. The folder is synced after it,
+    or the name itself could be lost.
+    """
+    sync_tree(draft)
+    draft.replace(path)
+    _sync_names(path.parent)
+
+
+def sync_tree(path: Path) -> None:
+    """Sync a file, or the files of a folder and then the folder."""
+    for each in [*path.iterdir(), path] if path.is_dir() else [path]:
+        if not each.is_symlink():
+            sync(each)
+
+
+def sync(path: Path) -> None:
+    """Bring a file, or a folder's list of names, to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sync_names(folder: Path) -> None:
+    try:
+        sync(folder)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems cannot sync a folder
+            raise
+
+
+@contextmanager
+def _draft(path: Path) -> Generator[Path]:
+    """A path beside `path`, so that the rename stays on one disk. It is random: two processes may write the same file at once."""
+    draft = path.with_name(f".{path.name[:200]}.{secrets.token_hex(4)}.part")
+    try:
+        yield draft
+    finally:
+        with suppress(OSError):  # an error here would hide the one that is being raised
+            if draft.is_dir():
+                shutil.rmtree(draft, ignore_errors=True)
+            else:
+                draft.unlink(missing_ok=True)
+
+
+def _create(path: Path, content: bytes, *, private: bool) -> None:
+    # The mode is given when the file is made: a chmod afterwards would leave a moment in which others can open it.
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o666)
+    with os.fdopen(descriptor, "wb") as out:
+        out.write(content)
