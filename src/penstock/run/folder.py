@@ -161,7 +161,7 @@ def _archive(path: Path) -> None:
     if (file := path / "config.json").exists():
         pool = orjson.loads(file.read_bytes())["config"]["pool"]
     if pool:
-        POOLS.load(pool["name"]).rename_run(pool["url"], path.name, kept.name)
+        POOLS.load(pool["name"]).rename_run(pool.get("url", ""), path.name, kept.name)
     path.rename(kept)
 
 
