@@ -15,7 +15,7 @@ from penstock.pool.sql.database import PoolDatabase
 from penstock.pool.writer import AwaitedWrite, BatchOperation, Writer
 from penstock.pool.writer_process import DRAIN_S, WriterSettings
 from penstock.pool.writer_protocol import decode_answers, encode_request
-from penstock.sdk.agent_spec import command
+from penstock.sdk.agent_spec import module_command
 
 T = TypeVar("T")
 
@@ -107,11 +107,10 @@ async def open_writer_process(folder: Path, *, keeps: Sequence[int] = ()) -> Asy
 
     It keeps the descriptors in `keeps` open while it lives, which may be longer than this process.
     """
-    with tempfile.TemporaryDirectory(
-        prefix="penstock-", ignore_cleanup_errors=True
-    ) as scratch:  # the path of a socket must be short
+    # not in the run folder: the path of a socket must be short
+    with tempfile.TemporaryDirectory(prefix="penstock-", ignore_cleanup_errors=True) as scratch:
         process = await asyncio.create_subprocess_exec(
-            *command("penstock.pool.writer_process"), stdin=PIPE, stdout=PIPE, start_new_session=True, pass_fds=keeps
+            *module_command("penstock.pool.writer_process"), stdin=PIPE, stdout=PIPE, start_new_session=True, pass_fds=keeps
         )
         try:
             yield await _await_ready(process, WriterSettings(str(folder), f"{scratch}/writer"))
