@@ -215,8 +215,8 @@ def test_a_server_that_restarts_gets_the_current_weights_before_it_serves(double
 
 def test_a_server_whose_weights_another_has_changed_is_noticed_and_gets_ours_again(start: Path, tmp_path: Path):
     async def case():
-        patience = RetryPolicy(rest_s=0.0, probe_s=0.0)
-        async with FakeVllm([Act(stall_after=3)]) as server, engine_over(server, folder=start, policy=patience) as engine:
+        policy = RetryPolicy(recheck_s=0.0, probe_s=0.0)
+        async with FakeVllm([Act(stall_after=3)]) as server, engine_over(server, folder=start, policy=policy) as engine:
             server.confesses = True
             await engine.load(1, write_policy(tmp_path / "1"))
             running = asyncio.ensure_future(read(engine, PROMPT, SHORT))
@@ -231,8 +231,8 @@ def test_a_server_whose_weights_another_has_changed_is_noticed_and_gets_ours_aga
 
 def test_a_server_that_falls_ill_while_nobody_asks_gets_no_request(start: Path):
     async def case():
-        patience = replace(QUICK, probe_s=0.0, retries=0)
-        async with FakeVllm() as one, FakeVllm() as other, engine_over(one, other, folder=start, policy=patience) as engine:
+        policy = replace(QUICK, probe_s=0.0, retries=0)
+        async with FakeVllm() as one, FakeVllm() as other, engine_over(one, other, folder=start, policy=policy) as engine:
             await read(engine, PROMPT, SHORT)
             one.healthy = False
             for _ in range(2):  # the second time, what was said the first time has been heard
