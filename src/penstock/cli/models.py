@@ -102,19 +102,19 @@ def undeploy(name: Name, as_json: AsJson = False) -> None:
 
 def _trained() -> list[dict[str, Any]] | None:
     """What runs have trained; None where no controller is named or serves, for a list starts none."""
-    from penstock.controller.client import PAGE, Client, every
+    from penstock.controller.client import PAGE_ROWS, ControllerClient, all_rows
     from penstock.controller.home import default_home
-    from penstock.controller.local import living, named_controller
+    from penstock.controller.local import find_running, named_controller
 
     home = default_home()
     client = named_controller()
     if client is None:
-        address = living(home) if home.path.is_dir() else None
-        client = Client(address.url, home.token()) if address else None
+        address = find_running(home) if home.path.is_dir() else None
+        client = ControllerClient(address.url, home.token()) if address else None
     if client is None:
         return None
     known = client
-    return list(every(lambda offset: known.models("lora", limit=PAGE, offset=offset), "models"))
+    return list(all_rows(lambda offset: known.models("lora", limit=PAGE_ROWS, offset=offset), "models"))
 
 
 def _trained_cells(row: dict[str, Any]) -> tuple[object, ...]:
