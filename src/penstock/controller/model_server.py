@@ -34,7 +34,7 @@ from penstock.engines import ENGINES
 from penstock.engines.base import Engine
 from penstock.errors import ConfigError, EngineError, PenstockError
 from penstock.gateway.app import Gateway
-from penstock.gateway.call import Limits
+from penstock.gateway.call import GatewayLimits
 from penstock.http.asgi import header
 from penstock.http.listen import base_url, bind
 from penstock.http.server import HttpServer
@@ -132,7 +132,7 @@ async def serve_embedded(spec: ModelServerSpec) -> AsyncGenerator[str]:
         seed=secrets.randbits(31),
         decode=renderer.tokenizer.decode,
     )
-    limits, pool = Limits(), EphemeralPool(time.monotonic)
+    limits, pool = GatewayLimits(), EphemeralPool(time.monotonic)
     try:
         gateway = Gateway(engine, renderer, pool, secret=secrets.token_bytes(32), limits=limits)
         app = DeploymentApp(gateway, pool, token=spec.token, sampling=Sampling(max_tokens=engine.context_length))

@@ -19,7 +19,7 @@ from penstock.controller.jobs import process_environment
 from penstock.controller.runlog import SecretRedactor
 from penstock.controller.runs import RunKind
 from penstock.errors import ConfigError, DatasetError, Issue, ModelError
-from penstock.sdk.agent_spec import command
+from penstock.sdk.agent_spec import module_command
 from penstock.system.process_group import how_ended
 
 TIMEOUT_S = 240.0
@@ -56,7 +56,7 @@ def validate_submission(
 def _run_process(task: bytes, result_fd: int, output_fd: int, code: Path, env: Mapping[str, str]) -> int | None:
     """Returns the exit code, or None after a timeout. Kills the whole session: the author's code may have started processes."""
     process = subprocess.Popen(
-        [*command(__name__), str(result_fd)],
+        [*module_command(__name__), str(result_fd)],
         cwd=code,
         env=env,
         stdin=subprocess.PIPE,

@@ -21,9 +21,10 @@ from penstock.pool.base import Pool
 from penstock.pool.remote_writer import open_writer_process
 from penstock.records import Attempt, End, Rollout, Sampling, Task
 from penstock.rollout.author_tasks import leaves
+from penstock.rollout.executors import EXECUTORS
 from penstock.run.folder import RunFolder
 from penstock.run.inputs import Inputs
-from penstock.sdk.agent_spec import AgentSpec, command
+from penstock.sdk.agent_spec import AgentSpec, module_command
 from penstock.sdk.discovery import Agent
 from penstock.system.process_group import how_ended
 
@@ -206,7 +207,12 @@ async def start(orders: Orders, events: Events) -> Child:
     with log.open("ab") as said:
         child = Child(orders.number, log, events)
         await asyncio.get_running_loop().subprocess_exec(
-            lambda: child, *command("penstock.evals.worker_process"), stdin=PIPE, stdout=PIPE, stderr=said, start_new_session=True
+            lambda: child,
+            *module_command("penstock.evals.worker_process"),
+            stdin=PIPE,
+            stdout=PIPE,
+            stderr=said,
+            start_new_session=True,
         )
     child.order(to_json(orders))
     try:
@@ -235,7 +241,7 @@ def check_processes(config: RunConfig) -> None:
         raise ConfigError(
             f"eval.processes = {count}: each needs a port, and gateway.port = {config.gateway.port} is one; set it to 0"
         )
-    if config.rollout.executor in ("ray", "server"):
+    if getattr(EXECUTORS.load(config.rollout.executor), "runs_elsewhere", False):
         text = f"rollout.executor = {config.rollout.executor!r} runs agents elsewhere already; leave eval.processes at 1"
         raise ConfigError(f"eval.processes = {count}: {text}")
 

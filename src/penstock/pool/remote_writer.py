@@ -15,7 +15,7 @@ from penstock.pool.sql.database import Database
 from penstock.pool.writer import Bulk, Waiting, Writer
 from penstock.pool.writer_process import OUTLIVES_S, WriterSettings
 from penstock.pool.writer_protocol import encode_request, read_answers
-from penstock.sdk.agent_spec import command
+from penstock.sdk.agent_spec import module_command
 
 T = TypeVar("T")
 
@@ -109,7 +109,7 @@ async def open_writer_process(folder: Path, *, keeps: Sequence[int] = ()) -> Asy
     """
     with tempfile.TemporaryDirectory(prefix="penstock-", ignore_cleanup_errors=True) as place:  # a socket's path must be short
         process = await asyncio.create_subprocess_exec(
-            *command("penstock.pool.writer_process"), stdin=PIPE, stdout=PIPE, start_new_session=True, pass_fds=keeps
+            *module_command("penstock.pool.writer_process"), stdin=PIPE, stdout=PIPE, start_new_session=True, pass_fds=keeps
         )
         try:
             yield await _await_ready(process, WriterSettings(str(folder), f"{place}/scribe"))
