@@ -75,20 +75,10 @@ def bind_port(port: int) -> socket.socket:
 # Serving with the embedded engine.
 
 
-class EphemeralPool(MemoryPool):
-    """A memory pool whose rollouts can be removed."""
-
-    def remove(self, rollout: Rollout) -> None:
-        del self._entries[rollout.id]
-        self._shelves[rollout.channel].remove(self._groups.pop(rollout.group_id))
-        self._changes.clear()
-        self._tallies.clear()
-
-
 class DeploymentApp:
     """ASGI app: checks the deployment's token, then passes each request to the gateway as a rollout of its own."""
 
-    def __init__(self, gateway: Gateway, pool: EphemeralPool, *, token: str, sampling: Sampling) -> None:
+    def __init__(self, gateway: Gateway, pool: MemoryPool, *, token: str, sampling: Sampling) -> None:
         self._gateway, self._pool, self._sampling = gateway, pool, sampling
         self._token = token.encode()
 
@@ -106,7 +96,7 @@ class DeploymentApp:
             await self._gateway.app(self._as_rollout(scope, rollout), receive, send)
         finally:
             self._gateway.close(rollout.id)
-            self._pool.remove(rollout)
+            self._pool.forget(rollout)
 
     def _is_authorized(self, scope: Scope) -> bool:
         scheme, _, bearer = header(scope["headers"], b"authorization").partition(" ")
@@ -132,7 +122,7 @@ async def serve_embedded(spec: ModelServerSpec) -> AsyncGenerator[str]:
         seed=secrets.randbits(31),
         decode=renderer.tokenizer.decode,
     )
-    limits, pool = GatewayLimits(), EphemeralPool(time.monotonic)
+    limits, pool = GatewayLimits(), MemoryPool(folder)
     try:
         gateway = Gateway(engine, renderer, pool, secret=secrets.token_bytes(32), limits=limits)
         app = DeploymentApp(gateway, pool, token=spec.token, sampling=Sampling(max_tokens=engine.context_length))
