@@ -172,7 +172,7 @@ def _reported_error(error: Any) -> UpstreamError:
 # The engine
 
 
-class ServedModel(NamedTuple):
+class RemoteModel(NamedTuple):
     """What a server says about its model."""
 
     model: str
@@ -199,7 +199,7 @@ class RemoteEngine(ABC):
         urls: Sequence[str],
         *,
         name: str,
-        served: ServedModel,
+        served: RemoteModel,
         folder: Path = Path(),
         timeouts: RequestTimeouts | None = None,
         policy: RetryPolicy | None = None,
@@ -284,11 +284,16 @@ class RemoteEngine(ABC):
     async def close(self) -> None:
         await self.client.close()
 
+    @classmethod
+    def preflight(cls, section: RemoteSection, model: str) -> None:
+        """ConfigError if no server answers, or if they differ. Blocks."""
+        inspect_servers(cls, section.addresses(), model, section.key())
+
     # What each kind of server does in its own way
 
     @classmethod
     @abstractmethod
-    async def inspect(cls, http: HttpClient, url: str, name: str) -> ServedModel:
+    async def inspect(cls, http: HttpClient, url: str, name: str) -> RemoteModel:
         """Ask the server at `url` about the model of this name, else about its only one."""
 
     @abstractmethod
@@ -418,7 +423,7 @@ E = TypeVar("E", bound=RemoteEngine)
 class FleetInspection(NamedTuple):
     """What the servers of a fleet say about themselves."""
 
-    served: ServedModel
+    served: RemoteModel
     down: frozenset[str]
     """URLs that do not answer."""
 
@@ -459,9 +464,9 @@ def inspect_servers(engine: type[RemoteEngine], urls: Sequence[str], name: str, 
 
 async def _inspect_all(
     engine: type[RemoteEngine], urls: Sequence[str], name: str, key: str
-) -> tuple[dict[str, ServedModel], dict[str, UpstreamError]]:
+) -> tuple[dict[str, RemoteModel], dict[str, UpstreamError]]:
     http = HttpClient(RequestTimeouts(), key=key)
-    found: dict[str, ServedModel] = {}
+    found: dict[str, RemoteModel] = {}
     errors: dict[str, UpstreamError] = {}
     try:
         for url in urls:
