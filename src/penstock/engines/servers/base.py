@@ -322,8 +322,6 @@ class RemoteEngine(ABC):
     async def weights_label(self, url: str) -> str:
         """The label of the weights that the server at `url` holds."""
 
-    # Requests
-
     def _check_request(self, prompt_ids: Sequence[int], sampling: Sampling) -> None:
         length, most = len(prompt_ids), sampling.max_tokens
         if not length:
@@ -342,8 +340,6 @@ class RemoteEngine(ABC):
             return ServerRequest(orjson.dumps(self.body(prompt, sampling, key)), self.reader(prompt, sampling, server), key)
 
         return prepare
-
-    # Weights
 
     def _weights(self, version: int, folder: Path) -> PublishedWeights:
         return PublishedWeights(version, folder.absolute(), f"penstock-{self._run}-{version}")

@@ -13,15 +13,11 @@ from penstock.http.client import HttpClient, UpstreamError
 from penstock.records import Sampling
 
 
-class CompletionLogprobs(TypedDict):
-    token_logprobs: list[float]
-
-
 class CompletionChoice(TypedDict, total=False):
     """What one event adds to the reply; only the fields that are read."""
 
     token_ids: list[int] | None
-    logprobs: CompletionLogprobs | None
+    logprobs: dict[str, list[float]] | None
     prompt_token_ids: list[int] | None
     """In the first event: the prompt as the server saw it."""
     finish_reason: Literal["stop", "length"] | None
