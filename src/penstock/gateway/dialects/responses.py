@@ -650,7 +650,9 @@ class ResponseEvents:
             made["content"][0]["logprobs"] = extra["logprobs"] = item.sent_logprobs
         key = DELTA_EVENTS[item.kind][1]
         parts.append(
-            self._item_event(item, "done", **{key: made["content"][0][key] if item.kind in ITEMS_WITH_PARTS else made[key]}, **extra)
+            self._item_event(
+                item, "done", **{key: made["content"][0][key] if item.kind in ITEMS_WITH_PARTS else made[key]}, **extra
+            )
         )
         if item.kind in ITEMS_WITH_PARTS:
             parts.append(self._part_event("response.content_part.done", made))
