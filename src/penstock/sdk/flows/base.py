@@ -172,7 +172,7 @@ class AgentFlowBase(ABC):
     async def gateway_submit_steps(self, steps: Sequence[SubmittedStep | Mapping[str, Any]], channel: str | None = None) -> int:
         """Submits steps, by default to the rollout's own channel. Returns how many were accepted."""
         submitted = [step if isinstance(step, SubmittedStep) else SubmittedStep(**step) for step in steps]
-        return await self._client.submit([self._attributed(step.wire()) for step in submitted], channel or self.channel)
+        return await self._client.submit([self._attributed(step.to_json()) for step in submitted], channel or self.channel)
 
     @overload
     async def gateway_compute_reward(

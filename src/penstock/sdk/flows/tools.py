@@ -77,7 +77,7 @@ async def _run(call: str, tools: Tools) -> str:
     if not isinstance(arguments, dict):
         return f"error: the arguments of {name} are not a JSON object"
     try:
-        return _to_text(await _call(tools[name], cast("dict[str, Any]", arguments)))
+        return _result_text(await _call(tools[name], cast("dict[str, Any]", arguments)))
     except Exception as error:  # the model reads the error and may correct its call
         return f"error: {name}: {type(error).__name__}: {error}"
 
@@ -89,7 +89,7 @@ async def _call(tool: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     return await result if inspect.isawaitable(result) else result
 
 
-def _to_text(result: Any) -> str:
+def _result_text(result: Any) -> str:
     return result if isinstance(result, str) else json.dumps(result, default=str)
 
 
