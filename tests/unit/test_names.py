@@ -22,10 +22,13 @@ REPEATED = {
 }
 """Class names that several files may have."""
 
-RIDDLES = frozenset(
-    "scribe letters dictation bell seals tallies shelves flight flights told talk growth board errand errands outlet outlets speech zygote "
-    "nursery guests warmth course keeper keepers sealing stations station strays elsewhere telling following relay relays wire".split()
-)
+# fmt: off
+RIDDLES = frozenset({
+    "scribe", "letters", "dictation", "bell", "seals", "tallies", "shelves", "flight", "flights", "told", "talk", "growth",
+    "board", "errand", "errands", "outlet", "outlets", "speech", "zygote", "nursery", "guests", "warmth", "course", "keeper",
+    "keepers", "sealing", "stations", "station", "strays", "elsewhere", "telling", "following", "relay", "relays", "wire",
+})
+# fmt: on
 """Words that once named something here and said nothing to a reader who did not know."""
 
 ALLOWED = {
