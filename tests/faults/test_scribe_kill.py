@@ -16,16 +16,16 @@ from penstock.pool.check import check_file
 from penstock.pool.remote_writer import open_writer_process
 from penstock.pool.sqlite import open_pool
 from penstock.records import make_rollout
-from penstock.sdk.agent_spec import command
+from penstock.system.processes import module_command
 
 LANES, STEPS = 12, 200
 STARTER = """
 import asyncio, sys
 from pathlib import Path
-from penstock.pool.remote_writer import open_scribe
+from penstock.pool.remote_writer import open_writer_process
 
 async def main():
-    async with open_scribe(Path(sys.argv[1])) as address:
+    async with open_writer_process(Path(sys.argv[1])) as address:
         print(address, flush=True)
         await asyncio.sleep(1000)
 
@@ -97,7 +97,7 @@ def test_a_scribe_writes_for_those_that_are_left_when_its_starter_is_killed_and_
 
 def test_one_whose_starter_is_gone_before_it_said_anything_ends_without_a_word() -> None:
     ended = subprocess.run(
-        command("penstock.pool.writer_process"), stdin=subprocess.DEVNULL, capture_output=True, timeout=60, check=False
+        module_command("penstock.pool.writer_process"), stdin=subprocess.DEVNULL, capture_output=True, timeout=60, check=False
     )
     assert (ended.returncode, ended.stdout, ended.stderr) == (1, b"", b"")
 

@@ -29,7 +29,7 @@ from penstock.cli import run as recording
 from penstock.cli import train as training
 from penstock.cli.interrupts import INTERRUPTED
 from penstock.errors import ConfigError, ControllerError, Issue, PenstockError
-from penstock.system.garbage import collect_seldom
+from penstock.system.processes import relax_gc
 
 HELP = "--help"
 
@@ -94,7 +94,7 @@ def root(
 
 
 def main() -> None:
-    collect_seldom()
+    relax_gc()
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # pyright: ignore[reportAttributeAccessIssue]  # model text may not fit the terminal
     sys.exit(run(sys.argv[1:]))

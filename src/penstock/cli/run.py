@@ -22,7 +22,7 @@ from penstock.cli.output import clock, counts, percent
 from penstock.errors import ConfigError
 from penstock.records import Attempt, End
 from penstock.sdk.environment import routes
-from penstock.system.process_group import end_group, signal_group
+from penstock.system.processes import end_group, signal_group
 
 if TYPE_CHECKING:
     pass
@@ -63,7 +63,7 @@ async def run_command(
                 stopped.cancel()
     finally:
         if process.returncode is None or stop.is_set():
-            signal_group(process, signal.SIGKILL)
+            signal_group(process.pid, signal.SIGKILL)
     code = await process.wait()
     return Ended(code if code >= 0 else 128 - code, late)
 

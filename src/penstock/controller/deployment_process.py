@@ -1,22 +1,18 @@
 """One deployment's process, kept up: started, asked whether it is well, and started again when it is not."""
 
 import asyncio
-import os
-import signal
-import sys
-from asyncio.subprocess import PIPE, Process
+from asyncio.subprocess import Process
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import aiohttp
-import orjson
 
 from penstock.codec import to_json
 from penstock.controller.model_server import Orders
 from penstock.errors import ControllerError
+from penstock.system.processes import end_process, kill_process, read_answer, start_child
 
 FIRST_WAIT_S, LONGEST_WAIT_S, YOUNG_S = 0.2, 30.0, 60.0
 """Before a process that ended is started again: doubled each time for one that did not live long."""
@@ -69,23 +65,17 @@ class ServedModel:
             await self._until_unwell(process)
         finally:
             self.url = self.pid = None
-            await _end(process)
+            await end_process(process, GRACE_S)
 
     async def _start(self) -> Process:
-        command = (sys.executable, "-P", "-m", "penstock.controller.model_server")
         with self._log.open("ab") as log:
-            process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, stderr=log, start_new_session=True)
-        assert process.stdin is not None, "it is a pipe, held open as long as the controller lives"
-        process.stdin.write(to_json(self._orders) + b"\n")
-        return process
+            return await start_child("penstock.controller.model_server", to_json(self._orders), stderr=log)
 
     async def _ready(self, process: Process) -> str:
-        assert process.stdout is not None, "it is a pipe"
-        line = await process.stdout.readline()
-        told = orjson.loads(line) if line else {"error": f"its process ended as it started; {self._log} says why"}
-        if "error" in told:
-            raise ControllerError(told["error"], code="DEPLOYMENT_FAILED", status=409)
-        return told["url"]
+        answer = await read_answer(process, f"its process ended as it started; {self._log} says why")
+        if "error" in answer:
+            raise ControllerError(answer["error"], code="DEPLOYMENT_FAILED", status=409)
+        return answer["url"]
 
     async def _until_unwell(self, process: Process) -> None:
         """Return when the process has ended, or does not answer any more."""
@@ -99,7 +89,7 @@ class ServedModel:
                         return
                     missed = 0 if await self._is_well(session) else missed + 1
             self.failure = f"its process gave no answer {MISSED} times; it is started again"
-            _kill(process)
+            kill_process(process)
         finally:
             ended.cancel()
 
@@ -109,35 +99,3 @@ class ServedModel:
                 return response.status == 200
         except (aiohttp.ClientError, TimeoutError):
             return False
-
-
-async def _end(process: Process) -> None:
-    """End a process and all that it started, and wait until it is gone; a cancellation waits for that too."""
-    ending = asyncio.ensure_future(_terminate(process))
-    try:
-        await asyncio.shield(ending)
-    except asyncio.CancelledError:
-        _kill(process)
-        await ending
-        raise
-
-
-async def _terminate(process: Process) -> None:
-    if process.returncode is None:
-        with suppress(ProcessLookupError):
-            process.terminate()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(GRACE_S):
-                await process.wait()
-    _kill(process)
-    await process.wait()
-    if process.stdin is not None:
-        process.stdin.close()
-        with suppress(OSError):
-            await process.stdin.wait_closed()
-
-
-def _kill(process: Process) -> None:
-    """The whole session that it leads: it may have started others."""
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)

@@ -1,7 +1,6 @@
 """What a serving process is told to do, and the socket that it serves on."""
 
 import asyncio
-import contextlib
 import hmac
 import os
 import secrets
@@ -9,7 +8,6 @@ import shutil
 import signal
 import socket
 import sys
-import threading
 import time
 from asyncio.subprocess import Process
 from collections.abc import AsyncGenerator
@@ -36,7 +34,7 @@ from penstock.http.listen import base_url, bind
 from penstock.http.server import HttpServer
 from penstock.pool.memory import MemoryPool
 from penstock.records import Rollout, Sampling, Task, make_rollout
-from penstock.system.garbage import collect_seldom
+from penstock.system.processes import end_process, exit_after_parent, relax_gc
 
 HOST = "127.0.0.1"
 
@@ -91,7 +89,7 @@ async def serve_with_vllm(orders: Orders) -> AsyncGenerator[str]:
         finally:
             watching.cancel()
     finally:
-        await _end(process)
+        await end_process(process, GRACE_S)
 
 
 async def _until_up(process: Process, health: str) -> None:
@@ -111,17 +109,6 @@ async def _end_with(process: Process) -> None:
     """A server that ends takes this process with it, so that the controller starts both again."""
     await process.wait()
     os._exit(3)
-
-
-async def _end(process: Process) -> None:
-    if process.returncode is None:
-        process.terminate()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(GRACE_S):
-                await process.wait()
-    if process.returncode is None:
-        process.kill()
-        await process.wait()
 
 
 DRAIN_S = 5.0
@@ -204,7 +191,12 @@ async def _main(orders: Orders, out: BinaryIO) -> int:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, stop.set)
-    threading.Thread(target=_watch, args=(loop, stop), daemon=True).start()
+
+    def stop_soon() -> None:
+        with suppress(RuntimeError):  # the loop is closed: it has stopped already
+            loop.call_soon_threadsafe(stop.set)
+
+    exit_after_parent(0, ORPHANED_S, stop_soon)
     opening = serve_with_vllm(orders) if orders.engine == "vllm" else serve_model(orders)
     try:
         async with opening as url:
@@ -216,16 +208,6 @@ async def _main(orders: Orders, out: BinaryIO) -> int:
     return 0
 
 
-def _watch(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
-    """Wait until the controller is gone; then end, in good order or, where that takes too long, not."""
-    while os.read(0, 1 << 10):  # not by `sys.stdin`, whose lock would be held when this process ends in good order
-        pass
-    with contextlib.suppress(RuntimeError):
-        loop.call_soon_threadsafe(stop.set)
-    time.sleep(ORPHANED_S)
-    os._exit(1)
-
-
 def _say(out: BinaryIO, **told: object) -> None:
     out.write(orjson.dumps(told) + b"\n")
     out.flush()
@@ -233,7 +215,7 @@ def _say(out: BinaryIO, **told: object) -> None:
 
 def main() -> int:
     """Take orders and carry them out."""
-    collect_seldom()
+    relax_gc()
     orders = from_json(Orders, sys.stdin.buffer.readline())
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever a library prints must not be taken for our word

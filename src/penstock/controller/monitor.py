@@ -4,7 +4,6 @@
 Who finds the run's lock held, or the run over, leaves: a run never has two. What is left without an exit file is taken up again.
 """
 
-import ctypes
 import os
 import select
 import signal
@@ -24,7 +23,7 @@ from penstock.controller.runlog import Lines, RunLog, Strike
 from penstock.controller.runs import RunFiles
 from penstock.errors import ConfigError
 from penstock.system.locks import FileLock, lock_holder
-from penstock.system.process_group import how_ended
+from penstock.system.processes import describe_exit, die_with_parent, signal_group
 
 MARK = "PENSTOCK_RUN"
 """Variable by which processes of a run are known: its folder."""
@@ -78,7 +77,7 @@ class RunMonitor:
             return -signal.SIGINT
         self._process = process = subprocess.Popen(
             argv, cwd=self._job.cwd, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            process_group=0, preexec_fn=_die_with(os.getpid()),
+            process_group=0, preexec_fn=die_with_parent(),
         )  # fmt: skip
         with process:
             if self.asked:
@@ -111,8 +110,7 @@ class RunMonitor:
 
     def _signal(self, number: int) -> None:
         if self._process is not None:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, number)
+            signal_group(self._process.pid, number)
 
 
 def keep(files: RunFiles, secrets: Mapping[str, str]) -> None:
@@ -129,7 +127,7 @@ def keep(files: RunFiles, secrets: Mapping[str, str]) -> None:
     end_strays(files)
     stopped = keeper.asked and files.stop.exists()
     over = code == 0 or stopped or not keeper.asked
-    log.add(f"its process {how_ended(code)}" + ("" if over else "; the run is taken up again by a controller"), "info")
+    log.add(f"its process {describe_exit(code)}" + ("" if over else "; the run is taken up again by a controller"), "info")
     log.close()
     if over:
         _note(files, Ending(code=code, stopped=stopped, message="" if stopped else _reason(code, log.reason)))
@@ -150,7 +148,7 @@ def _reason(code: int, said: str) -> str:
     """Why a run failed; empty for one that did not."""
     if code == 0 or (code > 0 and said):
         return said if code else ""
-    return f"its process {how_ended(code)}" + (f", and had said: {said}" if said else "")
+    return f"its process {describe_exit(code)}" + (f", and had said: {said}" if said else "")
 
 
 def _note(files: RunFiles, ending: Ending) -> None:
@@ -196,20 +194,6 @@ def _marked(mark: bytes) -> Generator[int]:
 
 def _has_ended(pid: int) -> bool:
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-
-
-def _die_with(keeper: int) -> Any:
-    """What a child does before it becomes the run's process: ask the kernel to end it when its keeper ends."""
-    if sys.platform != "linux":
-        return None
-    prctl = ctypes.CDLL(None, use_errno=True).prctl
-
-    def ask() -> None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != keeper:  # it ended before that
-            os._exit(1)
-
-    return ask
 
 
 def main() -> None:

@@ -4,7 +4,6 @@ import asyncio
 import logging
 import os
 import signal
-import sys
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +18,7 @@ from penstock.controller.runs import Run, RunFiles, Runs, Status
 from penstock.controller.vault import Vault
 from penstock.errors import PenstockError
 from penstock.system.files import write_file
+from penstock.system.processes import module_command, spawn_detached
 
 LOOK_S = 0.3
 """Between two looks at the runs."""
@@ -178,19 +178,8 @@ def start_keeper(files: RunFiles, secrets: Mapping[str, str]) -> int:
     """A process of its own session that outlives this one; secrets reach it through a pipe, and through nothing else."""
     reading, writing = os.pipe()
     try:
-        pid = os.posix_spawn(
-            sys.executable,
-            [sys.executable, "-P", "-m", "penstock.controller.monitor", str(files.path)],
-            os.environ,
-            file_actions=[
-                (os.POSIX_SPAWN_DUP2, reading, 0),
-                (os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0),
-                (os.POSIX_SPAWN_OPEN, 2, str(files.path / "keeper.err"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600),
-            ],
-            setsid=True,
-            setsigdef=[signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE],  # whatever this process ignores
-            setsigmask=[],
-        )
+        command = [*module_command("penstock.controller.monitor"), str(files.path)]
+        pid = spawn_detached(command, log=files.path / "keeper.err", stdin=reading)
     finally:
         os.close(reading)
     with os.fdopen(writing, "wb") as pipe, suppress(BrokenPipeError):  # one that found the run kept or over has left

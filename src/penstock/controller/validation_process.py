@@ -4,12 +4,9 @@ As a module that is run, it is that process: the config comes in on stdin, and i
 """
 
 import os
-import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +16,7 @@ from penstock.controller.jobs import environment
 from penstock.controller.runlog import Strike
 from penstock.controller.runs import Kind
 from penstock.errors import ConfigError, DatasetError, Issue, ModelError
-from penstock.sdk.agent_spec import command
-from penstock.system.process_group import how_ended
+from penstock.system.processes import describe_exit, last_line, run_module
 
 CHECK_S = 240.0
 """For all of it; a dataset is read as a whole."""
@@ -31,46 +27,32 @@ def check(tree: Mapping[str, Any], kind: Kind, *, code: Path, env: Mapping[str, 
     """ConfigError with everything that is wrong with a run of `tree`; its texts name files as they are in the snapshot `code`."""
     task = orjson.dumps({"tree": tree, "kind": kind, "where": "the submission"})
     with tempfile.TemporaryFile() as verdict, tempfile.TemporaryFile() as output:
-        ended = _run(task, verdict.fileno(), output.fileno(), code, environment(os.environ, env, secrets))
+        ended = run_module(
+            __name__,
+            str(verdict.fileno()),
+            stdin=task,
+            output=output.fileno(),
+            timeout_s=CHECK_S,
+            pass_fds=[verdict.fileno()],
+            cwd=code,
+            env=environment(os.environ, env, secrets),
+        )
         verdict.seek(0)
         output.seek(0)
-        told, said = verdict.read(), output.read().decode("utf-8", "replace").strip()
+        told, said = verdict.read(), output.read().decode("utf-8", "replace")
     strike = Strike(secrets.values())
 
     def clean(text: str) -> str:
         return strike(text.replace(f"{code.resolve()}/", "").replace(f"{code}/", ""))
 
     if not told:
-        last = clean(said.splitlines()[-1][:300]) if said else "nothing"
-        how = f"took longer than {CHECK_S:g} s" if ended is None else how_ended(ended)
+        last = clean(last_line(said)[:300]) or "nothing"
+        how = f"took longer than {CHECK_S:g} s" if ended is None else describe_exit(ended)
         raise ConfigError(f"the submission could not be checked: the process that did {how} and had said: {last}")
     found = orjson.loads(told)
     if found:
         issues = [Issue(key, clean(message), correction) for key, message, correction in found["issues"]]
         raise ERRORS[found["error"]](clean(found["message"]), issues)
-
-
-def _run(task: bytes, verdict: int, output: int, code: Path, env: Mapping[str, str]) -> int | None:
-    """The exit code; None where it had to be killed. Nothing of it is left."""
-    process = subprocess.Popen(
-        [*command(__name__), str(verdict)],
-        cwd=code,
-        env=env,
-        stdin=subprocess.PIPE,
-        stdout=output,
-        stderr=output,
-        pass_fds=[verdict],
-        start_new_session=True,
-    )
-    try:
-        process.communicate(task, timeout=CHECK_S)
-        return process.returncode
-    except subprocess.TimeoutExpired:
-        return None
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
 
 def _verdict(task: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,9 +23,9 @@ from penstock.records import Attempt, End, Rollout, Sampling, Task
 from penstock.rollout.author_tasks import leaves
 from penstock.run.folder import RunFolder
 from penstock.run.inputs import Inputs
-from penstock.sdk.agent_spec import AgentSpec, command
+from penstock.sdk.agent_spec import AgentSpec
 from penstock.sdk.discovery import Agent
-from penstock.system.process_group import how_ended
+from penstock.system.processes import describe_exit, last_line, module_command, signal_group
 
 ERRORS = {kind.__name__: kind for kind in (ConfigError, EngineError, GraderError, PoolError, PoolFailed, WorkerLost)}
 """What a rollout may raise, by name; anything else is a PenstockError here."""
@@ -168,7 +168,7 @@ class Child(asyncio.SubprocessProtocol):
         """Tell whoever waits that it is no more."""
         if self.is_over:
             return
-        self.fate = how_ended(self._transport.get_returncode() or 0)
+        self.fate = describe_exit(self._transport.get_returncode() or 0)
         self._transport.close()
         self._over.set_result(None)
         if not self.ready.done():
@@ -181,8 +181,7 @@ class Child(asyncio.SubprocessProtocol):
     def _last_line(self) -> str:
         with self.log.open("rb") as file:
             file.seek(self._said_before)
-            lines = file.read().decode(errors="replace").split("\n")
-        said = next((line.strip() for line in reversed(lines) if line.strip()), "")
+            said = last_line(file.read().decode(errors="replace"))
         return f": {said} (more in {self.log})" if said else ""
 
     async def close(self, *, grace_s: float = EXIT_S) -> None:
@@ -192,8 +191,7 @@ class Child(asyncio.SubprocessProtocol):
             await asyncio.wait({self._over}, timeout=grace_s)
         finally:
             if not self._exited:
-                with suppress(ProcessLookupError, PermissionError):
-                    os.killpg(self._transport.get_pid(), signal.SIGKILL)
+                signal_group(self._transport.get_pid(), signal.SIGKILL)
             await asyncio.wait({self._over}, timeout=KILLED_S)
             with suppress(FileNotFoundError):
                 if self.is_over and not self.log.stat().st_size:
@@ -206,7 +204,12 @@ async def start(orders: Orders, events: Events) -> Child:
     with log.open("ab") as said:
         child = Child(orders.number, log, events)
         await asyncio.get_running_loop().subprocess_exec(
-            lambda: child, *command("penstock.evals.worker_process"), stdin=PIPE, stdout=PIPE, stderr=said, start_new_session=True
+            lambda: child,
+            *module_command("penstock.evals.worker_process"),
+            stdin=PIPE,
+            stdout=PIPE,
+            stderr=said,
+            start_new_session=True,
         )
     child.order(to_json(orders))
     try:

@@ -7,20 +7,18 @@ stops when it is told to or when its parent is gone.
 import asyncio
 import signal
 import sys
-from asyncio.subprocess import PIPE, Process
+from asyncio.subprocess import Process
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-
-import orjson
 
 from penstock.codec import from_json, to_json
 from penstock.errors import ConfigError, EngineError, PenstockError
 from penstock.gateway.shared_counters import Peers
 from penstock.gateway.standalone import ModelFiles, Settings, load_secret, open_gateway, read_settings
 from penstock.http.listen import bind
-from penstock.system.garbage import collect_seldom
+from penstock.system.processes import end_process, kill_process, read_answer, relax_gc, start_child, write_answer
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.1, 10.0
 """Before a worker that died young is replaced; doubled each time."""
@@ -89,8 +87,8 @@ class Crew:
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
         except asyncio.CancelledError:
-            self._drain_s = 0.0
-            self._kill()
+            for process in self._living():
+                kill_process(process)
             raise
         finally:
             await self._end_all()
@@ -108,17 +106,12 @@ class Crew:
             await asyncio.sleep(wait_s)
 
     async def _start(self, number: int) -> Process:
-        command = (sys.executable, "-P", "-m", "penstock.gateway.workers")
-        process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, start_new_session=True)
+        process = await start_child("penstock.gateway.workers", to_json(replace(self._orders, number=number)))
         self._processes[number] = process
-        assert process.stdin is not None, "it is a pipe, held open as long as the parent lives"
-        process.stdin.write(to_json(replace(self._orders, number=number)) + b"\n")
         return process
 
     async def _await_ready(self, number: int, process: Process) -> None:
-        assert process.stdout is not None, "it is a pipe"
-        line = await process.stdout.readline()
-        found = orjson.loads(line) if line else {"error": f"worker {number} died as it started"}
+        found = await read_answer(process, f"worker {number} died as it started")
         if "error" in found and not self._told:
             raise (ConfigError if found.get("bad_input") else EngineError)(found["error"])
         if "error" in found or self._told:
@@ -131,23 +124,12 @@ class Crew:
 
     async def _end_all(self) -> None:
         """Ask all of them to stop, wait, and end those that still do not."""
-        living = [process for process in self._processes.values() if process.returncode is None]
-        for process in living:
-            process.terminate()
-        waits = [asyncio.ensure_future(process.wait()) for process in living]
-        try:
-            if waits:
-                await asyncio.wait(waits, timeout=self._drain_s + GRACE_S)
-        finally:
-            self._kill()
+        async with asyncio.TaskGroup() as group:
+            for process in self._living():
+                group.create_task(end_process(process, self._drain_s + GRACE_S))
 
-    def _kill(self) -> None:
-        for process in self._processes.values():
-            if process.returncode is None:
-                process.kill()
-
-
-READY = b'{"event":"ready"}\n'
+    def _living(self) -> list[Process]:
+        return [process for process in self._processes.values() if process.returncode is None]  # ids of others may be reused
 
 
 async def work(orders: Orders, orders_pipe: asyncio.StreamReader) -> None:
@@ -162,7 +144,7 @@ async def work(orders: Orders, orders_pipe: asyncio.StreamReader) -> None:
         settings, model, folder=folder, secret=load_secret(folder), sock=sock, peers=peers, is_open=orders.is_open
     )
     async with opening as opened:
-        _say(READY)
+        write_answer(event="ready")
         async with asyncio.TaskGroup() as group:
             asides = [group.create_task(peers.keep(opened.gateway.samples)), group.create_task(_until_gone(orders_pipe, stop))]
             await stop.wait()
@@ -183,16 +165,11 @@ async def _main() -> int:
     try:
         await work(orders, pipe)
     except PenstockError as error:
-        _say(orjson.dumps({"error": str(error), "bad_input": isinstance(error, ConfigError)}) + b"\n")
+        write_answer(error=str(error), bad_input=isinstance(error, ConfigError))
         return 2
     return 0
 
 
-def _say(line: bytes) -> None:
-    sys.stdout.buffer.write(line)
-    sys.stdout.buffer.flush()
-
-
 if __name__ == "__main__":
-    collect_seldom()
+    relax_gc()
     sys.exit(asyncio.run(_main()))

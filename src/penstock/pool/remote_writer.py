@@ -2,9 +2,8 @@
 
 import asyncio
 import tempfile
-from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -15,7 +14,7 @@ from penstock.pool.sql.database import Database
 from penstock.pool.writer import Bulk, Waiting, Writer
 from penstock.pool.writer_process import OUTLIVES_S, WriterSettings
 from penstock.pool.writer_protocol import encode_request, read_answers
-from penstock.sdk.agent_spec import command
+from penstock.system.processes import end_process, read_answer, start_child
 
 T = TypeVar("T")
 
@@ -108,33 +107,13 @@ async def open_writer_process(folder: Path, *, keeps: Sequence[int] = ()) -> Asy
     It holds the descriptors in `keeps` open for as long as it lives, which may be longer than this process.
     """
     with tempfile.TemporaryDirectory(prefix="penstock-", ignore_cleanup_errors=True) as place:  # a socket's path must be short
-        process = await asyncio.create_subprocess_exec(
-            *command("penstock.pool.writer_process"), stdin=PIPE, stdout=PIPE, start_new_session=True, pass_fds=keeps
-        )
+        settings = WriterSettings(str(folder), f"{place}/scribe")
+        process = await start_child("penstock.pool.writer_process", orjson.dumps(settings._asdict()), pass_fds=keeps)
         try:
-            yield await _await_ready(process, WriterSettings(str(folder), f"{place}/scribe"))
+            answer = await read_answer(process, "the process that writes to the pool died as it started")
+            if "error" in answer:
+                raise PoolFailed(answer["error"])
+            yield settings.socket
         finally:
-            await _end(process)
-
-
-async def _await_ready(process: Process, orders: WriterSettings) -> str:
-    assert process.stdin is not None and process.stdout is not None, "they are pipes"
-    process.stdin.write(orjson.dumps(orders._asdict()) + b"\n")
-    line = await process.stdout.readline()
-    found: dict[str, Any] = orjson.loads(line) if line else {"error": "the process that writes to the pool died as it started"}
-    if "error" in found:
-        raise PoolFailed(found["error"])
-    return orders.socket
-
-
-async def _end(process: Process) -> None:
-    assert process.stdin is not None, "it is a pipe"
-    process.stdin.close()
-    try:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(OUTLIVES_S + 1):
-                await process.wait()
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
+            assert process.stdin is not None, "it is a pipe"
+            await end_process(process, OUTLIVES_S + 1, ask=process.stdin.close)

@@ -23,7 +23,7 @@ from penstock.errors import PenstockError
 from penstock.pool.sqlite_file import FAULTS, explain, open_database
 from penstock.pool.writer import TOGETHER, Committer, Job
 from penstock.pool.writer_protocol import WriteRequests, write_answers
-from penstock.system.garbage import collect_seldom
+from penstock.system.processes import relax_gc, write_answer
 
 OUTLIVES_S = 20.0
 """How long senders may go on once the one who started this is gone: they undo what they run."""
@@ -158,11 +158,10 @@ def main() -> int:
 
 
 def _say(code: int, **line: Any) -> int:
-    with suppress(BrokenPipeError):
-        os.write(1, orjson.dumps(line) + b"\n")
+    write_answer(**line)
     return code
 
 
 if __name__ == "__main__":
-    collect_seldom()
+    relax_gc()
     sys.exit(main())

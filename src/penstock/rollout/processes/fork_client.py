@@ -16,10 +16,10 @@ from typing import Any, Self
 from penstock.errors import ConfigError
 from penstock.rollout.processes.fork_server import ASK, BEGIN, ENDED, KILL, ORDER
 from penstock.rollout.processes.job_protocol import receive_async, send_async
-from penstock.sdk.agent_spec import AgentSpec, command
+from penstock.sdk.agent_spec import AgentSpec
 from penstock.sdk.discovery import Agent
 from penstock.system.async_tools import settled
-from penstock.system.process_group import how_ended
+from penstock.system.processes import describe_exit, module_command, signal_group
 
 KILLED_S = 10.0
 """For the kernel to make an end of what was killed."""
@@ -160,7 +160,7 @@ class ForkClient:
     async def _start(self) -> None:
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
-        line = [*command("penstock.rollout.processes.fork_server"), str(theirs.fileno())]
+        line = [*module_command("penstock.rollout.processes.fork_server"), str(theirs.fileno())]
         with theirs:
             self._zygote = await asyncio.create_subprocess_exec(
                 *line,
@@ -182,7 +182,7 @@ class ForkClient:
                 raise ConfigError(text) from error
             if isinstance(error, EOFError | ConnectionError):
                 code = self._zygote.returncode or 0
-                raise ConfigError(f"{self._agent.entry}: the process that imports it {how_ended(code)}") from error
+                raise ConfigError(f"{self._agent.entry}: the process that imports it {describe_exit(code)}") from error
             raise
         asyncio.get_running_loop().add_reader(ours, self._listen, ours)
 
@@ -231,8 +231,7 @@ class ForkClient:
             async with asyncio.timeout(KILLED_S):
                 await self._zygote.wait()
         except TimeoutError:
-            with suppress(ProcessLookupError):
-                os.killpg(self._zygote.pid, signal.SIGKILL)
+            signal_group(self._zygote.pid, signal.SIGKILL)
             await self._zygote.wait()
 
 
@@ -242,7 +241,7 @@ def _settle(process: JobProcess, fate: str) -> None:
 
 
 def _fate(status: int) -> str:
-    return how_ended(os.waitstatus_to_exitcode(status)) if status >= 0 else f"could not be started: {os.strerror(-status)}"
+    return describe_exit(os.waitstatus_to_exitcode(status)) if status >= 0 else f"could not be started: {os.strerror(-status)}"
 
 
 async def _writable(sock: socket.socket) -> None:

@@ -25,9 +25,9 @@ from penstock.errors import ConfigError
 from penstock.rollout.processes.job_process import FRESH_FD, leave, run_job, tie, untie
 from penstock.rollout.processes.job_protocol import receive, send
 from penstock.rollout.processes.preload import warm
-from penstock.sdk.agent_spec import AgentSpec, command
+from penstock.sdk.agent_spec import AgentSpec
 from penstock.sdk.discovery import Agent
-from penstock.system.orphans import adopt, children, sweep
+from penstock.system.processes import adopt_orphans, child_pids, kill_orphans, module_command, signal_group
 
 ORDER = struct.Struct("!cI")
 """What to do, and the job's number."""
@@ -46,7 +46,7 @@ class ForkServer:
         self._agent = agent
         self._output = output
         self._jobs: dict[int, int] = {}
-        self._kept = children()
+        self._kept = child_pids()
         """What the author's file started when it was imported: all jobs may need it."""
         self._bell, self._ring = os.pipe()
         os.set_blocking(self._bell, False)
@@ -54,7 +54,7 @@ class ForkServer:
 
     def serve(self) -> None:
         """Follow orders until the other end is gone."""
-        adopt()
+        adopt_orphans()
         signal.signal(signal.SIGCHLD, _noted)
         signal.set_wakeup_fd(self._ring, warn_on_full_buffer=False)
         news = select.poll()
@@ -71,7 +71,7 @@ class ForkServer:
         signal.alarm(QUIT_S)  # in case that the dead, or exit hooks and threads of the author's file, take too long
         for pid in self._jobs.values():
             _kill(pid)
-        while sweep(self._kept):
+        while kill_orphans(self._kept):
             select.select([], [], [], SWEEP_S)
 
     def _follow(self) -> None:
@@ -110,14 +110,14 @@ class ForkServer:
 
     def _spawn(self, fd: int) -> int:
         actions = [(os.POSIX_SPAWN_DUP2, place, at) for place, at in ((self._output, 1), (self._output, 2), (fd, FRESH_FD))]
-        line = command("penstock.rollout.processes.job_process")
+        line = module_command("penstock.rollout.processes.job_process")
         return os.posix_spawn(line[0], line, os.environ, file_actions=actions)
 
     def _reap(self) -> None:
         ended = [item for item in self._jobs.items() if os.waitid(os.P_PID, item[1], os.WEXITED | os.WNOHANG | os.WNOWAIT)]
         for _, pid in ended:
             _kill(pid)  # its group, before its number can be another's
-        sweep({*self._jobs.values(), *self._kept})
+        kill_orphans({*self._jobs.values(), *self._kept})
         for number, pid in ended:
             _, status = os.waitpid(pid, 0)
             del self._jobs[number]
@@ -130,9 +130,7 @@ def _noted(number: int, frame: FrameType | None) -> None:
 
 def _kill(pid: int) -> None:
     """A job with all that it started; where it has not yet a group of its own, it has started nothing."""
-    try:
-        os.killpg(pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
+    if not signal_group(pid, signal.SIGKILL):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 

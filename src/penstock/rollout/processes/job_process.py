@@ -28,7 +28,7 @@ from penstock.sdk.clients import Clients
 from penstock.sdk.discovery import Agent
 from penstock.sdk.environment import routes
 from penstock.sdk.samples import RolloutSample
-from penstock.system.orphans import adopt
+from penstock.system.processes import adopt_orphans
 
 FRESH_FD = 3
 """Where a fresh interpreter finds its socket."""
@@ -37,7 +37,7 @@ FRESH_FD = 3
 def run_job(sock: socket.socket, agent: Agent | None, output: int) -> None:
     """Take the job from `sock`, do it in a session of our own, answer. `output` is where it may print if the job has no log."""
     os.setsid()
-    adopt()
+    adopt_orphans()
     sock.set_inheritable(False)
     recipe, job = AgentSpec.read(receive(sock)), from_json(Job, receive(sock))
     samples = read_samples(receive(sock))
