@@ -32,7 +32,6 @@ from bench.gateway.servers import serving
 from bench.scale_engine import SAID, TimedEngine, open_tenth
 from bench.scale_rollouts import Speed, clock, closed_loop
 from penstock.config import EngineSection, RunConfig, make_config
-from penstock.evals.attempts import Row
 from penstock.evals.run import evaluate, evaluation_config
 from penstock.records import Sampling, Task
 from penstock.rollout.executors.base import read_section
@@ -103,16 +102,15 @@ async def ours(folder: Path, model: Path, agent: str, slots: int, total: int, pr
     """A whole evaluation, in a folder of its own."""
     (folder / "tasks.jsonl").write_text("{}\n")
     config, listener = config_of(folder, agent, slots, processes), Clock(total)
-    rows = [Row(number, Task(id=f"t{number}", prompt=(ASKED,))) for number in range(total)]
     inputs = Inputs(
-        tasks=[],
+        tasks=[Task(id=f"t{number}", prompt=(ASKED,)) for number in range(total)],
         heldout=[],
         agent=open_agent(config.agent, config.workflow, config.grader),
         executor=read_section(config.rollout.executor, config.executor),
         model="scripted",
         folder=model,
     )
-    found = await evaluate(config, inputs, rows, listener=listener, stop=asyncio.Event())
+    found = await evaluate(config, inputs, listener=listener, stop=asyncio.Event())
     if found.outcome.ends != {"completed": total} or found.outcome.spent.steps != total:
         raise SystemExit(f"rollouts were lost: {found.outcome}")
     crowd_per_s = (total - listener.first) / (listener.last_s - listener.crowd_s)

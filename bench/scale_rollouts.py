@@ -28,11 +28,11 @@ from penstock.rollout.executors.base import read_section
 from penstock.rollout.scheduler import Scheduler
 from penstock.run.folder import RunFolder
 from penstock.run.inputs import Inputs
-from penstock.run.opening import LocalRollouts, open_rollouts
 from penstock.sdk.clients import Clients
 from penstock.sdk.discovery import open_agent
 from penstock.sdk.routing import RolloutContext
 from penstock.testing import write_tokenizer
+from penstock.train.training_run import LocalRollouts, open_rollouts
 
 GROUP = 8
 ENOUGH = 4096

@@ -20,7 +20,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from penstock.chat.renderer import Renderer
-from penstock.engines.base import Sampled
+from penstock.engines.base import SampledChunk
 from penstock.gateway import Gateway, Limits, last_request
 from penstock.gateway.shared_counters import Peers
 from penstock.http.listen import bind
@@ -59,7 +59,7 @@ class ReadyEngine(ScriptedEngine):
 
     async def generate(
         self, prompt_ids: Sequence[int], sampling: Sampling, *, rollout_id: str = ""
-    ) -> AsyncGenerator[Sampled, None]:
+    ) -> AsyncGenerator[SampledChunk, None]:
         pace = Pace(sampling.seed or 0)
         if pace.wait_s:
             await asyncio.sleep(pace.wait_s)
@@ -70,9 +70,9 @@ class ReadyEngine(ScriptedEngine):
             await asyncio.sleep(pace.between_s)
             yield part
 
-    def _sampled(self, ids: list[int], finish: Any) -> Sampled:
+    def _sampled(self, ids: list[int], finish: Any) -> SampledChunk:
         logprobs = tuple(-0.5 for _ in ids)
-        return Sampled(tuple(ids), logprobs, logprobs, tuple(0 for _ in ids), finish)
+        return SampledChunk(tuple(ids), logprobs, logprobs, tuple(0 for _ in ids), finish)
 
 
 async def serve_gateway(folder: str, number: str = "0", of: str = "1", port: str = "0") -> None:

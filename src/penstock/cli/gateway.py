@@ -16,7 +16,6 @@ from penstock.errors import ConfigError
 if TYPE_CHECKING:
     from penstock.gateway.standalone import ModelFiles, Settings
 
-SERVERS = ("vllm", "sglang")
 Engine = Annotated[
     str, typer.Option(help="embedded, in this process; vllm or sglang, servers that --url names; openai or anthropic, an endpoint.")
 ]
@@ -78,11 +77,13 @@ def serve(settings: "Settings", *, folder: Path, workers: int = 1, is_open: bool
 
 def make_settings(engine: str, model: str, urls: list[str], overrides: list[str], given: dict[str, Any]) -> "Settings":
     """Settings from the options of a command line, checked."""
+    from penstock.config import engine_section
     from penstock.gateway.standalone import read_settings
 
-    if engine in SERVERS and not urls:
+    section = engine_section(engine)
+    if section.needs_url and not urls:
         raise ConfigError(f"--engine {engine} needs the address of a server: --url http://127.0.0.1:8000")
-    if engine == "embedded" and urls:
+    if section.in_process and urls:
         raise ConfigError("--url names a server; add --engine vllm or --engine sglang")
     tree = {"model": {"name": model}, "engine": {"name": engine} | ({"url": urls} if urls else {}), **given}
     return read_settings(tree, overrides)
@@ -92,16 +93,16 @@ def get_model(settings: "Settings") -> "ModelFiles":
     """The model's folder, pulled where it is not here. Servers need no weights here: a tokenizer is enough; endpoints need none."""
     from penstock.cli.output import stage_progress
     from penstock.gateway.standalone import ModelFiles
-    from penstock.models import cached, resolve
+    from penstock.models import find_cached, resolve
 
     name = settings.model.name
-    if settings.engine.relays:
+    if settings.engine.text_only:
         settings.engine.preflight(name)
         return ModelFiles(name, Path())
     path = Path(name).expanduser().resolve()
-    if settings.engine.name != "embedded" and (path / "tokenizer.json").is_file():
+    if not settings.engine.in_process and (path / "tokenizer.json").is_file():
         return ModelFiles(path.name, path)
-    if (found := cached(name)) is None:
+    if (found := find_cached(name)) is None:
         with stage_progress() as progress:
             found = resolve(name, progress)
     return ModelFiles(found.name, found.path)
@@ -109,7 +110,7 @@ def get_model(settings: "Settings") -> "ModelFiles":
 
 def refuse_crowd(settings: "Settings", workers: int) -> None:
     """Refuse several workers where each would have what they must share."""
-    if workers > 1 and settings.engine.name == "embedded":
+    if workers > 1 and settings.engine.in_process:
         raise ConfigError("--workers: each process would hold weights of its own; use one, or --engine vllm --url …")
     if workers > 1 and settings.pool.name == "memory":
         raise ConfigError("--workers: a pool in memory cannot be shared; use --pool sqlite")

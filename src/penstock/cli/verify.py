@@ -12,7 +12,7 @@ import typer
 from penstock.cli.output import counts, percent, ranges
 
 if TYPE_CHECKING:
-    from penstock.models import Progress
+    from penstock.models import PullProgress
     from penstock.train.verify import Audit, Compared, Finding
 
 SHOWN = 20
@@ -41,10 +41,10 @@ def verify(
     raise typer.Exit(0 if audit.status == "exact" else 1)
 
 
-async def _verify(folder: Path, progress: "Progress", *, channel: str, limit: int | None, tolerance: float | None) -> "Audit":
-    from penstock.run.recorded import open_recorded
+async def _verify(folder: Path, progress: "PullProgress", *, channel: str, limit: int | None, tolerance: float | None) -> "Audit":
+    from penstock.run.recorded_run import open_recorded_run
 
-    async with open_recorded(folder, channel=channel, limit=limit) as recorded:
+    async with open_recorded_run(folder, channel=channel, limit=limit) as recorded:
         from penstock.train.verify import verify as audit  # torch is loaded here, after everything that can be refused without it
 
         return await audit(recorded, lambda done, total: progress(f"verifying {folder}", done, total), tolerance=tolerance)

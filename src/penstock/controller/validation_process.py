@@ -12,18 +12,20 @@ from typing import Any
 
 import orjson
 
-from penstock.controller.jobs import environment
-from penstock.controller.runlog import Strike
-from penstock.controller.runs import Kind
+from penstock.controller.jobs import process_environment
+from penstock.controller.runlog import SecretRedactor
+from penstock.controller.runs import RunKind
 from penstock.errors import ConfigError, DatasetError, Issue, ModelError
 from penstock.system.processes import describe_exit, last_line, run_module
 
-CHECK_S = 240.0
+TIMEOUT_S = 240.0
 """For all of it; a dataset is read as a whole."""
-ERRORS = {kind.__name__: kind for kind in (ConfigError, DatasetError, ModelError)}
+ERROR_TYPES = {kind.__name__: kind for kind in (ConfigError, DatasetError, ModelError)}
 
 
-def check(tree: Mapping[str, Any], kind: Kind, *, code: Path, env: Mapping[str, str], secrets: Mapping[str, str]) -> None:
+def validate_submission(
+    tree: Mapping[str, Any], kind: RunKind, *, code: Path, env: Mapping[str, str], secrets: Mapping[str, str]
+) -> None:
     """ConfigError with everything that is wrong with a run of `tree`; its texts name files as they are in the snapshot `code`."""
     task = orjson.dumps({"tree": tree, "kind": kind, "where": "the submission"})
     with tempfile.TemporaryFile() as verdict, tempfile.TemporaryFile() as output:
@@ -32,30 +34,30 @@ def check(tree: Mapping[str, Any], kind: Kind, *, code: Path, env: Mapping[str, 
             str(verdict.fileno()),
             stdin=task,
             output=output.fileno(),
-            timeout_s=CHECK_S,
+            timeout_s=TIMEOUT_S,
             pass_fds=[verdict.fileno()],
             cwd=code,
-            env=environment(os.environ, env, secrets),
+            env=process_environment(os.environ, env, secrets),
         )
         verdict.seek(0)
         output.seek(0)
         told, said = verdict.read(), output.read().decode("utf-8", "replace")
-    strike = Strike(secrets.values())
+    strike = SecretRedactor(secrets.values())
 
     def clean(text: str) -> str:
         return strike(text.replace(f"{code.resolve()}/", "").replace(f"{code}/", ""))
 
     if not told:
         last = clean(last_line(said)[:300]) or "nothing"
-        how = f"took longer than {CHECK_S:g} s" if ended is None else describe_exit(ended)
+        how = f"took longer than {TIMEOUT_S:g} s" if ended is None else describe_exit(ended)
         raise ConfigError(f"the submission could not be checked: the process that did {how} and had said: {last}")
     found = orjson.loads(told)
     if found:
         issues = [Issue(key, clean(message), correction) for key, message, correction in found["issues"]]
-        raise ERRORS[found["error"]](clean(found["message"]), issues)
+        raise ERROR_TYPES[found["error"]](clean(found["message"]), issues)
 
 
-def _verdict(task: Mapping[str, Any]) -> dict[str, Any]:
+def _find_error(task: Mapping[str, Any]) -> dict[str, Any]:
     """What that process finds; empty where nothing is wrong."""
     from penstock.config import make_config
     from penstock.evals.run import evaluation_config
@@ -66,10 +68,10 @@ def _verdict(task: Mapping[str, Any]) -> dict[str, Any]:
         check_kind(config, task["kind"])
         check_project(evaluation_config(config) if task["kind"] == "eval" else config, task["where"])
     except ConfigError as error:
-        known = next((name for name, kind in ERRORS.items() if type(error) is kind), "ConfigError")
+        known = next((name for name, kind in ERROR_TYPES.items() if type(error) is kind), "ConfigError")
         return {"error": known, "message": str(error), "issues": [list(issue) for issue in error.issues]}
     return {}
 
 
 if __name__ == "__main__":
-    os.write(int(sys.argv[1]), orjson.dumps(_verdict(orjson.loads(sys.stdin.buffer.read()))))
+    os.write(int(sys.argv[1]), orjson.dumps(_find_error(orjson.loads(sys.stdin.buffer.read()))))

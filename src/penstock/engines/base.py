@@ -9,7 +9,7 @@ from penstock.records import Finish, Sampling
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
+class SampledChunk:
     """Tokens sampled since the last chunk of the same request; the last chunk says how it finished."""
 
     ids: tuple[int, ...]
@@ -39,7 +39,9 @@ class Engine(Protocol):
         """The policy version that the next token will be sampled under."""
         ...
 
-    def generate(self, prompt_ids: Sequence[int], sampling: Sampling, *, rollout_id: str = "") -> AsyncGenerator[Sampled, None]:
+    def generate(
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, rollout_id: str = ""
+    ) -> AsyncGenerator[SampledChunk, None]:
         """Sample one reply. Closing the generator cancels the request: its slot is free at the next step.
 
         Raises EngineBusy where the queue is full and EngineError where the request cannot be served, both before the first chunk.

@@ -21,7 +21,7 @@ all, and the engine has read what its prompts have in common once the others com
 first of each: what an agent loads on its first call, it loads then."""
 
 
-class Row(NamedTuple):
+class EvalRow(NamedTuple):
     """A task to try, and its place in the dataset."""
 
     number: int
@@ -43,7 +43,7 @@ class Plan(NamedTuple):
     """Attempts that have ended already."""
 
 
-async def plan(rows: Sequence[Row], pool: Pool, *, samples: int, retry_failed: bool = False) -> Plan:
+async def plan(rows: Sequence[EvalRow], pool: Pool, *, samples: int, retry_failed: bool = False) -> Plan:
     """Open what was never opened, give new attempts to what was begun and, if asked, to what failed."""
     again = {
         group.seq: [attempt.rollout for attempt in group.attempts if _again(attempt, retry_failed)] async for group in stored(pool)
@@ -59,7 +59,7 @@ async def plan(rows: Sequence[Row], pool: Pool, *, samples: int, retry_failed: b
     return Plan(places, len(rows) * samples - len(places))
 
 
-async def _places(row: Row, again: Sequence[Rollout] | None, pool: Pool, *, samples: int) -> list[Place]:
+async def _places(row: EvalRow, again: Sequence[Rollout] | None, pool: Pool, *, samples: int) -> list[Place]:
     """What there is to do for one row: these `again`, or all of it where it was never opened."""
     if again is not None:
         return [Place(await pool.replace(rollout, LOST), row.task) for rollout in again]

@@ -12,7 +12,7 @@ import orjson
 
 from penstock.config import RunConfig
 from penstock.errors import ConfigError
-from penstock.evals.attempts import Plan, Row, make, plan, stored
+from penstock.evals.attempts import EvalRow, Plan, make, plan, stored
 from penstock.evals.outcome import Outcome, outcome, scores
 from penstock.evals.processes import advice, check_limits, check_processes, open_processes, spare_of
 from penstock.evals.spending import Prices, prices_of, rollout_seconds
@@ -23,8 +23,7 @@ from penstock.records import Sampling
 from penstock.rollout.scheduler import Runs
 from penstock.run.folder import RunFolder, locked, open_run_folder
 from penstock.run.inputs import Inputs
-from penstock.run.opening import open_pool, open_rollouts, sampling
-from penstock.sdk.dataset import load_tasks
+from penstock.run.opening import open_pool, open_rollout_runner, sampling
 from penstock.sdk.discovery import Agent
 
 MAY_CHANGE = (
@@ -64,12 +63,10 @@ def evaluation_config(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"run": config.run.model_copy(update={"folder": config.run.folder / "evals"})})
 
 
-def read_rows(config: RunConfig, *, columns: bool = False) -> list[Row]:
-    """The tasks that are to be tried."""
-    path = config.dataset.eval or config.dataset.train
-    tasks = load_tasks(path, columns=columns)
-    wanted = chosen_rows(config.eval.rows, len(tasks), path)
-    return [Row(number, tasks[number]) for number in wanted]
+def select_rows(config: RunConfig, inputs: Inputs) -> list[EvalRow]:
+    """Returns the tasks of `dataset.eval`, else of `dataset.train`, that `eval.rows` selects."""
+    path, tasks = config.dataset.eval or config.dataset.train, inputs.heldout or inputs.tasks
+    return [EvalRow(number, tasks[number]) for number in chosen_rows(config.eval.rows, len(tasks), path)]
 
 
 def chosen_rows(text: str, count: int, path: Path) -> list[int]:
@@ -90,7 +87,6 @@ def chosen_rows(text: str, count: int, path: Path) -> list[int]:
 async def evaluate(
     config: RunConfig,
     inputs: Inputs,
-    rows: list[Row],
     *,
     listener: Listener,
     stop: asyncio.Event,
@@ -98,6 +94,7 @@ async def evaluate(
     retry_failed: bool = False,
 ) -> Evaluation:
     """Try each row as often as `eval.samples` says, or go on where an earlier process stopped; `stop` leaves what runs undone."""
+    rows = select_rows(config, inputs)
     check_limits(config, inputs.agent)
     folder = open_run_folder(config, fresh=fresh, may_change=MAY_CHANGE, files=judged_files(inputs.agent))
     with locked(folder.path), Events(folder.events) as events:
@@ -183,8 +180,8 @@ async def _runs(
         async with open_processes(config, inputs, folder, events, pool, count=count) as processes:
             yield processes
     else:
-        async with open_rollouts(config, inputs, folder, events, pool) as rollouts:
-            yield rollouts.runner
+        async with open_rollout_runner(config, inputs, folder, events, pool) as opened:
+            yield opened.runner
 
 
 def _sampling(config: RunConfig) -> Sampling:

@@ -28,7 +28,7 @@ from penstock.rollout.executors.base import read_section
 from penstock.rollout.runner import Room, Runner
 from penstock.run.folder import RunFolder
 from penstock.run.inputs import Inputs
-from penstock.run.opening import open_rollouts
+from penstock.run.opening import open_rollout_runner
 from penstock.sdk.agent_spec import AgentSpec
 from penstock.system.locks import FileLock
 from penstock.system.processes import exit_after_parent, relax_gc
@@ -138,9 +138,9 @@ async def work(orders: Orders, pipe: asyncio.StreamReader, teller: Teller) -> No
     with process_lock(folder.path):
         pool = _open_pool(config, orders)
         try:
-            async with open_rollouts(config, inputs, folder, events, pool) as rollouts:
+            async with open_rollout_runner(config, inputs, folder, events, pool) as opened:
                 teller.say(ready=True)
-                await _serve(pipe, rollouts.runner, teller, asyncio.Semaphore(orders.at_once))
+                await _serve(pipe, opened.runner, teller, asyncio.Semaphore(orders.at_once))
         finally:
             await pool.close()
 

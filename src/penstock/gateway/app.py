@@ -11,7 +11,7 @@ from starlette.types import ASGIApp
 
 from penstock.chat.renderer import Renderer
 from penstock.engines.base import Engine
-from penstock.engines.text_endpoints.base import Relay
+from penstock.engines.text_endpoints.base import TextEndpoint
 from penstock.errors import ConfigError, RequestError
 from penstock.events import Events
 from penstock.gateway.auth import Needs, Tokens
@@ -28,7 +28,7 @@ from penstock.gateway.read_api import Reading
 from penstock.gateway.routes import Plain, Route, Routes, reply
 from penstock.gateway.session import Session, Sessions
 from penstock.gateway.shared_counters import Peers
-from penstock.gateway.sources import RelaySource, Source, TokenSource, no_tokens
+from penstock.gateway.sources import Source, TextEndpointSource, TokenSource, no_tokens
 from penstock.gateway.trajectories import Trajectories
 from penstock.http.listen import base_url, bind, is_loopback, known_names
 from penstock.pool.base import Pool
@@ -245,8 +245,8 @@ class Gateway:
 
 def _source(engine: Engine, renderer: Renderer | None) -> Source:
     """Where replies come from: a relay needs no renderer, which every other engine does."""
-    if isinstance(engine, Relay):
-        return RelaySource(engine)
+    if isinstance(engine, TextEndpoint):
+        return TextEndpointSource(engine)
     assert renderer is not None, "an engine of tokens needs its model's renderer"
     return TokenSource(engine, renderer)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import orjson
 
-from penstock.chat.templates import Tool, digest, link, tools_digest
+from penstock.chat.templates import Tool, chain_digest, message_digest, tools_digest
 from penstock.codec import UNLOCKED, pieces
 from penstock.records import Message
 
@@ -153,7 +153,7 @@ class LastRequest:
             self._messages, self._raw = list(messages), []
         del self._chains[known + 1 :]
         for message in messages[len(self._chains) - 1 :]:
-            self._chains.append(link(self._chains[-1], digest(message)))
+            self._chains.append(chain_digest(self._chains[-1], message_digest(message)))
         return list(self._chains)
 
 

@@ -4,7 +4,7 @@ import asyncio
 from collections import Counter
 from dataclasses import dataclass, replace
 
-from penstock.chat.templates import digest, link
+from penstock.chat.templates import chain_digest, message_digest
 from penstock.errors import PoolConflict, PoolError, RequestError
 from penstock.gateway.call import Prompt
 from penstock.gateway.graph import TokenGraph
@@ -120,7 +120,7 @@ def _step(graph: TokenGraph, node: Node, reply: ReplyBuilder, label: Label, cont
         sampling=label.sampling,
         finish=reply.finish or "error",
         message=message,
-        chain=link(node.chain, digest(message)),
+        chain=chain_digest(node.chain, message_digest(message)),
         seconds=label.seconds,
         answer=label.answer,
         choice=label.choice,

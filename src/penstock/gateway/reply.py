@@ -9,7 +9,7 @@ import orjson
 
 from penstock.chat.parsers.base import Arguments, Piece, Reasoning, ReplyParser, Text, ToolCall
 from penstock.chat.tokenizer import TextDecoder
-from penstock.engines.base import Sampled
+from penstock.engines.base import SampledChunk
 from penstock.records import Finish, Message, Usage
 
 
@@ -155,7 +155,7 @@ class Reply(ReplyBuilder):
         super().__init__(seed=seed)
         self._text = text
 
-    def take(self, chunk: Sampled) -> list[Delta]:
+    def take(self, chunk: SampledChunk) -> list[Delta]:
         """Add what the engine sampled; tokens after a completed stop string are left out, as if never sampled."""
         used, pieces = self._text.push(chunk.ids)
         self.ids += chunk.ids[:used]

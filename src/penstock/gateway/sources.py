@@ -11,8 +11,16 @@ from penstock.chat.parsers.base import Reasoning, ReplyParser, Text
 from penstock.chat.renderer import Renderer
 from penstock.config import EngineSection
 from penstock.engines import ENGINES
-from penstock.engines.base import Engine, Sampled
-from penstock.engines.text_endpoints.base import Argued, Asked, Called, Heard, Part, Relay, Said
+from penstock.engines.base import Engine, SampledChunk
+from penstock.engines.text_endpoints.base import (
+    ArgumentsPart,
+    ReplyPart,
+    TextChunk,
+    TextEndpoint,
+    TextPart,
+    TextRequest,
+    ToolCallPart,
+)
 from penstock.errors import RequestError
 from penstock.gateway.call import Call, Prompt
 from penstock.gateway.dialects.base import Spelling
@@ -100,7 +108,7 @@ class TokenSource:
         decoder = self._renderer.decoder() if call.raw is None else self._renderer.tokenizer.decoder()
         return Reply(ReplyText(decoder, sampling.stop, self._parser(call, prompt), prompt.begun), seed=seed)
 
-    def generate(self, call: Call, prompt: Prompt, sampling: Sampling, *, rollout_id: str) -> AsyncGenerator[Sampled, None]:
+    def generate(self, call: Call, prompt: Prompt, sampling: Sampling, *, rollout_id: str) -> AsyncGenerator[SampledChunk, None]:
         return self.engine.generate(prompt.ids, sampling, rollout_id=rollout_id)
 
     def facts(self) -> dict[str, object]:
@@ -121,10 +129,10 @@ def seeds(call: Call) -> list[int | None]:
     return [None if asked is None else asked + choice for choice in range(call.choices)]
 
 
-class RelaySource:
+class TextEndpointSource:
     dialects = frozenset({"chat", "responses", "messages"})
 
-    def __init__(self, engine: Relay) -> None:
+    def __init__(self, engine: TextEndpoint) -> None:
         self.engine = engine
         self.spelling: Spelling = NoTokens(engine.model)
 
@@ -146,21 +154,23 @@ class RelaySource:
                 raise no_tokens(self.engine.model, f"leave {name} out", param=name)
         return [replace(asked, max_tokens=min(asked.max_tokens, most_tokens), seed=seed) for seed in seeds(call)]
 
-    def reply(self, call: Call, prompt: Prompt, sampling: Sampling, *, seed: str) -> "RelayReply":
-        return RelayReply(seed=seed)
+    def reply(self, call: Call, prompt: Prompt, sampling: Sampling, *, seed: str) -> "TextEndpointReply":
+        return TextEndpointReply(seed=seed)
 
-    def generate(self, call: Call, prompt: Prompt, sampling: Sampling, *, rollout_id: str) -> AsyncGenerator[Heard, None]:
-        asked = Asked(messages=call.messages, sampling=sampling, tools=call.tools, may_call=call.reads_calls, forced=call.forced)
+    def generate(self, call: Call, prompt: Prompt, sampling: Sampling, *, rollout_id: str) -> AsyncGenerator[TextChunk, None]:
+        asked = TextRequest(
+            messages=call.messages, sampling=sampling, tools=call.tools, may_call=call.reads_calls, forced=call.forced
+        )
         return self.engine.ask(asked, rollout_id=rollout_id)
 
     def facts(self) -> dict[str, object]:
         return {"relayed": True}
 
 
-class RelayReply(ReplyBuilder):
+class TextEndpointReply(ReplyBuilder):
     """A reply while it comes. A call that its endpoint gives no id gets one of ours."""
 
-    def take(self, chunk: Heard) -> list[Delta]:
+    def take(self, chunk: TextChunk) -> list[Delta]:
         deltas = [delta for part in chunk.parts for delta in self._hear(part)]
         if chunk.finish is None:
             return deltas
@@ -174,12 +184,12 @@ class RelayReply(ReplyBuilder):
         self.usage = self.usage or Usage(prompt_tokens=0, completion_tokens=0)
         return self._complete()
 
-    def _hear(self, part: Part) -> list[Delta]:
-        if isinstance(part, Argued):
+    def _hear(self, part: ReplyPart) -> list[Delta]:
+        if isinstance(part, ArgumentsPart):
             return [self.argue(part.text)] if self.calls else []
-        if isinstance(part, Called):
+        if isinstance(part, ToolCallPart):
             return [*self._complete(), self.call(part.name, "", call_id=part.id)]
-        return [self.speak(Text(part.text) if isinstance(part, Said) else Reasoning(part.text))]
+        return [self.speak(Text(part.text) if isinstance(part, TextPart) else Reasoning(part.text))]
 
     def _complete(self) -> list[Delta]:
         """A call without arguments is one with an empty object of them: clients read JSON."""
@@ -224,7 +234,7 @@ class OpenedEngine(NamedTuple):
 
 async def open_engine(section: EngineSection, model: Path, *, name: str, seed: int) -> OpenedEngine:
     """Open what `[engine]` names for the model in folder `model`, which an endpoint has no use for."""
-    renderer = None if section.relays else await asyncio.to_thread(Renderer.load, model)
+    renderer = None if section.text_only else await asyncio.to_thread(Renderer.load, model)
     decode = renderer and renderer.tokenizer.decode
     opener = ENGINES.load(section.name)
     return OpenedEngine(await asyncio.to_thread(opener, model, name=name, section=section, seed=seed, decode=decode), renderer)

@@ -10,8 +10,19 @@ from typing import Any, NamedTuple
 import orjson
 from pydantic import create_model
 
-from penstock.config import EngineSection, GatewaySection, ModelSection, PoolSection, SamplingSection, Section, override, validate
-from penstock.engines import ENGINES, SECTIONS
+from penstock.config import (
+    EmbeddedSection,
+    EngineSection,
+    GatewaySection,
+    ModelSection,
+    PoolSection,
+    SamplingSection,
+    Section,
+    engine_section,
+    override,
+    validate,
+)
+from penstock.engines import ENGINES
 from penstock.engines.base import Engine
 from penstock.errors import ConfigError
 from penstock.events import Events
@@ -36,7 +47,7 @@ class Settings(Section):
 
     model: ModelSection = ModelSection()
     sampling: SamplingSection = SamplingSection()
-    engine: EngineSection = EngineSection()
+    engine: EngineSection = EmbeddedSection()
     pool: PoolSection = PoolSection()
     gateway: GatewaySection = GatewaySection()
 
@@ -68,7 +79,7 @@ def read_settings(tree: dict[str, Any], overrides: Iterable[str] = ()) -> Settin
     override(tree, overrides)
     name = str(tree.get("engine", {}).get("name", EngineSection().name))
     ENGINES.check(name)
-    kind = SECTIONS.load(name) if name in SECTIONS else EngineSection
+    kind = engine_section(name)
     settings = validate(create_model("Settings", __base__=Settings, engine=(kind, ...)), tree, "the gateway's settings")
     POOLS.check(settings.pool.name)
     return settings

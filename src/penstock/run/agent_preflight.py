@@ -25,14 +25,16 @@ FLOW_AGENTS = "penstock.sdk.flows.agent"
 GUARD = "under `if __name__ == '__main__':` or into run()"
 
 
-class Tried(NamedTuple):
+class AgentTraits(NamedTuple):
     """What is known of an agent that was tried."""
 
     columns: bool
     """Whether it takes rows with all their columns, as flows do."""
 
 
-def preflight(source: AgentSection, workflow: Mapping[str, Any], grader: Mapping[str, Any], *, timeout_s: float = 60.0) -> Tried:
+def preflight(
+    source: AgentSection, workflow: Mapping[str, Any], grader: Mapping[str, Any], *, timeout_s: float = 60.0
+) -> AgentTraits:
     """Open the agent in another process as `open_agent` does, and make one workflow and one grader.
 
     Raises the ConfigError that `open_agent` would, or one that says how the process hung or died. What the file prints is dropped,
@@ -53,7 +55,7 @@ def preflight(source: AgentSection, workflow: Mapping[str, Any], grader: Mapping
         answer = json.loads(told)
         if answer["refused"]:
             raise ConfigError(answer["refused"])
-        return Tried(answer["columns"])
+        return AgentTraits(answer["columns"])
     if where.late or code is None:
         raise ConfigError(f"{where.text}: importing it took longer than {timeout_s:g} s; move long work {GUARD}")
     last = f" and had said {said[:200]!r}" if said else ""

@@ -1,25 +1,31 @@
-"""What the user gave, read and checked before anything heavy is loaded: a mistake costs a moment and leaves no run folder."""
+"""The inputs of a run, read and checked before anything heavy is loaded: a mistake costs a moment and leaves no run folder."""
 
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from penstock.config import RunConfig
 from penstock.engines import ENGINES
 from penstock.errors import ConfigError, Problems
 from penstock.events import Listener
-from penstock.models import ModelFolder, cached, resolve
+from penstock.models import ModelFolder, find_cached, resolve
 from penstock.pool import POOLS
 from penstock.records import Task
+from penstock.registry import Registry
 from penstock.rollout.executors import EXECUTORS
 from penstock.rollout.executors.base import read_section
-from penstock.run.agent_preflight import Tried, preflight
+from penstock.run.agent_preflight import AgentTraits, preflight
 from penstock.sdk.dataset import check_tasks, load_tasks
 from penstock.sdk.discovery import Agent, open_agent
 from penstock.sdk.flows.agent import check_rows, is_flow_agent, told_of_run
-from penstock.train import LOSSES
-from penstock.train.advantages import ADVANTAGES
+
+REGISTRIES = {"engine.name": ENGINES, "pool.name": POOLS, "rollout.executor": EXECUTORS}
+"""By the config key that names one of their entries."""
+NO_REGISTRIES: Mapping[str, Registry] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,44 +36,48 @@ class Inputs:
     heldout: list[Task]
     agent: Agent
     executor: Any
-    """Settings of the executor."""
+    """The executor's section of the config."""
     model: str
     folder: Path
-    """The start policy's files; empty where an endpoint answers that keeps its weights to itself."""
+    """The start policy's files; `Path()` where the engine is an endpoint that keeps its weights to itself."""
 
 
-def read_inputs(config: RunConfig, listener: Listener) -> Inputs:
-    """Read and check all of it; ConfigError names everything that is wrong. A model is pulled only where all else is right."""
+def read_inputs(
+    config: RunConfig, listener: Listener, *, registries: Mapping[str, Registry] = NO_REGISTRIES, all_heldout: bool = False
+) -> Inputs:
+    """Read and check all inputs; one ConfigError lists everything that is wrong. The model is pulled only if nothing is.
+
+    `registries` are checked besides our own, by config key. `all_heldout` reads `dataset.eval` beyond `dataset.eval_limit`.
+    """
     problems = Problems()
-    seen = examine(config, problems)
-    if seen.agent is None:
+    checked = check_inputs(config, problems, registries)
+    if checked.agent is None:
         check_datasets(config, None, problems)
         problems.refuse(_name(config))
     agent = open_agent(config.agent, config.workflow, config.grader)
     tasks, heldout = list[Task](), list[Task]()
     with problems.noting("dataset.train"):
         tasks = _tasks(agent, config.dataset.train)
-    with problems.noting("dataset.eval"):
-        heldout = _tasks(agent, config.dataset.eval, config.dataset.eval_limit) if config.dataset.eval else heldout
+    if config.dataset.eval:
+        with problems.noting("dataset.eval"):
+            heldout = _tasks(agent, config.dataset.eval, None if all_heldout else config.dataset.eval_limit)
     problems.refuse(_name(config))
-    model = _policy(config, listener)
+    model = _start_policy(config, listener)
     config.engine.preflight(model.name)
     agent = told_of_run(agent, model=model.path, group_size=config.rollout.group_size)
-    return Inputs(tasks=tasks, heldout=heldout, agent=agent, executor=seen.executor, model=model.name, folder=model.path)
+    return Inputs(tasks=tasks, heldout=heldout, agent=agent, executor=checked.executor, model=model.name, folder=model.path)
 
 
-class Examined(NamedTuple):
-    """What was found on the way."""
-
+class CheckedInputs(NamedTuple):
     executor: Any
-    """Settings of the executor; None where they are wrong."""
-    agent: Tried | None
-    """None where it cannot be run."""
+    """The executor's section of the config; None where it is wrong."""
+    agent: AgentTraits | None
+    """None where the agent cannot be run."""
 
 
-def examine(config: RunConfig, problems: Problems) -> Examined:
-    """Look at all but the datasets' rows, without loading the agent's code here; what is wrong is noted."""
-    _check_names(config, problems)
+def check_inputs(config: RunConfig, problems: Problems, registries: Mapping[str, Registry] = NO_REGISTRIES) -> CheckedInputs:
+    """Check all but the rows of the datasets, without importing the agent's code here; errors are noted in `problems`."""
+    _check_names(config, problems, registries)
     with problems.noting("gateway.port"):
         _check_port(config.gateway.host, config.gateway.port)
     executor = agent = None
@@ -75,17 +85,25 @@ def examine(config: RunConfig, problems: Problems) -> Examined:
         executor = read_section(config.rollout.executor, config.executor)
     with problems.noting("agent"):
         agent = preflight(config.agent, config.workflow, config.grader)
-    if not config.engine.relays:
+    if not config.engine.text_only:
         with problems.noting("model.name"):
-            cached(config.model.name)
-    return Examined(executor, agent)
+            find_cached(config.model.name)
+    return CheckedInputs(executor, agent)
 
 
 def check_datasets(config: RunConfig, columns: bool | None, problems: Problems) -> None:
     """Read both files to their ends and note their bad rows; see `check_tasks`."""
     for key, path in (("dataset.train", config.dataset.train), ("dataset.eval", config.dataset.eval)):
-        with problems.noting(key):
-            _ = path and check_tasks(path, columns=columns)
+        if path:
+            with problems.noting(key):
+                check_tasks(path, columns=columns)
+
+
+def refuse_untrainable(config: RunConfig) -> None:
+    """Raises ConfigError if the engine is an endpoint: its weights are not here, and its tokens are not known."""
+    if not config.engine.trainable:
+        text = f"engine.name = {config.engine.name!r} asks an endpoint for text: there are no weights to train"
+        raise ConfigError(f"{text}; name embedded, vllm or sglang, or measure it with: penstock eval run")
 
 
 def _name(config: RunConfig) -> str:
@@ -98,17 +116,10 @@ def _tasks(agent: Agent, path: Path, limit: int | None = None) -> list[Task]:
     return tasks
 
 
-def _check_names(config: RunConfig, problems: Problems) -> None:
-    names = (
-        ("engine.name", ENGINES, config.engine.name),
-        ("pool.name", POOLS, config.pool.name),
-        ("rollout.executor", EXECUTORS, config.rollout.executor),
-        ("train.advantage", ADVANTAGES, config.train.advantage),
-        ("train.loss", LOSSES, config.train.loss),
-    )
-    for key, table, name in names:
+def _check_names(config: RunConfig, problems: Problems, registries: Mapping[str, Registry]) -> None:
+    for key, registry in (REGISTRIES | {**registries}).items():
         with problems.noting(key):
-            table.check(name)
+            registry.check(attrgetter(key)(config))
     with problems.noting("scale.address"):
         if config.scale.address and config.scale.name == "none":
             raise ConfigError("scale.address has no meaning for scale.name = 'none'; leave it out, or name 'ray'")
@@ -125,18 +136,14 @@ def _check_pool(config: RunConfig) -> None:
         raise ConfigError(f"pool.url has no meaning for pool.name = {config.pool.name!r}; leave it out, or name 'postgres'")
 
 
-def _policy(config: RunConfig, listener: Listener) -> ModelFolder:
-    """The start policy's files; a path of none where the engine asks an endpoint for text."""
-    if config.engine.relays:
+def _start_policy(config: RunConfig, listener: Listener) -> ModelFolder:
+    if config.engine.text_only:
         return ModelFolder(name=config.model.name, path=Path())
-    return cached(config.model.name) or _pull(config.model.name, listener)
 
-
-def _pull(name: str, listener: Listener) -> ModelFolder:
-    def tell(stage: str, done: int = 0, total: int | None = None) -> None:
+    def report(stage: str, done: int = 0, total: int | None = None) -> None:
         listener("stage", {"text": stage, "done": done, "total": total})
 
-    return resolve(name, tell)
+    return find_cached(config.model.name) or resolve(config.model.name, report)
 
 
 def _check_port(host: str, port: int) -> None:

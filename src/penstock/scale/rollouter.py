@@ -10,11 +10,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from penstock.run.opening import LocalRollouts, open_pool, open_rollouts
+from penstock.run.opening import open_pool
 from penstock.scale.actor_calls import Telling
 from penstock.scale.run_spec import Sent, exclusive_process
 from penstock.system.processes import relax_gc
 from penstock.train.policy import KEPT
+from penstock.train.training_run import LocalRollouts, open_rollouts
 
 T = TypeVar("T")
 

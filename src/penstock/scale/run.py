@@ -15,7 +15,7 @@ from penstock.errors import ConfigError, TrainError
 from penstock.events import Events, Listener
 from penstock.rollout.author_tasks import leaves
 from penstock.run.folder import RunFolder, locked, open_run_folder
-from penstock.run.inputs import Inputs
+from penstock.run.inputs import Inputs, refuse_untrainable
 from penstock.scale.actor_calls import IN_A_ROW, Actor, ActorGone, answer, come_back, relay
 from penstock.scale.cluster import STORE_BYTES, here, on_node, open_cluster, own_node
 from penstock.scale.package import ray
@@ -23,7 +23,6 @@ from penstock.scale.parameter_sync import FILES, ParameterSynchronizer
 from penstock.scale.rollouter import AsyncRollouter
 from penstock.scale.run_spec import Sent
 from penstock.scale.trainer import AsyncTrainer
-from penstock.train.run import refuse_endpoint
 from penstock.train.summary import Summary, finished
 
 COPIES = 3
@@ -59,7 +58,7 @@ async def train_on_ray(
 
 def refuse_misfits(config: RunConfig, inputs: Inputs) -> None:
     """ConfigError for what has no meaning in several processes: a pool that one of them sees, an executor's own cluster."""
-    refuse_endpoint(config)
+    refuse_untrainable(config)
     if config.pool.name == "memory":
         raise ConfigError("pool.name = 'memory' is for one process, and scale.name = 'ray' has several; use 'sqlite' or 'postgres'")
     if config.rollout.executor == "ray" and inputs.executor.address:
@@ -135,7 +134,7 @@ def gpu_shares(config: RunConfig, gpus: int) -> tuple[float, float]:
     """How much of the node's GPUs rollouter and trainer get: one each where there are two, half of the only one."""
     if not gpus or config.engine.device == "cpu":
         return 0.0, 0.0
-    if config.engine.name != "embedded":
+    if not config.engine.in_process:
         return 0.0, 1.0
     return (1.0, 1.0) if gpus > 1 else (0.5, 0.5)
 

@@ -18,9 +18,9 @@ from penstock.scale.remote_rollouts import RemoteRollouts
 from penstock.scale.run_spec import Sent, exclusive_process
 from penstock.train.advantages import ADVANTAGES
 from penstock.train.learner import Learner
-from penstock.train.opening import TrainingRun
 from penstock.train.policy import FromDisk
 from penstock.train.run import run
+from penstock.train.training_run import TrainingRun
 
 
 class AsyncTrainer:

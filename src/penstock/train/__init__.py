@@ -1,5 +1,7 @@
 """The trainer: from complete groups to the next policy version."""
 
-from penstock.registry import Registry
+from penstock.train.advantages import ADVANTAGES
+from penstock.train.losses import LOSSES
 
-LOSSES = Registry("loss", {"clip": "penstock.train.losses:clip"})
+REGISTRIES = {"train.advantage": ADVANTAGES, "train.loss": LOSSES}
+"""By the config key that names one of their entries; see `read_inputs`."""

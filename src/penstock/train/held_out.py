@@ -2,12 +2,12 @@
 
 import asyncio
 import time
+from collections import Counter
 from typing import Any, Literal
 
 from penstock.errors import TrainError
 from penstock.records import Attempt
-from penstock.train.failures import refuse_all_failed
-from penstock.train.opening import TrainingRun
+from penstock.train.training_run import TrainingRun
 
 When = Literal["before", "during", "after"]
 
@@ -101,3 +101,12 @@ def _versions(attempts: list[Attempt]) -> list[int]:
     """The lowest and the highest policy version that any of their tokens was sampled by; empty where none was sampled."""
     seen = {version for attempt in attempts for step in attempt.steps for version in step.versions}
     return [min(seen), max(seen)] if seen else []
+
+
+def refuse_all_failed(attempts: list[Attempt], which: str) -> None:
+    """Training cannot go on where every rollout fails: say why, once."""
+    if any(attempt.reward is not None for attempt in attempts):
+        return
+    (end, message), count = Counter((str(a.end), a.message) for a in attempts).most_common(1)[0]
+    share = "each" if count == len(attempts) else f"{count} of them"
+    raise TrainError(f"all {len(attempts)} rollouts {which} failed, {share} with {end}: {message or 'no message'}")

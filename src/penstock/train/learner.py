@@ -16,10 +16,10 @@ from torch import Tensor
 from penstock.config import TrainSection
 from penstock.engines.embedded.decoder import Decoder
 from penstock.errors import TrainError
-from penstock.train import LOSSES
 from penstock.train.batches import Batch, Bundle, Pass
 from penstock.train.forward import hidden_states, pass_logprobs, score, stretches, trunk_states
-from penstock.train.losses import Loss, Tokens, k3
+from penstock.train.losses import LOSSES
+from penstock.train.losses.base import Loss, Tokens, k3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

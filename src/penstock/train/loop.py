@@ -16,20 +16,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from penstock.config import RolloutSection
+from penstock.errors import TrainError
 from penstock.records import Group, Lease, PolicyVersion
 from penstock.records import Sequence as TrainingSequence
 from penstock.rollout.scheduler import TOO_FEW
 from penstock.train import policy
 from penstock.train.advantages import DIVISORS
 from penstock.train.batches import pack
-from penstock.train.failures import refuse_all_failed, refuse_all_short
-from penstock.train.held_out import Beside
+from penstock.train.held_out import Beside, refuse_all_failed
 from penstock.train.learner import Metrics
-from penstock.train.opening import TrainingRun
 from penstock.train.sequences import breaks, exactness, sequences
+from penstock.train.training_run import TrainingRun
 
 RECHECK_S = 60.0
 """How often a waiting trainer looks for groups although nothing has changed: leases of others may have run out."""
+ALL_SHORT = 20
+"""How many times the groups of a step may be dropped for too few completed rollouts before training is given up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +106,15 @@ async def claim(s: TrainingRun, progress: Progress) -> Lease:
         if lost != known:
             s.rollouts.advance(progress.step)  # those are made up for at once
         await s.pool.wait(position, timeout_s=RECHECK_S)
+
+
+def refuse_all_short(dropped: int, limits: RolloutSection) -> None:
+    """Training cannot go on where no group has enough completed rollouts: the scheduler would make new ones for ever."""
+    if dropped >= ALL_SHORT * limits.groups_per_step:
+        raise TrainError(
+            f"{dropped} groups were dropped since the last step, each with fewer than rollout.min_size = {limits.min_size} "
+            f"completed rollouts of {limits.group_size}; raise rollout.top_up, lower rollout.min_size, or see why they fail"
+        )
 
 
 def behind(s: TrainingRun, progress: Progress) -> int:

@@ -12,19 +12,19 @@ from penstock.errors import ConfigError
 from penstock.events import Events, Listener
 from penstock.rollout.author_tasks import leaves
 from penstock.run.folder import locked, open_run_folder
-from penstock.run.inputs import Inputs
+from penstock.run.inputs import Inputs, refuse_untrainable
 from penstock.train import policy
 from penstock.train.held_out import Beside, evaluate
 from penstock.train.loop import Progress, train_steps
-from penstock.train.opening import TrainingRun, open_training
 from penstock.train.summary import Summary, finished, sum_up
+from penstock.train.training_run import TrainingRun, open_training
 
 T = TypeVar("T")
 
 
 async def train(config: RunConfig, inputs: Inputs, *, listener: Listener, stop: asyncio.Event, fresh: bool = False) -> Summary:
     """Train as `config` says, or take up the run of that name where it was left; `stop` ends it after the running step."""
-    refuse_endpoint(config)
+    refuse_untrainable(config)
     folder = open_run_folder(config, fresh=fresh)
     with locked(folder.path), Events(folder.events) as events:
         events.listen(listener)
@@ -35,13 +35,6 @@ async def train(config: RunConfig, inputs: Inputs, *, listener: Listener, stop: 
         folder.write_summary(to_json(summary))
         events.emit("run.end", summary=asdict(summary))
         return summary
-
-
-def refuse_endpoint(config: RunConfig) -> None:
-    """ConfigError where what samples gives text: its weights are not here, and its tokens are not known."""
-    if config.engine.relays:
-        text = f"engine.name = {config.engine.name!r} asks an endpoint for text, which can be evaluated and not trained"
-        raise ConfigError(f"{text}; name 'embedded', 'vllm' or 'sglang'")
 
 
 async def run(s: TrainingRun, stop: asyncio.Event) -> Summary:

@@ -10,7 +10,7 @@ from penstock.run.folder import RunFolder
 from penstock.train import policy
 from penstock.train.held_out import beside
 from penstock.train.loop import Progress
-from penstock.train.opening import TrainingRun
+from penstock.train.training_run import TrainingRun
 
 FIRST, LAST = 32, 64
 """Rollouts over which the first and the last reward are means."""

@@ -12,7 +12,7 @@ from penstock.engines.embedded.decoder import Decoder
 from penstock.engines.embedded.weights import load_decoder
 from penstock.errors import ModelError
 from penstock.records import Attempt, Group, Sequence, Step
-from penstock.run.recorded import Recorded
+from penstock.run.recorded_run import RecordedRun
 from penstock.train import policy
 from penstock.train.batches import pack
 from penstock.train.forward import pass_logprobs, trunk_states
@@ -313,11 +313,11 @@ Heard = Callable[[int, int], None]
 """Called with how many groups are done, and of how many."""
 
 
-async def verify(recorded: Recorded, heard: Heard, *, tolerance: float | None = None) -> Audit:
+async def verify(recorded: RecordedRun, heard: Heard, *, tolerance: float | None = None) -> Audit:
     """Read the run from its first group to its last and account for every token. Nothing is written."""
     limit = TOLERANCES[_precision(recorded)] if tolerance is None else tolerance
     audit = Audit(run=recorded.config.run.name, channel=recorded.channel, tolerance=limit)
-    weights = Weights(recorded.start, recorded.folder.checkpoints)
+    weights = Weights(recorded.start_policy, recorded.folder.checkpoints)
     total = recorded.last_seq + 1 - recorded.first_seq
     heard(0, total)
     async for groups in recorded.pages():
@@ -338,7 +338,7 @@ async def _check(groups: list[Group], audit: Audit, weights: Weights, *, tokens_
             pass
 
 
-def _precision(recorded: Recorded) -> str:
+def _precision(recorded: RecordedRun) -> str:
     """What the engine computed in: as the run says, else as its checkpoints were written."""
     chosen = recorded.config.engine.dtype
     if chosen == "auto":

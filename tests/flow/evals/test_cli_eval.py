@@ -10,6 +10,7 @@ from cli_cases import environment, penstock
 from eval_cases import attempts
 
 from penstock.cli.app import run
+from penstock.rollout.scheduler import Scheduler
 
 AGENT = """
 import asyncio
@@ -79,6 +80,24 @@ def test_an_evaluation_tells_its_numbers_and_is_not_made_twice(project, capsys):
     assert "pass@3" in page and "Mean reward of each task" in page and "<script" not in page
     again = result(capsys, *arguments)
     assert (again["resumed"], again["outcome"]) == (12, found["outcome"])
+
+
+def test_an_evaluation_reads_its_dataset_once_and_makes_no_training_scheduler(project, capsys, monkeypatch):
+    opened, plain_open = list[Path](), Path.open
+
+    def counted_open(self: Path, *args, **kwargs):
+        opened.append(self)
+        return plain_open(self, *args, **kwargs)
+
+    def no_scheduler(*args: object, **kwargs: object) -> None:
+        raise AssertionError("an evaluation made a Scheduler")
+
+    # patched, as neither reads nor constructions leave a trace that could be asked for
+    monkeypatch.setattr(Path, "open", counted_open)
+    monkeypatch.setattr(Scheduler, "__init__", no_scheduler)
+    assert result(capsys, "run", "eval.toml")["outcome"]["ends"] == {"completed": 4}
+    reads = [path for path in opened if path.name == "tasks.jsonl"]
+    assert len(reads) == 2  # its rows once, and its bytes once for the checksum in the folder's config.json
 
 
 def test_text_names_the_folder_and_what_to_do_next(project, capsys):

@@ -15,7 +15,7 @@ from eval_cases import attempts
 from penstock.cli.app import run
 from penstock.config import load_config
 from penstock.evals import processes
-from penstock.evals.run import Evaluation, evaluate, evaluation_config, read_rows
+from penstock.evals.run import Evaluation, evaluate, evaluation_config
 from penstock.run.inputs import read_inputs
 
 ROWS = 8
@@ -125,7 +125,7 @@ def evaluated(*overrides: str, stop_at: str = "") -> tuple[Evaluation, list[tupl
             told.append((kind, fields))
             _ = kind == stop_at and stop.set()
 
-        return await evaluate(config, read_inputs(config, listen), read_rows(config), listener=listen, stop=stop)
+        return await evaluate(config, read_inputs(config, listen, all_heldout=True), listener=listen, stop=stop)
 
     return asyncio.run(work()), told
 

@@ -17,7 +17,7 @@ from random_replies import ReplySampler, Sample
 from penstock.gateway import Gateway
 from penstock.gateway.graph import REWRITTEN, prompts
 from penstock.records import Rollout, Sampling, Task, make_rollout
-from penstock.testing import Scripted, ScriptedEngine
+from penstock.testing import ScriptedEngine, ScriptedReply
 from penstock.train.sequences import exactness
 
 TOOL = {
@@ -415,6 +415,6 @@ async def _post(gateway: Gateway, token: str, body: bytes, transcript: str, *, r
     return status, b"".join(parts)
 
 
-def scripted(sample: Sample) -> Scripted:
+def scripted(sample: Sample) -> ScriptedReply:
     """For the engine."""
-    return Scripted(ids=sample.ids, finish=sample.finish)  # pyright: ignore[reportArgumentType]
+    return ScriptedReply(ids=sample.ids, finish=sample.finish)  # pyright: ignore[reportArgumentType]

@@ -7,7 +7,7 @@ from penstock.errors import ConfigError
 from penstock.gateway import Gateway, Limits
 from penstock.gateway.graph import prompts
 from penstock.records import End, Sampling
-from penstock.testing import Scripted, ScriptedEngine, memory_pool, workbench
+from penstock.testing import ScriptedEngine, ScriptedReply, memory_pool, workbench
 
 CALL = '<tool_call>\n{"name": "multiply", "arguments": {"a": 6}}\n</tool_call>'
 
@@ -455,12 +455,12 @@ def test_an_empty_reply_is_a_step():
         (step,) = (await bench.attempt(session)).steps
         assert (step.completion_ids, step.finish) == ((), "stop")
 
-    run([Scripted(ids=())], steps)
+    run([ScriptedReply(ids=())], steps)
 
 
 def test_tokens_carry_the_version_that_sampled_them():
     async def main():
-        engine = ScriptedEngine([Scripted("abcdef", stall_after=3)], renderer(merges=False).tokenizer)
+        engine = ScriptedEngine([ScriptedReply("abcdef", stall_after=3)], renderer(merges=False).tokenizer)
         async with workbench(engine, renderer(merges=False)) as bench:
             session = await bench.rollout()
             async with asyncio.TaskGroup() as group:

@@ -8,7 +8,7 @@ from penstock.gateway.dialects.chat import ChatDialect
 from penstock.gateway.pending_response import PendingResponse
 from penstock.pool import POOLS
 from penstock.records import Sampling, Task, make_rollout
-from penstock.testing import Scripted, ScriptedEngine, workbench
+from penstock.testing import ScriptedEngine, ScriptedReply, workbench
 
 PINGS = {
     "/v1/chat/completions": b": still sampling\n\n",
@@ -49,7 +49,7 @@ def test_a_stream_whose_engine_is_silent_is_kept_alive(path, silent_after):
         (step,) = (await bench.attempt(session)).steps
         assert (step.finish, step.message["content"]) == ("stop", "42 it is.")
 
-    run([Scripted("42 it is.", stall_after=silent_after)], steps, serves=True, limits=Limits(keep_alive_s=0.02))
+    run([ScriptedReply("42 it is.", stall_after=silent_after)], steps, serves=True, limits=Limits(keep_alive_s=0.02))
 
 
 def test_a_reader_who_takes_nothing_has_one_event_waiting_for_it_not_many():

@@ -12,7 +12,7 @@ from penstock.gateway.pending_response import PendingResponse
 from penstock.gateway.session import Session
 from penstock.gateway.shared_counters import Peers
 from penstock.records import Sampling, make_rollout
-from penstock.testing import Scripted, ScriptedEngine, workbench
+from penstock.testing import ScriptedEngine, ScriptedReply, workbench
 
 
 class Asked(str):
@@ -75,7 +75,7 @@ def test_an_answer_gets_the_number_after_all_that_are_on_their_way(worker, worke
 
 def test_answers_that_overtake_an_earlier_one_have_names_of_their_own():
     async def main():
-        engine = ScriptedEngine([Scripted("first", stall_after=1), "second", "third"], renderer().tokenizer)
+        engine = ScriptedEngine([ScriptedReply("first", stall_after=1), "second", "third"], renderer().tokenizer)
         async with workbench(engine, renderer()) as bench, asyncio.timeout(30):
             session = await bench.rollout()
             http = bench.http(session.token)

@@ -18,7 +18,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 from penstock.gateway.app import Gateway
 from penstock.gateway.observability import Spans
 from penstock.records import Sampling, Task, make_rollout
-from penstock.testing import Scripted, ScriptedEngine, Workbench, memory_pool
+from penstock.testing import GatewayFixture, ScriptedEngine, ScriptedReply, memory_pool
 
 SAID = {"role": "user", "content": "the secret word is xylophone"}
 
@@ -37,7 +37,7 @@ def run(steps, script=lambda prompt: "marimba"):
         await pool.open_group(task, [rollout], seq=0)
         session = gateway.open(rollout, Sampling(max_tokens=64))
         async with AsyncExitStack() as clients:
-            await steps(Workbench(gateway, pool, False, clients), session)
+            await steps(GatewayFixture(gateway, pool, False, clients), session)
 
     asyncio.run(main())
     return exporter.get_finished_spans()
@@ -90,7 +90,7 @@ def test_an_error_is_the_spans_status_with_its_code():
     async def steps(bench, session):
         assert (await chat(bench.http(session.token), USER)).status_code == 502
 
-    [span] = run(steps, lambda prompt: Scripted("Hello", fail_after=2))
+    [span] = run(steps, lambda prompt: ScriptedReply("Hello", fail_after=2))
     assert (span.status.status_code, span.status.description) == (StatusCode.ERROR, "engine_error")
     assert (span.attributes["error.type"], span.attributes["gen_ai.response.finish_reasons"]) == ("engine_error", ("error",))
 

@@ -21,7 +21,7 @@ from penstock.engines.embedded.engine import open_engine
 from penstock.pool.sqlite import open_pool
 from penstock.records import Group, PolicyVersion, Step
 from penstock.run.inputs import read_inputs
-from penstock.run.recorded import open_recorded
+from penstock.run.recorded_run import open_recorded_run
 from penstock.train.learner import Learner
 from penstock.train.policy import save
 from penstock.train.run import train
@@ -192,7 +192,7 @@ def test_a_checkpoint_that_training_removes_meanwhile_is_gone_not_an_error(run):
         shutil.rmtree(run / "checkpoints", ignore_errors=True)
 
     async def audit() -> dict[str, Any]:
-        async with open_recorded(run, channel="train") as recorded:
+        async with open_recorded_run(run, channel="train") as recorded:
             return as_object(await verify(recorded, heard))
 
     result = asyncio.run(audit())
@@ -204,7 +204,7 @@ def test_a_run_that_goes_on_is_read_as_far_as_it_was_and_left_alone(made, run):
         engine = open_engine(made.parent / "model", name="small", section=EngineSection(device="cpu"), seed=1)
         pool = open_pool(run)
         try:
-            async with open_recorded(run, channel="train") as recorded:
+            async with open_recorded_run(run, channel="train") as recorded:
                 await add_group(pool, engine, 3)
                 result = await verify(recorded, lambda done, total: None)
             return result.groups, (await pool.stats("train")).groups

@@ -22,7 +22,7 @@ from openai_cases import (
 from pydantic import TypeAdapter
 
 from penstock.chat.parsers.base import Text
-from penstock.chat.templates import digest
+from penstock.chat.templates import message_digest
 from penstock.errors import RequestError
 from penstock.gateway.dialects.responses import FreeformReader, ResponsesDialect, freeform_arguments, freeform_text
 
@@ -258,7 +258,7 @@ def test_an_answer_that_was_cut_off_says_so():
 def test_a_reply_that_is_sent_back_means_the_same(reply):
     items = whole(ask(tools=TOOLS), reply)["output"]
     _, back, _ = ask(input=[USER, *items, USER], tools=TOOLS).messages
-    assert digest(back) == digest(reply)
+    assert message_digest(back) == message_digest(reply)
     assert back.get("reasoning_content") == reply.get("reasoning_content")
 
 
@@ -312,7 +312,7 @@ def test_text_after_a_call_is_a_message_of_its_own_and_still_one_reply_when_sent
     items = events_in(stream)[-1]["response"]["output"]
     assert [item["type"] for item in items] == ["message", "function_call", "message"]
     assert len({item["id"] for item in items}) == 3
-    assert digest(ask(input=[USER, *items], tools=TOOLS).messages[1]) == digest(reply)
+    assert message_digest(ask(input=[USER, *items], tools=TOOLS).messages[1]) == message_digest(reply)
 
 
 def test_logprobs_come_with_the_text():
@@ -357,7 +357,7 @@ def test_the_requests_of_a_coding_agent_pass_and_its_second_one_continues_the_fi
     results = [{"type": "function_call_output", "id": "fco_1", "call_id": f"call_{n}", "output": "made"} for n in range(2)]
     second = ask(past, input=[*asked, *echoed, *results], **CODEX)
     assert second.messages[:4] == first.messages
-    assert (digest(second.messages[4]), second.messages[4]["reasoning_content"]) == (digest(reply), "Write it.")
+    assert (message_digest(second.messages[4]), second.messages[4]["reasoning_content"]) == (message_digest(reply), "Write it.")
     assert second.ignored == ("include:reasoning.encrypted_content", "reasoning.summary", "tool:web_search")
 
 

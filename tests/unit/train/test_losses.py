@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from penstock.config import TrainSection
-from penstock.train import LOSSES
-from penstock.train.losses import Tokens, clip, k3
+from penstock.train.losses import LOSSES
+from penstock.train.losses.base import Tokens, k3
+from penstock.train.losses.clip import clip
 
 SECTION = TrainSection(clip_low=0.2, clip_high=0.3, importance_cap=2.0)
 

@@ -1,4 +1,4 @@
-"""A run's record, opened to be read: also while the run goes on, and on a colleague's machine. Needs no torch."""
+"""A recorded run, opened for reading: also while it goes on, and on a colleague's machine. Needs no torch."""
 
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
@@ -7,63 +7,55 @@ from pathlib import Path
 
 from penstock.config import RunConfig
 from penstock.errors import ConfigError, ModelError
-from penstock.models import cached
-from penstock.pool import POOLS
+from penstock.models import find_cached
 from penstock.pool.base import Pool
+from penstock.pool.location import find_pool, open_pool_at
 from penstock.records import Group
 from penstock.run.folder import RunFolder, find_run_folder
 
-PAGE = 8
+PAGE_GROUPS = 8
 """Groups in memory at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recorded:
-    """One channel of a run."""
+class RecordedRun:
+    """One channel of a run: the groups from `first_seq` to `last_seq`."""
 
     folder: RunFolder
     config: RunConfig
     pool: Pool
     channel: str
     first_seq: int
-    """Of the groups that are to be read, as is the next."""
     last_seq: int
 
     @property
-    def start(self) -> Path | None:
+    def start_policy(self) -> Path | None:
         """The folder of the start policy; None where it is not on this machine."""
         try:
-            model = cached(self.config.model.name)
+            model = find_cached(self.config.model.name)
         except ModelError:
             return None
         return model.path if model else None
 
     async def pages(self) -> AsyncIterator[list[Group]]:
-        """The groups in order, a few at a time; those that come to be meanwhile are left out."""
+        """Yields the groups in order, a few at a time; groups opened since the run was opened are left out."""
         seq = self.first_seq
-        while page := await self.pool.groups(self.channel, first_seq=seq, limit=min(PAGE, self.last_seq + 1 - seq)):
+        while page := await self.pool.groups(self.channel, first_seq=seq, limit=min(PAGE_GROUPS, self.last_seq + 1 - seq)):
             yield page
             seq = page[-1].seq + 1
 
 
 @asynccontextmanager
-async def open_recorded(path: Path, *, channel: str, limit: int | None = None) -> AsyncGenerator[Recorded]:
-    """Open the run in folder `path` to read all groups of a channel, or the `limit` newest; ConfigError where there is nothing."""
+async def open_recorded_run(path: Path, *, channel: str, limit: int | None = None) -> AsyncGenerator[RecordedRun]:
+    """Open the run in folder `path` to read all groups of a channel, or the `limit` newest; ConfigError if there are none."""
     folder = find_run_folder(path)
     config = folder.config()
-    if config.engine.relays:
+    if config.engine.text_only:
         text = f"{path}: {config.model.name} answered as text from an endpoint (engine.name = {config.engine.name!r})"
         raise ConfigError(f"{text}, and its tokens were never here: there is nothing to verify")
-    if config.pool.name == "memory":
-        raise ConfigError(f"{path}: this run kept its steps in memory (pool.name = 'memory'), so nothing is left of them to read")
-    if config.pool.name == "sqlite" and not (path / "pool.db").exists():
-        raise ConfigError(f"{path}: this run has no pool.db yet, so there is nothing to read; start it first")
-    pool: Pool = POOLS.load(config.pool.name)(path, url=config.pool.url)
-    try:
+    async with open_pool_at(find_pool(path)) as pool:
         stats = await pool.stats(channel)
         if not stats.steps:
             raise ConfigError(f"{path}: no step has been recorded in channel {channel!r} yet; wait for it, or name another channel")
         first = 0 if limit is None else max(0, stats.last_seq + 1 - limit)
-        yield Recorded(folder=folder, config=config, pool=pool, channel=channel, first_seq=first, last_seq=stats.last_seq)
-    finally:
-        await pool.close()
+        yield RecordedRun(folder=folder, config=config, pool=pool, channel=channel, first_seq=first, last_seq=stats.last_seq)

@@ -1,11 +1,9 @@
-"""Losses: pure functions from log-probabilities and advantages to one number per trained token."""
+"""What a loss function takes and returns, and the KL penalty that any of them can be combined with."""
 
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-from penstock.config import TrainSection
 
 
 class Tokens(NamedTuple):
@@ -30,23 +28,6 @@ class Loss(NamedTuple):
     """The correction for having been sampled from another distribution than the proximal one, capped."""
     clipped: Tensor
     """1 where the clip stopped the gradient."""
-
-
-def clip(tokens: Tokens, section: TrainSection) -> Loss:
-    """PPO's clipped surrogate with a wider upper bound, times the truncated importance weight of each token.
-
-    The first update on a batch has a ratio of 1, so its gradient is that of REINFORCE under the importance weights.
-    """
-    ratio = torch.exp(tokens.new - tokens.proximal)  # [tokens]
-    bounded = ratio.clamp(1.0 - section.clip_low, 1.0 + section.clip_high)
-    plain, limited = ratio * tokens.advantages, bounded * tokens.advantages
-    importance = torch.exp(tokens.proximal - tokens.behaviour).clamp(max=section.importance_cap).detach()
-    return Loss(
-        values=-importance * torch.minimum(plain, limited),
-        ratio=ratio.detach(),
-        importance=importance,
-        clipped=(limited < plain).float(),
-    )
 
 
 def k3(new: Tensor, reference: Tensor) -> Tensor:

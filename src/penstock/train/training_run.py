@@ -1,0 +1,138 @@
+"""A training run: all that a training step uses, opened in the order of the data and closed in reverse."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from penstock.config import RunConfig
+from penstock.engines.base import Engine
+from penstock.engines.embedded.weights import load_decoder
+from penstock.events import Events
+from penstock.pool.base import Pool
+from penstock.records import Group
+from penstock.rollout.runner import Runner
+from penstock.rollout.scheduler import Scheduler, run_once
+from penstock.run.folder import RunFolder
+from penstock.run.inputs import Inputs
+from penstock.run.opening import open_pool, open_rollout_runner, sampling
+from penstock.train.advantages import ADVANTAGES
+from penstock.train.learner import Learner
+from penstock.train.policy import FromDisk, InPlace, Publisher
+
+
+class RolloutSource(Protocol):
+    """What makes rollouts for the trainer: in this process (`LocalRollouts`) or in another one (`scale`)."""
+
+    async def run(self) -> None:
+        """Make rollouts until all steps are trained or `stop` is called."""
+        ...
+
+    def advance(self, steps_trained: int) -> None:
+        """Set the number of trained steps, which bounds how far ahead rollouts are made."""
+        ...
+
+    def stop(self) -> None:
+        """Let `run` return; rollouts that still run are reopened for a later run."""
+        ...
+
+    async def evaluate(self) -> list[str]:
+        """Run each held-out task once, at the evaluation temperature; returns the rollout ids in the order of the tasks."""
+        ...
+
+    async def load(self, version: int, folder: Path) -> None:
+        """Sample with the weights of a model folder, as `version`, from the next token on."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalRollouts:
+    """A `RolloutSource` in this process: engine, runner and scheduler."""
+
+    config: RunConfig
+    inputs: Inputs
+    pool: Pool
+    engine: Engine
+    runner: Runner
+    scheduler: Scheduler
+
+    async def run(self) -> None:
+        await self.scheduler.run()
+
+    def advance(self, steps_trained: int) -> None:
+        self.scheduler.advance(steps_trained)
+
+    def stop(self) -> None:
+        self.scheduler.stop()
+
+    async def evaluate(self) -> list[str]:
+        return await run_once(
+            self.inputs.heldout,
+            self.runner,
+            pool=self.pool,
+            sampling=sampling(self.config, temperature=self.config.sampling.eval_temperature),
+            limits=self.config.rollout,
+        )
+
+    async def load(self, version: int, folder: Path) -> None:
+        await self.engine.load(version, folder)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingRun:
+    """All that a training step uses."""
+
+    config: RunConfig
+    inputs: Inputs
+    folder: RunFolder
+    events: Events
+    pool: Pool
+    rollouts: RolloutSource
+    publisher: Publisher
+    learner: Learner
+    advantage: Callable[[Group], list[float]]
+
+
+@asynccontextmanager
+async def open_training(config: RunConfig, inputs: Inputs, folder: RunFolder, events: Events) -> AsyncGenerator[TrainingRun]:
+    """Open pool, rollouts and learner in this process; they are closed on leaving, in reverse order."""
+    async with AsyncExitStack() as stack:
+        pool = open_pool(config, folder)
+        stack.push_async_callback(pool.close)
+        rollouts = await stack.enter_async_context(open_rollouts(config, inputs, folder, events, pool))
+        shared = getattr(rollouts.engine, "decoder", None)
+        learner = Learner(shared or await asyncio.to_thread(load_decoder, inputs.folder), config.train)
+        from_disk = FromDisk(learner, model=inputs.folder, scratch=folder.path / "served", load=rollouts.load)
+        yield TrainingRun(
+            config=config,
+            inputs=inputs,
+            folder=folder,
+            events=events,
+            pool=pool,
+            rollouts=rollouts,
+            publisher=InPlace(rollouts.engine) if shared else from_disk,
+            learner=learner,
+            advantage=ADVANTAGES.load(config.train.advantage),
+        )
+
+
+@asynccontextmanager
+async def open_rollouts(
+    config: RunConfig, inputs: Inputs, folder: RunFolder, events: Events, pool: Pool
+) -> AsyncGenerator[LocalRollouts]:
+    """Open the rollout side of a training run in this process."""
+    async with open_rollout_runner(config, inputs, folder, events, pool) as (engine, runner):
+        scheduler = Scheduler(
+            inputs.tasks,
+            runner,
+            pool=pool,
+            events=events,
+            limits=config.rollout,
+            sampling=sampling(config, temperature=config.sampling.temperature),
+            seed=config.run.seed,
+            shuffle=config.dataset.shuffle,
+            steps=config.train.steps,
+        )
+        yield LocalRollouts(config=config, inputs=inputs, pool=pool, engine=engine, runner=runner, scheduler=scheduler)
