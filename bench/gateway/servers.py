@@ -21,7 +21,7 @@ from starlette.types import ASGIApp
 
 from penstock.chat.renderer import Renderer
 from penstock.engines.base import SampledChunk
-from penstock.gateway import Gateway, Limits, last_request
+from penstock.gateway import Gateway, GatewayLimits, last_request
 from penstock.gateway.shared_counters import Peers
 from penstock.http.listen import bind
 from penstock.pool import POOLS
@@ -84,7 +84,7 @@ async def serve_gateway(folder: str, number: str = "0", of: str = "1", port: str
 
 async def serve_gateway_reading_whole(folder: str) -> None:
     """Our gateway with `orjson.loads` and a digest of every whole body."""
-    last_request.GrowingBody = WholeBody  # type: ignore[misc, assignment]  # no seam: the gateway has no such choice
+    last_request.IncrementalBody = WholeBody  # type: ignore[misc, assignment]  # no seam: the gateway has no such choice
     await serve_gateway(folder)
 
 
@@ -103,7 +103,7 @@ async def make_gateway(folder: Path, *, sock: socket.socket | None = None, peers
         pool,
         secret=SECRET,
         sampling={"train": Sampling(max_tokens=1024)},
-        limits=Limits(calls_per_s=1e9),
+        limits=GatewayLimits(calls_per_s=1e9),
         sock=sock,
         peers=peers,
     )

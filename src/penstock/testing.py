@@ -23,7 +23,7 @@ from penstock.chat.renderer import Renderer
 from penstock.chat.tokenizer import BYTE_OF, Tokenizer
 from penstock.engines.base import SampledChunk
 from penstock.errors import ConfigError, EngineBusy, EngineError
-from penstock.gateway import Gateway, Limits, Session
+from penstock.gateway import Gateway, GatewayLimits, Session
 from penstock.pool import POOLS
 from penstock.pool.base import Pool
 from penstock.records import Attempt, Finish, Rollout, Sampling, Task, make_rollout
@@ -243,7 +243,7 @@ async def workbench(
     pool: Pool | None = None,
     serves: bool = False,
     sampling: dict[str, Sampling] | None = None,
-    limits: Limits | None = None,
+    limits: GatewayLimits | None = None,
     secrets: Sequence[str] = (),
     is_open: bool = False,
 ) -> AsyncGenerator[GatewayFixture, None]:

@@ -24,9 +24,9 @@ lowered here, since no seam leads to them."""
 
 
 def lower_bounds() -> None:
-    auth.SEEN = session.REMEMBERED = session.TAKEN = BOUND
-    app.ResponseCache = partial(app.ResponseCache, most_bytes=BOUND * 1000)  # type: ignore[misc]
-    sources.Roots = partial(sources.Roots, most_tokens=BOUND * 100)  # type: ignore[misc]
+    auth.MAX_CACHED_TOKENS = session.MAX_CLOSED = session.MAX_ADOPTED = BOUND
+    app.ResponseCache = partial(app.ResponseCache, max_bytes=BOUND * 1000)  # type: ignore[misc]
+    sources.RootCache = partial(sources.RootCache, max_tokens=BOUND * 100)  # type: ignore[misc]
 
 
 async def live(bench: GatewayFixture, rollout: Rollout) -> None:

@@ -12,8 +12,8 @@ from openai import APIError, AsyncOpenAI
 
 from penstock.chat.renderer import Renderer
 from penstock.errors import ConfigError
-from penstock.gateway import Gateway, Limits
-from penstock.gateway.auth import Tokens
+from penstock.gateway import Gateway, GatewayLimits
+from penstock.gateway.auth import GatewayTokens
 from penstock.pool import POOLS
 from penstock.records import End, Sampling, Task, make_rollout
 from penstock.testing import ScriptedEngine, ScriptedReply, memory_pool, workbench, write_tokenizer
@@ -225,7 +225,7 @@ def test_too_many_calls_at_once_are_refused(renderer):
         engine.release()
         assert (await first.answer())[0] == 200
 
-    run(renderer, [ScriptedReply(REPLY, stall_after=1), "42."], steps, limits=Limits(concurrent_calls=1))
+    run(renderer, [ScriptedReply(REPLY, stall_after=1), "42."], steps, limits=GatewayLimits(concurrent_calls=1))
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -310,7 +310,7 @@ def test_a_stopped_gateway_answers_its_calls_and_lets_go_of_its_port(renderer):
         rollout = make_rollout("train-0", "t", 0)
         await pool.open_group(Task(id="t", prompt=(USER,)), [rollout], seq=0)
         async with AsyncClient(trust_env=False) as http:
-            async with Gateway(engine, renderer, pool, secret=b"x" * 16, limits=Limits(drain_s=0)) as gateway:
+            async with Gateway(engine, renderer, pool, secret=b"x" * 16, limits=GatewayLimits(drain_s=0)) as gateway:
                 session = gateway.open(rollout, Sampling())
                 url, headers = f"{session.base_url}/chat/completions", {"x-api-key": session.token}
                 call = asyncio.create_task(http.post(url, json={"messages": [USER]}, headers=headers))
@@ -394,7 +394,7 @@ def test_killed_gateways_lose_no_acknowledged_step_and_the_next_one_goes_on(tmp_
     async def main():
         await with_pool(store, lambda pool: pool.open_group(Task(id="t", prompt=(USER,)), [rollout], seq=0))
         for _ in range(3):
-            await serve_and_kill(folder, store, Tokens(SECRET).model(rollout.id), talkers)
+            await serve_and_kill(folder, store, GatewayTokens(SECRET).model(rollout.id), talkers)
         return await with_pool(store, lambda pool: pool.attempt(rollout.id))
 
     attempt = asyncio.run(main())

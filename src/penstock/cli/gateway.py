@@ -53,7 +53,7 @@ def gateway(
 
 def serve(settings: "Settings", *, folder: Path, workers: int = 1, is_open: bool = False, quiet: bool = False) -> int:
     """Serve until a signal comes; the exit code. A line of JSON on stdout says when it serves, and where."""
-    from penstock.gateway.standalone import alone, load_secret, make_folder, write_tokens
+    from penstock.gateway.standalone import hold_folder, load_secret, make_folder, write_tokens
     from penstock.http.listen import bind
 
     refuse_crowd(settings, workers)
@@ -65,7 +65,7 @@ def serve(settings: "Settings", *, folder: Path, workers: int = 1, is_open: bool
     with bind(place.host, place.port, shared=workers > 1) as sock:
         found = get_model(settings)
         make_folder(folder, settings, found)
-        with alone(folder):
+        with hold_folder(folder):
             tokens = write_tokens(folder, load_secret(folder))
             ready = Ready(settings, found, folder=folder, port=sock.getsockname()[1], tokens=tokens, is_open=is_open, quiet=quiet)
             try:
@@ -188,14 +188,16 @@ async def _serve(ready: Ready, sock: socket.socket) -> int | None:
 
 async def _supervise(ready: Ready, workers: int) -> int | None:
     """Keep several processes serving until a signal comes; which one that was."""
-    from penstock.gateway.workers import Crew, make_orders
+    from penstock.gateway.workers import WorkerSupervisor, make_worker_config
 
-    orders = make_orders(ready.settings, ready.model, folder=ready.folder, port=ready.port, workers=workers, is_open=ready.is_open)
+    config = make_worker_config(
+        ready.settings, ready.model, folder=ready.folder, port=ready.port, workers=workers, is_open=ready.is_open
+    )
     stop = asyncio.Event()
 
     def serving(pids: list[int]) -> None:
         ready.say(os.getpid(), workers=workers, worker_pids=pids)
 
     with Interrupts(stop, ready.stopping) as interrupts:
-        await Crew(orders, drain_s=ready.settings.gateway.drain_s, ready=serving, tell=ready.tell).run(stop)
+        await WorkerSupervisor(config, drain_s=ready.settings.gateway.drain_s, ready=serving, report=ready.tell).run(stop)
         return interrupts.first

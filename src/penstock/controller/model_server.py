@@ -28,7 +28,7 @@ from penstock.engines import ENGINES
 from penstock.engines.base import Engine
 from penstock.errors import ConfigError, EngineError, PenstockError
 from penstock.gateway.app import Gateway
-from penstock.gateway.call import Limits
+from penstock.gateway.call import GatewayLimits
 from penstock.http.asgi import header
 from penstock.http.listen import base_url, bind
 from penstock.http.server import HttpServer
@@ -176,7 +176,7 @@ async def serve_embedded(orders: ModelServerSpec) -> AsyncGenerator[str]:
         seed=secrets.randbits(31),
         decode=renderer.tokenizer.decode,
     )
-    limits, pool = Limits(), EphemeralPool(time.monotonic)
+    limits, pool = GatewayLimits(), EphemeralPool(time.monotonic)
     try:
         gateway = Gateway(engine, renderer, pool, secret=secrets.token_bytes(32), limits=limits)
         front = DeploymentApp(gateway, pool, token=orders.token, sampling=Sampling(max_tokens=engine.context_length))

@@ -15,7 +15,7 @@ import orjson
 from random_replies import ReplySampler, Sample
 
 from penstock.gateway import Gateway
-from penstock.gateway.graph import REWRITTEN, prompts
+from penstock.gateway.graph import TEMPLATE_REWRITES, prompts
 from penstock.records import Rollout, Sampling, Task, make_rollout
 from penstock.testing import ScriptedEngine, ScriptedReply
 from penstock.train.sequences import exactness
@@ -241,7 +241,7 @@ class RandomConversation:
             counts[f"root: {node.reason or 'a conversation of its own'}"] += 1
         elif node.parent is None:
             assert prompt == self.renderer.root(sent, offered)
-            assert node.reason == REWRITTEN or (foreign and node.reason), node.reason
+            assert node.reason == TEMPLATE_REWRITES or (foreign and node.reason), node.reason
             counts[f"root: {node.reason}"] += 1
         else:
             self._check_glue(self.known[key(sent[: sizes[0]], tools)], sent[sizes[0] :], offered, prompt)

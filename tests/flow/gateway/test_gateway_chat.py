@@ -4,7 +4,7 @@ import pytest
 from gateway_cases import TOOL, USER, chat, events_of, messages_of, renderer
 
 from penstock.errors import ConfigError
-from penstock.gateway import Gateway, Limits
+from penstock.gateway import Gateway, GatewayLimits
 from penstock.gateway.graph import prompts
 from penstock.records import End, Sampling
 from penstock.testing import ScriptedEngine, ScriptedReply, memory_pool, workbench
@@ -336,7 +336,7 @@ def test_a_body_over_the_limit_is_a_413():
         response = await chat(http, {"role": "user", "content": "x" * 2000})
         assert response.status_code == 413
 
-    run([], steps, limits=Limits(body_bytes=1000))
+    run([], steps, limits=GatewayLimits(body_bytes=1000))
 
 
 def test_messages_that_the_template_refuses_are_a_400():

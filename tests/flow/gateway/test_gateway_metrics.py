@@ -207,9 +207,9 @@ def test_what_a_dead_worker_counted_is_kept_by_its_successor_but_not_what_it_had
         Peers(0, 2, tmp_path).save(samples(3, 2))
         Peers(1, 2, tmp_path).save(samples(10, 1))
         successor = Peers(0, 2, tmp_path)
-        assert await successor.together(samples(1, 0)) == samples(14, 1)
+        assert await successor.merged(samples(1, 0)) == samples(14, 1)
         successor.save(samples(1, 0))
-        assert await Peers(1, 2, tmp_path).together(samples(0, 0)) == samples(14, 0)
+        assert await Peers(1, 2, tmp_path).merged(samples(0, 0)) == samples(14, 0)
 
     asyncio.run(main())
 
@@ -217,7 +217,7 @@ def test_what_a_dead_worker_counted_is_kept_by_its_successor_but_not_what_it_had
 def test_a_worker_whose_counts_were_never_written_counts_for_nothing(tmp_path):
     (tmp_path / "counts-1.json").write_bytes(b"{half")
     mine = {"penstock_calls_total": {"c": 1}}
-    assert asyncio.run(Peers(0, 3, tmp_path).together(mine)) == mine
+    assert asyncio.run(Peers(0, 3, tmp_path).merged(mine)) == mine
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from gateway_cases import USER, chat, messages_of, renderer
 
 from penstock.errors import PoolError
 from penstock.gateway.app import Gateway
-from penstock.gateway.auth import Tokens
+from penstock.gateway.auth import GatewayTokens
 from penstock.gateway.shared_counters import Peers
 from penstock.pool.memory import MemoryPool
 from penstock.records import End, Sampling, Task, make_rollout
@@ -84,7 +84,7 @@ def test_a_rollout_that_one_worker_ended_is_over_in_the_other():
     async def steps(one, other, pool, engine):
         for http in (one, other):
             assert (await chat(http, USER)).status_code == 200
-        control = {"authorization": f"Bearer {Tokens(SECRET).control}"}
+        control = {"authorization": f"Bearer {GatewayTokens(SECRET).control}"}
         ended = await one.post(f"/rollouts/{ROLLOUT.id}/end", json={"end": "completed"}, headers=control)
         assert ended.status_code == 200
         for http in (one, other, one):

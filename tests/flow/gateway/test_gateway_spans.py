@@ -16,7 +16,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 
 from penstock.gateway.app import Gateway
-from penstock.gateway.observability import Spans
+from penstock.gateway.observability import CallTracer
 from penstock.records import Sampling, Task, make_rollout
 from penstock.testing import GatewayFixture, ScriptedEngine, ScriptedReply, memory_pool
 
@@ -30,8 +30,8 @@ def run(steps, script=lambda prompt: "marimba"):
 
     async def main():
         engine, pool = ScriptedEngine(script, renderer().tokenizer), memory_pool()
-        spans = Spans(provider, model="scripted")
-        gateway = Gateway(engine, renderer(), pool, secret=b"a secret for tests only", spans=spans)
+        tracer = CallTracer(provider, model="scripted")
+        gateway = Gateway(engine, renderer(), pool, secret=b"a secret for tests only", tracer=tracer)
         task = Task(id="t", prompt=())
         rollout = make_rollout("train-0", "t", 0)
         await pool.open_group(task, [rollout], seq=0)

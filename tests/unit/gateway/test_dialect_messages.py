@@ -330,7 +330,7 @@ def test_errors_have_the_vendors_names(status, kind):
     error = RequestError("no", status=status, code="why", param="what")
     inside = {"type": kind, "message": "no", "details": {"error_code": "why", "param": "what"}}
     assert DIALECT.error(error) == {"type": "error", "error": inside}
-    name, sent = DIALECT.broken(error).strip().split(b"\n")
+    name, sent = DIALECT.error_event(error).strip().split(b"\n")
     assert (name, orjson.loads(sent.removeprefix(b"data: "))) == (b"event: error", {"type": "error", "error": inside})
 
 

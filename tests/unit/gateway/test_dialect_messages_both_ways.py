@@ -8,7 +8,7 @@ from messages_cases import DIALECT, USER, Before, accumulated, block, parse, ste
 
 from penstock.chat.templates import message_digest
 from penstock.errors import RequestError
-from penstock.gateway.dialects.messages import InputText
+from penstock.gateway.dialects.messages import ToolInputStream
 from penstock.gateway.reply import CallDelta, deltas_of
 from penstock.records import Sampling
 
@@ -79,7 +79,7 @@ def almost_json(draw):
 
 def given_out(text, ends, **how):
     """What a client gets of arguments that come in parts, and of each part."""
-    checked = InputText()
+    checked = ToolInputStream()
     parts = [checked.push(text[start:end]) for start, end in pairwise([0, *ends, len(text)])]
     return "".join(parts) + checked.finish(**how)
 

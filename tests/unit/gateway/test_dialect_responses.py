@@ -36,7 +36,7 @@ def ask(past=None, **body):
 
 
 def whole(call, reply, finish="stop"):
-    return orjson.loads(ResponsesDialect(tokenizer()).whole(answer_to(call, reply, finish)))
+    return orjson.loads(ResponsesDialect(tokenizer()).json_body(answer_to(call, reply, finish)))
 
 
 def test_text_is_one_user_message_and_instructions_come_first():
@@ -365,7 +365,7 @@ def test_errors_and_counts_have_the_vendors_shape():
     dialect = ResponsesDialect(tokenizer())
     error = RequestError("no such thing", code="previous_response_not_found", param="previous_response_id")
     assert dialect.error(error)["error"]["code"] == "previous_response_not_found"
-    (event,) = events_in(dialect.broken(RequestError("the engine failed", status=502, code="engine_error")))
+    (event,) = events_in(dialect.error_event(RequestError("the engine failed", status=502, code="engine_error")))
     assert (event["type"], event["code"], event["error"]["message"]) == ("error", "engine_error", "the engine failed")
     assert EVENT.validate_python(event).message == "the engine failed"
     assert dialect.count(7) == {"object": "response.input_tokens", "input_tokens": 7}
