@@ -4,18 +4,18 @@ import json
 from pathlib import Path
 from typing import Any
 
-from penstock.cli.summary import Ending, as_object, as_text
+from penstock.cli.summary import TrainingResult, as_object, as_text
 from penstock.train.summary import Summary
 
 
-def ending(**changes: Any) -> Ending:
+def ending(**changes: Any) -> TrainingResult:
     facts: dict[str, Any] = {"name": "demo", "folder": "runs/demo", "status": "finished", "steps": 10, "first_reward": 0.25}
     facts |= {"last_reward": 1.0, "eval_before": 0.5, "eval_after": 0.875, "exact_token_rate": 1.0, "rollouts": 320}
     facts |= {"sampled_tokens": 12345, "trained_tokens": 12000, "train_seconds": 192.4, "policy_version": 10}
     facts |= {"checkpoint": "runs/demo/checkpoints/10", "ends": {"completed": 318, "timeout": 2}}
     summary = Summary(**(facts | changes))
     reasons = {"timeout": {"the workflow ran longer than 120 s": 2}}
-    return Ending(
+    return TrainingResult(
         summary=summary, rewards=[0.25, 1.0], reasons=reasons, report=Path("runs/demo/report.html"), command="penstock train a.toml"
     )
 
