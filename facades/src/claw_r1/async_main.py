@@ -11,7 +11,8 @@ from claw_r1.convert import Converted, convert, put
 from claw_r1.keys import SETS, TOGETHER
 from claw_r1.overrides import read_overrides
 from penstock.cli.app import exit_code
-from penstock.cli.train import Again, carry_out
+from penstock.cli.summary import ResumeCommand
+from penstock.cli.train import run_training
 from penstock.config import RunConfig, validate
 from penstock.errors import ConfigError
 from penstock.sdk.dataset import load_tasks
@@ -40,7 +41,8 @@ def _train(arguments: list[str], command: str, *, is_async: bool) -> None:
     config = run_config(converted, command.split(" ", 3)[2])
     for notice in converted.notices:
         typer.echo(f"penstock: {notice}", err=True)
-    carry_out(config, Again(command, "trainer.total_training_steps=", "trainer.resume_mode=disable"), fresh=converted.fresh)
+    resume = ResumeCommand(command, "trainer.total_training_steps=", "trainer.resume_mode=disable")
+    run_training(config, resume, fresh=converted.fresh)
 
 
 def run_config(converted: Converted, where: str = "claw_r1.async_main") -> RunConfig:
