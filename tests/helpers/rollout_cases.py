@@ -11,7 +11,7 @@ from penstock.events import Events
 from penstock.pool.memory import open_pool
 from penstock.records import Node, Sampling, Step, Task, make_rollout
 from penstock.rollout.author_tasks import AuthorTasks
-from penstock.rollout.executors.base import Given
+from penstock.rollout.executors.base import ExecutorContext
 from penstock.rollout.executors.inline import InlineExecutor
 from penstock.rollout.runner import Runner
 from penstock.sdk.discovery import Agent
@@ -104,9 +104,11 @@ class Bench:
             AgentWorkflowConfig(name="w", concurrency={"max_concurrent": most_agents}),
             GraderConfig(name="check", concurrency={"max_concurrent": most_graders}),
         )
-        self.guests = AuthorTasks(agent.entry.parent, events, grace_s=grace_s)
+        self.author_tasks = AuthorTasks(agent.entry.parent, events, grace_s=grace_s)
         section = RolloutSection(**{"agent_timeout_s": DEADLINE_S, "grader_timeout_s": DEADLINE_S, **limits})
-        self.executor = InlineExecutor(Given(agent=agent, guests=self.guests, section=None, recorded=None))
+        self.executor = InlineExecutor(
+            ExecutorContext(agent=agent, author_tasks=self.author_tasks, section=None, load_transcripts=None)
+        )
         self.runner = Runner(
             executor=self.executor,
             grader=agent.grader_name,

@@ -20,7 +20,7 @@ from penstock.evals.worker_process import wait_for_processes
 from penstock.events import Events, Listener
 from penstock.pool.base import Pool
 from penstock.records import Sampling
-from penstock.rollout.scheduler import Runs
+from penstock.rollout.scheduler import RunnerPort
 from penstock.run.folder import RunFolder, locked, open_run_folder
 from penstock.run.inputs import Inputs
 from penstock.run.opening import open_pool, open_rollout_runner, sampling
@@ -174,7 +174,7 @@ async def _run(
 @asynccontextmanager
 async def _runs(
     config: RunConfig, inputs: Inputs, folder: RunFolder, events: Events, pool: Pool, count: int
-) -> AsyncGenerator[Runs]:
+) -> AsyncGenerator[RunnerPort]:
     """What makes attempts: this process alone, or `count` others."""
     if count > 1:
         async with open_processes(config, inputs, folder, events, pool, count=count) as processes:

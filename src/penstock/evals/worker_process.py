@@ -25,7 +25,7 @@ from penstock.pool.base import Pool
 from penstock.pool.sqlite import open_pool
 from penstock.records import Rollout, Sampling, Task
 from penstock.rollout.executors.base import read_section
-from penstock.rollout.runner import Room, Runner
+from penstock.rollout.runner import Runner, Slot
 from penstock.run.folder import RunFolder
 from penstock.run.inputs import Inputs
 from penstock.run.opening import open_rollout_runner
@@ -157,7 +157,7 @@ def _tell(teller: Teller, number: int, kind: str, fields: dict[str, Any]) -> Non
         teller.say(event=kind, fields=fields)
 
 
-async def _serve(pipe: asyncio.StreamReader, runner: Runner, teller: Teller, room: Room) -> None:
+async def _serve(pipe: asyncio.StreamReader, runner: Runner, teller: Teller, room: Slot) -> None:
     running: dict[str, asyncio.Task[dict[str, Any]]] = {}
 
     def over(rollout_id: str, done: asyncio.Task[dict[str, Any]]) -> None:
@@ -177,10 +177,10 @@ async def _serve(pipe: asyncio.StreamReader, runner: Runner, teller: Teller, roo
             task.cancel()
 
 
-async def _run(ask: Ask, runner: Runner, room: Room) -> dict[str, Any]:
+async def _run(ask: Ask, runner: Runner, room: Slot) -> dict[str, Any]:
     """How a rollout came out, as the parent is told."""
     try:
-        return {"end": await runner.run(ask.rollout, ask.task, ask.sampling, room=room)}
+        return {"end": await runner.run(ask.rollout, ask.task, ask.sampling, slot=room)}
     except PenstockError as error:
         return {"error": type(error).__name__, "message": str(error)}
     except Exception as error:

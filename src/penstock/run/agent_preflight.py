@@ -15,7 +15,7 @@ from typing import IO, Any, NamedTuple
 from penstock.config import AgentSection
 from penstock.errors import ConfigError
 from penstock.sdk.agent_spec import AgentSpec
-from penstock.sdk.discovery import construct
+from penstock.sdk.discovery import check_constructors
 from penstock.system.processes import describe_exit, last_line, run_module
 
 STARTUP_S = 30.0
@@ -90,7 +90,7 @@ def _attempt(verdict: int, stack: int, timeout_s: float) -> None:
     refused, columns = None, False
     try:
         agent = recipe.load()
-        construct(agent)
+        check_constructors(agent)
         columns = FLOW_AGENTS in sys.modules and sys.modules[FLOW_AGENTS].is_flow_agent(agent)
     except ConfigError as error:
         refused = str(error)

@@ -18,6 +18,7 @@ from penstock.run.folder import RunFolder, locked, open_run_folder
 from penstock.run.inputs import Inputs, refuse_untrainable
 from penstock.scale.actor_calls import IN_A_ROW, Actor, ActorGone, answer, come_back, relay
 from penstock.scale.cluster import STORE_BYTES, here, on_node, open_cluster, own_node
+from penstock.scale.executor import RaySection
 from penstock.scale.package import ray
 from penstock.scale.parameter_sync import FILES, ParameterSynchronizer
 from penstock.scale.rollouter import AsyncRollouter
@@ -61,7 +62,7 @@ def refuse_misfits(config: RunConfig, inputs: Inputs) -> None:
     refuse_untrainable(config)
     if config.pool.name == "memory":
         raise ConfigError("pool.name = 'memory' is for one process, and scale.name = 'ray' has several; use 'sqlite' or 'postgres'")
-    if config.rollout.executor == "ray" and inputs.executor.address:
+    if isinstance(inputs.executor, RaySection) and inputs.executor.address:
         raise ConfigError(
             "executor.address has no meaning with scale.name = 'ray': agents are on the run's cluster; set scale.address"
         )
