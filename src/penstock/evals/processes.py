@@ -20,12 +20,12 @@ from penstock.events import Events
 from penstock.pool.base import Pool
 from penstock.pool.remote_writer import open_writer_process
 from penstock.records import Attempt, End, Rollout, Sampling, Task
-from penstock.rollout.author_tasks import leaves
 from penstock.rollout.executors import EXECUTORS
 from penstock.run.folder import RunFolder
 from penstock.run.inputs import Inputs
 from penstock.sdk.agent_spec import AgentSpec
 from penstock.sdk.discovery import Agent
+from penstock.system.async_tools import leaf_errors
 from penstock.system.processes import describe_exit, last_line, module_command, signal_group
 
 ERRORS = {kind.__name__: kind for kind in (ConfigError, EngineError, GraderError, PoolError, PoolFailed, WorkerLost)}
@@ -391,4 +391,4 @@ async def _start_all(places: list[Place]) -> None:
             for place in places:
                 starting.create_task(place.living())
     except ExceptionGroup as group:  # they have one reason, most likely
-        raise next(leaves(group)) from None
+        raise next(leaf_errors(group)) from None

@@ -18,7 +18,7 @@ from penstock.rollout.processes.fork_server import BEGIN, COMMAND, JOB_ENDED, KI
 from penstock.rollout.processes.job_protocol import receive_async, send_async
 from penstock.sdk.agent_spec import AgentSpec
 from penstock.sdk.discovery import Agent
-from penstock.system.async_tools import settled
+from penstock.system.async_tools import finish_shielded
 from penstock.system.processes import describe_exit, module_command, signal_group
 
 KILLED_S = 10.0
@@ -90,7 +90,7 @@ class ForkClient:
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._disconnect("was ended with the run")
-        await settled(self._wait_for_exit())
+        await finish_shielded(self._wait_for_exit())
 
     @asynccontextmanager
     async def job(self, grace_s: float) -> AsyncGenerator[JobProcess, None]:
@@ -102,13 +102,13 @@ class ForkClient:
         try:
             yield process
         except asyncio.CancelledError:
-            await settled(self._end(process, grace_s, terminate=True))
+            await finish_shielded(self._end(process, grace_s, terminate=True))
             raise
         except BaseException:
-            await settled(self._end(process, 0.0))
+            await finish_shielded(self._end(process, 0.0))
             raise
         else:
-            await settled(self._end(process, grace_s))
+            await finish_shielded(self._end(process, grace_s))
 
     async def _begin(self) -> JobProcess:
         async with self._starting:
@@ -178,7 +178,7 @@ class ForkClient:
                 self._check_agent(json.loads(await receive_async(ours)))
         except BaseException as error:
             self._disconnect("never began")
-            await settled(self._wait_for_exit())
+            await finish_shielded(self._wait_for_exit())
             if isinstance(error, TimeoutError):
                 text = f"{self._agent.entry}: importing it took longer than executor.start_s = {self._start_s:g}; raise it"
                 raise ConfigError(text) from error
