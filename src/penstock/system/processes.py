@@ -74,7 +74,7 @@ def run_module(
         process.wait()
 
 
-def spawn_detached(command: Sequence[str], *, log: Path, stdin: int | None = None) -> int:
+def spawn_detached(command: list[str], *, log: Path, stdin: int | None = None) -> int:
     """Start a process that outlives this one, in a session of its own so that no Ctrl-C here reaches it; returns its id."""
     source = (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0) if stdin is None else (os.POSIX_SPAWN_DUP2, stdin, 0)
     output = (os.POSIX_SPAWN_OPEN, 1, str(log), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
