@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from penstock import AgentWorkflow, AgentWorkflowConfig, Grader, GraderConfig, get_rollout_context
 from penstock.config import RolloutSection
 from penstock.events import Events
-from penstock.pool.memory import open_pool
+from penstock.pool.memory import MemoryPool
 from penstock.records import Node, Sampling, Step, Task, make_rollout
 from penstock.rollout.author_tasks import AuthorTasks
 from penstock.rollout.executors.base import ExecutorContext
@@ -89,7 +89,7 @@ class Bench:
     """One runner on a memory pool, with everything it tells."""
 
     def __init__(self, run, grade=good_grade, *, pool=None, grace_s=0.05, most_agents=None, most_graders=None, **limits):
-        self.pool = pool or open_pool(Path())
+        self.pool = pool or MemoryPool(Path())
         self.gateway = FakeGateway(self.pool)
         self.told = []
         events = Events()

@@ -6,17 +6,21 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from textwrap import indent, shorten
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import orjson
 import typer
 
 from penstock.cli.output import counts, ranges, reward_text, stage_progress, table_lines
-from penstock.pool.base import Pool, PoolStats
-from penstock.pool.check import Checked
-from penstock.pool.location import PoolLocation
+from penstock.pool.base import PoolStats
 from penstock.records import Attempt, Group, Message, Step, Task
 from penstock.rollout.transcripts import transcripts
+
+if TYPE_CHECKING:
+    from penstock.pool.base import Pool
+    from penstock.pool.check import PoolCheck
+    from penstock.pool.location import PoolLocation
+
 
 app = typer.Typer(no_args_is_help=True, help="Look into a run's record, check it, move it, and make it smaller.")
 SHOWN = 20
@@ -29,14 +33,14 @@ Channels = Annotated[list[str] | None, typer.Option("--channel", help="This chan
 @app.command()
 def stats(folder: Run, as_json: AsJson = False) -> None:
     """Count groups, rollouts, steps and tokens by channel, and what they take on disk."""
-    from penstock.pool.location import find_pool, open_pool_at, size_bytes
+    from penstock.pool.location import find_pool, open_pool_at
 
-    async def read(place: PoolLocation) -> dict[str, Any]:
+    async def read(place: "PoolLocation") -> dict[str, Any]:
         async with open_pool_at(place) as pool:
             return {name: await pool.stats(name) for name in await pool.channels()}
 
     place = find_pool(folder)
-    result = stats_object(place, asyncio.run(read(place)), size_bytes(place))
+    result = stats_object(place, asyncio.run(read(place)), place.kind.size_bytes(place.folder, place.url))
     typer.echo(_json_text(result) if as_json else stats_text(result))
 
 
@@ -54,7 +58,7 @@ def show(
     """List the newest groups, or show one rollout with its messages, tools, steps and grades."""
     from penstock.pool.location import find_pool, open_pool_at
 
-    async def read(place: PoolLocation) -> tuple[dict[str, Any], str]:
+    async def read(place: "PoolLocation") -> tuple[dict[str, Any], str]:
         async with open_pool_at(place) as pool:
             if name is None:
                 listed = await _list_groups(pool, channels, limit=limit, first=first)
@@ -74,11 +78,11 @@ def verify(folder: Run, as_json: AsJson = False) -> None:
 
     Reads only, so it may run beside a training run. Exit code 1 where something is damaged: what is hit is named.
     """
-    from penstock.pool.location import check, find_pool
+    from penstock.pool.location import find_pool
 
     place = find_pool(folder)
     with stage_progress() as progress:
-        checked = check(place, lambda done, total: progress(f"verifying {folder}", done, total))
+        checked = place.kind.verify(place.folder, place.url, lambda done, total: progress(f"verifying {folder}", done, total))
     typer.echo(_json_text(_check_object(folder, checked)) if as_json else check_text(str(folder), checked))
     raise typer.Exit(1 if checked.findings else 0)
 
@@ -103,9 +107,9 @@ def export(
         async with open_pool_at(place) as pool:
             wanted = await _known_channels(pool, channels)
             total = sum([(await pool.stats(name)).groups for name in wanted])
-            with stage_progress() as progress:
+            with stage_progress() as stage:
                 moved = await export_pool(
-                    pool, out, name=form, channels=wanted, told=lambda done: progress(f"exporting {folder}", done, total)
+                    pool, out, name=form, channels=wanted, progress=lambda done: stage(f"exporting {folder}", done, total)
                 )
         return {"out": str(out), "format": form, "channels": wanted, **asdict(moved)}
 
@@ -123,6 +127,7 @@ def import_(
     as_json: AsJson = False,
 ) -> None:
     """Read an export into a pool. Doing it again, or going on after Ctrl-C, adds what is missing."""
+    from penstock.config import PoolSection
     from penstock.errors import ConfigError
     from penstock.pool.export.transfer import import_pool, read_export
     from penstock.pool.location import PoolLocation, find_pool, open_pool_at
@@ -130,13 +135,14 @@ def import_(
     read_export(path)
     if into.exists() and not into.is_dir():
         raise ConfigError(f"{into} is no folder; give another one with --into")
-    known = (into / "config.json").exists() or (into / "pool.db").exists()
-    place = find_pool(into) if known else PoolLocation("sqlite", into)
+    default = PoolLocation(PoolSection().name, into)
+    is_new = not (into / "config.json").exists() and default.kind.why_unreadable(into)
+    place = default if is_new else find_pool(into)
 
     async def read() -> dict[str, Any]:
         async with open_pool_at(place) as pool:
-            with stage_progress() as progress:
-                moved = await import_pool(path, pool, told=lambda done: progress(f"importing {path}", done, None))
+            with stage_progress() as stage:
+                moved = await import_pool(path, pool, progress=lambda done: stage(f"importing {path}", done, None))
         return {"into": str(into), "pool": place.name, **asdict(moved)}
 
     result = asyncio.run(read())
@@ -149,15 +155,17 @@ def import_(
 @app.command()
 def compact(folder: Run, as_json: AsJson = False) -> None:
     """Rewrite a SQLite pool without its gaps; nothing else may have it open."""
-    from penstock.pool.location import compact as rewrite
     from penstock.pool.location import find_pool
 
-    before, after = rewrite(find_pool(folder))
+    place = find_pool(folder)
+    before = place.kind.size_bytes(place.folder, place.url)
+    place.kind.compact(place.folder)
+    after = place.kind.size_bytes(place.folder, place.url)
     result = {"run": str(folder), "bytes_before": before, "bytes_after": after}
     typer.echo(_json_text(result) if as_json else f"{folder}: {size(before)} before, {size(after)} after")
 
 
-async def _known_channels(pool: Pool, wanted: list[str] | None) -> list[str]:
+async def _known_channels(pool: "Pool", wanted: list[str] | None) -> list[str]:
     from penstock.errors import ConfigError
 
     known = await pool.channels()
@@ -167,7 +175,7 @@ async def _known_channels(pool: Pool, wanted: list[str] | None) -> list[str]:
     return [name for name in known if not wanted or name in wanted]
 
 
-async def _list_groups(pool: Pool, channels: list[str] | None, *, limit: int, first: int | None) -> list[Any]:
+async def _list_groups(pool: "Pool", channels: list[str] | None, *, limit: int, first: int | None) -> list[Any]:
     """Groups of each channel: the newest, or those from number `first` on."""
     listed: list[Any] = []
     for name in await _known_channels(pool, channels):
@@ -176,7 +184,7 @@ async def _list_groups(pool: Pool, channels: list[str] | None, *, limit: int, fi
     return listed
 
 
-async def _find(pool: Pool, name: str) -> tuple[Any, list[Any], Any]:
+async def _find(pool: "Pool", name: str) -> tuple[Any, list[Any], Any]:
     """The task of a group and its attempts, or of a rollout and that rollout."""
     from penstock.errors import ConfigError, PoolError
 
@@ -199,7 +207,7 @@ def _totals(result: dict[str, Any]) -> str:
 # Results as JSON objects and as text
 
 
-def stats_object(place: PoolLocation, channels: dict[str, PoolStats], size_bytes: int | None) -> dict[str, Any]:
+def stats_object(place: "PoolLocation", channels: dict[str, PoolStats], size_bytes: int | None) -> dict[str, Any]:
     """The counts of each channel and the size on disk."""
     steps = sum(stats.steps for stats in channels.values())
     return {
@@ -311,7 +319,7 @@ def rollout_text(task: Task, attempt: Attempt) -> str:
     return "\n".join([*lines, "", *_steps(attempt)])
 
 
-def _check_object(folder: Path, checked: Checked) -> dict[str, Any]:
+def _check_object(folder: Path, checked: "PoolCheck") -> dict[str, Any]:
     return {
         "run": str(folder),
         "status": "damaged" if checked.findings else "sound",
@@ -322,7 +330,7 @@ def _check_object(folder: Path, checked: Checked) -> dict[str, Any]:
     }
 
 
-def check_text(run: str, checked: Checked) -> str:
+def check_text(run: str, checked: "PoolCheck") -> str:
     read = f"{checked.groups:,} groups, {checked.rollouts:,} rollouts, {checked.steps:,} steps read"
     if not checked.findings:
         return f"\nThe pool of {run} is sound: {read}.\n"

@@ -17,6 +17,7 @@ from penstock.config import RunConfig
 from penstock.errors import ConfigError, EngineError, GraderError, PenstockError, PoolError, PoolFailed, WorkerLost
 from penstock.evals.worker_process import EXIT_S, Ask, Order, Orders, process_lock
 from penstock.events import Events
+from penstock.pool import POOLS
 from penstock.pool.base import Pool
 from penstock.pool.remote_writer import open_writer_process
 from penstock.records import Attempt, End, Rollout, Sampling, Task
@@ -349,14 +350,14 @@ async def open_processes(
 ) -> AsyncGenerator[Processes]:
     """Start `count` of them, each with an engine, a gateway and a runner of its own; leaving ends them and undoes what they run."""
     folder.secret()  # made once, and not by several at the same time
-    async with _scribe(config, folder) as scribe:
+    async with _writer_process(config, folder) as writer_address:
         orders = Orders(
             config=config.model_dump(mode="json"),
             recipe=AgentSpec.of(inputs.agent).write().decode(),
             model=inputs.model,
             model_folder=str(inputs.folder),
             run_folder=str(folder.path),
-            scribe=scribe,
+            writer_address=writer_address,
         )
         shares = [config.rollout.concurrency // count + (number < config.rollout.concurrency % count) for number in range(count)]
         places = [Place(replace(orders, number=number, at_once=share), events) for number, share in enumerate(shares)]
@@ -375,9 +376,9 @@ def spare_of(concurrency: int, count: int) -> int:
 
 
 @asynccontextmanager
-async def _scribe(config: RunConfig, folder: RunFolder) -> AsyncGenerator[str]:
-    """One that writes for all, where they would wait for each other's turn at a file; nobody where a server takes their writes."""
-    if config.pool.name != "sqlite":
+async def _writer_process(config: RunConfig, folder: RunFolder) -> AsyncGenerator[str]:
+    """Start a writer process for all of them if the pool is a file, and yield its address; yield "" if it is a server."""
+    if not POOLS.load(config.pool.name).has_writer_process:
         yield ""
         return
     with process_lock(folder.path) as descriptor:

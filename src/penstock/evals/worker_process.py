@@ -22,7 +22,6 @@ from penstock.errors import ConfigError, PenstockError
 from penstock.events import Events, json_line
 from penstock.pool import POOLS
 from penstock.pool.base import Pool
-from penstock.pool.sqlite import open_pool
 from penstock.records import Rollout, Sampling, Task
 from penstock.rollout.executors.base import read_section
 from penstock.rollout.runner import Runner, Slot
@@ -77,8 +76,8 @@ class Orders:
     number: int = 0
     at_once: int = 1
     """Rollouts whose agents run at once; others that it is asked for wait here, so that none has to be asked for in between."""
-    scribe: str = ""
-    """The address of the process that writes for all of them; see `open_scribe`. Empty where each writes by itself."""
+    writer_address: str = ""
+    """Of the process that writes for all of them; see `open_writer_process`. Empty if each writes by itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,10 +145,8 @@ async def work(orders: Orders, pipe: asyncio.StreamReader, teller: Teller) -> No
 
 
 def _open_pool(config: RunConfig, orders: Orders) -> Pool:
-    folder = Path(orders.run_folder)
-    if orders.scribe:
-        return open_pool(folder, scribe=orders.scribe)
-    return POOLS.load(config.pool.name)(folder, url=config.pool.url)
+    options = {"writer_address": orders.writer_address} if orders.writer_address else {}
+    return POOLS.load(config.pool.name)(Path(orders.run_folder), url=config.pool.url, **options)
 
 
 def _tell(teller: Teller, number: int, kind: str, fields: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ from typing import Protocol
 from penstock.config import RolloutSection
 from penstock.errors import PoolFull, WorkerLost
 from penstock.events import Events
-from penstock.pool.base import Bound, Pool
+from penstock.pool.base import GroupLimit, Pool
 from penstock.records import End, Group, Rollout, Sampling, Task, make_rollout
 from penstock.rollout.runner import Runner
 from penstock.system.async_tools import finish_shielded, leaf_errors
@@ -215,11 +215,11 @@ class Scheduler:
     async def _open(self, seq: int, task: Task) -> list[Rollout]:
         name, channel, limits = f"{self._channel}-{seq}", self._channel, self._limits
         rollouts = [make_rollout(name, task.id, place, channel=channel) for place in range(limits.group_size)]
-        bound = limits.max_waiting and Bound(limits.max_waiting, limits.overflow)
+        limit = limits.max_waiting and GroupLimit(limits.max_waiting, limits.overflow)
         while True:
-            position = await self._pool.position() if bound else 0
+            position = await self._pool.position() if limit else 0
             try:
-                await self._pool.open_group(task, rollouts, seq=seq, min_size=limits.min_size, bound=bound or None)
+                await self._pool.open_group(task, rollouts, seq=seq, min_size=limits.min_size, limit=limit or None)
                 break
             except PoolFull as full:
                 self._events.emit("pool.full", channel=channel, seq=seq, message=str(full))

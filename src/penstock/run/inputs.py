@@ -126,16 +126,8 @@ def _check_names(config: RunConfig, problems: Problems, registries: Mapping[str,
         if config.scale.address and config.scale.name == "none":
             raise ConfigError("scale.address has no meaning for scale.name = 'none'; leave it out, or name 'ray'")
     with problems.noting("pool.url"):
-        _check_pool(config)
-
-
-def _check_pool(config: RunConfig) -> None:
-    if config.pool.name == "postgres":
-        from penstock.pool.postgres import check_url
-
-        check_url(config.pool.url)
-    elif config.pool.url and config.pool.name in ("sqlite", "memory"):  # a plug-in may take one
-        raise ConfigError(f"pool.url has no meaning for pool.name = {config.pool.name!r}; leave it out, or name 'postgres'")
+        if "pool.name" not in dict(problems.errors):
+            POOLS.load(config.pool.name).check_url(config.pool.url)
 
 
 def _start_policy(config: RunConfig, listener: Listener) -> ModelFolder:

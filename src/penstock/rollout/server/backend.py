@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel
 
-from penstock.config import own_rollout
+from penstock.config import enclosing_rollout
 from penstock.errors import ConfigError, EngineError, GraderError, WorkflowError
 from penstock.events import Events
 from penstock.records import End, Task
@@ -238,7 +238,7 @@ def _file(workflow: type[Any]) -> str:
 
 
 def _context_from_environment() -> RolloutContext:
-    rollout = own_rollout()
+    rollout = enclosing_rollout()
     if rollout is None:
         raise ConfigError("no rollout is running; enter a RolloutContext first, or start the program with `penstock run`")
     return RolloutContext(base_url=rollout.base_url, api_key=rollout.api_key, rollout_id=rollout.rollout_id)

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from penstock.errors import ConfigError, PoolError
-from penstock.pool.sql.database import Database, SqliteDatabase
+from penstock.pool.sql.database import PoolDatabase
+from penstock.pool.sql.sqlite import SqliteDatabase
 from penstock.pool.writer import Writer
 from penstock.rollout.server.protocol import RolloutState
 from penstock.system.locks import FileLock
@@ -77,7 +78,7 @@ class JournalStatus(NamedTuple):
 class Journal:
     """Open it with `open_journal`."""
 
-    def __init__(self, database: Database, lock: FileLock | None, *, max_settled: int = MAX_SETTLED) -> None:
+    def __init__(self, database: PoolDatabase, lock: FileLock | None, *, max_settled: int = MAX_SETTLED) -> None:
         self.is_durable = lock is not None
         """Whether it outlives the process."""
         self._lock = lock
@@ -93,7 +94,7 @@ class Journal:
     async def accept(self, rollout_id: str, digest: str, request: bytes) -> Literal["new", "same", "other"]:
         """Stores a rollout. Returns `same` if the same request was accepted before, `other` if another one has this id."""
 
-        def write(database: Database) -> Literal["new", "same", "other"]:
+        def write(database: PoolDatabase) -> Literal["new", "same", "other"]:
             known = database.execute("SELECT digest FROM rollouts WHERE id = ?", (rollout_id,)).fetchone()
             if known is not None:
                 return "same" if known[0] == digest else "other"
@@ -134,7 +135,7 @@ class Journal:
         With `keep`, the request and results stay: they could not be delivered, and the next start of the server tries again.
         """
 
-        def write(database: Database) -> None:
+        def write(database: PoolDatabase) -> None:
             last: int = database.execute("SELECT coalesce(max(settled), 0) FROM rollouts").fetchone()[0]
             cleared = "" if keep else ", request = NULL, completion = NULL, grade = NULL"
             database.execute(f"UPDATE rollouts SET settled = ?{cleared} WHERE id = ?", (last + 1, rollout_id))
@@ -143,7 +144,7 @@ class Journal:
         await self._writer.submit(write)
 
     async def status(self, rollout_id: str) -> JournalStatus:
-        def read(database: Database) -> JournalStatus:
+        def read(database: PoolDatabase) -> JournalStatus:
             row = database.execute(f"SELECT state, {_MESSAGE} FROM rollouts WHERE id = ?", (rollout_id,)).fetchone()
             return (
                 JournalStatus(RolloutState(row[0]), row[1])
@@ -165,7 +166,7 @@ class Journal:
         return await self._entries("WHERE request IS NOT NULL ORDER BY seq")
 
     async def _entries(self, where: str, *values: str) -> list[JournalEntry]:
-        def read(database: Database) -> list[JournalEntry]:
+        def read(database: PoolDatabase) -> list[JournalEntry]:
             rows = database.execute(f"SELECT {_COLUMNS} FROM rollouts {where}", values).fetchall()
             return [JournalEntry(*row)._replace(state=RolloutState(row[2])) for row in rows]
 
@@ -197,7 +198,7 @@ def open_journal(path: Path | None, *, max_settled: int = MAX_SETTLED) -> Journa
         return journal
 
 
-def _open(name: str) -> Database:
+def _open(name: str) -> PoolDatabase:
     database = sqlite3.connect(name, isolation_level=None, check_same_thread=False, factory=SqliteDatabase)
     try:
         database.execute("PRAGMA journal_mode = WAL")
