@@ -78,7 +78,7 @@ def _submit(kind: "RunKind") -> Callable[..., None]:
 
         prepared = prepare_submission(kind, file, name=name, overrides=overrides or ())
         if dry:
-            config = load_run_config(file, overrides or [], kind, tell=warn)
+            config = load_run_config(file, overrides or [], kind, warn=warn)
             try_once(config, kind, as_json=as_json, following=f"penstock {kind} submit {file}")
         confirm(f"Submit {KIND_NAMES[kind]} of {prepared.rollout} with {prepared.model} on {prepared.dataset}?", yes=yes or as_json)
         client = connect()

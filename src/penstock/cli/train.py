@@ -39,7 +39,7 @@ def train(
     """
     from penstock.workspace.opening import load_run_config
 
-    config = load_run_config(file, overrides or (), "train", tell=warn)
+    config = load_run_config(file, overrides or (), "train", warn=warn)
     resume = ResumeCommand(_command(file, overrides or []))
     if dry:
         dry_run.try_once(config, "train", as_json=as_json, following=resume.command)
