@@ -19,7 +19,7 @@ class Scope(StrEnum):
     workspace = "workspace"
 
     @property
-    def wire(self) -> Literal["user", "workspace"]:
+    def api_name(self) -> Literal["user", "workspace"]:
         """What the controller calls it."""
         return "user" if self is Scope.personal else "workspace"
 
@@ -46,7 +46,7 @@ def set_secret(
 
     check_name(name)
     value = _value(name, env)
-    record = connect().set_secret(name, value, scope.wire)
+    record = connect().set_secret(name, value, scope.api_name)
     following = f'name it in an experiment file: [secrets] required = ["{name}"]'
     show(record, f"Keeps secret {name} ({scope}), encrypted.\n\n  next  {following}", as_json=as_json)
 
@@ -70,7 +70,7 @@ def delete(name: Name, scope: ScopeOption = Scope.personal, yes: Yes = False, as
 
     client = connect()
     confirmed(f"Delete secret {name} ({scope})?", yes=yes or as_json)
-    client.delete_secret(name, scope.wire)
+    client.delete_secret(name, scope.api_name)
     show({"name": name, "scope": str(scope), "deleted": True}, f"Deleted secret {name} ({scope}).", as_json=as_json)
 
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from penstock.pool.base import Pool
 from penstock.records import Attempt, End, Group, Rollout, Sampling, Task, make_rollout
-from penstock.rollout.scheduler import LOST, Runs, run_to_end
+from penstock.rollout.scheduler import LOST, RunnerPort, run_to_end
 
 CHANNEL = "eval"
 READ = 4
@@ -70,7 +70,7 @@ async def _places(row: EvalRow, again: Sequence[Rollout] | None, pool: Pool, *, 
 
 async def make(
     places: Sequence[Place],
-    runner: Runs,
+    runner: RunnerPort,
     pool: Pool,
     *,
     sampling: Sampling,

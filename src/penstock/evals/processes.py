@@ -17,13 +17,15 @@ from penstock.config import RunConfig
 from penstock.errors import ConfigError, EngineError, GraderError, PenstockError, PoolError, PoolFailed, WorkerLost
 from penstock.evals.worker_process import EXIT_S, Ask, Order, Orders, process_lock
 from penstock.events import Events
+from penstock.pool import POOLS
 from penstock.pool.base import Pool
 from penstock.pool.remote_writer import open_writer_process
 from penstock.records import Attempt, End, Rollout, Sampling, Task
 from penstock.rollout.author_tasks import leaves
+from penstock.rollout.executors import EXECUTORS
 from penstock.run.folder import RunFolder
 from penstock.run.inputs import Inputs
-from penstock.sdk.agent_spec import AgentSpec, command
+from penstock.sdk.agent_spec import AgentSpec, module_command
 from penstock.sdk.discovery import Agent
 from penstock.system.process_group import how_ended
 
@@ -206,7 +208,12 @@ async def start(orders: Orders, events: Events) -> Child:
     with log.open("ab") as said:
         child = Child(orders.number, log, events)
         await asyncio.get_running_loop().subprocess_exec(
-            lambda: child, *command("penstock.evals.worker_process"), stdin=PIPE, stdout=PIPE, stderr=said, start_new_session=True
+            lambda: child,
+            *module_command("penstock.evals.worker_process"),
+            stdin=PIPE,
+            stdout=PIPE,
+            stderr=said,
+            start_new_session=True,
         )
     child.order(to_json(orders))
     try:
@@ -235,7 +242,7 @@ def check_processes(config: RunConfig) -> None:
         raise ConfigError(
             f"eval.processes = {count}: each needs a port, and gateway.port = {config.gateway.port} is one; set it to 0"
         )
-    if config.rollout.executor in ("ray", "server"):
+    if getattr(EXECUTORS.load(config.rollout.executor), "runs_elsewhere", False):
         text = f"rollout.executor = {config.rollout.executor!r} runs agents elsewhere already; leave eval.processes at 1"
         raise ConfigError(f"eval.processes = {count}: {text}")
 
@@ -345,14 +352,14 @@ async def open_processes(
 ) -> AsyncGenerator[Processes]:
     """Start `count` of them, each with an engine, a gateway and a runner of its own; leaving ends them and undoes what they run."""
     folder.secret()  # made once, and not by several at the same time
-    async with _scribe(config, folder) as scribe:
+    async with _writer_process(config, folder) as writer_address:
         orders = Orders(
             config=config.model_dump(mode="json"),
             recipe=AgentSpec.of(inputs.agent).write().decode(),
             model=inputs.model,
             model_folder=str(inputs.folder),
             run_folder=str(folder.path),
-            scribe=scribe,
+            writer_address=writer_address,
         )
         shares = [config.rollout.concurrency // count + (number < config.rollout.concurrency % count) for number in range(count)]
         places = [Place(replace(orders, number=number, at_once=share), events) for number, share in enumerate(shares)]
@@ -371,9 +378,9 @@ def spare_of(concurrency: int, count: int) -> int:
 
 
 @asynccontextmanager
-async def _scribe(config: RunConfig, folder: RunFolder) -> AsyncGenerator[str]:
-    """One that writes for all, where they would wait for each other's turn at a file; nobody where a server takes their writes."""
-    if config.pool.name != "sqlite":
+async def _writer_process(config: RunConfig, folder: RunFolder) -> AsyncGenerator[str]:
+    """Start a writer process for all of them if the pool is a file, and yield its address; yield "" if it is a server."""
+    if not POOLS.load(config.pool.name).has_writer_process:
         yield ""
         return
     with process_lock(folder.path) as descriptor:

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, cast
 import orjson
 
 from penstock.errors import ConfigError, DatasetError, GraderError
-from penstock.graders.judge import Case, Endpoint, Judge, Scale, Verdict
-from penstock.graders.rubric import conversation
+from penstock.graders.judge import Case, Endpoint, LlmJudge, Scale, Verdict
+from penstock.graders.rubric import format_conversation
 from penstock.system.files import write_file
 
 ANSWERS = ("solution", "solution_str", "messages")
@@ -103,7 +103,7 @@ async def judge_file(
     if not rubric.strip():
         raise ConfigError("the rubric is empty; write what makes an answer good")
     _check_place(output)
-    verdicts = await _verdicts(Judge(endpoint, rubric, scale), rows, samples, tell)
+    verdicts = await _verdicts(LlmJudge(endpoint, rubric, scale), rows, samples, tell)
     judged = [_row(number, row, verdicts[number * samples : (number + 1) * samples]) for number, row in enumerate(rows)]
     scores = [score for row in judged for score in row.scores]
     result = Judged(file=str(path), model=endpoint.model, samples=samples, rows=tuple(judged), statistics=statistics(scores))
@@ -119,7 +119,7 @@ def statistics(scores: Sequence[float]) -> Statistics:
     return Statistics(count=len(scores), mean=mean(scores), low=min(scores), high=max(scores), deviation=pstdev(scores))
 
 
-async def _verdicts(judge: Judge, rows: Sequence[Asked], samples: int, tell: Callable[[int, int], None]) -> list[Verdict | str]:
+async def _verdicts(judge: LlmJudge, rows: Sequence[Asked], samples: int, tell: Callable[[int, int], None]) -> list[Verdict | str]:
     """In the order of the rows; in place of a verdict that there is not, why."""
     asked = [row.case for row in rows for _ in range(samples)]
     found: list[Verdict | str] = [""] * len(asked)
@@ -179,7 +179,7 @@ def _text(row: Mapping[str, Any], keys: Sequence[str]) -> str:
     if isinstance(value, str):
         return value
     if isinstance(value, list) and all(isinstance(each, dict) for each in cast("list[Any]", value)):
-        return conversation(cast("list[Any]", value))
+        return format_conversation(cast("list[Any]", value))
     return orjson.dumps(value).decode()
 
 

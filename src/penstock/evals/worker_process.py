@@ -25,10 +25,9 @@ from penstock.errors import ConfigError, PenstockError
 from penstock.events import Events, json_line
 from penstock.pool import POOLS
 from penstock.pool.base import Pool
-from penstock.pool.sqlite import open_pool
 from penstock.records import Rollout, Sampling, Task
 from penstock.rollout.executors.base import read_section
-from penstock.rollout.runner import Room, Runner
+from penstock.rollout.runner import Runner, Slot
 from penstock.run.folder import RunFolder
 from penstock.run.inputs import Inputs
 from penstock.run.opening import open_rollout_runner
@@ -80,8 +79,8 @@ class Orders:
     number: int = 0
     at_once: int = 1
     """Rollouts whose agents run at once; others that it is asked for wait here, so that none has to be asked for in between."""
-    scribe: str = ""
-    """The address of the process that writes for all of them; see `open_scribe`. Empty where each writes by itself."""
+    writer_address: str = ""
+    """Of the process that writes for all of them; see `open_writer_process`. Empty if each writes by itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,10 +148,8 @@ async def work(orders: Orders, pipe: asyncio.StreamReader, teller: Teller) -> No
 
 
 def _open_pool(config: RunConfig, orders: Orders) -> Pool:
-    folder = Path(orders.run_folder)
-    if orders.scribe:
-        return open_pool(folder, scribe=orders.scribe)
-    return POOLS.load(config.pool.name)(folder, url=config.pool.url)
+    options = {"writer_address": orders.writer_address} if orders.writer_address else {}
+    return POOLS.load(config.pool.name)(Path(orders.run_folder), url=config.pool.url, **options)
 
 
 def _tell(teller: Teller, number: int, kind: str, fields: dict[str, Any]) -> None:
@@ -160,7 +157,7 @@ def _tell(teller: Teller, number: int, kind: str, fields: dict[str, Any]) -> Non
         teller.say(event=kind, fields=fields)
 
 
-async def _serve(pipe: asyncio.StreamReader, runner: Runner, teller: Teller, room: Room) -> None:
+async def _serve(pipe: asyncio.StreamReader, runner: Runner, teller: Teller, room: Slot) -> None:
     running: dict[str, asyncio.Task[dict[str, Any]]] = {}
 
     def over(rollout_id: str, done: asyncio.Task[dict[str, Any]]) -> None:
@@ -180,10 +177,10 @@ async def _serve(pipe: asyncio.StreamReader, runner: Runner, teller: Teller, roo
             task.cancel()
 
 
-async def _run(ask: Ask, runner: Runner, room: Room) -> dict[str, Any]:
+async def _run(ask: Ask, runner: Runner, room: Slot) -> dict[str, Any]:
     """How a rollout came out, as the parent is told."""
     try:
-        return {"end": await runner.run(ask.rollout, ask.task, ask.sampling, room=room)}
+        return {"end": await runner.run(ask.rollout, ask.task, ask.sampling, slot=room)}
     except PenstockError as error:
         return {"error": type(error).__name__, "message": str(error)}
     except Exception as error:

@@ -19,7 +19,7 @@ from penstock.gateway.routes import json_response
 from penstock.gateway.session import pool_refusals
 from penstock.gateway.trajectories import AFTER_ALL
 from penstock.pool.base import Change, Pool, PoolStats
-from penstock.pool.paging import every_group
+from penstock.pool.paging import iterate_groups
 from penstock.records import Attempt, Group, Mark, Step
 
 MAX_ENTRIES = 200
@@ -166,7 +166,7 @@ class ReadApi:
     async def _read(self, channel: str, cursor: ChannelCursor, entries: Entries, *, limit: int, skip: int) -> "_EntryPage":
         """Entries of one channel from a cursor on, and the cursor after them."""
         page, before, scanned = _EntryPage(cursor, skip), cursor.sent, 0
-        async for group in every_group(self._pool, channel, first_seq=cursor.seq):
+        async for group in iterate_groups(self._pool, channel, first_seq=cursor.seq):
             scanned += 1
             if scanned > MAX_SCANNED_GROUPS:
                 page.more = True

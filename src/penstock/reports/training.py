@@ -201,10 +201,10 @@ def _run_config(folder: Path) -> dict[str, Any]:
 
 async def _recorded(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
     """What the pool adds: ends, breaks and transcripts."""
-    name = config["pool"]["name"]
-    if name == "memory" or (name == "sqlite" and not (folder / "pool.db").exists()):
+    kind = POOLS.load(config["pool"]["name"])
+    if kind.why_unreadable(folder):
         return {"picked_from": "This run kept no transcripts."}
-    pool: Pool = POOLS.load(name)(folder, url=config["pool"].get("url", ""))
+    pool: Pool = kind(folder, url=config["pool"].get("url", ""))
     try:
         stats = await pool.stats("train")
         groups = await pool.groups("train", limit=SCANNED)

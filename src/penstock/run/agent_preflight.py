@@ -17,8 +17,8 @@ from typing import IO, Any, NamedTuple
 
 from penstock.config import AgentSection
 from penstock.errors import ConfigError
-from penstock.sdk.agent_spec import AgentSpec, command
-from penstock.sdk.discovery import construct
+from penstock.sdk.agent_spec import AgentSpec, module_command
+from penstock.sdk.discovery import check_constructors
 from penstock.system.process_group import how_ended
 
 STARTUP_S = 30.0
@@ -62,7 +62,7 @@ def _try(recipe: AgentSpec, files: tuple[IO[bytes], IO[bytes], IO[bytes]], timeo
     """The exit code of a process that tries the recipe, and of which nothing is left; None where it had to be killed."""
     verdict, stack, output = (file.fileno() for file in files)
     process = subprocess.Popen(
-        [*command(__name__), str(verdict), str(stack), str(timeout_s)],
+        [*module_command(__name__), str(verdict), str(stack), str(timeout_s)],
         stdin=subprocess.PIPE,
         stdout=output,
         stderr=output,
@@ -108,7 +108,7 @@ def _attempt(verdict: int, stack: int, timeout_s: float) -> None:
     refused, columns = None, False
     try:
         agent = recipe.load()
-        construct(agent)
+        check_constructors(agent)
         columns = FLOW_AGENTS in sys.modules and sys.modules[FLOW_AGENTS].is_flow_agent(agent)
     except ConfigError as error:
         refused = str(error)

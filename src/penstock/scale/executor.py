@@ -13,10 +13,10 @@ from penstock.codec import to_json
 from penstock.config import Section
 from penstock.errors import GraderError, WorkflowError
 from penstock.records import Task
-from penstock.rollout.author_tasks import slots
-from penstock.rollout.execution import Reward, WorkflowResult
-from penstock.rollout.executors.base import Given, Seat, Session
-from penstock.rollout.processes.job_protocol import Answer, Job, Kind, write_samples
+from penstock.rollout.author_tasks import make_slots
+from penstock.rollout.executors.base import Executor, ExecutorContext, GatewaySession, SessionSpec
+from penstock.rollout.in_process import Reward, WorkflowResult
+from penstock.rollout.processes.job_protocol import AgentJob, JobKind, JobResult, write_samples
 from penstock.scale.cluster import here, live_nodes, on_node, open_cluster, seen_from
 from penstock.scale.manager import AgentFlowManager
 from penstock.scale.package import ray
@@ -44,23 +44,26 @@ class RaySection(Section):
     """Longest time in which a worker must have started and imported the agent."""
 
 
-class RayExecutor:
+class RayExecutor(Executor):
     """One agent, loaded in every worker; jobs go to whichever worker has room."""
 
-    def __init__(self, given: Given) -> None:
-        agent = given.agent
-        self._given = given
-        self._section: RaySection = given.section or RaySection()
+    section = RaySection
+    runs_elsewhere = True
+
+    def __init__(self, context: ExecutorContext) -> None:
+        agent = context.agent
+        self._context = context
+        self._section: RaySection = context.section or RaySection()
         self._recipe = recipe(agent)
-        self._workflow_slots = slots(agent.workflow_config and agent.workflow_config.concurrency)
-        self._grader_slots = slots(agent.grader_config and agent.grader_config.concurrency)
+        self._workflow_slots = make_slots(agent.workflow_config and agent.workflow_config.concurrency)
+        self._grader_slots = make_slots(agent.grader_config and agent.grader_config.concurrency)
         self._stack = ExitStack()
         self._several_nodes = False
         self._hired = itertools.count()
         self._urls: dict[str, str] = {}
         section = self._section
         self._manager = AgentFlowManager(
-            self._hire, workers=section.workers, room=section.concurrency, start_s=section.start_s, events=given.events
+            self._hire, workers=section.workers, room=section.concurrency, start_s=section.start_s, events=context.events
         )
 
     async def __aenter__(self) -> Self:
@@ -75,13 +78,13 @@ class RayExecutor:
         with self._stack:
             await self._manager.close()
 
-    async def run(self, task: Task, session: Session, *, rollout_id: str, timeout_s: float) -> WorkflowResult:
-        seat = Seat.of(session, self._given.agent)
-        seat = replace(seat, base_url=await self._url(seat.base_url))
+    async def run(self, task: Task, session: GatewaySession, *, rollout_id: str, timeout_s: float) -> WorkflowResult:
+        spec = SessionSpec.of(session, self._context.agent)
+        spec = replace(spec, base_url=await self._url(spec.base_url))
         async with self._workflow_slots:
             task = replace(task, label=None)  # it does not even get where the agent is
-            answer = await self._done(self._job("workflow", task, rollout_id, timeout_s, seat), {})
-        return WorkflowResult(answer.samples, answer.strays)
+            answer = await self._done(self._job("workflow", task, rollout_id, timeout_s, spec), {})
+        return WorkflowResult(answer.samples, answer.direct_calls)
 
     async def grade(self, task: Task, samples: Mapping[str, RolloutSample], *, rollout_id: str, timeout_s: float) -> list[Reward]:
         async with self._grader_slots:
@@ -107,12 +110,12 @@ class RayExecutor:
         nodes = sorted(node["NodeID"] for node in live_nodes())  # Ray does not spread what asks for no processor
         return on_node(nodes[next(self._hired) % len(nodes)])
 
-    def _job(self, kind: Kind, task: Task, rollout_id: str, timeout_s: float, seat: Seat | None) -> Job:
-        folder = self._given.artifacts and self._given.artifacts.resolve() / rollout_id
-        return Job(
+    def _job(self, kind: JobKind, task: Task, rollout_id: str, timeout_s: float, session: SessionSpec | None) -> AgentJob:
+        folder = self._context.artifacts and self._context.artifacts.resolve() / rollout_id
+        return AgentJob(
             kind=kind,
             task=task,
-            seat=seat,
+            session=session,
             timeout_s=timeout_s,
             grace_s=self._section.grace_s,
             memory_mb=None,
@@ -120,19 +123,19 @@ class RayExecutor:
             log=None,
         )
 
-    async def _done(self, job: Job, samples: Mapping[str, RolloutSample]) -> Answer:
+    async def _done(self, job: AgentJob, samples: Mapping[str, RolloutSample]) -> JobResult:
         try:
             frame = to_json(job)
         except ValueError as cause:
             raise self._unsent(job, cause) from cause
         grace_s = job.grace_s
         answer = await self._manager.do(frame, write_samples(samples), patience_s=job.timeout_s + grace_s, grace_s=grace_s)
-        if error := answer.failure():
+        if error := answer.error():
             raise error
         return answer
 
-    def _unsent(self, job: Job, cause: ValueError) -> WorkflowError | GraderError:
-        agent, text = self._given.agent, f"task {job.task.id!r} cannot be sent to a Ray worker: {cause}"
+    def _unsent(self, job: AgentJob, cause: ValueError) -> WorkflowError | GraderError:
+        agent, text = self._context.agent, f"task {job.task.id!r} cannot be sent to a Ray worker: {cause}"
         if job.kind == "workflow":
             return WorkflowError(f"workflow {agent.workflow.__name__!r}: {text}")
         return GraderError(f"grader {agent.grader_name!r}: {text}")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from penstock.errors import ConfigError, WorkerLost
 from penstock.events import Events
 from penstock.rollout.author_tasks import leaves
-from penstock.rollout.processes.job_protocol import Answer
+from penstock.rollout.processes.job_protocol import JobResult
 from penstock.scale.actor_calls import IN_A_ROW, Actor, ActorGone, answer
 from penstock.scale.package import RayError
 from penstock.scale.worker import EVENT, Order, Place, dismiss
@@ -27,7 +27,7 @@ GONE_S = 1.0
 class _Job:
     order: Order
     patience_s: float
-    answer: asyncio.Future[Answer]
+    answer: asyncio.Future[JobResult]
     worker: "_Worker | None" = None
     timer: asyncio.TimerHandle | None = None
 
@@ -80,7 +80,7 @@ class AgentFlowManager:
             dismiss(worker.handle)
             self._bury(worker, "was ended with the run")
 
-    async def do(self, job: bytes, samples: bytes, *, patience_s: float, grace_s: float) -> Answer:
+    async def do(self, job: bytes, samples: bytes, *, patience_s: float, grace_s: float) -> JobResult:
         """What came of a job; `patience_s` is how long it may run in a worker. Cancelled, it is first ended where it runs."""
         future = asyncio.get_running_loop().create_future()
         entry = _Job(Order(next(self._numbers), job, samples), patience_s, future)
@@ -195,7 +195,7 @@ class AgentFlowManager:
             job.timer.cancel()
         if not job.answer.done():
             try:
-                job.answer.set_result(Answer.read(frame))
+                job.answer.set_result(JobResult.read(frame))
             except ValueError as cause:
                 job.answer.set_exception(WorkerLost(f"the Ray worker {worker.place.pid} gave an answer that is none: {cause}"))
 

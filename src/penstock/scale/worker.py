@@ -10,10 +10,10 @@ from penstock.codec import from_json
 from penstock.errors import PenstockError, WorkflowError
 from penstock.events import Events
 from penstock.rollout.author_tasks import AuthorTasks, one_line
-from penstock.rollout.execution import Work
 from penstock.rollout.executors.base import artifacts_dir
-from penstock.rollout.processes.job_protocol import Job, failed, read_samples
-from penstock.rollout.processes.preload import warm
+from penstock.rollout.in_process import InProcessAgent
+from penstock.rollout.processes.job_protocol import AgentJob, failure_result, read_samples
+from penstock.rollout.processes.preload import preload_clients
 from penstock.scale.actor_calls import Outbox
 from penstock.scale.cluster import own_node
 from penstock.scale.package import ray
@@ -47,7 +47,7 @@ class AgentFlowWorker:
 
     def __init__(self, recipe: bytes, *, grace_s: float) -> None:
         self._recipe, self._grace_s = AgentSpec.read(recipe), grace_s
-        self._work: Work | None = None
+        self._work: InProcessAgent | None = None
         self._running: dict[int, asyncio.Task[None]] = {}
 
     async def open(self) -> Place:
@@ -56,8 +56,8 @@ class AgentFlowWorker:
         events.listen(lambda kind, fields: self._done.put((EVENT, json.dumps([kind, fields], default=str).encode())))
         try:
             agent = self._recipe.load()
-            await asyncio.to_thread(warm, agent.entry.parent.resolve())  # else the first rollouts' deadlines pay for it
-            self._work = Work(agent, AuthorTasks(agent.entry.parent, events, grace_s=self._grace_s))
+            await asyncio.to_thread(preload_clients, agent.entry.parent.resolve())  # else the first rollouts' deadlines pay for it
+            self._work = InProcessAgent(agent, AuthorTasks(agent.entry.parent, events, grace_s=self._grace_s))
         except PenstockError as error:
             problem = one_line(error)
         node = own_node()
@@ -79,23 +79,23 @@ class AgentFlowWorker:
         return await self._done.take()
 
     async def _perform(self, number: int, job: bytes, samples: bytes) -> None:
-        order = from_json(Job, job)
+        order = from_json(AgentJob, job)
         try:
             told = await self._outcome(order, samples)
         except asyncio.CancelledError:
-            told = failed(WorkflowError("was cancelled"), order.kind)
+            told = failure_result(WorkflowError("was cancelled"), order.kind)
         except Exception as error:  # theirs come named; any other is told, since nobody would see it here
-            told = failed(error, order.kind)
+            told = failure_result(error, order.kind)
         self._done.put((number, json.dumps(told, default=str).encode()))
 
-    async def _outcome(self, job: Job, samples: bytes) -> dict[str, Any]:
+    async def _outcome(self, job: AgentJob, samples: bytes) -> dict[str, Any]:
         assert self._work is not None  # a worker without an agent gets no jobs
         root, rollout_id = (Path(job.artifacts_dir).parent, Path(job.artifacts_dir).name) if job.artifacts_dir else (None, "")
         with artifacts_dir(root, rollout_id) as folder:
-            if job.seat is None:
+            if job.session is None:
                 rewards = self._work.grade(job.task, read_samples(samples), timeout_s=job.timeout_s, artifacts_dir=folder)
                 return {"rewards": await rewards}
-            context = job.seat.context(self._clients)
+            context = job.session.context(self._clients)
             told = self._work.run(job.task, context, timeout_s=job.timeout_s, artifacts_dir=folder)
             return (await told)._asdict()
 

@@ -111,7 +111,7 @@ class MessagesDialect:
 
 
 def _too_long(text: str) -> str:
-    """As agents of this dialect know that they must compact their history: by these words, and by the numbers after them."""
+    """The vendor's wording: agents of this dialect match it to know that they must compact their history."""
     match NUMBER.findall(text):
         case [tokens, limit]:
             return f"prompt is too long: {tokens} tokens > {limit} maximum"
@@ -123,14 +123,14 @@ def _too_long(text: str) -> str:
 
 
 class ThreadHistory(NamedTuple):
-    """What the server holds of a message thread, so that the request need not say it again."""
+    """The messages and tools of a thread, which the request does not repeat."""
 
     messages: tuple[Message, ...] = ()
     tools: tuple[Tool, ...] = ()
 
 
 def _held(body: dict[str, Any], history: ConversationHistory) -> ThreadHistory:
-    """Every answer can be gone on from, so a thread needs no creating; only its messages and tools are looked up."""
+    """The thread that the request continues. Any answer can be continued, so creating a thread does nothing."""
     thread = fields.as_object(body.get("thread") or {"type": "create"}) or {}
     if thread.get("type") == "create":
         return ThreadHistory()
@@ -155,14 +155,14 @@ def _no_messages(body: dict[str, Any], held: ThreadHistory) -> list[Any]:
 
 
 def _refuse_prefill(messages: tuple[Message, ...], body: dict[str, Any]) -> None:
-    """A request without `max_tokens` only counts, and may end anywhere."""
+    """Refuse a reply that the caller has begun. A request without `max_tokens` only counts tokens and may end with one."""
     if messages[-1]["role"] == "assistant" and body.get("max_tokens") is not None:
         text = "messages must not end with an assistant message: a reply that the caller has begun cannot be gone on with"
         raise RequestError(text, code="unsupported_parameter", param="messages")
 
 
 def _tools(value: Any) -> tuple[Tool, ...]:
-    """The caller's own tools in the OpenAI form; those that the vendor would run are left out."""
+    """The caller's own tools in the OpenAI form, without those that the vendor would run."""
     given = fields.as_list([] if value is None else value)
     if given is None:
         raise fields.invalid("tools", "must be a list of tools")
@@ -207,7 +207,7 @@ def _forced(choice: dict[str, Any], tools: tuple[Tool, ...]) -> str | None:
 
 
 def _ignored(body: dict[str, Any], choice: dict[str, Any]) -> set[str]:
-    """What was asked for and is not done. A field that is null or empty asks for nothing."""
+    """Names of what was asked for and is not done. A null or empty field asks for nothing."""
     names = {name for name in body.keys() - HONOURED - LABELS - NEUTRAL.keys() if body[name] not in (None, [], {})}
     thinking, output = fields.as_object(body.get("thinking")) or {}, fields.as_object(body.get("output_config")) or {}
     if output.get("format") is not None:
@@ -234,7 +234,7 @@ BILLING_PREFIX = "x-anthropic-billing-header:"
 
 
 class ContentBlock(NamedTuple):
-    """A content block and where it stands: in which turn (None: in `system`), and where in it."""
+    """A content block and its position: the turn (None: `system`), and the index in it."""
 
     turn: int | None
     place: int
@@ -242,27 +242,27 @@ class ContentBlock(NamedTuple):
 
     @property
     def name(self) -> str:
-        """As an error names it."""
+        """For error messages."""
         return f"system[{self.place}]" if self.turn is None else f"messages[{self.turn}].content[{self.place}]"
 
 
 class MessageBlocks(NamedTuple):
-    """What one message is made of."""
+    """The content blocks of one message."""
 
     role: str
     blocks: tuple[ContentBlock, ...]
 
 
 class SplitConversation(NamedTuple):
-    """A request's conversation, ready to be read message by message."""
+    """A request's conversation, split into messages that are not yet parsed."""
 
     units: list[MessageBlocks]
     ignored: frozenset[str]
-    """What of it no message will have."""
+    """Names of what no message will hold."""
 
 
 def split_conversation(system: Any, turns: Sequence[Any]) -> SplitConversation:
-    """Which blocks go into which message. Nothing inside a block is read yet."""
+    """Group content blocks into messages. Blocks are not parsed yet."""
     ignored: set[str] = set()
     units: list[MessageBlocks] = []
     given = [] if system is None else _placed(system, None, "system")
@@ -289,7 +289,7 @@ def _read(place: int, unit: MessageBlocks | Message) -> Message:
 
 
 def read_message(unit: MessageBlocks) -> Message:
-    """The message that a unit is; refused by its place where a block is none that the model can take."""
+    """Parse one message; a block that the model cannot take is refused by its position."""
     for block in unit.blocks:
         fields.check_depth(block.value, block.name)
     if unit.role == "assistant":
@@ -506,7 +506,7 @@ def usage(answer: ModelAnswer, steps: Sequence[Step]) -> dict[str, int]:
 
 
 def signature(answer: ModelAnswer) -> str:
-    """Something to send back with thinking: clients drop thinking that is not signed."""
+    """A placeholder: clients drop thinking that is not signed."""
     return f"penstock:{answer.id}"
 
 
@@ -541,7 +541,7 @@ KEYS, VALUES = ("key", "first key"), ("value", "first value")
 
 
 class ToolInputStream:
-    """Arguments in parts: what was given out is always the beginning of a JSON object, and in the end a whole one.
+    """Streams tool arguments: what it returns is always the beginning of a JSON object, and at the end a complete one.
 
     Text that no object goes on with is held back, and told in the end under `INVALID_JSON`, beside the members that were given
     out already. The parser behind it only counts brackets, so what stands between them may be anything; nothing comes after.

@@ -774,7 +774,7 @@ class ResponseEvents:
     def _delta(self, item: _OpenItem, shown: str, logprobs: list[dict[str, Any]]) -> bytes:
         """The event that every few tokens make: all but the text is spelt beforehand, where nothing else changes."""
         if logprobs and item.kind == "message":
-            return self._growth(item, "delta", **_place_in(item.kind), logprobs=logprobs, delta=shown)
+            return self._item_event(item, "delta", **_place_in(item.kind), logprobs=logprobs, delta=shown)
         number, self._sent = self._sent, self._sent + 1
         return b'%b,"sequence_number":%d,"delta":%b}\n\n' % (item.delta_head, number, orjson.dumps(shown))
 
@@ -791,7 +791,9 @@ class ResponseEvents:
             made["content"][0]["logprobs"] = extra["logprobs"] = item.sent_logprobs
         key = DELTA_EVENTS[item.kind][1]
         parts.append(
-            self._growth(item, "done", **{key: made["content"][0][key] if item.kind in ITEMS_WITH_PARTS else made[key]}, **extra)
+            self._item_event(
+                item, "done", **{key: made["content"][0][key] if item.kind in ITEMS_WITH_PARTS else made[key]}, **extra
+            )
         )
         if item.kind in ITEMS_WITH_PARTS:
             parts.append(self._part_event("response.content_part.done", made))
@@ -800,7 +802,7 @@ class ResponseEvents:
         self._open = None
         return parts
 
-    def _growth(self, item: _OpenItem, event: str, **extra: Any) -> bytes:
+    def _item_event(self, item: _OpenItem, event: str, **extra: Any) -> bytes:
         return self._event(f"response.{DELTA_EVENTS[item.kind][0]}.{event}", item_id=item.id, output_index=len(self._done), **extra)
 
     def _part_event(self, event: str, item: dict[str, Any]) -> bytes:
