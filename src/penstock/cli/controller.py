@@ -42,7 +42,7 @@ def up(
 
     Commands that need a controller start one in the background by themselves; this is for one that other machines use.
     """
-    place = _home(home).make()
+    place = _home(home).create()
     if keyring:
         from penstock.controller.encryption import use_keyring
 

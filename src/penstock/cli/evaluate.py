@@ -220,7 +220,7 @@ def _config(file: Path | None, agent: Path | None, dataset: Path | None, overrid
         tree: dict[str, Any] = {"agent": {"entry": str(agent)}, "dataset": {"train": str(dataset)}, "run": {"name": agent.stem}}
         override(tree, overrides)
         return make_config(tree, "the command line")
-    config = load_run_config(file, overrides, "eval", tell=dry_run.warn)
+    config = load_run_config(file, overrides, "eval", warn=dry_run.warn)
     if dataset is not None:
         config = config.model_copy(update={"dataset": config.dataset.model_copy(update={"eval": dataset})})
     return config

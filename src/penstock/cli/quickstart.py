@@ -49,7 +49,7 @@ def apply(
 
 def _tell(written: list[Path], folder: Path, name: str, *, as_json: bool) -> None:
     template = TEMPLATES[name]
-    following = [*([] if folder == Path() else [f"cd {folder}"]), *template.following]
+    following = [*([] if folder == Path() else [f"cd {folder}"]), *template.next_commands]
     if as_json:
         typer.echo(orjson.dumps({"folder": str(folder), "files": [str(path) for path in written], "next": following}).decode())
         return

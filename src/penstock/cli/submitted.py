@@ -209,7 +209,7 @@ def _submit(kind: "RunKind") -> Callable[..., None]:
 
         prepared = prepare_submission(kind, file, name=name, overrides=overrides or ())
         if dry:
-            config = load_run_config(file, overrides or [], kind, tell=warn)
+            config = load_run_config(file, overrides or [], kind, warn=warn)
             try_once(config, kind, as_json=as_json, following=f"penstock {kind} submit {file}")
         confirmed(f"Submit {WORDS[kind]} of {prepared.rollout} with {prepared.model} on {prepared.dataset}?", yes=yes or as_json)
         client = connect()

@@ -37,7 +37,7 @@ def train(
     """
     from penstock.workspace.opening import load_run_config
 
-    config, again = load_run_config(file, overrides or (), "train", tell=dry_run.warn), Again(_command(file, overrides or []))
+    config, again = load_run_config(file, overrides or (), "train", warn=dry_run.warn), Again(_command(file, overrides or []))
     if dry:
         dry_run.try_once(config, "train", as_json=as_json, following=again.command)
     carry_out(config, again, fresh=fresh, as_json=as_json)

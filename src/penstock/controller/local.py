@@ -1,4 +1,4 @@
-"""Which controller a command talks to: the one that the environment names, else this user's own, started where it does not run."""
+"""Finds the controller for a command: the one named in the environment, else the user's own, which is started if needed."""
 
 import os
 import sys
@@ -18,29 +18,29 @@ from penstock.system.files import write_file
 from penstock.system.locks import FileLock, is_locked
 
 START_TIMEOUT_S = 60.0
-"""How long a controller has to begin to serve."""
+"""For a controller to start serving."""
 POLL_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class ControllerAddress:
-    """Where a controller of this machine serves, and which process it is."""
+    """URL and process of a controller on this machine."""
 
     url: str
     pid: int
 
 
 def find_controller(git: str | None = None) -> ControllerClient:
-    """$PENSTOCK_CONTROLLER with $PENSTOCK_CONTROLLER_TOKEN, else the controller of the user's own folder, started if need be."""
+    """Returns a client for $PENSTOCK_CONTROLLER, else for the controller of the user's home folder, started if needed."""
     if (named := named_controller(git)) is not None:
         return named
-    home = default_home().make()
+    home = default_home().create()
     address = find_running(home) or start_controller(home)
     return ControllerClient(address.url, home.token(), git)
 
 
 def named_controller(git: str | None = None) -> ControllerClient | None:
-    """The controller that the environment names; None where it names none."""
+    """Returns a client for $PENSTOCK_CONTROLLER with $PENSTOCK_CONTROLLER_TOKEN; None if it is not set."""
     url = os.environ.get("PENSTOCK_CONTROLLER", "").strip()
     if not url:
         return None
@@ -52,12 +52,12 @@ def named_controller(git: str | None = None) -> ControllerClient | None:
 
 
 def find_running(home: Home) -> ControllerAddress | None:
-    """The controller that serves this folder now."""
+    """Returns the address of the controller that serves this folder; None if none answers."""
     address = read_address(home)
     if address is None:
         return None
     try:
-        # another program may have got the port of one that was killed: only this folder's controller knows its token
+        # another program may have the port of a killed controller: only this folder's controller accepts its token
         ControllerClient(address.url, home.token(), timeout_s=10.0).verify()
     except ControllerError:
         return None
@@ -65,7 +65,7 @@ def find_running(home: Home) -> ControllerAddress | None:
 
 
 def read_address(home: Home) -> ControllerAddress | None:
-    """What the last controller of this folder wrote; it may be gone."""
+    """Returns the address that the last controller of this folder published; it may have ended."""
     try:
         found: Any = orjson.loads(home.address.read_bytes())
         return ControllerAddress(str(found["url"]), int(found["pid"]))
@@ -75,7 +75,7 @@ def read_address(home: Home) -> ControllerAddress | None:
 
 @contextmanager
 def publish_address(home: Home, url: str) -> Generator[ControllerAddress]:
-    """Tell clients of this machine, while this lasts, that this process serves the folder."""
+    """Publishes the address of this process in the home folder; removes it on exit."""
     address = ControllerAddress(url, os.getpid())
     write_file(home.address, orjson.dumps({"url": address.url, "pid": address.pid}))
     try:
@@ -85,7 +85,7 @@ def publish_address(home: Home, url: str) -> Generator[ControllerAddress]:
 
 
 def start_controller(home: Home) -> ControllerAddress:
-    """Start a controller in the background, or wait for the one that another client is starting; it outlives us."""
+    """Starts a controller in the background, or waits for one that another client starts. It outlives this process."""
     deadline = time.monotonic() + START_TIMEOUT_S
     with _exclusive_lock(home.path / "starting.lock"):
         pid: int | None = None
@@ -103,12 +103,12 @@ def start_controller(home: Home) -> ControllerAddress:
 
 
 def is_unserved(home: Home) -> bool:
-    """Whether no process serves this folder, or is about to, or has not quite stopped."""
+    """Whether no process holds the folder's lock, not even one that starts or stops."""
     return not is_locked(home.lock)
 
 
 def _spawn(home: Home) -> int:
-    """`penstock controller up` in a session of its own, so that no Ctrl-C here reaches it."""
+    """Runs `penstock controller up` in its own session, so that Ctrl-C does not reach it; returns its pid."""
     command = [sys.executable, "-P", "-m", "penstock", "controller", "up", "--home", str(home.path.absolute()), "--port", "0"]
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     files = [

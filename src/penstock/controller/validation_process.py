@@ -1,6 +1,6 @@
-"""A submitted project looked at in a process of its own: the author's file is loaded there, with the variables of the run.
+"""Validates a submitted project in a separate process, which loads the author's code with the run's variables.
 
-As a module that is run, it is that process: the config comes in on stdin, and its verdict goes to the file that it is given.
+Run as a module, this is that process: it reads the config from stdin and writes its result to the given file descriptor.
 """
 
 import os
@@ -23,45 +23,46 @@ from penstock.sdk.agent_spec import module_command
 from penstock.system.process_group import how_ended
 
 TIMEOUT_S = 240.0
-"""For all of it; a dataset is read as a whole."""
+"""For the whole validation, which reads all rows of the datasets."""
 ERROR_TYPES = {kind.__name__: kind for kind in (ConfigError, DatasetError, ModelError)}
 
 
 def validate_submission(
     tree: Mapping[str, Any], kind: RunKind, *, code: Path, env: Mapping[str, str], secrets: Mapping[str, str]
 ) -> None:
-    """ConfigError with everything that is wrong with a run of `tree`; its texts name files as they are in the snapshot `code`."""
+    """Raises a ConfigError with everything that is wrong with a run of `tree`. Paths in it are relative to the snapshot `code`."""
     task = orjson.dumps({"tree": tree, "kind": kind, "where": "the submission"})
-    with tempfile.TemporaryFile() as verdict, tempfile.TemporaryFile() as output:
-        ended = _run_process(task, verdict.fileno(), output.fileno(), code, process_environment(os.environ, env, secrets))
-        verdict.seek(0)
-        output.seek(0)
-        told, said = verdict.read(), output.read().decode("utf-8", "replace").strip()
-    strike = SecretRedactor(secrets.values())
+    with tempfile.TemporaryFile() as result_file, tempfile.TemporaryFile() as output_file:
+        environment = process_environment(os.environ, env, secrets)
+        exit_code = _run_process(task, result_file.fileno(), output_file.fileno(), code, environment)
+        result_file.seek(0)
+        output_file.seek(0)
+        result, output = result_file.read(), output_file.read().decode("utf-8", "replace").strip()
+    redact = SecretRedactor(secrets.values())
 
     def clean(text: str) -> str:
-        return strike(text.replace(f"{code.resolve()}/", "").replace(f"{code}/", ""))
+        return redact(text.replace(f"{code.resolve()}/", "").replace(f"{code}/", ""))
 
-    if not told:
-        last = clean(said.splitlines()[-1][:300]) if said else "nothing"
-        how = f"took longer than {TIMEOUT_S:g} s" if ended is None else how_ended(ended)
+    if not result:
+        last = clean(output.splitlines()[-1][:300]) if output else "nothing"
+        how = f"took longer than {TIMEOUT_S:g} s" if exit_code is None else how_ended(exit_code)
         raise ConfigError(f"the submission could not be checked: the process that did {how} and had said: {last}")
-    found = orjson.loads(told)
-    if found:
-        issues = [Issue(key, clean(message), correction) for key, message, correction in found["issues"]]
-        raise ERROR_TYPES[found["error"]](clean(found["message"]), issues)
+    error = orjson.loads(result)
+    if error:
+        issues = [Issue(key, clean(message), correction) for key, message, correction in error["issues"]]
+        raise ERROR_TYPES[error["error"]](clean(error["message"]), issues)
 
 
-def _run_process(task: bytes, verdict: int, output: int, code: Path, env: Mapping[str, str]) -> int | None:
-    """The exit code; None where it had to be killed. Nothing of it is left."""
+def _run_process(task: bytes, result_fd: int, output_fd: int, code: Path, env: Mapping[str, str]) -> int | None:
+    """Returns the exit code, or None after a timeout. Kills the whole session: the author's code may have started processes."""
     process = subprocess.Popen(
-        [*module_command(__name__), str(verdict)],
+        [*module_command(__name__), str(result_fd)],
         cwd=code,
         env=env,
         stdin=subprocess.PIPE,
-        stdout=output,
-        stderr=output,
-        pass_fds=[verdict],
+        stdout=output_fd,
+        stderr=output_fd,
+        pass_fds=[result_fd],
         start_new_session=True,
     )
     try:
@@ -76,7 +77,7 @@ def _run_process(task: bytes, verdict: int, output: int, code: Path, env: Mappin
 
 
 def _find_error(task: Mapping[str, Any]) -> dict[str, Any]:
-    """What that process finds; empty where nothing is wrong."""
+    """Returns the error of a task as JSON; empty if nothing is wrong."""
     from penstock.config import make_config
     from penstock.evals.run import evaluation_config
     from penstock.workspace.preflight import check_kind, check_project
