@@ -16,7 +16,6 @@ REPEATED = {
     "Compared",  # evals, train
     "CurvePoint",  # controller, reports
     "Order",  # evals, scale
-    "Outcome",  # cli, evals
     "Place",  # evals, run, scale
     "Scores",  # evals, train
 }
@@ -37,9 +36,6 @@ ALLOWED = {
     "Telling",  # scale
     "relay",  # scale
     "told",  # scale
-    "_told",  # controller
-    "_keeper",  # controller
-    "following",  # workspace
 }
 """Names in which such a word says what it means."""
 
