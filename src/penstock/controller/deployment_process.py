@@ -1,22 +1,18 @@
 """Keeps one deployment's model server running: starts it, checks its health, and restarts it when it fails."""
 
 import asyncio
-import os
-import signal
-import sys
-from asyncio.subprocess import PIPE, Process
+from asyncio.subprocess import Process
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import aiohttp
-import orjson
 
 from penstock.codec import to_json
 from penstock.controller.model_server import ModelServerSpec
 from penstock.errors import ControllerError
+from penstock.system.processes import end_process, kill_process, read_answer, start_child
 
 FIRST_WAIT_S, LONGEST_WAIT_S, STABLE_S = 0.2, 30.0, 60.0
 """Pause before a restart: doubled, up to a limit, unless the process lived longer than STABLE_S."""
@@ -71,20 +67,14 @@ class DeploymentProcess:
             await self._watch_health(process)
         finally:
             self.url = self.pid = None
-            await _end_process(process)
+            await end_process(process, GRACE_S)
 
     async def _start(self) -> Process:
-        command = (sys.executable, "-P", "-m", "penstock.controller.model_server")
         with self._log.open("ab") as log:
-            process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, stderr=log, start_new_session=True)
-        assert process.stdin is not None, "it is a pipe; the server ends when it is closed, so also when the controller is killed"
-        process.stdin.write(to_json(self._spec) + b"\n")
-        return process
+            return await start_child("penstock.controller.model_server", to_json(self._spec), stderr=log)
 
     async def _read_url(self, process: Process) -> str:
-        assert process.stdout is not None, "it is a pipe"
-        line = await process.stdout.readline()
-        status = orjson.loads(line) if line else {"error": f"its process ended as it started; {self._log} says why"}
+        status = await read_answer(process, f"its process ended as it started; {self._log} says why")
         if "error" in status:
             raise ControllerError(status["error"], code="DEPLOYMENT_FAILED", status=409)
         return status["url"]
@@ -101,7 +91,7 @@ class DeploymentProcess:
                         return
                     missed = 0 if await self._is_healthy(session) else missed + 1
             self.failure = f"its process gave no answer {MAX_MISSED} times; it is started again"
-            _kill(process)
+            kill_process(process)
         finally:
             ended.cancel()
 
@@ -111,35 +101,3 @@ class DeploymentProcess:
                 return response.status == 200
         except (aiohttp.ClientError, TimeoutError):
             return False
-
-
-async def _end_process(process: Process) -> None:
-    """Ends a process and its session, and waits for it. A cancellation meanwhile kills it at once, but still waits."""
-    ending = asyncio.ensure_future(_terminate(process))
-    try:
-        await asyncio.shield(ending)
-    except asyncio.CancelledError:
-        _kill(process)
-        await ending
-        raise
-
-
-async def _terminate(process: Process) -> None:
-    if process.returncode is None:
-        with suppress(ProcessLookupError):
-            process.terminate()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(GRACE_S):
-                await process.wait()
-    _kill(process)
-    await process.wait()
-    if process.stdin is not None:
-        process.stdin.close()
-        with suppress(OSError):
-            await process.stdin.wait_closed()
-
-
-def _kill(process: Process) -> None:
-    """Kills the process group: vLLM starts further processes."""
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)

@@ -1,7 +1,6 @@
 """Finds the controller for a command: the one named in the environment, else the user's own, which is started if needed."""
 
 import os
-import sys
 import time
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
@@ -16,6 +15,7 @@ from penstock.controller.home import Home, default_home
 from penstock.errors import ConfigError, ControllerError
 from penstock.system.files import write_file
 from penstock.system.locks import FileLock, is_locked
+from penstock.system.processes import last_line, module_command, spawn_detached
 
 START_TIMEOUT_S = 60.0
 """For a controller to start serving."""
@@ -108,15 +108,8 @@ def is_unserved(home: Home) -> bool:
 
 
 def _spawn(home: Home) -> int:
-    """Runs `penstock controller up` in its own session, so that Ctrl-C does not reach it; returns its pid."""
-    command = [sys.executable, "-P", "-m", "penstock", "controller", "up", "--home", str(home.path.absolute()), "--port", "0"]
-    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-    files = [
-        (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
-        (os.POSIX_SPAWN_OPEN, 1, str(home.log), flags, 0o600),
-        (os.POSIX_SPAWN_DUP2, 1, 2),
-    ]
-    return os.posix_spawn(sys.executable, command, dict(os.environ), file_actions=files, setsid=True)
+    arguments = ["controller", "up", "--home", str(home.path.absolute()), "--port", "0"]
+    return spawn_detached([*module_command("penstock"), *arguments], log=home.log)
 
 
 def _ended(pid: int) -> bool:
@@ -128,9 +121,8 @@ def _ended(pid: int) -> bool:
 
 def _last_line(log: Path) -> str:
     with suppress(OSError):
-        lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-        if lines:
-            return f"{lines[-1].removeprefix('penstock: ')} ({log})"
+        if line := last_line(log.read_text(errors="replace")):
+            return f"{line.removeprefix('penstock: ')} ({log})"
     return f"see {log}"
 
 

@@ -5,7 +5,6 @@ stdout: its URL, or why it cannot serve. It ends when stdin is closed, so also w
 """
 
 import asyncio
-import contextlib
 import hmac
 import os
 import secrets
@@ -13,8 +12,6 @@ import shutil
 import signal
 import socket
 import sys
-import threading
-import time
 from asyncio.subprocess import Process
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
@@ -40,7 +37,7 @@ from penstock.http.listen import base_url, bind
 from penstock.http.server import HttpServer
 from penstock.pool.memory import MemoryPool
 from penstock.records import Rollout, Sampling, Task, make_rollout
-from penstock.system.garbage import collect_seldom
+from penstock.system.processes import end_process, exit_after_parent, relax_gc
 
 HOST = "127.0.0.1"
 DRAIN_S = 5.0
@@ -158,7 +155,7 @@ async def serve_vllm(spec: ModelServerSpec) -> AsyncGenerator[str]:
         finally:
             watching.cancel()
     finally:
-        await _end(process)
+        await end_process(process, GRACE_S)
 
 
 async def _wait_until_healthy(process: Process, health: str) -> None:
@@ -180,22 +177,11 @@ async def _exit_with(process: Process) -> None:
     os._exit(3)
 
 
-async def _end(process: Process) -> None:
-    if process.returncode is None:
-        process.terminate()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(GRACE_S):
-                await process.wait()
-    if process.returncode is None:
-        process.kill()
-        await process.wait()
-
-
 # The process.
 
 
 def main() -> int:
-    collect_seldom()
+    relax_gc()
     spec = from_json(ModelServerSpec, sys.stdin.buffer.readline())
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what libraries print must not mix with the status line
@@ -207,7 +193,12 @@ async def _main(spec: ModelServerSpec, out: BinaryIO) -> int:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, stop.set)
-    threading.Thread(target=_watch_controller, args=(loop, stop), daemon=True).start()
+
+    def stop_soon() -> None:
+        with suppress(RuntimeError):  # the loop is closed: it has stopped already
+            loop.call_soon_threadsafe(stop.set)
+
+    exit_after_parent(0, ORPHAN_EXIT_S, stop_soon)
     opening = serve_vllm(spec) if spec.engine == "vllm" else serve_embedded(spec)
     try:
         async with opening as url:
@@ -217,16 +208,6 @@ async def _main(spec: ModelServerSpec, out: BinaryIO) -> int:
         _write_status(out, error=str(error))
         return 2
     return 0
-
-
-def _watch_controller(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
-    """Thread: waits until stdin is closed, stops the server, and exits the process if that takes too long."""
-    while os.read(0, 1 << 10):  # not `sys.stdin`: interpreter shutdown would hang on its lock, which this thread holds
-        pass
-    with contextlib.suppress(RuntimeError):
-        loop.call_soon_threadsafe(stop.set)
-    time.sleep(ORPHAN_EXIT_S)
-    os._exit(1)
 
 
 def _write_status(out: BinaryIO, **fields: object) -> None:

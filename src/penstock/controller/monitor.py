@@ -5,7 +5,6 @@ controller; the run's process dies with its monitor. A monitor that finds the ru
 two. A run without an exit file is started again.
 """
 
-import ctypes
 import os
 import select
 import signal
@@ -25,7 +24,7 @@ from penstock.controller.runlog import LineDecoder, RunLog, SecretRedactor
 from penstock.controller.runs import RunFiles
 from penstock.errors import ConfigError
 from penstock.system.locks import FileLock, lock_holder
-from penstock.system.process_group import how_ended
+from penstock.system.processes import describe_exit, die_with_parent, signal_group
 
 RUN_VARIABLE = "PENSTOCK_RUN"
 """Environment variable that marks a run's processes; its value is the run's folder."""
@@ -34,7 +33,6 @@ DRAIN_S = 2.0
 """How long the pipe is read after the process has ended; a stray child may hold it open longer."""
 LOCK_TIMEOUT_S = 2.0
 """A controller that tests the lock holds it for a moment, so one failed attempt means nothing."""
-_PR_SET_PDEATHSIG = 1
 
 
 class RunMonitor:
@@ -78,7 +76,7 @@ class RunMonitor:
             return -signal.SIGINT
         self._process = process = subprocess.Popen(
             argv, cwd=self._job.cwd, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            process_group=0, preexec_fn=_parent_death_signal(os.getpid()),
+            process_group=0, preexec_fn=die_with_parent(),
         )  # fmt: skip
         with process:
             if self.stop_requested:  # the signal came between the check above and the assignment of `_process`
@@ -111,8 +109,7 @@ class RunMonitor:
 
     def _signal(self, number: int) -> None:
         if self._process is not None:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, number)
+            signal_group(self._process.pid, number)
 
 
 def monitor_run(files: RunFiles, secrets: Mapping[str, str]) -> None:
@@ -130,7 +127,7 @@ def monitor_run(files: RunFiles, secrets: Mapping[str, str]) -> None:
     stopped = monitor.stop_requested and files.stop.exists()
     # a signal without the stop file came from outside (a shutdown): without an exit file a controller starts the run again
     ended = code == 0 or stopped or not monitor.stop_requested
-    log.add(f"its process {how_ended(code)}" + ("" if ended else "; the run is taken up again by a controller"), "info")
+    log.add(f"its process {describe_exit(code)}" + ("" if ended else "; the run is taken up again by a controller"), "info")
     log.close()
     if ended:
         message = "" if stopped else _failure_message(code, log.reason)
@@ -152,7 +149,7 @@ def _failure_message(code: int, last_line: str) -> str:
     """Returns why a run failed; empty if it succeeded."""
     if code == 0 or (code > 0 and last_line):
         return last_line if code else ""
-    return f"its process {how_ended(code)}" + (f", and had said: {last_line}" if last_line else "")
+    return f"its process {describe_exit(code)}" + (f", and had said: {last_line}" if last_line else "")
 
 
 def _write_exit_record(files: RunFiles, ending: ExitRecord) -> None:
@@ -198,20 +195,6 @@ def _pids_with_variable(mark: bytes) -> Generator[int]:
 
 def _has_ended(pid: int) -> bool:
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-
-
-def _parent_death_signal(monitor: int) -> Any:
-    """Returns a preexec function that makes the kernel kill the child when the monitor ends."""
-    if sys.platform != "linux":
-        return None
-    prctl = ctypes.CDLL(None, use_errno=True).prctl
-
-    def set_signal() -> None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != monitor:  # it ended before prctl took effect
-            os._exit(1)
-
-    return set_signal
 
 
 def main() -> None:

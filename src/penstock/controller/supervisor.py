@@ -4,7 +4,6 @@ import asyncio
 import logging
 import os
 import signal
-import sys
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +18,7 @@ from penstock.controller.runs import Run, RunFiles, RunQueue, RunStatus
 from penstock.controller.vault import Vault
 from penstock.errors import PenstockError
 from penstock.system.files import write_file
+from penstock.system.processes import module_command, spawn_detached
 
 POLL_S = 0.3
 """Pause between two polls of the runs."""
@@ -182,19 +182,8 @@ def start_monitor(files: RunFiles, secrets: Mapping[str, str]) -> int:
     """Starts a monitor in its own session, so that it outlives this process; returns its pid. Secrets go through a pipe only."""
     reading, writing = os.pipe()
     try:
-        pid = os.posix_spawn(
-            sys.executable,
-            [sys.executable, "-P", "-m", "penstock.controller.monitor", str(files.path)],
-            os.environ,
-            file_actions=[
-                (os.POSIX_SPAWN_DUP2, reading, 0),
-                (os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0),
-                (os.POSIX_SPAWN_OPEN, 2, str(files.path / "keeper.err"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600),
-            ],
-            setsid=True,
-            setsigdef=[signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE],  # undo what this process ignores
-            setsigmask=[],
-        )
+        command = [*module_command("penstock.controller.monitor"), str(files.path)]
+        pid = spawn_detached(command, log=files.path / "keeper.err", stdin=reading)
     finally:
         os.close(reading)
     with os.fdopen(writing, "wb") as pipe, suppress(BrokenPipeError):  # the monitor found the run locked or ended, and exited

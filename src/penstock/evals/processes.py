@@ -21,13 +21,13 @@ from penstock.pool import POOLS
 from penstock.pool.base import Pool
 from penstock.pool.remote_writer import open_writer_process
 from penstock.records import Attempt, End, Rollout, Sampling, Task
-from penstock.rollout.author_tasks import leaves
 from penstock.rollout.executors import EXECUTORS
 from penstock.run.folder import RunFolder
 from penstock.run.inputs import Inputs
-from penstock.sdk.agent_spec import AgentSpec, module_command
+from penstock.sdk.agent_spec import AgentSpec
 from penstock.sdk.discovery import Agent
-from penstock.system.process_group import how_ended
+from penstock.system.async_tools import leaf_errors
+from penstock.system.processes import describe_exit, last_line, module_command, signal_group
 
 ERRORS = {kind.__name__: kind for kind in (ConfigError, EngineError, GraderError, PoolError, PoolFailed, WorkerLost)}
 """What a rollout may raise, by name; anything else is a PenstockError here."""
@@ -170,7 +170,7 @@ class Child(asyncio.SubprocessProtocol):
         """Tell whoever waits that it is no more."""
         if self.is_over:
             return
-        self.fate = how_ended(self._transport.get_returncode() or 0)
+        self.fate = describe_exit(self._transport.get_returncode() or 0)
         self._transport.close()
         self._over.set_result(None)
         if not self.ready.done():
@@ -183,8 +183,7 @@ class Child(asyncio.SubprocessProtocol):
     def _last_line(self) -> str:
         with self.log.open("rb") as file:
             file.seek(self._said_before)
-            lines = file.read().decode(errors="replace").split("\n")
-        said = next((line.strip() for line in reversed(lines) if line.strip()), "")
+            said = last_line(file.read().decode(errors="replace"))
         return f": {said} (more in {self.log})" if said else ""
 
     async def close(self, *, grace_s: float = EXIT_S) -> None:
@@ -194,8 +193,7 @@ class Child(asyncio.SubprocessProtocol):
             await asyncio.wait({self._over}, timeout=grace_s)
         finally:
             if not self._exited:
-                with suppress(ProcessLookupError, PermissionError):
-                    os.killpg(self._transport.get_pid(), signal.SIGKILL)
+                signal_group(self._transport.get_pid(), signal.SIGKILL)
             await asyncio.wait({self._over}, timeout=KILLED_S)
             with suppress(FileNotFoundError):
                 if self.is_over and not self.log.stat().st_size:
@@ -394,4 +392,4 @@ async def _start_all(places: list[Place]) -> None:
             for place in places:
                 starting.create_task(place.living())
     except ExceptionGroup as group:  # they have one reason, most likely
-        raise next(leaves(group)) from None
+        raise next(leaf_errors(group)) from None

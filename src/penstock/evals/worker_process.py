@@ -6,10 +6,7 @@ every event; and how each rollout came out. stdin ends with the parent, and with
 
 import asyncio
 import os
-import select
 import sys
-import threading
-import time
 import traceback
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
@@ -32,8 +29,8 @@ from penstock.run.folder import RunFolder
 from penstock.run.inputs import Inputs
 from penstock.run.opening import open_rollout_runner
 from penstock.sdk.agent_spec import AgentSpec
-from penstock.system.garbage import collect_seldom
 from penstock.system.locks import FileLock
+from penstock.system.processes import exit_after_parent, relax_gc
 
 LONGEST = 1 << 30
 """Bytes of one line."""
@@ -202,15 +199,6 @@ def _own_pipes() -> _Pipes:
     return pipes
 
 
-def _outlive(orders: FileIO) -> None:
-    """End this process some time after its parent, even where an agent blocks the event loop."""
-    gone = select.poll()
-    gone.register(orders, 0)  # hanging up alone
-    gone.poll()
-    time.sleep(EXIT_S)
-    os._exit(1)
-
-
 async def _main(pipes: _Pipes) -> int:
     pipe, teller = asyncio.StreamReader(limit=LONGEST), Teller(pipes.out)
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(pipe), pipes.orders)
@@ -227,7 +215,7 @@ async def _main(pipes: _Pipes) -> int:
 
 
 if __name__ == "__main__":
-    collect_seldom()
+    relax_gc()
     own = _own_pipes()
-    threading.Thread(target=_outlive, args=(own.orders,), daemon=True).start()
+    exit_after_parent(own.orders.fileno(), EXIT_S)
     sys.exit(asyncio.run(_main(own)))

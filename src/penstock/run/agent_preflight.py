@@ -6,20 +6,17 @@ As a module that is run, it is that process: a recipe comes in on stdin, and its
 import faulthandler
 import json
 import os
-import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from penstock.config import AgentSection
 from penstock.errors import ConfigError
-from penstock.sdk.agent_spec import AgentSpec, module_command
+from penstock.sdk.agent_spec import AgentSpec
 from penstock.sdk.discovery import check_constructors
-from penstock.system.process_group import how_ended
+from penstock.system.processes import describe_exit, last_line, run_module
 
 STARTUP_S = 30.0
 """For an interpreter to come up, besides what the author's file takes."""
@@ -45,8 +42,15 @@ def preflight(
     """
     recipe, entry = AgentSpec.from_config(source, workflow, grader), source.entry
     with tempfile.TemporaryFile() as verdict, tempfile.TemporaryFile() as stack, tempfile.TemporaryFile() as output:
-        code = _try(recipe, (verdict, stack, output), timeout_s)
-        told, where, said = _read(verdict), _line(_read(stack), entry), _read(output).split("\n")
+        code = run_module(
+            __name__,
+            *(str(verdict.fileno()), str(stack.fileno()), str(timeout_s)),
+            stdin=recipe.write(),
+            output=output.fileno(),
+            timeout_s=timeout_s + STARTUP_S,
+            pass_fds=(verdict.fileno(), stack.fileno()),
+        )
+        told, where, said = _read(verdict), _line(_read(stack), entry), last_line(_read(output))
     if code == 0 and told:
         answer = json.loads(told)
         if answer["refused"]:
@@ -54,30 +58,8 @@ def preflight(
         return AgentTraits(answer["columns"])
     if where.late or code is None:
         raise ConfigError(f"{where.text}: importing it took longer than {timeout_s:g} s; move long work {GUARD}")
-    last = next((f" and had said {line.strip()[:200]!r}" for line in reversed(said) if line.strip()), "")
-    raise ConfigError(f"{where.text}: importing it failed: its process {how_ended(code)}{last}; move what did that {GUARD}")
-
-
-def _try(recipe: AgentSpec, files: tuple[IO[bytes], IO[bytes], IO[bytes]], timeout_s: float) -> int | None:
-    """The exit code of a process that tries the recipe, and of which nothing is left; None where it had to be killed."""
-    verdict, stack, output = (file.fileno() for file in files)
-    process = subprocess.Popen(
-        [*module_command(__name__), str(verdict), str(stack), str(timeout_s)],
-        stdin=subprocess.PIPE,
-        stdout=output,
-        stderr=output,
-        pass_fds=(verdict, stack),
-        start_new_session=True,
-    )
-    try:
-        process.communicate(recipe.write(), timeout=timeout_s + STARTUP_S)
-        return process.returncode
-    except subprocess.TimeoutExpired:
-        return None
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    last = f" and had said {said[:200]!r}" if said else ""
+    raise ConfigError(f"{where.text}: importing it failed: its process {describe_exit(code)}{last}; move what did that {GUARD}")
 
 
 def _read(file: IO[bytes]) -> str:

@@ -10,12 +10,11 @@ from dataclasses import dataclass, field
 
 from penstock.errors import ConfigError, WorkerLost
 from penstock.events import Events
-from penstock.rollout.author_tasks import leaves
 from penstock.rollout.processes.job_protocol import JobResult
 from penstock.scale.actor_calls import IN_A_ROW, Actor, ActorGone, answer
 from penstock.scale.package import RayError
 from penstock.scale.worker import EVENT, Order, Place, dismiss
-from penstock.system.async_tools import settled
+from penstock.system.async_tools import finish_shielded, leaf_errors
 
 LATE_S = 10.0
 """How long after its deadline an answer may come before its worker counts as stuck: something blocks its event loop."""
@@ -66,7 +65,7 @@ class AgentFlowManager:
             async with asyncio.TaskGroup() as group:
                 opened = [group.create_task(self._open(handle)) for handle in handles]
         except BaseExceptionGroup as several:
-            raise next(leaves(several)) from None
+            raise next(leaf_errors(several)) from None
         for worker in opened:
             self._engage(worker.result())
 
@@ -89,7 +88,7 @@ class AgentFlowManager:
         try:
             return await asyncio.shield(future)
         except asyncio.CancelledError:
-            await settled(self._withdraw(entry, grace_s))
+            await finish_shielded(self._withdraw(entry, grace_s))
             raise
         finally:
             future.cancel()

@@ -13,7 +13,7 @@ import torch
 from penstock.run.opening import open_pool
 from penstock.scale.actor_calls import Telling
 from penstock.scale.run_spec import Sent, exclusive_process
-from penstock.system.garbage import collect_seldom
+from penstock.system.processes import relax_gc
 from penstock.train.policy import KEPT
 from penstock.train.training_run import LocalRollouts, open_rollouts
 
@@ -24,7 +24,7 @@ class AsyncRollouter:
     """Opened by the first call. A process that Ray started anew is behind: it serves version 0 until it is given weights."""
 
     def __init__(self, folder: str) -> None:
-        collect_seldom()
+        relax_gc()
         self._sent = Sent.read(folder)
         self._telling = Telling()
         self._stack: AsyncExitStack | None = None

@@ -42,9 +42,3 @@ class AgentSpec:
         """Loads the agent in this interpreter; see `open_agent`."""
         sys.path[:] = self.path
         return open_agent(AgentSection.model_validate(self.agent), self.workflow, self.grader)
-
-
-def module_command(module: str) -> list[str]:
-    """Returns the command that runs a module of ours in a new interpreter."""
-    # -P: files in the current folder cannot shadow modules. -u: what was printed before a crash is not lost.
-    return [sys.executable, "-P", "-u", "-m", module]
