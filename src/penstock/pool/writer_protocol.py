@@ -21,7 +21,7 @@ Blobs = Sequence[bytes | None]
 
 _SIZES = struct.Struct("<II")
 """Sizes of the JSON head and of the blobs after it."""
-ERRORS = {kind.__name__: kind for kind in (PoolError, PoolConflict, PoolFailed)}
+ERRORS = {"PoolError": PoolError, "PoolConflict": PoolConflict, "PoolFailed": PoolFailed}
 """Errors that an answer may name."""
 
 
@@ -139,6 +139,6 @@ def _row(blobs: Blobs, crc: int) -> RecordRow:
 
 
 _ENCODINGS = {
-    encoding.operation.name: encoding
-    for encoding in (_Encoding(APPEND, _split_append, _join_append), _Encoding(END, _split_end, _join_end))
+    APPEND.name: _Encoding(APPEND, _split_append, _join_append),
+    END.name: _Encoding(END, _split_end, _join_end),
 }

@@ -10,7 +10,7 @@ from penstock.chat.parsers.base import BaseToolFormat, CallParser, ParseOptions,
 START, END = "<|python_start|>", "<|python_end|>"
 NAME, KEY = re.compile(r"[\w.\-]*"), re.compile(r"\w*")
 OUTSIDE = re.compile(r"[\"'()\[\]{},]")
-INSIDE = {quote: re.compile(rf"[{quote}\\]") for quote in "\"'"}
+INSIDE = {'"': re.compile(r'["\\]'), "'": re.compile(r"['\\]")}
 WORDS = {"true": "true", "false": "false", "null": "null"}
 
 
