@@ -19,9 +19,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from penstock.cli.output import clock, counts, reward
 
 if TYPE_CHECKING:
-    from penstock.evals.compare import Compared
+    from penstock.evals.compare import Comparison
     from penstock.evals.metrics import Difference, Estimate
-    from penstock.evals.outcome import Outcome
+    from penstock.evals.outcome import EvalOutcome
     from penstock.evals.run import Evaluation
     from penstock.evals.spending import Latency, Spending
 
@@ -40,12 +40,12 @@ def evaluation_lines(found: "Evaluation", page: Path | None) -> str:
     return _text([*head, *_outcome(found.outcome), *tail])
 
 
-def regraded_lines(found: "Outcome", folder: Path, page: Path | None) -> str:
+def regraded_lines(found: "EvalOutcome", folder: Path, page: Path | None) -> str:
     """Of `penstock eval regrade`."""
     return _text([Line("folder", folder), *_outcome(found), Line("report", page)])
 
 
-def compared_lines(found: "Compared") -> str:
+def compared_lines(found: "Comparison") -> str:
     """Of `penstock eval compare`."""
     lines = [Line("tasks", found.tasks), Line("left_out", found.left_out), Line("better", found.better), Line("worse", found.worse)]
     lines.append(Line("difference", *found.difference[:3]))
@@ -57,7 +57,7 @@ def compared_lines(found: "Compared") -> str:
     return _text(lines)
 
 
-def _outcome(own: "Outcome") -> list[Line]:
+def _outcome(own: "EvalOutcome") -> list[Line]:
     lines = [Line("tasks", own.tasks), Line("samples", own.samples), Line("rollouts", own.rollouts)]
     lines += [_estimate_lines("reward", own.reward), *(_estimate_lines(f"pass@{k}", value) for k, value in own.passes.items())]
     lines += [Line(f"end.{end}", count) for end, count in own.ends.items()]
@@ -201,7 +201,7 @@ def _spent(spent: "Spending") -> list[tuple[str, str]]:
     return rows if spent.cost is None else [*rows, ("cost", f"{spent.cost:.4g}")]
 
 
-def regraded_text(own: "Outcome", before: Path, folder: Path) -> str:
+def regraded_text(own: "EvalOutcome", before: Path, folder: Path) -> str:
     """What another grader says."""
     rows = [("reward", _estimate(own.reward)), *((f"pass@{k}", _estimate(value)) for k, value in own.passes.items())]
     rows += [("rollouts", f"{own.rollouts:,}: {counts(own.ends)}"), ("folder", str(folder))]
@@ -209,7 +209,7 @@ def regraded_text(own: "Outcome", before: Path, folder: Path) -> str:
     return "\n" + "\n".join(f"  {label:<12}{text}".rstrip() for label, text in rows) + "\n"
 
 
-def compared_text(found: "Compared") -> str:
+def compared_text(found: "Comparison") -> str:
     """The same for two."""
     rows = [("A", f"{found.first}: {reward(found.means[0])}"), ("B", f"{found.second}: {reward(found.means[1])}")]
     rows.append(("B - A", _difference(found.difference)))

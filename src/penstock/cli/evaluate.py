@@ -17,7 +17,7 @@ from penstock.errors import ConfigError, PenstockError
 if TYPE_CHECKING:
     from penstock.cli.eval_view import EvalView
     from penstock.config import RunConfig
-    from penstock.evals.rubric import Judged, JudgedRow
+    from penstock.evals.rubric import JudgedRow, RubricResult
     from penstock.evals.run import Evaluation
 
 
@@ -67,7 +67,7 @@ def _plain(row: "JudgedRow") -> str:
     return "\t".join([str(row.row), name, mean, str(len(row.scores)), str(len(row.errors))])
 
 
-def _text(found: "Judged") -> str:
+def _text(found: "RubricResult") -> str:
     own, lines = found.statistics, [f"\n{len(found.rows)} rows judged by {found.model}, {found.samples} x each.\n"]
     for row in found.rows:
         said = " ".join((row.explanations or row.errors or ("",))[0].split())

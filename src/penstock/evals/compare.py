@@ -7,12 +7,12 @@ from typing import Any
 
 from penstock.errors import ConfigError
 from penstock.evals.metrics import Difference, difference
-from penstock.evals.outcome import Scores, Stored, open_evaluation, scores
+from penstock.evals.outcome import StoredEvaluation, TaskScores, open_evaluation, score_tasks
 from penstock.evals.spending import Spending, spending
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Compared:
+class Comparison:
     """What became of the second against the first, over the tasks that both tried."""
 
     first: str
@@ -32,16 +32,16 @@ class Compared:
         return asdict(self) | {"difference": self.difference._asdict(), "spent": [each.as_json() for each in self.spent]}
 
 
-async def compare(first: Path, second: Path) -> Compared:
+async def compare(first: Path, second: Path) -> Comparison:
     """Tasks are the same where their content is, whatever rows they stand in."""
     async with open_evaluation(first) as old, open_evaluation(second) as new:
-        scored = [await scores(found.groups()) for found in (old, new)]
+        scored = [await score_tasks(found.groups()) for found in (old, new)]
     one, other = ({each.task_id: each.mean for each in own} for own in scored)
     shared = [task for task in one if task in other]
     if not shared:
         raise ConfigError(f"{first} and {second} have no task in common; evaluate both on the same dataset")
     before, after = [one[task] for task in shared], [other[task] for task in shared]
-    return Compared(
+    return Comparison(
         first=str(first),
         second=str(second),
         tasks=len(shared),
@@ -54,6 +54,6 @@ async def compare(first: Path, second: Path) -> Compared:
     )
 
 
-def _spent(found: Stored, scored: Sequence[Scores], tasks: Container[str]) -> Spending:
+def _spent(found: StoredEvaluation, scored: Sequence[TaskScores], tasks: Container[str]) -> Spending:
     rollouts = [each.took for task in scored if task.task_id in tasks for each in task.tried]
     return spending(rollouts, prices=found.prices, seconds=found.seconds)

@@ -13,16 +13,16 @@ import orjson
 
 from penstock.config import EvalSection
 from penstock.errors import ConfigError
-from penstock.evals.attempts import CHANNEL, stored
+from penstock.evals.attempts import CHANNEL, read_groups
 from penstock.evals.metrics import Estimate, estimate, pass_at_k
-from penstock.evals.spending import Prices, Spending, Took, prices_of, rollout_seconds, spending, took
+from penstock.evals.spending import Prices, RolloutUsage, Spending, prices_of, rollout_seconds, rollout_usage, spending
 from penstock.pool import POOLS
 from penstock.pool.base import Pool
 from penstock.records import End, Group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class EvalOutcome:
     """An evaluation in numbers. An attempt that failed has reward 0 and does not pass."""
 
     tasks: int
@@ -47,23 +47,23 @@ class Outcome:
         return own | {"reward": self.reward and self.reward._asdict(), "passes": passes} | self.spent.as_json()
 
 
-class Tried(NamedTuple):
+class EndedAttempt(NamedTuple):
     """An attempt that has ended, without its tokens and its text: those of a whole evaluation may be more than fits in memory."""
 
     end: End
     message: str
     reward: float
     """0 for one that failed."""
-    took: Took
+    rollout_usage: RolloutUsage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scores:
+class TaskScores:
     """One task's attempts that have ended."""
 
     task_id: str
     row: int
-    tried: tuple[Tried, ...]
+    tried: tuple[EndedAttempt, ...]
     """At least one."""
 
     @property
@@ -76,18 +76,20 @@ class Scores:
         return sum(self.rewards) / len(self.tried)
 
 
-async def scores(groups: AsyncIterable[Group]) -> list[Scores]:
+async def score_tasks(groups: AsyncIterable[Group]) -> list[TaskScores]:
     """Of every task that has an attempt which ended, by row; a group is let go before the next one is read."""
-    return [Scores(task_id=group.task.id, row=group.seq, tried=tried) async for group in groups if (tried := _tried(group))]
+    return [
+        TaskScores(task_id=group.task.id, row=group.seq, tried=tried) async for group in groups if (tried := _ended_attempts(group))
+    ]
 
 
 def outcome(
-    scored: Sequence[Scores], section: EvalSection, *, prices: Prices | None = None, seconds: Mapping[str, float] | None = None
-) -> Outcome:
+    scored: Sequence[TaskScores], section: EvalSection, *, prices: Prices | None = None, seconds: Mapping[str, float] | None = None
+) -> EvalOutcome:
     """All of it; `seconds` are those of rollouts by their id."""
     tried = [each for task in scored for each in task.tried]
     whole = [each for each in scored if len(each.tried) == section.samples]
-    return Outcome(
+    return EvalOutcome(
         tasks=len(scored),
         samples=section.samples,
         rollouts=len(tried),
@@ -99,16 +101,18 @@ def outcome(
     )
 
 
-def _tried(group: Group) -> tuple[Tried, ...]:
+def _ended_attempts(group: Group) -> tuple[EndedAttempt, ...]:
     """Many fail with the same words: those are kept once."""
-    return tuple(Tried(a.end, intern(a.message), a.reward or 0.0, took(a)) for a in group.attempts if a.end is not None)
+    return tuple(
+        EndedAttempt(a.end, intern(a.message), a.reward or 0.0, rollout_usage(a)) for a in group.attempts if a.end is not None
+    )
 
 
-def _pass(each: Scores, k: int, threshold: float) -> float:
+def _pass(each: TaskScores, k: int, threshold: float) -> float:
     return pass_at_k(len(each.tried), sum(reward >= threshold for reward in each.rewards), k)
 
 
-def _reasons(tried: Iterable[Tried]) -> dict[str, dict[str, int]]:
+def _reasons(tried: Iterable[EndedAttempt]) -> dict[str, dict[str, int]]:
     found: dict[str, Counter[str]] = {}
     for each in tried:
         if each.end is not End.COMPLETED:
@@ -116,7 +120,7 @@ def _reasons(tried: Iterable[Tried]) -> dict[str, dict[str, int]]:
     return {end: dict(messages.most_common(10)) for end, messages in found.items()}
 
 
-class Stored(NamedTuple):
+class StoredEvaluation(NamedTuple):
     config: dict[str, Any]
     summary: dict[str, Any]
     pool: Pool
@@ -130,26 +134,26 @@ class Stored(NamedTuple):
         return Prices(**told) if told else prices_of(self.config)
 
     def groups(self) -> AsyncGenerator[Group]:
-        return stored(self.pool)
+        return read_groups(self.pool)
 
 
 @asynccontextmanager
-async def open_evaluation(folder: Path) -> AsyncGenerator[Stored]:
+async def open_evaluation(folder: Path) -> AsyncGenerator[StoredEvaluation]:
     """ConfigError where the folder is none that `penstock eval run` made."""
     try:
         config: dict[str, Any] = orjson.loads((folder / "config.json").read_bytes())["config"]
         file = folder / "summary.json"
         summary: dict[str, Any] = orjson.loads(file.read_bytes()) if file.exists() else {}
     except (OSError, ValueError, LookupError, TypeError) as cause:
-        raise _none(folder) from cause
+        raise _not_an_evaluation(folder) from cause
     pool: Pool = POOLS.load(config["pool"]["name"])(folder, url=config["pool"].get("url", ""))
     try:
         if not (await pool.stats(CHANNEL)).groups:
-            raise _none(folder)
-        yield Stored(config, summary, pool, rollout_seconds(folder / "events.jsonl"))
+            raise _not_an_evaluation(folder)
+        yield StoredEvaluation(config, summary, pool, rollout_seconds(folder / "events.jsonl"))
     finally:
         await pool.close()
 
 
-def _none(folder: Path) -> ConfigError:
+def _not_an_evaluation(folder: Path) -> ConfigError:
     return ConfigError(f"{folder}: not an evaluation; give a folder that `penstock eval run` made, such as runs/evals/multiply")

@@ -15,7 +15,7 @@ import orjson
 from penstock.codec import to_json
 from penstock.config import RunConfig
 from penstock.errors import ConfigError, EngineError, GraderError, PenstockError, PoolError, PoolFailed, WorkerLost
-from penstock.evals.worker_process import EXIT_S, Ask, Order, Orders, process_lock
+from penstock.evals.worker_process import EXIT_S, EvalRolloutRequest, WorkerCommand, WorkerSetup, process_lock
 from penstock.events import Events
 from penstock.pool.base import Pool
 from penstock.pool.remote_writer import open_writer_process
@@ -29,13 +29,13 @@ from penstock.system.process_group import how_ended
 
 ERRORS = {kind.__name__: kind for kind in (ConfigError, EngineError, GraderError, PoolError, PoolFailed, WorkerLost)}
 """What a rollout may raise, by name; anything else is a PenstockError here."""
-LAST_WORDS_S = 1.0
+DRAIN_S = 1.0
 """How long what a dead process has said may be on its way, where something that it started holds its stdout open."""
-KILLED_S = 5.0
+KILL_S = 5.0
 """For the system to end a process that was killed."""
 
 
-class ChildLost(WorkerLost):
+class ProcessLost(WorkerLost):
     """The process died with the rollout; `half_told` says whether its start was heard of, and its end was not."""
 
     def __init__(self, message: str, *, half_told: bool) -> None:
@@ -44,21 +44,21 @@ class ChildLost(WorkerLost):
 
 
 @dataclass(slots=True)
-class _Running:
+class _RunningRollout:
     done: asyncio.Future[End | None]
     answered: bool = False
     half_told: bool = False
     """Whether its `rollout.start` was heard, and its `rollout.end` was not."""
 
 
-class Child(asyncio.SubprocessProtocol):
+class EvalProcess(asyncio.SubprocessProtocol):
     """`start` makes one. Its events are told here as they come."""
 
     def __init__(self, number: int, log: Path, events: Events) -> None:
         loop = asyncio.get_running_loop()
         self.log = log
         """What it says on stderr."""
-        self.running: dict[str, _Running] = {}
+        self.running: dict[str, _RunningRollout] = {}
         self.ended = 0
         """Rollouts that it brought to an end."""
         self.fate = ""
@@ -78,9 +78,9 @@ class Child(asyncio.SubprocessProtocol):
 
     async def run(self, rollout: Rollout, task: Task, sampling: Sampling) -> End | None:
         """See `Runner.run`; ChildLost where the process dies."""
-        running = self.running[rollout.id] = _Running(self._loop.create_future())
+        running = self.running[rollout.id] = _RunningRollout(self._loop.create_future())
         try:
-            self.order(to_json(Order(ask=Ask(rollout=rollout, task=task, sampling=sampling))))
+            self.order(to_json(WorkerCommand(ask=EvalRolloutRequest(rollout=rollout, task=task, sampling=sampling))))
             return await running.done
         except asyncio.CancelledError:
             if not running.answered and not self.is_over:
@@ -89,10 +89,10 @@ class Child(asyncio.SubprocessProtocol):
         finally:
             del self.running[rollout.id]
 
-    async def _undo(self, rollout_id: str, running: _Running) -> None:
+    async def _undo(self, rollout_id: str, running: _RunningRollout) -> None:
         """Have it ended as CANCELLED; a process that is stuck leaves that to whoever goes on with the evaluation."""
         running.done = self._loop.create_future()
-        self.order(to_json(Order(cancel=rollout_id)))
+        self.order(to_json(WorkerCommand(cancel=rollout_id)))
         await asyncio.wait({running.done}, timeout=EXIT_S)
         if running.done.done():
             running.done.exception()  # it is the cancellation that goes on
@@ -162,7 +162,7 @@ class Child(asyncio.SubprocessProtocol):
         if self._mute:
             self._end()
         else:
-            self._loop.call_later(LAST_WORDS_S, self._end)
+            self._loop.call_later(DRAIN_S, self._end)
 
     def _end(self) -> None:
         """Tell whoever waits that it is no more."""
@@ -176,7 +176,7 @@ class Child(asyncio.SubprocessProtocol):
         for running in self.running.values():
             if not running.done.done():
                 text = f"process {self._number} of the evaluation {self.fate}"
-                running.done.set_exception(ChildLost(text, half_told=running.half_told))
+                running.done.set_exception(ProcessLost(text, half_told=running.half_told))
 
     def _last_line(self) -> str:
         with self.log.open("rb") as file:
@@ -194,17 +194,17 @@ class Child(asyncio.SubprocessProtocol):
             if not self._exited:
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(self._transport.get_pid(), signal.SIGKILL)
-            await asyncio.wait({self._over}, timeout=KILLED_S)
+            await asyncio.wait({self._over}, timeout=KILL_S)
             with suppress(FileNotFoundError):
                 if self.is_over and not self.log.stat().st_size:
                     self.log.unlink()
 
 
-async def start(orders: Orders, events: Events) -> Child:
+async def start_process(orders: WorkerSetup, events: Events) -> EvalProcess:
     """A new process, ready for rollouts; ConfigError or EngineError says why it is not. Its death ends the wait for it."""
     log = Path(orders.run_folder) / f"process-{orders.number}.log"
     with log.open("ab") as said:
-        child = Child(orders.number, log, events)
+        child = EvalProcess(orders.number, log, events)
         await asyncio.get_running_loop().subprocess_exec(
             lambda: child, *command("penstock.evals.worker_process"), stdin=PIPE, stdout=PIPE, stderr=said, start_new_session=True
         )
@@ -217,7 +217,7 @@ async def start(orders: Orders, events: Events) -> Child:
     return child
 
 
-IN_A_ROW = 5
+MAX_DEATHS = 5
 """Processes that may die in one place, each before it brought a rollout to its end, until the evaluation is given up."""
 LONG_S, BUSY = 10.0, 0.85
 """An evaluation that is worth advice: it takes as long, and computes as large a part of the time."""
@@ -248,7 +248,7 @@ def check_limits(config: RunConfig, agent: Agent) -> None:
             raise ConfigError(f"eval.processes = {config.eval.processes}: {text}; leave one of the two out")
 
 
-def advice(config: RunConfig, agent: Agent, *, busy_s: float, seconds: float) -> str:
+def processes_hint(config: RunConfig, agent: Agent, *, busy_s: float, seconds: float) -> str:
     """What to say of an evaluation that one process made in so many seconds, of which it computed `busy_s`; mostly nothing."""
     cores = min(os.cpu_count() or 1, config.rollout.concurrency)
     if cores == 1 or seconds < LONG_S or busy_s < BUSY * seconds:
@@ -262,11 +262,11 @@ def advice(config: RunConfig, agent: Agent, *, busy_s: float, seconds: float) ->
     return f"the engine waited for this process, which was always busy; with `--processes {cores}` it would be faster"
 
 
-class Place:
+class ProcessSlot:
     """Room for one process, and for its successor where it dies."""
 
-    def __init__(self, orders: Orders, events: Events) -> None:
-        self.child: Child | None = None
+    def __init__(self, orders: WorkerSetup, events: Events) -> None:
+        self.child: EvalProcess | None = None
         self._orders, self._events = orders, events
         self._lock = asyncio.Lock()
         self._died = 0
@@ -279,19 +279,19 @@ class Place:
             return True, 0
         return False, len(self.child.running) - self._orders.at_once
 
-    async def living(self) -> Child:
+    async def living(self) -> EvalProcess:
         """The process that is here, or a new one; PenstockError where that would die like those before it."""
         async with self._lock:
             if self.child is None or self.child.is_over:
                 self._count(self.child)
-                self.child = await start(self._orders, self._events)
+                self.child = await start_process(self._orders, self._events)
             return self.child
 
-    def _count(self, dead: Child | None) -> None:
+    def _count(self, dead: EvalProcess | None) -> None:
         if dead is None:
             return
         self._died = 0 if dead.ended else self._died + 1
-        if self._died > IN_A_ROW:
+        if self._died > MAX_DEATHS:
             text = f"{self._died} processes in a row died before a rollout ended, the last one {dead.fate}"
             raise PenstockError(f"{text}; look into {dead.log}, then the same command goes on")
         self._events.emit("stage", text=f"process {self._orders.number} {dead.fate}; what it ran is made again by another")
@@ -302,10 +302,10 @@ class Place:
             await self.child.close()
 
 
-class Processes:
+class ProcessPool:
     """Stands for the runners of several processes; see `Runner`."""
 
-    def __init__(self, places: list[Place], events: Events, pool: Pool) -> None:
+    def __init__(self, places: list[ProcessSlot], events: Events, pool: Pool) -> None:
         self._places, self._events, self._pool = places, events, pool
 
     async def run(self, rollout: Rollout, task: Task, sampling: Sampling) -> End | None:
@@ -315,7 +315,7 @@ class Processes:
         started = asyncio.get_running_loop().time()
         try:
             return await child.run(rollout, task, sampling)
-        except ChildLost as lost:
+        except ProcessLost as lost:
             attempt = await self._pool.attempt(rollout.id)  # it may have ended, and its process died before it answered
             if lost.half_told:
                 self._tell(attempt, str(lost), asyncio.get_running_loop().time() - started)
@@ -342,11 +342,11 @@ class Processes:
 @asynccontextmanager
 async def open_processes(
     config: RunConfig, inputs: Inputs, folder: RunFolder, events: Events, pool: Pool, *, count: int
-) -> AsyncGenerator[Processes]:
+) -> AsyncGenerator[ProcessPool]:
     """Start `count` of them, each with an engine, a gateway and a runner of its own; leaving ends them and undoes what they run."""
     folder.secret()  # made once, and not by several at the same time
-    async with _scribe(config, folder) as scribe:
-        orders = Orders(
+    async with _writer_process(config, folder) as scribe:
+        orders = WorkerSetup(
             config=config.model_dump(mode="json"),
             recipe=AgentSpec.of(inputs.agent).write().decode(),
             model=inputs.model,
@@ -355,23 +355,23 @@ async def open_processes(
             scribe=scribe,
         )
         shares = [config.rollout.concurrency // count + (number < config.rollout.concurrency % count) for number in range(count)]
-        places = [Place(replace(orders, number=number, at_once=share), events) for number, share in enumerate(shares)]
+        places = [ProcessSlot(replace(orders, number=number, at_once=share), events) for number, share in enumerate(shares)]
         try:
             await _start_all(places)
-            yield Processes(places, events, pool)
+            yield ProcessPool(places, events, pool)
         finally:
             async with asyncio.TaskGroup() as closing:
                 for place in places:
                     closing.create_task(place.close())
 
 
-def spare_of(concurrency: int, count: int) -> int:
+def prefetch_count(concurrency: int, count: int) -> int:
     """Rollouts that wait in `count` processes: as many as end there while the next ones are on their way."""
     return 0 if count == 1 else count * max(1, concurrency // count // 4)
 
 
 @asynccontextmanager
-async def _scribe(config: RunConfig, folder: RunFolder) -> AsyncGenerator[str]:
+async def _writer_process(config: RunConfig, folder: RunFolder) -> AsyncGenerator[str]:
     """One that writes for all, where they would wait for each other's turn at a file; nobody where a server takes their writes."""
     if config.pool.name != "sqlite":
         yield ""
@@ -381,7 +381,7 @@ async def _scribe(config: RunConfig, folder: RunFolder) -> AsyncGenerator[str]:
             yield address
 
 
-async def _start_all(places: list[Place]) -> None:
+async def _start_all(places: list[ProcessSlot]) -> None:
     try:
         async with asyncio.TaskGroup() as starting:
             for place in places:

@@ -9,9 +9,9 @@ import orjson
 
 from penstock.config import RunConfig, make_config, override
 from penstock.errors import ConfigError, EngineError, GraderError
-from penstock.evals.attempts import stored
-from penstock.evals.outcome import Outcome, open_evaluation, outcome, scores
-from penstock.evals.run import judged_files
+from penstock.evals.attempts import read_groups
+from penstock.evals.outcome import EvalOutcome, open_evaluation, outcome, score_tasks
+from penstock.evals.run import grading_files
 from penstock.evals.spending import prices_of
 from penstock.events import Events
 from penstock.pool.base import Pool
@@ -43,18 +43,18 @@ def regrade_config(folder: Path, *, agent: Path | None, name: str, overrides: It
     return make_config(tree, str(folder / "config.json"))
 
 
-async def regrade(source: Path, config: RunConfig, *, fresh: bool = False) -> tuple[RunFolder, Outcome]:
+async def regrade(source: Path, config: RunConfig, *, fresh: bool = False) -> tuple[RunFolder, EvalOutcome]:
     """Grade what `source` holds into an evaluation of its own, which a stopped one goes on with; its folder and its numbers."""
     preflight(config.agent, config.workflow, config.grader)
     agent = open_agent(config.agent, config.workflow, config.grader)
     async with open_evaluation(source) as recorded:
-        folder = open_run_folder(config, fresh=fresh, files=judged_files(agent))
+        folder = open_run_folder(config, fresh=fresh, files=grading_files(agent))
         with locked(folder.path):
             pool = open_pool(config, folder)
             try:
                 await _Regrader(pool, agent, config, folder.path / "artifacts").copy(recorded.groups())
                 prices = prices_of(config.model_dump(include={"engine"}))
-                return folder, outcome(await scores(stored(pool)), config.eval, prices=prices)
+                return folder, outcome(await score_tasks(read_groups(pool)), config.eval, prices=prices)
             finally:
                 await pool.close()
 
@@ -69,7 +69,7 @@ class _Regrader:
 
     async def copy(self, groups: AsyncIterable[Group]) -> None:
         """All attempts that have ended, less those that the pool has; one of a group at a time."""
-        ended = {a.rollout.id async for group in stored(self._pool) for a in group.attempts if a.end is not None}
+        ended = {a.rollout.id async for group in read_groups(self._pool) for a in group.attempts if a.end is not None}
         async with asyncio.TaskGroup() as tasks:
             async for group in groups:
                 await self._slots.acquire()

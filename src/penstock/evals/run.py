@@ -12,9 +12,9 @@ import orjson
 
 from penstock.config import RunConfig
 from penstock.errors import ConfigError
-from penstock.evals.attempts import EvalRow, Plan, make, plan, stored
-from penstock.evals.outcome import Outcome, outcome, scores
-from penstock.evals.processes import advice, check_limits, check_processes, open_processes, spare_of
+from penstock.evals.attempts import EvalPlan, EvalRow, plan_attempts, read_groups, run_attempts
+from penstock.evals.outcome import EvalOutcome, outcome, score_tasks
+from penstock.evals.processes import check_limits, check_processes, open_processes, prefetch_count, processes_hint
 from penstock.evals.spending import Prices, prices_of, rollout_seconds
 from penstock.evals.worker_process import wait_for_processes
 from penstock.events import Events, Listener
@@ -44,7 +44,7 @@ class Evaluation:
     status: str
     """"finished", or "stopped" where it can be taken up again."""
     model: str
-    outcome: Outcome
+    outcome: EvalOutcome
     resumed: int
     """Attempts that an earlier process had made."""
     seconds: float
@@ -96,16 +96,16 @@ async def evaluate(
     """Try each row as often as `eval.samples` says, or go on where an earlier process stopped; `stop` leaves what runs undone."""
     rows = select_rows(config, inputs)
     check_limits(config, inputs.agent)
-    folder = open_run_folder(config, fresh=fresh, may_change=MAY_CHANGE, files=judged_files(inputs.agent))
+    folder = open_run_folder(config, fresh=fresh, may_change=MAY_CHANGE, files=grading_files(inputs.agent))
     with locked(folder.path), Events(folder.events) as events:
         events.listen(listener)
         await wait_for_processes(folder.path, events)
         pool = open_pool(config, folder)
         try:
-            planned = await plan(rows, pool, samples=config.eval.samples, retry_failed=retry_failed)
-            started = await _run(config, inputs, folder, events, pool, planned, stop)
+            planned = await plan_attempts(rows, pool, samples=config.eval.samples, retry_failed=retry_failed)
+            started = await _run_missing(config, inputs, folder, events, pool, planned, stop)
             numbers = {row.number for row in rows}
-            scored = await scores(group async for group in stored(pool) if group.seq in numbers)
+            scored = await score_tasks(group async for group in read_groups(pool) if group.seq in numbers)
         finally:
             await pool.close()
         prices = prices_of(config.model_dump(include={"engine"}))
@@ -129,24 +129,24 @@ def as_json(found: Evaluation) -> dict[str, Any]:
     return asdict(found) | {"outcome": found.outcome.as_json(), "prices": found.prices and found.prices._asdict()}
 
 
-def judged_files(agent: Agent) -> list[Path]:
+def grading_files(agent: Agent) -> list[Path]:
     """What decides of a rollout beside the settings: the entry file, and files of the grader's."""
     files = [value for _, value in agent.grader_config or () if isinstance(value, Path)]
     return [file for file in (agent.entry, *files) if file.is_file()]
 
 
-async def _run(
-    config: RunConfig, inputs: Inputs, folder: RunFolder, events: Events, pool: Pool, planned: Plan, stop: asyncio.Event
+async def _run_missing(
+    config: RunConfig, inputs: Inputs, folder: RunFolder, events: Events, pool: Pool, planned: EvalPlan, stop: asyncio.Event
 ) -> float:
     """Make what is missing; when that began, loading left out."""
     if not planned.places:
         return time.monotonic()
     count = min(config.eval.processes, config.rollout.concurrency, len(planned.places))  # one more would have nothing to do
-    async with _runs(config, inputs, folder, events, pool, count) as runs:
+    async with _open_runner(config, inputs, folder, events, pool, count) as runs:
         started, computed = time.monotonic(), time.process_time()
         events.emit("eval.begin", model=inputs.model, folder=str(folder.path), rollouts=len(planned.places), done=planned.done)
         work = asyncio.ensure_future(
-            make(
+            run_attempts(
                 planned.places,
                 runs,
                 pool,
@@ -154,7 +154,7 @@ async def _run(
                 concurrency=config.rollout.concurrency,
                 retries=config.rollout.retries,
                 ahead=count,
-                spare=spare_of(config.rollout.concurrency, count),
+                spare=prefetch_count(config.rollout.concurrency, count),
             )
         )
         stopped = asyncio.ensure_future(stop.wait())
@@ -166,13 +166,13 @@ async def _run(
             with suppress(asyncio.CancelledError):
                 await work
         took = {"busy_s": time.process_time() - computed, "seconds": time.monotonic() - started}
-        if count == 1 and (text := advice(config, inputs.agent, **took)):
+        if count == 1 and (text := processes_hint(config, inputs.agent, **took)):
             events.emit("stage", text=text)
         return started
 
 
 @asynccontextmanager
-async def _runs(
+async def _open_runner(
     config: RunConfig, inputs: Inputs, folder: RunFolder, events: Events, pool: Pool, count: int
 ) -> AsyncGenerator[Runs]:
     """What makes attempts: this process alone, or `count` others."""

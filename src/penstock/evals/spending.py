@@ -26,7 +26,7 @@ class Latency(NamedTuple):
     p95: float
 
 
-class Took(NamedTuple):
+class RolloutUsage(NamedTuple):
     """What one rollout took: of its tokens no more than their number."""
 
     rollout_id: str
@@ -60,9 +60,9 @@ class Spending:
         return asdict(self) | times
 
 
-def took(attempt: Attempt) -> Took:
+def rollout_usage(attempt: Attempt) -> RolloutUsage:
     """From what was recorded of it."""
-    return Took(
+    return RolloutUsage(
         rollout_id=attempt.rollout.id,
         call_s=array("d", [step.seconds for step in attempt.steps]),
         prompt_tokens=sum(_prompts(attempt)),
@@ -71,7 +71,9 @@ def took(attempt: Attempt) -> Took:
     )
 
 
-def spending(rollouts: Sequence[Took], *, prices: Prices | None = None, seconds: Mapping[str, float] | None = None) -> Spending:
+def spending(
+    rollouts: Sequence[RolloutUsage], *, prices: Prices | None = None, seconds: Mapping[str, float] | None = None
+) -> Spending:
     """All of it; `seconds` are those of rollouts by their id."""
     read, sampled = sum(each.prompt_tokens for each in rollouts), sum(each.completion_tokens for each in rollouts)
     told = all(each.told for each in rollouts)

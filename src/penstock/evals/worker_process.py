@@ -36,7 +36,7 @@ from penstock.sdk.agent_spec import AgentSpec
 from penstock.system.garbage import collect_seldom
 from penstock.system.locks import FileLock
 
-LONGEST = 1 << 30
+MAX_LINE_BYTES = 1 << 30
 """Bytes of one line."""
 EXIT_S = 15.0
 """For a process to release everything once its parent is gone; it is then ended as it is."""
@@ -68,7 +68,7 @@ def _process_lock(folder: Path) -> Path:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Orders:
+class WorkerSetup:
     """What a process is told once."""
 
     config: dict[str, Any]
@@ -85,7 +85,7 @@ class Orders:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class EvalRolloutRequest:
     """A rollout to run to its end."""
 
     rollout: Rollout
@@ -94,15 +94,15 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
+class WorkerCommand:
     """What a process is told again and again: one of these."""
 
-    ask: Ask | None = None
+    ask: EvalRolloutRequest | None = None
     cancel: str = ""
     """The id of a rollout that is to be undone."""
 
 
-class Teller:
+class LineWriter:
     """Lines to the parent. What is said in one turn of the loop is written at once; where the parent is slow, this waits."""
 
     def __init__(self, out: FileIO) -> None:
@@ -123,7 +123,7 @@ class Teller:
                 waiting = waiting[self._out.write(waiting) :]
 
 
-async def work(orders: Orders, pipe: asyncio.StreamReader, teller: Teller) -> None:
+async def run_worker(orders: WorkerSetup, pipe: asyncio.StreamReader, teller: LineWriter) -> None:
     """Run what the parent asks for until `pipe` ends."""
     agent = AgentSpec.read(orders.recipe.encode()).load()
     config = make_config(orders.config, "the evaluation's config")
@@ -137,7 +137,7 @@ async def work(orders: Orders, pipe: asyncio.StreamReader, teller: Teller) -> No
         folder=Path(orders.model_folder),
     )
     events = Events()
-    events.listen(partial(_tell, teller, orders.number))
+    events.listen(partial(_forward_event, teller, orders.number))
     with process_lock(folder.path):
         pool = _open_pool(config, orders)
         try:
@@ -148,19 +148,19 @@ async def work(orders: Orders, pipe: asyncio.StreamReader, teller: Teller) -> No
             await pool.close()
 
 
-def _open_pool(config: RunConfig, orders: Orders) -> Pool:
+def _open_pool(config: RunConfig, orders: WorkerSetup) -> Pool:
     folder = Path(orders.run_folder)
     if orders.scribe:
         return open_pool(folder, scribe=orders.scribe)
     return POOLS.load(config.pool.name)(folder, url=config.pool.url)
 
 
-def _tell(teller: Teller, number: int, kind: str, fields: dict[str, Any]) -> None:
+def _forward_event(teller: LineWriter, number: int, kind: str, fields: dict[str, Any]) -> None:
     if kind != "stage" or number == 0:  # all of them load the same
         teller.say(event=kind, fields=fields)
 
 
-async def _serve(pipe: asyncio.StreamReader, runner: Runner, teller: Teller, room: Room) -> None:
+async def _serve(pipe: asyncio.StreamReader, runner: Runner, teller: LineWriter, room: Room) -> None:
     running: dict[str, asyncio.Task[dict[str, Any]]] = {}
 
     def over(rollout_id: str, done: asyncio.Task[dict[str, Any]]) -> None:
@@ -170,7 +170,7 @@ async def _serve(pipe: asyncio.StreamReader, runner: Runner, teller: Teller, roo
 
     async with asyncio.TaskGroup() as group:
         while line := await pipe.readline():
-            order = from_json(Order, line)
+            order = from_json(WorkerCommand, line)
             if order.ask is not None:
                 task = running[order.ask.rollout.id] = group.create_task(_run(order.ask, runner, room))
                 task.add_done_callback(partial(over, order.ask.rollout.id))
@@ -180,7 +180,7 @@ async def _serve(pipe: asyncio.StreamReader, runner: Runner, teller: Teller, roo
             task.cancel()
 
 
-async def _run(ask: Ask, runner: Runner, room: Room) -> dict[str, Any]:
+async def _run(ask: EvalRolloutRequest, runner: Runner, room: Room) -> dict[str, Any]:
     """How a rollout came out, as the parent is told."""
     try:
         return {"end": await runner.run(ask.rollout, ask.task, ask.sampling, room=room)}
@@ -205,7 +205,7 @@ def _own_pipes() -> _Pipes:
     return pipes
 
 
-def _outlive(orders: FileIO) -> None:
+def _exit_after_parent(orders: FileIO) -> None:
     """End this process some time after its parent, even where an agent blocks the event loop."""
     gone = select.poll()
     gone.register(orders, 0)  # hanging up alone
@@ -215,11 +215,11 @@ def _outlive(orders: FileIO) -> None:
 
 
 async def _main(pipes: _Pipes) -> int:
-    pipe, teller = asyncio.StreamReader(limit=LONGEST), Teller(pipes.out)
+    pipe, teller = asyncio.StreamReader(limit=MAX_LINE_BYTES), LineWriter(pipes.out)
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(pipe), pipes.orders)
     try:
         if line := await pipe.readline():
-            await work(from_json(Orders, line), pipe, teller)
+            await run_worker(from_json(WorkerSetup, line), pipe, teller)
     except PenstockError as error:
         teller.say(refused=str(error), bad_input=isinstance(error, ConfigError))
         return 2
@@ -232,5 +232,5 @@ async def _main(pipes: _Pipes) -> int:
 if __name__ == "__main__":
     collect_seldom()
     own = _own_pipes()
-    threading.Thread(target=_outlive, args=(own.orders,), daemon=True).start()
+    threading.Thread(target=_exit_after_parent, args=(own.orders,), daemon=True).start()
     sys.exit(asyncio.run(_main(own)))

@@ -18,7 +18,7 @@ LEFT, RIGHT, TOP, BOTTOM = 44, 12, 12, 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
+class CurvePoint:
     """One step of the curve."""
 
     step: int
@@ -27,7 +27,7 @@ class Point:
     """What its tooltip says."""
 
 
-def reward_curve(points: list[Point], heldout: Sequence[Point] = ()) -> str:
+def reward_curve(points: list[CurvePoint], heldout: Sequence[CurvePoint] = ()) -> str:
     """The whole `<svg>`; `heldout` are rings beside the line, of steps that it has.
 
     Rewards between 0 and 1 are drawn on that scale, others on a round one around them.
@@ -82,11 +82,11 @@ def _column(step: int, x: float) -> str:
     return f'<text class="tick" x="{x:.1f}" y="{HEIGHT - 10}" text-anchor="middle">{step}</text>'
 
 
-def _ring(point: Point, x: float, y: float) -> str:
+def _ring(point: CurvePoint, x: float, y: float) -> str:
     return f'<g><circle class="held" cx="{x:.1f}" cy="{y:.1f}" r="5"/><title>{escape(point.title)}</title></g>'
 
 
-def _mark(point: Point, x: float, y: float, reach: float) -> str:
+def _mark(point: CurvePoint, x: float, y: float, reach: float) -> str:
     dot = f'<circle class="dot" cx="{x:.1f}" cy="{y:.1f}" r="3"/>'
     target = f'<rect class="target" x="{x - reach:.1f}" y="{TOP}" width="{2 * reach:.1f}" height="{HEIGHT - TOP - BOTTOM}"/>'
     return f"<g>{target}{dot}<title>{escape(point.title)}</title></g>"
@@ -103,7 +103,7 @@ def histogram(values: Sequence[float], *, what: str, of: str, low: float, high: 
     width, counts = (high - low or 1.0) / BARS, [0] * BARS
     for value in values:
         counts[min(BARS - 1, int((value - low) / width))] += 1
-    bars = [_bar(place, count, max(counts), _said(count, place, low, width, what, of)) for place, count in enumerate(counts)]
+    bars = [_bar(place, count, max(counts), _bar_title(count, place, low, width, what, of)) for place, count in enumerate(counts)]
     ticks = [
         f'<text class="tick" x="{at * (HISTOGRAM_WIDTH - 30) + 2:.0f}" y="{HISTOGRAM_HEIGHT - 6}">'
         f"{low + at * BARS * width:.3g}</text>"
@@ -118,7 +118,7 @@ def histogram(values: Sequence[float], *, what: str, of: str, low: float, high: 
     )
 
 
-def _said(count: int, place: int, low: float, width: float, what: str, of: str) -> str:
+def _bar_title(count: int, place: int, low: float, width: float, what: str, of: str) -> str:
     return f"{count} {what} with a {of} from {low + place * width:.3g} to {low + (place + 1) * width:.3g}"
 
 
@@ -128,9 +128,9 @@ def _bar(place: int, count: int, most: int, said: str) -> str:
     return f'<g><rect class="dot" {box}/><title>{escape(said)}</title></g>'
 
 
-LONGEST = 20_000
+MAX_MESSAGE_CHARS = 20_000
 """Characters of one message that are shown; what is cut is counted."""
-MOST = 100
+MAX_MESSAGES = 100
 """Messages of one transcript that are shown from its beginning, and from its end; others are counted."""
 
 STYLE = """
@@ -162,7 +162,7 @@ pre { margin: .2rem 0; white-space: pre-wrap; overflow-wrap: anywhere; font: 13p
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pick:
+class TranscriptPick:
     """A rollout worth reading, and why."""
 
     why: str
@@ -198,7 +198,7 @@ def tiles(named: Iterable[tuple[str, str]]) -> str:
     return '<div class="tiles">' + "".join(f'<div class="tile">{escape(k)}<b>{escape(v)}</b></div>' for k, v in named) + "</div>"
 
 
-def config_part(config: dict[str, Any], of: str) -> str:
+def config_section(config: dict[str, Any], of: str) -> str:
     """The settings that led to it."""
     told = f"<summary>The resolved config of this {of}</summary><pre>{_json(config, indent=True)}</pre>"
     return f"<h2>Configuration</h2>\n<details>{told}</details>"
@@ -210,7 +210,7 @@ def table(heads: Iterable[object], rows: Iterable[Iterable[object]]) -> str:
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
-def transcript(pick: Pick) -> str:
+def transcript(pick: TranscriptPick) -> str:
     """A rollout to unfold, every message of it."""
     attempt = pick.attempt
     said = f"{attempt.rollout.id}: reward {number(attempt.reward)}, {attempt.end or 'running'}"
@@ -232,10 +232,10 @@ def _tools(schemas: list[dict[str, Any]]) -> str:
 
 
 def _messages(messages: list[Message]) -> list[str]:
-    if len(messages) <= 2 * MOST:
+    if len(messages) <= 2 * MAX_MESSAGES:
         return [_message(message) for message in messages]
-    left_out = f'<p class="dim">{len(messages) - 2 * MOST:,} messages are left out here</p>'
-    return [*map(_message, messages[:MOST]), left_out, *map(_message, messages[-MOST:])]
+    left_out = f'<p class="dim">{len(messages) - 2 * MAX_MESSAGES:,} messages are left out here</p>'
+    return [*map(_message, messages[:MAX_MESSAGES]), left_out, *map(_message, messages[-MAX_MESSAGES:])]
 
 
 def _message(message: Message) -> str:
@@ -256,7 +256,11 @@ def _json(value: object, *, indent: bool = False) -> str:
 
 
 def _cut(text: str) -> str:
-    return text if len(text) <= LONGEST else f"{text[:LONGEST]}… ({len(text) - LONGEST:,} more characters)"
+    return (
+        text
+        if len(text) <= MAX_MESSAGE_CHARS
+        else f"{text[:MAX_MESSAGE_CHARS]}… ({len(text) - MAX_MESSAGE_CHARS:,} more characters)"
+    )
 
 
 def change(before: float | None, after: float | None) -> str:

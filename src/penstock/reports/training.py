@@ -14,10 +14,10 @@ from penstock.pool import POOLS
 from penstock.pool.base import Pool
 from penstock.records import Attempt, End, Group, Task
 from penstock.reports.html import (
-    Pick,
-    Point,
+    CurvePoint,
+    TranscriptPick,
     change,
-    config_part,
+    config_section,
     document,
     number,
     percent,
@@ -29,7 +29,7 @@ from penstock.reports.html import (
 from penstock.system.files import write_file
 
 
-class Heldout(NamedTuple):
+class HeldoutReward(NamedTuple):
     step: int
     when: str
     """`before`, `during` or `after` training."""
@@ -38,7 +38,7 @@ class Heldout(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunFacts:
+class RunReport:
     """All that the page tells about a run."""
 
     name: str
@@ -48,17 +48,17 @@ class RunFacts:
     """One entry per trained step."""
     summary: dict[str, Any]
     """Empty until the run has stopped or finished."""
-    heldout: list[Heldout] = field(default_factory=list[Heldout])
+    heldout: list[HeldoutReward] = field(default_factory=list[HeldoutReward])
     """In the order of their steps."""
     ends: dict[str, int] = field(default_factory=dict[str, int])
     breaks: dict[str, int] = field(default_factory=dict[str, int])
     """How often messages were rendered anew although the rollout had earlier steps, by reason."""
-    picks: list[Pick] = field(default_factory=list[Pick])
+    picks: list[TranscriptPick] = field(default_factory=list[TranscriptPick])
     picked_from: str = ""
     """Which rollouts the picks were chosen among."""
 
 
-def render_page(facts: RunFacts) -> str:
+def render_page(facts: RunReport) -> str:
     status = facts.summary.get("status") or "not finished"
     model = facts.config.get("model", {}).get("name", "")
     body = f"""{_tiles(facts)}
@@ -73,11 +73,11 @@ def render_page(facts: RunFacts) -> str:
 <h2>Transcripts</h2>
 <p class="dim">{escape(facts.picked_from)}</p>
 {"".join(transcript(pick) for pick in facts.picks)}
-{config_part(facts.config, "run")}"""
+{config_section(facts.config, "run")}"""
     return document(facts.name, f"{model} · {len(facts.metrics)} steps · {status}", body)
 
 
-def _tiles(facts: RunFacts) -> str:
+def _tiles(facts: RunReport) -> str:
     summary, rewards = facts.summary, [entry["reward"] for entry in facts.metrics]
     first = summary.get("first_reward", rewards[0] if rewards else None)
     last = summary.get("last_reward", rewards[-1] if rewards else None)
@@ -98,7 +98,7 @@ def _exact_rate(metrics: list[dict[str, Any]]) -> float | None:
     return sum(entry["exact_tokens"] for entry in metrics) / sampled if sampled else None
 
 
-def _exactness(facts: RunFacts) -> str:
+def _exactness(facts: RunReport) -> str:
     """What keeps tokens from being trained as they were sampled, or at all, by reason; entries of old runs may lack some of it."""
     totals: dict[str, Counter[str]] = {"inexact": Counter(), "masked": Counter()}
     for entry in facts.metrics:
@@ -112,24 +112,24 @@ def _exactness(facts: RunFacts) -> str:
     return f'<p class="dim">{escape(said)}</p>' + (table(["what", "reason", "count"], rows) if rows else "")
 
 
-def _point(entry: dict[str, Any]) -> Point:
+def _point(entry: dict[str, Any]) -> CurvePoint:
     counted = f"{entry['rollouts']} rollouts, {entry['groups_equal']} of {entry['groups']} groups of equal reward"
-    return Point(
+    return CurvePoint(
         step=entry["step"], reward=entry["reward"], title=f"step {entry['step']}: reward {number(entry['reward'])}, {counted}"
     )
 
 
-def _marks(heldout: list[Heldout]) -> list[Point]:
+def _marks(heldout: list[HeldoutReward]) -> list[CurvePoint]:
     """The evaluations beside training, for the curve."""
     said = "held-out after step {step}: reward {reward}"
     return [
-        Point(step=one.step, reward=one.reward, title=said.format(step=one.step, reward=number(one.reward)))
+        CurvePoint(step=one.step, reward=one.reward, title=said.format(step=one.step, reward=number(one.reward)))
         for one in heldout
         if one.when == "during" and one.reward is not None
     ]
 
 
-def _evaluations(heldout: list[Heldout]) -> str:
+def _evaluations(heldout: list[HeldoutReward]) -> str:
     if not any(one.when == "during" for one in heldout):
         return ""
     rows = [(one.step, one.when, "skipped or failed" if one.reward is None else number(one.reward)) for one in heldout]
@@ -144,7 +144,7 @@ def _steps(metrics: list[dict[str, Any]]) -> str:
     )
 
 
-SCANNED = 100
+SCANNED_GROUPS = 100
 """Groups read at the start and at the end of a run to choose transcripts from: a long run has more than a page should wait for."""
 
 
@@ -153,18 +153,18 @@ async def write_report(folder: Path) -> Path:
     config = _run_config(folder)
     metrics = _read_lines(folder / "metrics.jsonl")
     summary = _read_object(folder / "summary.json")
-    facts = RunFacts(
+    facts = RunReport(
         name=config["run"]["name"],
         config=config,
         metrics=metrics,
         summary=summary,
         heldout=_heldout(_read_object(folder / "evals.json")),
-        **await _recorded(folder, config),
+        **await _read_pool(folder, config),
     )
     return write_file(folder / "report.html", render_page(facts).encode("utf-8", "replace"))
 
 
-def choose(groups: list[Group], replaced: Sequence[tuple[Task, Attempt]] = ()) -> list[Pick]:
+def choose_transcripts(groups: list[Group], replaced: Sequence[tuple[Task, Attempt]] = ()) -> list[TranscriptPick]:
     """The rollouts worth reading: first, last, best, worst, and the last of each way to fail; one that is several comes once.
 
     `replaced` are attempts that others took the place of, which failed or were lost too.
@@ -179,17 +179,17 @@ def choose(groups: list[Group], replaced: Sequence[tuple[Task, Attempt]] = ()) -
         chosen = [(why, task, attempt) for why, (task, attempt, _) in named]
     failed = {attempt.end: (task, attempt) for task, attempt in (*replaced, *all_of_them) if attempt.end is not End.COMPLETED}
     chosen += [("failed", task, attempt) for task, attempt in failed.values()]
-    picks: dict[str, Pick] = {}
+    picks: dict[str, TranscriptPick] = {}
     for why, task, attempt in chosen:
         known = picks.get(attempt.rollout.id)
-        picks[attempt.rollout.id] = Pick(why=f"{known.why}, {why}" if known else why, task=task, attempt=attempt)
+        picks[attempt.rollout.id] = TranscriptPick(why=f"{known.why}, {why}" if known else why, task=task, attempt=attempt)
     return list(picks.values())
 
 
-def _heldout(evaluations: dict[str, float | None]) -> list[Heldout]:
+def _heldout(evaluations: dict[str, float | None]) -> list[HeldoutReward]:
     """In the order of their steps."""
     named = [(*when.rpartition("-")[::2], reward) for when, reward in evaluations.items()]
-    return sorted(Heldout(int(step), when, reward) for when, step, reward in named)
+    return sorted(HeldoutReward(int(step), when, reward) for when, step, reward in named)
 
 
 def _run_config(folder: Path) -> dict[str, Any]:
@@ -199,7 +199,7 @@ def _run_config(folder: Path) -> dict[str, Any]:
     return settings["config"]
 
 
-async def _recorded(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
+async def _read_pool(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
     """What the pool adds: ends, breaks and transcripts."""
     name = config["pool"]["name"]
     if name == "memory" or (name == "sqlite" and not (folder / "pool.db").exists()):
@@ -207,15 +207,22 @@ async def _recorded(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
     pool: Pool = POOLS.load(name)(folder, url=config["pool"].get("url", ""))
     try:
         stats = await pool.stats("train")
-        groups = await pool.groups("train", limit=SCANNED)
-        rest = max(SCANNED, stats.last_seq + 1 - SCANNED)
-        groups += await pool.groups("train", first_seq=rest, limit=SCANNED)
+        groups = await pool.groups("train", limit=SCANNED_GROUPS)
+        rest = max(SCANNED_GROUPS, stats.last_seq + 1 - SCANNED_GROUPS)
+        groups += await pool.groups("train", first_seq=rest, limit=SCANNED_GROUPS)
         replaced = [(group.task, attempt) for group in groups for attempt in await _replaced(pool, group)]
         ends = dict(sorted((await pool.stats()).ends.items(), key=lambda item: -item[1]))
     finally:
         await pool.close()
-    scanned = "all training groups" if stats.last_seq < 2 * SCANNED else f"the first and the last {SCANNED} training groups"
-    return {"ends": ends, "breaks": stats.breaks, "picks": choose(groups, replaced), "picked_from": f"Chosen among {scanned}."}
+    scanned = (
+        "all training groups" if stats.last_seq < 2 * SCANNED_GROUPS else f"the first and the last {SCANNED_GROUPS} training groups"
+    )
+    return {
+        "ends": ends,
+        "breaks": stats.breaks,
+        "picks": choose_transcripts(groups, replaced),
+        "picked_from": f"Chosen among {scanned}.",
+    }
 
 
 async def _replaced(pool: Pool, group: Group) -> list[Attempt]:

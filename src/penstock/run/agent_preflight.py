@@ -45,7 +45,7 @@ def preflight(
     """
     recipe, entry = AgentSpec.to_load(source, workflow, grader), source.entry
     with tempfile.TemporaryFile() as verdict, tempfile.TemporaryFile() as stack, tempfile.TemporaryFile() as output:
-        code = _try(recipe, (verdict, stack, output), timeout_s)
+        code = _run_child(recipe, (verdict, stack, output), timeout_s)
         told, where, said = _read(verdict), _line(_read(stack), entry), _read(output).split("\n")
     if code == 0 and told:
         answer = json.loads(told)
@@ -58,7 +58,7 @@ def preflight(
     raise ConfigError(f"{where.text}: importing it failed: its process {how_ended(code)}{last}; move what did that {GUARD}")
 
 
-def _try(recipe: AgentSpec, files: tuple[IO[bytes], IO[bytes], IO[bytes]], timeout_s: float) -> int | None:
+def _run_child(recipe: AgentSpec, files: tuple[IO[bytes], IO[bytes], IO[bytes]], timeout_s: float) -> int | None:
     """The exit code of a process that tries the recipe, and of which nothing is left; None where it had to be killed."""
     verdict, stack, output = (file.fileno() for file in files)
     process = subprocess.Popen(
@@ -85,7 +85,7 @@ def _read(file: IO[bytes]) -> str:
     return file.read().decode("utf-8", "replace")
 
 
-class Place(NamedTuple):
+class CrashLocation(NamedTuple):
     """Where in the author's file a process hung or died."""
 
     text: str
@@ -93,14 +93,14 @@ class Place(NamedTuple):
     """Whether it was its own alarm clock that ended it."""
 
 
-def _line(stack: str, entry: Path) -> Place:
+def _line(stack: str, entry: Path) -> CrashLocation:
     """From what faulthandler wrote: one line for each frame, the innermost first."""
     mark = f'  File "{entry.resolve()}", line '
     lines = [line.removeprefix(mark).partition(" ")[0] for line in stack.splitlines() if line.startswith(mark)]
-    return Place(f"{entry}, line {lines[0]}" if lines else str(entry), stack.startswith("Timeout"))
+    return CrashLocation(f"{entry}, line {lines[0]}" if lines else str(entry), stack.startswith("Timeout"))
 
 
-def _attempt(verdict: int, stack: int, timeout_s: float) -> None:
+def _child_main(verdict: int, stack: int, timeout_s: float) -> None:
     """What the other process does."""
     recipe = AgentSpec.read(sys.stdin.buffer.read())
     faulthandler.enable(stack, all_threads=False)
@@ -117,4 +117,4 @@ def _attempt(verdict: int, stack: int, timeout_s: float) -> None:
 
 
 if __name__ == "__main__":
-    _attempt(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]))
+    _child_main(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]))

@@ -16,19 +16,19 @@ ActorGone = RayActorError
 """The process of an actor died, or cannot be reached; a restarted one answers the next call."""
 
 
-BACK_S = 180.0
+RESTART_S = 180.0
 """How long an actor that died may take to be started anew."""
-_AGAIN_S = 0.2
-IN_A_ROW = 3
+_RETRY_S = 0.2
+MAX_DEATHS = 3
 """How often an actor may die, with no progress in between, before the run is given up."""
 
 
-def named(name: str) -> Actor:
+def get_actor(name: str) -> Actor:
     """The actor of that name in this run's namespace. A name can be given to an actor that is started anew; a handle gets lost."""
     return cast("Actor", ray.get_actor(name))
 
 
-async def answer(call: Awaitable[Any]) -> Any:
+async def call_result(call: Awaitable[Any]) -> Any:
     """What a call of an actor gives. An error of ours is raised with its own type and message, without Ray's traceback in it."""
     try:
         return await call
@@ -39,20 +39,20 @@ async def answer(call: Awaitable[Any]) -> Any:
         raise
 
 
-async def come_back(actor: Actor) -> None:
+async def wait_restarted(actor: Actor) -> None:
     """Wait until an actor that died is there again: meanwhile Ray fails every call of it. ActorGone where it does not come."""
-    deadline = asyncio.get_running_loop().time() + BACK_S
+    deadline = asyncio.get_running_loop().time() + RESTART_S
     while True:
         try:
-            await answer(actor.ready.remote())
+            await call_result(actor.ready.remote())
             return
         except ActorGone:
             if asyncio.get_running_loop().time() > deadline:
                 raise
-            await asyncio.sleep(_AGAIN_S)
+            await asyncio.sleep(_RETRY_S)
 
 
-class Outbox:
+class ItemQueue:
     """What an actor has to tell one who asks again and again. Items wait until they are fetched, in order."""
 
     def __init__(self) -> None:
@@ -76,12 +76,12 @@ class Outbox:
         return items
 
 
-class Telling:
+class EventBuffer:
     """The events of an actor, for the driver to fetch: it has the log, and whoever listens."""
 
     def __init__(self) -> None:
         self.events = Events()
-        self._outbox = Outbox()
+        self._outbox = ItemQueue()
 
     def open(self) -> None:
         """From now on, events are kept; from within the actor's event loop. Threads may emit them too."""
@@ -105,13 +105,13 @@ def _frame(kind: str, fields: dict[str, Any]) -> bytes:
     return json.dumps([kind, fields], default=str).encode()
 
 
-async def relay(actor: Actor, events: Events) -> None:
+async def relay_events(actor: Actor, events: Events) -> None:
     """Emit here what an actor tells, until it says that this was all."""
     while True:
         try:
-            frames: list[bytes] = await answer(actor.told.remote())
+            frames: list[bytes] = await call_result(actor.told.remote())
         except ActorGone:  # restarted, or given up by whoever waits for its answer
-            await asyncio.sleep(_AGAIN_S)
+            await asyncio.sleep(_RETRY_S)
             continue
         for frame in frames:
             if not frame:

@@ -17,10 +17,10 @@ from penstock.rollout.author_tasks import slots
 from penstock.rollout.execution import Reward, WorkflowResult
 from penstock.rollout.executors.base import Given, Seat, Session
 from penstock.rollout.processes.job_protocol import Answer, Job, Kind, write_samples
-from penstock.scale.cluster import here, live_nodes, on_node, open_cluster, seen_from
+from penstock.scale.cluster import live_nodes, on_node, open_cluster, own_node_id, reachable_url
 from penstock.scale.manager import AgentFlowManager
 from penstock.scale.package import ray
-from penstock.scale.run_spec import recipe
+from penstock.scale.run_spec import portable_agent_spec
 from penstock.scale.worker import AgentFlowWorker
 from penstock.sdk.samples import RolloutSample
 
@@ -51,7 +51,7 @@ class RayExecutor:
         agent = given.agent
         self._given = given
         self._section: RaySection = given.section or RaySection()
-        self._recipe = recipe(agent)
+        self._recipe = portable_agent_spec(agent)
         self._workflow_slots = slots(agent.workflow_config and agent.workflow_config.concurrency)
         self._grader_slots = slots(agent.grader_config and agent.grader_config.concurrency)
         self._stack = ExitStack()
@@ -91,7 +91,7 @@ class RayExecutor:
     async def _url(self, base_url: str) -> str:
         """The gateway as workers see it."""
         if base_url not in self._urls:
-            self._urls[base_url] = await seen_from(base_url, several_nodes=self._several_nodes)
+            self._urls[base_url] = await reachable_url(base_url, several_nodes=self._several_nodes)
         return self._urls[base_url]
 
     def _hire(self) -> Any:
@@ -101,7 +101,7 @@ class RayExecutor:
     def _where(self) -> Any:
         """The node of the next worker. On the only one they stay, also if others join: the gateway may be on its loopback."""
         if not self._several_nodes:
-            return on_node(here())
+            return on_node(own_node_id())
         if self._section.cpus:
             return "SPREAD"
         nodes = sorted(node["NodeID"] for node in live_nodes())  # Ray does not spread what asks for no processor

@@ -12,9 +12,9 @@ from penstock.errors import ConfigError, WorkerLost
 from penstock.events import Events
 from penstock.rollout.author_tasks import leaves
 from penstock.rollout.processes.job_protocol import Answer
-from penstock.scale.actor_calls import IN_A_ROW, Actor, ActorGone, answer
+from penstock.scale.actor_calls import MAX_DEATHS, Actor, ActorGone, call_result
 from penstock.scale.package import RayError
-from penstock.scale.worker import EVENT, Order, Place, dismiss
+from penstock.scale.worker import EVENT_NUMBER, WorkerJob, WorkerLocation, kill_worker
 from penstock.system.async_tools import settled
 
 LATE_S = 10.0
@@ -24,21 +24,21 @@ GONE_S = 1.0
 
 
 @dataclass(eq=False)
-class _Job:
-    order: Order
+class _QueuedJob:
+    order: WorkerJob
     patience_s: float
-    answer: asyncio.Future[Answer]
-    worker: "_Worker | None" = None
+    call_result: asyncio.Future[Answer]
+    worker: "_RayWorker | None" = None
     timer: asyncio.TimerHandle | None = None
 
 
 @dataclass(eq=False)
-class _Worker:
+class _RayWorker:
     handle: Actor
-    place: Place
-    jobs: dict[int, _Job] = field(default_factory=dict[int, _Job])
+    place: WorkerLocation
+    jobs: dict[int, _QueuedJob] = field(default_factory=dict[int, _QueuedJob])
     """Given to it and not answered yet."""
-    unsent: list[Order] = field(default_factory=list[Order])
+    unsent: list[WorkerJob] = field(default_factory=list[WorkerJob])
     stuck: bool = False
 
 
@@ -47,15 +47,15 @@ class AgentFlowManager:
 
     def __init__(self, hire: Callable[[], Actor], *, workers: int, room: int, start_s: float, events: Events) -> None:
         self._hire, self._count, self._room, self._start_s, self._events = hire, workers, room, start_s, events
-        self._queue: deque[_Job] = deque()
+        self._queue: deque[_QueuedJob] = deque()
         self._numbers = itertools.count()
-        self._workers: set[_Worker] = set()
+        self._workers: set[_RayWorker] = set()
         self._lost_in_a_row = 0
         self._dealing = False
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
-    def places(self) -> list[Place]:
+    def places(self) -> list[WorkerLocation]:
         """Where the living workers are."""
         return [worker.place for worker in self._workers]
 
@@ -77,13 +77,13 @@ class AgentFlowManager:
         if self._tasks:
             await asyncio.wait(self._tasks)
         for worker in list(self._workers):
-            dismiss(worker.handle)
+            kill_worker(worker.handle)
             self._bury(worker, "was ended with the run")
 
     async def do(self, job: bytes, samples: bytes, *, patience_s: float, grace_s: float) -> Answer:
         """What came of a job; `patience_s` is how long it may run in a worker. Cancelled, it is first ended where it runs."""
         future = asyncio.get_running_loop().create_future()
-        entry = _Job(Order(next(self._numbers), job, samples), patience_s, future)
+        entry = _QueuedJob(WorkerJob(next(self._numbers), job, samples), patience_s, future)
         self._queue.append(entry)
         self._deal_soon()
         try:
@@ -116,7 +116,7 @@ class AgentFlowManager:
         if not self._workers and not self._tasks:
             self._fail_queued()
 
-    def _overdue(self, job: _Job) -> None:
+    def _overdue(self, job: _QueuedJob) -> None:
         """Its deadline passed in the worker without a word: nothing can run there, so end it.
 
         Who blocks it cannot be known. The one that was first too late has timed out; the others are made again elsewhere.
@@ -124,9 +124,9 @@ class AgentFlowManager:
         if job.worker is not None and not job.worker.stuck and not job.answer.done():
             job.answer.set_exception(TimeoutError())
             job.worker.stuck = True
-            dismiss(job.worker.handle)
+            kill_worker(job.worker.handle)
 
-    async def _withdraw(self, job: _Job, grace_s: float) -> None:
+    async def _withdraw(self, job: _QueuedJob, grace_s: float) -> None:
         """End a job whose caller has gone; its worker has `grace_s` for that."""
         if job.worker is None:
             with suppress(ValueError):
@@ -135,17 +135,17 @@ class AgentFlowManager:
         job.worker.handle.cancel.remote(job.order.number)
         await asyncio.wait({job.answer}, timeout=grace_s + GONE_S)
 
-    async def _open(self, handle: Actor) -> _Worker:
+    async def _open(self, handle: Actor) -> _RayWorker:
         try:
-            return _Worker(handle, await self._place(handle))
+            return _RayWorker(handle, await self._place(handle))
         except BaseException:
-            dismiss(handle)
+            kill_worker(handle)
             raise
 
-    async def _place(self, handle: Actor) -> Place:
+    async def _place(self, handle: Actor) -> WorkerLocation:
         try:
             async with asyncio.timeout(self._start_s):
-                place: Place = await answer(handle.open.remote())
+                place: WorkerLocation = await call_result(handle.open.remote())
         except TimeoutError:
             raise ConfigError(
                 f"a Ray worker did not start within executor.start_s = {self._start_s:g}; raise it, or lower executor.workers or "
@@ -157,33 +157,33 @@ class AgentFlowManager:
             raise ConfigError(f"a Ray worker on {place.address} cannot load the agent: {place.problem}")
         return place
 
-    def _engage(self, worker: _Worker) -> None:
+    def _engage(self, worker: _RayWorker) -> None:
         self._workers.add(worker)
         self._events.emit("worker.start", pid=worker.place.pid, node=worker.place.address)
         self._spawn(worker)
         self._deal_soon()
 
-    def _spawn(self, worker: _Worker) -> None:
+    def _spawn(self, worker: _RayWorker) -> None:
         task = asyncio.get_running_loop().create_task(self._attend(worker))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _attend(self, worker: _Worker) -> None:
+    async def _attend(self, worker: _RayWorker) -> None:
         """Take a worker's answers until it dies; then start another in its place."""
         try:
             while True:
-                for number, frame in await answer(worker.handle.answers.remote()):
+                for number, frame in await call_result(worker.handle.answers.remote()):
                     self._hear(worker, number, frame)
                 self._deal_soon()
         except RayError as gone:
-            dismiss(worker.handle)  # one that cannot be reached must not go on with what others will do again
+            kill_worker(worker.handle)  # one that cannot be reached must not go on with what others will do again
             how = "did not answer in time" if worker.stuck else "died"
             self._bury(worker, how)
             self._events.emit("worker.lost", pid=worker.place.pid, node=worker.place.address, message=str(gone).splitlines()[0])
         await self._replace()
 
-    def _hear(self, worker: _Worker, number: int, frame: bytes) -> None:
-        if number == EVENT:
+    def _hear(self, worker: _RayWorker, number: int, frame: bytes) -> None:
+        if number == EVENT_NUMBER:
             kind, fields = json.loads(frame)
             self._events.emit(kind, **fields)
             return
@@ -199,7 +199,7 @@ class AgentFlowManager:
             except ValueError as cause:
                 job.answer.set_exception(WorkerLost(f"the Ray worker {worker.place.pid} gave an answer that is none: {cause}"))
 
-    def _bury(self, worker: _Worker, how: str) -> None:
+    def _bury(self, worker: _RayWorker, how: str) -> None:
         self._workers.discard(worker)
         for job in worker.jobs.values():
             if job.timer is not None:
@@ -210,7 +210,7 @@ class AgentFlowManager:
         worker.jobs.clear()
 
     async def _replace(self) -> None:
-        while self._lost_in_a_row < IN_A_ROW * self._count:
+        while self._lost_in_a_row < MAX_DEATHS * self._count:
             self._lost_in_a_row += 1
             try:
                 self._engage(await self._open(self._hire()))

@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import TrainError
-from penstock.scale.actor_calls import IN_A_ROW, ActorGone, answer, come_back, named
+from penstock.scale.actor_calls import MAX_DEATHS, ActorGone, call_result, get_actor, wait_restarted
 from penstock.scale.package import ray
-from penstock.train.policy import COPIED
+from penstock.train.policy import MODEL_SUFFIXES
 
-FILES = (*COPIED, ".safetensors")
+FILES = (*MODEL_SUFFIXES, ".safetensors")
 """How the names of a model folder's files end."""
 
 
@@ -29,14 +29,14 @@ class ParameterSynchronizer:
             await self._hand_over(version)
 
     async def _hand_over(self, version: int) -> None:
-        rollouter = named(self._rollouter)
-        for _ in range(IN_A_ROW):
+        rollouter = get_actor(self._rollouter)
+        for _ in range(MAX_DEATHS):
             try:
-                await answer(rollouter.load.remote(version, list(self._files), *self._files.values()))
+                await call_result(rollouter.load.remote(version, list(self._files), *self._files.values()))
                 return
             except ActorGone:  # it comes back without any weights
-                await come_back(rollouter)
-        raise TrainError(f"policy version {version} reached no rollouter: {IN_A_ROW} died over it; see Ray's logs")
+                await wait_restarted(rollouter)
+        raise TrainError(f"policy version {version} reached no rollouter: {MAX_DEATHS} died over it; see Ray's logs")
 
 
 def _put(folder: Path) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from penstock.errors import TrainError
 from penstock.events import Events
-from penstock.scale.actor_calls import IN_A_ROW, Actor, ActorGone, answer, come_back
+from penstock.scale.actor_calls import MAX_DEATHS, Actor, ActorGone, call_result, wait_restarted
 from penstock.scale.package import ray
 
 
@@ -57,7 +57,7 @@ class RemoteRollouts:
     async def _hand_over(self) -> None:
         if self._served is not None:
             version, folder = self._served
-            await answer(self._synchronizer.publish.remote(version, str(folder)))
+            await call_result(self._synchronizer.publish.remote(version, str(folder)))
 
     async def _until(self, call: Callable[[], Awaitable[Any]], *, although_stopped: bool = False) -> Any:
         """What `call` gives, from a rollouter that has the current weights, however often it must be started anew for that."""
@@ -70,7 +70,7 @@ class RemoteRollouts:
                 if self._stopped and not although_stopped:
                     return None
                 self._count(gone)
-                await come_back(self._rollouter)
+                await wait_restarted(self._rollouter)
             async with self._publishing:
                 await self._hand_over()
 
@@ -78,13 +78,13 @@ class RemoteRollouts:
         self._deaths += 1
         reason = str(gone).splitlines()[0]
         self._events.emit("rollouter.lost", message=reason, in_a_row=self._deaths)
-        if self._deaths > IN_A_ROW:
+        if self._deaths > MAX_DEATHS:
             raise TrainError(f"the rollouter died {self._deaths} times without a step of training: {reason}; see Ray's logs")
 
     async def _call(self, method: str, *arguments: Any) -> Any:
         call = getattr(self._rollouter, method).remote(*arguments)
         try:
-            return await answer(call)
+            return await call_result(call)
         except asyncio.CancelledError:
             ray.cancel(call)
             raise

@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 import torch
 
 from penstock.run.opening import open_pool
-from penstock.scale.actor_calls import Telling
-from penstock.scale.run_spec import Sent, exclusive_process
+from penstock.scale.actor_calls import EventBuffer
+from penstock.scale.run_spec import RunSpec, exclusive_process
 from penstock.system.garbage import collect_seldom
-from penstock.train.policy import KEPT
+from penstock.train.policy import PUBLISHED_KEPT
 from penstock.train.training_run import LocalRollouts, open_rollouts
 
 T = TypeVar("T")
@@ -25,8 +25,8 @@ class AsyncRollouter:
 
     def __init__(self, folder: str) -> None:
         collect_seldom()
-        self._sent = Sent.read(folder)
-        self._telling = Telling()
+        self._sent = RunSpec.read(folder)
+        self._telling = EventBuffer()
         self._stack: AsyncExitStack | None = None
         self._rollouts: LocalRollouts | None = None
         self._opening = asyncio.Lock()
@@ -68,7 +68,7 @@ class AsyncRollouter:
         folder = kept / f"{version:06d}"
         await asyncio.to_thread(_write, folder, dict(zip(names, contents, strict=True)))
         await rollouts.load(version, folder)
-        for old in sorted(each for each in kept.iterdir() if each != folder)[: 1 - KEPT]:
+        for old in sorted(each for each in kept.iterdir() if each != folder)[: 1 - PUBLISHED_KEPT]:
             await asyncio.to_thread(shutil.rmtree, old, ignore_errors=True)
 
     async def ready(self) -> None:

@@ -34,14 +34,14 @@ async def exclusive_process(path: Path) -> AsyncGenerator[None]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sent:
+class RunSpec:
     """Paths in it are absolute: the other process may have been started anywhere on this machine.
 
     It is a file and no argument of an actor's, so that one that Ray starts anew, much later, finds it for sure.
     """
 
     config: dict[str, Any]
-    recipe: str
+    portable_agent_spec: str
     tasks: tuple[Task, ...]
     heldout: tuple[Task, ...]
     model: str
@@ -57,7 +57,7 @@ class Sent:
         tree = config.model_copy(update={"run": run, "agent": _absolute(config.agent)}).model_dump(mode="json")
         return cls(
             config=tree,
-            recipe=recipe(inputs.agent).decode(),
+            recipe=portable_agent_spec(inputs.agent).decode(),
             tasks=tuple(inputs.tasks),
             heldout=tuple(inputs.heldout),
             model=inputs.model,
@@ -86,7 +86,7 @@ class Sent:
         return Inputs(
             tasks=list(self.tasks),
             heldout=list(self.heldout),
-            agent=agent or _nobody(config),
+            agent=agent or _no_agent(config),
             executor=read_section(config.rollout.executor, config.executor),
             model=self.model,
             folder=Path(self.model_folder),
@@ -100,7 +100,7 @@ class Sent:
         return RunFolder(Path(self.run_folder), resumed=resumed)
 
 
-def recipe(agent: Agent) -> bytes:
+def portable_agent_spec(agent: Agent) -> bytes:
     """What loads `agent` in a process that was started in another folder."""
     return AgentSpec.to_load(_absolute(agent.source), *agent.tables).write()
 
@@ -110,5 +110,5 @@ def _absolute(source: AgentSection) -> AgentSection:
     return source.model_copy(update={"entry": source.entry.absolute(), "flows": flows, "folder": source.folder.absolute()})
 
 
-def _nobody(config: RunConfig) -> Agent:
+def _no_agent(config: RunConfig) -> Agent:
     return Agent(entry=config.agent.entry, workflow=AgentWorkflow, workflow_config=None, grader=None, grader_config=None)

@@ -13,13 +13,13 @@ from penstock.engines.embedded.engine import pick_device, pick_dtype
 from penstock.engines.embedded.weights import load_decoder
 from penstock.run.inputs import Inputs
 from penstock.run.opening import open_pool
-from penstock.scale.actor_calls import Telling, named
+from penstock.scale.actor_calls import EventBuffer, get_actor
 from penstock.scale.remote_rollouts import RemoteRollouts
-from penstock.scale.run_spec import Sent, exclusive_process
+from penstock.scale.run_spec import RunSpec, exclusive_process
 from penstock.train.advantages import ADVANTAGES
 from penstock.train.learner import Learner
-from penstock.train.policy import FromDisk
-from penstock.train.run import run
+from penstock.train.policy import FolderPublisher
+from penstock.train.run import run_training
 from penstock.train.training_run import TrainingRun
 
 
@@ -27,9 +27,9 @@ class AsyncTrainer:
     """A process that Ray started anew goes on from the last checkpoint, like a run that was killed and started again."""
 
     def __init__(self, folder: str, rollouter: str, synchronizer: str) -> None:
-        self._sent = Sent.read(folder)
+        self._sent = RunSpec.read(folder)
         self._rollouter, self._synchronizer = rollouter, synchronizer
-        self._telling = Telling()
+        self._telling = EventBuffer()
         self._stop = asyncio.Event()
 
     async def run(self, *, resumed: bool) -> bytes:
@@ -44,7 +44,7 @@ class AsyncTrainer:
             pool = open_pool(config, folder)
             stack.push_async_callback(pool.close)
             learner = Learner(await asyncio.to_thread(_decoder, config, inputs), config.train)
-            rollouts = RemoteRollouts(named(self._rollouter), named(self._synchronizer), self._telling.events)
+            rollouts = RemoteRollouts(get_actor(self._rollouter), get_actor(self._synchronizer), self._telling.events)
             await rollouts.begin()
             stations = TrainingRun(
                 config=config,
@@ -53,11 +53,11 @@ class AsyncTrainer:
                 events=self._telling.events,
                 pool=pool,
                 rollouts=rollouts,
-                publisher=FromDisk(learner, model=inputs.folder, scratch=folder.path / "served", load=rollouts.load),
+                publisher=FolderPublisher(learner, model=inputs.folder, scratch=folder.path / "served", load=rollouts.load),
                 learner=learner,
                 advantage=ADVANTAGES.load(config.train.advantage),
             )
-            return to_json(await run(stations, self._stop))
+            return to_json(await run_training(stations, self._stop))
 
     async def stop(self) -> None:
         """Let `run` end after the running step."""

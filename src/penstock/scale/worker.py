@@ -14,17 +14,17 @@ from penstock.rollout.execution import Work
 from penstock.rollout.executors.base import artifacts_dir
 from penstock.rollout.processes.job_protocol import Job, failed, read_samples
 from penstock.rollout.processes.preload import warm
-from penstock.scale.actor_calls import Outbox
+from penstock.scale.actor_calls import ItemQueue
 from penstock.scale.cluster import own_node
 from penstock.scale.package import ray
 from penstock.sdk.agent_spec import AgentSpec
 from penstock.sdk.clients import Clients
 
-EVENT = -1
+EVENT_NUMBER = -1
 """In place of a job's number: the item is an event."""
 
 
-class Order(NamedTuple):
+class WorkerJob(NamedTuple):
     """A job on its way to a worker: nothing but numbers and JSON."""
 
     number: int
@@ -32,7 +32,7 @@ class Order(NamedTuple):
     samples: bytes
 
 
-class Place(NamedTuple):
+class WorkerLocation(NamedTuple):
     """Where a worker is, and why it cannot work."""
 
     pid: int
@@ -50,10 +50,10 @@ class AgentFlowWorker:
         self._work: Work | None = None
         self._running: dict[int, asyncio.Task[None]] = {}
 
-    async def open(self) -> Place:
+    async def open(self) -> WorkerLocation:
         problem = ""
-        self._done, self._clients, events = Outbox(), Clients(), Events()
-        events.listen(lambda kind, fields: self._done.put((EVENT, json.dumps([kind, fields], default=str).encode())))
+        self._done, self._clients, events = ItemQueue(), Clients(), Events()
+        events.listen(lambda kind, fields: self._done.put((EVENT_NUMBER, json.dumps([kind, fields], default=str).encode())))
         try:
             agent = self._recipe.load()
             await asyncio.to_thread(warm, agent.entry.parent.resolve())  # else the first rollouts' deadlines pay for it
@@ -61,9 +61,9 @@ class AgentFlowWorker:
         except PenstockError as error:
             problem = one_line(error)
         node = own_node()
-        return Place(os.getpid(), node["NodeID"], node["NodeManagerAddress"], problem)
+        return WorkerLocation(os.getpid(), node["NodeID"], node["NodeManagerAddress"], problem)
 
-    async def take(self, orders: list[Order]) -> None:
+    async def take(self, orders: list[WorkerJob]) -> None:
         for order in orders:
             task = asyncio.create_task(self._perform(*order))
             self._running[order[0]] = task
@@ -100,6 +100,6 @@ class AgentFlowWorker:
             return (await told)._asdict()
 
 
-def dismiss(handle: Any) -> None:
+def kill_worker(handle: Any) -> None:
     """End a worker's process now, whatever runs in it."""
     ray.kill(handle, no_restart=True)

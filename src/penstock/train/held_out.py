@@ -38,7 +38,7 @@ async def evaluate(s: TrainingRun, when: When, step: int) -> float | None:
     return reward
 
 
-class Beside:
+class BackgroundEvaluation:
     """Evaluations every `train.eval_every` steps, while the next steps are trained; at most one at a time.
 
     What is sampled meanwhile is of whatever version the engine serves: `eval.end` tells the first and the last.
@@ -58,7 +58,7 @@ class Beside:
             return
         if self._running is not None and not self._running.done():
             s.folder.add_evaluation(f"during-{step}", None)
-            s.events.emit("eval.skip", step=step, running=self._step, skipped=skipped(s.folder.evaluations()))
+            s.events.emit("eval.skip", step=step, running=self._step, skipped=count_skipped(s.folder.evaluations()))
             return
         self._step = step
         self._running = self._tasks.create_task(self._evaluate(step))
@@ -87,12 +87,12 @@ class Beside:
             s.events.emit("eval.fail", step=step, message=str(error))
 
 
-def skipped(evaluations: dict[str, float | None]) -> int:
+def count_skipped(evaluations: dict[str, float | None]) -> int:
     """How many evaluations were due and have no result."""
     return sum(reward is None for reward in evaluations.values())
 
 
-def beside(evaluations: dict[str, float | None]) -> dict[str, float | None]:
+def evaluations_during_training(evaluations: dict[str, float | None]) -> dict[str, float | None]:
     """Those made while training went on, by step; None where one was skipped, or all its rollouts failed."""
     return {name.removeprefix("during-"): reward for name, reward in evaluations.items() if name.startswith("during-")}
 

@@ -24,19 +24,19 @@ from penstock.rollout.scheduler import TOO_FEW
 from penstock.train import policy
 from penstock.train.advantages import DIVISORS
 from penstock.train.batches import pack
-from penstock.train.held_out import Beside, refuse_all_failed
-from penstock.train.learner import Metrics
+from penstock.train.held_out import BackgroundEvaluation, refuse_all_failed
+from penstock.train.learner import UpdateMetrics
 from penstock.train.sequences import breaks, exactness, sequences
 from penstock.train.training_run import TrainingRun
 
 RECHECK_S = 60.0
 """How often a waiting trainer looks for groups although nothing has changed: leases of others may have run out."""
-ALL_SHORT = 20
+MAX_SHORT_ROUNDS = 20
 """How many times the groups of a step may be dropped for too few completed rollouts before training is given up."""
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class TrainProgress:
     step: int = 0
     version: int = 0
     last_version: int = 0
@@ -47,7 +47,7 @@ class Progress:
     """The versions after the last steps, `version` last: as many as a group may be behind, and one more."""
 
 
-class Lost(NamedTuple):
+class LostGroups(NamedTuple):
     """Groups that will never be trained."""
 
     short: int
@@ -55,14 +55,14 @@ class Lost(NamedTuple):
     total: int
 
 
-class Credit(NamedTuple):
+class CreditedSequences(NamedTuple):
     """What a lease's groups give to train on."""
 
     sequences: list[TrainingSequence]
     counts: Counter[str]
 
 
-async def train_steps(s: TrainingRun, progress: Progress, stop: asyncio.Event, beside: Beside) -> Progress:
+async def train_steps(s: TrainingRun, progress: TrainProgress, stop: asyncio.Event, beside: BackgroundEvaluation) -> TrainProgress:
     """Train until `train.steps` are done or `stop` is set; what is trained is in a checkpoint when this returns."""
     section = s.config.train
     while progress.step < section.steps and not stop.is_set():
@@ -72,22 +72,22 @@ async def train_steps(s: TrainingRun, progress: Progress, stop: asyncio.Event, b
         lease = await claim(s, progress)
         rollout_s = clock.lap()
         s.events.emit("train.start", step=progress.step + 1, groups=len(lease.groups))
-        credit = give_credit(lease.groups, s)
-        old = ages(credit.sequences, progress.version)
-        metrics, progress = await update(s, credit, progress)
+        credit = credit_groups(lease.groups, s)
+        old = staleness(credit.sequences, progress.version)
+        metrics, progress = await update_policy(s, credit, progress)
         past = (*progress.past, progress.version)[-s.config.rollout.max_staleness - 1 :]
         progress = replace(progress, step=progress.step + 1, leases=(*progress.leases, lease.id), past=past)
-        entry = measure(s, lease, credit, metrics, progress, rollout_s=rollout_s, train_s=clock.lap())
+        entry = step_metrics(s, lease, credit, metrics, progress, rollout_s=rollout_s, train_s=clock.lap())
         entry |= {**old, **beside.ended()}
         s.folder.add_metrics(entry)
         if progress.step % section.checkpoint_every == 0:
-            progress = await keep(s, progress)
+            progress = await save_checkpoint(s, progress)
         s.events.emit("train.step", **entry)
         s.rollouts.advance(progress.step)
-    return await keep(s, progress) if progress.leases else progress
+    return await save_checkpoint(s, progress) if progress.leases else progress
 
 
-async def claim(s: TrainingRun, progress: Progress) -> Lease:
+async def claim(s: TrainingRun, progress: TrainProgress) -> Lease:
     """Wait until a step's groups are complete, and borrow them; TrainError where group after group is dropped instead."""
     before = lost = await lost_groups(s)
     while True:
@@ -95,41 +95,41 @@ async def claim(s: TrainingRun, progress: Progress) -> Lease:
         lease = await s.pool.claim(
             s.config.rollout.groups_per_step,
             version=progress.version,
-            max_staleness=behind(s, progress),
+            max_staleness=max_versions_behind(s, progress),
             lease_s=s.config.pool.lease_s,
         )
         if lease is not None:
             refuse_all_failed([attempt for group in lease.groups for attempt in group.attempts], "of this step")
             return lease
         lost, known = await lost_groups(s), lost
-        refuse_all_short(lost.short - before.short, s.config.rollout)
+        refuse_short_groups(lost.short - before.short, s.config.rollout)
         if lost != known:
             s.rollouts.advance(progress.step)  # those are made up for at once
         await s.pool.wait(position, timeout_s=RECHECK_S)
 
 
-def refuse_all_short(dropped: int, limits: RolloutSection) -> None:
+def refuse_short_groups(dropped: int, limits: RolloutSection) -> None:
     """Training cannot go on where no group has enough completed rollouts: the scheduler would make new ones for ever."""
-    if dropped >= ALL_SHORT * limits.groups_per_step:
+    if dropped >= MAX_SHORT_ROUNDS * limits.groups_per_step:
         raise TrainError(
             f"{dropped} groups were dropped since the last step, each with fewer than rollout.min_size = {limits.min_size} "
             f"completed rollouts of {limits.group_size}; raise rollout.top_up, lower rollout.min_size, or see why they fail"
         )
 
 
-def behind(s: TrainingRun, progress: Progress) -> int:
+def max_versions_behind(s: TrainingRun, progress: TrainProgress) -> int:
     """How far a token's version may be behind, as a number: `max_staleness` steps, also where a kill left a gap in the numbers."""
     plain = s.config.rollout.max_staleness * s.config.train.updates_per_step  # a step makes as many versions
     return max(plain, progress.version - progress.past[0])
 
 
-async def lost_groups(s: TrainingRun) -> Lost:
+async def lost_groups(s: TrainingRun) -> LostGroups:
     """How many groups were dropped so far."""
     stats = await s.pool.stats("train")
-    return Lost(stats.drops.get(TOO_FEW, 0), stats.groups_stale + stats.groups_dropped)
+    return LostGroups(stats.drops.get(TOO_FEW, 0), stats.groups_stale + stats.groups_dropped)
 
 
-def give_credit(groups: Sequence[Group], s: TrainingRun) -> Credit:
+def credit_groups(groups: Sequence[Group], s: TrainingRun) -> CreditedSequences:
     """Advantages within each group, then the sequences that carry them."""
     made, counts = list[TrainingSequence](), Counter[str]()
     divisor = DIVISORS.get(s.config.train.advantage)
@@ -137,13 +137,13 @@ def give_credit(groups: Sequence[Group], s: TrainingRun) -> Credit:
         result = sequences(group, s.advantage(group), divisor=divisor)
         made += result.sequences
         counts.update(result.counts)
-    return Credit(made, counts)
+    return CreditedSequences(made, counts)
 
 
-async def update(s: TrainingRun, credit: Credit, progress: Progress) -> tuple[Metrics, Progress]:
+async def update_policy(s: TrainingRun, credit: CreditedSequences, progress: TrainProgress) -> tuple[UpdateMetrics, TrainProgress]:
     """Improve the policy and let the engine serve it; where no group has anything to teach, nothing changes."""
     if not credit.sequences:
-        return Metrics(), progress
+        return UpdateMetrics(), progress
     section = s.config.train
     batch = pack(
         credit.sequences,
@@ -163,7 +163,7 @@ async def update(s: TrainingRun, credit: Credit, progress: Progress) -> tuple[Me
     return metrics, replace(progress, version=version, last_version=version)
 
 
-async def keep(s: TrainingRun, progress: Progress) -> Progress:
+async def save_checkpoint(s: TrainingRun, progress: TrainProgress) -> TrainProgress:
     """Save a checkpoint; once it is on disk, the leases that led to it are acknowledged."""
     version = PolicyVersion(number=progress.version, step=progress.step, leases=progress.leases)
     folder = await asyncio.to_thread(
@@ -175,8 +175,15 @@ async def keep(s: TrainingRun, progress: Progress) -> Progress:
     return replace(progress, leases=())
 
 
-def measure(
-    s: TrainingRun, lease: Lease, credit: Credit, metrics: Metrics, progress: Progress, *, rollout_s: float, train_s: float
+def step_metrics(
+    s: TrainingRun,
+    lease: Lease,
+    credit: CreditedSequences,
+    metrics: UpdateMetrics,
+    progress: TrainProgress,
+    *,
+    rollout_s: float,
+    train_s: float,
 ) -> dict[str, Any]:
     """One step in numbers: a line of `metrics.jsonl`. Tokens per second are sampled ones over the step's whole time."""
     attempts = [attempt for group in lease.groups for attempt in group.attempts]
@@ -201,14 +208,14 @@ def measure(
         "sampled_tokens": exact.sampled_tokens,
         "unhashed_tokens": exact.unhashed_tokens,
         "exact_token_rate": exact.rate,
-        **{name: getattr(metrics, name) for name in Metrics.__slots__},
+        **{name: getattr(metrics, name) for name in UpdateMetrics.__slots__},
         "rollout_s": round(rollout_s, 3),
         "train_s": round(train_s, 3),
         "tokens_per_s": round(exact.sampled_tokens / (rollout_s + train_s), 1),
     }
 
 
-def ages(made: Sequence[TrainingSequence], version: int) -> dict[str, float | int]:
+def staleness(made: Sequence[TrainingSequence], version: int) -> dict[str, float | int]:
     """How many versions behind the policy that is trained the tokens were sampled: their mean, and the oldest one's."""
     found = Counter[int]()
     for sequence in made:

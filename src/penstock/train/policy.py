@@ -31,9 +31,9 @@ from penstock.train.learner import Learner
 
 OPTIMIZER, STATE = "optimizer.state", "state.json"
 """What only the trainer reads. Not with the ending of weights: other programs take each file that has it for part of the model."""
-FORMER = "optimizer.safetensors"
+OLD_OPTIMIZER = "optimizer.safetensors"
 """What the first of them was called once; runs of then can still be taken up."""
-COPIED = (".jinja", ".json", ".model", ".txt")
+MODEL_SUFFIXES = (".jinja", ".json", ".model", ".txt")
 """What makes weights a model folder: config, tokenizer, chat template."""
 PART = ".part"
 """Ends the name of whatever is being written or removed."""
@@ -42,7 +42,7 @@ OnDisk = Callable[[Path], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Saved:
+class CheckpointState:
     version: PolicyVersion
     files: dict[str, int]
     """Name and size in bytes of every other file."""
@@ -69,20 +69,20 @@ def save(
     """
     target = folder_of(checkpoints, version)
     part = target.with_suffix(PART)
-    with _refusal(f"checkpoint {target} could not be written", part):
+    with _disk_errors(f"checkpoint {target} could not be written", part):
         checkpoints.mkdir(parents=True, exist_ok=True)
-        _sweep(checkpoints)
-        if _whole(target):
+        _remove_partial(checkpoints)
+        if _is_complete(target):
             _write_state(target, version, _read(target).files, on_disk)
         else:
             shutil.rmtree(target, ignore_errors=True)
             _write(part, version, learner, model, on_disk)
             part.rename(target)
             on_disk(checkpoints)
-    with _refusal(f"checkpoint {target} is saved, but those before it could not be removed"):
+    with _disk_errors(f"checkpoint {target} is saved, but those before it could not be removed"):
         for old in _complete(checkpoints)[:-kept]:
             old.rename(old.with_suffix(PART))
-        _sweep(checkpoints)
+        _remove_partial(checkpoints)
     return target
 
 
@@ -95,10 +95,10 @@ def latest(checkpoints: Path) -> PolicyVersion | None:
 def find(checkpoints: Path, number: int) -> Path | None:
     """The folder of a version; None where it is not there, or not whole."""
     folder = folder_of(checkpoints, PolicyVersion(number=number, step=0))
-    return folder if _whole(folder) else None
+    return folder if _is_complete(folder) else None
 
 
-def is_half(checkpoints: Path) -> bool:
+def is_half_precision(checkpoints: Path) -> bool:
     """Whether the newest whole version was saved in half precision: the one that trainer and engine computed in."""
     for folder in _complete(checkpoints)[-1:]:
         with (folder / "model.safetensors").open("rb") as file:
@@ -113,7 +113,7 @@ def restore(checkpoints: Path, version: PolicyVersion, learner: Learner) -> None
     try:
         saved = _read(folder)
         learner.decoder.load_state_dict(load_decoder(folder).state_dict())
-        optimizer = folder / (FORMER if FORMER in saved.files else OPTIMIZER)
+        optimizer = folder / (OLD_OPTIMIZER if OLD_OPTIMIZER in saved.files else OPTIMIZER)
         learner.load({name: value.clone() for name, value in load_file(optimizer).items()})
     except (OSError, SafetensorError, ModelError, ValueError, KeyError, RuntimeError) as cause:
         raise TrainError(f"checkpoint {folder} cannot be read: {cause}; remove it to resume from the one before") from cause
@@ -127,7 +127,7 @@ def write_model(folder: Path, decoder: Decoder, model: Path) -> None:
     """Make `folder` a model folder with these weights; config and tokenizer come from the folder `model`."""
     folder.mkdir(parents=True, exist_ok=True)
     for file in model.iterdir():
-        if file.suffix in COPIED and file.name not in (STATE, "model.safetensors.index.json"):
+        if file.suffix in MODEL_SUFFIXES and file.name not in (STATE, "model.safetensors.index.json"):
             shutil.copyfile(file, folder / file.name)
     save_decoder(decoder, folder)
 
@@ -144,7 +144,7 @@ def _write(part: Path, version: PolicyVersion, learner: Learner, model: Path, on
 
 def _write_state(folder: Path, version: PolicyVersion, sizes: dict[str, int], on_disk: OnDisk) -> None:
     _, numbers, gauss = random.getstate()
-    saved = Saved(
+    saved = CheckpointState(
         version=version,
         files=sizes,
         python_random=numbers,
@@ -159,24 +159,24 @@ def _write_state(folder: Path, version: PolicyVersion, sizes: dict[str, int], on
     on_disk(folder)
 
 
-def _read(folder: Path) -> Saved:
-    return from_json(Saved, (folder / STATE).read_bytes())
+def _read(folder: Path) -> CheckpointState:
+    return from_json(CheckpointState, (folder / STATE).read_bytes())
 
 
 def _complete(checkpoints: Path) -> list[Path]:
     """Folders of whole versions, the newest last."""
     named = [path for path in checkpoints.glob("*") if path.name.isdecimal()]
-    return sorted((path for path in named if _whole(path)), key=lambda path: int(path.name))
+    return sorted((path for path in named if _is_complete(path)), key=lambda path: int(path.name))
 
 
-def _whole(folder: Path) -> bool:
+def _is_complete(folder: Path) -> bool:
     try:
         return all((folder / name).stat().st_size == size for name, size in _read(folder).files.items())
     except (OSError, ValueError, TypeError, KeyError):
         return False
 
 
-def _sweep(checkpoints: Path) -> None:
+def _remove_partial(checkpoints: Path) -> None:
     """Remove what a killed process left half-written or half-removed."""
     for part in checkpoints.glob(f"*{PART}"):
         shutil.rmtree(part)
@@ -191,7 +191,7 @@ def _from_hex(text: str) -> Tensor:
 
 
 @contextmanager
-def _refusal(what: str, part: Path | None = None) -> Generator[None]:
+def _disk_errors(what: str, part: Path | None = None) -> Generator[None]:
     try:
         yield
     except (OSError, SafetensorError) as cause:
@@ -200,7 +200,7 @@ def _refusal(what: str, part: Path | None = None) -> Generator[None]:
         raise TrainError(f"{what}: {cause}; free some disk space and resume from the last checkpoint") from cause
 
 
-KEPT = 2
+PUBLISHED_KEPT = 2
 """Published folders: the one that is served, and the one before, which a slow reader may still have open."""
 
 
@@ -216,7 +216,7 @@ class Publisher(Protocol):
         ...
 
 
-class InPlace:
+class InPlacePublisher:
     """The engine samples with the learner's own tensors: the change is made between two of its tokens."""
 
     def __init__(self, engine: Engine) -> None:
@@ -229,7 +229,7 @@ class InPlace:
         await self._engine.swap(version, change)
 
 
-class FromDisk:
+class FolderPublisher:
     """The engine has weights of its own: each version is written as a model folder, which `load` then hands over."""
 
     def __init__(self, learner: Learner, *, model: Path, scratch: Path, load: Callable[[int, Path], Awaitable[None]]) -> None:
@@ -244,7 +244,7 @@ class FromDisk:
         folder = self._scratch / f"{version:06d}"
         await asyncio.to_thread(self._write, folder, change)
         await self._load(version, folder)
-        for old in sorted(self._scratch.iterdir())[:-KEPT]:
+        for old in sorted(self._scratch.iterdir())[:-PUBLISHED_KEPT]:
             await asyncio.to_thread(shutil.rmtree, old)
 
     def _write(self, folder: Path, change: Callable[[], None]) -> None:

@@ -14,9 +14,9 @@ from penstock.rollout.author_tasks import leaves
 from penstock.run.folder import locked, open_run_folder
 from penstock.run.inputs import Inputs, refuse_untrainable
 from penstock.train import policy
-from penstock.train.held_out import Beside, evaluate
-from penstock.train.loop import Progress, train_steps
-from penstock.train.summary import Summary, finished, sum_up
+from penstock.train.held_out import BackgroundEvaluation, evaluate
+from penstock.train.loop import TrainProgress, train_steps
+from penstock.train.summary import Summary, finished_summary, summarize
 from penstock.train.training_run import TrainingRun, open_training
 
 T = TypeVar("T")
@@ -28,19 +28,19 @@ async def train(config: RunConfig, inputs: Inputs, *, listener: Listener, stop: 
     folder = open_run_folder(config, fresh=fresh)
     with locked(folder.path), Events(folder.events) as events:
         events.listen(listener)
-        if done := finished(folder, config):
+        if done := finished_summary(folder, config):
             return done
         async with open_training(config, inputs, folder, events) as stations:
-            summary = await run(stations, stop)
+            summary = await run_training(stations, stop)
         folder.write_summary(to_json(summary))
         events.emit("run.end", summary=asdict(summary))
         return summary
 
 
-async def run(s: TrainingRun, stop: asyncio.Event) -> Summary:
+async def run_training(s: TrainingRun, stop: asyncio.Event) -> Summary:
     """Held-out evaluation, training with evaluations beside it, evaluation again; what an earlier process did is not repeated."""
     await refuse_another_run(s)
-    progress = await take_up(s)
+    progress = await resume(s)
     s.events.emit(
         "run.start",
         name=s.config.run.name,
@@ -50,21 +50,21 @@ async def run(s: TrainingRun, stop: asyncio.Event) -> Summary:
         first_step=progress.step + 1,
         resumed=s.folder.resumed,
     )
-    before = await _unless(stop, evaluate(s, "before", 0))
-    with _first_alone():
+    before = await _unless_stopped(stop, evaluate(s, "before", 0))
+    with _raise_first():
         async with asyncio.TaskGroup() as group:
             group.create_task(s.rollouts.run())
-            beside = Beside(s, group)
+            beside = BackgroundEvaluation(s, group)
             progress = await train_steps(s, progress, stop, beside)
             s.rollouts.stop()
-            await _unless(stop, beside.finish())
+            await _unless_stopped(stop, beside.finish())
             beside.cancel()
     after = None
     if progress.step >= s.config.train.steps:
-        after = await _unless(stop, evaluate(s, "after", progress.step))
+        after = await _unless_stopped(stop, evaluate(s, "after", progress.step))
     if stop.is_set():
         s.events.emit("run.stop", reason="asked to")
-    return await sum_up(s, progress, before, after)
+    return await summarize(s, progress, before, after)
 
 
 async def refuse_another_run(s: TrainingRun) -> None:
@@ -76,15 +76,15 @@ async def refuse_another_run(s: TrainingRun) -> None:
         )
 
 
-async def take_up(s: TrainingRun) -> Progress:
+async def resume(s: TrainingRun) -> TrainProgress:
     """Begin, or go on from the last checkpoint: what it holds is acknowledged, what was trained after it is given back."""
     saved = policy.latest(s.folder.checkpoints)
-    progress = Progress()
+    progress = TrainProgress()
     if saved is not None:
         for lease in saved.leases:
             await s.pool.ack(lease, saved.number)
         await s.publisher.publish(saved.number, lambda: policy.restore(s.folder.checkpoints, saved, s.learner))
-        progress = Progress(saved.step, saved.number)
+        progress = TrainProgress(saved.step, saved.number)
     else:
         await s.publisher.begin()
     await s.pool.release()
@@ -95,7 +95,7 @@ async def take_up(s: TrainingRun) -> Progress:
     return replace(progress, last_version=last_version, past=tuple(versions[-s.config.rollout.max_staleness - 1 :]))
 
 
-async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
+async def _unless_stopped(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
     """What `work` gives; None where `stop` came first, and `work` was cancelled."""
     job, stopped = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
     try:
@@ -109,7 +109,7 @@ async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None
 
 
 @contextlib.contextmanager
-def _first_alone() -> Generator[None]:
+def _raise_first() -> Generator[None]:
     """Of several errors that ended the run, raise the first by itself: the others followed from it."""
     try:
         yield

@@ -93,7 +93,7 @@ def read_graph(attempt: Attempt) -> Graph:
     """The token graph as recorded; work is proportional to its tokens, however many paths share them."""
     nodes = {node.id: node for node in attempt.nodes}
     steps = {step.index: step for step in sorted(attempt.steps, key=lambda step: step.index)}
-    graph, contexts = Graph(nodes, steps, {}, {}), _Contexts()
+    graph, contexts = Graph(nodes, steps, {}, {}), _ContextHashes()
     for index, step in steps.items():
         node = nodes.get(step.node)
         if node is None or not (node.parent is None or node.parent in graph.parents):
@@ -119,7 +119,7 @@ def why_untrainable(step: Step, graph: Graph) -> str | None:
     return "greedy" if step.sampling.temperature == 0 else None
 
 
-class _Contexts:
+class _ContextHashes:
     """Hashes of the paths through a graph, each grown from the one before it."""
 
     def __init__(self) -> None:

@@ -8,8 +8,8 @@ from penstock.codec import from_json
 from penstock.config import RunConfig
 from penstock.run.folder import RunFolder
 from penstock.train import policy
-from penstock.train.held_out import beside
-from penstock.train.loop import Progress
+from penstock.train.held_out import evaluations_during_training
+from penstock.train.loop import TrainProgress
 from penstock.train.training_run import TrainingRun
 
 FIRST, LAST = 32, 64
@@ -56,7 +56,7 @@ class Summary:
     already_finished: bool = False
 
 
-async def sum_up(s: TrainingRun, progress: Progress, before: float | None, after: float | None) -> Summary:
+async def summarize(s: TrainingRun, progress: TrainProgress, before: float | None, after: float | None) -> Summary:
     """What the run came to so far."""
     metrics = s.folder.metrics()
     stats = await s.pool.stats("train")
@@ -73,7 +73,7 @@ async def sum_up(s: TrainingRun, progress: Progress, before: float | None, after
         last_reward=mean(rewards[-LAST:]),
         eval_before=before,
         eval_after=after,
-        evals=beside(s.folder.evaluations()),
+        evals=evaluations_during_training(s.folder.evaluations()),
         exact_token_rate=sum(entry["exact_tokens"] for entry in metrics) / sampled if sampled else None,
         rollouts=stats.rollouts,
         sampled_tokens=sampled,
@@ -82,15 +82,15 @@ async def sum_up(s: TrainingRun, progress: Progress, before: float | None, after
         policy_version=progress.version,
         checkpoint=str(policy.folder_of(s.folder.checkpoints, saved)) if saved else None,
         ends=stats.ends,
-        inexact=_added(metrics, "inexact"),
+        inexact=_total_counts(metrics, "inexact"),
         unhashed_tokens=sum(entry.get("unhashed_tokens", 0) for entry in metrics),
-        masked=_added(metrics, "masked"),
+        masked=_total_counts(metrics, "masked"),
         breaks=stats.breaks,
         resumed=s.folder.resumed,
     )
 
 
-def finished(folder: RunFolder, config: RunConfig) -> Summary | None:
+def finished_summary(folder: RunFolder, config: RunConfig) -> Summary | None:
     """The summary of a run that has nothing left to do."""
     written = folder.summary()
     if written is None:
@@ -103,7 +103,7 @@ def mean(values: list[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def _added(metrics: list[dict[str, Any]], name: str) -> dict[str, int]:
+def _total_counts(metrics: list[dict[str, Any]], name: str) -> dict[str, int]:
     """Counts by reason over all steps; those of an earlier penstock may lack them."""
     total: Counter[str] = Counter()
     for entry in metrics:

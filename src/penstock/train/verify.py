@@ -19,7 +19,7 @@ from penstock.train.forward import pass_logprobs, trunk_states
 from penstock.train.sequences import Graph, breaks, read_graph, sampled_tokens, why_untrainable
 
 
-class Token(NamedTuple):
+class ProbedToken(NamedTuple):
     """One sampled token with the log-probability that was recorded of it and can be computed again."""
 
     rollout_id: str
@@ -35,10 +35,10 @@ class Probes(NamedTuple):
 
     sequences: list[Sequence]
     """Nothing is credited here: `advantages` hold the place of each token in `tokens` instead."""
-    tokens: list[Token]
+    tokens: list[ProbedToken]
 
 
-def versions(read: Iterable[tuple[Attempt, Graph]]) -> Counter[int]:
+def count_versions(read: Iterable[tuple[Attempt, Graph]]) -> Counter[int]:
     """How many tokens each version sampled, in steps whose record has no flaw."""
     counted: Counter[int] = Counter()
     for _, graph in read:
@@ -48,7 +48,7 @@ def versions(read: Iterable[tuple[Attempt, Graph]]) -> Counter[int]:
     return counted
 
 
-def probe(read: Iterable[tuple[Attempt, Graph]], version: int) -> Probes:
+def make_probes(read: Iterable[tuple[Attempt, Graph]], version: int) -> Probes:
     """One sequence per path with tokens of `version`, each token on the first path that it is on."""
     probes = Probes([], [])
     for attempt, graph in read:
@@ -60,7 +60,7 @@ def probe(read: Iterable[tuple[Attempt, Graph]], version: int) -> Probes:
     return probes
 
 
-def _sequence(attempt: Attempt, graph: Graph, path: list[int], mine: set[int], version: int, tokens: list[Token]) -> Sequence:
+def _sequence(attempt: Attempt, graph: Graph, path: list[int], mine: set[int], version: int, tokens: list[ProbedToken]) -> Sequence:
     ids: list[int] = []
     numbers: list[float | None] = []
     heats: list[float] = []
@@ -75,7 +75,7 @@ def _sequence(attempt: Attempt, graph: Graph, path: list[int], mine: set[int], v
             wanted = index in mine and step.versions[place] == version
             numbers.append(float(len(tokens)) if wanted else None)
             if wanted:
-                tokens.append(Token(attempt.rollout.id, index, place, version, logprobs[place]))
+                tokens.append(ProbedToken(attempt.rollout.id, index, place, version, logprobs[place]))
     return Sequence(
         rollout_id=attempt.rollout.id,
         group_id=attempt.rollout.group_id,
@@ -103,7 +103,7 @@ Status = Literal["exact", "inexact", "unproven"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Compared:
+class TokenDeviation:
     """A token under the weights that sampled it, then and now."""
 
     rollout_id: str
@@ -121,7 +121,7 @@ class Compared:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class StepFinding:
     """A step that does not hold, and why."""
 
     rollout_id: str
@@ -129,7 +129,7 @@ class Finding:
     reason: str
     tokens: int
     """How many of its tokens that concerns."""
-    worst: Compared | None = None
+    worst: TokenDeviation | None = None
     """The token that is furthest off, where log-probabilities were compared."""
 
 
@@ -154,9 +154,9 @@ class Audit:
     """Tokens by the version under which they were computed again."""
     gone: Counter[int] = field(default_factory=Counter[int])
     """Tokens by the version whose weights are not on disk any more."""
-    largest: Compared | None = None
+    largest: TokenDeviation | None = None
     total_deviation: float = 0.0
-    findings: dict[tuple[str, int], Finding] = field(default_factory=dict[tuple[str, int], Finding])
+    findings: dict[tuple[str, int], StepFinding] = field(default_factory=dict[tuple[str, int], StepFinding])
 
     @property
     def exact_tokens(self) -> int:
@@ -200,9 +200,9 @@ class Audit:
                 self._add_step(attempt, step, graph)
         return read
 
-    def compare(self, token: Token, recomputed: float) -> None:
+    def compare(self, token: ProbedToken, recomputed: float) -> None:
         """Take in what a token's log-probability is now."""
-        found = Compared(
+        found = TokenDeviation(
             rollout_id=token.rollout_id,
             step=token.step,
             token=token.place,
@@ -218,7 +218,7 @@ class Audit:
             self.inexact["logprob_differs"] += 1
             self._find(token, "logprob_differs", found)
 
-    def refuse(self, token: Token, reason: str) -> None:
+    def refuse(self, token: ProbedToken, reason: str) -> None:
         """Count a token that the weights of its version could not have sampled."""
         self.inexact[reason] += 1
         self._find(token, reason)
@@ -232,19 +232,19 @@ class Audit:
         if flaw := graph.flaws.get(step.index):
             self.inexact += Counter({flaw: size})  # which leaves a count of 0 out
             rollout_id = attempt.rollout.id
-            self.findings[rollout_id, step.index] = Finding(rollout_id=rollout_id, step=step.index, reason=flaw, tokens=size)
+            self.findings[rollout_id, step.index] = StepFinding(rollout_id=rollout_id, step=step.index, reason=flaw, tokens=size)
         elif not step.context:
             self.unhashed_tokens += size
 
-    def _find(self, token: Token, reason: str, found: Compared | None = None) -> None:
+    def _find(self, token: ProbedToken, reason: str, found: TokenDeviation | None = None) -> None:
         key = token.rollout_id, token.step
         known = self.findings.get(key)
         worst = max((one for one in (found, known and known.worst) if one), key=lambda one: one.deviation, default=None)
         count = 1 if known is None else known.tokens + 1
-        self.findings[key] = Finding(rollout_id=token.rollout_id, step=token.step, reason=reason, tokens=count, worst=worst)
+        self.findings[key] = StepFinding(rollout_id=token.rollout_id, step=token.step, reason=reason, tokens=count, worst=worst)
 
 
-class Weights:
+class VersionWeights:
     """The policy versions that are on disk: the start policy is version 0, the others are checkpoints. Holds one at a time."""
 
     def __init__(self, start: Path | None, checkpoints: Path) -> None:
@@ -277,7 +277,7 @@ class Weights:
 
 def recompute(decoder: Decoder, probes: Probes, audit: Audit, *, tokens_per_pass: int) -> Iterator[int]:
     """Tell `audit` what each probed token's log-probability is now; yields after each pass how many tokens that were."""
-    batch = pack(_possible(decoder, probes, audit), rollouts=1, tokens_per_pass=tokens_per_pass)
+    batch = pack(_computable(decoder, probes, audit), rollouts=1, tokens_per_pass=tokens_per_pass)
     for bundle in batch.bundles:
         trunk = trunk_states(decoder, bundle.trunk)
         for one in bundle.passes:
@@ -287,7 +287,7 @@ def recompute(decoder: Decoder, probes: Probes, audit: Audit, *, tokens_per_pass
             yield len(logprobs)
 
 
-def _possible(decoder: Decoder, probes: Probes, audit: Audit) -> list[Sequence]:
+def _computable(decoder: Decoder, probes: Probes, audit: Audit) -> list[Sequence]:
     """Those that the decoder can take; tokens of the others are refused."""
     shape, possible = decoder.shape, list[Sequence]()
     for sequence in probes.sequences:
@@ -309,15 +309,15 @@ TOLERANCES = {"float32": 1e-3, "bfloat16": 2.0}
 Of a model with 135 million parameters, float32 is off by 2e-4 at most; bfloat16 by 4e-2 on average and 1.5 on the rarest tokens.
 """
 
-Heard = Callable[[int, int], None]
+OnProgress = Callable[[int, int], None]
 """Called with how many groups are done, and of how many."""
 
 
-async def verify(recorded: RecordedRun, heard: Heard, *, tolerance: float | None = None) -> Audit:
+async def verify(recorded: RecordedRun, heard: OnProgress, *, tolerance: float | None = None) -> Audit:
     """Read the run from its first group to its last and account for every token. Nothing is written."""
     limit = TOLERANCES[_precision(recorded)] if tolerance is None else tolerance
     audit = Audit(run=recorded.config.run.name, channel=recorded.channel, tolerance=limit)
-    weights = Weights(recorded.start_policy, recorded.folder.checkpoints)
+    weights = VersionWeights(recorded.start_policy, recorded.folder.checkpoints)
     total = recorded.last_seq + 1 - recorded.first_seq
     heard(0, total)
     async for groups in recorded.pages():
@@ -326,14 +326,14 @@ async def verify(recorded: RecordedRun, heard: Heard, *, tolerance: float | None
     return audit
 
 
-async def _check(groups: list[Group], audit: Audit, weights: Weights, *, tokens_per_pass: int) -> None:
+async def _check(groups: list[Group], audit: Audit, weights: VersionWeights, *, tokens_per_pass: int) -> None:
     read: list[tuple[Attempt, Graph]] = [one for group in groups for one in audit.add(group)]
-    for version, count in sorted(versions(read).items()):
+    for version, count in sorted(count_versions(read).items()):
         decoder = await asyncio.to_thread(weights.load, version)
         if decoder is None:
             audit.gone[version] += count
             continue
-        passes = recompute(decoder, probe(read, version), audit, tokens_per_pass=tokens_per_pass)
+        passes = recompute(decoder, make_probes(read, version), audit, tokens_per_pass=tokens_per_pass)
         while await asyncio.to_thread(next, passes, None) is not None:  # one pass at a time, so that Ctrl-C does not wait long
             pass
 
@@ -342,5 +342,5 @@ def _precision(recorded: RecordedRun) -> str:
     """What the engine computed in: as the run says, else as its checkpoints were written."""
     chosen = recorded.config.engine.dtype
     if chosen == "auto":
-        chosen = "bfloat16" if policy.is_half(recorded.folder.checkpoints) else "float32"
+        chosen = "bfloat16" if policy.is_half_precision(recorded.folder.checkpoints) else "float32"
     return chosen

@@ -23,7 +23,7 @@ from penstock.errors import TrainError
 from penstock.records import Sequence
 from penstock.train import forward
 from penstock.train.batches import pack
-from penstock.train.learner import Learner, Metrics
+from penstock.train.learner import Learner, UpdateMetrics
 
 
 def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
@@ -164,7 +164,7 @@ def test_an_empty_batch_changes_nothing():
     decoder = make_decoder()
     before = {name: value.clone() for name, value in decoder.state_dict().items()}
     learner = Learner(decoder, section(lr=0.1, weight_decay=0.1))
-    assert learner.compute(pack([], rollouts=0, tokens_per_pass=10)).metrics == Metrics()
+    assert learner.compute(pack([], rollouts=0, tokens_per_pass=10)).metrics == UpdateMetrics()
     learner.apply()
     assert all(torch.equal(value, before[name]) for name, value in decoder.state_dict().items())
 

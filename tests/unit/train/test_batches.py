@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.records import Sequence
-from penstock.train.batches import Batch, Bundle, Pass, Row, pack
+from penstock.train.batches import Batch, Pass, PassRow, PassSet, pack
 
 
 def sequence(ids: tuple[int, ...], trained: int, *, group: str = "g", temperature: float = 1.0, advantage: float = 1.0) -> Sequence:
@@ -31,7 +31,7 @@ def contexts(batch: Batch) -> list[tuple[tuple[int, ...], int, float]]:
     )
 
 
-def _read(bundle: Bundle, one: Pass, at: int) -> tuple[int, ...]:
+def _read(bundle: PassSet, one: Pass, at: int) -> tuple[int, ...]:
     (row,) = (row for row in one.rows if row.start <= at < row.stop)
     spans = [one.ids[start:stop] for start, stop in (*row.spans, (row.start, at + 1))]
     whole = (*bundle.trunk, *(token for span in spans for token in span))
@@ -79,7 +79,11 @@ def test_what_fits_in_one_pass_is_a_tree_without_a_trunk():
     (one,) = bundle.passes
     assert one.ids == (1, 2, 3, 4, 6, 8)
     assert one.positions == (0, 1, 2, 3, 3, 1)
-    assert one.rows == (Row(start=0, stop=4), Row(start=4, stop=5, spans=((0, 3),)), Row(start=5, stop=6, spans=((0, 1),)))
+    assert one.rows == (
+        PassRow(start=0, stop=4),
+        PassRow(start=4, stop=5, spans=((0, 3),)),
+        PassRow(start=5, stop=6, spans=((0, 1),)),
+    )
     assert [(term.at, term.target) for term in one.terms] == [(2, 4), (2, 6), (3, 5), (4, 7), (5, 9)]
 
 

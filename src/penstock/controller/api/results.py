@@ -18,7 +18,7 @@ from penstock.controller.context import Controller
 from penstock.controller.runs import Run, RunFiles
 from penstock.errors import ControllerError
 from penstock.evals.metrics import pass_at_k
-from penstock.evals.spending import took
+from penstock.evals.spending import rollout_usage
 from penstock.pool import POOLS
 from penstock.pool.base import Pool
 from penstock.records import Attempt, End
@@ -126,7 +126,7 @@ async def _advance(pool: Pool, seen: Seen) -> None:
 
 
 def _tried(attempt: Attempt) -> Tried:
-    rollout, spent = attempt.rollout, took(attempt)
+    rollout, spent = attempt.rollout, rollout_usage(attempt)
     return Tried(
         rollout_id=rollout.id,
         row=_row(rollout.group_id),

@@ -7,7 +7,7 @@ import orjson
 from penstock.controller.api.bodies import as_table
 from penstock.controller.api.curves import Trained
 from penstock.controller.runs import Run
-from penstock.evals.spending import took
+from penstock.evals.spending import rollout_usage
 from penstock.records import Attempt, Task
 from penstock.rollout.transcripts import transcripts
 
@@ -101,7 +101,7 @@ def _plain(table: dict[str, Any]) -> dict[str, Any]:
 
 def trajectory(run: Run, row: int, task: Task, attempt: Attempt) -> bytes:
     """As JSON: every transcript with its messages and tools, every grade, every model call with its tokens and time."""
-    told, spent = transcripts(attempt), took(attempt)
+    told, spent = transcripts(attempt), rollout_usage(attempt)
     first = next(iter(told.values()), None)
     content: dict[str, Any] = {
         "eval_run": {"id": run.id, "name": run.name},
