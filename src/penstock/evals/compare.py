@@ -55,5 +55,5 @@ async def compare(first: Path, second: Path) -> Comparison:
 
 
 def _spent(found: StoredEvaluation, scored: Sequence[TaskScores], tasks: Container[str]) -> Spending:
-    rollouts = [each.took for task in scored if task.task_id in tasks for each in task.tried]
+    rollouts = [each.usage for task in scored if task.task_id in tasks for each in task.attempts]
     return spending(rollouts, prices=found.prices, seconds=found.seconds)

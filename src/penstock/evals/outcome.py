@@ -54,7 +54,7 @@ class EndedAttempt(NamedTuple):
     message: str
     reward: float
     """0 for one that failed."""
-    rollout_usage: RolloutUsage
+    usage: RolloutUsage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,23 +63,25 @@ class TaskScores:
 
     task_id: str
     row: int
-    tried: tuple[EndedAttempt, ...]
+    attempts: tuple[EndedAttempt, ...]
     """At least one."""
 
     @property
     def rewards(self) -> list[float]:
         """Of the attempts, in the same order."""
-        return [each.reward for each in self.tried]
+        return [each.reward for each in self.attempts]
 
     @property
     def mean(self) -> float:
-        return sum(self.rewards) / len(self.tried)
+        return sum(self.rewards) / len(self.attempts)
 
 
 async def score_tasks(groups: AsyncIterable[Group]) -> list[TaskScores]:
     """Of every task that has an attempt which ended, by row; a group is let go before the next one is read."""
     return [
-        TaskScores(task_id=group.task.id, row=group.seq, tried=tried) async for group in groups if (tried := _ended_attempts(group))
+        TaskScores(task_id=group.task.id, row=group.seq, attempts=ended)
+        async for group in groups
+        if (ended := _ended_attempts(group))
     ]
 
 
@@ -87,17 +89,17 @@ def outcome(
     scored: Sequence[TaskScores], section: EvalSection, *, prices: Prices | None = None, seconds: Mapping[str, float] | None = None
 ) -> EvalOutcome:
     """All of it; `seconds` are those of rollouts by their id."""
-    tried = [each for task in scored for each in task.tried]
-    whole = [each for each in scored if len(each.tried) == section.samples]
+    attempts = [each for task in scored for each in task.attempts]
+    whole = [each for each in scored if len(each.attempts) == section.samples]
     return EvalOutcome(
         tasks=len(scored),
         samples=section.samples,
-        rollouts=len(tried),
+        rollouts=len(attempts),
         reward=estimate([each.mean for each in scored]) if scored else None,
         passes={k: estimate([_pass(each, k, section.passes) for each in whole]) for k in section.k if whole},
-        ends=dict(Counter(str(each.end) for each in tried)),
-        reasons=_reasons(tried),
-        spent=spending([each.took for each in tried], prices=prices, seconds=seconds),
+        ends=dict(Counter(str(each.end) for each in attempts)),
+        reasons=_reasons(attempts),
+        spent=spending([each.usage for each in attempts], prices=prices, seconds=seconds),
     )
 
 
@@ -109,12 +111,12 @@ def _ended_attempts(group: Group) -> tuple[EndedAttempt, ...]:
 
 
 def _pass(each: TaskScores, k: int, threshold: float) -> float:
-    return pass_at_k(len(each.tried), sum(reward >= threshold for reward in each.rewards), k)
+    return pass_at_k(len(each.attempts), sum(reward >= threshold for reward in each.rewards), k)
 
 
-def _reasons(tried: Iterable[EndedAttempt]) -> dict[str, dict[str, int]]:
+def _reasons(attempts: Iterable[EndedAttempt]) -> dict[str, dict[str, int]]:
     found: dict[str, Counter[str]] = {}
-    for each in tried:
+    for each in attempts:
         if each.end is not End.COMPLETED:
             found.setdefault(str(each.end), Counter())[each.message] += 1
     return {end: dict(messages.most_common(10)) for end, messages in found.items()}

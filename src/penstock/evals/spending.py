@@ -34,7 +34,7 @@ class RolloutUsage(NamedTuple):
     """Of each of its model calls."""
     prompt_tokens: int
     completion_tokens: int
-    told: bool
+    tokens_known: bool
     """False where an endpoint did not tell its tokens."""
 
 
@@ -67,7 +67,7 @@ def rollout_usage(attempt: Attempt) -> RolloutUsage:
         call_s=array("d", [step.seconds for step in attempt.steps]),
         prompt_tokens=sum(_prompts(attempt)),
         completion_tokens=sum(step.sampled for step in attempt.steps),
-        told=all(step.usage is None or step.usage.prompt_tokens > 0 for step in attempt.steps),
+        tokens_known=all(step.usage is None or step.usage.prompt_tokens > 0 for step in attempt.steps),
     )
 
 
@@ -76,13 +76,13 @@ def spending(
 ) -> Spending:
     """All of it; `seconds` are those of rollouts by their id."""
     read, sampled = sum(each.prompt_tokens for each in rollouts), sum(each.completion_tokens for each in rollouts)
-    told = all(each.told for each in rollouts)
+    tokens_known = all(each.tokens_known for each in rollouts)
     calls = [call_s for each in rollouts for call_s in each.call_s]
     return Spending(
         steps=len(calls),
         prompt_tokens=read,
         completion_tokens=sampled,
-        cost=(read * prices.prompt + sampled * prices.completion) / 1e6 if prices and told else None,
+        cost=(read * prices.prompt + sampled * prices.completion) / 1e6 if prices and tokens_known else None,
         call_s=latency(calls),
         rollout_s=latency([seconds[each.rollout_id] for each in rollouts if each.rollout_id in seconds] if seconds else []),
     )

@@ -52,14 +52,14 @@ async def render_eval_page(found: StoredEvaluation, artifacts: Path | None = Non
 
 async def choose_transcripts(scored: Sequence[TaskScores], pool: Pool) -> list[TranscriptPick]:
     """The worst, the best, and some of each way to fail; each once."""
-    tried = [each for task in scored for each in task.tried]
-    graded = sorted((each for each in tried if each.end is End.COMPLETED), key=lambda each: each.reward)
+    attempts = [each for task in scored for each in task.attempts]
+    graded = sorted((each for each in attempts if each.end is End.COMPLETED), key=lambda each: each.reward)
     chosen = [("worst", each) for each in graded[:TRANSCRIPTS_EACH]] + [("best", each) for each in graded[::-1][:TRANSCRIPTS_EACH]]
-    for end in sorted({str(each.end) for each in tried if each.end is not End.COMPLETED}):
-        chosen += [("failed", each) for each in tried if each.end == end][:TRANSCRIPTS_EACH]
+    for end in sorted({str(each.end) for each in attempts if each.end is not End.COMPLETED}):
+        chosen += [("failed", each) for each in attempts if each.end == end][:TRANSCRIPTS_EACH]
     reasons: dict[str, str] = {}
     for why, each in chosen:
-        reasons.setdefault(each.took.rollout_id, why)
+        reasons.setdefault(each.usage.rollout_id, why)
     return [TranscriptPick(why=why, task=await pool.task(name), attempt=await pool.attempt(name)) for name, why in reasons.items()]
 
 
@@ -69,11 +69,11 @@ def _tiles(result: EvalOutcome) -> str:
     named += [("rollouts", f"{result.rollouts:,}"), ("model calls", f"{spent.steps:,}")]
     named += [("tokens sampled", f"{spent.completion_tokens:,}"), ("tokens read", f"{spent.prompt_tokens:,}")]
     named += [("cost", "-" if spent.cost is None else f"{spent.cost:.4g}")]
-    named += [("call, p50 / p95", _took(spent.call_s)), ("rollout, p50 / p95", _took(spent.rollout_s))]
+    named += [("call, p50 / p95", _latency(spent.call_s)), ("rollout, p50 / p95", _latency(spent.rollout_s))]
     return tiles(named)
 
 
-def _took(seconds: Latency | None) -> str:
+def _latency(seconds: Latency | None) -> str:
     return "-" if seconds is None else f"{seconds.p50:.3g} / {seconds.p95:.3g} s"
 
 

@@ -27,7 +27,7 @@ GONE_S = 1.0
 class _QueuedJob:
     order: WorkerJob
     patience_s: float
-    call_result: asyncio.Future[Answer]
+    answer: asyncio.Future[Answer]
     worker: "_RayWorker | None" = None
     timer: asyncio.TimerHandle | None = None
 

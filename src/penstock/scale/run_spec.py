@@ -41,7 +41,7 @@ class RunSpec:
     """
 
     config: dict[str, Any]
-    portable_agent_spec: str
+    agent_spec: str
     tasks: tuple[Task, ...]
     heldout: tuple[Task, ...]
     model: str
@@ -57,7 +57,7 @@ class RunSpec:
         tree = config.model_copy(update={"run": run, "agent": _absolute(config.agent)}).model_dump(mode="json")
         return cls(
             config=tree,
-            recipe=portable_agent_spec(inputs.agent).decode(),
+            agent_spec=portable_agent_spec(inputs.agent).decode(),
             tasks=tuple(inputs.tasks),
             heldout=tuple(inputs.heldout),
             model=inputs.model,
@@ -94,7 +94,7 @@ class RunSpec:
 
     def load_agent(self) -> Agent:
         """The author's agent, loaded here."""
-        return AgentSpec.read(self.recipe.encode()).load()
+        return AgentSpec.read(self.agent_spec.encode()).load()
 
     def make_folder(self, *, resumed: bool) -> RunFolder:
         return RunFolder(Path(self.run_folder), resumed=resumed)

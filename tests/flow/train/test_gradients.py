@@ -120,7 +120,7 @@ def test_logits_made_a_few_rows_at_a_time_change_nothing(monkeypatch: pytest.Mon
     learner = Learner(decoder, section())
     whole = compute(learner, tree, limit=1000, shared=True)
     oracle = gradients(decoder)
-    monkeypatch.setattr(forward, "LOGITS_AT_ONCE", 3 * VOCAB)  # a bound that only real vocabularies reach
+    monkeypatch.setattr(forward, "MAX_LOGITS", 3 * VOCAB)  # a bound that only real vocabularies reach
     pieces = compute(learner, tree, limit=1000, shared=True)
     assert_same(gradients(decoder), oracle)
     assert torch.allclose(whole.proximal, pieces.proximal, atol=1e-6)
