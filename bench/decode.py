@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from penstock.engines.embedded.core import Core
+from penstock.engines.embedded.core import EngineCore
 from penstock.engines.embedded.engine import EmbeddedEngine
 from penstock.engines.embedded.weights import load_decoder
 from penstock.models import resolve
@@ -48,7 +48,7 @@ def main() -> None:
 
 async def _compare(folder: Path) -> None:
     peer = Peer(folder)
-    core = Core(load_decoder(folder), slots=32, cache_tokens=65536)
+    core = EngineCore(load_decoder(folder), slots=32, cache_tokens=65536)
     engine = EmbeddedEngine(core, name="bench", queue_limit=32, seed=0)
     vocabulary = engine.decoder.shape.vocab_size
     for row in ROWS:

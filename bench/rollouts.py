@@ -31,8 +31,8 @@ from penstock import AgentWorkflow, AgentWorkflowConfig, AgentWorkflowContext, G
 from penstock.chat.renderer import Renderer
 from penstock.config import RolloutSection
 from penstock.events import Events
-from penstock.gateway import Gateway, Limits
-from penstock.gateway.auth import Tokens
+from penstock.gateway import Gateway, GatewayLimits
+from penstock.gateway.auth import GatewayTokens
 from penstock.integrations.openai_agents import RolloutAgent, RolloutModel, RolloutSession
 from penstock.pool import POOLS
 from penstock.pool.base import Pool
@@ -80,7 +80,7 @@ class Remote:
     """That gateway, as the runner sees it: it knows a rollout by its token, so there is nothing to open or close."""
 
     def __init__(self, base_url: str) -> None:
-        self._tokens, self._base_url = Tokens(SECRET), base_url
+        self._tokens, self._base_url = GatewayTokens(SECRET), base_url
 
     def open(self, rollout: Rollout, sampling: Sampling, *, fresh: bool) -> Session:
         return Session(self._tokens.model(rollout.id), self._base_url, rollout, sampling)
@@ -185,7 +185,7 @@ async def serve(folder: Path) -> None:
 
     engine = ScriptedEngine(reply, renderer.tokenizer, chunk=1 << 10)
     pool: Pool = POOLS.load("sqlite")(folder)
-    given: dict[str, Any] = {"sampling": {"train": SAMPLING}, "limits": Limits(calls_per_s=1e9)}
+    given: dict[str, Any] = {"sampling": {"train": SAMPLING}, "limits": GatewayLimits(calls_per_s=1e9)}
     async with Gateway(engine, renderer, pool, secret=SECRET, **given) as gateway:
         print(gateway.base_url, flush=True)
         await asyncio.Event().wait()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from penstock.chat.tokenizer import Tokenizer
 from penstock.config import EngineSection
-from penstock.engines.base import Sampled
+from penstock.engines.base import SampledChunk
 from penstock.records import Sampling
 from penstock.testing import ScriptedEngine
 
@@ -20,11 +20,11 @@ class TimedEngine(ScriptedEngine):
 
     wait_s: float
     slots: asyncio.Semaphore
-    whole: Sampled
+    whole: SampledChunk
 
     async def generate(
         self, prompt_ids: Sequence[int], sampling: Sampling, *, rollout_id: str = ""
-    ) -> AsyncGenerator[Sampled, None]:
+    ) -> AsyncGenerator[SampledChunk, None]:
         async with self.slots:
             if self.wait_s:
                 await asyncio.sleep(self.wait_s)
@@ -46,7 +46,7 @@ def open_timed(
     ids = (*tokenizer.encode(SAID), *tokenizer.eos_ids[:1])
     logprobs = (-0.5,) * len(ids)
     engine.wait_s, engine.slots = wait_s, asyncio.Semaphore(section.slots)
-    engine.whole = Sampled(ids, logprobs, logprobs, (0,) * len(ids), "stop")
+    engine.whole = SampledChunk(ids, logprobs, logprobs, (0,) * len(ids), "stop")
     return engine
 
 

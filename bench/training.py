@@ -13,12 +13,12 @@ import time
 import torch
 
 from penstock.config import TrainSection
-from penstock.engines.embedded.decoder import Decoder, Shape
+from penstock.engines.embedded.decoder import Decoder, DecoderShape
 from penstock.records import Sequence
 from penstock.train.batches import Batch, pack
 from penstock.train.learner import Learner
 
-SHAPE = Shape(
+SHAPE = DecoderShape(
     vocab_size=49152,
     hidden=576,
     inner=1536,

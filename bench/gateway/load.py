@@ -13,12 +13,12 @@ import orjson
 import psutil
 
 from bench.gateway.servers import FILLER, QUESTION, SECRET
-from penstock.gateway.auth import Tokens
+from penstock.gateway.auth import GatewayTokens
 from penstock.records import make_rollout
 
 FILLER_TOKENS = 11
 """Of what a conversation is filled with."""
-TOKENS = Tokens(SECRET)
+TOKENS = GatewayTokens(SECRET)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from penstock.chat.renderer import Renderer
-from penstock.engines.base import Sampled
-from penstock.gateway import Gateway, Limits, last_request
+from penstock.engines.base import SampledChunk
+from penstock.gateway import Gateway, GatewayLimits, last_request
 from penstock.gateway.shared_counters import Peers
 from penstock.http.listen import bind
 from penstock.pool import POOLS
@@ -59,7 +59,7 @@ class ReadyEngine(ScriptedEngine):
 
     async def generate(
         self, prompt_ids: Sequence[int], sampling: Sampling, *, rollout_id: str = ""
-    ) -> AsyncGenerator[Sampled, None]:
+    ) -> AsyncGenerator[SampledChunk, None]:
         pace = Pace(sampling.seed or 0)
         if pace.wait_s:
             await asyncio.sleep(pace.wait_s)
@@ -70,9 +70,9 @@ class ReadyEngine(ScriptedEngine):
             await asyncio.sleep(pace.between_s)
             yield part
 
-    def _sampled(self, ids: list[int], finish: Any) -> Sampled:
+    def _sampled(self, ids: list[int], finish: Any) -> SampledChunk:
         logprobs = tuple(-0.5 for _ in ids)
-        return Sampled(tuple(ids), logprobs, logprobs, tuple(0 for _ in ids), finish)
+        return SampledChunk(tuple(ids), logprobs, logprobs, tuple(0 for _ in ids), finish)
 
 
 async def serve_gateway(folder: str, number: str = "0", of: str = "1", port: str = "0") -> None:
@@ -84,7 +84,7 @@ async def serve_gateway(folder: str, number: str = "0", of: str = "1", port: str
 
 async def serve_gateway_reading_whole(folder: str) -> None:
     """Our gateway with `orjson.loads` and a digest of every whole body."""
-    last_request.GrowingBody = WholeBody  # type: ignore[misc, assignment]  # no seam: the gateway has no such choice
+    last_request.IncrementalBody = WholeBody  # type: ignore[misc, assignment]  # no seam: the gateway has no such choice
     await serve_gateway(folder)
 
 
@@ -103,7 +103,7 @@ async def make_gateway(folder: Path, *, sock: socket.socket | None = None, peers
         pool,
         secret=SECRET,
         sampling={"train": Sampling(max_tokens=1024)},
-        limits=Limits(calls_per_s=1e9),
+        limits=GatewayLimits(calls_per_s=1e9),
         sock=sock,
         peers=peers,
     )

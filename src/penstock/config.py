@@ -270,8 +270,14 @@ class EvalSection(Section):
 
 
 class EngineSection(Section):
-    relays: ClassVar[bool] = False
-    """Whether it asks an endpoint for text: there are no weights here, no tokens, and nothing to train."""
+    text_only: ClassVar[bool] = False
+    """Whether the engine takes messages and returns text. It then needs no model folder and no tokenizer."""
+    trainable: ClassVar[bool] = True
+    """Whether its tokens can be trained on and new weights can be loaded into it."""
+    in_process: ClassVar[bool] = False
+    """Whether the weights are in our process, so that a second process would need its own copy."""
+    needs_url: ClassVar[bool] = False
+    """Whether `engine.url` must name a server."""
 
     name: str = "embedded"
     """`embedded`: in this process, on the CPU or a GPU. `vllm`, `sglang`: servers; `openai`, `anthropic`, `litellm`: endpoints that
@@ -288,7 +294,11 @@ class EngineSection(Section):
     """Bound on the tokens whose keys and values are kept."""
 
     def preflight(self, model: str) -> None:
-        """ConfigError where what samples `model` cannot be reached; asked before a run is begun."""
+        """Raise ConfigError if the engine cannot be reached, or cannot serve `model`. Called before a run begins."""
+
+
+class EmbeddedSection(EngineSection):
+    in_process: ClassVar[bool] = True
 
 
 class PoolSection(Section):
@@ -353,7 +363,7 @@ class RunConfig(Section):
     sampling: SamplingSection = SamplingSection()
     train: TrainSection = TrainSection()
     eval: EvalSection = EvalSection()
-    engine: SerializeAsAny[EngineSection] = EngineSection()
+    engine: SerializeAsAny[EngineSection] = EmbeddedSection()
     """Of the class that the engine it names has; `make_config` sees to that."""
     pool: PoolSection = PoolSection()
     gateway: GatewaySection = GatewaySection()
@@ -394,7 +404,7 @@ def make_config(tree: Mapping[str, Any], where: str) -> RunConfig:
     if not isinstance(engine, Mapping):
         return validate(RunConfig, tree, where)
     keys = cast("Mapping[str, Any]", engine)
-    section = _engine_section(str(keys.get("name", EngineSection().name)))
+    section = engine_section(str(keys.get("name", EngineSection().name)))
     # One validation, so that all mistakes are listed at once; then a plain RunConfig, which equals any other of the same values.
     checked = validate(create_model("Whole", __base__=RunConfig, engine=(section, ...)), {**tree, "engine": keys}, where)
     return RunConfig.model_construct(checked.model_fields_set, **dict(checked))
@@ -445,7 +455,7 @@ def own_rollout() -> OwnRollout | None:
     return OwnRollout(base_url, api_key, rollout_id) if base_url and api_key and rollout_id else None
 
 
-def _engine_section(name: str) -> type[EngineSection]:
-    """What an engine takes under `[engine]`. Engines are above this file, so that their table is named and not imported."""
+def engine_section(name: str) -> type[EngineSection]:
+    """Return the class of `[engine]` for this engine. The table is imported here because engines are a layer above config."""
     table = importlib.import_module("penstock.engines").SECTIONS
     return table.load(name) if name in table else EngineSection

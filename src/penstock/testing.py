@@ -1,6 +1,6 @@
 """For tests, yours and ours: an engine that samples what you write, a tokenizer in a folder, and a gateway without a socket.
 
-engine = ScriptedEngine(["Hello!", Scripted("never said", busy=True)], renderer.tokenizer)
+engine = ScriptedEngine(["Hello!", ScriptedReply("never said", busy=True)], renderer.tokenizer)
 async with workbench(engine, renderer) as bench:
     session = await bench.rollout()
     client = bench.openai(session)
@@ -21,9 +21,9 @@ from tokenizers import Tokenizer as Core
 
 from penstock.chat.renderer import Renderer
 from penstock.chat.tokenizer import BYTE_OF, Tokenizer
-from penstock.engines.base import Sampled
+from penstock.engines.base import SampledChunk
 from penstock.errors import ConfigError, EngineBusy, EngineError
-from penstock.gateway import Gateway, Limits, Session
+from penstock.gateway import Gateway, GatewayLimits, Session
 from penstock.pool import POOLS
 from penstock.pool.base import Pool
 from penstock.records import Attempt, Finish, Rollout, Sampling, Task, make_rollout
@@ -45,7 +45,7 @@ SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 
 @dataclass(frozen=True, slots=True)
-class Scripted:
+class ScriptedReply:
     """One reply of a ScriptedEngine: what is sampled, and what goes wrong."""
 
     text: str = ""
@@ -64,7 +64,7 @@ class Scripted:
     """End without a word after this many tokens."""
 
 
-Reply = Scripted | str | Sequence[int]
+Reply = ScriptedReply | str | Sequence[int]
 Script = Iterable[Reply] | Callable[[tuple[int, ...]], Reply]
 """Replies in the order of requests, or a function of the prompt's ids."""
 
@@ -112,7 +112,7 @@ class ScriptedEngine:
 
     async def generate(
         self, prompt_ids: Sequence[int], sampling: Sampling, *, rollout_id: str = ""
-    ) -> AsyncGenerator[Sampled, None]:
+    ) -> AsyncGenerator[SampledChunk, None]:
         prompt = tuple(prompt_ids)
         self.prompts.append(prompt)
         self.samplings.append(sampling)
@@ -140,14 +140,20 @@ class ScriptedEngine:
 
     async def close(self) -> None: ...
 
-    def _reply(self, reply: Reply) -> Scripted:
-        scripted = reply if isinstance(reply, Scripted) else Scripted(reply) if isinstance(reply, str) else Scripted(ids=reply)
+    def _reply(self, reply: Reply) -> ScriptedReply:
+        scripted = (
+            reply
+            if isinstance(reply, ScriptedReply)
+            else ScriptedReply(reply)
+            if isinstance(reply, str)
+            else ScriptedReply(ids=reply)
+        )
         if scripted.ids is not None:
             return scripted
         ids = [*self.tokenizer.encode(scripted.text), *self.tokenizer.eos_ids[:1]]
         return replace(scripted, ids=ids)
 
-    async def _play(self, reply: Scripted, sampling: Sampling) -> AsyncGenerator[Sampled, None]:
+    async def _play(self, reply: ScriptedReply, sampling: Sampling) -> AsyncGenerator[SampledChunk, None]:
         ids, finish = _limited(reply.ids or (), sampling, reply.finish)
         tempered = sampling.temperature != 1.0 or sampling.truncated
         for start in range(0, max(len(ids), 1), self.chunk):
@@ -160,11 +166,11 @@ class ScriptedEngine:
                 part.append((token_id, full / 2 if tempered else full, full, self.version))
             is_last = start + self.chunk >= len(ids)
             columns = [tuple(column) for column in zip(*part, strict=True)] or [()] * 4
-            yield Sampled(*columns, finish=finish if is_last else None)  # pyright: ignore[reportArgumentType]
+            yield SampledChunk(*columns, finish=finish if is_last else None)  # pyright: ignore[reportArgumentType]
             await asyncio.sleep(0)
         await self._misbehave(reply, len(ids))
 
-    async def _misbehave(self, reply: Scripted, place: int) -> None:
+    async def _misbehave(self, reply: ScriptedReply, place: int) -> None:
         if reply.stall_after == place:
             self._count(stalling=1)
             try:
@@ -183,7 +189,7 @@ class ScriptedEngine:
 
 
 @dataclass(frozen=True, slots=True)
-class Workbench:
+class GatewayFixture:
     """A gateway with a pool, and clients that reach it."""
 
     gateway: Gateway
@@ -237,10 +243,10 @@ async def workbench(
     pool: Pool | None = None,
     serves: bool = False,
     sampling: dict[str, Sampling] | None = None,
-    limits: Limits | None = None,
+    limits: GatewayLimits | None = None,
     secrets: Sequence[str] = (),
     is_open: bool = False,
-) -> AsyncGenerator[Workbench, None]:
+) -> AsyncGenerator[GatewayFixture, None]:
     """A gateway in front of `engine`: over ASGI alone, or on a free port with `serves`. The pool is a new one in memory.
 
     With `is_open` it asks for no tokens. An engine that gives text needs no renderer.
@@ -254,7 +260,7 @@ async def workbench(
         if serves:
             await stack.enter_async_context(gateway)
         clients = await stack.enter_async_context(AsyncExitStack())
-        yield Workbench(gateway, pool, serves, clients)
+        yield GatewayFixture(gateway, pool, serves, clients)
 
 
 def memory_pool() -> Pool:

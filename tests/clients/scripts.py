@@ -4,9 +4,9 @@ import json
 import re
 from collections.abc import Callable
 
-from penstock.testing import Scripted
+from penstock.testing import ScriptedReply
 
-Script = Callable[[str], str | Scripted]
+Script = Callable[[str], str | ScriptedReply]
 """The prompt as text → the reply, tool calls in the Hermes form."""
 
 
@@ -47,10 +47,10 @@ def busy_first(script: Script) -> Script:
     """The same replies, after the first request found no room."""
     turned_away: list[str] = []
 
-    def reply(prompt: str) -> str | Scripted:
+    def reply(prompt: str) -> str | ScriptedReply:
         if turned_away:
             return script(prompt)
         turned_away.append(prompt)
-        return Scripted(busy=True)
+        return ScriptedReply(busy=True)
 
     return reply

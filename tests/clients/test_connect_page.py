@@ -66,7 +66,7 @@ def test_the_table_of_refused_fields_is_complete() -> None:
 
 
 def test_the_table_of_breaks_is_complete() -> None:
-    reasons = {graph.HISTORY_EDITED, graph.REPLY_EDITED, graph.TOOLS_CHANGED, graph.REWRITTEN}
+    reasons = {graph.HISTORY_EDITED, graph.REPLY_EDITED, graph.TOOLS_CHANGED, graph.TEMPLATE_REWRITES}
     assert set(re.findall(r"^\| `(\w+)` \| ", TEXT, re.MULTILINE)) == reasons
 
 

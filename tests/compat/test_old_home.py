@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.controller.database import Database
+from penstock.controller.database import ControllerDatabase
 from penstock.controller.encryption import vault_key
 from penstock.controller.home import Home
 from penstock.controller.vault import Vault
@@ -23,7 +23,7 @@ USER = {"SEARCH_KEY": "old personal value", "JUDGE_KEY": "two lines\nand ünïco
 
 @contextmanager
 def opened(home: Path, key: bytes | None = None) -> Generator[Vault]:
-    with closing(Database(home / "controller.db")) as database:
+    with closing(ControllerDatabase(home / "controller.db")) as database:
         yield Vault(database, key or vault_key(Home(home)))
 
 
@@ -79,12 +79,12 @@ def test_an_old_secret_that_was_damaged_or_moved_is_refused_and_the_others_are_r
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from penstock.controller.database import Database
+from penstock.controller.database import ControllerDatabase
 from penstock.controller.encryption import vault_key
 from penstock.controller.home import Home
 from penstock.controller.vault import Vault
 
-class DatabaseThatKills(Database):
+class DatabaseThatKills(ControllerDatabase):
     updates = 0
     def write(self, statement, values=()):
         changed = super().write(statement, values)

@@ -23,7 +23,7 @@ from penstock.rollout.server.app import create_rollout_server
 from penstock.rollout.server.backend import LocalBackend
 from penstock.rollout.transcripts import transcripts
 from penstock.sdk.discovery import load_agent
-from penstock.testing import Scripted, ScriptedEngine, workbench
+from penstock.testing import ScriptedEngine, ScriptedReply, workbench
 
 AGENTS = Path(__file__).with_name("executor_agents")
 AGES = ("id", "notes", "metrics", "provider_data", "tracking_id")
@@ -76,7 +76,7 @@ def script(tokenizer):
 
     def reply(ids):
         text = re.findall(r"say: (.*)\n", tokenizer.decode(list(ids)))[-1]
-        return Scripted("broken off", fail_after=2) if text == "FAIL" else text
+        return ScriptedReply("broken off", fail_after=2) if text == "FAIL" else text
 
     return reply
 

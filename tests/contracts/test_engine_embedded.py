@@ -12,7 +12,7 @@ from engine_cases import VOCAB, embedded, joined, make_decoder, read, read_all, 
 
 from penstock.config import EngineSection
 from penstock.engines import ENGINES
-from penstock.engines.embedded.core import Core
+from penstock.engines.embedded.core import EngineCore
 from penstock.engines.embedded.engine import EmbeddedEngine, end_ids
 from penstock.errors import ConfigError, EngineBusy, EngineError, ModelError
 from penstock.records import Sampling
@@ -64,7 +64,7 @@ def test_a_request_that_cannot_be_served_is_refused(prompt: list[int], sampling:
 
 def test_a_request_larger_than_the_cache_is_refused():
     async def case():
-        engine = EmbeddedEngine(Core(make_decoder(), slots=4, cache_tokens=1024), name="small", queue_limit=1, seed=0)
+        engine = EmbeddedEngine(EngineCore(make_decoder(), slots=4, cache_tokens=1024), name="small", queue_limit=1, seed=0)
         with pytest.raises(EngineError, match=r"raise engine\.cache_tokens"):
             await anext(engine.generate(PROMPT, Sampling(max_tokens=1000)))
         await engine.close()
@@ -234,7 +234,7 @@ def test_closing_fails_what_is_running_and_all_later_requests():
 
 
 def test_a_reader_whose_loop_is_gone_is_forgotten():
-    engine = EmbeddedEngine(Core(make_decoder(), slots=1, cache_tokens=16384), name="small", queue_limit=0, seed=0)
+    engine = EmbeddedEngine(EngineCore(make_decoder(), slots=1, cache_tokens=16384), name="small", queue_limit=0, seed=0)
     abandoned = engine.generate(PROMPT, LONG)
     loop = asyncio.new_event_loop()
     loop.run_until_complete(anext(abandoned))
@@ -284,4 +284,4 @@ def test_a_device_that_is_not_there_is_a_config_error(tmp_path: Path):
 
 def test_a_cache_too_small_for_its_slots_is_a_config_error():
     with pytest.raises(ConfigError, match=r"too little for 64 slots; set it to 2048 or more"):
-        Core(make_decoder(), slots=64, cache_tokens=1024)
+        EngineCore(make_decoder(), slots=64, cache_tokens=1024)

@@ -11,8 +11,8 @@ from engine_cases import SHAPE, embedded, joined, read, run, scripted, write_pol
 from sglang_double import SglangDouble, sglang
 
 from faults.upstream_cases import QUICK, Act, FakeVllm, engine_over
-from penstock.engines.base import Engine, Sampled
-from penstock.engines.retry import Patience
+from penstock.engines.base import Engine, SampledChunk
+from penstock.engines.retry import RetryPolicy
 from penstock.engines.servers.base import RemoteEngine
 from penstock.errors import EngineError
 from penstock.records import Sampling
@@ -125,8 +125,8 @@ def test_under_load_every_stamp_is_what_the_server_held(double: type[Double], st
     async def case():
         progress = asyncio.Event()
 
-        async def follow(engine: Engine, n: int) -> Sampled:
-            chunks: list[Sampled] = []
+        async def follow(engine: Engine, n: int) -> SampledChunk:
+            chunks: list[SampledChunk] = []
             async for chunk in engine.generate([1 + n, 2], Sampling(max_tokens=200, seed=n)):
                 chunks.append(chunk)
                 progress.set()
@@ -215,7 +215,7 @@ def test_a_server_that_restarts_gets_the_current_weights_before_it_serves(double
 
 def test_a_server_whose_weights_another_has_changed_is_noticed_and_gets_ours_again(start: Path, tmp_path: Path):
     async def case():
-        patience = Patience(rest_s=0.0, probe_s=0.0)
+        patience = RetryPolicy(rest_s=0.0, probe_s=0.0)
         async with FakeVllm([Act(stall_after=3)]) as server, engine_over(server, folder=start, patience=patience) as engine:
             server.confesses = True
             await engine.load(1, write_policy(tmp_path / "1"))
@@ -291,6 +291,6 @@ def test_a_server_without_the_routes_is_told_how_to_start(start: Path):
     run(case())
 
 
-def held(reply: Sampled) -> tuple[int, ...]:
+def held(reply: SampledChunk) -> tuple[int, ...]:
     """What a confessing server held when it sampled each token."""
     return tuple(round(-logprob) - 1 for logprob in reply.logprobs)

@@ -11,13 +11,13 @@ from engine_cases import joined, read, run
 from faults.upstream_cases import MODEL, Act, FakeVllm, edited, engine_over, opened
 from penstock.engines import ENGINES
 from penstock.engines.base import Engine
-from penstock.engines.retry import Patience
+from penstock.engines.retry import RetryPolicy
 from penstock.engines.servers.vllm import VllmSection
 from penstock.errors import ConfigError, EngineError
 from penstock.records import Sampling
 
 PROMPT = [1, 2, 3, 4, 5]
-ONCE = Patience(retries=0)
+ONCE = RetryPolicy(retries=0)
 NEEDS_SWAP = {
     "test_tokens_carry_the_version_they_were_sampled_under",
     "test_swap_runs_the_change_once",

@@ -18,12 +18,12 @@ import orjson
 from api_client import ApiClient
 
 from penstock.cli.app import run
-from penstock.controller.api.app import serving
+from penstock.controller.api.app import serve_controller
 from penstock.controller.context import Controller, ControllerLimits, open_controller
-from penstock.controller.database import Database
+from penstock.controller.database import ControllerDatabase
 from penstock.controller.home import Home
-from penstock.controller.jobs import Job
-from penstock.controller.runs import RunFiles, Runs, Status, Submission, new_id, now
+from penstock.controller.jobs import RunJob
+from penstock.controller.runs import RunFiles, RunQueue, RunStatus, Submission, new_id, now
 
 ENGINE_FOLDER = Path(__file__).parents[1] / "helpers" / "cli_engine"
 AGENT = """
@@ -67,19 +67,19 @@ def carry_out(folder: Path, name: str) -> None:
         "agent": {"entry": str(files.code / "agent.py")},
     }
     files.config.write_bytes(orjson.dumps(tables))
-    Job(argv=[], cwd=str(files.code)).write(files)
+    RunJob(argv=[], cwd=str(files.code)).write(files)
     assert run(["eval", "run", str(files.config)]) == 0
     entries = [{"timestamp": now(), "level": "info", "step": None, "message": f"line {number}"} for number in range(11)]
     entries[3] |= {"level": "error", "step": 7, "message": "two\nlines", "details": {"why": "é"}}
     files.log.write_bytes(b"".join(orjson.dumps(entry, option=orjson.OPT_APPEND_NEWLINE) for entry in entries) + b'{"cut')
     facts: dict[str, Any] = {"rollout": "asker", "entrypoint": "agent.py", "model": "tiny", "dataset": "tasks.jsonl"}
-    database = Database(home.database)
+    database = ControllerDatabase(home.database)
     try:
-        runs = Runs(database)
+        runs = RunQueue(database)
         told: dict[str, Any] = {"tables": TABLES, "secrets": {"WORD": "user", "REMOVED": "user"}, "creator": "owner"}
         runs.add("eval", run_id, name, Submission(**facts, **told, dataset_digest="d", snapshot="s"))
         runs.launch(run_id)
-        runs.finish(run_id, Status.FINISHED)
+        runs.finish(run_id, RunStatus.FINISHED)
     finally:
         database.close()
 
@@ -103,7 +103,7 @@ def served(folder: Path, **limits: int) -> Generator[Served]:
 
     async def main() -> None:
         try:
-            async with open_controller(Home(folder), ControllerLimits(**limits)) as controller, serving(controller) as url:
+            async with open_controller(Home(folder), ControllerLimits(**limits)) as controller, serve_controller(controller) as url:
                 found.append(Served(controller, url))
                 ready.set()
                 await over.wait()

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from penstock.controller.context import ControllerLimits, open_controller
-from penstock.controller.database import Database
+from penstock.controller.database import ControllerDatabase
 from penstock.controller.home import Home
-from penstock.controller.jobs import Job
-from penstock.controller.monitor import keeper_of
-from penstock.controller.runs import Kind, Run, RunFiles, Runs, Submission, new_id
+from penstock.controller.jobs import RunJob
+from penstock.controller.monitor import monitor_pid
+from penstock.controller.runs import Run, RunFiles, RunKind, RunQueue, Submission, new_id
 
 T = TypeVar("T")
 DEADLINE_S = 120.0
@@ -59,18 +59,18 @@ steps = 1
 
 
 def lay_out(
-    home: Home, script: str, name: str = "small", *, kind: Kind = "eval", secrets: dict[str, str] | None = None, **job: Any
+    home: Home, script: str, name: str = "small", *, kind: RunKind = "eval", secrets: dict[str, str] | None = None, **job: Any
 ) -> Run:
     """Queue a run of a Python script, as admission would; `job` goes to its job file."""
     files = RunFiles(home.make().runs / new_id())
     files.code.mkdir(parents=True)
     (files.code / "main.py").write_text(script)
     fields: dict[str, Any] = {"argv": [sys.executable, "main.py"], "cwd": str(files.code), "stop_grace_s": 5.0}
-    Job(**fields | job).write(files)
+    RunJob(**fields | job).write(files)
     return add(home, kind, files, name, secrets)
 
 
-def lay_out_real(home: Home, name: str, kind: Kind) -> Run:
+def lay_out_real(home: Home, name: str, kind: RunKind) -> Run:
     """Queue a real evaluation or training run of the tiny policy, on one row; each rollout writes itself down."""
     files = RunFiles(home.make().runs / new_id())
     write_project(files.code)
@@ -85,7 +85,7 @@ def lay_out_real(home: Home, name: str, kind: Kind) -> Run:
     }
     files.config.write_text(json.dumps(config))
     command = ["eval", "run"] if kind == "eval" else ["train"]
-    Job(argv=[sys.executable, "-P", "-m", "penstock", *command, str(files.config)], cwd=str(files.code)).write(files)
+    RunJob(argv=[sys.executable, "-P", "-m", "penstock", *command, str(files.config)], cwd=str(files.code)).write(files)
     return add(home, kind, files, name)
 
 
@@ -103,11 +103,11 @@ def write_project(folder: Path, rows: int = 1) -> Path:
     return folder
 
 
-def add(home: Home, kind: Kind, files: RunFiles, name: str, secrets: dict[str, str] | None = None) -> Run:
-    database = Database(home.database)
+def add(home: Home, kind: RunKind, files: RunFiles, name: str, secrets: dict[str, str] | None = None) -> Run:
+    database = ControllerDatabase(home.database)
     try:
         submission = replace(SUBMISSION, secrets=dict.fromkeys(secrets or {}, "user"))
-        return Runs(database).add(kind, files.path.name, name, submission)
+        return RunQueue(database).add(kind, files.path.name, name, submission)
     finally:
         database.close()
 
@@ -147,7 +147,7 @@ def is_ready(home: Home, run: Run) -> Callable[[], bool]:
 
 def keeper(home: Home, run: Run) -> int:
     """The process that keeps a run."""
-    return until(lambda: keeper_of(files_of(home, run)) or 0, "the keeper")
+    return until(lambda: monitor_pid(files_of(home, run)) or 0, "the keeper")
 
 
 def is_gone(pid: int) -> bool:

@@ -6,10 +6,10 @@ import json
 import aiohttp
 from yarl import URL
 
-from penstock.controller.api.app import serving
+from penstock.controller.api.app import serve_controller
 from penstock.controller.context import ControllerLimits, open_controller
 from penstock.controller.home import Home
-from penstock.controller.runs import RunFiles, Status, Submission, new_id
+from penstock.controller.runs import RunFiles, RunStatus, Submission, new_id
 
 ROWS = b'{"prompt": "6 times 7?", "label": "42"}\n{"prompt": "2 times 3?", "label": "6"}\n'
 
@@ -48,7 +48,7 @@ async def served_controller(folder, **limits):
     """Open a controller and serve it; yields a client for it."""
     async with (
         open_controller(Home(folder / "home"), ControllerLimits(**limits)) as controller,
-        serving(controller) as url,
+        serve_controller(controller) as url,
         aiohttp.ClientSession() as session,
     ):
         yield ControllerClient(controller, url, session)
@@ -67,7 +67,7 @@ def submission(**fields):
     return Submission(**plain | {"tables": {}} | fields)
 
 
-def add_training(runs, home, name, *, status=Status.FINISHED):
+def add_training(runs, home, name, *, status=RunStatus.FINISHED):
     """A training run that is over, and its own folder."""
     run = runs.add("train", new_id(), name, submission())
     runs.finish(run.id, status)

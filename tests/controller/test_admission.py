@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from core_cases import CONFIG, files_of, messages, until_async, write_project
 
-from penstock.controller.admission import Origin, admit
+from penstock.controller.admission import CodeOrigin, admit
 from penstock.controller.context import Controller, ControllerLimits, open_controller
 from penstock.controller.home import Home
-from penstock.controller.monitor import end_strays
-from penstock.controller.resolve import plan
-from penstock.controller.runs import Kind, Run, RunFiles, Status
+from penstock.controller.monitor import kill_stray_processes
+from penstock.controller.resolve import resolve_submission
+from penstock.controller.runs import Run, RunFiles, RunKind, RunStatus
 from penstock.controller.snapshots import make_snapshot
 from penstock.errors import ConfigError, ControllerError, PenstockError
 
@@ -28,7 +28,7 @@ EXPERIMENT = {"rollout": "tiny", "entrypoint": "agent.py", "model_path": "tiny",
 def home(tmp_path: Path) -> Generator[Home]:
     yield Home(tmp_path / "home")
     for folder in (tmp_path / "home" / "runs").glob("*"):
-        end_strays(RunFiles(folder))
+        kill_stray_processes(RunFiles(folder))
 
 
 @pytest.fixture
@@ -43,12 +43,12 @@ def workspace(folder: Path) -> Path:
     return folder
 
 
-async def submit(controller: Controller, folder: Path, body: dict[str, Any], kind: Kind = "eval") -> Run:
+async def submit(controller: Controller, folder: Path, body: dict[str, Any], kind: RunKind = "eval") -> Run:
     with make_snapshot(folder) as snapshot:
-        return await admit(controller, kind, body, snapshot=snapshot.path, origin=Origin(branch="main", creator="someone"))
+        return await admit(controller, kind, body, snapshot=snapshot.path, origin=CodeOrigin(branch="main", creator="someone"))
 
 
-def refused(home: Home, folder: Path, body: dict[str, Any], kind: Kind = "eval") -> PenstockError:
+def refused(home: Home, folder: Path, body: dict[str, Any], kind: RunKind = "eval") -> PenstockError:
     async def work() -> PenstockError:
         async with open_controller(home, ControllerLimits(runs=0)) as controller:
             with pytest.raises((ConfigError, ControllerError)) as error:
@@ -85,7 +85,7 @@ def test_an_admitted_evaluation_is_carried_out_as_it_was_submitted_and_its_secre
             return controller.runs.get("eval", "my-run")
 
     run = asyncio.run(work())
-    assert run.status is Status.FINISHED, (run.message, messages(home, run))
+    assert run.status is RunStatus.FINISHED, (run.message, messages(home, run))
     assert (run.submission.rollout, run.submission.dataset, run.submission.branch) == ("run", "tasks.jsonl", "main")
     assert json.loads((files_of(home, run).results(run) / "summary.json").read_bytes())["outcome"]["rollouts"] == 2
     assert messages(home, run).count("the key is [redacted]") == 2
@@ -183,6 +183,6 @@ def test_a_models_name_is_one_of_ours_unless_an_endpoint_has_it(
 
     async def work() -> str:
         async with open_controller(home, ControllerLimits(runs=0)) as controller:
-            return plan(controller, "eval", body, files).config.model.name
+            return resolve_submission(controller, "eval", body, files).config.model.name
 
     assert asyncio.run(work()) == (str(files.code / "far" / "one") if is_local else "far/one")

@@ -9,7 +9,7 @@ from api_cases import Served, served
 from api_client import ApiClient, Refused, exchange, need
 
 from penstock.controller.api.app import make_app
-from penstock.controller.api.auth import Tokens
+from penstock.controller.api.auth import ApiTokens
 from penstock.controller.runs import Submission
 from penstock.errors import ControllerError
 
@@ -118,11 +118,11 @@ def test_a_token_is_revoked_by_its_bearer_or_the_owner(world):
 
 def test_a_token_is_kept_as_a_hash_and_ends_with_its_time(world):
     database = world.controller.database
-    token, who = Tokens(database, "owner's").make("phone")
+    token, who = ApiTokens(database, "owner's").make("phone")
     assert token not in json.dumps([list(row) for row in database.rows("SELECT * FROM tokens")])
     database.write("UPDATE tokens SET expires_at = '2020-01-01T00:00:00+00:00' WHERE id = ?", [who.token_id])
     with pytest.raises(ControllerError) as caught:
-        Tokens(database, "owner's").identify(f"Bearer {token}")
+        ApiTokens(database, "owner's").identify(f"Bearer {token}")
     assert caught.value.code == "TOKEN_EXPIRED"
 
 

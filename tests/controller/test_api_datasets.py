@@ -6,7 +6,7 @@ from urllib.parse import quote
 import pytest
 from served_controller import ROWS, served_controller
 
-from penstock.controller.api.links import Links
+from penstock.controller.api.links import SignedLinks
 
 
 def test_a_dataset_goes_up_is_shown_and_comes_down_again(tmp_path):
@@ -134,7 +134,7 @@ def test_links_that_are_over_changed_or_for_something_else_are_forbidden(tmp_pat
         async with served_controller(tmp_path) as caller:
             begun = (await caller.begin("sums", ROWS))[1]
             url = begun["upload"]["presigned_url"]
-            old = Links(caller.controller.home.secret("links"), caller.url, lifetime_s=-1).make(
+            old = SignedLinks(caller.controller.home.secret("links"), caller.url, lifetime_s=-1).make(
                 "dataset-upload", dataset="x", key="y"
             )
             wrong = [(old, "LINK_EXPIRED"), (url[:-1] + ("0" if url[-1] != "0" else "1"), "LINK_INVALID")]

@@ -13,7 +13,7 @@ import pytest
 from api_cases import ENGINE_FOLDER, Served, archive, carry_out, own_run, project, served, upload
 from api_client import ApiClient, Refused, exchange, fetch
 
-from penstock.controller.api.links import Links
+from penstock.controller.api.links import SignedLinks
 
 
 @pytest.fixture(scope="module")
@@ -130,10 +130,10 @@ def test_a_link_is_good_for_its_own_file_and_time(world, client):
     assert fetch(item["url"])[0] == 200
     assert fetch(item["url"][:-1] + ("0" if item["url"][-1] != "0" else "1"))[0] == 403
     assert fetch(item["url"].replace("/output/", "/dataset/"))[0] == 403
-    old = Links(world.controller.home.secret("links"), world.url, lifetime_s=-1).make("output", run="x", file="y")
+    old = SignedLinks(world.controller.home.secret("links"), world.url, lifetime_s=-1).make("output", run="x", file="y")
     status, body, _ = fetch(old)
     assert status == 403 and json.loads(body)["code"] == "LINK_EXPIRED"
-    gone = Links(world.controller.home.secret("links"), world.url).make("output", run="x", file="y")
+    gone = SignedLinks(world.controller.home.secret("links"), world.url).make("output", run="x", file="y")
     assert fetch(gone)[0] == 404
 
 

@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 import pytest
 
 from penstock.controller import client as client_module
-from penstock.controller.client import Client, every
-from penstock.controller.downloads import download_dataset, fetch_files, upload_dataset
+from penstock.controller.client import ControllerClient, all_rows
+from penstock.controller.downloads import download_dataset, download_files, upload_dataset
 from penstock.errors import ConfigError, ControllerError
 
 
@@ -79,9 +79,9 @@ def _served(handler: type[BaseHTTPRequestHandler]) -> Generator[str]:
 
 
 @pytest.fixture
-def client(server, monkeypatch) -> Client:
-    monkeypatch.setattr(client_module, "PAUSES_S", (0.0, 0.0))  # faults of these tests pass at once
-    return Client(f"{server.url}/", "secret-token", "acme/agents")
+def client(server, monkeypatch) -> ControllerClient:
+    monkeypatch.setattr(client_module, "RETRY_PAUSES_S", (0.0, 0.0))  # faults of these tests pass at once
+    return ControllerClient(f"{server.url}/", "secret-token", "acme/agents")
 
 
 def test_a_request_has_the_token_the_repository_and_an_encoded_name(client, server):
@@ -118,7 +118,7 @@ def test_a_reply_that_is_no_controllers_is_told_as_such(client, server, body):
 def test_a_line_that_is_cut_a_port_where_nothing_is_and_a_slow_answer_have_codes(client, server):
     server.answers["/api/cli/verify"] = [(0, None)]
     codes = {}
-    for name, asked in {"cut": client, "nothing": Client("http://127.0.0.1:1", "x")}.items():
+    for name, asked in {"cut": client, "nothing": ControllerClient("http://127.0.0.1:1", "x")}.items():
         with pytest.raises(ControllerError) as told:
             asked.verify()
         codes[name] = told.value.code
@@ -128,13 +128,13 @@ def test_a_line_that_is_cut_a_port_where_nothing_is_and_a_slow_answer_have_codes
 @pytest.mark.parametrize("url", ["nonsense", "ftp://host", "http://", "http://host:port", "http://[::1"])
 def test_an_address_that_is_none_is_refused(url):
     with pytest.raises(ConfigError, match="no address of a controller"):
-        Client(url, "x").verify()
+        ControllerClient(url, "x").verify()
 
 
 def test_all_pages_are_walked_along_their_offsets(client, server):
     page = {"datasets": [{"id": 1}], "next_offset": 1}
     server.answers["/api/cli/datasets"] = [(200, page), (200, page | {"next_offset": 2}), (200, {"datasets": [], "next_offset": 3})]
-    assert len(list(every(lambda offset: client.datasets(offset=offset), "datasets"))) == 2
+    assert len(list(all_rows(lambda offset: client.datasets(offset=offset), "datasets"))) == 2
     assert [seen.path.rpartition("=")[2] for seen in server.seen] == ["0", "1", "2"]
 
 
@@ -184,17 +184,17 @@ def _offer(server: Scripted, files: dict[str, bytes]) -> list[dict[str, Any]]:
 
 def test_files_of_a_run_are_fetched_and_those_of_the_right_size_are_skipped(client, server, tmp_path):
     files = _offer(server, {"metrics.json": b"{}", "trajectories/row_0_run_0.json": b"[1]"})
-    fetched = fetch_files(client, "eval", "r", files, tmp_path / "into")
+    fetched = download_files(client, "eval", "r", files, tmp_path / "into")
     assert (sorted(fetched.downloaded), fetched.bytes) == (["metrics.json", "trajectories/row_0_run_0.json"], 5)
-    again = fetch_files(client, "eval", "r", files, tmp_path / "into")
+    again = download_files(client, "eval", "r", files, tmp_path / "into")
     assert (again.downloaded, len(again.skipped)) == ([], 2)
-    assert len(fetch_files(client, "eval", "r", files, tmp_path / "into", overwrite=True).downloaded) == 2
+    assert len(download_files(client, "eval", "r", files, tmp_path / "into", overwrite=True).downloaded) == 2
 
 
 @pytest.mark.parametrize("path", ["../outside", "/etc/outside", "a/../../outside", "a\\b", ""])
 def test_a_path_that_leads_elsewhere_is_left_out_and_the_others_come(client, server, tmp_path, path):
     files = _offer(server, {"metrics.json": b"{}", path: b"x"})
-    fetched = fetch_files(client, "eval", "r", files, tmp_path / "into")
+    fetched = download_files(client, "eval", "r", files, tmp_path / "into")
     assert fetched.downloaded == ["metrics.json"] and list(fetched.failed) == [path]
     assert [each.name for each in tmp_path.iterdir()] == ["into"]
 
@@ -203,7 +203,7 @@ def test_a_link_that_is_over_is_asked_for_again_and_one_failure_fails_no_other(c
     files = _offer(server, {"a": b"aa", "b": b"bb"})
     server.answers["/f/0"] = [(403, {"error": "over", "code": "LINK_EXPIRED"}), (200, b"aa")]
     server.answers["/f/1"] = [(410, {"error": "gone", "code": "GONE"})]
-    fetched = fetch_files(client, "eval", "r", files, tmp_path)
+    fetched = download_files(client, "eval", "r", files, tmp_path)
     assert (fetched.downloaded, fetched.failed) == (["a"], {"b": "gone"})
     assert [each.name for each in tmp_path.iterdir()] == ["a"]
 
@@ -211,5 +211,5 @@ def test_a_link_that_is_over_is_asked_for_again_and_one_failure_fails_no_other(c
 def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_asked(client, server, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="give another place with -o"):
-        fetch_files(client, "eval", "r", [{"path": "a", "size": 1}], Path(tmp_path / "file" / "below"))
+        download_files(client, "eval", "r", [{"path": "a", "size": 1}], Path(tmp_path / "file" / "below"))
     assert server.seen == []

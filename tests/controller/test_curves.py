@@ -1,7 +1,7 @@
 import orjson
 import pytest
 
-from penstock.controller.api.curves import Trainings
+from penstock.controller.api.curves import TrainingReader
 from penstock.run.folder import RunFolder
 
 REWARD = "rollout/raw_reward"
@@ -27,7 +27,7 @@ def points(trained, key=REWARD):
 
 
 def test_steps_that_were_read_are_not_read_again(folder):
-    trainings = Trainings()
+    trainings = TrainingReader()
     add(folder, 1, 0.1)
     add(folder, 2, 0.2)
     before = trainings.read(folder.path)
@@ -41,7 +41,7 @@ def test_steps_that_were_read_are_not_read_again(folder):
 
 
 def test_a_line_that_is_being_written_counts_once_it_is_whole(folder):
-    trainings = Trainings()
+    trainings = TrainingReader()
     add(folder, 1, 0.1)
     with (folder.path / "metrics.jsonl").open("ab", buffering=0) as file:
         file.write(b'{"step":2,"rew')
@@ -52,7 +52,7 @@ def test_a_line_that_is_being_written_counts_once_it_is_whole(folder):
 
 @pytest.mark.parametrize("redone", [0, 1, 4])
 def test_steps_that_a_kill_undid_are_forgotten_however_far_the_run_has_come_again(folder, redone):
-    trainings = Trainings()
+    trainings = TrainingReader()
     for step in range(1, 4):
         add(folder, step, 0.1)
     assert trainings.read(folder.path).examples == 6
@@ -65,7 +65,7 @@ def test_steps_that_a_kill_undid_are_forgotten_however_far_the_run_has_come_agai
 
 
 def test_metrics_that_are_gone_or_cut_are_told_as_far_as_they_are_there(folder):
-    trainings, file = Trainings(), folder.path / "metrics.jsonl"
+    trainings, file = TrainingReader(), folder.path / "metrics.jsonl"
     assert trainings.read(folder.path).metrics() == []
     add(folder, 1, 0.1)
     add(folder, 2, 0.2)
@@ -78,7 +78,7 @@ def test_metrics_that_are_gone_or_cut_are_told_as_far_as_they_are_there(folder):
 
 
 def test_the_time_of_a_step_is_the_last_that_the_events_tell(folder):
-    trainings = Trainings()
+    trainings = TrainingReader()
     add(folder, 1, 0.1)
     folder.add_evaluation("during-1", 0.5)
     written = round((folder.path / "metrics.jsonl").stat().st_mtime * 1000)

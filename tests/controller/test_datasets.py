@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from served_controller import ROWS
 
-from penstock.controller.database import Database
+from penstock.controller.database import ControllerDatabase
 from penstock.controller.datasets import Datasets
 from penstock.errors import ControllerError, DatasetError
 
@@ -22,7 +22,7 @@ OTHER = b'{"prompt": "9 times 9?", "label": "81"}\n'
 @contextmanager
 def opened(folder, **options):
     (folder / "files").mkdir(exist_ok=True)
-    database = Database(folder / "c.db")
+    database = ControllerDatabase(folder / "c.db")
     datasets = Datasets(database, folder / "files", **options)
     try:
         yield datasets
@@ -303,11 +303,11 @@ def test_a_file_of_this_machine_is_added_once(tmp_path):
 UPLOAD = """
 import asyncio, os, signal, sys
 from pathlib import Path
-from penstock.controller.database import Database
+from penstock.controller.database import ControllerDatabase
 from penstock.controller.datasets import Datasets
 
 folder, content, last = Path(sys.argv[1]), bytes.fromhex(sys.argv[2]), int(sys.argv[3])
-database = Database(folder / "c.db")
+database = ControllerDatabase(folder / "c.db")
 datasets = Datasets(database, folder / "files")
 steps = 0
 
@@ -376,7 +376,7 @@ def test_leftovers_are_swept_and_an_upload_of_long_ago_is_given_up(tmp_path):
         asyncio.run(half(datasets))
         datasets.begin("old", 5, "jsonl")
     (tmp_path / "files" / ".0123.abcd.part").write_bytes(b"half")
-    database = Database(tmp_path / "c.db")
+    database = ControllerDatabase(tmp_path / "c.db")
     database.write("UPDATE uploads SET begun_at = '2020-01-01T00:00:00.000Z' WHERE size = 5")
     database.close()
     with opened(tmp_path) as datasets:

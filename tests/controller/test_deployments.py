@@ -17,11 +17,11 @@ import pytest
 from served_controller import add_training
 
 from penstock.chat.renderer import Renderer
-from penstock.controller.database import Database
+from penstock.controller.database import ControllerDatabase
 from penstock.controller.deployments import Deployments
 from penstock.controller.home import Home
-from penstock.controller.model_server import Front, Passing, bound
-from penstock.controller.runs import Runs, Status
+from penstock.controller.model_server import DeploymentApp, EphemeralPool, bind_port
+from penstock.controller.runs import RunQueue, RunStatus
 from penstock.errors import ControllerError
 from penstock.gateway.app import Gateway
 from penstock.http.server import HttpServer
@@ -52,7 +52,7 @@ def save_checkpoint(results: Path, tiny: Path, number: int, *, step: int) -> Pat
 @contextlib.asynccontextmanager
 async def opened(folder, **options):
     home = Home(folder / "home").make()
-    database = Database(home.database)
+    database = ControllerDatabase(home.database)
     deployments = Deployments(database, home, patience_s=DEADLINE_S, **options)
     try:
         async with asyncio.timeout(DEADLINE_S):
@@ -66,8 +66,8 @@ async def opened(folder, **options):
 def train(folder, tiny, name="sums", **options):
     """A training run that left two checkpoints."""
     home = Home(folder / "home").make()
-    database = Database(home.database)
-    run, results = add_training(Runs(database), home, name, **options)
+    database = ControllerDatabase(home.database)
+    run, results = add_training(RunQueue(database), home, name, **options)
     saved = [save_checkpoint(results, tiny, number, step=step) for number, step in ((1, 2), (3, 4))]
     database.close()
     return run, saved
@@ -95,7 +95,7 @@ async def until(condition):
 def test_checkpoints_of_runs_that_are_over_are_models_by_step_and_by_run(tmp_path, tiny):
     async def whole():
         _, saved = train(tmp_path, tiny)
-        train(tmp_path, tiny, "stopped", status=Status.STOPPED)
+        train(tmp_path, tiny, "stopped", status=RunStatus.STOPPED)
         (saved[1] / "model.safetensors").write_bytes(b"cut short")
         async with opened(tmp_path) as deployments:
             names = [each.name for each in deployments.catalogue.trained()]
@@ -112,8 +112,8 @@ def test_a_run_that_goes_on_has_no_models_yet(tmp_path):
     async def whole():
         async with opened(tmp_path) as deployments:
             home = Home(tmp_path / "home")
-            database = Database(home.database)
-            run, results = add_training(Runs(database), home, "sums")
+            database = ControllerDatabase(home.database)
+            run, results = add_training(RunQueue(database), home, "sums")
             database.write("UPDATE runs SET status = 'running' WHERE id = ?", [run.id])
             (results / "checkpoints" / "000001").mkdir(parents=True)
             database.close()
@@ -150,10 +150,10 @@ def test_each_call_is_a_stranger_and_nothing_of_it_is_kept(tmp_path):
     async def whole():
         write_tokenizer(tmp_path / "model")
         renderer = Renderer.load(tmp_path / "model")
-        engine, pool = ScriptedEngine(["one", "two", "six"], renderer.tokenizer), Passing(time.monotonic)
+        engine, pool = ScriptedEngine(["one", "two", "six"], renderer.tokenizer), EphemeralPool(time.monotonic)
         gateway = Gateway(engine, renderer, pool, secret=b"s" * 32)
-        front = Front(gateway, pool, token="right", sampling=Sampling(max_tokens=50))
-        async with HttpServer(front, sock := bound(0), drain_s=1, reader_s=20):
+        front = DeploymentApp(gateway, pool, token="right", sampling=Sampling(max_tokens=50))
+        async with HttpServer(front, sock := bind_port(0), drain_s=1, reader_s=20):
             made = SimpleNamespace(url=f"http://127.0.0.1:{sock.getsockname()[1]}/v1", token="right")
             said = [(await chat(made))[1]["choices"][0]["message"]["content"] for _ in range(3)]
             assert said == ["one", "two", "six"]  # the same words again are no retry
@@ -270,13 +270,13 @@ def test_a_process_that_is_lost_is_replaced_at_the_same_address(tmp_path, tiny, 
 CONTROLLER = """
 import asyncio, sys
 from pathlib import Path
-from penstock.controller.database import Database
+from penstock.controller.database import ControllerDatabase
 from penstock.controller.deployments import Deployments
 from penstock.controller.home import Home
 
 async def whole():
     home = Home(Path(sys.argv[1]))
-    deployments = Deployments(Database(home.database), home, patience_s=100)
+    deployments = Deployments(ControllerDatabase(home.database), home, patience_s=100)
     made = await deployments.deploy("sums", engine="vllm")
     print(made.pid, made.url, made.token, flush=True)
     await asyncio.sleep(100)

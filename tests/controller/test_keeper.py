@@ -14,9 +14,9 @@ import pytest
 from core_cases import COUNTS, WAITS, files_of, is_gone, is_ready, lay_out, ledger, messages, until
 
 from penstock.controller.home import Home
-from penstock.controller.jobs import Ending, environment
-from penstock.controller.monitor import end_strays, holding, keeper_of
-from penstock.controller.runlog import LINE_CHARS, Lines, RunLog, Strike
+from penstock.controller.jobs import ExitRecord, process_environment
+from penstock.controller.monitor import hold_run_lock, kill_stray_processes, monitor_pid
+from penstock.controller.runlog import MAX_LINE_CHARS, LineDecoder, RunLog, SecretRedactor
 from penstock.controller.runs import Run, RunFiles
 
 STRAY = """
@@ -40,7 +40,7 @@ raise ValueError(key)
 def home(tmp_path: Path) -> Generator[Home]:
     yield Home(tmp_path / "home")
     for folder in (tmp_path / "home" / "runs").glob("*"):
-        end_strays(RunFiles(folder))
+        kill_stray_processes(RunFiles(folder))
 
 
 @contextmanager
@@ -57,11 +57,11 @@ def kept(home: Home, run: Run, secrets: dict[str, str] | None = None) -> "Genera
             process.wait()
 
 
-def keep(home: Home, script: str, secrets: dict[str, str] | None = None, **job: Any) -> tuple[Run, Ending]:
+def keep(home: Home, script: str, secrets: dict[str, str] | None = None, **job: Any) -> tuple[Run, ExitRecord]:
     run = lay_out(home, script, **job)
     with kept(home, run, secrets) as process:
         assert process.wait(60) == 0
-    ending = Ending.read(files_of(home, run))
+    ending = ExitRecord.read(files_of(home, run))
     assert ending is not None
     return run, ending
 
@@ -119,7 +119,7 @@ def test_a_run_that_is_asked_to_stop_ends_safely_and_one_that_will_not_is_killed
             files_of(home, run).stop.touch()
             process.terminate()
             assert process.wait(30) == 0
-        ending = Ending.read(files_of(home, run))
+        ending = ExitRecord.read(files_of(home, run))
         assert ending and (ending.code, ending.stopped) == (code, True)
 
 
@@ -173,26 +173,26 @@ def test_secrets_reach_the_run_and_are_struck_from_its_log_in_every_common_form(
 
 def test_a_run_sees_a_short_list_of_variables() -> None:
     outside = {"PATH": "/bin", "LC_ALL": "C", "PENSTOCK_CACHE": "/c", "PENSTOCK_CONTROLLER_TOKEN": "t", "AWS_SECRET": "s"}
-    found = environment(outside, {"MODE": "fast", "PENSTOCK_SECRETS": "NONE"}, {"KEY": "v"})
+    found = process_environment(outside, {"MODE": "fast", "PENSTOCK_SECRETS": "NONE"}, {"KEY": "v"})
     kept = {"PATH": "/bin", "LC_ALL": "C", "PENSTOCK_CACHE": "/c"}
     assert found == kept | {"MODE": "fast", "KEY": "v", "PYTHONUNBUFFERED": "1", "PENSTOCK_SECRETS": "KEY"}
 
 
 def test_lines_are_cut_cleaned_and_of_progress_the_last_state_is_kept() -> None:
-    lines = Lines(Strike(["topsecret"]))
+    lines = LineDecoder(SecretRedactor(["topsecret"]))
     assert list(lines.feed(b"10%\r20%\r30%\r\n\x1b[31mred\x1b[0m top")) == ["30%"]
     assert list(lines.feed(b"secret\n" + b"x" * 400_000)) == [
         "red [redacted]",
-        "x" * LINE_CHARS + " … (a longer line; the rest is left out)",
+        "x" * MAX_LINE_CHARS + " … (a longer line; the rest is left out)",
     ]
     assert list(lines.feed(b"yyy\nnext")) == []
     assert list(lines.close()) == ["next"]
-    bar = Lines(Strike([]))
+    bar = LineDecoder(SecretRedactor([]))
     for n in range(100_000):
         assert list(bar.feed(b"\r%5d of it" % n)) == []
     assert list(bar.close()) == ["99999 of it"]
-    [cut] = Lines(Strike(["topsecret"])).feed(b"a" * (LINE_CHARS - 3) + b"topsecret\n")
-    assert cut.startswith("a" * (LINE_CHARS - 3) + "[re")
+    [cut] = LineDecoder(SecretRedactor(["topsecret"])).feed(b"a" * (MAX_LINE_CHARS - 3) + b"topsecret\n")
+    assert cut.startswith("a" * (MAX_LINE_CHARS - 3) + "[re")
 
 
 def test_a_log_is_mended_bounded_and_says_so(tmp_path: Path) -> None:
@@ -213,16 +213,16 @@ def test_a_full_disk_costs_lines_and_not_the_run(home: Home) -> None:
     files_of(home, run).log.symlink_to("/dev/full")
     with kept(home, run) as process:
         assert process.wait(60) == 0
-    ending = Ending.read(files_of(home, run))
+    ending = ExitRecord.read(files_of(home, run))
     assert ending and ending.code == 0 and ledger(home, run) == ["begin", "end"]
 
 
 def test_a_lock_tells_who_holds_it(home: Home) -> None:
     files = files_of(home, lay_out(home, COUNTS))
-    assert keeper_of(files) is None
-    with holding(files) as held:
-        assert held and keeper_of(files) == os.getpid()
-    assert keeper_of(files) is None
+    assert monitor_pid(files) is None
+    with hold_run_lock(files) as held:
+        assert held and monitor_pid(files) == os.getpid()
+    assert monitor_pid(files) is None
 
 
 def test_what_cannot_be_started_is_a_failed_run(home: Home) -> None:

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from core_cases import files_of, lay_out, messages
 
-from penstock.controller.environments import missing, prepare, requirements
+from penstock.controller.environments import missing_requirements, prepare_environment, requirements
 from penstock.controller.home import Home
-from penstock.controller.jobs import Ending
-from penstock.controller.monitor import end_strays
+from penstock.controller.jobs import ExitRecord
+from penstock.controller.monitor import kill_stray_processes
 from penstock.controller.runs import Run, RunFiles
 from penstock.errors import ConfigError
 
@@ -21,7 +21,7 @@ from penstock.errors import ConfigError
 def home(tmp_path: Path) -> Generator[Home]:
     yield Home(tmp_path / "home")
     for folder in (tmp_path / "home" / "runs").glob("*"):
-        end_strays(RunFiles(folder))
+        kill_stray_processes(RunFiles(folder))
 
 
 def project(folder: Path, *wanted: str) -> Path:
@@ -45,17 +45,17 @@ def wheel(folder: Path) -> Path:
 
 def test_what_this_interpreter_has_needs_no_environment(tmp_path: Path) -> None:
     folder = project(tmp_path / "p", "orjson>=3", "penstock", "osmosis-ai[server]>=0.2", "nothing; python_version < '3'")
-    assert missing(folder) == []
-    assert prepare(folder, tmp_path / "kept", lambda _: 1, print) == Path(sys.executable)
+    assert missing_requirements(folder) == []
+    assert prepare_environment(folder, tmp_path / "kept", lambda _: 1, print) == Path(sys.executable)
     assert requirements(tmp_path) == [] and not (tmp_path / "kept").exists()
-    assert missing(project(tmp_path / "q", "orjson<1", "nosuchthing", "orjson")) == ["orjson<1", "nosuchthing"]
+    assert missing_requirements(project(tmp_path / "q", "orjson<1", "nosuchthing", "orjson")) == ["orjson<1", "nosuchthing"]
 
 
 @pytest.mark.parametrize("text", ["[project", "[project]\ndependencies = 'x'\n", "[project]\ndependencies = ['==1']\n"])
 def test_a_bad_pyproject_is_told(tmp_path: Path, text: str) -> None:
     (tmp_path / "pyproject.toml").write_text(text)
     with pytest.raises(ConfigError, match=r"pyproject\.toml"):
-        missing(tmp_path)
+        missing_requirements(tmp_path)
 
 
 @pytest.fixture
@@ -63,10 +63,10 @@ def no_index(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
 
 
-def carried_out(home: Home, run: Run) -> Ending:
+def carried_out(home: Home, run: Run) -> ExitRecord:
     command = [sys.executable, "-m", "penstock.controller.monitor", str(files_of(home, run).path)]
     subprocess.run(command, input=b"{}", timeout=120, check=True)
-    ending = Ending.read(files_of(home, run))
+    ending = ExitRecord.read(files_of(home, run))
     assert ending is not None
     return ending
 
@@ -93,12 +93,12 @@ def test_an_environment_that_a_kill_left_half_made_is_made_again(tmp_path: Path)
             (Path(command[-1]) / "lib" / f"python3.{sys.version_info.minor}" / "site-packages").mkdir(parents=True)
         return 0
 
-    python = prepare(folder, tmp_path / "kept", run, said.append)
-    assert prepare(folder, tmp_path / "kept", run, said.append) == python and len(commands) == 2
+    python = prepare_environment(folder, tmp_path / "kept", run, said.append)
+    assert prepare_environment(folder, tmp_path / "kept", run, said.append) == python and len(commands) == 2
     made = python.parents[1]
     (made / "complete").unlink()
     (made / "junk").touch()
-    assert prepare(folder, tmp_path / "kept", run, said.append) == python
+    assert prepare_environment(folder, tmp_path / "kept", run, said.append) == python
     assert not (made / "junk").exists() and (made / "complete").exists() and len(commands) == 4
 
 

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from core_cases import COUNTS, DEADLINE_S, files_of, lay_out, lay_out_real, ledger, messages, until
 
-from penstock.controller.database import Database
+from penstock.controller.database import ControllerDatabase
 from penstock.controller.home import Home
-from penstock.controller.jobs import Ending
-from penstock.controller.monitor import end_strays
-from penstock.controller.runs import Run, RunFiles, Runs
+from penstock.controller.jobs import ExitRecord
+from penstock.controller.monitor import kill_stray_processes
+from penstock.controller.runs import Run, RunFiles, RunQueue
 
 KILLS = 5
 
@@ -25,7 +25,7 @@ KILLS = 5
 def home(tmp_path: Path) -> Generator[Home]:
     yield Home(tmp_path / "home")
     for folder in (tmp_path / "home" / "runs").glob("*"):
-        end_strays(RunFiles(folder))
+        kill_stray_processes(RunFiles(folder))
 
 
 def controller(home: Home) -> "subprocess.Popen[bytes]":
@@ -62,16 +62,16 @@ def test_ten_runs_survive_five_kills_of_their_controller_each_carried_out_once(h
 
 
 def check(home: Home, small: list[Run], real: list[Run]) -> None:
-    database = Database(home.database)
+    database = ControllerDatabase(home.database)
     try:
-        found = {run.id: run for kind in ("eval", "train") for run in Runs(database).page(kind, limit=50, offset=0)[0]}
+        found = {run.id: run for kind in ("eval", "train") for run in RunQueue(database).page(kind, limit=50, offset=0)[0]}
     finally:
         database.close()
     assert len(found) == 10
     for run in [*small, *real]:
         ended, said = found[run.id], messages(home, run)
         assert (ended.status, ended.message) == ("finished", "")
-        assert Ending.read(files_of(home, run)) == Ending(code=0, stopped=False, ended_at=str(ended.ended_at))
+        assert ExitRecord.read(files_of(home, run)) == ExitRecord(code=0, stopped=False, ended_at=str(ended.ended_at))
         assert said[0] == "the run begins" and said[-1] == "its process ended with exit code 0"
         assert "the run is taken up again: the process before was lost" not in said
     for run in small:

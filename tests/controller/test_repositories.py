@@ -5,14 +5,14 @@ from contextlib import contextmanager
 
 import pytest
 
-from penstock.controller.database import Database
+from penstock.controller.database import ControllerDatabase
 from penstock.controller.repositories import Repositories
 from penstock.errors import ControllerError
 
 
 @contextmanager
 def opened(folder):
-    database = Database(folder / "c.db")
+    database = ControllerDatabase(folder / "c.db")
     try:
         yield Repositories(database)
     finally:

@@ -7,31 +7,31 @@ from pathlib import Path
 import pytest
 from core_cases import SUBMISSION
 
-from penstock.controller.database import Database
-from penstock.controller.runs import Run, RunFiles, Runs, Status, new_id, now
+from penstock.controller.database import ControllerDatabase
+from penstock.controller.runs import Run, RunFiles, RunQueue, RunStatus, new_id, now
 from penstock.errors import ControllerError
 
 
 @pytest.fixture
-def database(tmp_path: Path) -> Generator[Database]:
-    database = Database(tmp_path / "controller.db")
+def database(tmp_path: Path) -> Generator[ControllerDatabase]:
+    database = ControllerDatabase(tmp_path / "controller.db")
     yield database
     database.close()
 
 
 @pytest.fixture
-def runs(database: Database) -> Runs:
-    return Runs(database)
+def runs(database: ControllerDatabase) -> RunQueue:
+    return RunQueue(database)
 
 
-def add(runs: Runs, name: str = "one") -> Run:
+def add(runs: RunQueue, name: str = "one") -> Run:
     return runs.add("eval", new_id(), name, SUBMISSION)
 
 
-def test_a_run_comes_back_as_it_was_submitted_by_id_and_by_name(runs: Runs) -> None:
+def test_a_run_comes_back_as_it_was_submitted_by_id_and_by_name(runs: RunQueue) -> None:
     run = add(runs)
     assert runs.get("eval", run.id) == runs.get("eval", "one") == run
-    assert (run.status, run.submission, run.launches) == (Status.PENDING, SUBMISSION, 0)
+    assert (run.status, run.submission, run.launches) == (RunStatus.PENDING, SUBMISSION, 0)
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", now())
     for wrong in (lambda: runs.get("train", run.id), lambda: runs.get("eval", "two")):
         with pytest.raises(ControllerError, match="see: penstock") as unknown:
@@ -39,7 +39,7 @@ def test_a_run_comes_back_as_it_was_submitted_by_id_and_by_name(runs: Runs) -> N
         assert unknown.value.status == 404
 
 
-def test_names_are_made_fit_and_free(runs: Runs) -> None:
+def test_names_are_made_fit_and_free(runs: RunQueue) -> None:
     assert [runs.free_name("eval", wanted) for wanted in ("My Run!", "__x__", "ÄÖ", "a_b")] == ["my-run", "x", "run", "a_b"]
     add(runs, "a_b")
     add(runs, "a_b-2")
@@ -48,24 +48,24 @@ def test_names_are_made_fit_and_free(runs: Runs) -> None:
     assert len(runs.free_name("eval", "x" * 500)) == 80
 
 
-def test_the_first_word_about_an_end_stands(runs: Runs) -> None:
+def test_the_first_word_about_an_end_stands(runs: RunQueue) -> None:
     run = add(runs)
     assert runs.launch(run.id) and runs.launch(run.id)
-    assert runs.finish(run.id, Status.FINISHED, ended_at="then")
-    assert not runs.finish(run.id, Status.FAILED, "late") and not runs.launch(run.id) and not runs.ask_stop(run.id)
+    assert runs.finish(run.id, RunStatus.FINISHED, ended_at="then")
+    assert not runs.finish(run.id, RunStatus.FAILED, "late") and not runs.launch(run.id) and not runs.ask_stop(run.id)
     ended = runs.get("eval", run.id)
-    assert (ended.status, ended.message, ended.ended_at, ended.launches) == (Status.FINISHED, "", "then", 2)
+    assert (ended.status, ended.message, ended.ended_at, ended.launches) == (RunStatus.FINISHED, "", "then", 2)
 
 
-def test_a_run_that_waits_is_stopped_at_once_and_one_that_runs_is_asked(runs: Runs) -> None:
+def test_a_run_that_waits_is_stopped_at_once_and_one_that_runs_is_asked(runs: RunQueue) -> None:
     waiting, running = add(runs, "waiting"), add(runs, "running")
     runs.launch(running.id)
     assert runs.ask_stop(waiting.id) and runs.ask_stop(running.id)
-    assert (runs.get("eval", "waiting").status, runs.get("eval", "running").status) == (Status.STOPPED, Status.RUNNING)
+    assert (runs.get("eval", "waiting").status, runs.get("eval", "running").status) == (RunStatus.STOPPED, RunStatus.RUNNING)
     assert not runs.launch(running.id) and runs.get("eval", "running").stop_asked
 
 
-def test_the_queue_is_oldest_first_and_pages_are_newest_first(runs: Runs) -> None:
+def test_the_queue_is_oldest_first_and_pages_are_newest_first(runs: RunQueue) -> None:
     names = [add(runs, f"run-{n}").name for n in range(5)]
     assert [run.name for run in runs.waiting()] == names and runs.running() == []
     page, total = runs.page("eval", limit=2, offset=1)
@@ -74,24 +74,24 @@ def test_the_queue_is_oldest_first_and_pages_are_newest_first(runs: Runs) -> Non
 
 
 def test_what_is_queued_is_there_for_the_next_process_and_a_broken_transaction_is_not(
-    database: Database, runs: Runs, tmp_path: Path
+    database: ControllerDatabase, runs: RunQueue, tmp_path: Path
 ) -> None:
     add(runs)
     with pytest.raises(ZeroDivisionError), database.transaction():
         add(runs, "two")
         _ = 1 / 0
-    other = Database(tmp_path / "controller.db")
-    assert [run.name for run in Runs(other).waiting()] == ["one"]
+    other = ControllerDatabase(tmp_path / "controller.db")
+    assert [run.name for run in RunQueue(other).waiting()] == ["one"]
     other.close()
 
 
 def test_a_database_that_cannot_be_used_is_told_with_a_remedy(tmp_path: Path) -> None:
     (tmp_path / "controller.db").write_bytes(b"no database at all" * 100)
     with pytest.raises(ControllerError, match=r"cannot be used.*set PENSTOCK_HOME") as failed:
-        Database(tmp_path / "controller.db")
+        ControllerDatabase(tmp_path / "controller.db")
     assert (failed.value.code, failed.value.status) == ("STORE_FAILED", 503)
 
 
-def test_results_lie_where_the_commands_write_them(runs: Runs, tmp_path: Path) -> None:
+def test_results_lie_where_the_commands_write_them(runs: RunQueue, tmp_path: Path) -> None:
     assert RunFiles(tmp_path).results(add(runs)) == tmp_path / "out" / "evals" / "one"
     assert RunFiles(tmp_path).results(runs.add("train", new_id(), "two", SUBMISSION)) == tmp_path / "out" / "two"

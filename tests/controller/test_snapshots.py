@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.controller.snapshots import make_snapshot, of_commit, unpack
+from penstock.controller.snapshots import make_snapshot, snapshot_commit, unpack
 from penstock.errors import ConfigError, ControllerError
 
 
@@ -92,13 +92,13 @@ def test_a_commit_is_packed_as_it_was_and_an_unknown_one_refused(repository: Pat
     write(repository, "later.py")
     git(repository, "add", ".")
     git(repository, "commit", "-qm", "second")
-    with of_commit(repository, first[:8]) as snapshot:
+    with snapshot_commit(repository, first[:8]) as snapshot:
         assert "later.py" not in packed(snapshot.path) and snapshot.commit_sha == first and not snapshot.dirty
-    with of_commit(repository) as snapshot:
+    with snapshot_commit(repository) as snapshot:
         assert "later.py" in packed(snapshot.path) and snapshot.branch == "main"
     for ref in ("nowhere", "--output=x", "main:main.py"):
         with pytest.raises(ControllerError) as refused:
-            of_commit(repository, ref)
+            snapshot_commit(repository, ref)
         assert (refused.value.code, refused.value.status) == ("COMMIT_UNKNOWN", 404)
 
 

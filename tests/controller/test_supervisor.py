@@ -22,8 +22,8 @@ from core_cases import (
 
 from penstock.controller.context import Controller, ControllerLimits, open_controller
 from penstock.controller.home import Home
-from penstock.controller.monitor import end_strays
-from penstock.controller.runs import Run, RunFiles, Status
+from penstock.controller.monitor import kill_stray_processes
+from penstock.controller.runs import Run, RunFiles, RunStatus
 from penstock.errors import ControllerError
 
 ONCE = """
@@ -41,10 +41,10 @@ else:
 def home(tmp_path: Path) -> Generator[Home]:
     yield Home(tmp_path / "home")
     for folder in (tmp_path / "home" / "runs").glob("*"):
-        end_strays(RunFiles(folder))
+        kill_stray_processes(RunFiles(folder))
 
 
-def status(controller: Controller, run: Run) -> Status:
+def status(controller: Controller, run: Run) -> RunStatus:
     return controller.runs.get(run.kind, run.id).status
 
 
@@ -60,7 +60,7 @@ def test_runs_are_carried_out_oldest_first_and_as_many_at_once_as_may(home: Home
     async def work() -> None:
         async with open_controller(home, ControllerLimits(runs=1)) as controller:
             ended = await over(controller, *runs)
-        assert [run.status for run in ended] == [Status.FINISHED] * 4
+        assert [run.status for run in ended] == [RunStatus.FINISHED] * 4
         assert all(run.started_at and run.ended_at and run.launches == 1 for run in ended)
 
     asyncio.run(work())
@@ -85,7 +85,7 @@ def test_a_run_goes_on_without_its_controller_and_is_found_by_the_next(home: Hom
     async def first() -> int:
         async with open_controller(home, ControllerLimits(runs=2)) as controller:
             await until_async(is_ready(home, run))
-            assert status(controller, run) is Status.RUNNING
+            assert status(controller, run) is RunStatus.RUNNING
             return keeper(home, run)
 
     async def second(pid: int) -> None:
@@ -93,7 +93,7 @@ def test_a_run_goes_on_without_its_controller_and_is_found_by_the_next(home: Hom
             assert keeper(home, run) == pid
             assert controller.supervisor.stop(controller.runs.get("eval", run.id))
             ended = await over(controller, run, quick)
-            assert [each.status for each in ended] == [Status.STOPPED, Status.FINISHED]
+            assert [each.status for each in ended] == [RunStatus.STOPPED, RunStatus.FINISHED]
             assert ended[0].launches == 1 and ended[0].message == "stopped on request"
 
     asyncio.run(second(asyncio.run(first())))
@@ -122,7 +122,7 @@ def test_a_run_that_waits_is_stopped_at_once_and_one_that_is_over_not_at_all(hom
         async with open_controller(home, ControllerLimits(runs=1)) as controller:
             await until_async(is_ready(home, first))
             assert controller.supervisor.stop(second)
-            assert status(controller, second) is Status.STOPPED
+            assert status(controller, second) is RunStatus.STOPPED
             assert not controller.supervisor.stop(second)
             pid = keeper(home, first)
             assert controller.supervisor.stop(first)
@@ -142,7 +142,7 @@ def test_a_run_whose_secret_is_gone_or_whose_files_are_fails_alone(home: Home) -
     async def work() -> None:
         async with open_controller(home, ControllerLimits(runs=1, launches=2)) as controller:
             ended = await over(controller, lost, broken, good)
-        assert [run.status for run in ended] == [Status.FAILED, Status.FAILED, Status.FINISHED]
+        assert [run.status for run in ended] == [RunStatus.FAILED, RunStatus.FAILED, RunStatus.FINISHED]
         assert ended[0].message == "Secret(s) not found: GONE"
 
     asyncio.run(work())
@@ -157,7 +157,7 @@ def test_secrets_of_the_vault_reach_the_run_and_no_file(home: Home) -> None:
             controller.vault.set("KEY", "sesame-open-1234", "user")
         async with open_controller(home, ControllerLimits()) as controller:
             [ended] = await over(controller, run)
-            assert ended.status is Status.FINISHED
+            assert ended.status is RunStatus.FINISHED
 
     asyncio.run(work())
     assert "the key is [redacted]" in messages(home, run)

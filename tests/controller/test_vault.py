@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from penstock.controller.database import Database
+from penstock.controller.database import ControllerDatabase
 from penstock.controller.encryption import SecretCipher, use_keyring, vault_key
 from penstock.controller.home import Home
 from penstock.controller.vault import Vault
@@ -17,7 +17,7 @@ VALUE = "s3cr3t value\nof two lines ü"
 
 @contextmanager
 def opened(folder, key=KEY):
-    database = Database(folder / "c.db")
+    database = ControllerDatabase(folder / "c.db")
     try:
         yield Vault(database, key), database
     finally:

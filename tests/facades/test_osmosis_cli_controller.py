@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from osmosis_shell import Shell, at_a_terminal, make_workspace, run_process, serving
 
-from penstock.controller.client import Client
+from penstock.controller.client import ControllerClient
 
 G = {"git", "workspace_directory"}
 ROWS = [{"system_prompt": "", "user_prompt": f"{a}*7", "ground_truth": str(a * 7)} for a in range(2, 8)]
@@ -236,7 +236,7 @@ def test_rollouts_are_listed_once_a_repository_is_known(osmosis, controller, wor
     unknown = osmosis.json("rollout", "list").error
     assert unknown["code"] == "NOT_FOUND" and "some/agents" in unknown["message"]
     commit(workspace, "rollouts/known/main.py")
-    Client(controller["OSMOSIS_PLATFORM_URL"], controller["OSMOSIS_TOKEN"]).register_repository("some/agents", workspace)
+    ControllerClient(controller["OSMOSIS_PLATFORM_URL"], controller["OSMOSIS_TOKEN"]).register_repository("some/agents", workspace)
     told = osmosis.json("rollout", "list", "--branch", "main").told
     assert set(told) == PAGE | G | {"branch"} and [item["name"] for item in told["items"]] == ["known"]
     assert list(told["items"][0]) == ["id", "name", "is_active", "repo_full_name", "last_synced_commit_sha", "created_at"]
@@ -291,7 +291,7 @@ def test_a_person_logs_in_by_a_code_that_somebody_approves(controller, workspace
     place = {"OSMOSIS_PLATFORM_URL": url, "XDG_CONFIG_HOME": str(tmp_path)}
     with at_a_terminal(workspace, "auth", "login", **place) as (process, _):
         code = process.stderr.readline().removeprefix("Code: ").strip()
-        Client(url, controller["OSMOSIS_TOKEN"]).approve(code)
+        ControllerClient(url, controller["OSMOSIS_TOKEN"]).approve(code)
         assert process.wait(60) == 0 and "Logged in" in process.stdout.read()
     assert run_process(workspace, "auth", "whoami", "--json", **place).told["data"]["source"] == "credentials"
     assert run_process(workspace, "auth", "logout", "-y", "--json", **place).told["resource"]["revoked"] is True

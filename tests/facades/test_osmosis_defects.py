@@ -32,7 +32,7 @@ from penstock.config import AgentSection
 from penstock.errors import ConfigError
 from penstock.records import End
 from penstock.run.agent_preflight import preflight
-from penstock.testing import Scripted, write_tokenizer
+from penstock.testing import ScriptedReply, write_tokenizer
 
 CALL = '<tool_call>\n{"name": "double", "arguments": {"n": 21}}\n</tool_call>'
 HANDOFF = '<tool_call>\n{"name": "transfer_to_second", "arguments": {}}\n</tool_call>'
@@ -240,7 +240,7 @@ def test_a_deadline_is_kept(renderer):
 
 @pytest.mark.parametrize("params", [{"temperature": -1}, {}], ids=["refused", "failed"])
 def test_a_policy_that_refuses_or_fails_is_an_http_error_and_no_bug_of_the_agent(renderer, params):
-    (worked,) = executed(renderer, lambda ctx: with_strands(ctx, params=params), [Scripted("never", fail_after=1)])
+    (worked,) = executed(renderer, lambda ctx: with_strands(ctx, params=params), [ScriptedReply("never", fail_after=1)])
     assert (worked.status, worked.err_category) == (RolloutStatus.FAILURE, "http_error")
 
 

@@ -9,7 +9,7 @@ from killable_process import fork_on_request, write_line
 
 from penstock.chat.renderer import Renderer
 from penstock.gateway import Gateway
-from penstock.gateway.call import Limits
+from penstock.gateway.call import GatewayLimits
 from penstock.gateway.shared_counters import Peers
 from penstock.pool import POOLS
 from penstock.records import Sampling
@@ -22,7 +22,7 @@ async def serve(renderer: Renderer, name: str, folder: Path, url: str, number: i
     """Worker `number` of `of`, each on its own port; writes its URL as a line."""
     pool = POOLS.load(name)(folder, url=url)
     engine = ScriptedEngine(lambda prompt: f"{secrets.token_hex(8)} after {len(prompt)}", renderer.tokenizer, chunk=64)
-    sampling, limits, peers = {"": Sampling(max_tokens=1024)}, Limits(calls_per_s=1e6), Peers(number, of, folder)
+    sampling, limits, peers = {"": Sampling(max_tokens=1024)}, GatewayLimits(calls_per_s=1e6), Peers(number, of, folder)
     async with Gateway(engine, renderer, pool, secret=SECRET, sampling=sampling, limits=limits, peers=peers) as gateway:
         write_line(gateway.base_url.removesuffix("/v1"))
         await asyncio.Event().wait()

@@ -15,7 +15,7 @@ from penstock.gateway import app, auth, session, sources
 from penstock.pool.base import Pool
 from penstock.pool.sqlite import open_pool
 from penstock.records import End, Grade, Rollout, Sampling, Task, make_rollout
-from penstock.testing import ScriptedEngine, Workbench, workbench
+from penstock.testing import GatewayFixture, ScriptedEngine, workbench
 
 SIZE = 200
 BOUND = 200
@@ -24,12 +24,12 @@ lowered here, since no seam leads to them."""
 
 
 def lower_bounds() -> None:
-    auth.SEEN = session.REMEMBERED = session.TAKEN = BOUND
-    app.Told = partial(app.Told, most_bytes=BOUND * 1000)  # type: ignore[misc]
-    sources.Roots = partial(sources.Roots, most_tokens=BOUND * 100)  # type: ignore[misc]
+    auth.MAX_CACHED_TOKENS = session.MAX_CLOSED = session.MAX_ADOPTED = BOUND
+    app.ResponseCache = partial(app.ResponseCache, max_bytes=BOUND * 1000)  # type: ignore[misc]
+    sources.RootCache = partial(sources.RootCache, max_tokens=BOUND * 100)  # type: ignore[misc]
 
 
-async def live(bench: Workbench, rollout: Rollout) -> None:
+async def live(bench: GatewayFixture, rollout: Rollout) -> None:
     """One rollout from its opening to its end."""
     session = bench.gateway.open(rollout, Sampling(max_tokens=64))
     status, _ = await Client(bench.gateway, session, messages=[{"role": "user", "content": f"{rollout.id}?"}]).answer()
@@ -39,7 +39,7 @@ async def live(bench: Workbench, rollout: Rollout) -> None:
     bench.gateway.close(rollout.id)
 
 
-async def run_group(bench: Workbench, pool: Pool, seq: int) -> None:
+async def run_group(bench: GatewayFixture, pool: Pool, seq: int) -> None:
     rollouts = [make_rollout(f"train-{seq}", "t", place) for place in range(SIZE)]
     await pool.open_group(Task(id="t", prompt=({"role": "user", "content": "?"},)), rollouts, seq=seq)
     async with asyncio.TaskGroup() as group:

@@ -16,7 +16,7 @@ from typing import IO, Any
 import torch
 
 from penstock.config import load_config
-from penstock.engines.embedded.decoder import Decoder, read_shape
+from penstock.engines.embedded.decoder import Decoder, read_decoder_shape
 from penstock.engines.embedded.weights import save_decoder
 from penstock.pool.sqlite import open_pool
 from penstock.records import Attempt
@@ -158,7 +158,7 @@ def write_model(folder: Path) -> Path:
     config = {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True, **sizes, **layers}
     (folder / "config.json").write_text(json.dumps(config))
     torch.manual_seed(7)
-    decoder = Decoder(read_shape(folder))
+    decoder = Decoder(read_decoder_shape(folder))
     for parameter in decoder.parameters():
         torch.nn.init.normal_(parameter, mean=float(parameter.dim() == 1), std=0.05)
     save_decoder(decoder, folder)

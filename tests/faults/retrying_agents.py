@@ -12,7 +12,7 @@ from aiohttp import ClientError, ClientSession
 from gateway_process import SECRET
 from killable_process import KillableProcess, killable_process
 
-from penstock.gateway.auth import Tokens
+from penstock.gateway.auth import GatewayTokens
 from penstock.pool.base import Pool
 from penstock.records import End
 from penstock.testing import write_tokenizer
@@ -82,7 +82,7 @@ class Agents:
 
     async def work(self, name: str, rollouts: int) -> None:
         """Run rollouts one after another, each from its opening to its end."""
-        control = Tokens(SECRET).control
+        control = GatewayTokens(SECRET).control
         for number in range(rollouts):
             opened = await self.post("/rollouts", control, {"rollout_id": f"{name}-{number}", "task_id": name})
             rollout_id, token = str(opened["rollout_id"]), str(opened["token"])

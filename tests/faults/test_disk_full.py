@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from penstock.chat.renderer import Renderer
-from penstock.gateway.auth import Tokens
+from penstock.gateway.auth import GatewayTokens
 from penstock.pool.check import check_file
 from penstock.pool.sqlite import open_pool
 from penstock.records import End
 from penstock.testing import ScriptedEngine, workbench, write_tokenizer
 
-CONTROL = Tokens(b"a secret for tests only").control
+CONTROL = GatewayTokens(b"a secret for tests only").control
 LONG = "to and fro " * 1000
 PAGES = 200
 

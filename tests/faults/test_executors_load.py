@@ -12,7 +12,7 @@ from penstock import AgentWorkflow, Grader
 from penstock.chat.renderer import Renderer
 from penstock.config import RolloutSection
 from penstock.events import Events
-from penstock.gateway import Limits
+from penstock.gateway import GatewayLimits
 from penstock.records import End, Sampling, Task, make_rollout
 from penstock.rollout.runner import open_runner
 from penstock.rollout.transcripts import transcripts
@@ -56,7 +56,7 @@ async def run_all(renderer, numbers):
     limits = RolloutSection(agent_timeout_s=240, grader_timeout_s=240)
     async with AsyncExitStack() as stack:
         engine = ScriptedEngine(echo, renderer.tokenizer, chunk=8)
-        bench = await stack.enter_async_context(workbench(engine, renderer, serves=True, limits=Limits()))
+        bench = await stack.enter_async_context(workbench(engine, renderer, serves=True, limits=GatewayLimits()))
         opened = open_runner(agent, gateway=bench.gateway, pool=bench.pool, events=Events(), limits=limits)
         runner = await stack.enter_async_context(opened)
         rollouts = {number: make_rollout(f"train-{number}", f"t{number}", 0) for number in numbers}

@@ -7,9 +7,9 @@ import pytest
 from gateway_client import RETRY, Client, GatedPool
 
 from penstock.chat.renderer import Renderer
-from penstock.gateway import Limits
+from penstock.gateway import GatewayLimits
 from penstock.records import End
-from penstock.testing import Scripted, ScriptedEngine, memory_pool, workbench, write_tokenizer
+from penstock.testing import ScriptedEngine, ScriptedReply, memory_pool, workbench, write_tokenizer
 from penstock.train.sequences import exactness
 
 REPLY = "It is 42, as it always was, " * 2
@@ -81,8 +81,8 @@ def test_a_stream_cut_anywhere_is_never_taken_for_a_whole_one(renderer, fault):
     told = {"partial": 0, "nothing": 0, "recovered": 0}
 
     async def one(point, path):
-        limits = Limits(stall_s=0.02, first_token_s=0.02) if fault == "engine stalls" else Limits()
-        engine = ScriptedEngine([Scripted(REPLY, **{kind: point}), REPLY], renderer.tokenizer)
+        limits = GatewayLimits(stall_s=0.02, first_token_s=0.02) if fault == "engine stalls" else GatewayLimits()
+        engine = ScriptedEngine([ScriptedReply(REPLY, **{kind: point}), REPLY], renderer.tokenizer)
         async with workbench(engine, renderer, pool=GatedPool(memory_pool()), limits=limits) as bench:
             session = await bench.rollout()
             caller = client(bench, session, path)

@@ -12,11 +12,11 @@ from openai import APIError, AsyncOpenAI
 
 from penstock.chat.renderer import Renderer
 from penstock.errors import ConfigError
-from penstock.gateway import Gateway, Limits
-from penstock.gateway.auth import Tokens
+from penstock.gateway import Gateway, GatewayLimits
+from penstock.gateway.auth import GatewayTokens
 from penstock.pool import POOLS
 from penstock.records import End, Sampling, Task, make_rollout
-from penstock.testing import Scripted, ScriptedEngine, memory_pool, workbench, write_tokenizer
+from penstock.testing import ScriptedEngine, ScriptedReply, memory_pool, workbench, write_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ def test_a_busy_engine_is_a_503_that_says_when_to_come_again(renderer, stream):
         assert json.loads(body)["error"]["code"] == "engine_busy"
         assert (await bench.attempt(session)).steps == ()
 
-    run(renderer, [Scripted(busy=True)], steps)
+    run(renderer, [ScriptedReply(busy=True)], steps)
 
 
 REPLY = "0123456789"
@@ -101,7 +101,7 @@ def test_an_engine_that_breaks_off_leaves_a_step_marked_so(renderer, fault, stre
         assert recorded == ([("error", REPLY[:at])] if at else [])
         assert (await Client(bench.gateway, session).answer())[0] == 200
 
-    run(renderer, [Scripted(REPLY, **{fault: at}), "42."], steps)
+    run(renderer, [ScriptedReply(REPLY, **{fault: at}), "42."], steps)
 
 
 def test_text_held_back_when_the_engine_breaks_off_is_recorded_once(renderer):
@@ -112,7 +112,7 @@ def test_text_held_back_when_the_engine_breaks_off_is_recorded_once(renderer):
         (step,) = (await bench.attempt(session)).steps
         assert (step.finish, step.message["content"]) == ("error", "so <tool_call> half")
 
-    run(renderer, [Scripted(ids=renderer.tokenizer.encode("so <tool_call> half"), finish="error")], steps)
+    run(renderer, [ScriptedReply(ids=renderer.tokenizer.encode("so <tool_call> half"), finish="error")], steps)
 
 
 def test_steps_that_are_stored_at_once_are_numbered_one_by_one(renderer):
@@ -141,7 +141,7 @@ def test_a_caller_who_hangs_up_frees_the_engine_and_leaves_a_cancelled_step(rend
         (step,) = (await bench.attempt(session)).steps
         assert (step.finish, step.message["content"]) == ("cancelled", "012")
 
-    run(renderer, [Scripted(REPLY, stall_after=3)], steps)
+    run(renderer, [ScriptedReply(REPLY, stall_after=3)], steps)
 
 
 def test_a_caller_who_hangs_up_while_the_step_is_stored_loses_nothing(renderer):
@@ -172,7 +172,7 @@ def test_many_callers_who_hang_up_leave_nothing_running(renderer):
         assert [step.index for step in attempt.steps] == list(range(100))
         assert len(attempt.nodes) == 1
 
-    run(renderer, lambda _: Scripted(REPLY, stall_after=3), steps)
+    run(renderer, lambda _: ScriptedReply(REPLY, stall_after=3), steps)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -186,7 +186,7 @@ def test_closing_a_rollout_ends_its_running_calls(renderer, stream):
         assert engine.running == 0
         assert (await bench.attempt(session)).steps[0].finish == "cancelled"
 
-    run(renderer, [Scripted(REPLY, stall_after=3)], steps)
+    run(renderer, [ScriptedReply(REPLY, stall_after=3)], steps)
 
 
 def test_a_rollout_that_ends_while_a_reply_is_sampled_gets_409_and_no_step(renderer):
@@ -199,7 +199,7 @@ def test_a_rollout_that_ends_while_a_reply_is_sampled_gets_409_and_no_step(rende
         assert (status, b"rollout_ended" in body) == (409, True)
         assert (await bench.attempt(session)).steps == ()
 
-    run(renderer, [Scripted(REPLY, stall_after=3)], steps)
+    run(renderer, [ScriptedReply(REPLY, stall_after=3)], steps)
 
 
 def test_one_choice_that_fails_fails_the_call_and_stops_the_others(renderer):
@@ -209,7 +209,11 @@ def test_one_choice_that_fails_fails_the_call_and_stops_the_others(renderer):
         assert engine.running == 0
         assert {step.finish for step in (await bench.attempt(session)).steps} <= {"error", "cancelled", "stop"}
 
-    run(renderer, [Scripted(REPLY, stall_after=3), Scripted(REPLY, fail_after=2), Scripted(REPLY, stall_after=3)], steps)
+    run(
+        renderer,
+        [ScriptedReply(REPLY, stall_after=3), ScriptedReply(REPLY, fail_after=2), ScriptedReply(REPLY, stall_after=3)],
+        steps,
+    )
 
 
 def test_too_many_calls_at_once_are_refused(renderer):
@@ -221,7 +225,7 @@ def test_too_many_calls_at_once_are_refused(renderer):
         engine.release()
         assert (await first.answer())[0] == 200
 
-    run(renderer, [Scripted(REPLY, stall_after=1), "42."], steps, limits=Limits(concurrent_calls=1))
+    run(renderer, [ScriptedReply(REPLY, stall_after=1), "42."], steps, limits=GatewayLimits(concurrent_calls=1))
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -272,7 +276,7 @@ def test_a_retry_after_a_refusal_is_sampled(renderer):
         assert (await Client(bench.gateway, session).answer())[0] == 503
         assert b"three" in (await Client(bench.gateway, session, headers=[RETRY]).answer())[1]
 
-    run(renderer, ["one", Scripted(busy=True), "three"], steps)
+    run(renderer, ["one", ScriptedReply(busy=True), "three"], steps)
 
 
 def test_a_retry_after_a_hang_up_is_sampled_since_the_reply_never_came_to_its_end(renderer):
@@ -283,7 +287,7 @@ def test_a_retry_after_a_hang_up_is_sampled_since_the_reply_never_came_to_its_en
         await asyncio.wait_for(client.task, 10)
         assert b"two" in (await Client(bench.gateway, session, headers=[RETRY]).answer())[1]
 
-    run(renderer, [Scripted(REPLY, stall_after=3), "two"], steps)
+    run(renderer, [ScriptedReply(REPLY, stall_after=3), "two"], steps)
 
 
 def test_a_port_that_is_taken_is_one_clear_line(renderer):
@@ -302,11 +306,11 @@ def test_a_port_that_is_taken_is_one_clear_line(renderer):
 
 def test_a_stopped_gateway_answers_its_calls_and_lets_go_of_its_port(renderer):
     async def main():
-        engine, pool = ScriptedEngine([Scripted(REPLY, stall_after=3)], renderer.tokenizer), memory_pool()
+        engine, pool = ScriptedEngine([ScriptedReply(REPLY, stall_after=3)], renderer.tokenizer), memory_pool()
         rollout = make_rollout("train-0", "t", 0)
         await pool.open_group(Task(id="t", prompt=(USER,)), [rollout], seq=0)
         async with AsyncClient(trust_env=False) as http:
-            async with Gateway(engine, renderer, pool, secret=b"x" * 16, limits=Limits(drain_s=0)) as gateway:
+            async with Gateway(engine, renderer, pool, secret=b"x" * 16, limits=GatewayLimits(drain_s=0)) as gateway:
                 session = gateway.open(rollout, Sampling())
                 url, headers = f"{session.base_url}/chat/completions", {"x-api-key": session.token}
                 call = asyncio.create_task(http.post(url, json={"messages": [USER]}, headers=headers))
@@ -390,7 +394,7 @@ def test_killed_gateways_lose_no_acknowledged_step_and_the_next_one_goes_on(tmp_
     async def main():
         await with_pool(store, lambda pool: pool.open_group(Task(id="t", prompt=(USER,)), [rollout], seq=0))
         for _ in range(3):
-            await serve_and_kill(folder, store, Tokens(SECRET).model(rollout.id), talkers)
+            await serve_and_kill(folder, store, GatewayTokens(SECRET).model(rollout.id), talkers)
         return await with_pool(store, lambda pool: pool.attempt(rollout.id))
 
     attempt = asyncio.run(main())
@@ -418,4 +422,4 @@ def test_callers_who_hang_up_over_sockets_free_the_engine(renderer, stream):
         await asyncio.wait_for(engine.idle.wait(), 5)
         assert engine.cancelled == 50
 
-    run(renderer, [Scripted("It is 42.", stall_after=2) for _ in range(50)], steps, serves=True)
+    run(renderer, [ScriptedReply("It is 42.", stall_after=2) for _ in range(50)], steps, serves=True)

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from penstock.chat.renderer import Renderer
-from penstock.gateway.flows import judge_by_rule
+from penstock.gateway.flows import reward_by_rule
 from penstock.records import Sampling, Task, make_rollout
 from penstock.testing import ScriptedEngine, workbench, write_tokenizer
 
@@ -222,7 +222,7 @@ def test_no_request_makes_the_gateway_fail(tmp_path):
     with asyncio.Runner() as runner:
         opened = workbench(engine, renderer)
         bench = runner.run(opened.__aenter__())
-        bench.gateway.judge = judge_by_rule
+        bench.gateway.reward_function = reward_by_rule
 
         @settings(
             max_examples=CASES, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate], derandomize=True

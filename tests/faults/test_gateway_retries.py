@@ -8,7 +8,7 @@ from gateway_client import RETRY, Client
 
 from penstock.chat.renderer import Renderer
 from penstock.records import Sampling
-from penstock.testing import Scripted, ScriptedEngine, memory_pool, workbench, write_tokenizer
+from penstock.testing import ScriptedEngine, ScriptedReply, memory_pool, workbench, write_tokenizer
 
 PATHS = ["/v1/chat/completions", "/v1/messages", "/v1/responses"]
 
@@ -53,7 +53,7 @@ def test_a_retry_joins_the_call_in_flight_and_both_get_the_same_bytes(renderer, 
         assert first.status == 200
         assert len((await bench.attempt(session)).steps) == len(engine.prompts) == 1
 
-    run(renderer, [Scripted("It is 42.", stall_after=3)], steps)
+    run(renderer, [ScriptedReply("It is 42.", stall_after=3)], steps)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -72,7 +72,7 @@ def test_who_joined_gets_the_answer_although_the_first_caller_hung_up(renderer, 
         (step,) = (await bench.attempt(session)).steps
         assert (step.finish, step.message["content"]) == ("stop", "It is 42.")
 
-    run(renderer, [Scripted("It is 42.", stall_after=3)], steps)
+    run(renderer, [ScriptedReply("It is 42.", stall_after=3)], steps)
 
 
 def test_when_all_have_hung_up_the_engine_is_free(renderer):
@@ -90,7 +90,7 @@ def test_when_all_have_hung_up_the_engine_is_free(renderer):
         await asyncio.gather(*[caller.task for caller in callers])
         assert [step.finish for step in (await bench.attempt(session)).steps] == ["cancelled"]
 
-    run(renderer, [Scripted("It is 42.", stall_after=3)], steps)
+    run(renderer, [ScriptedReply("It is 42.", stall_after=3)], steps)
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.http import server
-from penstock.http.asgi import LEAVING
+from penstock.http.asgi import ON_DISCONNECT
 
 START = {"type": "http.response.start", "status": 200, "headers": []}
 
@@ -65,11 +65,11 @@ def test_an_app_is_called_when_its_caller_leaves(leave, ahead):
 
         async def app(scope, receive, send):
             await read(receive)
-            scope[LEAVING](left.set)
+            scope[ON_DISCONNECT](left.set)
             begun.set()
             await left.wait()
             late = asyncio.Event()
-            scope[LEAVING](late.set)
+            scope[ON_DISCONNECT](late.set)
             assert late.is_set()
 
         async with serving(app) as site:
@@ -89,14 +89,14 @@ def test_an_app_that_has_answered_is_not_called_and_does_not_undo_the_wish_of_th
 
         async def app(scope, receive, send):
             await read(receive)
-            scope[LEAVING](lambda: calls.append(scope["path"]))
+            scope[ON_DISCONNECT](lambda: calls.append(scope["path"]))
             if scope["path"] == "/last":
-                scope[LEAVING](lambda: (calls.append("/last"), go.set()))
+                scope[ON_DISCONNECT](lambda: (calls.append("/last"), go.set()))
                 await go.wait()
                 return
             await reply(send, b"")
             await go.wait()
-            scope[LEAVING](None)
+            scope[ON_DISCONNECT](None)
 
         async with serving(app) as site:
             caller = await site.call()

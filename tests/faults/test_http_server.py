@@ -171,8 +171,8 @@ BAD = {
     "too old": (b"GET /\r\n\r\n", 505, "http_version"),
     "no method": (b"FETCH / HTTP/1.1\r\n\r\n", 400, "malformed_request"),
     "a tunnel": (b"CONNECT here:80 HTTP/1.1\r\n\r\n", 400, "malformed_request"),
-    "a long target": (b"GET /" + b"x" * server.TARGET_BYTES + b" HTTP/1.1\r\n\r\n", 414, "target_too_long"),
-    "many headers": (b"GET / HTTP/1.1\r\n" + b"A: b\r\n" * (server.HEADERS + 1) + b"\r\n", 431, "headers_too_large"),
+    "a long target": (b"GET /" + b"x" * server.MAX_TARGET_BYTES + b" HTTP/1.1\r\n\r\n", 414, "target_too_long"),
+    "many headers": (b"GET / HTTP/1.1\r\n" + b"A: b\r\n" * (server.MAX_HEADERS + 1) + b"\r\n", 431, "headers_too_large"),
     "large headers": (b"GET / HTTP/1.1\r\n" + (b"A: " + b"b" * 1000 + b"\r\n") * 70 + b"\r\n", 431, "headers_too_large"),
     "an endless header": (b"GET / HTTP/1.1\r\nA: " + b"b" * 5_000_000, 431, "headers_too_large"),
     "endless headers": (b"GET / HTTP/1.1\r\n" + b"A: b\r\n" * 500_000, 431, "headers_too_large"),
@@ -218,8 +218,8 @@ def test_requests_too_far_ahead_end_the_connection():
     async def main():
         async with serving(echo) as site:
             caller = await site.call()
-            caller.writer.write(GET * (server.AHEAD_AT_MOST + 50))
-            assert 1 <= (await caller.rest()).count(b"HTTP/1.1 200") <= server.AHEAD_AT_MOST
+            caller.writer.write(GET * (server.MAX_PIPELINED + 50))
+            assert 1 <= (await caller.rest()).count(b"HTTP/1.1 200") <= server.MAX_PIPELINED
 
     run(main)
 

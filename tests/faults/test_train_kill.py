@@ -19,7 +19,7 @@ import pytest
 import torch
 from killable_process import times
 
-from penstock.engines.embedded.decoder import Decoder, read_shape
+from penstock.engines.embedded.decoder import Decoder, read_decoder_shape
 from penstock.engines.embedded.weights import save_decoder
 from penstock.pool import POOLS
 from penstock.pool.base import Pool
@@ -76,7 +76,7 @@ def make_model(folder: Path) -> Path:
     }
     (folder / "config.json").write_text(json.dumps(config))
     torch.manual_seed(7)
-    save_decoder(Decoder(read_shape(folder)), folder)
+    save_decoder(Decoder(read_decoder_shape(folder)), folder)
     return folder
 
 

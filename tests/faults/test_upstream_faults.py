@@ -11,17 +11,17 @@ from contextlib import aclosing
 import pytest
 from upstream_cases import Act, FakeVllm, edited, engine_over, event, replaced
 
-from penstock.engines.base import Sampled
-from penstock.engines.fleet import Address, Fleet
-from penstock.engines.retry import LONGEST_WAIT_S, Patience, backoff_s
+from penstock.engines.base import SampledChunk
+from penstock.engines.fleet import EngineServer, Fleet
+from penstock.engines.retry import LONGEST_WAIT_S, RetryPolicy, backoff_s
 from penstock.engines.servers.vllm import VllmEngine
 from penstock.errors import EngineBusy, EngineError
-from penstock.http.client import Fault, Timers, retry_after_s
+from penstock.http.client import RequestTimeouts, UpstreamError, retry_after_s
 from penstock.records import Sampling
 
 PROMPT = [3, 1, 4, 1, 5]
 SAMPLING = Sampling(max_tokens=12, seed=7)
-SHORT = Timers(first_token_s=0.2, stall_s=0.2)
+SHORT = RequestTimeouts(first_token_s=0.2, stall_s=0.2)
 
 BEFORE_THE_FIRST_TOKEN = {
     "429": Act(status=429),
@@ -86,12 +86,12 @@ def run(case: Coroutine[None, None, None]) -> None:
     asyncio.run(bounded())
 
 
-async def read(engine: VllmEngine, sampling: Sampling = SAMPLING, rollout_id: str = "") -> Sampled:
+async def read(engine: VllmEngine, sampling: Sampling = SAMPLING, rollout_id: str = "") -> SampledChunk:
     """The whole reply; with the EngineError, where there is one, what came before it is lost."""
     ids, finish = await partial(engine, sampling, rollout_id)
     if isinstance(finish, EngineError):
         raise finish
-    return Sampled(ids=ids, logprobs=(), full_logprobs=(), versions=(), finish=finish)
+    return SampledChunk(ids=ids, logprobs=(), full_logprobs=(), versions=(), finish=finish)
 
 
 async def partial(engine, sampling=SAMPLING, rollout_id=""):
@@ -121,7 +121,7 @@ def test_a_fault_before_the_first_token_is_not_noticed(name: str):
 @pytest.mark.parametrize("name", BEFORE_THE_FIRST_TOKEN)
 def test_a_fault_that_lasts_is_told_once_the_budget_is_spent(name: str):
     async def case():
-        patience = Patience(retries=2, first_wait_s=0.0, failures=100)
+        patience = RetryPolicy(retries=2, first_wait_s=0.0, failures=100)
         async with FakeVllm() as server, engine_over(server, patience=patience, timers=SHORT) as engine:
             server.otherwise = BEFORE_THE_FIRST_TOKEN[name]
             kind = EngineBusy if "429" in name or "503" in name or "busy" in name else EngineError
@@ -165,7 +165,7 @@ def test_a_request_that_is_at_fault_itself_is_sent_once(name: str):
 
 def test_a_reply_cut_at_any_event_never_says_that_it_finished():
     async def case():
-        async with FakeVllm() as server, engine_over(server, patience=Patience(retries=0, failures=1000)) as engine:
+        async with FakeVllm() as server, engine_over(server, patience=RetryPolicy(retries=0, failures=1000)) as engine:
             whole = (await read(engine)).ids
             for cut in range(12):
                 server.acts.append(Act(cut_after=cut))
@@ -289,7 +289,7 @@ def test_one_of_two_servers_is_killed_under_load_and_no_caller_notices():
 def test_a_server_that_fails_or_is_busy_moves_the_request_to_another_without_a_wait():
     async def case():
         one, other = FakeVllm([Act(status=500)]), FakeVllm([Act(), Act(status=429)])
-        async with one, other, engine_over(one, other, patience=Patience(retries=0)) as engine:
+        async with one, other, engine_over(one, other, patience=RetryPolicy(retries=0)) as engine:
             for _ in range(3):
                 assert len((await read(engine)).ids) == 12
             assert engine.upstream.counts == {"retried_broken": 1, "retried_busy": 1}
@@ -299,7 +299,7 @@ def test_a_server_that_fails_or_is_busy_moves_the_request_to_another_without_a_w
 
 def test_a_server_rests_after_failures_in_a_row_and_serves_again_once_it_is_well():
     async def case():
-        patience = Patience(first_wait_s=0.0, rest_s=0.0, failures=3)
+        patience = RetryPolicy(first_wait_s=0.0, rest_s=0.0, failures=3)
         one, other = FakeVllm([Act(status=500)] * 3), FakeVllm()
         async with one, other, engine_over(one, other, patience=patience) as engine:
             address = engine.upstream.fleet.addresses[0]
@@ -321,7 +321,7 @@ def test_a_server_rests_after_failures_in_a_row_and_serves_again_once_it_is_well
 def test_failures_with_successes_between_them_send_no_server_to_rest():
     async def case():
         acts = [Act(status=500), Act(), Act(status=500), Act(), Act(status=500), Act()]
-        async with FakeVllm(acts) as server, engine_over(server, patience=Patience(first_wait_s=0.0, failures=2)) as engine:
+        async with FakeVllm(acts) as server, engine_over(server, patience=RetryPolicy(first_wait_s=0.0, failures=2)) as engine:
             for _ in range(3):
                 async with aclosing(engine.generate(PROMPT, SAMPLING)) as reply:
                     while (await anext(reply)).finish is None:  # and no further, as the gateway reads
@@ -334,7 +334,7 @@ def test_failures_with_successes_between_them_send_no_server_to_rest():
 
 def test_a_server_that_comes_back_as_another_model_is_left_out():
     async def case():
-        patience = Patience(first_wait_s=0.0, rest_s=0.0, failures=1)
+        patience = RetryPolicy(first_wait_s=0.0, rest_s=0.0, failures=1)
         async with FakeVllm() as one, FakeVllm() as other, engine_over(one, other, patience=patience) as engine:
             one.acts.append(Act(status=500))
             one.processed = False
@@ -350,7 +350,7 @@ def test_a_server_that_comes_back_as_another_model_is_left_out():
 
 def test_a_lone_server_that_restarts_is_used_again():
     async def case():
-        patience = Patience(first_wait_s=0.0, rest_s=0.0, retries=1, failures=1)
+        patience = RetryPolicy(first_wait_s=0.0, rest_s=0.0, retries=1, failures=1)
         async with FakeVllm() as server, engine_over(server, patience=patience) as engine:
             await read(engine)
             await server.kill()
@@ -383,8 +383,8 @@ def test_only_broken_servers_count_as_failing():
     async def case():
         fleet = Fleet(["a"], never, failures=1)
         for kind in ("busy", "refused", "garbled"):
-            with pytest.raises(Fault), fleet.lend(""):
-                raise Fault("no", kind=kind)
+            with pytest.raises(UpstreamError), fleet.lend(""):
+                raise UpstreamError("no", kind=kind)
         assert fleet.addresses[0].up.is_set()
         assert fleet.addresses[0].load == 0
 
@@ -417,5 +417,5 @@ async def exhaust(reply) -> None:
         pass
 
 
-async def never(address: Address) -> None:
-    raise Fault(f"{address.url} is not asked in these tests", kind="broken")
+async def never(address: EngineServer) -> None:
+    raise UpstreamError(f"{address.url} is not asked in these tests", kind="broken")

@@ -8,7 +8,7 @@ from openai import APIError
 from upstream_cases import Act, FakeVllm, engine_over
 
 from penstock.chat.renderer import Renderer
-from penstock.engines.retry import Patience
+from penstock.engines.retry import RetryPolicy
 from penstock.records import Sampling
 from penstock.testing import workbench, write_tokenizer
 
@@ -45,7 +45,7 @@ def test_a_busy_server_costs_the_agent_nothing_and_one_step_is_recorded(renderer
 
 def test_a_reply_cut_at_any_event_is_recorded_as_an_error(renderer: Renderer):
     async def case():
-        server, patience = FakeVllm(), Patience(failures=100)
+        server, patience = FakeVllm(), RetryPolicy(failures=100)
         async with server, engine_over(server, patience=patience) as engine, workbench(engine, renderer, serves=True) as bench:
             session = await bench.rollout()
             for cut in range(1, 12):

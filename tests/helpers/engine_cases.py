@@ -10,16 +10,16 @@ from pathlib import Path
 import torch
 
 from penstock.chat.tokenizer import Tokenizer
-from penstock.engines.base import Engine, Sampled
-from penstock.engines.embedded.core import Core
-from penstock.engines.embedded.decoder import Decoder, Shape
+from penstock.engines.base import Engine, SampledChunk
+from penstock.engines.embedded.core import EngineCore
+from penstock.engines.embedded.decoder import Decoder, DecoderShape
 from penstock.engines.embedded.engine import EmbeddedEngine
 from penstock.engines.embedded.weights import save_decoder
 from penstock.records import Sampling
 from penstock.testing import ScriptedEngine, write_tokenizer
 
 VOCAB = 60
-SHAPE = Shape(
+SHAPE = DecoderShape(
     vocab_size=VOCAB,
     hidden=32,
     inner=48,
@@ -33,7 +33,7 @@ DEADLINE_S = 60.0
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ01234567"
 
 
-def make_decoder(seed: int = 0, shape: Shape = SHAPE) -> Decoder:
+def make_decoder(seed: int = 0, shape: DecoderShape = SHAPE) -> Decoder:
     """Random weights, large enough that the next token depends on the context."""
     decoder = Decoder(shape)
     generator = torch.Generator().manual_seed(seed)
@@ -43,7 +43,7 @@ def make_decoder(seed: int = 0, shape: Shape = SHAPE) -> Decoder:
     return decoder
 
 
-def write_policy(folder: Path, seed: int = 0, shape: Shape = SHAPE, **config: object) -> Path:
+def write_policy(folder: Path, seed: int = 0, shape: DecoderShape = SHAPE, **config: object) -> Path:
     """A model folder as other tools write them, with random weights."""
     folder.mkdir(parents=True, exist_ok=True)
     save_decoder(make_decoder(seed, shape), folder)
@@ -70,7 +70,7 @@ async def embedded(
     stop_ids: Sequence[int] = (),
 ) -> AsyncIterator[EmbeddedEngine]:
     """An embedded engine over random weights."""
-    core = Core(make_decoder(), slots=slots, cache_tokens=16384, decode=decode)
+    core = EngineCore(make_decoder(), slots=slots, cache_tokens=16384, decode=decode)
     engine = EmbeddedEngine(core, name="small", queue_limit=queue, seed=seed, stop_ids=stop_ids)
     try:
         yield engine
@@ -84,21 +84,21 @@ async def scripted(folder: Path) -> AsyncIterator[ScriptedEngine]:
     yield ScriptedEngine(lambda prompt: [*range(8, 58)] * 40, Tokenizer.load(write_tokenizer(folder)), context_length=4096)
 
 
-async def read(engine: Engine, prompt: Sequence[int], sampling: Sampling) -> Sampled:
+async def read(engine: Engine, prompt: Sequence[int], sampling: Sampling) -> SampledChunk:
     """The whole reply as one chunk."""
     return joined([chunk async for chunk in engine.generate(prompt, sampling)])
 
 
-async def read_all(engine: Engine, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Sampled]:
+async def read_all(engine: Engine, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[SampledChunk]:
     """Replies to all prompts, asked for together."""
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(read(engine, prompt, sampling)) for prompt in prompts]
     return [task.result() for task in tasks]
 
 
-def joined(chunks: Sequence[Sampled]) -> Sampled:
+def joined(chunks: Sequence[SampledChunk]) -> SampledChunk:
     """Chunks of one reply as one."""
-    return Sampled(
+    return SampledChunk(
         ids=tuple(i for chunk in chunks for i in chunk.ids),
         logprobs=tuple(x for chunk in chunks for x in chunk.logprobs),
         full_logprobs=tuple(x for chunk in chunks for x in chunk.full_logprobs),

@@ -13,7 +13,7 @@ from penstock.rollout.executors.base import read_section
 from penstock.rollout.runner import open_runner
 from penstock.rollout.scheduler import Scheduler
 from penstock.sdk.discovery import load_agent
-from penstock.testing import Scripted, ScriptedEngine, workbench, write_tokenizer
+from penstock.testing import ScriptedEngine, ScriptedReply, workbench, write_tokenizer
 
 AGENT = Path(__file__).parent / "ray_agents" / "agent.py"
 DEADLINE_S = 90
@@ -26,7 +26,7 @@ class RaySetup:
         self.folder, self.notes = folder, folder / "notes"
         self.notes.mkdir(parents=True)
         self.renderer = Renderer.load(write_tokenizer(folder / "model"))
-        reply = Scripted("a second answer", stall_after=2) if stall else "a second answer"
+        reply = ScriptedReply("a second answer", stall_after=2) if stall else "a second answer"
         decode = self.renderer.tokenizer.decode
         self.engine = ScriptedEngine(lambda ids: reply if "more" in decode(list(ids)) else "first", self.renderer.tokenizer)
         self.events, self.told = Events(), []

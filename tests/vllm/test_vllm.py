@@ -11,7 +11,7 @@ from vllm_server import HOME, running, vllm_server
 from penstock.chat.tokenizer import Tokenizer
 from penstock.config import EngineSection
 from penstock.engines import ENGINES
-from penstock.engines.base import Engine, Sampled
+from penstock.engines.base import Engine, SampledChunk
 from penstock.engines.embedded.decoder import causal
 from penstock.engines.embedded.engine import EmbeddedEngine
 from penstock.engines.servers.vllm import VllmSection
@@ -105,11 +105,11 @@ def compare(case: Case, server: str, model: ModelFolder) -> None:
     asyncio.run(bounded())
 
 
-async def read(engine: Engine, prompt: Sequence[int], sampling: Sampling) -> Sampled:
+async def read(engine: Engine, prompt: Sequence[int], sampling: Sampling) -> SampledChunk:
     """The whole reply as one chunk."""
     chunks = [chunk async for chunk in engine.generate(prompt, sampling)]
     columns = [sum((getattr(c, name) for c in chunks), ()) for name in ("ids", "logprobs", "full_logprobs", "versions")]
-    return Sampled(*columns, finish=chunks[-1].finish)
+    return SampledChunk(*columns, finish=chunks[-1].finish)
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from vllm_server import HOME, vllm_server
 
 from penstock.config import load_config
-from penstock.engines.base import Engine, Sampled
+from penstock.engines.base import Engine, SampledChunk
 from penstock.engines.embedded.decoder import Decoder, causal
 from penstock.engines.embedded.weights import load_decoder
 from penstock.engines.servers.vllm import VllmEngine, VllmSection, open_engine
@@ -91,7 +91,7 @@ def test_versions_are_true_while_replies_run(server: str, model: Path, tmp_path:
     async def case() -> None:
         async with opened(server, model) as engine:
             await engine.load(0, model)
-            replies, begun = dict[int, Sampled](), asyncio.Event()
+            replies, begun = dict[int, SampledChunk](), asyncio.Event()
             async with asyncio.TaskGroup() as group:
                 for n in range(6):
                     group.create_task(follow(engine, n, replies, begun))
@@ -140,9 +140,9 @@ def test_a_training_run_publishes_weights_that_are_really_served(server: str, mo
     asyncio.run(case())
 
 
-async def follow(engine: VllmEngine, n: int, replies: dict[int, Sampled], begun: asyncio.Event) -> None:
+async def follow(engine: VllmEngine, n: int, replies: dict[int, SampledChunk], begun: asyncio.Event) -> None:
     """Read a reply; say when it is well under way."""
-    chunks: list[Sampled] = []
+    chunks: list[SampledChunk] = []
     async for chunk in engine.generate([*PROMPT, n], Sampling(max_tokens=48), rollout_id=f"train-{n}.0.1"):
         chunks.append(chunk)
         if len(joined(chunks).ids) >= 8:

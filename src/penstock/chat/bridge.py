@@ -11,7 +11,7 @@ from datetime import datetime
 from itertools import groupby, product
 from typing import Literal, NamedTuple, Protocol
 
-from penstock.chat.templates import ChatTemplate, Tool, flatten, json_value, reasons
+from penstock.chat.templates import ChatTemplate, Tool, flatten, has_reasoning, json_value
 from penstock.chat.tokenizer import Tokenizer
 from penstock.errors import RenderError
 from penstock.records import Message
@@ -20,7 +20,7 @@ ReplyKind = Literal["text", "call", "calls", "text call", "text calls"]
 """What a reply holds besides reasoning: text, one call, several."""
 
 
-class Situation(NamedTuple):
+class TurnPattern(NamedTuple):
     """What a template may treat in a way of its own."""
 
     tools: bool
@@ -41,7 +41,7 @@ class Situation(NamedTuple):
 class ProbeCase(NamedTuple):
     """One conversation of a situation."""
 
-    situation: Situation
+    situation: TurnPattern
     history: tuple[Message, ...]
     """Up to where the reply was sampled."""
     reply: Message
@@ -50,7 +50,7 @@ class ProbeCase(NamedTuple):
     """Reasoning of an earlier reply: a prompt that does not show it says nothing about the situation."""
 
 
-def kind_of(reply: Message) -> ReplyKind:
+def reply_kind(reply: Message) -> ReplyKind:
     """Its kind; text that is white space is none."""
     calls = reply.get("tool_calls")
     if not calls:
@@ -154,7 +154,7 @@ def cases(*, native_tools: bool) -> Iterator[ProbeCase]:
     for tools, system, kind in product((False, True) if native_tools else (False,), (False, True), kinds):
         head: tuple[Message, ...] = ({"role": "system", "content": "Be exact."},) if system else ()
         for new in _followers(kind, native_tools=native_tools):
-            situation = Situation(tools, system, False, kind, roles_of(new))
+            situation = TurnPattern(tools, system, False, kind, roles_of(new))
             for case in _cases(situation, new, native_tools=native_tools):
                 yield case._replace(history=head + case.history)
 
@@ -165,7 +165,7 @@ def _followers(kind: ReplyKind, *, native_tools: bool) -> tuple[tuple[Message, .
     return PLAIN_FOLLOWERS + (CALLING_FOLLOWERS if native_tools else ()) + (RESULT_FOLLOWERS if kind != "text" else ())
 
 
-def _cases(situation: Situation, new: tuple[Message, ...], *, native_tools: bool) -> Iterator[ProbeCase]:
+def _cases(situation: TurnPattern, new: tuple[Message, ...], *, native_tools: bool) -> Iterator[ProbeCase]:
     """The conversations of a situation, and of the same one with reasoning: in the reply, before it, or both."""
     reply, thought = _reply(situation.reply), situation._replace(reasoning=True)
     pensive = {**reply, "reasoning_content": THOUGHT}
@@ -208,8 +208,8 @@ OTHER_TOOLS = ({**PROBE_TOOLS[0], "function": {**PROBE_TOOLS[0]["function"], "de
 class BridgeCheck:
     """What the check found."""
 
-    proven: frozenset[Situation]
-    unproven: dict[Situation, str]
+    proven: frozenset[TurnPattern]
+    unproven: dict[TurnPattern, str]
     """Situations in which calls are rendered from scratch, with the first thing that went wrong."""
 
 
@@ -227,7 +227,7 @@ class Gluing(Protocol):
         ...
 
 
-class BridgeTrial:
+class BridgeChecker:
     """One run of the check. A situation is proven if every conversation of it agrees."""
 
     def __init__(self, template: ChatTemplate, tokenizer: Tokenizer, glue: Gluing) -> None:
@@ -247,9 +247,9 @@ class BridgeTrial:
 
         Conversations that the template refuses say nothing; where it refuses all of a situation, that is what went wrong.
         """
-        agreed: set[Situation] = set()
-        failed: dict[Situation, str] = {}
-        refused: dict[Situation, str] = {}
+        agreed: set[TurnPattern] = set()
+        failed: dict[TurnPattern, str] = {}
+        refused: dict[TurnPattern, str] = {}
         for case in cases(native_tools=native_tools):
             if case.situation in failed:
                 continue
@@ -345,7 +345,7 @@ def _says(body: str, reply: Message) -> bool:
 END_MOMENT = datetime(2025, 1, 1)
 """When glue is rendered. A date stands in what came before it; a template that writes one after a reply is not bridged."""
 
-__all__ = ["PROBE_TOOLS", "PROBE_USER", "Bridge", "BridgeCheck", "Situation"]
+__all__ = ["PROBE_TOOLS", "PROBE_USER", "Bridge", "BridgeCheck", "TurnPattern"]
 
 
 class ReplyEnd(NamedTuple):
@@ -358,7 +358,7 @@ class ReplyEnd(NamedTuple):
     """The token that ends the last reply of a conversation. Where it is another one, a template that goes on rewrites it."""
 
 
-class Frame(NamedTuple):
+class UserTurnFrame(NamedTuple):
     """The text around a user's words, from the end of a reply before them to the head of the one after."""
 
     before: str
@@ -390,7 +390,7 @@ class Bridge:
         self._ends = self._find_ends()
         self.close_ids = tuple(dict.fromkeys(end.final for end in self._ends.values()))
         """The tokens at which replies of this model end: first that of plain text, then that of calls."""
-        self._frame: Frame | None = None
+        self._frame: UserTurnFrame | None = None
         self._frame = self._find_frame()
         self.result = self.check()
 
@@ -410,11 +410,11 @@ class Bridge:
         `system` says whether the conversation begins with a system text, `thought` whether an earlier reply whose tokens are on
         the path holds reasoning; with None, the glue must be proven both ways.
         """
-        kind, follows, own = kind_of(reply), roles_of(new), reasons(reply)
+        kind, follows, own = reply_kind(reply), roles_of(new), has_reasoning(reply)
         proven = self.result.proven
         for is_system in (False, True) if system is None else (system,):
             for is_thought in (True,) if own else (False, True) if thought is None else (thought,):
-                if Situation(tools, is_system, is_thought, kind, follows) not in proven:
+                if TurnPattern(tools, is_system, is_thought, kind, follows) not in proven:
                     return None
         try:
             tail = self.tail(reply, kind, new)
@@ -424,7 +424,7 @@ class Bridge:
 
     def check(self) -> BridgeCheck:
         """Compare the glue with whole renderings over every situation."""
-        return BridgeTrial(self._template, self._tokenizer, self).run(native_tools=self._native_tools)
+        return BridgeChecker(self._template, self._tokenizer, self).run(native_tools=self._native_tools)
 
     def tail(self, reply: Message, kind: ReplyKind, new: Sequence[Message]) -> str | None:
         """Text from the end of a reply's turn on: the close, the new messages, the head of the next reply."""
@@ -448,7 +448,7 @@ class Bridge:
         """The token that ends a reply's turn when more follows."""
         return self._ends[kind].token_id
 
-    def _find_frame(self) -> "Frame | None":
+    def _find_frame(self) -> "UserTurnFrame | None":
         """What stands around a user's words, if the words change nothing in it: then most calls need no template."""
         if "text" not in self._ends:
             return None
@@ -458,7 +458,7 @@ class Bridge:
             return None
         before, _, after = (tails[MARK] or "").partition(MARK)
         is_plain = all(tail == before + words + after for words, tail in tails.items())
-        return Frame(before, after) if is_plain else None
+        return UserTurnFrame(before, after) if is_plain else None
 
     def _tail_of(self, words: str) -> str | None:
         return self.tail(PROBE_TEXT, "text", [{"role": "user", "content": words}])

@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 from penstock.chat.bridge import PROBE_TOOLS, PROBE_USER, Bridge
 from penstock.chat.parsers import TOOL_FORMATS
-from penstock.chat.parsers.base import ReplyParser, ReplyReading, ToolFormat, closed, is_open, marks_of
+from penstock.chat.parsers.base import ParseOptions, ReplyParser, ToolFormat, close_reasoning, find_reasoning_tags, opens_reasoning
 from penstock.chat.parsers.hermes import Hermes
-from penstock.chat.templates import ChatTemplate, Tool, milder, reasons
+from penstock.chat.templates import ChatTemplate, Tool, has_reasoning, simpler_forms
 from penstock.chat.tokenizer import TextDecoder, Tokenizer
 from penstock.errors import ModelError, RenderError
 from penstock.records import Message
@@ -41,8 +41,8 @@ class Renderer:
         self.native_tools = native is not None
         """Whether the template renders tools itself, in a form that we can read back."""
         self._format: ToolFormat = native or self._hermes
-        self._marks = marks_of(self.template.source)
-        self._thinking = is_open(self.template.render([PROBE_USER], generate=True), self._marks)
+        self._marks = find_reasoning_tags(self.template.source)
+        self._thinking = opens_reasoning(self.template.render([PROBE_USER], generate=True), self._marks)
         self.bridge = Bridge(self.template, tokenizer, native_tools=self.native_tools)
         self.stop_ids = self._find_stops()
         """Ids that end a reply."""
@@ -78,7 +78,7 @@ class Renderer:
         `system` and `thought` tell of the path before the reply, as in `Bridge.glue`.
         """
         messages: list[Message] = self.tokenizer.shield([reply, *new])
-        if reasons(reply):
+        if has_reasoning(reply):
             thought = True
         if self.native_tools:
             plain = self._format.prepare(messages)
@@ -98,13 +98,13 @@ class Renderer:
         begin = self._format.begin
         if begin(name) is None:
             return None
-        close = closed(self._marks) if self._marks and self._thinks(prompt) else ""
+        close = close_reasoning(self._marks) if self._marks and self._thinks(prompt) else ""
         shielded = begin(self.tokenizer.shield(name))
         return RenderedPrompt(tuple(self.tokenizer.encode(f"{close}{shielded}")), f"{close}{begin(name)}")
 
     def parser(self, *, calls: bool, eager: bool, tools: Sequence[Tool] = (), prompt: Sequence[int] | None = None) -> ReplyParser:
         """Reads one reply; see `Reading`. `prompt` tells whether its own end opens the reasoning, where prompts differ in that."""
-        return self._format.parser(ReplyReading(calls, eager, self._marks, self._thinks(prompt), tools))
+        return self._format.parser(ParseOptions(calls, eager, self._marks, self._thinks(prompt), tools))
 
     def decoder(self) -> TextDecoder:
         """Ids to the text that `parser` reads: markup is shown, what ends a reply and other special tokens are not."""
@@ -114,7 +114,7 @@ class Renderer:
         if prompt is None or self._marks is None:
             return self._thinking
         decoder = self.tokenizer.decoder(hidden=frozenset())
-        return is_open(decoder.push(prompt[-TAIL:]) + decoder.finish(), self._marks)
+        return opens_reasoning(decoder.push(prompt[-TAIL:]) + decoder.finish(), self._marks)
 
     def _whole(self, messages: list[Message], tools: list[Tool]) -> str:
         if self.native_tools:
@@ -122,7 +122,7 @@ class Renderer:
         return self.template.render(self._hermes.offer(messages, tools, system=self._takes_system), generate=True)
 
     def _told_mildly(self, messages: list[Message], tools: list[Tool], refusal: RenderError) -> str:
-        for milder_one in milder(messages):
+        for milder_one in simpler_forms(messages):
             try:
                 return self._whole(milder_one, tools)
             except RenderError:

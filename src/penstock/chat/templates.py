@@ -59,12 +59,12 @@ def flatten(content: Any) -> str:
     return "\n".join(part["text"] for part in parts)
 
 
-def reasons(message: Message) -> bool:
+def has_reasoning(message: Message) -> bool:
     """Whether a reply holds reasoning, parsed out of its text or still in it."""
     return bool(message.get("reasoning_content")) or "</think>" in flatten(message.get("content"))
 
 
-def digest(message: Message) -> str:
+def message_digest(message: Message) -> str:
     """Equal for messages that mean the same: role, text, tool calls with canonical arguments.
 
     Ids of tool calls do not count, since agents make their own. Nor does a reply's reasoning, white space around it, or a name
@@ -87,9 +87,9 @@ def tools_digest(tools: Sequence[Tool]) -> str:
     return blake2b(orjson.dumps(tools, option=orjson.OPT_SORT_KEYS), digest_size=16).hexdigest()
 
 
-def link(chain: str, message_digest: str) -> str:
+def chain_digest(chain: str, digest: str) -> str:
     """The chain digest of a path after one more message."""
-    return blake2b((chain + message_digest).encode(), digest_size=16).hexdigest()
+    return blake2b((chain + digest).encode(), digest_size=16).hexdigest()
 
 
 def canonical_json(arguments: Any) -> str:
@@ -174,7 +174,7 @@ def _tojson(
 BETWEEN = "\n\n"
 
 
-def milder(messages: Sequence[Message]) -> Iterator[list[Message]]:
+def simpler_forms(messages: Sequence[Message]) -> Iterator[list[Message]]:
     """Forms of the conversation that a strict template may take: first with one system message, then with none."""
     yield _joined(_one_system(messages))
     yield _joined([_as_user(message) for message in messages])

@@ -10,10 +10,10 @@ import typer
 from penstock.cli.output import stage_progress
 
 if TYPE_CHECKING:
-    from penstock.controller.client import Client, Progress
+    from penstock.controller.client import ControllerClient, ProgressCallback
 
 
-def connect() -> "Client":
+def connect() -> "ControllerClient":
     """The controller of the environment, else the user's own, started where it does not run."""
     from penstock.controller.home import default_home
     from penstock.controller.local import find_controller, named_controller, read_address
@@ -26,7 +26,7 @@ def connect() -> "Client":
 
 
 @contextmanager
-def transferring() -> "Generator[Progress]":
+def transferring() -> "Generator[ProgressCallback]":
     """Shows on stderr how far a transfer is."""
     with stage_progress() as progress:
 
@@ -38,9 +38,9 @@ def transferring() -> "Generator[Progress]":
 
 def listed(fetch: Callable[[int, int], dict[str, Any]], key: str, limit: int, *, everything: bool) -> dict[str, Any]:
     """The first page of a list, of `limit` rows; or all of it as if it were one page."""
-    from penstock.controller.client import PAGE, every
+    from penstock.controller.client import PAGE_ROWS, all_rows
 
     if not everything:
         return fetch(limit, 0)
-    rows = list(every(lambda offset: fetch(PAGE, offset), key))
+    rows = list(all_rows(lambda offset: fetch(PAGE_ROWS, offset), key))
     return {key: rows, "total_count": len(rows), "has_more": False, "next_offset": None}

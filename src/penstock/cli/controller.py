@@ -57,17 +57,17 @@ def up(
 @app.command()
 def status(home: HomeOption = None, as_json: AsJson = False) -> None:
     """Tell whether a controller serves, where, and what it has to do; exit code 1 where none does."""
-    from penstock.controller.client import Client
-    from penstock.controller.local import living, named_controller
+    from penstock.controller.client import ControllerClient
+    from penstock.controller.local import find_running, named_controller
 
     place = _home(home)
     named = named_controller() if home is None else None
-    address = living(place) if named is None and place.path.is_dir() else None
+    address = find_running(place) if named is None and place.path.is_dir() else None
     if named is None and address is None:
         text = f"No controller serves {place.path}.\n\n  next  penstock controller up, or any command that needs one"
         show({"running": False, "home": str(place.path)}, text, as_json=as_json)
         raise typer.Exit(1)
-    client = named or Client(address.url if address else "", place.token())
+    client = named or ControllerClient(address.url if address else "", place.token())
     found: dict[str, Any] = {"running": True, "url": client.url, "user": client.verify()["user"]["name"]}
     if address is not None:
         found |= {"pid": address.pid, "home": str(place.path), "log": str(place.log)}
@@ -80,15 +80,15 @@ def status(home: HomeOption = None, as_json: AsJson = False) -> None:
 @app.command()
 def down(home: HomeOption = None, as_json: AsJson = False) -> None:
     """Stop this machine's controller; runs that are under way go on, and the next controller sees how they ended."""
-    from penstock.controller.local import is_free, living
+    from penstock.controller.local import find_running, is_unserved
 
     place = _home(home)
-    address = living(place) if place.path.is_dir() else None
+    address = find_running(place) if place.path.is_dir() else None
     if address is None:
         raise ControllerError(f"no controller serves {place.path}; nothing was stopped", code="CONTROLLER_ABSENT", status=404)
     os.kill(address.pid, signal.SIGTERM)
     deadline = time.monotonic() + DOWN_S
-    while not is_free(place):
+    while not is_unserved(place):
         if time.monotonic() > deadline:
             text = f"the controller (process {address.pid}) does not stop; see {place.log}"
             raise ControllerError(text, code="CONTROLLER_STUCK")
@@ -144,9 +144,9 @@ def token(as_json: AsJson = False) -> None:
 
 async def _serve(home: "Home", host: str, port: int, runs: int, url: str, names: list[str], *, quiet: bool) -> int | None:
     """Serve until a signal comes; which one that was."""
-    from penstock.controller.api.app import serving
+    from penstock.controller.api.app import serve_controller
     from penstock.controller.context import ControllerLimits, open_controller
-    from penstock.controller.local import announced
+    from penstock.controller.local import publish_address
 
     def tell(text: str) -> None:
         if not quiet:
@@ -156,9 +156,9 @@ async def _serve(home: "Home", host: str, port: int, runs: int, url: str, names:
     with Interrupts(stop, lambda: tell("stopping; runs that are under way go on")) as interrupts:
         async with (
             open_controller(home, ControllerLimits(runs=runs)) as controller,
-            serving(controller, host=host, port=port, base_url=url.rstrip("/"), names=names) as here,
+            serve_controller(controller, host=host, port=port, base_url=url.rstrip("/"), names=names) as here,
         ):
-            with announced(home, here) as address:
+            with publish_address(home, here) as address:
                 ready = {"event": "ready", "url": url.rstrip("/") or here, "pid": address.pid, "home": str(home.path)}
                 typer.echo(orjson.dumps(ready).decode())
                 tell(f"serving {home.path} at {ready['url']}; how to connect: penstock controller token")

@@ -24,10 +24,10 @@ COLUMNS = (
 @app.command()
 def validate(file: Annotated[Path, typer.Argument(help="JSONL, CSV or parquet.")], as_json: AsJson = False) -> None:
     """Look at every row of a file, here; each flaw is told with its row."""
-    from penstock.controller.downloads import check_file
+    from penstock.controller.downloads import check_dataset_file
     from penstock.sdk.dataset import check_tasks
 
-    _, count = check_file(file)
+    _, count = check_dataset_file(file)
     rows = check_tasks(file, columns=True)
     found = {"valid": True, "file": str(file), "rows": rows, "size": count}
     show(found, f"{file} is fine: {rows} rows.\n\n  next  penstock dataset upload {file}", as_json=as_json)
@@ -42,10 +42,10 @@ def upload(
 ) -> None:
     """Send a file to the controller, which looks at every row; runs then name it."""
     from penstock.cli.connection import connect, transferring
-    from penstock.controller.downloads import check_file, upload_dataset
+    from penstock.controller.downloads import check_dataset_file, upload_dataset
     from penstock.sdk.dataset import check_tasks
 
-    check_file(file)
+    check_dataset_file(file)
     check_tasks(file, columns=True)  # the controller looks at every row again; a bad file need not travel
     client = connect()
     with transferring() as progress:

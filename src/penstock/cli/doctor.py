@@ -19,10 +19,10 @@ import typer
 
 from penstock.config import ModelSection, cache_folder, read_toml
 from penstock.errors import ConfigError
-from penstock.models import cached
+from penstock.models import find_cached
 from penstock.workspace.experiment import is_experiment, read_experiment
 from penstock.workspace.layout import EVALS, FOLDERS, TRAININGS, Workspace, find_workspace
-from penstock.workspace.sections import Kind
+from penstock.workspace.sections import RunKind
 
 if TYPE_CHECKING:
     pass
@@ -62,13 +62,13 @@ def workspace(path: Path, made: Sequence[str] = ()) -> Iterator[Check]:
         return
     mended = f"; made {', '.join(made)}" if made else ""
     yield Check(name="workspace", state="ok", found=f"{found.path}{mended}; rollouts: {', '.join(found.rollouts()) or 'none yet'}")
-    kinds: tuple[tuple[str, Kind], ...] = ((EVALS, "eval"), (TRAININGS, "train"))
+    kinds: tuple[tuple[str, RunKind], ...] = ((EVALS, "eval"), (TRAININGS, "train"))
     for folder, kind in kinds:
         for file in sorted((found.path / folder).glob("*.toml")):
             yield from _experiment(file, kind)
 
 
-def _experiment(file: Path, kind: Kind) -> Iterator[Check]:
+def _experiment(file: Path, kind: RunKind) -> Iterator[Check]:
     try:
         tables = read_toml(file)
         if is_experiment(tables):
@@ -141,7 +141,7 @@ def cache() -> Check:
 def model() -> Check:
     """The start policy of a config that names none."""
     name = ModelSection().name
-    found = cached(name)
+    found = find_cached(name)
     if found is None:
         remedy = f"the first run fetches it; or fetch it now: penstock model pull {name}"
         return Check(name="model", state="note", found=f"{name} is not here yet", remedy=remedy)
@@ -215,7 +215,7 @@ def doctor(
     """
     pass
     from penstock.workspace.layout import find_workspace
-    from penstock.workspace.scaffold import fix as mend
+    from penstock.workspace.scaffold import create_missing_folders as mend
 
     if not path.is_dir():
         raise ConfigError(f"{path}: no such folder; give a workspace, or a folder that shall be one")

@@ -12,13 +12,13 @@ from penstock.cli.output import reward
 
 if TYPE_CHECKING:
     from penstock.config import RunConfig
-    from penstock.workspace.preflight import DryRun
-    from penstock.workspace.sections import Kind
+    from penstock.workspace.preflight import DryRunResult
+    from penstock.workspace.sections import RunKind
 
 Option = Annotated[bool, typer.Option("--dry-run", help="Check everything, run one rollout, and leave nothing behind.")]
 
 
-def try_once(config: "RunConfig", kind: "Kind", *, as_json: bool, following: str) -> None:
+def try_once(config: "RunConfig", kind: "RunKind", *, as_json: bool, following: str) -> None:
     """Try the first task, tell what came of it, and exit: with code 1 where the rollout failed. `following` is the real command."""
     from penstock.workspace.preflight import check_project, dry_run
 
@@ -34,7 +34,7 @@ def warn(line: str) -> None:
     typer.echo(f"penstock: {line}", err=True)
 
 
-def as_text(found: "DryRun", following: str) -> str:
+def as_text(found: "DryRunResult", following: str) -> str:
     """One line for each thing that is known of it."""
     rows = [("checked", "config, agent, every row, model"), ("rollout", f"{found.status} in {found.seconds:.1f} s")]
     rows += [("why", found.message)] if found.message else []

@@ -11,8 +11,8 @@ import typer
 
 from penstock.cli import dry_run
 from penstock.cli.interrupts import INTERRUPTED, Interrupts
-from penstock.cli.quickstart import FILE
 from penstock.errors import ConfigError, PenstockError
+from penstock.workspace.scaffold import CONFIG_FILE
 
 if TYPE_CHECKING:
     from penstock.cli.eval_view import EvalView
@@ -144,7 +144,7 @@ def run(
     except asyncio.CancelledError:
         typer.echo("penstock: quit; the same command goes on", err=True)
         raise typer.Exit(INTERRUPTED) from None
-    train = "" if agent or config.engine.relays else "penstock train" + (f" {file}" if file else "")
+    train = "" if agent or not config.engine.trainable else "penstock train" + (f" {file}" if file else "")
     _tell(found, train, as_json=as_json, plain=plain)
     if found.status == "stopped":
         raise typer.Exit(INTERRUPTED)
@@ -208,19 +208,19 @@ def _one_form(as_json: bool, plain: bool) -> None:
 
 def _config(file: Path | None, agent: Path | None, dataset: Path | None, overrides: list[str]) -> "RunConfig":
     from penstock.config import make_config, override
-    from penstock.workspace.opening import open_config
+    from penstock.workspace.opening import load_run_config
 
     if file is not None and agent is not None:
         raise ConfigError("--agent goes without a file: set agent.entry in the file, or leave the file out")
     if file is None:
-        if agent is None and Path(FILE).exists():
-            return _config(Path(FILE), None, dataset, overrides)
+        if agent is None and Path(CONFIG_FILE).exists():
+            return _config(Path(CONFIG_FILE), None, dataset, overrides)
         if agent is None or dataset is None:
-            raise ConfigError(f"there is no {FILE} here; name a config file, or give --agent and --dataset")
+            raise ConfigError(f"there is no {CONFIG_FILE} here; name a config file, or give --agent and --dataset")
         tree: dict[str, Any] = {"agent": {"entry": str(agent)}, "dataset": {"train": str(dataset)}, "run": {"name": agent.stem}}
         override(tree, overrides)
         return make_config(tree, "the command line")
-    config = open_config(file, overrides, "eval", tell=dry_run.warn)
+    config = load_run_config(file, overrides, "eval", tell=dry_run.warn)
     if dataset is not None:
         config = config.model_copy(update={"dataset": config.dataset.model_copy(update={"eval": dataset})})
     return config

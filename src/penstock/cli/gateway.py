@@ -16,7 +16,6 @@ from penstock.errors import ConfigError
 if TYPE_CHECKING:
     from penstock.gateway.standalone import ModelFiles, Settings
 
-SERVERS = ("vllm", "sglang")
 Engine = Annotated[
     str, typer.Option(help="embedded, in this process; vllm or sglang, servers that --url names; openai or anthropic, an endpoint.")
 ]
@@ -54,7 +53,7 @@ def gateway(
 
 def serve(settings: "Settings", *, folder: Path, workers: int = 1, is_open: bool = False, quiet: bool = False) -> int:
     """Serve until a signal comes; the exit code. A line of JSON on stdout says when it serves, and where."""
-    from penstock.gateway.standalone import alone, load_secret, make_folder, write_tokens
+    from penstock.gateway.standalone import hold_folder, load_secret, make_folder, write_tokens
     from penstock.http.listen import bind
 
     refuse_crowd(settings, workers)
@@ -66,7 +65,7 @@ def serve(settings: "Settings", *, folder: Path, workers: int = 1, is_open: bool
     with bind(place.host, place.port, shared=workers > 1) as sock:
         found = get_model(settings)
         make_folder(folder, settings, found)
-        with alone(folder):
+        with hold_folder(folder):
             tokens = write_tokens(folder, load_secret(folder))
             ready = Ready(settings, found, folder=folder, port=sock.getsockname()[1], tokens=tokens, is_open=is_open, quiet=quiet)
             try:
@@ -78,11 +77,13 @@ def serve(settings: "Settings", *, folder: Path, workers: int = 1, is_open: bool
 
 def make_settings(engine: str, model: str, urls: list[str], overrides: list[str], given: dict[str, Any]) -> "Settings":
     """Settings from the options of a command line, checked."""
+    from penstock.config import engine_section
     from penstock.gateway.standalone import read_settings
 
-    if engine in SERVERS and not urls:
+    section = engine_section(engine)
+    if section.needs_url and not urls:
         raise ConfigError(f"--engine {engine} needs the address of a server: --url http://127.0.0.1:8000")
-    if engine == "embedded" and urls:
+    if section.in_process and urls:
         raise ConfigError("--url names a server; add --engine vllm or --engine sglang")
     tree = {"model": {"name": model}, "engine": {"name": engine} | ({"url": urls} if urls else {}), **given}
     return read_settings(tree, overrides)
@@ -92,16 +93,16 @@ def get_model(settings: "Settings") -> "ModelFiles":
     """The model's folder, pulled where it is not here. Servers need no weights here: a tokenizer is enough; endpoints need none."""
     from penstock.cli.output import stage_progress
     from penstock.gateway.standalone import ModelFiles
-    from penstock.models import cached, resolve
+    from penstock.models import find_cached, resolve
 
     name = settings.model.name
-    if settings.engine.relays:
+    if settings.engine.text_only:
         settings.engine.preflight(name)
         return ModelFiles(name, Path())
     path = Path(name).expanduser().resolve()
-    if settings.engine.name != "embedded" and (path / "tokenizer.json").is_file():
+    if not settings.engine.in_process and (path / "tokenizer.json").is_file():
         return ModelFiles(path.name, path)
-    if (found := cached(name)) is None:
+    if (found := find_cached(name)) is None:
         with stage_progress() as progress:
             found = resolve(name, progress)
     return ModelFiles(found.name, found.path)
@@ -109,7 +110,7 @@ def get_model(settings: "Settings") -> "ModelFiles":
 
 def refuse_crowd(settings: "Settings", workers: int) -> None:
     """Refuse several workers where each would have what they must share."""
-    if workers > 1 and settings.engine.name == "embedded":
+    if workers > 1 and settings.engine.in_process:
         raise ConfigError("--workers: each process would hold weights of its own; use one, or --engine vllm --url …")
     if workers > 1 and settings.pool.name == "memory":
         raise ConfigError("--workers: a pool in memory cannot be shared; use --pool sqlite")
@@ -187,14 +188,16 @@ async def _serve(ready: Ready, sock: socket.socket) -> int | None:
 
 async def _supervise(ready: Ready, workers: int) -> int | None:
     """Keep several processes serving until a signal comes; which one that was."""
-    from penstock.gateway.workers import Crew, make_orders
+    from penstock.gateway.workers import WorkerSupervisor, make_worker_config
 
-    orders = make_orders(ready.settings, ready.model, folder=ready.folder, port=ready.port, workers=workers, is_open=ready.is_open)
+    config = make_worker_config(
+        ready.settings, ready.model, folder=ready.folder, port=ready.port, workers=workers, is_open=ready.is_open
+    )
     stop = asyncio.Event()
 
     def serving(pids: list[int]) -> None:
         ready.say(os.getpid(), workers=workers, worker_pids=pids)
 
     with Interrupts(stop, ready.stopping) as interrupts:
-        await Crew(orders, drain_s=ready.settings.gateway.drain_s, ready=serving, tell=ready.tell).run(stop)
+        await WorkerSupervisor(config, drain_s=ready.settings.gateway.drain_s, ready=serving, report=ready.tell).run(stop)
         return interrupts.first

@@ -12,8 +12,8 @@ from penstock.cli.output import AsJson, Plain, show, when
 from penstock.errors import ConfigError, ControllerError
 
 if TYPE_CHECKING:
-    from penstock.controller.client import Client
-    from penstock.controller.runs import Kind
+    from penstock.controller.client import ControllerClient
+    from penstock.controller.runs import RunKind
 
 POLL_S = 0.5
 AWAY_S = 300.0
@@ -22,7 +22,7 @@ PAGE = 200
 OVER = frozenset({"finished", "failed", "stopped"})
 
 
-def attach_logs(app: typer.Typer, kind: "Kind") -> None:
+def attach_logs(app: typer.Typer, kind: "RunKind") -> None:
     """Add `logs` to the group of this kind."""
     word = "an evaluation" if kind == "eval" else "a training run"
 
@@ -52,7 +52,7 @@ def attach_logs(app: typer.Typer, kind: "Kind") -> None:
     app.command("logs", help=text)(logs)
 
 
-def _page(kind: "Kind", name: str, limit: int, cursor: str | None, line: Callable[[Any], str], *, as_json: bool) -> None:
+def _page(kind: "RunKind", name: str, limit: int, cursor: str | None, line: Callable[[Any], str], *, as_json: bool) -> None:
     from penstock.cli.connection import connect
 
     page = connect().logs(kind, name, limit=limit, cursor=cursor)
@@ -67,7 +67,7 @@ def _page(kind: "Kind", name: str, limit: int, cursor: str | None, line: Callabl
         typer.echo(f"older lines: penstock {kind} logs {name} --cursor {page['next_cursor']}", err=True)
 
 
-def _follow(kind: "Kind", name: str, say: Callable[[Any], None], *, as_json: bool) -> None:
+def _follow(kind: "RunKind", name: str, say: Callable[[Any], None], *, as_json: bool) -> None:
     from penstock.cli.connection import connect
 
     try:
@@ -86,7 +86,7 @@ def _follow(kind: "Kind", name: str, say: Callable[[Any], None], *, as_json: boo
         raise typer.Exit(1)
 
 
-def _until_over(held: "_Held", kind: "Kind", name: str, say: Callable[[Any], None]) -> dict[str, Any]:
+def _until_over(held: "_Held", kind: "RunKind", name: str, say: Callable[[Any], None]) -> dict[str, Any]:
     """Say every line once, in order; the run as it is in the end."""
     cursor: str | None = None
     while True:
@@ -107,10 +107,10 @@ def _until_over(held: "_Held", kind: "Kind", name: str, say: Callable[[Any], Non
 class _Held:
     """A controller that is asked again after it was away: it may be started anew, elsewhere on this machine too."""
 
-    def __init__(self, connect: "Callable[[], Client]", client: "Client") -> None:
+    def __init__(self, connect: "Callable[[], ControllerClient]", client: "ControllerClient") -> None:
         self._connect, self._client = connect, client
 
-    def ask(self, question: "Callable[[Client], dict[str, Any]]") -> dict[str, Any]:
+    def ask(self, question: "Callable[[ControllerClient], dict[str, Any]]") -> dict[str, Any]:
         """The answer, once there is one."""
         deadline = time.monotonic() + AWAY_S
         told = False
@@ -153,8 +153,8 @@ def _as_line(entry: Any) -> str:
     return f"{when(entry.get('timestamp'))[11:]} {level}{step}{entry.get('message', '')}".rstrip()
 
 
-KEYS_OF_ONE: dict["Kind", str] = {"eval": "eval_run", "train": "training_run"}
+KEYS_OF_ONE: dict["RunKind", str] = {"eval": "eval_run", "train": "training_run"}
 """Of the run itself in what is told of one."""
 
 
-WORDS: dict["Kind", str] = {"eval": "evaluation", "train": "training run"}
+WORDS: dict["RunKind", str] = {"eval": "evaluation", "train": "training run"}

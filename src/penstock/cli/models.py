@@ -38,13 +38,13 @@ def pull(
 @app.command("list")
 def list_models(plain: Plain = False, as_json: AsJson = False) -> None:
     """List the models that are here, the built-in ones that can be pulled, and those that submitted runs have trained."""
-    from penstock.models import cached, kept
+    from penstock.models import find_cached, list_cached
     from penstock.models.pull import BUILT_IN
 
     if plain and as_json:
         raise ConfigError("--json and --plain go without each other")
-    here = [_row(model.name, model) for model in kept()]
-    absent = [_row(name, None) for name in BUILT_IN if cached(name) is None]
+    here = [_row(model.name, model) for model in list_cached()]
+    absent = [_row(name, None) for name in BUILT_IN if find_cached(name) is None]
     trained = _trained()
     if as_json:
         show({"models": here + absent, **({} if trained is None else {"trained": trained})}, "", as_json=True)
@@ -61,9 +61,9 @@ def list_models(plain: Plain = False, as_json: AsJson = False) -> None:
 def details(name: Name, as_json: AsJson = False) -> None:
     """Tell of one model: where it is, or which run has trained it and whether it is served."""
     from penstock.cli.connection import connect
-    from penstock.models import kept
+    from penstock.models import list_cached
 
-    local = next((model for model in kept() if model.name == name), None)
+    local = next((model for model in list_cached() if model.name == name), None)
     if local is not None:
         row = _row(name, local)
         show(row, labelled(row.items()), as_json=as_json)
@@ -102,19 +102,19 @@ def undeploy(name: Name, as_json: AsJson = False) -> None:
 
 def _trained() -> list[dict[str, Any]] | None:
     """What runs have trained; None where no controller is named or serves, for a list starts none."""
-    from penstock.controller.client import PAGE, Client, every
+    from penstock.controller.client import PAGE_ROWS, ControllerClient, all_rows
     from penstock.controller.home import default_home
-    from penstock.controller.local import living, named_controller
+    from penstock.controller.local import find_running, named_controller
 
     home = default_home()
     client = named_controller()
     if client is None:
-        address = living(home) if home.path.is_dir() else None
-        client = Client(address.url, home.token()) if address else None
+        address = find_running(home) if home.path.is_dir() else None
+        client = ControllerClient(address.url, home.token()) if address else None
     if client is None:
         return None
     known = client
-    return list(every(lambda offset: known.models("lora", limit=PAGE, offset=offset), "models"))
+    return list(all_rows(lambda offset: known.models("lora", limit=PAGE_ROWS, offset=offset), "models"))
 
 
 def _trained_cells(row: dict[str, Any]) -> tuple[object, ...]:

@@ -16,7 +16,7 @@ from penstock.errors import ConfigError
 from penstock.system.files import write_file
 
 if TYPE_CHECKING:
-    from penstock.models import Progress
+    from penstock.models import PullProgress
 
 
 SPARKS = "▁▂▃▄▅▆▇█"
@@ -197,7 +197,7 @@ def _text(value: object) -> str:
 
 
 @contextmanager
-def stage_progress() -> "Generator[Progress]":
+def stage_progress() -> "Generator[PullProgress]":
     """Shows a longer piece of work on stderr: a bar on a terminal, elsewhere one line for each stage."""
     from rich.console import Console
     from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn

@@ -6,9 +6,7 @@ from typing import Annotated
 import orjson
 import typer
 
-from penstock.workspace.scaffold import FILE, TEMPLATES, apply_template
-
-__all__ = ["FILE", "app", "quickstart"]
+from penstock.workspace.scaffold import TEMPLATES, apply_template
 
 app = typer.Typer(help="Projects to begin with.", no_args_is_help=True)
 
@@ -27,6 +25,7 @@ def quickstart(
 
 @app.command("list")
 def list_templates(as_json: Annotated[bool, typer.Option("--json", help="Print them as JSON.")] = False) -> None:
+    """Name the templates."""
     if as_json:
         listed = [{"name": name, "about": one.about, "workspace": bool(one.rollout)} for name, one in TEMPLATES.items()]
         typer.echo(orjson.dumps({"templates": listed}).decode())

@@ -140,12 +140,12 @@ class Outcome:
     code: int
     folder: Path
     seconds: float
-    engine: str
+    in_process: bool
 
     @property
     def verify(self) -> str | None:
         """The command that checks the record; None where there is nothing that it could check."""
-        if not self.attempt.steps or self.engine != "embedded":
+        if not self.attempt.steps or not self.in_process:
             return None
         return shlex.join(["penstock", "verify", str(self.folder), "--channel", self.attempt.rollout.channel])
 
@@ -174,7 +174,7 @@ async def _record(command: list[str], settings: "Settings", model: "ModelFiles",
             attempt = await opened.pool.attempt(rollout.id)
     seconds = time.monotonic() - started
     code = TIMED_OUT if ended.late else ended.code
-    return Outcome(attempt=attempt, code=code, folder=folder, seconds=seconds, engine=settings.engine.name)
+    return Outcome(attempt=attempt, code=code, folder=folder, seconds=seconds, in_process=settings.engine.in_process)
 
 
 def ending(ended: "Ended", interrupt: int | None) -> tuple[End, str]:

@@ -65,6 +65,7 @@ def list_secrets(limit: Limit = 20, everything: All = False, plain: Plain = Fals
 
 @app.command()
 def delete(name: Name, scope: ScopeOption = Scope.personal, yes: Yes = False, as_json: AsJson = False) -> None:
+    """Forget a secret."""
     from penstock.cli.connection import connect
 
     client = connect()

@@ -28,12 +28,12 @@ from penstock.cli.output import (
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
-    from penstock.controller.client import Client
-    from penstock.controller.runs import Kind
-    from penstock.controller.submit import Prepared
+    from penstock.controller.client import ControllerClient
+    from penstock.controller.runs import RunKind
+    from penstock.controller.submit import PreparedSubmission
 
 
-KEYS: dict["Kind", str] = {"eval": "eval_runs", "train": "training_runs"}
+KEYS: dict["RunKind", str] = {"eval": "eval_runs", "train": "training_runs"}
 """Of the list in a page."""
 
 
@@ -63,13 +63,13 @@ _FIRST = (
     Column("dataset", _named("dataset", "file_name")),
 )
 _LAST = (Column("submitted", lambda row: when(row.get("created_at"))), Column("by", lambda row: row.get("creator_name")))
-COLUMNS: dict["Kind", tuple[Column, ...]] = {
+COLUMNS: dict["RunKind", tuple[Column, ...]] = {
     "eval": (*_FIRST, Column("reward", _score), *_LAST),
     "train": (*_FIRST, Column("step", _progress), Column("reward", lambda row: row.get("reward")), *_LAST),
 }
 
 
-def submitted_text(kind: "Kind", prepared: "Prepared", record: Mapping[str, Any], url: str) -> str:
+def submitted_text(kind: "RunKind", prepared: "PreparedSubmission", record: Mapping[str, Any], url: str) -> str:
     """What was queued where, and what to run next."""
     name = record["name"]
     head = f"Queued {WORDS[kind]} {name} at {url}."
@@ -85,7 +85,7 @@ def submitted_text(kind: "Kind", prepared: "Prepared", record: Mapping[str, Any]
     return f"{head}\n\n{labelled(facts)}\n\n{labelled(following)}"
 
 
-def as_text(kind: "Kind", found: Mapping[str, Any]) -> str:
+def as_text(kind: "RunKind", found: Mapping[str, Any]) -> str:
     """One run: where it stands, what it is of, its numbers, what to run next."""
     run: Mapping[str, Any] = found[KEYS_OF_ONE[kind]]
     parts = [
@@ -149,13 +149,13 @@ def _curve(one: Mapping[str, Any]) -> str:
     return f"{first:.4g} → {last:.4g}" if isinstance(first, int | float) and isinstance(last, int | float) else ""
 
 
-def _next(kind: "Kind", run: Mapping[str, Any]) -> str:
+def _next(kind: "RunKind", run: Mapping[str, Any]) -> str:
     if run["status"] in ("pending", "running"):
         return f"penstock {kind} logs {run['name']} -f"
     return f"penstock {kind} download {run['name']}" if run["status"] == "finished" else f"penstock {kind} logs {run['name']}"
 
 
-def downloaded_text(kind: "Kind", found: Mapping[str, Any]) -> str:
+def downloaded_text(kind: "RunKind", found: Mapping[str, Any]) -> str:
     """How many files came, where they are, what did not come."""
     there = f", {found['skipped']} were there" if found["skipped"] else ""
     lines = [f"Fetched {found['downloaded']} files ({size(found['bytes'])}) into {found['folder']}{there}."]
@@ -165,17 +165,17 @@ def downloaded_text(kind: "Kind", found: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-TYPES: dict["Kind", tuple[str, ...]] = {
+TYPES: dict["RunKind", tuple[str, ...]] = {
     "eval": ("metrics", "trajectories", "artifacts", "logs"),
     "train": ("metrics", "logs", "report", "checkpoints"),
 }
 """What can be downloaded; without --type the first two of an evaluation, and all but checkpoints of a training run."""
-USUAL: dict["Kind", tuple[str, ...]] = {"eval": ("metrics", "trajectories"), "train": ("metrics", "logs", "report")}
+USUAL: dict["RunKind", tuple[str, ...]] = {"eval": ("metrics", "trajectories"), "train": ("metrics", "logs", "report")}
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The run's name or id.")]
 
 
-def attach(app: typer.Typer, kind: "Kind") -> None:
+def attach(app: typer.Typer, kind: "RunKind") -> None:
     """Add the commands about submitted runs of this kind to a group."""
     word = WORDS[kind]
     made: tuple[tuple[str, str, Callable[..., None]], ...] = (
@@ -190,7 +190,7 @@ def attach(app: typer.Typer, kind: "Kind") -> None:
     attach_logs(app, kind)
 
 
-def _submit(kind: "Kind") -> Callable[..., None]:
+def _submit(kind: "RunKind") -> Callable[..., None]:
     def submit(
         file: Annotated[Path, typer.Argument(metavar="CONFIG", help="The config file.")],
         name: Annotated[
@@ -204,17 +204,17 @@ def _submit(kind: "Kind") -> Callable[..., None]:
         as_json: AsJson = False,
     ) -> None:
         from penstock.cli.connection import connect, transferring
-        from penstock.controller.submit import prepare, send
-        from penstock.workspace.opening import open_config
+        from penstock.controller.submit import prepare_submission, send_submission
+        from penstock.workspace.opening import load_run_config
 
-        prepared = prepare(kind, file, name=name, overrides=overrides or ())
+        prepared = prepare_submission(kind, file, name=name, overrides=overrides or ())
         if dry:
-            config = open_config(file, overrides or [], kind, tell=warn)
+            config = load_run_config(file, overrides or [], kind, tell=warn)
             try_once(config, kind, as_json=as_json, following=f"penstock {kind} submit {file}")
         confirmed(f"Submit {WORDS[kind]} of {prepared.rollout} with {prepared.model} on {prepared.dataset}?", yes=yes or as_json)
         client = connect()
         with transferring() as progress:
-            record = send(prepared, client, progress=progress)
+            record = send_submission(prepared, client, progress=progress)
         following = [f"penstock {kind} {command}" for command in (f"logs {record['name']} -f", f"info {record['name']}")]
         found = record | {"controller": client.url, "next": following}
         show(found, submitted_text(kind, prepared, record, client.url), as_json=as_json)
@@ -222,7 +222,7 @@ def _submit(kind: "Kind") -> Callable[..., None]:
     return submit
 
 
-def _list(kind: "Kind") -> Callable[..., None]:
+def _list(kind: "RunKind") -> Callable[..., None]:
     def list_runs(limit: Limit = 20, everything: All = False, plain: Plain = False, as_json: AsJson = False) -> None:
         from penstock.cli.connection import connect, listed
 
@@ -234,7 +234,7 @@ def _list(kind: "Kind") -> Callable[..., None]:
     return list_runs
 
 
-def _details(kind: "Kind") -> Callable[..., None]:
+def _details(kind: "RunKind") -> Callable[..., None]:
     def details(
         name: Name,
         output: Annotated[Path | None, typer.Option("-o", "--output", help="Write what --json prints to this file too.")] = None,
@@ -250,7 +250,7 @@ def _details(kind: "Kind") -> Callable[..., None]:
     return details
 
 
-def _found(client: "Client", kind: "Kind", name: str) -> dict[str, Any]:
+def _found(client: "ControllerClient", kind: "RunKind", name: str) -> dict[str, Any]:
     """A run with its numbers, once it has some."""
     found = client.run(kind, name)
     run = found[KEYS_OF_ONE[kind]]
@@ -260,7 +260,7 @@ def _found(client: "Client", kind: "Kind", name: str) -> dict[str, Any]:
     return found
 
 
-def _stop(kind: "Kind") -> Callable[..., None]:
+def _stop(kind: "RunKind") -> Callable[..., None]:
     def stop(name: Name, yes: Yes = False, as_json: AsJson = False) -> None:
         from penstock.cli.connection import connect
 
@@ -273,7 +273,7 @@ def _stop(kind: "Kind") -> Callable[..., None]:
     return stop
 
 
-def _download(kind: "Kind") -> Callable[..., None]:
+def _download(kind: "RunKind") -> Callable[..., None]:
     def download(
         name: Name,
         types: Annotated[str | None, typer.Option("--type", metavar="A,B,…", help=f"Out of {', '.join(TYPES[kind])}, all.")] = None,
@@ -283,7 +283,7 @@ def _download(kind: "Kind") -> Callable[..., None]:
         as_json: AsJson = False,
     ) -> None:
         from penstock.cli.connection import connect, transferring
-        from penstock.controller.downloads import fetch_files
+        from penstock.controller.downloads import download_files
 
         chosen = _types(kind, types)
         client = connect()
@@ -294,7 +294,7 @@ def _download(kind: "Kind") -> Callable[..., None]:
             raise ConfigError(f"{text}; see: penstock {kind} info {name}")
         into = output or Path("downloads") / kind / run["name"]
         with transferring() as progress:
-            fetched = fetch_files(client, kind, run["id"], files, into, overwrite=overwrite, progress=progress)
+            fetched = download_files(client, kind, run["id"], files, into, overwrite=overwrite, progress=progress)
         found = {
             "status": "partial" if fetched.failed else "done",
             "name": run["name"],
@@ -312,7 +312,7 @@ def _download(kind: "Kind") -> Callable[..., None]:
     return download
 
 
-def _types(kind: "Kind", given: str | None) -> tuple[str, ...]:
+def _types(kind: "RunKind", given: str | None) -> tuple[str, ...]:
     if given is None:
         return USUAL[kind]
     named = [each.strip() for each in given.split(",") if each.strip()]

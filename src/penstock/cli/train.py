@@ -12,8 +12,8 @@ import typer
 
 from penstock.cli import dry_run
 from penstock.cli.interrupts import INTERRUPTED, Interrupts
-from penstock.cli.quickstart import FILE
 from penstock.errors import PenstockError
+from penstock.workspace.scaffold import CONFIG_FILE
 
 if TYPE_CHECKING:
     from penstock.cli.live import LiveView
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def train(
-    file: Annotated[Path, typer.Argument(metavar="[FILE.toml]", help="The run's config file.")] = Path(FILE),
+    file: Annotated[Path, typer.Argument(metavar="[FILE.toml]", help="The run's config file.")] = Path(CONFIG_FILE),
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override one key; may be repeated.")
     ] = None,
@@ -35,9 +35,9 @@ def train(
 
     Ctrl-C once stops after the running step (exit code 130); the same command then goes on from there.
     """
-    from penstock.workspace.opening import open_config
+    from penstock.workspace.opening import load_run_config
 
-    config, again = open_config(file, overrides or (), "train", tell=dry_run.warn), Again(_command(file, overrides or []))
+    config, again = load_run_config(file, overrides or (), "train", tell=dry_run.warn), Again(_command(file, overrides or []))
     if dry:
         dry_run.try_once(config, "train", as_json=as_json, following=again.command)
     carry_out(config, again, fresh=fresh, as_json=as_json)

@@ -12,7 +12,7 @@ import typer
 from penstock.cli.output import counts, percent, ranges
 
 if TYPE_CHECKING:
-    from penstock.models import Progress
+    from penstock.models import PullProgress
     from penstock.train.verify import Audit, StepFinding, TokenDeviation
 
 SHOWN = 20
@@ -41,7 +41,7 @@ def verify(
     raise typer.Exit(0 if audit.status == "exact" else 1)
 
 
-async def _verify(folder: Path, progress: "Progress", *, channel: str, limit: int | None, tolerance: float | None) -> "Audit":
+async def _verify(folder: Path, progress: "PullProgress", *, channel: str, limit: int | None, tolerance: float | None) -> "Audit":
     from penstock.run.recorded_run import open_recorded_run
 
     async with open_recorded_run(folder, channel=channel, limit=limit) as recorded:

@@ -13,12 +13,12 @@ from typing import Any
 import orjson
 
 from penstock.controller.context import Controller
-from penstock.controller.environments import missing, requirements
-from penstock.controller.jobs import Job
-from penstock.controller.resolve import Plan, plan
-from penstock.controller.runs import Kind, Run, RunFiles, Submission, new_id
+from penstock.controller.environments import missing_requirements, requirements
+from penstock.controller.jobs import RunJob
+from penstock.controller.resolve import ResolvedSubmission, resolve_submission
+from penstock.controller.runs import Run, RunFiles, RunKind, Submission, new_id
 from penstock.controller.snapshots import unpack
-from penstock.controller.validation_process import check
+from penstock.controller.validation_process import validate_submission
 from penstock.errors import ControllerError
 from penstock.sdk.dataset import check_tasks
 from penstock.system.files import write_file
@@ -27,7 +27,7 @@ COMMANDS = {"eval": ["eval", "run"], "train": ["train"]}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Origin:
+class CodeOrigin:
     """Where a submission's code came from."""
 
     repository: str = ""
@@ -39,7 +39,7 @@ class Origin:
     creator: str = ""
 
 
-async def admit(controller: Controller, kind: Kind, body: Mapping[str, Any], *, snapshot: Path, origin: Origin) -> Run:
+async def admit(controller: Controller, kind: RunKind, body: Mapping[str, Any], *, snapshot: Path, origin: CodeOrigin) -> Run:
     """Queue the run that `body` asks for, with the code in the tar.gz `snapshot`; once this returns it is carried out.
 
     ConfigError, DatasetError, ModelError and ControllerError say what is wrong; then nothing has changed.
@@ -50,7 +50,7 @@ async def admit(controller: Controller, kind: Kind, body: Mapping[str, Any], *, 
     return run
 
 
-def _admit(controller: Controller, kind: Kind, body: Mapping[str, Any], snapshot: Path, origin: Origin) -> Run:
+def _admit(controller: Controller, kind: RunKind, body: Mapping[str, Any], snapshot: Path, origin: CodeOrigin) -> Run:
     waiting = controller.runs.count_waiting()
     if waiting >= controller.limits.queued:
         text = f"{waiting} runs wait, as many as this controller takes; wait for one to begin, or stop one"
@@ -60,7 +60,7 @@ def _admit(controller: Controller, kind: Kind, body: Mapping[str, Any], snapshot
     try:
         files.path.mkdir(mode=0o700)
         unpack(snapshot, files.code, limit_mb=controller.limits.snapshot_mb)
-        planned = plan(controller, kind, body, files)
+        planned = resolve_submission(controller, kind, body, files)
         scopes = controller.vault.scopes(planned.secrets)
         _check(controller, kind, planned, files)
         with snapshot.open("rb") as file:
@@ -79,18 +79,18 @@ def _admit(controller: Controller, kind: Kind, body: Mapping[str, Any], snapshot
         raise
 
 
-def _check(controller: Controller, kind: Kind, planned: Plan, files: RunFiles) -> None:
+def _check(controller: Controller, kind: RunKind, planned: ResolvedSubmission, files: RunFiles) -> None:
     """Where the rollout needs packages that are installed when it runs, only its tasks can be looked at before."""
-    if missing(planned.project):
+    if missing_requirements(planned.project):
         for tasks in (planned.config.dataset.train, planned.config.dataset.eval):
             if tasks is not None:
                 check_tasks(tasks, columns=None)
         return
     tree = planned.config.model_dump(mode="json")
-    check(tree, kind, code=files.code, env=planned.env, secrets=controller.vault.values(planned.secrets))
+    validate_submission(tree, kind, code=files.code, env=planned.env, secrets=controller.vault.values(planned.secrets))
 
 
-def _submission(planned: Plan, digest: str, origin: Origin, scopes: dict[str, str]) -> Submission:
+def _submission(planned: ResolvedSubmission, digest: str, origin: CodeOrigin, scopes: dict[str, str]) -> Submission:
     return Submission(
         rollout=planned.rollout,
         entrypoint=planned.entrypoint,
@@ -109,14 +109,16 @@ def _submission(planned: Plan, digest: str, origin: Origin, scopes: dict[str, st
     )
 
 
-def _enqueue(controller: Controller, kind: Kind, run_id: str, files: RunFiles, planned: Plan, submission: Submission) -> Run:
+def _enqueue(
+    controller: Controller, kind: RunKind, run_id: str, files: RunFiles, planned: ResolvedSubmission, submission: Submission
+) -> Run:
     """Lay out what its keeper needs, then queue it, in one transaction: a name is taken by one run only."""
     with controller.database.transaction():
         name = controller.runs.free_name(kind, planned.name)
         run = planned.config.run.model_copy(update={"name": name, "folder": files.out})
         config = planned.config.model_copy(update={"run": run})
         write_file(files.config, orjson.dumps(config.model_dump(mode="json"), option=orjson.OPT_INDENT_2))
-        job = Job(
+        job = RunJob(
             argv=[sys.executable, "-P", "-m", "penstock", *COMMANDS[kind], str(files.config)],
             cwd=str(files.code),
             env=planned.env,

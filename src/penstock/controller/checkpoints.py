@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import orjson
 
 from penstock.controller.home import Home
-from penstock.controller.runs import Run, RunFiles, Runs
+from penstock.controller.runs import Run, RunFiles, RunQueue
 from penstock.errors import ControllerError
-from penstock.models import kept
+from penstock.models import list_cached
 from penstock.models.pull import BUILT_IN
 
 CHECKPOINTS, STATE = "checkpoints", "state.json"
@@ -70,7 +70,7 @@ def _rewards(file: Path) -> dict[int, float]:
 PAGE = 100
 
 
-class BaseModel(NamedTuple):
+class PretrainedModel(NamedTuple):
     """A model that no run has trained."""
 
     name: str
@@ -78,24 +78,24 @@ class BaseModel(NamedTuple):
     """None where it must be pulled first."""
 
 
-class Catalogue:
+class ModelCatalogue:
     """Reads folders as they are now: nothing of it is kept."""
 
-    def __init__(self, runs: Runs, home: Home) -> None:
+    def __init__(self, runs: RunQueue, home: Home) -> None:
         self._runs = runs
         self._home = home
 
-    def base(self) -> list[BaseModel]:
+    def base(self) -> list[PretrainedModel]:
         """Models that are here, by name, then built-in ones that can be pulled."""
-        here = [BaseModel(model.name, model.path) for model in kept()]
+        here = [PretrainedModel(model.name, model.path) for model in list_cached()]
         names = {model.name for model in here}
-        return here + [BaseModel(name, None) for name in BUILT_IN if name not in names]
+        return here + [PretrainedModel(name, None) for name in BUILT_IN if name not in names]
 
     def trained(self) -> list[Checkpoint]:
         """Checkpoints of training runs that are over, newest run first, newest checkpoint first: none of them changes any more."""
         return [checkpoint for checkpoints in self._by_run() for checkpoint in checkpoints]
 
-    def find(self, name: str) -> Checkpoint | BaseModel:
+    def find(self, name: str) -> Checkpoint | PretrainedModel:
         """By name; a run's name stands for its newest checkpoint. ControllerError 404 where there is none."""
         for checkpoints in self._by_run(name.rpartition("/step-")[0] or name):
             for checkpoint in checkpoints:

@@ -6,13 +6,13 @@ from collections.abc import AsyncGenerator, Generator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
-from penstock.controller.database import Database
+from penstock.controller.database import ControllerDatabase
 from penstock.controller.datasets import Datasets
 from penstock.controller.deployments import Deployments
 from penstock.controller.encryption import vault_key
 from penstock.controller.home import Home
 from penstock.controller.repositories import Repositories
-from penstock.controller.runs import RunFiles, Runs
+from penstock.controller.runs import RunFiles, RunQueue
 from penstock.controller.supervisor import Supervisor
 from penstock.controller.vault import Vault
 from penstock.errors import ControllerError
@@ -39,8 +39,8 @@ class Controller:
     """Everything that a request touches."""
 
     home: Home
-    database: Database
-    runs: Runs
+    database: ControllerDatabase
+    runs: RunQueue
     supervisor: Supervisor
     datasets: Datasets
     vault: Vault
@@ -59,11 +59,11 @@ async def open_controller(home: Home, limits: ControllerLimits) -> AsyncGenerato
     """
     home = Home(home.path.absolute()).make()
     async with AsyncExitStack() as stack:
-        stack.enter_context(_alone(home))
-        database = Database(home.database)
+        stack.enter_context(_hold_home_lock(home))
+        database = ControllerDatabase(home.database)
         stack.callback(database.close)
-        _sweep(home)
-        runs, vault = Runs(database), Vault(database, vault_key(home))
+        _remove_incomplete_runs(home)
+        runs, vault = RunQueue(database), Vault(database, vault_key(home))
         datasets = Datasets(database, home.datasets, largest_mb=limits.dataset_mb)
         stack.callback(datasets.close)
         deployments = Deployments(database, home)
@@ -86,7 +86,7 @@ async def open_controller(home: Home, limits: ControllerLimits) -> AsyncGenerato
         yield controller
 
 
-def _sweep(home: Home) -> None:
+def _remove_incomplete_runs(home: Home) -> None:
     """Remove what submissions left that were being taken in when a controller was killed."""
     for folder in home.runs.iterdir():
         if folder.is_dir() and not RunFiles(folder).job.exists():
@@ -94,7 +94,7 @@ def _sweep(home: Home) -> None:
 
 
 @contextmanager
-def _alone(home: Home) -> Generator[None]:
+def _hold_home_lock(home: Home) -> Generator[None]:
     text = f"{home.path}: another controller serves this folder; use that one, or set PENSTOCK_HOME to another folder"
     with exclusive_lock(home.lock, ControllerError(text, code="CONTROLLER_RUNNING", status=409)):
         yield

@@ -10,7 +10,7 @@ from typing import Any
 from penstock.errors import ControllerError
 
 
-class Database:
+class ControllerDatabase:
     """One connection behind a lock: a controller writes a few rows for each run, never a token."""
 
     def __init__(self, path: Path) -> None:

@@ -20,13 +20,13 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import orjson
 
-from penstock.controller.database import Database
+from penstock.controller.database import ControllerDatabase
 from penstock.controller.runs import new_id, now
 from penstock.errors import ControllerError, DatasetError, Issue
 from penstock.sdk.dataset import check_tasks, read_rows
 from penstock.system.files import publish, sync
 
-PREVIEW_ROWS, PREVIEW_CHARACTERS = 50, 4000
+PREVIEW_ROWS, PREVIEW_CHARS = 50, 4000
 """Of a preview: rows, and characters of a value."""
 
 
@@ -39,7 +39,7 @@ def check_dataset(path: Path, name: str) -> int:
     try:
         return check_tasks(path, columns=True)
     except DatasetError as error:
-        issues = [_named(issue, path, name) for issue in error.issues]
+        issues = [_with_public_name(issue, path, name) for issue in error.issues]
         first = str(error).partition("\n")[0].replace(str(path), name)
         raise DatasetError(first, issues or [Issue(name, first.removeprefix(f"{name}: "))]) from None
 
@@ -47,23 +47,23 @@ def check_dataset(path: Path, name: str) -> int:
 def preview(path: Path) -> list[dict[str, Any]]:
     """The first rows as JSON can hold them, long values cut."""
     with closing(read_rows(path)) as rows:
-        return [{name: _short(value) for name, value in row.columns.items()} for row in islice(rows, PREVIEW_ROWS)]
+        return [{name: _truncate(value) for name, value in row.columns.items()} for row in islice(rows, PREVIEW_ROWS)]
 
 
-def _named(issue: Issue, path: Path, name: str) -> Issue:
+def _with_public_name(issue: Issue, path: Path, name: str) -> Issue:
     """The place is the issue's key already, and the path is the controller's own: neither belongs in the message."""
     message = issue.message.removeprefix(f"{path}, {issue.key}: ").replace(str(path), name)
     return Issue(issue.key.replace(str(path), name), message)
 
 
-def _short(value: Any) -> Any:
+def _truncate(value: Any) -> Any:
     text = value if isinstance(value, str) else orjson.dumps(value, default=str).decode()
-    if len(text) > PREVIEW_CHARACTERS:
-        return f"{text[:PREVIEW_CHARACTERS]}…"
+    if len(text) > PREVIEW_CHARS:
+        return f"{text[:PREVIEW_CHARS]}…"
     return value if isinstance(value, str) else orjson.loads(text)
 
 
-BLOCK = 1 << 20
+BLOCK_BYTES = 1 << 20
 """Bytes that are written at once."""
 
 
@@ -104,9 +104,9 @@ class DatasetFiles:
     async def receive(self, upload: Expected, stream: AsyncIterable[bytes]) -> str:
         """Write a file as it comes and have it wait as a draft; its digest. Nothing stays of one of another size."""
         part = self._part(upload)
-        with _gone(part), _disk():
+        with _remove_afterwards(part), _disk_errors():
             with part.open("xb", buffering=0) as file:
-                digest = await _write(file, _crossing(stream), upload.size)
+                digest = await _write_stream(file, _receive_errors(stream), upload.size)
             await asyncio.to_thread(sync, part)
             part.replace(self.draft(upload, digest))  # not in the thread: a cancelled upload must leave nothing
         return digest
@@ -114,16 +114,16 @@ class DatasetFiles:
     def copy(self, upload: Expected, source: Path) -> str:
         """Have a copy of a file of this machine wait as a draft; its digest."""
         part = self._part(upload)
-        with _gone(part), _disk():
+        with _remove_afterwards(part), _disk_errors():
             shutil.copyfile(source, part)
-            digest = digest_of(part)
+            digest = file_sha256(part)
             publish(part, self.draft(upload, digest))
         return digest
 
     def keep(self, upload: Expected, digest: str) -> None:
         """Put a draft in its place for good; one that is there already is left."""
         draft, content = self.draft(upload, digest), self.content(digest, upload.extension)
-        with _disk():
+        with _disk_errors():
             if draft.exists():
                 draft.replace(content)
             sync(self._folder)
@@ -143,13 +143,13 @@ class DatasetFiles:
         return self._folder / f".{upload.key}.{secrets.token_hex(4)}.part"
 
 
-def digest_of(path: Path) -> str:
+def file_sha256(path: Path) -> str:
     """SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-async def _write(file: FileIO, stream: AsyncIterable[bytes], wanted: int) -> str:
+async def _write_stream(file: FileIO, stream: AsyncIterable[bytes], wanted: int) -> str:
     digest, size, block = hashlib.sha256(), 0, bytearray()
 
     def flush() -> None:
@@ -164,7 +164,7 @@ async def _write(file: FileIO, stream: AsyncIterable[bytes], wanted: int) -> str
         if size > wanted:
             break
         block += piece
-        if len(block) >= BLOCK:
+        if len(block) >= BLOCK_BYTES:
             await asyncio.to_thread(flush)
     if size != wanted:
         told = f"{size} came" if size < wanted else "more came"
@@ -174,7 +174,7 @@ async def _write(file: FileIO, stream: AsyncIterable[bytes], wanted: int) -> str
     return digest.hexdigest()
 
 
-async def _crossing(stream: AsyncIterable[bytes]) -> AsyncGenerator[bytes]:
+async def _receive_errors(stream: AsyncIterable[bytes]) -> AsyncGenerator[bytes]:
     """What a caller sends; that it broke off is no fault of the disk."""
     try:
         async for piece in stream:
@@ -184,7 +184,7 @@ async def _crossing(stream: AsyncIterable[bytes]) -> AsyncGenerator[bytes]:
 
 
 @contextmanager
-def _gone(part: Path) -> Generator[None]:
+def _remove_afterwards(part: Path) -> Generator[None]:
     try:
         yield
     finally:
@@ -192,7 +192,7 @@ def _gone(part: Path) -> Generator[None]:
 
 
 @contextmanager
-def _disk() -> Generator[None]:
+def _disk_errors() -> Generator[None]:
     """A disk that refuses, told once."""
     try:
         yield
@@ -202,16 +202,16 @@ def _disk() -> Generator[None]:
         raise ControllerError(text, code="DISK_FULL" if full else "STORE_FAILED", status=507) from cause
 
 
-TABLE = """CREATE TABLE IF NOT EXISTS dataset_logs (
+LOGS_TABLE = """CREATE TABLE IF NOT EXISTS dataset_logs (
     seq INTEGER PRIMARY KEY AUTOINCREMENT, dataset TEXT NOT NULL, timestamp TEXT NOT NULL, level TEXT NOT NULL, step TEXT NOT NULL,
     message TEXT NOT NULL, details TEXT)"""
-INDEX = "CREATE INDEX IF NOT EXISTS dataset_logs_of ON dataset_logs (dataset, seq)"
+LOGS_INDEX = "CREATE INDEX IF NOT EXISTS dataset_logs_of ON dataset_logs (dataset, seq)"
 
 Level = Literal["info", "warning", "error"]
 Step = Literal["upload", "validation"]
 
 
-class LogPage(NamedTuple):
+class DatasetLogPage(NamedTuple):
     """Some entries, oldest first."""
 
     entries: list[dict[str, Any]]
@@ -222,18 +222,18 @@ class LogPage(NamedTuple):
 class DatasetLogs:
     """The entries of all datasets."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: ControllerDatabase) -> None:
         self._database = database
-        database.create(TABLE, INDEX)
+        database.create(LOGS_TABLE, LOGS_INDEX)
 
     def add(self, dataset: str, step: Step, message: str, *, level: Level = "info", **details: Any) -> None:
         told = orjson.dumps(details).decode() if details else None
         statement = "INSERT INTO dataset_logs (dataset, timestamp, level, step, message, details) VALUES (?, ?, ?, ?, ?, ?)"
         self._database.write(statement, [dataset, now(), level, step, message, told])
 
-    def page(self, dataset: str, *, limit: int, cursor: str | None, newer: bool = False) -> LogPage:
+    def page(self, dataset: str, *, limit: int, cursor: str | None, newer: bool = False) -> DatasetLogPage:
         """The newest entries, or those before (with `newer`: after) `cursor`; `newer` without a cursor begins at the beginning."""
-        place = _place(cursor)
+        place = _cursor_seq(cursor)
         side, order = (">", "ASC") if newer else ("<", "DESC")
         start = place if place is not None else (0 if newer else 1 << 62)
         statement = f"SELECT * FROM dataset_logs WHERE dataset = ? AND seq {side} ? ORDER BY seq {order} LIMIT ?"
@@ -244,10 +244,10 @@ class DatasetLogs:
         rows = kept if newer else kept[::-1]
         fields = ("timestamp", "level", "step", "message")
         told = [{name: row[name] for name in fields} | {"details": _details(row["details"])} for row in rows]
-        return LogPage(told, following)
+        return DatasetLogPage(told, following)
 
 
-def _place(cursor: str | None) -> int | None:
+def _cursor_seq(cursor: str | None) -> int | None:
     if cursor is None or cursor == "":
         return None
     if not (cursor.isascii() and cursor.isdecimal() and len(cursor) <= 18):
@@ -271,7 +271,7 @@ TABLES = (
 )
 NAME = re.compile(r"(?!\.)[^\x00-\x1f\x7f/\\]{1,200}")
 EXTENSIONS = ("csv", "jsonl", "parquet")
-FORGOTTEN = timedelta(days=1)
+UPLOAD_LIFETIME = timedelta(days=1)
 """After which an upload that nobody completed is given up."""
 
 
@@ -317,10 +317,10 @@ class Upload:
     """What is wrong with the file, as JSON."""
 
 
-class DatasetRows:
+class DatasetTables:
     """The two tables, and the log beside them."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: ControllerDatabase) -> None:
         self._database = database
         database.create(*TABLES)
         self.logs = DatasetLogs(database)
@@ -345,7 +345,9 @@ class DatasetRows:
         with self._database.transaction():
             known = self.find(name)
             if overwrite_id is not None and (known is None or overwrite_id not in (known.id, known.name)):
-                raise refused(f"dataset {overwrite_id[:80]!r} is not the one that is called {name!r}", "overwrite_dataset_id")
+                raise invalid_dataset(
+                    f"dataset {overwrite_id[:80]!r} is not the one that is called {name!r}", "overwrite_dataset_id"
+                )
             if known is not None and known.digest is not None and overwrite_id is None:
                 text = f"a dataset {name!r} exists; choose another name, or overwrite it"
                 raise ControllerError(text, code="DATASET_EXISTS", status=409, details={"existing_dataset_id": known.id})
@@ -420,7 +422,7 @@ class DatasetRows:
 
     def _write(self, upload: Upload, statement: str, values: list[str | int | None]) -> None:
         if not self._database.write(statement, values):
-            raise over(upload.dataset)
+            raise upload_over(upload.dataset)
 
     def _show(self, upload: Upload, status: str, message: str = "") -> None:
         """Show where an upload stands on a dataset that has no content yet."""
@@ -430,35 +432,35 @@ class DatasetRows:
         )
 
 
-def is_forgotten(upload: Upload) -> bool:
+def is_abandoned(upload: Upload) -> bool:
     """Whether nobody will complete it any more."""
-    return datetime.now(UTC) - datetime.fromisoformat(upload.begun_at) > FORGOTTEN
+    return datetime.now(UTC) - datetime.fromisoformat(upload.begun_at) > UPLOAD_LIFETIME
 
 
-def error_of(told: str) -> DatasetError:
+def stored_error(told: str) -> DatasetError:
     """The error that `DatasetRows.fail` kept."""
     kept = orjson.loads(told)
     return DatasetError(kept["message"], [Issue(*issue) for issue in kept["issues"]])
 
 
-def check_wish(name: str, size: int, extension: str, *, largest: int) -> None:
+def check_new_dataset(name: str, size: int, extension: str, *, largest: int) -> None:
     """ControllerError 400 for a dataset that cannot be."""
     if not NAME.fullmatch(name) or name.strip() != name:
-        raise refused(f"{name[:80]!r} is not a dataset's name; use a file's name without its ending", "file_name")
+        raise invalid_dataset(f"{name[:80]!r} is not a dataset's name; use a file's name without its ending", "file_name")
     if extension not in EXTENSIONS:
-        raise refused(f"a dataset is a csv, jsonl or parquet file, not {extension[:20]!r}; convert it", "extension")
+        raise invalid_dataset(f"a dataset is a csv, jsonl or parquet file, not {extension[:20]!r}; convert it", "extension")
     if not 0 < size <= largest:
         limit = f"from 1 byte to {largest // 1_000_000} MB"
-        raise refused(f"dataset {name!r} has {size} bytes; this controller takes files {limit}", "file_size")
+        raise invalid_dataset(f"dataset {name!r} has {size} bytes; this controller takes files {limit}", "file_size")
 
 
-def over(dataset: str) -> ControllerError:
+def upload_over(dataset: str) -> ControllerError:
     """An upload that came too late."""
     text = f"nothing is expected for dataset {dataset} by this link any more; begin the upload again"
     return ControllerError(text, code="UPLOAD_OVER", status=409)
 
 
-def refused(message: str, field: str) -> ControllerError:
+def invalid_dataset(message: str, field: str) -> ControllerError:
     """A wish that cannot be."""
     return ControllerError(message, code="DATASET_INVALID", status=400, details={"field": field})
 
@@ -471,8 +473,8 @@ def _upload(row: sqlite3.Row) -> Upload:
     return Upload(**{key: row[key] for key in row.keys()})  # noqa: SIM118
 
 
-LARGEST_MB = 5000
-PATIENCE_S = 20.0
+MAX_DATASET_MB = 5000
+CHECK_WAIT_S = 20.0
 """How long `complete` waits for the look at a file: a client waits 30 s. What takes longer goes on as `processing`."""
 
 __all__ = ["Dataset", "Datasets", "Upload"]
@@ -481,8 +483,10 @@ __all__ = ["Dataset", "Datasets", "Upload"]
 class Datasets:
     """All of them. Files are looked at in threads, one after the other; a look that `close` or a kill broke off is begun again."""
 
-    def __init__(self, database: Database, folder: Path, *, largest_mb: int = LARGEST_MB, patience_s: float = PATIENCE_S) -> None:
-        self._rows, self._files = DatasetRows(database), DatasetFiles(folder)
+    def __init__(
+        self, database: ControllerDatabase, folder: Path, *, largest_mb: int = MAX_DATASET_MB, patience_s: float = CHECK_WAIT_S
+    ) -> None:
+        self._rows, self._files = DatasetTables(database), DatasetFiles(folder)
         self._largest, self._patience_s = largest_mb * 1_000_000, patience_s
         self._one_look, self._settling = threading.Lock(), threading.Lock()
         self._checks: dict[str, Future[None]] = {}
@@ -517,7 +521,7 @@ class Datasets:
 
         ControllerError 409 for a name in use, with `existing_dataset_id`.
         """
-        check_wish(name, size, extension, largest=self._largest)
+        check_new_dataset(name, size, extension, largest=self._largest)
         before = self._rows.find(name)
         forgotten = self._rows.uploads(before.id) if before else []
         upload = self._rows.begin(name, size, extension, overwrite_id=overwrite_id, creator=creator)
@@ -536,7 +540,7 @@ class Datasets:
             digest = await self._files.receive(upload, stream)
         except BaseException as error:
             if not self._is_current(upload) and isinstance(error, ControllerError):
-                raise over(dataset_id) from error
+                raise upload_over(dataset_id) from error
             if self._is_current(upload):
                 self._rows.move(upload, upload.state)
             raise
@@ -547,11 +551,13 @@ class Datasets:
         upload = self.upload(dataset_id)
         known = self.get(dataset_id)  # after it: a look that ended meanwhile has changed both
         if upload is None:
-            return _had(known)
+            return _complete_dataset(known)
         if upload.error is not None:
-            raise error_of(upload.error)
+            raise stored_error(upload.error)
         if extension is not None and extension.lower().lstrip(".") != upload.extension:
-            raise refused(f"dataset {known.name!r} was begun as {upload.extension}, not {extension[:20]!r}", "file_extension")
+            raise invalid_dataset(
+                f"dataset {known.name!r} was begun as {upload.extension}, not {extension[:20]!r}", "file_extension"
+            )
         if upload.digest is None:
             text = f"dataset {known.name!r}: its file has not arrived; upload it first"
             raise ControllerError(text, code="UPLOAD_MISSING", status=409)
@@ -584,7 +590,7 @@ class Datasets:
         extension, known = path.suffix.lower().lstrip("."), self._rows.find(name)
         if not path.is_file():
             raise DatasetError(f"{path}: no such file; check the path")
-        if known is not None and known.digest is not None and (known.digest, known.extension) == (digest_of(path), extension):
+        if known is not None and known.digest is not None and (known.digest, known.extension) == (file_sha256(path), extension):
             return self._placed(known)
         replaced = known.id if overwrite and known is not None else None
         begun = self.begin(name, path.stat().st_size, extension, replaced, creator=creator)
@@ -596,7 +602,7 @@ class Datasets:
     def _recover(self) -> None:
         """Go on where a killed controller stopped: give up old uploads, sweep files of none, and look on where a look was begun."""
         for upload in self._rows.uploads():
-            if is_forgotten(upload):
+            if is_abandoned(upload):
                 self._rows.cancel(upload, "the upload was never completed")
             elif upload.digest is not None and upload.error is None and self._files.find(upload, upload.digest) is None:
                 self._rows.lost(upload)
@@ -611,7 +617,7 @@ class Datasets:
     def _expected(self, dataset_id: str, key: str | None) -> Upload:
         upload = self.upload(dataset_id)
         if upload is None or upload.state in ("processing", "failed") or (key is not None and key != upload.key):
-            raise over(dataset_id)
+            raise upload_over(dataset_id)
         return upload
 
     def _received(self, upload: Upload, digest: str) -> None:
@@ -681,7 +687,7 @@ class Datasets:
         return dataset if dataset.digest is None else replace(dataset, path=self._files.content(dataset.digest, dataset.extension))
 
 
-def _had(dataset: Dataset) -> Dataset:
+def _complete_dataset(dataset: Dataset) -> Dataset:
     """A dataset that expects nothing: it has its content, or there is no use in completing it."""
     if dataset.digest is None:
         text = f"dataset {dataset.name!r}: {dataset.message or 'nothing was uploaded'}; begin the upload again"

@@ -15,23 +15,25 @@ import aiohttp
 import orjson
 
 from penstock.codec import to_json
-from penstock.controller.model_server import Orders
+from penstock.controller.model_server import ModelServerSpec
 from penstock.errors import ControllerError
 
-FIRST_WAIT_S, LONGEST_WAIT_S, YOUNG_S = 0.2, 30.0, 60.0
+FIRST_WAIT_S, LONGEST_WAIT_S, STABLE_S = 0.2, 30.0, 60.0
 """Before a process that ended is started again: doubled each time for one that did not live long."""
-HEALTH_S, MISSED = 10.0, 3
+HEALTH_INTERVAL_S, MAX_MISSED = 10.0, 3
 """How often it is asked whether it is well, and how many answers may be missing."""
-START_S = 600.0
+START_TIMEOUT_S = 600.0
 """The longest that loading a model may take."""
 GRACE_S = 8.0
 """For a process to end after it was asked to."""
 
 
-class ServedModel:
+class DeploymentProcess:
     """Keeps a process up while `run` runs; cancel that to end it. `moved` is told the port whenever it serves."""
 
-    def __init__(self, orders: Orders, log: Path, moved: Callable[[int], None], *, health_s: float = HEALTH_S) -> None:
+    def __init__(
+        self, orders: ModelServerSpec, log: Path, moved: Callable[[int], None], *, health_s: float = HEALTH_INTERVAL_S
+    ) -> None:
         self._orders, self._log, self._moved, self._health_s = orders, log, moved, health_s
         self.settled = asyncio.Event()
         """Set once it serves, or could not be started the first time."""
@@ -53,14 +55,14 @@ class ServedModel:
                 if not (patient or self.settled.is_set()):
                     self.settled.set()
                     return
-            wait_s = FIRST_WAIT_S if loop.time() - began > YOUNG_S else min(wait_s * 2, LONGEST_WAIT_S)
+            wait_s = FIRST_WAIT_S if loop.time() - began > STABLE_S else min(wait_s * 2, LONGEST_WAIT_S)
             await asyncio.sleep(wait_s)
 
     async def _serve(self) -> None:
         """From the start of a process to its end, whatever brings that about."""
         process = await self._start()
         try:
-            async with asyncio.timeout(START_S):
+            async with asyncio.timeout(START_TIMEOUT_S):
                 self.url = await self._ready(process)
             self.pid, self.failure = process.pid, None
             self._orders = replace(self._orders, port=urlsplit(self.url).port or 0)
@@ -69,7 +71,7 @@ class ServedModel:
             await self._until_unwell(process)
         finally:
             self.url = self.pid = None
-            await _end(process)
+            await _end_process(process)
 
     async def _start(self) -> Process:
         command = (sys.executable, "-P", "-m", "penstock.controller.model_server")
@@ -92,13 +94,13 @@ class ServedModel:
         ended, missed = asyncio.ensure_future(process.wait()), 0
         try:
             async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=self._health_s)) as session:
-                while missed < MISSED:
+                while missed < MAX_MISSED:
                     done, _ = await asyncio.wait({ended}, timeout=self._health_s)
                     if done:
                         self.failure = f"its process ended with {process.returncode}; it is started again"
                         return
                     missed = 0 if await self._is_well(session) else missed + 1
-            self.failure = f"its process gave no answer {MISSED} times; it is started again"
+            self.failure = f"its process gave no answer {MAX_MISSED} times; it is started again"
             _kill(process)
         finally:
             ended.cancel()
@@ -111,7 +113,7 @@ class ServedModel:
             return False
 
 
-async def _end(process: Process) -> None:
+async def _end_process(process: Process) -> None:
     """End a process and all that it started, and wait until it is gone; a cancellation waits for that too."""
     ending = asyncio.ensure_future(_terminate(process))
     try:

@@ -12,20 +12,20 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
-from penstock.controller.checkpoints import BaseModel, Catalogue, Checkpoint
-from penstock.controller.database import Database
-from penstock.controller.deployment_process import HEALTH_S, ServedModel
+from penstock.controller.checkpoints import Checkpoint, ModelCatalogue, PretrainedModel
+from penstock.controller.database import ControllerDatabase
+from penstock.controller.deployment_process import HEALTH_INTERVAL_S, DeploymentProcess
 from penstock.controller.home import Home
-from penstock.controller.model_server import Orders, ServingEngine
-from penstock.controller.runs import Runs, now
+from penstock.controller.model_server import DeploymentEngine, ModelServerSpec
+from penstock.controller.runs import RunQueue, now
 from penstock.errors import ControllerError
 
 TABLE = """CREATE TABLE IF NOT EXISTS deployments (
     seq INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL UNIQUE, folder TEXT NOT NULL, port INTEGER NOT NULL DEFAULT 0,
     engine TEXT NOT NULL, deployed_at TEXT NOT NULL, deployed_by TEXT NOT NULL)"""
-MOST = 2
+MAX_DEPLOYMENTS = 2
 """Deployments at once: each holds its weights in memory."""
-PATIENCE_S = 20.0
+READY_TIMEOUT_S = 20.0
 """How long `deploy` waits until the model answers: a client waits 30 s. What takes longer goes on as `starting`."""
 
 
@@ -53,14 +53,20 @@ class Deployments:
     """All of them; `start` brings up those that the database knows, `close` ends their processes and leaves the rows."""
 
     def __init__(
-        self, database: Database, home: Home, *, most: int = MOST, patience_s: float = PATIENCE_S, health_s: float = HEALTH_S
+        self,
+        database: ControllerDatabase,
+        home: Home,
+        *,
+        most: int = MAX_DEPLOYMENTS,
+        patience_s: float = READY_TIMEOUT_S,
+        health_s: float = HEALTH_INTERVAL_S,
     ) -> None:
         self._database, self._home, self.most, self._patience_s, self._health_s = database, home, most, patience_s, health_s
         self._key = home.secret("deployments.key")
-        self._served: dict[str, ServedModel] = {}
+        self._served: dict[str, DeploymentProcess] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._changing = asyncio.Lock()
-        self.catalogue = Catalogue(Runs(database), home)
+        self.catalogue = ModelCatalogue(RunQueue(database), home)
         database.create(TABLE)
 
     async def start(self) -> None:
@@ -144,14 +150,14 @@ class Deployments:
     def _keep_up(self, name: str, *, patient: bool) -> None:
         row = self._database.row("SELECT * FROM deployments WHERE name = ?", [name])
         assert row is not None, "its process follows from it"
-        engine: ServingEngine = "vllm" if row["engine"] == "vllm" else "embedded"
-        orders = Orders(name=name, folder=row["folder"], token=self._token(name), port=row["port"], engine=engine)
+        engine: DeploymentEngine = "vllm" if row["engine"] == "vllm" else "embedded"
+        orders = ModelServerSpec(name=name, folder=row["folder"], token=self._token(name), port=row["port"], engine=engine)
 
         def moved(to: int) -> None:
             self._database.write("UPDATE deployments SET port = ? WHERE name = ?", [to, name])
 
         log = self._home.path / "deployments.log"
-        served = self._served[name] = ServedModel(orders, log, moved, health_s=self._health_s)
+        served = self._served[name] = DeploymentProcess(orders, log, moved, health_s=self._health_s)
         self._tasks[name] = asyncio.get_running_loop().create_task(served.run(patient=patient))
 
     async def _forget(self, name: str) -> None:
@@ -168,7 +174,7 @@ class Deployments:
         return "dk-" + hmac.new(self._key, f"deployment {name}".encode(), sha256).hexdigest()[:40]
 
 
-def _folder(model: Checkpoint | BaseModel) -> Path:
+def _folder(model: Checkpoint | PretrainedModel) -> Path:
     if model.path is None:
         text = f"{model.name} is not on the controller's machine; there run: penstock model pull {model.name}"
         raise ControllerError(text, code="MODEL_NOT_PULLED", status=409)

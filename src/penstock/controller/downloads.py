@@ -9,18 +9,18 @@ from pathlib import Path, PurePosixPath
 from threading import Lock
 from typing import Any
 
-from penstock.controller.client import Client, Progress, fetch, put_file
-from penstock.controller.runs import Kind
+from penstock.controller.client import ControllerClient, ProgressCallback, download_file, upload_file
+from penstock.controller.runs import RunKind
 from penstock.errors import ConfigError, ControllerError
 
-AT_ONCE = 8
-LINKS = 500
+MAX_PARALLEL = 8
+MAX_LINKS = 500
 """The most links that are asked for at once."""
 EXTENSIONS = ("jsonl", "csv", "parquet")
 
 
 @dataclass(slots=True)
-class Fetched:
+class DownloadResult:
     """What came of a download."""
 
     downloaded: list[str] = field(default_factory=list[str])
@@ -33,28 +33,28 @@ class Fetched:
 
 
 @dataclass(frozen=True, slots=True)
-class Folder:
+class RunDownload:
     """Where the files of one run go, and how far that is."""
 
-    client: Client
-    kind: Kind
+    client: ControllerClient
+    kind: RunKind
     run_id: str
     path: Path
-    fetched: Fetched = field(default_factory=Fetched)
+    fetched: DownloadResult = field(default_factory=DownloadResult)
     lock: Any = field(default_factory=Lock)
 
-    def fetch(self, item: Mapping[str, Any], size: int, tell: "Tell") -> None:
+    def fetch(self, item: Mapping[str, Any], size: int, tell: "ProgressCounter") -> None:
         """One file; what goes wrong with it is noted and keeps no other from coming."""
         path = str(item["path"])
         try:
-            target = inside(self.path, path)
-            made_folder(target.parent)
+            target = safe_path(self.path, path)
+            make_folder(target.parent)
             try:
-                fetch(str(item["url"]), target, size=size, advance=tell)
+                download_file(str(item["url"]), target, size=size, advance=tell)
             except ControllerError as error:
                 if error.status != 403:
                     raise
-                fetch(self._new_link(item), target, size=size, advance=tell)  # the link was over before its turn came
+                download_file(self._new_link(item), target, size=size, advance=tell)  # the link was over before its turn came
         except (ControllerError, ConfigError) as error:
             with self.lock:
                 self.fetched.failed[path] = str(error)
@@ -68,10 +68,10 @@ class Folder:
         return str(self.client.download_urls(self.kind, self.run_id, [asked])["items"][0]["url"])
 
 
-class Tell:
+class ProgressCounter:
     """Adds up what several threads have fetched."""
 
-    def __init__(self, total: int, progress: Progress | None) -> None:
+    def __init__(self, total: int, progress: ProgressCallback | None) -> None:
         self._done, self._total, self._progress, self._lock = 0, total, progress, Lock()
 
     def __call__(self, count: int) -> None:
@@ -81,24 +81,24 @@ class Tell:
                 self._progress("downloading", self._done, self._total)
 
 
-def fetch_files(
-    client: Client,
-    kind: Kind,
+def download_files(
+    client: ControllerClient,
+    kind: RunKind,
     run_id: str,
     files: Sequence[Mapping[str, Any]],
     into: Path,
     *,
     overwrite: bool = False,
-    progress: Progress | None = None,
-) -> Fetched:
+    progress: ProgressCallback | None = None,
+) -> DownloadResult:
     """Fetch files of a run's manifest into a folder, several at once; a file of the right size is there already."""
-    made_folder(into)
-    folder = Folder(client, kind, run_id, into)
+    make_folder(into)
+    folder = RunDownload(client, kind, run_id, into)
     wanted: list[Mapping[str, Any]] = []
     for file in files:
         path, size = str(file["path"]), int(file["size"])
         try:
-            target = inside(into, path)
+            target = safe_path(into, path)
         except ConfigError as error:
             folder.fetched.failed[path] = str(error)
             continue
@@ -106,14 +106,16 @@ def fetch_files(
             folder.fetched.skipped.append(path)
         else:
             wanted.append(file)
-    tell = Tell(sum(int(file["size"]) for file in wanted), progress)
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        for first in range(0, len(wanted), LINKS):
-            _fetch_some(folder, wanted[first : first + LINKS], pool, tell)
+    tell = ProgressCounter(sum(int(file["size"]) for file in wanted), progress)
+    with ThreadPoolExecutor(MAX_PARALLEL) as pool:
+        for first in range(0, len(wanted), MAX_LINKS):
+            _download_batch(folder, wanted[first : first + MAX_LINKS], pool, tell)
     return folder.fetched
 
 
-def _fetch_some(folder: Folder, files: Sequence[Mapping[str, Any]], pool: ThreadPoolExecutor, tell: Tell) -> None:
+def _download_batch(
+    folder: RunDownload, files: Sequence[Mapping[str, Any]], pool: ThreadPoolExecutor, tell: ProgressCounter
+) -> None:
     asked = [{key: file[key] for key in ("path", "token") if file.get(key)} for file in files]
     sizes = {str(file["path"]): int(file["size"]) for file in files}
     items: list[dict[str, Any]] = folder.client.download_urls(folder.kind, folder.run_id, asked)["items"]
@@ -123,16 +125,21 @@ def _fetch_some(folder: Folder, files: Sequence[Mapping[str, Any]], pool: Thread
 
 
 def upload_dataset(
-    client: Client, path: Path, *, name: str | None = None, overwrite: bool = False, progress: Progress | None = None
+    client: ControllerClient,
+    path: Path,
+    *,
+    name: str | None = None,
+    overwrite: bool = False,
+    progress: ProgressCallback | None = None,
 ) -> dict[str, Any]:
     """Send a file as a dataset named `name`, else as the file is; the dataset as the controller has it then.
 
     Where one of that name is there, ControllerError CONFLICT, unless it is to be replaced; it stays until the new one is whole.
     """
-    extension, size = check_file(path)
-    begun = _begun(client, name or path.stem, size, extension, overwrite=overwrite)
+    extension, size = check_dataset_file(path)
+    begun = _begin_upload(client, name or path.stem, size, extension, overwrite=overwrite)
     try:
-        _send(path, begun["upload"], progress)
+        _send_file(path, begun["upload"], progress)
         return client.complete_dataset(str(begun["id"]), extension=extension)
     except BaseException:
         with suppress(ControllerError):  # what went wrong is the news
@@ -140,7 +147,7 @@ def upload_dataset(
         raise
 
 
-def check_file(path: Path) -> tuple[str, int]:
+def check_dataset_file(path: Path) -> tuple[str, int]:
     """The kind and the size of a file that can be a dataset; ConfigError for others."""
     extension = path.suffix.removeprefix(".").lower()
     if extension not in EXTENSIONS:
@@ -152,7 +159,7 @@ def check_file(path: Path) -> tuple[str, int]:
         raise ConfigError(f"{path}: cannot be read: {cause.strerror}; give the path of a dataset") from cause
 
 
-def _begun(client: Client, name: str, size: int, extension: str, *, overwrite: bool) -> dict[str, Any]:
+def _begin_upload(client: ControllerClient, name: str, size: int, extension: str, *, overwrite: bool) -> dict[str, Any]:
     try:
         return client.begin_dataset(name, size=size, extension=extension)
     except ControllerError as error:
@@ -162,31 +169,36 @@ def _begun(client: Client, name: str, size: int, extension: str, *, overwrite: b
         return client.begin_dataset(name, size=size, extension=extension, overwrite_id=str(known))
 
 
-def _send(path: Path, upload: Mapping[str, Any], progress: Progress | None) -> None:
+def _send_file(path: Path, upload: Mapping[str, Any], progress: ProgressCallback | None) -> None:
     if upload.get("method") != "simple":
         raise ControllerError("the controller asks for an upload in parts; this client sends files whole", code="UPLOAD_UNKNOWN")
-    put_file(str(upload["presigned_url"]), path, dict(upload.get("upload_headers") or {}), progress)
+    upload_file(str(upload["presigned_url"]), path, dict(upload.get("upload_headers") or {}), progress)
 
 
 def download_dataset(
-    client: Client, ref: str, output: str | Path | None = None, *, overwrite: bool = False, progress: Progress | None = None
+    client: ControllerClient,
+    ref: str,
+    output: str | Path | None = None,
+    *,
+    overwrite: bool = False,
+    progress: ProgressCallback | None = None,
 ) -> Path:
     """Fetch a dataset's file into the current folder, to a file, or into a folder (one that is there, or `NAME/`)."""
     record = client.dataset(ref)
     link = client.dataset_link(ref)
     name = PurePosixPath(str(link.get("file_name") or record.get("file_name") or "dataset")).name
     place = Path(output or "")
-    target = inside(place, name) if place.is_dir() or str(output).endswith("/") else place
+    target = safe_path(place, name) if place.is_dir() or str(output).endswith("/") else place
     if target.exists() and not overwrite:
         raise ConfigError(f"{target} is there already and stays; give another place with -o, or --overwrite")
-    made_folder(target.parent)
+    make_folder(target.parent)
     size = record.get("file_size")
-    tell = Tell(int(size or 0), progress)
-    fetch(str(link["presigned_url"]), target, advance=tell)
+    tell = ProgressCounter(int(size or 0), progress)
+    download_file(str(link["presigned_url"]), target, advance=tell)
     return target
 
 
-def inside(folder: Path, path: str) -> Path:
+def safe_path(folder: Path, path: str) -> Path:
     """`path` of a controller's answer under `folder`; ConfigError for one that leads elsewhere."""
     parts = PurePosixPath(path).parts
     if not parts or path.startswith("/") or "\\" in path or "\0" in path or ".." in parts:
@@ -194,7 +206,7 @@ def inside(folder: Path, path: str) -> Path:
     return folder.joinpath(*parts)
 
 
-def made_folder(folder: Path) -> Path:
+def make_folder(folder: Path) -> Path:
     """The folder, made if need be; ConfigError where that cannot be."""
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -26,8 +26,8 @@ from penstock.errors import ConfigError, ControllerError
 VERSION, VERSION_1 = b"\x02", b"\x01"
 """The first byte of an encrypted text: of those that `SecretCipher` makes, and of those that `decrypt_version_1` reads."""
 NONCE_BYTES, TAG_BYTES, PADDING_BYTES = 12, 16, 64
-FILE, MARK = "vault.key", "vault.keyring"
-SERVICE = "penstock controller"
+KEY_FILE, KEYRING_MARKER = "vault.key", "vault.keyring"
+KEYRING_SERVICE = "penstock controller"
 
 
 class SecretCipher:
@@ -91,12 +91,12 @@ def _unreadable(belongs: tuple[str, ...]) -> ControllerError:
 
 def vault_key(home: Home) -> bytes:
     """The key of this controller: from the operating system's keyring where `use_keyring` put it, else from a file; made once."""
-    if not (home.path / MARK).exists():
-        return home.secret(FILE)
-    kept = _keyring().get_password(SERVICE, str(home.path.resolve()))
+    if not (home.path / KEYRING_MARKER).exists():
+        return home.secret(KEY_FILE)
+    kept = _keyring().get_password(KEYRING_SERVICE, str(home.path.resolve()))
     if not kept:
         text = f"the key of the secrets in {home.path} is in the operating system's keyring, which does not give it out"
-        raise ConfigError(f"{text}; unlock the keyring, or remove {home.path / MARK} and set all secrets again")
+        raise ConfigError(f"{text}; unlock the keyring, or remove {home.path / KEYRING_MARKER} and set all secrets again")
     return kept.encode()
 
 
@@ -104,15 +104,15 @@ def use_keyring(home: Home) -> None:
     """Move the key from its file to the operating system's keyring; ConfigError where there is none that keeps it."""
     key, ring, name = vault_key(home).decode(), _keyring(), str(home.path.resolve())
     try:
-        ring.set_password(SERVICE, name, key)
-        kept = ring.get_password(SERVICE, name)
+        ring.set_password(KEYRING_SERVICE, name, key)
+        kept = ring.get_password(KEYRING_SERVICE, name)
     except Exception as cause:
         raise ConfigError(f"the operating system's keyring refused the key: {cause}; the key stays in its file") from cause
     if kept != key:
         raise ConfigError("the operating system's keyring did not keep the key; it stays in its file")
-    (home.path / MARK).touch(mode=0o600)
+    (home.path / KEYRING_MARKER).touch(mode=0o600)
     with suppress(FileNotFoundError):
-        (home.path / FILE).unlink()
+        (home.path / KEY_FILE).unlink()
 
 
 def _keyring() -> Any:

@@ -18,7 +18,7 @@ from penstock.system.locks import FileLock
 Command = Callable[[list[str]], int]
 """Runs a command to its end, its output to the run's log; the exit code."""
 
-OWN = {"penstock": "penstock", "osmosis-ai": "osmosis_ai", "claw-r1": "claw_r1"}
+PROVIDED_MODULES = {"penstock": "penstock", "osmosis-ai": "osmosis_ai", "claw-r1": "claw_r1"}
 """Distributions that ours stand in for, by the module that they would bring."""
 
 
@@ -37,14 +37,14 @@ def requirements(project: Path) -> list[str]:
     return listed  # pyright: ignore[reportUnknownVariableType]
 
 
-def missing(project: Path) -> list[str]:
+def missing_requirements(project: Path) -> list[str]:
     """Those of its requirements that this interpreter lacks."""
-    return [each for each in requirements(project) if not _has(each)]
+    return [each for each in requirements(project) if not _is_satisfied(each)]
 
 
-def prepare(project: Path, kept: Path, run: Command, say: Callable[[str], None]) -> Path:
+def prepare_environment(project: Path, kept: Path, run: Command, say: Callable[[str], None]) -> Path:
     """The interpreter to run the project with; ConfigError where what it needs cannot be installed."""
-    wanted = missing(project)
+    wanted = missing_requirements(project)
     if not wanted:
         return Path(sys.executable)
     digest = hashlib.sha256("\n".join([sys.executable, sys.version, *sorted(wanted)]).encode()).hexdigest()[:24]
@@ -55,11 +55,11 @@ def prepare(project: Path, kept: Path, run: Command, say: Callable[[str], None])
         if not (folder / "complete").exists():
             say(f"making an environment with {', '.join(wanted)}")
             shutil.rmtree(folder, ignore_errors=True)  # what a kill left half made
-            _make(folder, wanted, run)
+            _create_environment(folder, wanted, run)
     return folder / "bin" / "python"
 
 
-def _make(folder: Path, wanted: list[str], run: Command) -> None:
+def _create_environment(folder: Path, wanted: list[str], run: Command) -> None:
     has_pip = importlib.util.find_spec("pip") is not None  # which then need not be copied into each environment
     if code := run([sys.executable, "-m", "venv", *(["--without-pip"] if has_pip else []), str(folder)]):
         raise ConfigError(f"no environment could be made for the rollout: venv ended with exit code {code}; see the lines before")
@@ -74,7 +74,7 @@ def _make(folder: Path, wanted: list[str], run: Command) -> None:
     (folder / "complete").touch()
 
 
-def _has(requirement: str) -> bool:
+def _is_satisfied(requirement: str) -> bool:
     from packaging.requirements import InvalidRequirement, Requirement
 
     try:
@@ -84,7 +84,7 @@ def _has(requirement: str) -> bool:
     if wanted.marker is not None and not wanted.marker.evaluate():
         return True
     name = re.sub(r"[-_.]+", "-", wanted.name).lower()
-    if name in OWN and importlib.util.find_spec(OWN[name]) is not None:
+    if name in PROVIDED_MODULES and importlib.util.find_spec(PROVIDED_MODULES[name]) is not None:
         return True
     try:
         found = importlib.metadata.distribution(wanted.name)

@@ -9,7 +9,7 @@ import orjson
 from penstock.controller.runs import RunFiles, now
 from penstock.system.files import write_file
 
-KEPT = (
+INHERITED_VARIABLES = (
     "PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "PYTHONPATH",
     "PENSTOCK_CACHE", "XDG_CACHE_HOME", "HF_HOME", "HF_ENDPOINT", "HF_HUB_OFFLINE", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS",
     "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY",
@@ -19,7 +19,7 @@ KEPT = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class RunJob:
     """A process to keep. No secret is in it."""
 
     argv: list[str]
@@ -45,7 +45,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ending:
+class ExitRecord:
     """How a run's process ended."""
 
     code: int
@@ -69,8 +69,8 @@ class Ending:
         write_file(files.end, orjson.dumps(asdict(self)))
 
 
-def environment(outside: Mapping[str, str], own: Mapping[str, str], secrets: Mapping[str, str]) -> dict[str, str]:
+def process_environment(outside: Mapping[str, str], own: Mapping[str, str], secrets: Mapping[str, str]) -> dict[str, str]:
     """What the run's process sees: a few variables of `outside`, then `own`, then secrets, whose names it is told."""
-    kept = {name: value for name, value in outside.items() if name in KEPT or name.startswith("LC_")}
+    kept = {name: value for name, value in outside.items() if name in INHERITED_VARIABLES or name.startswith("LC_")}
     told = {"PYTHONUNBUFFERED": "1"} | ({"PENSTOCK_SECRETS": ",".join(sorted(secrets))} if secrets else {})
     return kept | dict(own) | told | dict(secrets)

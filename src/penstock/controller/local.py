@@ -11,35 +11,35 @@ from typing import Any
 
 import orjson
 
-from penstock.controller.client import Client
+from penstock.controller.client import ControllerClient
 from penstock.controller.home import Home, default_home
 from penstock.errors import ConfigError, ControllerError
 from penstock.system.files import write_file
 from penstock.system.locks import FileLock, is_locked
 
-START_S = 60.0
+START_TIMEOUT_S = 60.0
 """How long a controller has to begin to serve."""
 POLL_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Address:
+class ControllerAddress:
     """Where a controller of this machine serves, and which process it is."""
 
     url: str
     pid: int
 
 
-def find_controller(git: str | None = None) -> Client:
+def find_controller(git: str | None = None) -> ControllerClient:
     """$PENSTOCK_CONTROLLER with $PENSTOCK_CONTROLLER_TOKEN, else the controller of the user's own folder, started if need be."""
     if (named := named_controller(git)) is not None:
         return named
     home = default_home().make()
-    address = living(home) or start(home)
-    return Client(address.url, home.token(), git)
+    address = find_running(home) or start_controller(home)
+    return ControllerClient(address.url, home.token(), git)
 
 
-def named_controller(git: str | None = None) -> Client | None:
+def named_controller(git: str | None = None) -> ControllerClient | None:
     """The controller that the environment names; None where it names none."""
     url = os.environ.get("PENSTOCK_CONTROLLER", "").strip()
     if not url:
@@ -48,35 +48,35 @@ def named_controller(git: str | None = None) -> Client | None:
     if not token:
         text = "PENSTOCK_CONTROLLER is set, PENSTOCK_CONTROLLER_TOKEN is not"
         raise ConfigError(f"{text}; what to set tells on the controller's machine: penstock controller token")
-    return Client(url, token, git)
+    return ControllerClient(url, token, git)
 
 
-def living(home: Home) -> Address | None:
+def find_running(home: Home) -> ControllerAddress | None:
     """The controller that serves this folder now."""
     address = read_address(home)
     if address is None:
         return None
     try:
         # another program may have got the port of one that was killed: only this folder's controller knows its token
-        Client(address.url, home.token(), timeout_s=10.0).verify()
+        ControllerClient(address.url, home.token(), timeout_s=10.0).verify()
     except ControllerError:
         return None
     return address
 
 
-def read_address(home: Home) -> Address | None:
+def read_address(home: Home) -> ControllerAddress | None:
     """What the last controller of this folder wrote; it may be gone."""
     try:
         found: Any = orjson.loads(home.address.read_bytes())
-        return Address(str(found["url"]), int(found["pid"]))
+        return ControllerAddress(str(found["url"]), int(found["pid"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
 @contextmanager
-def announced(home: Home, url: str) -> Generator[Address]:
+def publish_address(home: Home, url: str) -> Generator[ControllerAddress]:
     """Tell clients of this machine, while this lasts, that this process serves the folder."""
-    address = Address(url, os.getpid())
+    address = ControllerAddress(url, os.getpid())
     write_file(home.address, orjson.dumps({"url": address.url, "pid": address.pid}))
     try:
         yield address
@@ -84,23 +84,25 @@ def announced(home: Home, url: str) -> Generator[Address]:
         home.address.unlink(missing_ok=True)
 
 
-def start(home: Home) -> Address:
+def start_controller(home: Home) -> ControllerAddress:
     """Start a controller in the background, or wait for the one that another client is starting; it outlives us."""
-    deadline = time.monotonic() + START_S
-    with _alone(home.path / "starting.lock"):
+    deadline = time.monotonic() + START_TIMEOUT_S
+    with _exclusive_lock(home.path / "starting.lock"):
         pid: int | None = None
         while time.monotonic() < deadline:
-            if (found := living(home)) is not None:
+            if (found := find_running(home)) is not None:
                 return found
-            if pid is None and is_free(home):
+            if pid is None and is_unserved(home):
                 pid = _spawn(home)
-            elif pid is not None and _ended(pid) and is_free(home):
+            elif pid is not None and _ended(pid) and is_unserved(home):
                 raise ControllerError(f"the controller did not start: {_last_line(home.log)}", code="CONTROLLER_START_FAILED")
             time.sleep(POLL_S)
-    raise ControllerError(f"the controller does not serve after {START_S:g} s; see {home.log}", code="CONTROLLER_START_FAILED")
+    raise ControllerError(
+        f"the controller does not serve after {START_TIMEOUT_S:g} s; see {home.log}", code="CONTROLLER_START_FAILED"
+    )
 
 
-def is_free(home: Home) -> bool:
+def is_unserved(home: Home) -> bool:
     """Whether no process serves this folder, or is about to, or has not quite stopped."""
     return not is_locked(home.lock)
 
@@ -133,7 +135,7 @@ def _last_line(log: Path) -> str:
 
 
 @contextmanager
-def _alone(lock: Path) -> Generator[None]:
+def _exclusive_lock(lock: Path) -> Generator[None]:
     """Only one client at a time starts a controller."""
     try:
         file_lock = FileLock(lock, mode=0o600)

@@ -30,7 +30,7 @@ from penstock.engines import ENGINES
 from penstock.engines.base import Engine
 from penstock.errors import ConfigError, EngineError, PenstockError
 from penstock.gateway.app import Gateway
-from penstock.gateway.call import Limits
+from penstock.gateway.call import GatewayLimits
 from penstock.http.asgi import header
 from penstock.http.listen import base_url, bind
 from penstock.http.server import HttpServer
@@ -40,11 +40,11 @@ from penstock.system.garbage import collect_seldom
 
 HOST = "127.0.0.1"
 
-ServingEngine = Literal["embedded", "vllm"]
+DeploymentEngine = Literal["embedded", "vllm"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Orders:
+class ModelServerSpec:
     """What a process is to serve."""
 
     name: str
@@ -53,29 +53,29 @@ class Orders:
     token: str
     port: int = 0
     """Where it served before; another one is taken where that is not free."""
-    engine: ServingEngine = "embedded"
+    engine: DeploymentEngine = "embedded"
 
 
-def bound(port: int) -> socket.socket:
+def bind_port(port: int) -> socket.socket:
     """The port of before, so that its address stays; else a free one."""
     with suppress(ConfigError):
         return bind(HOST, port)
     return bind(HOST, 0)
 
 
-ASK_S = 0.5
+POLL_S = 0.5
 """Between two questions whether it is up."""
 GRACE_S = 6.0
 """For it to end after it was asked to; less than the controller waits for this process."""
 
 
 @asynccontextmanager
-async def serve_with_vllm(orders: Orders) -> AsyncGenerator[str]:
+async def serve_vllm(orders: ModelServerSpec) -> AsyncGenerator[str]:
     """Serve while this lasts; yields the URL that ends in `/v1`. EngineError where vLLM ends before it serves."""
     program = shutil.which("vllm")
     if program is None:
         raise EngineError("there is no `vllm` on the controller's PATH; pip install vllm there, or deploy with engine embedded")
-    with bound(orders.port) as sock:  # vLLM binds it again: nobody else may have it by then, or vLLM says so and ends
+    with bind_port(orders.port) as sock:  # vLLM binds it again: nobody else may have it by then, or vLLM says so and ends
         port = sock.getsockname()[1]
     process = await asyncio.create_subprocess_exec(
         *(program, "serve", orders.folder, "--host", HOST, "--port", str(port), "--served-model-name", orders.name),
@@ -84,8 +84,8 @@ async def serve_with_vllm(orders: Orders) -> AsyncGenerator[str]:
     )
     try:
         url = base_url(HOST, port)
-        await _until_up(process, f"{url.removesuffix('/v1')}/health")
-        watching = asyncio.ensure_future(_end_with(process))
+        await _wait_until_healthy(process, f"{url.removesuffix('/v1')}/health")
+        watching = asyncio.ensure_future(_exit_with(process))
         try:
             yield url
         finally:
@@ -94,7 +94,7 @@ async def serve_with_vllm(orders: Orders) -> AsyncGenerator[str]:
         await _end(process)
 
 
-async def _until_up(process: Process, health: str) -> None:
+async def _wait_until_healthy(process: Process, health: str) -> None:
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=10)) as session:
         while process.returncode is None:
             with suppress(aiohttp.ClientError, TimeoutError):
@@ -102,12 +102,12 @@ async def _until_up(process: Process, health: str) -> None:
                     if response.status == 200:
                         return
             with suppress(TimeoutError):
-                async with asyncio.timeout(ASK_S):
+                async with asyncio.timeout(POLL_S):
                     await process.wait()
     raise EngineError(f"vLLM ended with {process.returncode} before it served; its words are in the controller's deployments.log")
 
 
-async def _end_with(process: Process) -> None:
+async def _exit_with(process: Process) -> None:
     """A server that ends takes this process with it, so that the controller starts both again."""
     await process.wait()
     os._exit(3)
@@ -126,11 +126,11 @@ async def _end(process: Process) -> None:
 
 DRAIN_S = 5.0
 """For answers under way when it is told to stop."""
-ORPHANED_S = 10.0
+ORPHAN_EXIT_S = 10.0
 """How long it may take to end once its controller is gone."""
 
 
-class Passing(MemoryPool):
+class EphemeralPool(MemoryPool):
     """A pool that forgets each rollout when it is told to."""
 
     def forget(self, rollout: Rollout) -> None:
@@ -141,10 +141,10 @@ class Passing(MemoryPool):
         self._tallies.clear()
 
 
-class Front:
+class DeploymentApp:
     """Lets callers with the token in, each call to the gateway as a rollout of its own."""
 
-    def __init__(self, gateway: Gateway, pool: Passing, *, token: str, sampling: Sampling) -> None:
+    def __init__(self, gateway: Gateway, pool: EphemeralPool, *, token: str, sampling: Sampling) -> None:
         self._gateway, self._pool, self._sampling = gateway, pool, sampling
         self._token = token.encode()
 
@@ -177,7 +177,7 @@ class Front:
 
 
 @asynccontextmanager
-async def serve_model(orders: Orders) -> AsyncGenerator[str]:
+async def serve_embedded(orders: ModelServerSpec) -> AsyncGenerator[str]:
     """Serve while this lasts; yields the URL that ends in `/v1`."""
     folder = Path(orders.folder)
     renderer = await asyncio.to_thread(Renderer.load, folder)
@@ -189,44 +189,44 @@ async def serve_model(orders: Orders) -> AsyncGenerator[str]:
         seed=secrets.randbits(31),
         decode=renderer.tokenizer.decode,
     )
-    limits, pool = Limits(), Passing(time.monotonic)
+    limits, pool = GatewayLimits(), EphemeralPool(time.monotonic)
     try:
         gateway = Gateway(engine, renderer, pool, secret=secrets.token_bytes(32), limits=limits)
-        front = Front(gateway, pool, token=orders.token, sampling=Sampling(max_tokens=engine.context_length))
-        sock = bound(orders.port)
+        front = DeploymentApp(gateway, pool, token=orders.token, sampling=Sampling(max_tokens=engine.context_length))
+        sock = bind_port(orders.port)
         async with HttpServer(front, sock, drain_s=DRAIN_S, reader_s=limits.reader_s):
             yield base_url(HOST, sock.getsockname()[1])
     finally:
         await engine.close()
 
 
-async def _main(orders: Orders, out: BinaryIO) -> int:
+async def _main(orders: ModelServerSpec, out: BinaryIO) -> int:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, stop.set)
-    threading.Thread(target=_watch, args=(loop, stop), daemon=True).start()
-    opening = serve_with_vllm(orders) if orders.engine == "vllm" else serve_model(orders)
+    threading.Thread(target=_watch_controller, args=(loop, stop), daemon=True).start()
+    opening = serve_vllm(orders) if orders.engine == "vllm" else serve_embedded(orders)
     try:
         async with opening as url:
-            _say(out, url=url, pid=os.getpid())
+            _write_status(out, url=url, pid=os.getpid())
             await stop.wait()
     except PenstockError as error:
-        _say(out, error=str(error))
+        _write_status(out, error=str(error))
         return 2
     return 0
 
 
-def _watch(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
+def _watch_controller(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
     """Wait until the controller is gone; then end, in good order or, where that takes too long, not."""
     while os.read(0, 1 << 10):  # not by `sys.stdin`, whose lock would be held when this process ends in good order
         pass
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(stop.set)
-    time.sleep(ORPHANED_S)
+    time.sleep(ORPHAN_EXIT_S)
     os._exit(1)
 
 
-def _say(out: BinaryIO, **told: object) -> None:
+def _write_status(out: BinaryIO, **told: object) -> None:
     out.write(orjson.dumps(told) + b"\n")
     out.flush()
 
@@ -234,7 +234,7 @@ def _say(out: BinaryIO, **told: object) -> None:
 def main() -> int:
     """Take orders and carry them out."""
     collect_seldom()
-    orders = from_json(Orders, sys.stdin.buffer.readline())
+    orders = from_json(ModelServerSpec, sys.stdin.buffer.readline())
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever a library prints must not be taken for our word
     with out:

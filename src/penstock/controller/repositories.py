@@ -5,7 +5,7 @@ import subprocess
 from pathlib import Path
 from typing import NamedTuple
 
-from penstock.controller.database import Database
+from penstock.controller.database import ControllerDatabase
 from penstock.controller.runs import now
 from penstock.errors import ControllerError
 
@@ -14,7 +14,7 @@ TABLE = """CREATE TABLE IF NOT EXISTS repositories (
 NAME = re.compile(r"[a-z0-9](?:[a-z0-9._-]{0,98}[a-z0-9_-])?/[a-z0-9._-]{0,99}[a-z0-9_-]")
 FOLDERS = ("rollouts", "configs/eval", "configs/training", "data")
 """Of a workspace that is not under git."""
-GIT_S = 30.0
+GIT_TIMEOUT_S = 30.0
 """The longest that git may take to list a folder."""
 
 
@@ -27,7 +27,7 @@ class Repository(NamedTuple):
     created_at: str
 
 
-class Listing(NamedTuple):
+class RolloutListing(NamedTuple):
     """The rollouts of a repository at one commit."""
 
     names: list[str]
@@ -37,14 +37,14 @@ class Listing(NamedTuple):
 
 
 class Repositories:
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: ControllerDatabase) -> None:
         self._database = database
         database.create(TABLE)
 
     def register(self, name: str, path: Path) -> Repository:
         """Let `name` stand for the folder at `path`, from now on; ControllerError 400 where it cannot."""
-        name = checked_name(name)
-        place = _checked_path(path)
+        name = check_name(name)
+        place = _check_path(path)
         statement = "INSERT INTO repositories (name, path, created_at) VALUES (?, ?, ?) ON CONFLICT (name) DO UPDATE SET path = ?"
         self._database.write(statement, [name, str(place), now(), str(place)])
         return self.find(name)
@@ -72,21 +72,23 @@ class Repositories:
         ]
         return found, self._database.rows("SELECT count(*) FROM repositories")[0][0]
 
-    def rollouts(self, name: str, *, branch: str | None = None) -> Listing:
+    def rollouts(self, name: str, *, branch: str | None = None) -> RolloutListing:
         """The folders under `rollouts/`, at HEAD or at the tip of a branch; it waits for git, so ask in a thread."""
         path = self.get(name)
         if not _is_git(path):
-            return Listing(_folders(path) if branch is None else _no_branch(name, branch), None, None)
+            return RolloutListing(_folders(path) if branch is None else _unknown_branch(name, branch), None, None)
         told = _tip(path, branch)
         if told is None:
-            return Listing(_no_branch(name, branch) if branch is not None else [], None, None)  # or there is no commit yet
+            return RolloutListing(
+                _unknown_branch(name, branch) if branch is not None else [], None, None
+            )  # or there is no commit yet
         commit, _, committed_at = told.strip().partition(" ")
         listed = _git(path, "ls-tree", "-d", "-z", "--name-only", f"{commit}:rollouts")
         names = [entry for entry in (listed or "").split("\0") if entry and not entry.startswith((".", "_"))]
-        return Listing(sorted(names), commit, committed_at or None)
+        return RolloutListing(sorted(names), commit, committed_at or None)
 
 
-def checked_name(name: str) -> str:
+def check_name(name: str) -> str:
     """`name` in lower case; ControllerError 400 where it is no owner/name."""
     lower = name.lower()
     if not NAME.fullmatch(lower):
@@ -95,7 +97,7 @@ def checked_name(name: str) -> str:
     return lower
 
 
-def _checked_path(path: Path) -> Path:
+def _check_path(path: Path) -> Path:
     place = path.expanduser()
     why = ""
     if not place.is_absolute():
@@ -124,7 +126,7 @@ def _tip(path: Path, branch: str | None) -> str | None:
     return next((told for place in places if (told := _git(path, "log", "-1", "--format=%H %cI", place, "--"))), None)
 
 
-def _no_branch(name: str, branch: str) -> list[str]:
+def _unknown_branch(name: str, branch: str) -> list[str]:
     text = f"repository {name!r} has no branch {branch[:120]!r} on the controller's machine; fetch it there, or leave it out"
     raise ControllerError(text, code="BRANCH_UNKNOWN", status=404, details={"field": "branch"})
 
@@ -139,7 +141,7 @@ def _git(path: Path, *arguments: str) -> str | None:
     """What git says; None where it fails."""
     command = ["git", "-C", str(path), *arguments]
     try:
-        done = subprocess.run(command, capture_output=True, timeout=GIT_S, stdin=subprocess.DEVNULL, check=False)
+        done = subprocess.run(command, capture_output=True, timeout=GIT_TIMEOUT_S, stdin=subprocess.DEVNULL, check=False)
     except (OSError, subprocess.TimeoutExpired) as cause:
         raise ControllerError(f"git cannot be asked about {path}: {cause}", code="GIT_FAILED", status=503) from cause
     return done.stdout.decode("utf-8", "replace") if done.returncode == 0 else None

@@ -13,19 +13,19 @@ from pydantic import Field
 from penstock.config import RunConfig, make_config, validate
 from penstock.controller.context import Controller
 from penstock.controller.datasets import Dataset
-from penstock.controller.runs import Kind, RunFiles
+from penstock.controller.runs import RunFiles, RunKind
 from penstock.errors import ConfigError, ControllerError, DatasetError, Issue, several
 from penstock.sdk.dataset import count_rows
 from penstock.system.files import replacing
 from penstock.workspace.experiment import read_experiment, to_tables
 from penstock.workspace.layout import ROLLOUTS, Workspace
-from penstock.workspace.sections import VARIABLE, SecretsTable, Strict
+from penstock.workspace.sections import VARIABLE, SecretsTable, StrictSection
 
 WHERE = "the submission"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class ResolvedSubmission:
     """A run that could be made; the author's code was not looked at yet."""
 
     name: str
@@ -46,31 +46,31 @@ class Plan:
     """Folder that may have a pyproject.toml."""
 
 
-class Extras(Strict):
+class SubmissionEnvironment(StrictSection):
     """What a submission of a run's own config may have beside it."""
 
     env_config: dict[str, str] = Field(default_factory=dict[str, str])
     secrets: SecretsTable = SecretsTable()
 
 
-def plan(controller: Controller, kind: Kind, body: Mapping[str, Any], files: RunFiles) -> Plan:
+def resolve_submission(controller: Controller, kind: RunKind, body: Mapping[str, Any], files: RunFiles) -> ResolvedSubmission:
     """Read the body, with the code unpacked at `files.code`; ConfigError lists everything that is wrong with it."""
     if ("experiment_config" in body) == ("run_config" in body):
         raise ConfigError(f"{WHERE} needs one of experiment_config and run_config")
     name = body.get("name")
     if name is not None and not (isinstance(name, str) and name.strip()):
         raise several(WHERE, [Issue("name", "name is no text; write what the run is to be called, or leave it out")])
-    found = (_of_experiment if "experiment_config" in body else _of_config)(controller, kind, body, files)
+    found = (_resolve_experiment if "experiment_config" in body else _resolve_run_config)(controller, kind, body, files)
     return replace(found, name=name) if name else found
 
 
-def _of_experiment(controller: Controller, kind: Kind, body: Mapping[str, Any], files: RunFiles) -> Plan:
+def _resolve_experiment(controller: Controller, kind: RunKind, body: Mapping[str, Any], files: RunFiles) -> ResolvedSubmission:
     experiment = read_experiment(to_tables(body), kind, WHERE)
     tasks = _named_dataset(controller, experiment.dataset, files, is_own="snapshot" in body)
     model = controller.deployments.resolve(experiment.model_path)
     tree = experiment.run_config(code=files.code, dataset=tasks.path, rows=tasks.rows, model=model)
     config = make_config(tree, WHERE)
-    return Plan(
+    return ResolvedSubmission(
         name=experiment.rollout,
         config=config,
         tables=experiment.tables,
@@ -85,15 +85,17 @@ def _of_experiment(controller: Controller, kind: Kind, body: Mapping[str, Any], 
     )
 
 
-def _of_config(controller: Controller, kind: Kind, body: Mapping[str, Any], files: RunFiles) -> Plan:
+def _resolve_run_config(controller: Controller, kind: RunKind, body: Mapping[str, Any], files: RunFiles) -> ResolvedSubmission:
     tables, file = _run_config(body)
-    extras = validate(Extras, {key: body[key] for key in ("env_config", "secrets") if body.get(key) is not None}, WHERE)
+    extras = validate(
+        SubmissionEnvironment, {key: body[key] for key in ("env_config", "secrets") if body.get(key) is not None}, WHERE
+    )
     _check_variables(extras.env_config)
     base, given = (files.code / file).parent, make_config(tables, file)
     named = given.dataset.eval if kind == "eval" and given.dataset.eval else given.dataset.train
-    config = _absolute(controller, given, base, files)
+    config = _with_absolute_paths(controller, given, base, files)
     tasks = config.dataset.eval if kind == "eval" and config.dataset.eval else config.dataset.train
-    return Plan(
+    return ResolvedSubmission(
         name=config.run.name,
         config=config,
         tables=tables,
@@ -101,7 +103,7 @@ def _of_config(controller: Controller, kind: Kind, body: Mapping[str, Any], file
         entrypoint=given.agent.entry.as_posix(),
         model=given.model.name,
         dataset=named.name,
-        digest=_digest(tasks),
+        digest=_file_digest(tasks),
         env=extras.env_config,
         secrets=_secrets(controller, extras.secrets.required, config),
         project=base,
@@ -111,12 +113,12 @@ def _of_config(controller: Controller, kind: Kind, body: Mapping[str, Any], file
 def _run_config(body: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     given: Any = body["run_config"]
     tables, file = (given.get("tables"), given.get("file", "penstock.toml")) if isinstance(given, dict) else (None, None)  # pyright: ignore
-    if not isinstance(tables, dict) or not isinstance(file, str) or not inside(file):
+    if not isinstance(tables, dict) or not isinstance(file, str) or not is_inside_snapshot(file):
         raise ConfigError(f"{WHERE}: run_config needs `tables`, those of a run's file, and `file`, its path in the snapshot")
     return cast("dict[str, Any]", tables), file
 
 
-def _absolute(controller: Controller, config: RunConfig, base: Path, files: RunFiles) -> RunConfig:
+def _with_absolute_paths(controller: Controller, config: RunConfig, base: Path, files: RunFiles) -> RunConfig:
     """The same with paths into the snapshot, and datasets and models of the controller's in the place of their names."""
     issues: list[Issue] = []
 
@@ -129,9 +131,9 @@ def _absolute(controller: Controller, config: RunConfig, base: Path, files: RunF
         return found
 
     def tasks(key: str, path: Path) -> Path:
-        if (base / path).exists() or (known := _uploaded(controller, path.name)) is None:
+        if (base / path).exists() or (known := _find_dataset(controller, path.name)) is None:
             return place(key, path)
-        return _kept(known, files)
+        return _link_dataset(known, files)
 
     agent, dataset = config.agent, config.dataset
     entry, folder = place("agent.entry", agent.entry), place("agent.folder", agent.folder)
@@ -139,7 +141,7 @@ def _absolute(controller: Controller, config: RunConfig, base: Path, files: RunF
     train, heldout = tasks("dataset.train", dataset.train), dataset.eval and tasks("dataset.eval", dataset.eval)
     if issues:
         raise several(WHERE, issues)
-    model = config.model.name if config.engine.relays else _model(controller, config.model.name, [base, files.code])
+    model = config.model.name if config.engine.text_only else _model(controller, config.model.name, [base, files.code])
     return config.model_copy(
         update={
             "agent": agent.model_copy(update={"entry": entry, "folder": folder, "flows": flows}),
@@ -155,7 +157,7 @@ def _model(controller: Controller, name: str, folders: Iterable[Path]) -> str:
     return controller.deployments.resolve(name) or (str(local.resolve()) if local else name)
 
 
-class Tasks(NamedTuple):
+class ResolvedDataset(NamedTuple):
     """A dataset as one run has it."""
 
     name: str
@@ -164,29 +166,29 @@ class Tasks(NamedTuple):
     rows: int
 
 
-def _named_dataset(controller: Controller, name: str, files: RunFiles, *, is_own: bool) -> Tasks:
+def _named_dataset(controller: Controller, name: str, files: RunFiles, *, is_own: bool) -> ResolvedDataset:
     """One of the controller's, else a file of the workspace that was submitted; where both are and differ, none can be chosen."""
-    known = _uploaded(controller, name)
+    known = _find_dataset(controller, name)
     try:
         file = Workspace(files.code).dataset(name)
     except DatasetError:
         file = None
     if file is not None and not file.is_relative_to(files.code.resolve()):
         file = None
-    if known is not None and file is not None and is_own and _digest(file) != known.digest:
+    if known is not None and file is not None and is_own and _file_digest(file) != known.digest:
         text = f"experiment.dataset = {name!r}: the uploaded dataset is not what {file.name} in the workspace holds now"
         raise several(
             WHERE, [Issue("experiment.dataset", f"{text}; upload it again (penstock dataset upload), or rename one of them")]
         )
     if known is not None:
-        return Tasks(known.name, _kept(known, files), str(known.digest), known.rows or count_rows(known.path))
+        return ResolvedDataset(known.name, _link_dataset(known, files), str(known.digest), known.rows or count_rows(known.path))
     if file is None:
         text = f"experiment.dataset = {name!r}: no such dataset, neither uploaded nor as data/{name}.jsonl in the workspace"
         raise several(WHERE, [Issue("experiment.dataset", f"{text}; upload it with: penstock dataset upload FILE")])
-    return Tasks(name, file, _digest(file), count_rows(file))
+    return ResolvedDataset(name, file, _file_digest(file), count_rows(file))
 
 
-def _uploaded(controller: Controller, name: str) -> Dataset | None:
+def _find_dataset(controller: Controller, name: str) -> Dataset | None:
     try:
         found = controller.datasets.get(name)
     except ControllerError as error:
@@ -199,7 +201,7 @@ def _uploaded(controller: Controller, name: str) -> Dataset | None:
     return found
 
 
-def _kept(dataset: Dataset, files: RunFiles) -> Path:
+def _link_dataset(dataset: Dataset, files: RunFiles) -> Path:
     """The run's own name for the dataset's content, which lives as long as the run whatever becomes of the dataset."""
     place = files.path / "tasks" / f"{dataset.digest}.{dataset.extension}"
     place.parent.mkdir(exist_ok=True)
@@ -212,7 +214,7 @@ def _kept(dataset: Dataset, files: RunFiles) -> Path:
     return place
 
 
-def _digest(path: Path) -> str:
+def _file_digest(path: Path) -> str:
     try:
         with path.open("rb") as file:
             return file_digest(file, "sha256").hexdigest()
@@ -247,6 +249,6 @@ def _check_variables(env: Mapping[str, str]) -> None:
         raise several(WHERE, [Issue(f"env.{name}", f"{name!r} is no name of a variable; use A-Z, 0-9 and _") for name in wrong])
 
 
-def inside(path: str) -> bool:
+def is_inside_snapshot(path: str) -> bool:
     """Whether a path of a snapshot stays in it."""
     return bool(path) and not path.startswith("/") and ".." not in path.split("/") and "\0" not in path

@@ -14,20 +14,20 @@ import orjson
 
 from penstock.controller.runs import now
 
-LINE_CHARS = 16_000
+MAX_LINE_CHARS = 16_000
 """Of one line in the log; what is beyond is cut off, and that is said."""
 _BUFFER_BYTES = 128 * 1024
 """Of a line that has not ended: more than is kept of it, so that a secret across that border is seen whole."""
 REDACTED = "[redacted]"
 
-_CODES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|[\x00-\x08\x0b-\x1f\x7f]")
+_CONTROL_CODES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|[\x00-\x08\x0b-\x1f\x7f]")
 """What colours text and moves cursors."""
 _ERROR = re.compile(r"^penstock: |^(?:[\w.]+\.)?\w*(?:Error|Exception|Interrupt|Exit)(?::|$)|\b(?:ERROR|CRITICAL|FATAL)\b")
 _WARNING = re.compile(r"\bWARN(?:ING)?\b|Warning:")
 _STEP = re.compile(r"^step +(\d+)/\d")
 
 
-class Strike:
+class SecretRedactor:
     """Takes known secrets out of a text, in the forms in which programs print them."""
 
     def __init__(self, values: Iterable[str]) -> None:
@@ -39,10 +39,10 @@ class Strike:
         return self._secret.sub(REDACTED, text)
 
 
-class Lines:
+class LineDecoder:
     """Bytes as they come to lines of text. Of what a carriage return overwrites, the last is kept, as on a terminal."""
 
-    def __init__(self, strike: Strike) -> None:
+    def __init__(self, strike: SecretRedactor) -> None:
         self._strike = strike
         self._rest = bytearray()
         self._skipping = False
@@ -72,8 +72,8 @@ class Lines:
 
     def _text(self, line: bytearray) -> str:
         text = line.decode("utf-8", "replace").rstrip("\r\n").rpartition("\r")[2]
-        text = self._strike(_CODES.sub("", text))
-        return text if len(text) <= LINE_CHARS else f"{text[:LINE_CHARS]} … (a longer line; the rest is left out)"
+        text = self._strike(_CONTROL_CODES.sub("", text))
+        return text if len(text) <= MAX_LINE_CHARS else f"{text[:MAX_LINE_CHARS]} … (a longer line; the rest is left out)"
 
 
 class RunLog:

@@ -12,10 +12,10 @@ from typing import Any, Literal
 
 import orjson
 
-from penstock.controller.database import Database
+from penstock.controller.database import ControllerDatabase
 from penstock.errors import ControllerError
 
-Kind = Literal["eval", "train"]
+RunKind = Literal["eval", "train"]
 
 TABLE = """CREATE TABLE IF NOT EXISTS runs (
     seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, name TEXT NOT NULL, kind TEXT NOT NULL, status TEXT NOT NULL,
@@ -27,7 +27,7 @@ INDEXES = (
 )
 
 
-class Status(StrEnum):
+class RunStatus(StrEnum):
     """Where a run stands; a platform's words, so that any client of it can tell them."""
 
     PENDING = "pending"
@@ -39,7 +39,7 @@ class Status(StrEnum):
     @property
     def over(self) -> bool:
         """Whether nothing will change any more."""
-        return self in (Status.FINISHED, Status.FAILED, Status.STOPPED)
+        return self in (RunStatus.FINISHED, RunStatus.FAILED, RunStatus.STOPPED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,8 +77,8 @@ class Run:
     id: str
     name: str
     """Unique among runs of its kind; letters, digits, `_` and `-` only."""
-    kind: Kind
-    status: Status
+    kind: RunKind
+    status: RunStatus
     submission: Submission
     created_at: str
     started_at: str | None = None
@@ -141,29 +141,29 @@ class RunFiles:
         return self.out / "evals" / run.name if run.kind == "eval" else self.out / run.name
 
 
-class Runs:
+class RunQueue:
     """The queue's rows. Each change is one durable statement that holds only from the states it may start in."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: ControllerDatabase) -> None:
         self._database = database
         database.create(TABLE, *INDEXES)
 
-    def free_name(self, kind: Kind, wanted: str) -> str:
+    def free_name(self, kind: RunKind, wanted: str) -> str:
         """`wanted` as a run's name, with a number where it is taken. One process admits runs, so it stays free until `add`."""
         base = re.sub(r"[^a-z0-9_-]+", "-", wanted.lower())[:80].strip("-_") or "run"
         found = self._database.rows("SELECT name FROM runs WHERE kind = ? AND name LIKE ? || '%'", [kind, base])
         taken = {row["name"] for row in found}
         return next(name for number in count(1) if (name := base if number == 1 else f"{base}-{number}") not in taken)
 
-    def add(self, kind: Kind, run_id: str, name: str, submission: Submission) -> Run:
+    def add(self, kind: RunKind, run_id: str, name: str, submission: Submission) -> Run:
         """Queue a run whose files are laid out under its id: from here on it is carried out, whatever is killed."""
         self._database.write(
             "INSERT INTO runs (id, kind, status, submission, created_at, name) VALUES (?, ?, ?, ?, ?, ?)",
-            [run_id, kind, Status.PENDING, orjson.dumps(asdict(submission)).decode(), now(), name],
+            [run_id, kind, RunStatus.PENDING, orjson.dumps(asdict(submission)).decode(), now(), name],
         )
         return self.get(kind, run_id)
 
-    def get(self, kind: Kind, ref: str) -> Run:
+    def get(self, kind: RunKind, ref: str) -> Run:
         """By id or name."""
         found = self._database.row(
             "SELECT * FROM runs WHERE kind = ? AND (id = ? OR name = ?) ORDER BY id = ? DESC", [kind, ref, ref, ref]
@@ -173,7 +173,7 @@ class Runs:
             raise ControllerError(f"there is no {word} {ref!r}; see: penstock {kind} list", code="RUN_NOT_FOUND", status=404)
         return _run(found)
 
-    def page(self, kind: Kind, *, limit: int, offset: int) -> tuple[list[Run], int]:
+    def page(self, kind: RunKind, *, limit: int, offset: int) -> tuple[list[Run], int]:
         """Newest first, and how many there are in all."""
         found = self._database.rows("SELECT * FROM runs WHERE kind = ? ORDER BY seq DESC LIMIT ? OFFSET ?", [kind, limit, offset])
         total = self._database.rows("SELECT count(*) FROM runs WHERE kind = ?", [kind])[0][0]
@@ -206,7 +206,7 @@ class Runs:
             WHERE id = ? AND status IN ('pending', 'running')"""
         return self._database.write(statement, [now(), run_id]) == 1
 
-    def finish(self, run_id: str, status: Status, message: str = "", *, ended_at: str | None = None) -> bool:
+    def finish(self, run_id: str, status: RunStatus, message: str = "", *, ended_at: str | None = None) -> bool:
         """Note how it ended; the first word stands."""
         statement = "UPDATE runs SET status = ?, message = ?, ended_at = ? WHERE id = ? AND status IN ('pending', 'running')"
         return self._database.write(statement, [status, message, ended_at or now(), run_id]) == 1
@@ -226,5 +226,5 @@ def _run(row: sqlite3.Row) -> Run:
     fields: dict[str, Any] = dict(zip(row.keys(), row, strict=True))
     del fields["seq"]
     fields["submission"] = Submission(**orjson.loads(fields["submission"]))
-    fields["status"], fields["stop_asked"] = Status(fields["status"]), bool(fields["stop_asked"])
+    fields["status"], fields["stop_asked"] = RunStatus(fields["status"]), bool(fields["stop_asked"])
     return Run(**fields)

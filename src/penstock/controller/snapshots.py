@@ -18,9 +18,9 @@ from typing import Self, cast
 
 from penstock.errors import ConfigError, ControllerError
 
-MEMBERS = 100_000
+MAX_MEMBERS = 100_000
 """Files and folders of one archive."""
-_SPARE = 64 * 1024 * 1024
+_TAR_OVERHEAD_BYTES = 64 * 1024 * 1024
 """What headers and padding may add to the files' own size."""
 
 
@@ -33,12 +33,12 @@ def unpack(archive: Path, into: Path, *, limit_mb: int = 256) -> None:
     into.mkdir()
     try:
         with archive.open("rb") as packed, GzipFile(fileobj=packed) as plain:
-            counted = _Counted(cast("io.BufferedIOBase", plain), limit_mb * 1_000_000 + _SPARE)
+            counted = _BoundedReader(cast("io.BufferedIOBase", plain), limit_mb * 1_000_000 + _TAR_OVERHEAD_BYTES)
             with tarfile.open(fileobj=counted, mode="r|") as tar:
                 _extract(tar, into.resolve(), limit_mb)
     except (tarfile.TarError, EOFError, BadGzipFile, zlib.error, UnicodeError) as cause:
         shutil.rmtree(into)
-        raise _refused(f"it is no whole tar.gz: {cause}") from cause
+        raise _invalid_snapshot(f"it is no whole tar.gz: {cause}") from cause
     except BaseException:
         shutil.rmtree(into)
         raise
@@ -49,9 +49,9 @@ def _extract(tar: tarfile.TarFile, root: Path, limit_mb: int) -> None:
     size = 0
     for number, member in enumerate(tar):
         size += member.size
-        if number >= MEMBERS or size > limit_mb * 1_000_000:
-            raise _refused(f"it unpacks to more than {limit_mb} MB or {MEMBERS} files")
-        place = _place(member.name, root)
+        if number >= MAX_MEMBERS or size > limit_mb * 1_000_000:
+            raise _invalid_snapshot(f"it unpacks to more than {limit_mb} MB or {MAX_MEMBERS} files")
+        place = _member_path(member.name, root)
         if place == root:
             continue
         try:
@@ -64,23 +64,23 @@ def _extract(tar: tarfile.TarFile, root: Path, limit_mb: int) -> None:
                 place.symlink_to(member.linkname)
                 links.append(place)
             else:
-                raise _refused(f"{member.name!r} is neither a file, a folder nor a symbolic link")
+                raise _invalid_snapshot(f"{member.name!r} is neither a file, a folder nor a symbolic link")
         except (FileExistsError, NotADirectoryError) as cause:
-            raise _refused(f"{member.name!r} is in it twice") from cause
+            raise _invalid_snapshot(f"{member.name!r} is in it twice") from cause
         except ValueError as cause:
-            raise _refused(f"{member.name!r} is no name of a file") from cause
+            raise _invalid_snapshot(f"{member.name!r} is no name of a file") from cause
     for link in links:
         if not _leads_inside(link, root):
-            raise _refused(f"{link.relative_to(root)} is a link that leaves it")
+            raise _invalid_snapshot(f"{link.relative_to(root)} is a link that leaves it")
 
 
-def _place(name: str, root: Path) -> Path:
+def _member_path(name: str, root: Path) -> Path:
     parts = name.split("/")
     if name.startswith("/") or ".." in parts or "\0" in name:
-        raise _refused(f"{name!r} leads out of it")
+        raise _invalid_snapshot(f"{name!r} leads out of it")
     place = root.joinpath(*parts)
     if not place.parent.resolve().is_relative_to(root) or place.parent.resolve() != place.parent:
-        raise _refused(f"{name!r} lies behind a link")
+        raise _invalid_snapshot(f"{name!r} lies behind a link")
     return place
 
 
@@ -99,11 +99,11 @@ def _leads_inside(link: Path, root: Path) -> bool:
         return False
 
 
-def _refused(why: str) -> ControllerError:
+def _invalid_snapshot(why: str) -> ControllerError:
     return ControllerError(f"the snapshot cannot be used: {why}", code="SNAPSHOT_INVALID", status=400)
 
 
-class _Counted(io.RawIOBase):
+class _BoundedReader(io.RawIOBase):
     """A stream that gives no more than `limit` bytes: a small archive may unpack to anything."""
 
     def __init__(self, inner: io.BufferedIOBase, limit: int) -> None:
@@ -114,17 +114,17 @@ class _Counted(io.RawIOBase):
         found = self._inner.read(size)
         self._left -= len(found)
         if self._left < 0:
-            raise _refused("it unpacks to too much")
+            raise _invalid_snapshot("it unpacks to too much")
         return found
 
 
 LIMIT_MB = 256
-GIT_S = 120.0
-_LEFT_OUT = ("__pycache__", "node_modules", "site-packages")
-_OWN = ("runs",)
+GIT_TIMEOUT_S = 120.0
+_EXCLUDED_NAMES = ("__pycache__", "node_modules", "site-packages")
+_EXCLUDED_FOLDERS = ("runs",)
 """Folders at the top that runs write to."""
 
-__all__ = ["Snapshot", "make_snapshot", "of_commit", "unpack"]
+__all__ = ["Snapshot", "make_snapshot", "snapshot_commit", "unpack"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,10 +159,10 @@ def make_snapshot(folder: Path, *, also: Iterable[Path] = (), limit_mb: int = LI
     """
     root = folder.resolve()
     named = {file.resolve().relative_to(root) for file in also}
-    listed = sorted({*(_tracked(root) or _all(root)), *named}, key=str)
+    listed = sorted({*(_git_files(root) or _walk_files(root)), *named}, key=str)
     present = [path for path in listed if (root / path).is_symlink() or (root / path).is_file()]
     _check_size(root, present, limit_mb)
-    path, digest = _pack(root, present)
+    path, digest = _pack_files(root, present)
     commit = _git(root, "rev-parse", "--verify", "-q", "HEAD")
     return Snapshot(
         path=path,
@@ -174,7 +174,7 @@ def make_snapshot(folder: Path, *, also: Iterable[Path] = (), limit_mb: int = LI
     )
 
 
-def of_commit(repository: Path, ref: str | None = None) -> Snapshot:
+def snapshot_commit(repository: Path, ref: str | None = None) -> Snapshot:
     """Pack what a commit, a branch or HEAD (None) of a repository holds; a folder that is under no git has its files only.
 
     ControllerError 404 COMMIT_UNKNOWN for a ref that there is not.
@@ -189,7 +189,7 @@ def of_commit(repository: Path, ref: str | None = None) -> Snapshot:
     tar = _git_bytes(repository, "archive", "--format=tar", commit.strip())
     if tar is None:
         raise ControllerError(f"{repository}: git cannot pack commit {commit.strip()}", code="GIT_FAILED", status=503)
-    path, digest = _write([tar])
+    path, digest = _write_archive([tar])
     with tarfile.open(fileobj=io.BytesIO(tar)) as archive:
         files = sum(1 for member in archive if not member.isdir())
     branch = _git(repository, "rev-parse", "--abbrev-ref", wanted) or ""
@@ -197,28 +197,31 @@ def of_commit(repository: Path, ref: str | None = None) -> Snapshot:
     return Snapshot(path=path, digest=digest, files=files, commit_sha=commit.strip(), branch=known)
 
 
-def _tracked(root: Path) -> list[Path]:
+def _git_files(root: Path) -> list[Path]:
     """By git; empty where the folder is in no repository, or in a part of one that it ignores."""
     tracked = _git(root, "ls-files", "-z", "--cached") or ""
     others = _git(root, "ls-files", "-z", "--others", "--exclude-standard") or ""
     new = [Path(name) for name in others.split("\0") if name]
-    return [Path(name) for name in tracked.split("\0") if name] + [path for path in new if not _is_left_out(path)]
+    return [Path(name) for name in tracked.split("\0") if name] + [path for path in new if not _is_excluded(path)]
 
 
-def _all(root: Path) -> Iterator[Path]:
+def _walk_files(root: Path) -> Iterator[Path]:
     for place, folders, files in os.walk(root):
         here = Path(place).relative_to(root)
         links = [name for name in folders if (root / here / name).is_symlink()]
         folders[:] = [
             name
             for name in sorted(folders)
-            if name not in links and not _is_left_out(here / name) and not (root / here / name / "pyvenv.cfg").exists()
+            if name not in links and not _is_excluded(here / name) and not (root / here / name / "pyvenv.cfg").exists()
         ]
-        yield from (here / name for name in [*files, *links] if not _is_left_out(here / name))
+        yield from (here / name for name in [*files, *links] if not _is_excluded(here / name))
 
 
-def _is_left_out(path: Path) -> bool:
-    return any(part.startswith(".") or part in _LEFT_OUT or part.endswith(".pyc") for part in path.parts) or path.parts[0] in _OWN
+def _is_excluded(path: Path) -> bool:
+    return (
+        any(part.startswith(".") or part in _EXCLUDED_NAMES or part.endswith(".pyc") for part in path.parts)
+        or path.parts[0] in _EXCLUDED_FOLDERS
+    )
 
 
 def _check_size(root: Path, paths: list[Path], limit_mb: int) -> None:
@@ -230,16 +233,16 @@ def _check_size(root: Path, paths: list[Path], limit_mb: int) -> None:
         raise ConfigError(f"{text}; let git ignore what the run does not need, or upload data with: penstock dataset upload")
 
 
-def _pack(root: Path, paths: list[Path]) -> tuple[Path, str]:
+def _pack_files(root: Path, paths: list[Path]) -> tuple[Path, str]:
     with tempfile.TemporaryFile() as plain:
         with tarfile.open(fileobj=plain, mode="w", format=tarfile.PAX_FORMAT) as archive:
             for path in paths:
-                _add(archive, root, path)
+                _add_file(archive, root, path)
         plain.seek(0)
-        return _write(iter(lambda: plain.read(1 << 20), b""))
+        return _write_archive(iter(lambda: plain.read(1 << 20), b""))
 
 
-def _add(archive: tarfile.TarFile, root: Path, path: Path) -> None:
+def _add_file(archive: tarfile.TarFile, root: Path, path: Path) -> None:
     file = root / path
     entry = tarfile.TarInfo(PurePosixPath(path).as_posix())
     if file.is_symlink():
@@ -258,7 +261,7 @@ def _add(archive: tarfile.TarFile, root: Path, path: Path) -> None:
     archive.addfile(entry, io.BytesIO(content))
 
 
-def _write(chunks: Iterable[bytes]) -> tuple[Path, str]:
+def _write_archive(chunks: Iterable[bytes]) -> tuple[Path, str]:
     """Compress into a new file; its path and digest."""
     descriptor, name = tempfile.mkstemp(prefix="penstock-", suffix=".tar.gz")
     try:
@@ -285,7 +288,9 @@ def _git_bytes(folder: Path, *arguments: str) -> bytes | None:
     command = ["git", "-C", str(folder), "-c", "core.fsmonitor=false", *arguments]
     environment = os.environ | {"GIT_OPTIONAL_LOCKS": "0"}
     try:
-        done = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, timeout=GIT_S, env=environment, check=False)
+        done = subprocess.run(
+            command, capture_output=True, stdin=subprocess.DEVNULL, timeout=GIT_TIMEOUT_S, env=environment, check=False
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout if done.returncode == 0 else None

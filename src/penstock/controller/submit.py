@@ -10,22 +10,22 @@ from pathlib import Path
 from typing import Any
 
 from penstock.config import RunConfig, load_config, override, read_toml
-from penstock.controller.client import Client, Progress
-from penstock.controller.runs import Kind
+from penstock.controller.client import ControllerClient, ProgressCallback
+from penstock.controller.runs import RunKind
 from penstock.controller.snapshots import make_snapshot
 from penstock.errors import ConfigError, DatasetError
 from penstock.workspace.experiment import is_experiment, read_experiment, to_body
 from penstock.workspace.layout import Workspace, workspace_of
 
-LARGEST_TASKS = 64_000_000
+MAX_DATASET_BYTES = 64_000_000
 """Bytes of a dataset that goes along with the code."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
+class PreparedSubmission:
     """A submission that this machine finds nothing wrong with; the controller checks the rest before it accepts it."""
 
-    kind: Kind
+    kind: RunKind
     file: Path
     body: dict[str, Any]
     """What is posted, but for the code."""
@@ -44,34 +44,36 @@ class Prepared:
 
 
 def submit(
-    kind: Kind,
+    kind: RunKind,
     file: Path,
-    client: Client,
+    client: ControllerClient,
     *,
     name: str | None = None,
     overrides: Iterable[str] = (),
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
 ) -> dict[str, Any]:
     """Queue a run of `file`, an experiment file or one of our own: `id, name, status, created_at` of it."""
-    return send(prepare(kind, file, name=name, overrides=overrides), client, progress=progress)
+    return send_submission(prepare_submission(kind, file, name=name, overrides=overrides), client, progress=progress)
 
 
-def prepare(kind: Kind, file: Path, *, name: str | None = None, overrides: Iterable[str] = ()) -> Prepared:
+def prepare_submission(kind: RunKind, file: Path, *, name: str | None = None, overrides: Iterable[str] = ()) -> PreparedSubmission:
     """Read and check a config file without asking anybody; ConfigError lists everything that is wrong with it."""
     chosen = list(overrides)
     tables = read_toml(file)
     if is_experiment(tables):
         override(tables, (f"advanced.{each}" for each in chosen))  # where such a file has the keys of a run's own config
-        made = _of_experiment(kind, file, tables)
+        made = _prepare_experiment(kind, file, tables)
     else:
         override(tables, chosen)
-        made = _of_config(kind, file, tables, chosen)
+        made = _prepare_run_config(kind, file, tables, chosen)
     if name is not None:
         made.body["name"] = name
     return made
 
 
-def send(prepared: Prepared, client: Client, *, progress: Progress | None = None) -> dict[str, Any]:
+def send_submission(
+    prepared: PreparedSubmission, client: ControllerClient, *, progress: ProgressCallback | None = None
+) -> dict[str, Any]:
     """Send the code, then the submission; the run is queued once this returns."""
     if prepared.folder is None:
         return client.submit_run(prepared.kind, prepared.body)
@@ -86,16 +88,16 @@ def send(prepared: Prepared, client: Client, *, progress: Progress | None = None
         return client.submit_run(prepared.kind, {**prepared.body, "snapshot": snapshot.digest, "origin": origin})
 
 
-def _of_experiment(kind: Kind, file: Path, tables: dict[str, Any]) -> Prepared:
+def _prepare_experiment(kind: RunKind, file: Path, tables: dict[str, Any]) -> PreparedSubmission:
     experiment = read_experiment(tables, kind, str(file))
     pinned = bool(experiment.branch or experiment.commit_sha)
     workspace = None if pinned else workspace_of(file.absolute().parent)
-    return Prepared(
+    return PreparedSubmission(
         kind=kind,
         file=file,
         body=to_body(tables),
         folder=workspace and workspace.path,
-        files=() if workspace is None else _tasks(workspace, experiment.dataset),
+        files=() if workspace is None else _dataset_files(workspace, experiment.dataset),
         rollout=experiment.rollout,
         entrypoint=experiment.entrypoint,
         model=experiment.model_path,
@@ -106,25 +108,25 @@ def _of_experiment(kind: Kind, file: Path, tables: dict[str, Any]) -> Prepared:
     )
 
 
-def _tasks(workspace: Workspace, dataset: str) -> tuple[Path, ...]:
+def _dataset_files(workspace: Workspace, dataset: str) -> tuple[Path, ...]:
     """The workspace's own file of a dataset, which git often ignores; a large one is uploaded once, not with each run."""
     with suppress(DatasetError):
         file = workspace.dataset(dataset)
-        if file.is_relative_to(workspace.path) and file.stat().st_size <= LARGEST_TASKS:
+        if file.is_relative_to(workspace.path) and file.stat().st_size <= MAX_DATASET_BYTES:
             return (file,)
     return ()
 
 
-def _of_config(kind: Kind, file: Path, tables: dict[str, Any], overrides: list[str]) -> Prepared:
+def _prepare_run_config(kind: RunKind, file: Path, tables: dict[str, Any], overrides: list[str]) -> PreparedSubmission:
     config = load_config(file, overrides)
     folder = _folder(file, config)
     dataset = config.dataset.eval if kind == "eval" and config.dataset.eval else config.dataset.train
-    return Prepared(
+    return PreparedSubmission(
         kind=kind,
         file=file,
         body={"run_config": {"tables": tables, "file": file.resolve().relative_to(folder).as_posix()}},
         folder=folder,
-        files=tuple(path for path in _named(config) if path.is_file()),
+        files=tuple(path for path in _named_paths(config) if path.is_file()),
         rollout=config.run.name,
         entrypoint=config.agent.entry.name,
         model=config.model.name,
@@ -134,7 +136,7 @@ def _of_config(kind: Kind, file: Path, tables: dict[str, Any], overrides: list[s
 
 def _folder(file: Path, config: RunConfig) -> Path:
     """The smallest folder that holds the file and all it names: its code goes along, and so do its tasks."""
-    paths = _named(config)
+    paths = _named_paths(config)
     for path in (config.agent.entry, config.agent.folder):
         if not path.exists():
             raise ConfigError(f"{file}: {path} is named there and does not exist; correct the file")
@@ -146,7 +148,7 @@ def _folder(file: Path, config: RunConfig) -> Path:
     return folder
 
 
-def _named(config: RunConfig) -> list[Path]:
+def _named_paths(config: RunConfig) -> list[Path]:
     """What a config names of the user's files. Tasks that are not there may be a dataset of the controller's."""
     named = [config.agent.entry, config.agent.flows, config.agent.folder, config.dataset.train, config.dataset.eval]
     return [path.resolve() for path in named if path is not None and path.exists()]

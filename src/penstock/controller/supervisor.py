@@ -13,25 +13,25 @@ from pathlib import Path
 
 import orjson
 
-from penstock.controller.jobs import Ending, Job
-from penstock.controller.monitor import keeper_of
-from penstock.controller.runs import Run, RunFiles, Runs, Status
+from penstock.controller.jobs import ExitRecord, RunJob
+from penstock.controller.monitor import monitor_pid
+from penstock.controller.runs import Run, RunFiles, RunQueue, RunStatus
 from penstock.controller.vault import Vault
 from penstock.errors import PenstockError
 from penstock.system.files import write_file
 
-LOOK_S = 0.3
+POLL_S = 0.3
 """Between two looks at the runs."""
-PATIENCE_S = 10.0
+KILL_DELAY_S = 10.0
 """Given to a keeper beyond what it gives to its run, before it is killed."""
-STOP_CODE = 130
+INTERRUPTED_CODE = 130
 log = logging.getLogger(__name__)
 
 
 class Supervisor:
     """A task that looks after all runs. What it knows besides the queue can be lost: the run's files tell it again."""
 
-    def __init__(self, runs: Runs, vault: Vault, folder: Path, *, at_once: int, launches: int) -> None:
+    def __init__(self, runs: RunQueue, vault: Vault, folder: Path, *, at_once: int, launches: int) -> None:
         self._runs = runs
         self._vault = vault
         self._folder = folder
@@ -80,7 +80,7 @@ class Supervisor:
             self._bell.clear()
             await self._loop.run_in_executor(self._thread, self._look)
             with suppress(TimeoutError):
-                async with asyncio.timeout(LOOK_S):
+                async with asyncio.timeout(POLL_S):
                     await self._bell.wait()
 
     def _look(self) -> None:
@@ -99,7 +99,7 @@ class Supervisor:
 
     def _guarded(self, run: Run) -> None:
         try:
-            if run.status is Status.PENDING:
+            if run.status is RunStatus.PENDING:
                 self._launch(run)
             else:
                 self._attend(run)
@@ -115,47 +115,47 @@ class Supervisor:
     def _attend(self, run: Run) -> None:
         """A run that a process was started for: is it over, alive, or lost?"""
         keeper = self._keeper(run)  # before the exit file: a keeper that is gone has written it
-        ending = Ending.read(self.files(run))
+        ending = ExitRecord.read(self.files(run))
         if ending is not None:
             self._finish(run, ending)
         elif keeper is not None:
             if run.stop_asked:
                 self._press(run, keeper)
         elif run.stop_asked:
-            self._over(run, Status.STOPPED, "stopped on request")
+            self._over(run, RunStatus.STOPPED, "stopped on request")
         elif run.launches >= self._launches:
-            self._over(run, Status.FAILED, f"its process was lost {run.launches} times; see its log, then submit it again")
+            self._over(run, RunStatus.FAILED, f"its process was lost {run.launches} times; see its log, then submit it again")
         else:
             self._launch(run)
 
     def _keeper(self, run: Run) -> int | None:
         """The process that stands by the run; None where there is none, 0 where it is not known yet."""
-        return self._keepers.get(run.id) or keeper_of(self.files(run))
+        return self._keepers.get(run.id) or monitor_pid(self.files(run))
 
     def _launch(self, run: Run) -> None:
         try:
             secrets = self._vault.values(list(run.submission.secrets))
         except PenstockError as error:
-            self._over(run, Status.FAILED, str(error))
+            self._over(run, RunStatus.FAILED, str(error))
             return
         if self._runs.launch(run.id):
-            self._keepers[run.id] = start_keeper(self.files(run), secrets)
+            self._keepers[run.id] = start_monitor(self.files(run), secrets)
 
-    def _finish(self, run: Run, ending: Ending) -> None:
+    def _finish(self, run: Run, ending: ExitRecord) -> None:
         if ending.code == 0:
-            self._over(run, Status.FINISHED, "", ending.ended_at)
-        elif ending.stopped or ending.code == STOP_CODE:
-            self._over(run, Status.STOPPED, "stopped on request" if run.stop_asked else "stopped", ending.ended_at)
+            self._over(run, RunStatus.FINISHED, "", ending.ended_at)
+        elif ending.stopped or ending.code == INTERRUPTED_CODE:
+            self._over(run, RunStatus.STOPPED, "stopped on request" if run.stop_asked else "stopped", ending.ended_at)
         else:
-            self._over(run, Status.FAILED, ending.message, ending.ended_at)
+            self._over(run, RunStatus.FAILED, ending.message, ending.ended_at)
 
-    def _over(self, run: Run, status: Status, message: str, ended_at: str | None = None) -> None:
+    def _over(self, run: Run, status: RunStatus, message: str, ended_at: str | None = None) -> None:
         self._asked.pop(run.id, None)
         self._runs.finish(run.id, status, message, ended_at=ended_at)
 
     def _press(self, run: Run, keeper: int) -> None:
         """Tell the keeper to end; kill it where it does not, which takes its run along."""
-        if not keeper or not _is_keeper(keeper):
+        if not keeper or not _is_monitor(keeper):
             return
         files, asked = self.files(run), self._asked.get(run.id)
         with suppress(ProcessLookupError):
@@ -164,7 +164,7 @@ class Supervisor:
                     write_file(files.stop, b"")
                 os.kill(keeper, signal.SIGTERM)
                 self._asked[run.id] = time.monotonic()
-            elif time.monotonic() > asked + Job.read(files).stop_grace_s + PATIENCE_S:
+            elif time.monotonic() > asked + RunJob.read(files).stop_grace_s + KILL_DELAY_S:
                 os.kill(keeper, signal.SIGKILL)
 
     def _reap(self) -> None:
@@ -174,7 +174,7 @@ class Supervisor:
                 del self._keepers[run_id]
 
 
-def start_keeper(files: RunFiles, secrets: Mapping[str, str]) -> int:
+def start_monitor(files: RunFiles, secrets: Mapping[str, str]) -> int:
     """A process of its own session that outlives this one; secrets reach it through a pipe, and through nothing else."""
     reading, writing = os.pipe()
     try:
@@ -198,7 +198,7 @@ def start_keeper(files: RunFiles, secrets: Mapping[str, str]) -> int:
     return pid
 
 
-def _is_keeper(pid: int) -> bool:
+def _is_monitor(pid: int) -> bool:
     """Whether that is the process that a lock file means; its number may have been given to another since."""
     try:
         return b"penstock.controller.monitor" in Path(f"/proc/{pid}/cmdline").read_bytes()

@@ -15,42 +15,44 @@ from typing import Any
 
 import orjson
 
-from penstock.controller.jobs import environment
-from penstock.controller.runlog import Strike
-from penstock.controller.runs import Kind
+from penstock.controller.jobs import process_environment
+from penstock.controller.runlog import SecretRedactor
+from penstock.controller.runs import RunKind
 from penstock.errors import ConfigError, DatasetError, Issue, ModelError
 from penstock.sdk.agent_spec import command
 from penstock.system.process_group import how_ended
 
-CHECK_S = 240.0
+TIMEOUT_S = 240.0
 """For all of it; a dataset is read as a whole."""
-ERRORS = {kind.__name__: kind for kind in (ConfigError, DatasetError, ModelError)}
+ERROR_TYPES = {kind.__name__: kind for kind in (ConfigError, DatasetError, ModelError)}
 
 
-def check(tree: Mapping[str, Any], kind: Kind, *, code: Path, env: Mapping[str, str], secrets: Mapping[str, str]) -> None:
+def validate_submission(
+    tree: Mapping[str, Any], kind: RunKind, *, code: Path, env: Mapping[str, str], secrets: Mapping[str, str]
+) -> None:
     """ConfigError with everything that is wrong with a run of `tree`; its texts name files as they are in the snapshot `code`."""
     task = orjson.dumps({"tree": tree, "kind": kind, "where": "the submission"})
     with tempfile.TemporaryFile() as verdict, tempfile.TemporaryFile() as output:
-        ended = _run(task, verdict.fileno(), output.fileno(), code, environment(os.environ, env, secrets))
+        ended = _run_process(task, verdict.fileno(), output.fileno(), code, process_environment(os.environ, env, secrets))
         verdict.seek(0)
         output.seek(0)
         told, said = verdict.read(), output.read().decode("utf-8", "replace").strip()
-    strike = Strike(secrets.values())
+    strike = SecretRedactor(secrets.values())
 
     def clean(text: str) -> str:
         return strike(text.replace(f"{code.resolve()}/", "").replace(f"{code}/", ""))
 
     if not told:
         last = clean(said.splitlines()[-1][:300]) if said else "nothing"
-        how = f"took longer than {CHECK_S:g} s" if ended is None else how_ended(ended)
+        how = f"took longer than {TIMEOUT_S:g} s" if ended is None else how_ended(ended)
         raise ConfigError(f"the submission could not be checked: the process that did {how} and had said: {last}")
     found = orjson.loads(told)
     if found:
         issues = [Issue(key, clean(message), correction) for key, message, correction in found["issues"]]
-        raise ERRORS[found["error"]](clean(found["message"]), issues)
+        raise ERROR_TYPES[found["error"]](clean(found["message"]), issues)
 
 
-def _run(task: bytes, verdict: int, output: int, code: Path, env: Mapping[str, str]) -> int | None:
+def _run_process(task: bytes, verdict: int, output: int, code: Path, env: Mapping[str, str]) -> int | None:
     """The exit code; None where it had to be killed. Nothing of it is left."""
     process = subprocess.Popen(
         [*command(__name__), str(verdict)],
@@ -63,7 +65,7 @@ def _run(task: bytes, verdict: int, output: int, code: Path, env: Mapping[str, s
         start_new_session=True,
     )
     try:
-        process.communicate(task, timeout=CHECK_S)
+        process.communicate(task, timeout=TIMEOUT_S)
         return process.returncode
     except subprocess.TimeoutExpired:
         return None
@@ -73,7 +75,7 @@ def _run(task: bytes, verdict: int, output: int, code: Path, env: Mapping[str, s
         process.wait()
 
 
-def _verdict(task: Mapping[str, Any]) -> dict[str, Any]:
+def _find_error(task: Mapping[str, Any]) -> dict[str, Any]:
     """What that process finds; empty where nothing is wrong."""
     from penstock.config import make_config
     from penstock.evals.run import evaluation_config
@@ -84,10 +86,10 @@ def _verdict(task: Mapping[str, Any]) -> dict[str, Any]:
         check_kind(config, task["kind"])
         check_project(evaluation_config(config) if task["kind"] == "eval" else config, task["where"])
     except ConfigError as error:
-        known = next((name for name, kind in ERRORS.items() if type(error) is kind), "ConfigError")
+        known = next((name for name, kind in ERROR_TYPES.items() if type(error) is kind), "ConfigError")
         return {"error": known, "message": str(error), "issues": [list(issue) for issue in error.issues]}
     return {}
 
 
 if __name__ == "__main__":
-    os.write(int(sys.argv[1]), orjson.dumps(_verdict(orjson.loads(sys.stdin.buffer.read()))))
+    os.write(int(sys.argv[1]), orjson.dumps(_find_error(orjson.loads(sys.stdin.buffer.read()))))

@@ -5,7 +5,7 @@ import sqlite3
 from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
-from penstock.controller.database import Database
+from penstock.controller.database import ControllerDatabase
 from penstock.controller.encryption import VERSION_1, SecretCipher, decrypt_version_1
 from penstock.controller.runs import new_id, now
 from penstock.errors import ControllerError
@@ -35,7 +35,7 @@ class Secret(NamedTuple):
 class Vault:
     """Values encrypted with `key`. Nothing here, its errors included, shows a value but `values`."""
 
-    def __init__(self, database: Database, key: bytes) -> None:
+    def __init__(self, database: ControllerDatabase, key: bytes) -> None:
         self._database = database
         self._cipher = SecretCipher(key)
         database.create(TABLE)
@@ -58,8 +58,8 @@ class Vault:
 
     def page(self, scope: str = "all", *, limit: int = 50, offset: int = 0) -> tuple[list[Secret], int]:
         """By name, and how many there are in all."""
-        scopes: tuple[str, ...] = SCOPES if scope == "all" else (checked_scope(scope),)
-        where = f"scope IN ({_marks(scopes)})"
+        scopes: tuple[str, ...] = SCOPES if scope == "all" else (check_scope(scope),)
+        where = f"scope IN ({_placeholders(scopes)})"
         statement = f"SELECT * FROM secrets WHERE {where} ORDER BY name, scope LIMIT ? OFFSET ?"
         found = self._database.rows(statement, [*scopes, limit, offset])
         total = self._database.rows(f"SELECT count(*) FROM secrets WHERE {where}", scopes)[0][0]
@@ -67,7 +67,7 @@ class Vault:
 
     def delete(self, name: str, scope: str) -> None:
         """Forget one; ControllerError 404 where there is none."""
-        if not self._database.write("DELETE FROM secrets WHERE name = ? AND scope = ?", [name, checked_scope(scope)]):
+        if not self._database.write("DELETE FROM secrets WHERE name = ? AND scope = ?", [name, check_scope(scope)]):
             text = f"there is no secret {name[:LONGEST_NAME]!r} in scope {scope}; see: penstock secret list"
             raise ControllerError(text, code="SECRET_NOT_FOUND", status=404)
 
@@ -99,17 +99,17 @@ class Vault:
 
     def _find(self, names: Iterable[str]) -> dict[str, list[sqlite3.Row]]:
         wanted = list(dict.fromkeys(names))
-        found = self._database.rows(f"SELECT * FROM secrets WHERE name IN ({_marks(wanted)})", wanted) if wanted else []
+        found = self._database.rows(f"SELECT * FROM secrets WHERE name IN ({_placeholders(wanted)})", wanted) if wanted else []
         rows = {name: [row for row in found if row["name"] == name] for name in wanted}
         if missing := [name[:LONGEST_NAME] for name in wanted if not rows[name]]:
             raise ControllerError(f"Secret(s) not found: {', '.join(missing)}", code="SECRET_NOT_FOUND", status=404)
         return rows
 
 
-def checked_scope(scope: str) -> Scope:
+def check_scope(scope: str) -> Scope:
     """ControllerError 400 for a scope that there is not."""
     if scope not in SCOPES:
-        raise _refused(f"scope {scope[:40]!r} is neither user nor workspace", "scope")
+        raise _invalid_secret(f"scope {scope[:40]!r} is neither user nor workspace", "scope")
     return scope
 
 
@@ -117,25 +117,25 @@ def check_name(name: str) -> None:
     """Refuse what cannot name a secret."""
     if not NAME.fullmatch(name) or len(name) > LONGEST_NAME:
         rule = f"begin with a capital letter and use A-Z, 0-9 and _ only, at most {LONGEST_NAME} characters"
-        raise _refused(f"secret name {name[:80]!r}: {rule}", "name")
+        raise _invalid_secret(f"secret name {name[:80]!r}: {rule}", "name")
 
 
 def _check(name: str, value: str, scope: str) -> None:
-    checked_scope(scope)
+    check_scope(scope)
     check_name(name)
     if not value:
-        raise _refused(f"secret {name}: its value is empty; give one, or delete the secret", "value")
+        raise _invalid_secret(f"secret {name}: its value is empty; give one, or delete the secret", "value")
     if len(value) > LARGEST_VALUE:
-        raise _refused(f"secret {name}: its value is longer than {LARGEST_VALUE} characters", "value")
+        raise _invalid_secret(f"secret {name}: its value is longer than {LARGEST_VALUE} characters", "value")
     if "\0" in value or any("\ud800" <= letter <= "\udfff" for letter in value):
-        raise _refused(f"secret {name}: its value has a character that no environment variable can hold", "value")
+        raise _invalid_secret(f"secret {name}: its value has a character that no environment variable can hold", "value")
 
 
-def _refused(message: str, field: str) -> ControllerError:
+def _invalid_secret(message: str, field: str) -> ControllerError:
     return ControllerError(message, code="SECRET_INVALID", status=400, details={"field": field})
 
 
-def _marks(values: Sequence[str]) -> str:
+def _placeholders(values: Sequence[str]) -> str:
     return ", ".join("?" * len(values))
 
 

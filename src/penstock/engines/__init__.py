@@ -1,4 +1,4 @@
-"""Engines: token ids in; ids, log-probabilities and versions out; relays: messages in, text out. A name opens one."""
+"""Engines by name. Most take and return token ids; text endpoints take messages and return text."""
 
 from penstock.registry import Registry
 
@@ -18,11 +18,14 @@ SECTIONS = Registry(
     "engine section",
     {
         "anthropic": "penstock.engines.text_endpoints.anthropic:AnthropicSection",
-        "embedded": "penstock.config:EngineSection",
+        "embedded": "penstock.config:EmbeddedSection",
         "litellm": "penstock.engines.text_endpoints.litellm:LitellmSection",
         "openai": "penstock.engines.text_endpoints.openai:OpenAISection",
         "sglang": "penstock.engines.servers.sglang:SglangSection",
         "vllm": "penstock.engines.servers.vllm:VllmSection",
     },
 )
-"""What each takes under `[engine]`; one that is not listed takes what the embedded one does."""
+"""The settings class of each engine, and what others may ask about it (`trainable`, `in_process`, ...).
+
+An engine that is not listed has `config.EngineSection`.
+"""

@@ -1,15 +1,17 @@
 """What every engine offers: token ids in; ids, log-probabilities and policy versions out, as they are sampled."""
 
-from collections.abc import AsyncGenerator, Callable, Sequence
+from bisect import bisect_right
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, overload
 
 from penstock.records import Finish, Sampling
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
+class SampledChunk:
     """Tokens sampled since the last chunk of the same request; the last chunk says how it finished."""
 
     ids: tuple[int, ...]
@@ -39,7 +41,9 @@ class Engine(Protocol):
         """The policy version that the next token will be sampled under."""
         ...
 
-    def generate(self, prompt_ids: Sequence[int], sampling: Sampling, *, rollout_id: str = "") -> AsyncGenerator[Sampled, None]:
+    def generate(
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, rollout_id: str = ""
+    ) -> AsyncGenerator[SampledChunk, None]:
         """Sample one reply. Closing the generator cancels the request: its slot is free at the next step.
 
         Raises EngineBusy where the queue is full and EngineError where the request cannot be served, both before the first chunk.
@@ -63,3 +67,62 @@ class Engine(Protocol):
     async def close(self) -> None:
         """Fail what is running and free everything."""
         ...
+
+
+class TokenPath(Sequence[int]):
+    """A prompt as a sequence of parts, which are shared and never copied. It equals the tuple of all its tokens.
+
+    Appending a part takes time proportional to the number of parts, not of tokens: a conversation grows by a few tokens with each
+    call, and its history may hold many thousands.
+
+    >>> prompt = TokenPath((1, 2), (3,))
+    >>> prompt.then((4, 5)) == (1, 2, 3, 4, 5), prompt[-2:], len(prompt)
+    (True, (2, 3), 3)
+    """
+
+    __slots__ = ("_ends", "_parts")
+
+    def __init__(self, *parts: tuple[int, ...]) -> None:
+        self._parts = parts
+        ends, end = [0], 0
+        for part in parts:
+            ends.append(end := end + len(part))
+        self._ends = tuple(ends)
+        """0, then the end of each part."""
+
+    def then(self, added: tuple[int, ...]) -> "TokenPath":
+        longer = TokenPath()
+        longer._parts, longer._ends = (*self._parts, added), (*self._ends, self._ends[-1] + len(added))
+        return longer
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[int, ...]: ...
+    def __getitem__(self, index: int | slice) -> int | tuple[int, ...]:
+        if isinstance(index, slice) and index.step not in (None, 1):
+            return tuple(self)[index]
+        position = range(len(self))[index]
+        first = position if isinstance(position, int) else position.start
+        which = bisect_right(self._ends, first) - 1
+        before = self._ends[which]
+        if isinstance(position, int):
+            return self._parts[which][position - before]
+        return tuple(islice(chain.from_iterable(self._parts[which:]), first - before, max(first, position.stop) - before))
+
+    def __iter__(self) -> Iterator[int]:
+        return chain.from_iterable(self._parts)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, TokenPath | tuple | list):
+            return NotImplemented
+        return len(self) == len(other) and tuple(self) == tuple(other)  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __repr__(self) -> str:
+        return f"TokenPath({tuple(self)})"

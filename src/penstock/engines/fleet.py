@@ -12,23 +12,23 @@ from collections.abc import Awaitable, Callable, Collection, Generator, Sequence
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
-from penstock.http.client import Fault, Leash
+from penstock.http.client import CancelHandle, UpstreamError
 
-FAILURES = 3
+MAX_FAILURES = 3
 """In a row, before an address rests."""
-LONGEST_REST_S = 10.0
+MAX_RECHECK_S = 10.0
 PROBE_EVERY_S = 2.0
 """Less than a server needs to start again: one that did so has been seen missing."""
-REMEMBERED = 65_536
+MAX_STICKY_ROLLOUTS = 65_536
 """Rollouts whose address is known; the longest unused are forgotten first."""
 
 
-class Address:
+class EngineServer:
     def __init__(self, url: str) -> None:
         self.url = url
         self.version = 0
         """The policy version that it holds; stamped on what it samples."""
-        self.leashes: set[Leash] = set()
+        self.leashes: set[CancelHandle] = set()
         """Of the requests under way from here."""
         self.up = asyncio.Event()
         """Cleared while it rests or takes new weights."""
@@ -58,15 +58,15 @@ class Address:
         return f"<{self.url}, {'up' if self.up.is_set() else 'resting'}, version {self.version}, load {self.load}>"
 
 
-Check = Callable[[Address], Awaitable[None]]
+ServerCheck = Callable[[EngineServer], Awaitable[None]]
 """Asks a server whether it can serve; Fault where it cannot."""
 
 
-class Loan(NamedTuple):
+class RoutedRequest(NamedTuple):
     """An address for one request."""
 
-    address: Address
-    leash: Leash
+    address: EngineServer
+    leash: CancelHandle
 
 
 class Fleet:
@@ -78,19 +78,19 @@ class Fleet:
     def __init__(
         self,
         urls: Sequence[str],
-        check: Check,
+        check: ServerCheck,
         *,
-        probe: Check | None = None,
-        failures: int = FAILURES,
+        probe: ServerCheck | None = None,
+        failures: int = MAX_FAILURES,
         rest_s: float = 0.5,
         probe_s: float = PROBE_EVERY_S,
     ) -> None:
-        self.addresses = [Address(url) for url in urls]
+        self.addresses = [EngineServer(url) for url in urls]
         self._check, self._probe = check, probe
         self._failures = failures
         self._rest_s, self._probe_s = rest_s, probe_s
-        self._homes: OrderedDict[str, Address] = OrderedDict()
-        self._tasks: dict[Address | None, asyncio.Task[None]] = {}
+        self._homes: OrderedDict[str, EngineServer] = OrderedDict()
+        self._tasks: dict[EngineServer | None, asyncio.Task[None]] = {}
         """Revivals by their address; under None the one that looks at all of them."""
         self._changed = asyncio.Event()
 
@@ -101,26 +101,26 @@ class Fleet:
             await self._changed.wait()
 
     @contextmanager
-    def lend(self, rollout_id: str, avoid: Collection[Address] = ()) -> Generator[Loan]:
+    def lend(self, rollout_id: str, avoid: Collection[EngineServer] = ()) -> Generator[RoutedRequest]:
         """An address for one request, outside `avoid` where there is another. A fault inside may send it to rest."""
         self._tend()
-        loan = Loan(self._pick(rollout_id, avoid), Leash())
+        loan = RoutedRequest(self._pick(rollout_id, avoid), CancelHandle())
         loan.address.leashes.add(loan.leash)
         loan.address.served += 1
         try:
             yield loan
-        except Fault as fault:
+        except UpstreamError as fault:
             if not loan.leash.pulled:
                 self._judge(loan.address, fault)
             raise
         finally:
             loan.address.leashes.discard(loan.leash)
 
-    def others(self, tried: Collection[Address]) -> bool:
+    def others(self, tried: Collection[EngineServer]) -> bool:
         """Whether some address that is up has not been tried."""
         return any(address.up.is_set() and address not in tried for address in self.addresses)
 
-    async def switch(self, address: Address, version: int, take: Callable[[], Awaitable[None]]) -> None:
+    async def switch(self, address: EngineServer, version: int, take: Callable[[], Awaitable[None]]) -> None:
         """Call back what runs there, let it take other weights, and use it again as one that holds `version`.
 
         The Fault of `take` is raised, and the address rests.
@@ -133,7 +133,7 @@ class Fleet:
                 await take()
                 address.version, address.failures = version, 0
                 address.up.set()
-            except Fault as fault:
+            except UpstreamError as fault:
                 address.trouble = str(fault)
                 raise
             finally:
@@ -150,22 +150,22 @@ class Fleet:
             with suppress(asyncio.CancelledError):
                 await task
 
-    def _pick(self, rollout_id: str, avoid: Collection[Address]) -> Address:
+    def _pick(self, rollout_id: str, avoid: Collection[EngineServer]) -> EngineServer:
         up = [address for address in self.addresses if address.up.is_set()]
         if not up:
             troubles = "; ".join(address.trouble for address in self.addresses)
-            raise Fault(f"no server is up: {troubles}", kind="broken")
+            raise UpstreamError(f"no server is up: {troubles}", kind="broken")
         fresh = [address for address in up if address not in avoid] or up
         home = self._homes.get(rollout_id)
         address = home if home in fresh else min(fresh, key=lambda one: (one.load, one.served))
         if rollout_id:
             self._homes[rollout_id] = address
             self._homes.move_to_end(rollout_id)
-            if len(self._homes) > REMEMBERED:
+            if len(self._homes) > MAX_STICKY_ROLLOUTS:
                 self._homes.popitem(last=False)
         return address
 
-    def _judge(self, address: Address, fault: Fault) -> None:
+    def _judge(self, address: EngineServer, fault: UpstreamError) -> None:
         if fault.kind != "broken":
             return
         address.failures += 1
@@ -173,7 +173,7 @@ class Fleet:
         if address.failures >= self._failures:
             self._rest(address, fault)
 
-    def _rest(self, address: Address, fault: Fault) -> None:
+    def _rest(self, address: EngineServer, fault: UpstreamError) -> None:
         """No requests until it has passed its check. Those under way may end: they fail by themselves where they must."""
         address.trouble = str(fault)
         address.up.clear()
@@ -187,29 +187,29 @@ class Fleet:
         if self._probe is not None and None not in self._tasks:
             self._tasks[None] = asyncio.create_task(self._watch(self._probe), name="penstock-probe")
 
-    async def _revive(self, address: Address) -> None:
+    async def _revive(self, address: EngineServer) -> None:
         pause_s = self._rest_s
         try:
             while not address.up.is_set():
                 await asyncio.sleep(pause_s)
-                pause_s = min(2 * pause_s, LONGEST_REST_S)
+                pause_s = min(2 * pause_s, MAX_RECHECK_S)
                 async with address.lock:
                     if not address.up.is_set():
                         await self._try(address)
         finally:
             del self._tasks[address]
 
-    async def _try(self, address: Address) -> None:
+    async def _try(self, address: EngineServer) -> None:
         try:
             await self._check(address)
-        except Fault as fault:
+        except UpstreamError as fault:
             address.trouble = str(fault)
         else:
             address.failures = 0
             address.up.set()
             self._changed.set()
 
-    async def _watch(self, probe: Check) -> None:
+    async def _watch(self, probe: ServerCheck) -> None:
         while True:
             await asyncio.sleep(self._probe_s)
             async with asyncio.TaskGroup() as group:
@@ -218,10 +218,10 @@ class Fleet:
                         group.create_task(self._look(address, probe))
             self._tend()
 
-    async def _look(self, address: Address, probe: Check) -> None:
+    async def _look(self, address: EngineServer, probe: ServerCheck) -> None:
         before = address.version
         try:
             await probe(address)
-        except Fault as fault:
+        except UpstreamError as fault:
             if address.up.is_set() and address.version == before:  # it has taken no other weights meanwhile
                 self._rest(address, fault)

@@ -9,9 +9,9 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from penstock.engines.fleet import FAILURES, PROBE_EVERY_S, Address, Check, Fleet, Loan
+from penstock.engines.fleet import MAX_FAILURES, PROBE_EVERY_S, EngineServer, Fleet, RoutedRequest, ServerCheck
 from penstock.errors import EngineBusy, EngineError
-from penstock.http.client import Fault, Reader, Timers, Wire
+from penstock.http.client import EventReader, HttpClient, RequestTimeouts, UpstreamError
 
 T = TypeVar("T")
 
@@ -20,7 +20,7 @@ LONGEST_WAIT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Patience:
+class RetryPolicy:
     """How much is borne before a caller hears of it."""
 
     retries: int = 4
@@ -29,7 +29,7 @@ class Patience:
     """No attempt begins later than this after the first."""
     first_wait_s: float = FIRST_WAIT_S
     """Bound of the first wait; each further one is twice as long."""
-    failures: int = FAILURES
+    failures: int = MAX_FAILURES
     """In a row, before an address rests."""
     rest_s: float = 0.5
     """How long it rests at first."""
@@ -37,34 +37,34 @@ class Patience:
     """Between two looks at an address that serves."""
 
 
-class Attempt(NamedTuple, Generic[T]):
+class ServerRequest(NamedTuple, Generic[T]):
     """One try at a request."""
 
     body: bytes
-    reader: Reader[T]
+    reader: EventReader[T]
     key: str
     """What the server may know it by."""
 
 
-Leave = Callable[[str, str], Coroutine[Any, Any, None]]
+AbortRequest = Callable[[str, str], Coroutine[Any, Any, None]]
 """Tells the server at a URL that nobody reads the reply to the attempt of a key any more."""
 
 
-class Upstream:
+class FleetClient:
     """A fleet of servers, as one."""
 
     def __init__(
         self,
         urls: Sequence[str],
-        check: Check,
+        check: ServerCheck,
         *,
-        probe: Check | None = None,
-        leave: Leave | None = None,
-        timers: Timers,
-        patience: Patience,
+        probe: ServerCheck | None = None,
+        leave: AbortRequest | None = None,
+        timers: RequestTimeouts,
+        patience: RetryPolicy,
         key: str = "",
     ) -> None:
-        self.wire = Wire(timers, key=key)
+        self.wire = HttpClient(timers, key=key)
         self.fleet = Fleet(urls, check, probe=probe, failures=patience.failures, rest_s=patience.rest_s, probe_s=patience.probe_s)
         self.counts: Counter[str] = Counter()
         """What was borne, by its kind: `retried_busy`, `retried_broken`; `cut_over`: interrupted for new weights."""
@@ -73,12 +73,14 @@ class Upstream:
         self._farewells: set[asyncio.Task[None]] = set()
         self._closed = False
 
-    async def stream(self, path: str, begin: Callable[[Address], Attempt[T]], *, rollout_id: str = "") -> AsyncGenerator[T, None]:
+    async def stream(
+        self, path: str, begin: Callable[[EngineServer], ServerRequest[T]], *, rollout_id: str = ""
+    ) -> AsyncGenerator[T, None]:
         """Post what `begin` makes of an address to `path` there, and give the reply's chunks.
 
         It ends early, without a fault, where the address takes other weights: the caller then asks for the rest of the reply.
         """
-        trial, begun = Trial(self._patience), False
+        trial, begun = RetryState(self._patience), False
         while not self._closed:
             await self.fleet.settled()
             try:
@@ -92,7 +94,7 @@ class Upstream:
                                 loan.address.failures = 0
                             yield chunk
                 return
-            except Fault as fault:
+            except UpstreamError as fault:
                 if self._closed:
                     break
                 if begun or fault.kind in ("refused", "garbled"):
@@ -104,7 +106,7 @@ class Upstream:
                 await asyncio.sleep(wait_s)
         raise EngineError("the engine is closed")
 
-    async def _read(self, loan: Loan, path: str, attempt: Attempt[T]) -> AsyncGenerator[T, None]:
+    async def _read(self, loan: RoutedRequest, path: str, attempt: ServerRequest[T]) -> AsyncGenerator[T, None]:
         """The chunks of one attempt, up to where it is called back."""
         try:
             async with aclosing(self.wire.stream(loan.address.url + path, attempt.body, attempt.reader, loan.leash)) as chunks:
@@ -112,7 +114,7 @@ class Upstream:
                     yield chunk
                     if loan.leash.pulled:
                         break
-        except Fault:
+        except UpstreamError:
             if not loan.leash.pulled:
                 raise
         finally:
@@ -128,8 +130,8 @@ class Upstream:
         self._farewells.add(task)
         task.add_done_callback(self._farewells.discard)
 
-    async def _bid(self, leave: Leave, url: str, key: str) -> None:
-        with suppress(Fault):  # the server is gone, and the request with it
+    async def _bid(self, leave: AbortRequest, url: str, key: str) -> None:
+        with suppress(UpstreamError):  # the server is gone, and the request with it
             await leave(url, key)
 
     async def close(self) -> None:
@@ -142,7 +144,7 @@ class Upstream:
         await self.fleet.close()
         await self.wire.close()
 
-    def _error(self, fault: Fault, trial: "Trial", rollout_id: str) -> EngineError:
+    def _error(self, fault: UpstreamError, trial: "RetryState", rollout_id: str) -> EngineError:
         whose = f"rollout {rollout_id}: " if rollout_id else ""
         often = f"; given up after {trial.attempts} attempts" if trial.attempts > 1 else ""
         if fault.kind == "busy":
@@ -150,22 +152,22 @@ class Upstream:
         return EngineError(f"{whose}{fault}{often}")
 
 
-class Trial:
+class RetryState:
     """The attempts at one request."""
 
-    def __init__(self, patience: Patience) -> None:
+    def __init__(self, patience: RetryPolicy) -> None:
         self.attempts = 0
-        self.tried: set[Address] = set()
+        self.tried: set[EngineServer] = set()
         """Addresses that this round has been to."""
         self._rounds = 0
         self._patience = patience
         self._end = time.monotonic() + patience.retry_s
 
-    def begin(self, address: Address) -> None:
+    def begin(self, address: EngineServer) -> None:
         self.attempts += 1
         self.tried.add(address)
 
-    def wait_s(self, fault: Fault, *, others: bool) -> float | None:
+    def wait_s(self, fault: UpstreamError, *, others: bool) -> float | None:
         """How long to wait before the next attempt, 0 where another address is left; None where enough was tried."""
         left_s = self._end - time.monotonic()
         if left_s <= 0.0:

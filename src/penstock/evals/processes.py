@@ -228,7 +228,7 @@ def check_processes(config: RunConfig) -> None:
     count = config.eval.processes
     if count == 1:
         return
-    if config.engine.name == "embedded":
+    if config.engine.in_process:
         remedy = "name one that is asked over HTTP, such as vllm or openai, or leave eval.processes at 1"
         raise ConfigError(f"eval.processes = {count}: the embedded engine has its weights in one process; {remedy}")
     if config.gateway.port:

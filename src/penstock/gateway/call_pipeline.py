@@ -1,4 +1,7 @@
-"""A watchdog over one request to an engine: silence that lasts too long ends it."""
+"""The pipeline of one model call: prompt, sampling, recording, response.
+
+A step is durable before any byte says that its reply is complete.
+"""
 
 import asyncio
 import time
@@ -9,81 +12,39 @@ from typing import Protocol
 
 from penstock.errors import EngineError, PenstockError, boundary
 from penstock.events import Events
-from penstock.gateway.call import Call, Caller, Limits, Prompt
-from penstock.gateway.observability import Metrics
+from penstock.gateway.call import Caller, GatewayLimits, ModelCall, Prompt
+from penstock.gateway.observability import GatewayMetrics
 from penstock.gateway.pending_response import PendingResponse
-from penstock.gateway.recorder import Label, Recorder
+from penstock.gateway.recorder import Recorder, StepMetadata
 from penstock.gateway.reply import Delta, ReplyBuilder, deltas_of
-from penstock.gateway.session import Session, SessionPast
-from penstock.gateway.sources import Source
+from penstock.gateway.session import Session, SessionHistory
+from penstock.gateway.sources import ReplySource
 from penstock.pool.base import Pool
 from penstock.records import Sampling, Step
 from penstock.system.async_tools import settled
 from penstock.system.redaction import Redactor
 
-
-class Watch:
-    """Cancels the task that it is made in when the engine is silent for too long; `beat` says that it is not."""
-
-    def __init__(self, *, first_s: float, stall_s: float) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._task = asyncio.current_task()
-        self._stall_s = stall_s
-        self._allowed_s = first_s
-        self._last = self._loop.time()
-        self._timer = self._loop.call_at(self._last + min(first_s, stall_s), self._look)  # one timer, whatever comes first
-        self._barked = False
-        self._began = self._last
-        self.first_s: float | None = None
-        """How long the engine took to say something; None while it has not."""
-
-    def beat(self) -> None:
-        """The engine has said something."""
-        self._last = self._loop.time()
-        if self.first_s is None:
-            self.first_s = self._last - self._began
-            self._allowed_s = self._stall_s
-
-    def stop(self) -> None:
-        self._timer.cancel()
-
-    def stalled(self) -> EngineError | None:
-        """Why the task was cancelled, if it was this watchdog that did; the cancellation is then taken back."""
-        if not self._barked or self._task is None:
-            return None
-        self._task.uncancel()
-        return EngineError(f"the engine was silent for {self._allowed_s:g} s; the call was given up")
-
-    def _look(self) -> None:
-        due = self._last + self._allowed_s
-        if self._loop.time() < due:
-            self._timer = self._loop.call_at(due, self._look)
-        elif self._task is not None:
-            self._barked = True
-            self._task.cancel()
-
-
-NAMES, NAME_CHARACTERS = 500, 100
-"""Of what is counted by name: how many different things, and how long a name may be."""
+MAX_NOTICE_NAMES, MAX_NOTICE_CHARACTERS = 500, 100
+"""Bounds on the names of notices, which callers choose by the fields they send."""
 
 
 class ResponseWriter(Protocol):
-    """Where an answer goes. What says that a choice or the answer is complete may be sent from `close` and `done` only."""
+    """Formats and sends one response. Only `finish_choice` and `finish` may say that a choice or the response is complete."""
 
-    async def open(self, prompt: Prompt) -> None:
-        """The engine has begun to answer."""
+    async def start(self, prompt: Prompt) -> None:
+        """Called before the first tokens; may be called again for further choices."""
         ...
 
     async def add(self, choice: int, deltas: list[Delta], ids: Sequence[int], logprobs: Sequence[float]) -> None:
-        """A choice has grown by these tokens (with log-probabilities of the plain distribution), and what they make visible."""
+        """Send new tokens of a choice and the text they make visible. Log-probabilities are of the plain distribution."""
         ...
 
-    async def close(self, choice: int, step: Step) -> None:
-        """A choice is complete and durable."""
+    async def finish_choice(self, choice: int, step: Step) -> None:
+        """The choice is complete and durable."""
         ...
 
-    async def done(self, prompt: Prompt, steps: list[Step]) -> None:
-        """All choices are, in this order."""
+    async def finish(self, prompt: Prompt, steps: list[Step]) -> None:
+        """All choices are complete; `steps` are in order of choice."""
         ...
 
 
@@ -93,157 +54,206 @@ class CallContext:
 
     session: Session
     caller: Caller
-    call: Call
+    call: ModelCall
     prompt: Prompt
-    outlet: ResponseWriter
-    flight: PendingResponse
+    writer: ResponseWriter
+    response: PendingResponse
 
 
-class Service:
-    def __init__(self, source: Source, pool: Pool, events: Events, *, limits: Limits, redactor: Redactor | None = None) -> None:
+class CallPipeline:
+    def __init__(
+        self, source: ReplySource, pool: Pool, events: Events, *, limits: GatewayLimits, redactor: Redactor | None = None
+    ) -> None:
         self.source = source
         self.engine = source.engine
-        self.metrics = Metrics()
+        self.metrics = GatewayMetrics()
         self._pool = pool
         self._events = events
         self._limits = limits
-        self._crossing = boundary(EngineError, f"engine {self.engine.model}")
+        self._engine_boundary = boundary(EngineError, f"engine {self.engine.model}")
         self._recorder = Recorder(pool, redactor or Redactor(), self.metrics.breaks)
 
-    async def answer(self, session: Session, caller: Caller, call: Call, outlet: ResponseWriter, flight: PendingResponse) -> None:
-        """Answer one call. A retry whose answer was recorded but may not have arrived is given it again."""
+    async def answer(
+        self, session: Session, caller: Caller, call: ModelCall, writer: ResponseWriter, response: PendingResponse
+    ) -> None:
+        """Answer one call. A retry whose answer is already recorded gets the recorded answer."""
         for name in call.ignored:
             self.count(f"ignored:{name}")
         prompt = await self._prompt(session, caller, call)
         samplings = self._samplings(call, session.sampling, prompt)
-        errand = CallContext(session, caller, call, prompt, outlet, flight)
-        steps = (await session.graph(self._pool)).answer(flight.request, call.choices) if caller.is_retry else None
+        context = CallContext(session, caller, call, prompt, writer, response)
+        steps = (await session.graph(self._pool)).find_answer(response.request, call.choices) if caller.is_retry else None
         if steps is not None:
-            await self._say_again(errand, steps)
+            await self._replay(context, steps)
         elif len(samplings) == 1:
-            steps = [await self._sample(errand, samplings[0], 0)]
+            steps = [await self._sample(context, samplings[0], 0)]
         else:
-            steps = await self._sample_all(errand, samplings)
-        await outlet.done(prompt, steps)
+            steps = await self._sample_all(context, samplings)
+        await writer.finish(prompt, steps)
 
-    async def past(self, session: Session, transcript: str) -> SessionPast:
-        """What a dialect may know of the rollout's earlier calls."""
-        return SessionPast(session.talk(transcript), await session.graph(self._pool))
+    async def history(self, session: Session, transcript: str) -> SessionHistory:
+        return SessionHistory(session.last_request(transcript), await session.graph(self._pool))
 
-    async def count_tokens(self, session: Session, caller: Caller, call: Call) -> int:
-        """How many tokens the call's prompt has."""
+    async def count_tokens(self, session: Session, caller: Caller, call: ModelCall) -> int:
+        """The length of the call's prompt."""
         return self.source.length(await self._prompt(session, caller, call))
 
-    async def _prompt(self, session: Session, caller: Caller, call: Call) -> Prompt:
+    async def _prompt(self, session: Session, caller: Caller, call: ModelCall) -> Prompt:
         graph = await session.graph(self._pool)
-        chains = session.talk(caller.transcript).chains(call.messages, call.tools)
+        chains = session.last_request(caller.transcript).chains(call.messages, call.tools)
         return await self.source.prompt(graph, call, chains)
 
     def count(self, name: str) -> None:
-        """Count what was not done as asked; the first time, tell it as an event. Callers choose names: there is an end to them."""
-        counts, name = self.metrics.notices, name[:NAME_CHARACTERS]
-        if name not in counts and len(counts) >= NAMES:
+        """Count something that was not done as the caller asked; the first of each name is also emitted as an event."""
+        counts, name = self.metrics.notices, name[:MAX_NOTICE_CHARACTERS]
+        if name not in counts and len(counts) >= MAX_NOTICE_NAMES:
             name = "other"
         counts[name] += 1
         if counts[name] == 1:
             self._events.emit("gateway.notice", name=name)
 
-    def _samplings(self, call: Call, defaults: Sampling, prompt: Prompt) -> list[Sampling]:
-        """How each choice is sampled: within the run's cap, and what the source allows."""
+    def _samplings(self, call: ModelCall, defaults: Sampling, prompt: Prompt) -> list[Sampling]:
+        """The sampling of each choice, capped by the run's `max_tokens` and by the source."""
         samplings = self.source.samplings(call, defaults.max_tokens, prompt)
         if samplings[0].max_tokens < call.sampling.max_tokens:
             self.count("capped:max_tokens")
         return samplings
 
-    async def _sample_all(self, errand: CallContext, samplings: list[Sampling]) -> list[Step]:
+    async def _sample_all(self, context: CallContext, samplings: list[Sampling]) -> list[Step]:
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._sample(errand, each, choice)) for choice, each in enumerate(samplings)]
+                tasks = [group.create_task(self._sample(context, each, choice)) for choice, each in enumerate(samplings)]
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from errors
         return [task.result() for task in tasks]
 
-    async def _sample(self, errand: CallContext, sampling: Sampling, choice: int) -> Step:
-        """Sample one choice and record it, also where it breaks off: then it is kept, and never trained."""
-        prompt = errand.prompt
-        seed = f"{errand.session.rollout_id} {prompt.chain} {errand.flight.name.rpartition('-')[2]} {choice}"
-        reply = self.source.reply(errand.call, prompt, sampling, seed=seed)
+    async def _sample(self, context: CallContext, sampling: Sampling, choice: int) -> Step:
+        """Sample one choice and record it. A reply that breaks off is recorded too, and never trained."""
+        prompt = context.prompt
+        seed = f"{context.session.rollout_id} {prompt.chain} {context.response.name.rpartition('-')[2]} {choice}"
+        reply = self.source.reply(context.call, prompt, sampling, seed=seed)
         started = time.perf_counter()
-        errand.flight.account.prompt_tokens = len(prompt.ids)
+        context.response.summary.prompt_tokens = len(prompt.ids)
         try:
-            await self._generate(errand, sampling, reply, choice)
+            await self._generate(context, sampling, reply, choice)
         except asyncio.CancelledError:
             reply.end("cancelled")
-            await self._keep(errand, sampling, reply, started, choice)
+            await self._record_partial(context, sampling, reply, started, choice)
             raise
         except EngineError:
             reply.end("error")
-            await self._keep(errand, sampling, reply, started, choice)
+            await self._record_partial(context, sampling, reply, started, choice)
             raise
-        step = await self._record(errand, sampling, reply, started, choice)
-        await errand.outlet.close(choice, step)
+        step = await self._record(context, sampling, reply, started, choice)
+        await context.writer.finish_choice(choice, step)
         return step
 
-    async def _generate(self, errand: CallContext, sampling: Sampling, reply: ReplyBuilder, choice: int) -> None:
-        watch = Watch(first_s=self._limits.first_token_s, stall_s=self._limits.stall_s)
+    async def _generate(self, context: CallContext, sampling: Sampling, reply: ReplyBuilder, choice: int) -> None:
+        watchdog = StallWatchdog(first_token_s=self._limits.first_token_s, stall_s=self._limits.stall_s)
         try:
-            asked = self.source.generate(errand.call, errand.prompt, sampling, rollout_id=errand.session.rollout_id)
-            async with aclosing(asked) as stream:
+            chunks = self.source.generate(context.call, context.prompt, sampling, rollout_id=context.session.rollout_id)
+            async with aclosing(chunks) as stream:
                 while reply.finish is None:
-                    with self._crossing:
+                    with self._engine_boundary:
                         chunk = await anext(stream, None)
                     if chunk is None:
                         break
-                    watch.beat()
+                    watchdog.reset()
                     size = len(reply.ids)
-                    deltas = reply.take(chunk)
-                    await errand.outlet.open(errand.prompt)
-                    await errand.outlet.add(choice, deltas, reply.ids[size:], reply.full_logprobs[size:])
+                    deltas = reply.add(chunk)
+                    await context.writer.start(context.prompt)
+                    await context.writer.add(choice, deltas, reply.ids[size:], reply.full_logprobs[size:])
         except asyncio.CancelledError:
-            if stalled := watch.stalled():
-                raise stalled from None
+            if error := watchdog.stall_error():
+                raise error from None
             raise
         finally:
-            watch.stop()
-            account = errand.flight.account
-            account.first_token_s = account.first_token_s or watch.first_s
+            watchdog.stop()
+            summary = context.response.summary
+            summary.first_token_s = summary.first_token_s or watchdog.first_token_s
         if reply.finish not in ("stop", "length"):
             raise EngineError(f"engine {self.engine.model} broke off a reply after {len(reply.ids)} tokens")
 
-    async def _say_again(self, errand: CallContext, steps: list[Step]) -> None:
+    async def _replay(self, context: CallContext, steps: list[Step]) -> None:
         self.count("replayed_call")
-        errand.flight.name, errand.flight.created = steps[0].answer, steps[0].created
-        await errand.outlet.open(errand.prompt)
+        context.response.name, context.response.created = steps[0].answer, steps[0].created
+        await context.writer.start(context.prompt)
         for choice, step in enumerate(steps):
             logprobs = step.full_logprobs or step.logprobs
-            await errand.outlet.add(choice, deltas_of(step.message), step.completion_ids, logprobs)
-            await errand.outlet.close(choice, step)
+            await context.writer.add(choice, deltas_of(step.message), step.completion_ids, logprobs)
+            await context.writer.finish_choice(choice, step)
 
-    async def _record(self, errand: CallContext, sampling: Sampling, reply: ReplyBuilder, started: float, choice: int) -> Step:
-        label = Label(
+    async def _record(self, context: CallContext, sampling: Sampling, reply: ReplyBuilder, started: float, choice: int) -> Step:
+        metadata = StepMetadata(
             sampling=sampling,
-            transcript=errand.caller.transcript,
-            answer=errand.flight.name,
+            transcript=context.caller.transcript,
+            answer=context.response.name,
             choice=choice,
-            created=errand.flight.created,
+            created=context.response.created,
             seconds=round(time.perf_counter() - started, 4),
         )
-        account = errand.flight.account
-        account.sampled_tokens += len(reply.ids)
+        summary = context.response.summary
+        summary.sampled_tokens += len(reply.ids)
         if reply.usage is not None:
-            account.prompt_tokens += reply.usage.prompt_tokens
-            account.sampled_tokens += reply.usage.completion_tokens
+            summary.prompt_tokens += reply.usage.prompt_tokens
+            summary.sampled_tokens += reply.usage.completion_tokens
             if not reply.usage.completion_tokens:
                 self.count("usage_not_told")
-        step = await self._recorder.record(errand.session, errand.prompt, reply, label)
-        account.steps.append(step)
+        step = await self._recorder.record(context.session, context.prompt, reply, metadata)
+        summary.steps.append(step)
         return step
 
-    async def _keep(self, errand: CallContext, sampling: Sampling, reply: ReplyBuilder, started: float, choice: int) -> None:
-        """Record what there is of a broken reply; a store that cannot take it is counted, the break itself matters more."""
+    async def _record_partial(
+        self, context: CallContext, sampling: Sampling, reply: ReplyBuilder, started: float, choice: int
+    ) -> None:
+        """Record a reply that broke off. A failing store is only counted, so that the caller sees the first error."""
         if reply.is_empty:
             return
         try:
-            await settled(self._record(errand, sampling, reply, started, choice))
+            # Shielded: the task may be cancelled already, and the store must still get what was sampled.
+            await settled(self._record(context, sampling, reply, started, choice))
         except PenstockError:
             self.count("partial_reply_not_recorded")
+
+
+class StallWatchdog:
+    """Cancels the task that made it when the engine is silent for too long; `reset` restarts the wait.
+
+    One timer serves the whole reply. It is not rescheduled for each chunk: when it fires, it checks when the last chunk came.
+    """
+
+    def __init__(self, *, first_token_s: float, stall_s: float) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._task = asyncio.current_task()
+        self._stall_s = stall_s
+        self._allowed_s = first_token_s
+        self._last = self._began = self._loop.time()
+        self._timer = self._loop.call_at(self._last + min(first_token_s, stall_s), self._check)
+        self._fired = False
+        self.first_token_s: float | None = None
+        """Seconds until the first chunk; None before it."""
+
+    def reset(self) -> None:
+        """The engine has sent a chunk."""
+        self._last = self._loop.time()
+        if self.first_token_s is None:
+            self.first_token_s = self._last - self._began
+            self._allowed_s = self._stall_s
+
+    def stop(self) -> None:
+        self._timer.cancel()
+
+    def stall_error(self) -> EngineError | None:
+        """The reason for the cancellation if this watchdog caused it, else None. Takes the cancellation back (`uncancel`)."""
+        if not self._fired or self._task is None:
+            return None
+        self._task.uncancel()
+        return EngineError(f"the engine was silent for {self._allowed_s:g} s; the call was given up")
+
+    def _check(self) -> None:
+        due = self._last + self._allowed_s
+        if self._loop.time() < due:
+            self._timer = self._loop.call_at(due, self._check)
+        elif self._task is not None:
+            self._fired = True
+            self._task.cancel()

@@ -11,10 +11,10 @@ from starlette.responses import Response
 
 from penstock.codec import from_json
 from penstock.errors import PoolError, PoolFailed, RequestError
-from penstock.gateway.call import Limits
-from penstock.gateway.routes import reply
+from penstock.gateway.call import GatewayLimits
+from penstock.gateway.routes import json_response
 from penstock.gateway.session import ADHOC_CHANNEL, Sessions, make_task, open_adhoc
-from penstock.gateway.trajectories import BEYOND
+from penstock.gateway.trajectories import AFTER_ALL
 from penstock.http.asgi import read_body
 from penstock.pool.base import Pool
 from penstock.records import End, Grade
@@ -22,7 +22,7 @@ from penstock.records import End, Grade
 T = TypeVar("T", bound=BaseModel)
 
 
-class _Body(BaseModel):
+class ControlBody(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
@@ -30,7 +30,7 @@ Id = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]{0,199}$")]
 """What may stand in a token, a path and a header."""
 
 
-class SamplingBody(_Body):
+class SamplingBody(ControlBody):
     """What is to be sampled otherwise than the gateway's defaults say."""
 
     max_tokens: int | None = Field(default=None, ge=1)
@@ -40,7 +40,7 @@ class SamplingBody(_Body):
     min_p: FiniteFloat | None = Field(default=None, ge=0, lt=1)
 
 
-class OpenBody(_Body):
+class OpenBody(ControlBody):
     """`POST /rollouts`: a rollout that is there by its id, else a new one."""
 
     rollout_id: Id | None = None
@@ -50,22 +50,22 @@ class OpenBody(_Body):
     sampling: SamplingBody = SamplingBody()
 
 
-class GradeBody(_Body):
+class GradeBody(ControlBody):
     reward: FiniteFloat
     source: str = "control"
     transcript: str | None = None
     step: int | None = Field(default=None, ge=0)
 
 
-class EndBody(_Body):
+class EndBody(ControlBody):
     end: End = Field(default=End.COMPLETED, strict=False)
     message: str = ""
 
 
-class Control:
+class ControlRoutes:
     """Endpoints for runners that are not in this process."""
 
-    def __init__(self, pool: Pool, sessions: Sessions, limits: Limits) -> None:
+    def __init__(self, pool: Pool, sessions: Sessions, limits: GatewayLimits) -> None:
         self._pool = pool
         self._sessions = sessions
         self._limits = limits
@@ -77,7 +77,7 @@ class Control:
         """
         body = await self._read(request, OpenBody)
         session = await self._sessions.get(await self._find(body) or await self._make(body))
-        return reply(
+        return json_response(
             {
                 "rollout_id": session.rollout_id,
                 "token": session.token,
@@ -90,27 +90,27 @@ class Control:
         """Reward a rollout, one of its transcripts or one of its steps."""
         body = await self._read(request, GradeBody)
         grade = from_json(Grade, orjson.dumps(body.model_dump() | {"rollout_id": request.path_params["rollout_id"]}))
-        self._sessions.graded(grade.rollout_id)
-        with _refusing(status=409, code="not_graded"):
+        self._sessions.note_grade(grade.rollout_id)
+        with _pool_refusals(status=409, code="not_graded"):
             await self._pool.grade(grade)
-        return reply({"rollout_id": grade.rollout_id, "reward": grade.reward})
+        return json_response({"rollout_id": grade.rollout_id, "reward": grade.reward})
 
     async def end(self, request: Request) -> Response:
         """End a rollout; the first end stays, and says so."""
         body = await self._read(request, EndBody)
         rollout_id = request.path_params["rollout_id"]
-        with _refusing(status=404, code="unknown_rollout"):
+        with _pool_refusals(status=404, code="unknown_rollout"):
             first = await self._pool.end(rollout_id, body.end, body.message)
-            end = (await self._pool.attempt(rollout_id, first_step=BEYOND, first_node=BEYOND)).end
+            end = (await self._pool.attempt(rollout_id, first_step=AFTER_ALL, first_node=AFTER_ALL)).end
         self._sessions.close(rollout_id)
-        return reply({"rollout_id": rollout_id, "end": end, "first": first})
+        return json_response({"rollout_id": rollout_id, "end": end, "first": first})
 
     async def _find(self, body: OpenBody) -> str | None:
         """The rollout of that id, where nothing else is asked for; None where there is none."""
         if body.rollout_id is None or body.model_fields_set != {"rollout_id"}:
             return None
         try:
-            return (await self._pool.attempt(body.rollout_id, first_step=BEYOND, first_node=BEYOND)).rollout.id
+            return (await self._pool.attempt(body.rollout_id, first_step=AFTER_ALL, first_node=AFTER_ALL)).rollout.id
         except PoolFailed:
             raise
         except PoolError:
@@ -118,7 +118,7 @@ class Control:
 
     async def _make(self, body: OpenBody) -> str:
         sampling = body.sampling.model_dump(exclude_none=True)
-        with _refusing(status=409, code="rollout_exists"):
+        with _pool_refusals(status=409, code="rollout_exists"):
             rollout = await open_adhoc(
                 self._pool,
                 rollout_id=body.rollout_id or "",
@@ -144,7 +144,7 @@ class Control:
 
 
 @contextmanager
-def _refusing(*, status: int, code: str) -> Generator[None]:
+def _pool_refusals(*, status: int, code: str) -> Generator[None]:
     """Say what the pool refuses with this status; a pool that fails is a 503, and the same may be sent again."""
     try:
         yield

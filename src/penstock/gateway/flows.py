@@ -13,17 +13,16 @@ from starlette.types import Message as AsgiMessage
 
 from penstock.codec import context_digest
 from penstock.errors import GraderError, PoolError, PoolFailed, RequestError, WorkerLost
-from penstock.gateway import trajectories
-from penstock.gateway.auth import Tokens
-from penstock.gateway.call import Limits
-from penstock.gateway.call_pipeline import Service
+from penstock.gateway.auth import GatewayTokens
+from penstock.gateway.call import GatewayLimits
+from penstock.gateway.call_pipeline import CallPipeline
 from penstock.gateway.control import SamplingBody
-from penstock.gateway.dialects.generate import expand
+from penstock.gateway.dialects.generate import flatten_nested
 from penstock.gateway.graph import TokenGraph
-from penstock.gateway.model_routes import VISIT
-from penstock.gateway.routes import DEFAULT_PROMPT, reply
-from penstock.gateway.session import Sessions
-from penstock.gateway.trajectories import SOURCE, Registration, Trajectories
+from penstock.gateway.model_routes import PROMPT_UID
+from penstock.gateway.routes import DEFAULT_PROMPT, json_response
+from penstock.gateway.session import RESERVED_PREFIX, Sessions
+from penstock.gateway.trajectories import FLOW_SOURCE, Registration, Trajectories
 from penstock.graders.rule import rule_reward, said
 from penstock.http.asgi import header, parse_json, read_body
 from penstock.http.listen import root_url
@@ -49,12 +48,12 @@ def detail_body(error: RequestError) -> dict[str, Any]:
     return {"detail": error.detail if isinstance(error, SchemaError) else str(error), "code": error.code}
 
 
-def wrong(message: str, *where: str | int) -> SchemaError:
+def schema_error(message: str, *where: str | int) -> SchemaError:
     """One thing that is wrong, and where."""
     return SchemaError([{"type": "value_error", "loc": list(where), "msg": message}])
 
 
-class _Body(BaseModel):
+class FlowBody(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
 
     def ignored(self) -> list[str]:
@@ -62,7 +61,7 @@ class _Body(BaseModel):
         return sorted(self.model_extra or {})
 
 
-class StepBody(_Body):
+class StepBody(FlowBody):
     """One step as a flow tells it; what was sampled is known here already."""
 
     prompt_ids: list[TokenId]
@@ -90,11 +89,11 @@ class StepBody(_Body):
         return [*super().ignored(), *unused]
 
 
-class StepsBody(_Body):
+class StepsBody(FlowBody):
     steps: list[StepBody]
 
 
-class RewardBody(_Body):
+class RewardBody(FlowBody):
     """`POST /compute_reward`: messages, or the tokens of one reply."""
 
     trajectory_uid: str = ""
@@ -113,30 +112,30 @@ class RewardBody(_Body):
         return self
 
 
-class RegisterBody(_Body):
+class RegisterBody(FlowBody):
     channel: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]{0,199}$")
     metadata: dict[str, Any] | None = None
     sampling: SamplingBody | None = None
 
 
-class CompleteBody(_Body):
+class CompleteBody(FlowBody):
     reward: FiniteFloat | None = None
     channel: str | None = None
 
 
-class InitBody(_Body):
+class InitBody(FlowBody):
     pass
 
 
-async def read(request: Request, kind: type[T], limit: int) -> T:
+async def read_as(request: Request, kind: type[T], limit: int) -> T:
     """The request's body; an empty one says nothing. SchemaError 422 where it is not a `kind`."""
     body = await read_body(request.receive, limit)
     if body is None:
         raise RequestError("the caller hung up before its request was whole", code="incomplete_request")
-    return parse(kind, body.strip() or b"{}")
+    return parse_as(kind, body.strip() or b"{}")
 
 
-def parse(kind: type[T], body: bytes, *where: str) -> T:
+def parse_as(kind: type[T], body: bytes, *where: str) -> T:
     """`body` as a `kind`; SchemaError 422 where it is none."""
     try:
         return kind.model_validate_json(body)
@@ -147,33 +146,33 @@ def parse(kind: type[T], body: bytes, *where: str) -> T:
 
 
 SUBMITTED, NOT_SUBMITTED = "submitted by its flow", "not submitted by its flow"
-COMPARED = 64
+MAX_COMPARED_STEPS = 64
 """Of the newest steps, how many are looked at to say what a refused one differs in."""
 
 
-class Found(NamedTuple):
+class MatchedStep(NamedTuple):
     """A submitted step and the recorded one that it is."""
 
     given: StepBody
     step: Step
 
 
-class Accepted(NamedTuple):
+class RolloutSubmission(NamedTuple):
     """Steps of one rollout that may be stored; none where all of them were before."""
 
     rollout_id: str
     graph: TokenGraph
-    found: list[Found]
+    found: list[MatchedStep]
 
 
 class Submissions:
     """Takes what flows say of their steps. The same again changes nothing."""
 
-    def __init__(self, pool: Pool, sessions: Sessions, trajectories: Trajectories, service: Service) -> None:
+    def __init__(self, pool: Pool, sessions: Sessions, trajectories: Trajectories, pipeline: CallPipeline) -> None:
         self._pool = pool
         self._sessions = sessions
         self._trajectories = trajectories
-        self._service = service
+        self._pipeline = pipeline
 
     async def take(self, by_rollout: Mapping[str, Sequence[StepBody]], channel: str | None) -> None:
         """Store the rewards of steps, and complete a rollout with its last one; RequestError before anything is stored."""
@@ -185,7 +184,7 @@ class Submissions:
                 await self._mark_others(rollout_id, graph)
                 await self._trajectories.finish(rollout_id)
 
-    async def _accept(self, rollout_id: str, steps: Sequence[StepBody], channel: str | None) -> Accepted | None:
+    async def _accept(self, rollout_id: str, steps: Sequence[StepBody], channel: str | None) -> RolloutSubmission | None:
         try:
             session = await self._sessions.get(rollout_id)
             graph = await session.graph(self._pool)
@@ -195,28 +194,28 @@ class Submissions:
             await self._check_repeated(rollout_id, steps, error)
             return None
         if channel not in (None, session.rollout.channel):
-            self._service.count("ignored:channel")
-        return Accepted(rollout_id, graph, [self._find(graph, given) for given in steps])
+            self._pipeline.count("ignored:channel")
+        return RolloutSubmission(rollout_id, graph, [self._find(graph, given) for given in steps])
 
-    def _find(self, graph: TokenGraph, given: StepBody) -> Found:
+    def _find(self, graph: TokenGraph, given: StepBody) -> MatchedStep:
         step = find_step(graph.steps, given)
         if step is None:
             raise RequestError(f"this step was not sampled here: {_difference(graph, given)}", status=409, code="not_sampled")
         for name in given.ignored():
-            self._service.count(f"ignored:{name}")
+            self._pipeline.count(f"ignored:{name}")
         told = given.rollout_log_probs
         if told is not None and not all(map(_close, told, step.logprobs)):
-            self._service.count("replaced:rollout_log_probs")
+            self._pipeline.count("replaced:rollout_log_probs")
         if given.policy_version not in (0, *step.versions):
-            self._service.count("replaced:policy_version")
-        return Found(given, step)
+            self._pipeline.count("replaced:policy_version")
+        return MatchedStep(given, step)
 
-    async def _store(self, rollout_id: str, found: Found) -> None:
+    async def _store(self, rollout_id: str, found: MatchedStep) -> None:
         index, reward = found.step.index, found.given.reward
         if reward is None:
             await self._mark(Mark(rollout_id=rollout_id, step=index, note=SUBMITTED))
         else:
-            await self._trajectories.grade(Grade(rollout_id=rollout_id, reward=reward, source=SOURCE, step=index))
+            await self._trajectories.grade(Grade(rollout_id=rollout_id, reward=reward, source=FLOW_SOURCE, step=index))
 
     async def _mark_others(self, rollout_id: str, graph: TokenGraph) -> None:
         """Take steps that were never submitted out of training: the flow did not stand by them."""
@@ -237,7 +236,7 @@ class Submissions:
         """Let pass what was taken before its rollout was complete; `late` for anything new."""
         attempt = await self._pool.attempt(rollout_id)
         recorded, submitted = {step.index: step for step in attempt.steps}, _submitted(attempt)
-        rewards = {grade.step: grade.reward for grade in attempt.grades if grade.source == SOURCE and grade.step is not None}
+        rewards = {grade.step: grade.reward for grade in attempt.grades if grade.source == FLOW_SOURCE and grade.step is not None}
         for given in steps:
             step = find_step(recorded, given)
             if step is None or step.index not in submitted or rewards.get(step.index) != given.reward:
@@ -246,13 +245,13 @@ class Submissions:
 
 def find_step(steps: Mapping[int, Step], given: StepBody) -> Step | None:
     """The recorded step with exactly these tokens; of several, the one with the index that is given."""
-    digest, reply = context_digest([*given.prompt_ids, *given.response_ids]), tuple(given.response_ids)
-    same = [step for step in steps.values() if step.context == digest and step.completion_ids == reply]
+    digest, reply_ids = context_digest([*given.prompt_ids, *given.response_ids]), tuple(given.response_ids)
+    same = [step for step in steps.values() if step.context == digest and step.completion_ids == reply_ids]
     return next((step for step in same if step.index == given.step_index), same[0] if same else None)
 
 
 def _submitted(attempt: Attempt) -> set[int]:
-    graded = {grade.step for grade in attempt.grades if grade.source == SOURCE and grade.step is not None}
+    graded = {grade.step for grade in attempt.grades if grade.source == FLOW_SOURCE and grade.step is not None}
     return graded | {mark.step for mark in attempt.marks if mark.note == SUBMITTED and mark.step is not None}
 
 
@@ -262,7 +261,7 @@ def _close(told: float, recorded: float) -> bool:
 
 def _difference(graph: TokenGraph, given: StepBody) -> str:
     """What the step differs in from the recorded one that is most like it."""
-    newest = sorted(graph.steps)[-COMPARED:]
+    newest = sorted(graph.steps)[-MAX_COMPARED_STEPS:]
     if not newest:
         return "its rollout has no recorded call; generate through this gateway first"
     ids = [*given.prompt_ids, *given.response_ids]
@@ -281,11 +280,11 @@ def _alike(one: Sequence[int], other: Sequence[int]) -> int:
     return next((place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
-async def judge_by_rule(rollout_id: str, messages: list[Message], fields: Mapping[str, Any]) -> float:
+async def reward_by_rule(rollout_id: str, messages: list[Message], fields: Mapping[str, Any]) -> float:
     return rule_reward(said(messages), fields)
 
 
-class Judge(Protocol):
+class RewardFunction(Protocol):
     def __call__(self, rollout_id: str, messages: list[Message], fields: Mapping[str, Any]) -> Awaitable[float]:
         """`rollout_id` is empty where nothing says whose it is; `fields` are of its row. GraderError where there is no reward."""
         ...
@@ -295,14 +294,21 @@ class FlowRoutes:
     """Endpoints. `scope["rollout_id"]` is whose flow token the caller has; empty where it may speak for any rollout."""
 
     def __init__(
-        self, pool: Pool, sessions: Sessions, trajectories: Trajectories, service: Service, *, tokens: Tokens, limits: Limits
+        self,
+        pool: Pool,
+        sessions: Sessions,
+        trajectories: Trajectories,
+        pipeline: CallPipeline,
+        *,
+        tokens: GatewayTokens,
+        limits: GatewayLimits,
     ) -> None:
-        self.judge: Judge | None = None
+        self.reward_function: RewardFunction | None = None
         self._pool = pool
         self._sessions = sessions
         self._trajectories = trajectories
-        self._submissions = Submissions(pool, sessions, trajectories, service)
-        self._service = service
+        self._submissions = Submissions(pool, sessions, trajectories, pipeline)
+        self._pipeline = pipeline
         self._tokens = tokens
         self._limits = limits
 
@@ -312,10 +318,10 @@ class FlowRoutes:
         mine = request.scope["rollout_id"]
         root = root_url(self._sessions.base_url, header(request.scope["headers"], b"host"))
         if not mine:
-            uid = self._tokens.trajectory()
-            return reply({"trajectory_uid": uid, "base_url": f"{root}/{uid}/{DEFAULT_PROMPT}/v1"})
+            uid = self._tokens.new_trajectory_uid()
+            return json_response({"trajectory_uid": uid, "base_url": f"{root}/{uid}/{DEFAULT_PROMPT}/v1"})
         session = await self._sessions.get(mine)
-        return reply({"trajectory_uid": mine, "base_url": f"{root}/{session.token}/{session.rollout.group_id}/v1"})
+        return json_response({"trajectory_uid": mine, "base_url": f"{root}/{session.token}/{session.rollout.group_id}/v1"})
 
     async def register(self, request: Request) -> Response:
         """Say what a trajectory is, before its first call."""
@@ -323,7 +329,7 @@ class FlowRoutes:
         rollout_id = self._own(request, request.path_params["trajectory"])
         said = self._registration(body, request.path_params["prompt"])
         await self._trajectories.register(rollout_id, said)
-        return reply({"status": "ok"})
+        return json_response({"status": "ok"})
 
     async def complete(self, request: Request) -> Response:
         """Grade a trajectory, and take no more calls for it."""
@@ -331,8 +337,8 @@ class FlowRoutes:
         rollout_id = self._own(request, request.path_params["trajectory"])
         rollout = await self._trajectories.complete(rollout_id, body.reward)
         if body.channel not in (None, rollout.channel):
-            self._service.count("ignored:channel")
-        return reply({"status": "ok"})
+            self._pipeline.count("ignored:channel")
+        return json_response({"status": "ok"})
 
     async def submit(self, request: Request) -> Response:
         """Take steps that were sampled here, with their rewards; all of them, or none."""
@@ -340,23 +346,23 @@ class FlowRoutes:
         by_rollout: dict[str, list[StepBody]] = {}
         for place, step in enumerate(body.steps):
             if not step.trajectory_uid and not request.scope["rollout_id"]:
-                raise wrong("say which trajectory the step belongs to", "body", "steps", place, "trajectory_uid")
+                raise schema_error("say which trajectory the step belongs to", "body", "steps", place, "trajectory_uid")
             rollout_id = self._own(request, step.trajectory_uid or request.scope["rollout_id"])
             by_rollout.setdefault(rollout_id, []).append(step)
         await self._submissions.take(by_rollout, request.query_params.get("channel"))
-        return reply({"accepted": len(body.steps)})
+        return json_response({"accepted": len(body.steps)})
 
     async def reward(self, request: Request) -> Response:
-        """Ask the judge, which is the run's grader or a rule for the row's data source."""
+        """Ask the reward_function, which is the run's grader or a rule for the row's data source."""
         body = await self._read(request, RewardBody)
         named = body.trajectory_uid or request.scope["rollout_id"]
         rollout_id = self._own(request, named) if named else ""
-        if self.judge is None:
-            text = "this gateway has no judge; grade in the flow itself, or run it with `penstock train`"
+        if self.reward_function is None:
+            text = "this gateway has no reward_function; grade in the flow itself, or run it with `penstock train`"
             raise RequestError(text, status=503, code="no_judge")
         messages = await self._messages(rollout_id, body)
         try:
-            reward = await self.judge(rollout_id, messages, {**body.extra_fields, **body.dataset_fields})
+            reward = await self.reward_function(rollout_id, messages, {**body.extra_fields, **body.dataset_fields})
         except GraderError as error:
             raise RequestError(str(error), status=422, code="not_judged") from error
         except PoolFailed:
@@ -364,8 +370,8 @@ class FlowRoutes:
         except PoolError as error:
             raise RequestError(str(error), status=404, code="unknown_rollout") from error
         except (TimeoutError, WorkerLost) as error:
-            raise RequestError(f"the judge gave no answer: {error}", status=503, code="not_judged") from error
-        return reply({"reward": reward, "reward_score": reward, "reward_extra_info": {}})
+            raise RequestError(f"the reward_function gave no answer: {error}", status=503, code="not_judged") from error
+        return json_response({"reward": reward, "reward_score": reward, "reward_extra_info": {}})
 
     async def ready(self, request: Request) -> Response:
         """Whether calls are taken."""
@@ -375,7 +381,7 @@ class FlowRoutes:
             await self._pool.position()
         except PoolFailed as error:
             raise RequestError(f"the pool cannot be used: {error}", status=503, code="not_recorded") from error
-        return reply({"status": "ready"})
+        return json_response({"status": "ready"})
 
     def _own(self, request: Request, name: str) -> str:
         """The rollout that `name` stands for, where the caller may speak for it; RequestError 403 where not."""
@@ -390,18 +396,18 @@ class FlowRoutes:
         sampling = body.sampling
         if metadata is not None:
             if metadata.pop("policy_version", None) is not None:
-                self._service.count("ignored:policy_version")
+                self._pipeline.count("ignored:policy_version")
             if isinstance(metadata.get("sampling"), dict) and sampling is None:
-                sampling = parse(SamplingBody, orjson.dumps(metadata.pop("sampling")), "body", "metadata", "sampling")
-            if ours := [name for name in metadata if name.startswith(trajectories.OURS)]:
-                raise wrong(f"names that begin with {trajectories.OURS!r} are ours", "body", "metadata", ours[0])
+                sampling = parse_as(SamplingBody, orjson.dumps(metadata.pop("sampling")), "body", "metadata", "sampling")
+            if ours := [name for name in metadata if name.startswith(RESERVED_PREFIX)]:
+                raise schema_error(f"names that begin with {RESERVED_PREFIX!r} are ours", "body", "metadata", ours[0])
         changed = None if sampling is None else sampling.model_dump(exclude_none=True)
         return Registration(prompt_uid=prompt_uid, channel=body.channel, metadata=metadata, sampling=changed)
 
     async def _messages(self, rollout_id: str, body: RewardBody) -> list[Message]:
         """What is to be judged: as given, or as recorded of the reply with these tokens, or the text that they spell."""
         if body.messages is not None:
-            return expand(body.messages)
+            return flatten_nested(body.messages)
         prompt_ids, response_ids = body.prompt_ids or [], body.response_ids or []
         attempt = await self._trajectories.find(rollout_id, whole=True) if rollout_id else None
         if attempt is not None:
@@ -409,20 +415,20 @@ class FlowRoutes:
             step = find_step(steps, StepBody(prompt_ids=prompt_ids, response_ids=response_ids))
             if step is not None:
                 return list(TokenGraph(attempt).messages(step.answer) or [step.message])
-        decode = self._service.source.spelling.decode
+        decode = self._pipeline.source.tokenizer.decode
         return [{"role": "user", "content": decode(prompt_ids)}, {"role": "assistant", "content": decode(response_ids)}]
 
     async def _read(self, request: Request, kind: type[Any]) -> Any:
-        body = await read(request, kind, self._limits.body_bytes)
+        body = await read_as(request, kind, self._limits.body_bytes)
         for name in body.ignored():
-            self._service.count(f"ignored:{name}")
+            self._pipeline.count(f"ignored:{name}")
         return body
 
 
 class GenerateRoute:
     """Reads whose call it is, and hands it on with its body unread."""
 
-    def __init__(self, model: ASGIApp, tokens: Tokens, *, body_bytes: int) -> None:
+    def __init__(self, model: ASGIApp, tokens: GatewayTokens, *, body_bytes: int) -> None:
         self._model = model
         self._tokens = tokens
         self._body_bytes = body_bytes
@@ -448,9 +454,9 @@ class GenerateRoute:
             raise RequestError(text, status=403, code="rollout_mismatch", param="trajectory_uid")
         if not held:
             named = named or header(scope["headers"], b"x-rollout-id")
-            scope["rollout_id"] = self._tokens.rollout_of(named) if named else self._tokens.trajectory()
-        if scope[VISIT] == DEFAULT_PROMPT and isinstance(ids.get("prompt_uid"), str):
-            scope[VISIT] = ids["prompt_uid"] or DEFAULT_PROMPT
+            scope["rollout_id"] = self._tokens.rollout_of(named) if named else self._tokens.new_trajectory_uid()
+        if scope[PROMPT_UID] == DEFAULT_PROMPT and isinstance(ids.get("prompt_uid"), str):
+            scope[PROMPT_UID] = ids["prompt_uid"] or DEFAULT_PROMPT
 
 
 def _ids(body: bytes) -> dict[str, Any]:

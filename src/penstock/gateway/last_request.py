@@ -1,7 +1,8 @@
-"""Bodies that grow: an agent sends its whole conversation with every call, and only its end is new.
+"""The last request of a transcript, kept so that the next one is read incrementally.
 
-What a body repeats of the one before is compared with it, which costs next to nothing, and neither parsed nor hashed again. The
-values and digests are those of the whole body all the same; where anything is in doubt, the whole body is read.
+An agent sends its whole conversation with every call, and only its end is new. The part that repeats the last body is compared,
+which is cheap, and neither parsed nor hashed again. Values and digests are the same as for the whole body; in any doubt the whole
+body is read.
 """
 
 import re
@@ -13,115 +14,117 @@ from typing import Any
 
 import orjson
 
-from penstock.chat.templates import Tool, digest, link, tools_digest
+from penstock.chat.templates import Tool, chain_digest, message_digest, tools_digest
 from penstock.codec import UNLOCKED, pieces
 from penstock.records import Message
 
-LONG = 1 << 14
-"""Bytes from which a body is remembered; shorter ones are read as fast as they are compared."""
-MOST_LOOSE = 3
-"""How many entries may be loose: one more for each body that none went on from, so there is an end to trying."""
+MIN_CACHED_BYTES = 1 << 14
+"""Bytes from which a body is kept; shorter ones are parsed as fast as compared."""
+MAX_UNSTABLE = 3
+"""Bound of `IncrementalBody._unstable`; after it, bodies are parsed in full."""
 
-OPENING = re.compile(rb'"(messages|input)"\s*:\s*\[')
-GAP = re.compile(r"[ \t\n\r,]*")
-MARK = token_hex(16).encode()
-"""Stands for the entries that are known. No caller can guess it, so where it turns up in a value, they would."""
+LIST_START = re.compile(rb'"(messages|input)"\s*:\s*\[')
+SEPARATOR = re.compile(r"[ \t\n\r,]*")
+PLACEHOLDER = token_hex(16).encode()
+"""Replaces the known entries in the JSON that is parsed. It is random, so a caller cannot send it."""
 _DECODER = JSONDecoder()
 
 
-class GrowingBody:
-    """The last body of one transcript: a JSON object with a list of messages in it, as a rule the beginning of the next one's."""
+class IncrementalBody:
+    """The last request body of one transcript: a JSON object with a list of messages, usually a prefix of the next one's."""
 
     def __init__(self) -> None:
         self._body = b""
         self._known = 0
-        """How far the body is known: to the end of one of the list's entries."""
+        """Bytes of the body that are known: up to the end of one of the list's entries."""
         self._entries: list[Any] = []
-        """Those up to there."""
+        """The parsed entries up to there."""
         self._head = b""
         """The body up to the first entry."""
         self._key = ""
-        """Of the list."""
+        """The key of the list."""
         self._grew = False
-        """Whether it went on from the one before."""
-        self._loose = 0
-        """How many entries at the end are not counted on: agents move marks along with the end, or take reminders off it."""
-        self._who = b""
+        """Whether the body extended the one before."""
+        self._unstable = 0
+        """How many entries at the end are not reused. One more after each body that was not extended: some agents move cache marks
+        along with the end of the conversation, or remove reminders from it."""
+        self._salt = b""
         self._hash = sha256()
         """Of `_who` and the first `_hashed` bytes."""
         self._hashed = 0
 
-    def digest(self, who: bytes, body: bytes) -> str:
-        """The SHA-256 of `who` and `body`, since processors compute it themselves."""
-        if not self._goes_on(body):
-            digest = sha256(who)
-            _feed(digest, memoryview(body))
+    def digest(self, salt: bytes, body: bytes) -> str:
+        """SHA-256 of `salt` and `body`; processors have instructions for it."""
+        if not self._extends_last(body):
+            digest = sha256(salt)
+            _update_hash(digest, memoryview(body))
             return digest.hexdigest()
-        if who != self._who:
-            self._who, self._hash, self._hashed = who, sha256(who), 0
+        if salt != self._salt:
+            self._salt, self._hash, self._hashed = salt, sha256(salt), 0
         view = memoryview(body)
-        _feed(self._hash, view[self._hashed : self._known])
+        _update_hash(self._hash, view[self._hashed : self._known])
         self._hashed = self._known
         digest = self._hash.copy()
-        _feed(digest, view[self._known :])
+        _update_hash(digest, view[self._known :])
         return digest.hexdigest()
 
     def read(self, body: bytes) -> Any:
-        """What `orjson.loads` gives; entries that are known are the very same objects as last time, so nobody may change them."""
-        if len(body) < LONG:
+        """The same value as `orjson.loads`. Known entries are the same objects as last time: callers must not change them."""
+        if len(body) < MIN_CACHED_BYTES:
             return orjson.loads(body)
-        grew = self._goes_on(body)
+        grew = self._extends_last(body)
         if not grew and not self._begin(body):
             return orjson.loads(body)
-        rest, mark = body[self._known :], b'"%b"' % MARK if self._entries else b'"%b",' % MARK
+        rest = body[self._known :]
+        known = b'"%b"' % PLACEHOLDER if self._entries else b'"%b",' % PLACEHOLDER
         try:
-            value = orjson.loads(self._head + mark + rest)
-            marked, *fresh = value[self._key]
+            value = orjson.loads(self._head + known + rest)
+            placeholder, *fresh = value[self._key]
         except (ValueError, TypeError, KeyError):
             return orjson.loads(body)
-        if marked != MARK.decode():  # the key comes a second time, or is not the object's own
+        if placeholder != PLACEHOLDER.decode():  # the key is repeated, or belongs to a nested object
             return orjson.loads(body)
         value[self._key], self._grew = [*self._entries, *fresh], grew
-        self._learn(body, rest, fresh)
+        self._remember(body, rest, fresh)
         return value
 
-    def _goes_on(self, body: bytes) -> bool:
+    def _extends_last(self, body: bytes) -> bool:
         return bool(self._entries) and body.startswith(memoryview(self._body)[: self._known])
 
     def _begin(self, body: bytes) -> bool:
-        """Begin anew with a body that does not go on from the last one; False where it holds no list, or this came too often."""
-        self._loose += bool(self._entries) and not self._grew
-        self._body, self._entries, self._who = b"", [], b""
-        found = OPENING.search(body) if self._loose <= MOST_LOOSE else None
+        """Start again with a body that does not extend the last one; False if it has no list, or this happened too often."""
+        self._unstable += bool(self._entries) and not self._grew
+        self._body, self._entries, self._salt = b"", [], b""
+        found = LIST_START.search(body) if self._unstable <= MAX_UNSTABLE else None
         if found is None:
             return False
         self._head, self._known, self._key = body[: found.end()], found.end(), found[1].decode()
         return True
 
-    def _learn(self, body: bytes, rest: bytes, fresh: list[Any]) -> None:
-        """Know the body up to the end of its fresh entries, but for the loose ones."""
-        text, end = rest.decode("latin-1"), 0  # a character for each byte
-        firm = fresh[: max(0, len(fresh) - self._loose)]
+    def _remember(self, body: bytes, rest: bytes, fresh: list[Any]) -> None:
+        """Keep the body up to the end of its new entries, without the unstable ones at the end."""
+        text, end = rest.decode("latin-1"), 0  # one character per byte
+        stable = fresh[: max(0, len(fresh) - self._unstable)]
         try:
-            for _ in firm:
-                gap = GAP.match(text, end)
+            for _ in stable:
+                gap = SEPARATOR.match(text, end)
                 end = _DECODER.raw_decode(text, gap.end() if gap else end)[1]
-        except (ValueError, RecursionError):  # this decoder has bounds of its own
+        except (ValueError, RecursionError):  # this decoder is stricter than orjson
             return
         self._body, self._known = body, self._known + end
-        self._entries += firm
+        self._entries += stable
 
 
-def _feed(digest: Any, view: memoryview) -> None:
+def _update_hash(digest: Any, view: memoryview) -> None:
     for piece in pieces(view, UNLOCKED):
         digest.update(piece)
 
 
 class LastRequest:
-    """The last call of one transcript, as it came and as it was read."""
+    """The last request of one transcript, raw and parsed."""
 
     def __init__(self) -> None:
-        self.body = GrowingBody()
+        self.body = IncrementalBody()
         self._raw: list[Any] = []
         self._messages: list[Message] = []
         self._raw_tools: Any = None
@@ -130,15 +133,15 @@ class LastRequest:
         """Digest of the tools, then of the path after each of `_messages`."""
 
     def messages(self, raw: list[Any], read: Callable[[int, Any], Message]) -> tuple[Message, ...]:
-        """Every entry of `raw` read by itself; those that begin the list as they did last time are not read again."""
-        known = _equal(self._raw, raw)
-        fresh = [read(place, raw[place]) for place in range(known, len(raw))]
+        """Every entry of `raw` parsed by `read`; entries that repeat the last request are not parsed again."""
+        known = _common_prefix(self._raw, raw)
+        fresh = [read(index, raw[index]) for index in range(known, len(raw))]
         self._raw[known:], self._messages[known:] = raw[known:], fresh
         del self._chains[known + 1 :]
         return tuple(self._messages)
 
     def tools(self, raw: Any, read: Callable[[Any], tuple[Tool, ...]]) -> tuple[Tool, ...]:
-        """The tools; the same ones as last time are not read again."""
+        """The tools parsed by `read`, unless they repeat the last request."""
         if raw != self._raw_tools:
             self._tools, self._raw_tools = read(raw), raw
             self._chains = [tools_digest(self._tools)]
@@ -148,18 +151,18 @@ class LastRequest:
         """Digest of the tools, then of the path after each message."""
         if tools is not self._tools:
             self._tools, self._raw_tools, self._chains = tools, None, [tools_digest(tools)]
-        known = _equal(self._messages, list(messages))
+        known = _common_prefix(self._messages, list(messages))
         if known < len(messages):
             self._messages, self._raw = list(messages), []
         del self._chains[known + 1 :]
         for message in messages[len(self._chains) - 1 :]:
-            self._chains.append(link(self._chains[-1], digest(message)))
+            self._chains.append(chain_digest(self._chains[-1], message_digest(message)))
         return list(self._chains)
 
 
-def _equal(before: list[Any], now: list[Any]) -> int:
-    """How many entries the two lists begin with alike."""
+def _common_prefix(before: list[Any], now: list[Any]) -> int:
+    """Length of the common prefix of the two lists."""
     if now[: len(before)] == before:
         return len(before)
     pairs = enumerate(zip(before, now, strict=False))
-    return next((place for place, (one, other) in pairs if one is not other and one != other), len(now))
+    return next((index for index, (one, other) in pairs if one is not other and one != other), len(now))

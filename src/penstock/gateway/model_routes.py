@@ -1,4 +1,4 @@
-"""The model routes over ASGI: read a request, answer it as JSON or as a stream, and notice when the caller is gone."""
+"""The model routes over ASGI: read a request, answer it with JSON or a stream, cancel the work when the caller hangs up."""
 
 import asyncio
 import time
@@ -10,254 +10,258 @@ import orjson
 from starlette.types import Receive, Scope, Send
 
 from penstock.errors import EngineBusy, EngineError, PenstockError, PoolError, RenderError, RequestError
-from penstock.gateway.call import Call, Caller, Limits, Prompt
-from penstock.gateway.call_pipeline import Service
-from penstock.gateway.dialects.base import Answer, Dialect, EventWriter, Fresh
+from penstock.gateway.call import Caller, GatewayLimits, ModelCall, Prompt
+from penstock.gateway.call_pipeline import CallPipeline
+from penstock.gateway.dialects.base import Dialect, EventWriter, ModelAnswer, UnsentTokens
 from penstock.gateway.last_request import LastRequest
-from penstock.gateway.observability import Spans
+from penstock.gateway.observability import CallTracer
 from penstock.gateway.pending_response import PendingResponse, ResponseCache
 from penstock.gateway.reply import Delta
-from penstock.gateway.session import Session
-from penstock.http.asgi import LEAVING, header, parse_json, read_body
+from penstock.gateway.session import RunningCall, Session
+from penstock.http.asgi import ON_DISCONNECT, header, parse_json, read_body
 from penstock.records import Step
 
-VISIT = "penstock.visit"
-"""In a scope: the prompt's uid, where the path or the body names the rollout without a token of its own; else None."""
-MAIN = "main"
+PROMPT_UID = "penstock.prompt_uid"
+"""Scope key: the prompt's uid if the path or body names the rollout without a token of its own, else None."""
+MAIN_TRANSCRIPT = "main"
 
 
 class FindSession(Protocol):
-    """The session of a rollout; where a prompt's uid is given as `visit`, of one that may not be there yet."""
+    """Returns the session of a rollout. With a `prompt_uid`, an unknown rollout is opened."""
 
-    def __call__(self, rollout_id: str, visit: str | None, *, again: bool = False) -> Awaitable[Session]: ...
+    def __call__(self, rollout_id: str, prompt_uid: str | None, *, is_retry: bool = False) -> Awaitable[Session]: ...
 
 
 class ModelRoute:
-    """One dialect's endpoint. `scope["rollout_id"]` is whose token a request carried, `scope["transcript"]` what its path says."""
+    """One dialect's endpoint. `scope["rollout_id"]` is the token's rollout, `scope["transcript"]` the one named in the path."""
 
     def __init__(
         self,
         dialect: Dialect,
-        service: Service,
+        pipeline: CallPipeline,
         find: FindSession,
         *,
         name: str,
-        limits: Limits,
-        told: ResponseCache,
-        spans: Spans | None,
+        limits: GatewayLimits,
+        response_cache: ResponseCache,
+        tracer: CallTracer | None,
     ) -> None:
         self._dialect = dialect
         self._name = name
-        self._spans = spans
-        self._service = service
+        self._tracer = tracer
+        self._pipeline = pipeline
         self._find = find
         self._limits = limits
-        self._told = told
+        self._response_cache = response_cache
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request, or join or repeat the answer to the one that it repeats; count it and tell of it."""
-        flight = PendingResponse("", self._dialect, send)
-        started, metrics = time.perf_counter(), self._service.metrics
+        """Answer one request, and count and trace it. A retry joins the pending response or gets the cached one."""
+        response = PendingResponse("", self._dialect, send)
+        started, metrics = time.perf_counter(), self._pipeline.metrics
         metrics.begin()
         try:
-            await self._serve(flight, scope, receive, send)
+            await self._serve(response, scope, receive, send)
         finally:
             seconds = time.perf_counter() - started
-            metrics.end(self._name, flight.status, flight.account, seconds=seconds)
-            if self._spans is not None:
-                self._spans.tell(self._name, flight.account, scope["headers"], seconds=seconds)
+            metrics.end(self._name, response.status, response.summary, seconds=seconds)
+            if self._tracer is not None:
+                self._tracer.tell(self._name, response.summary, scope["headers"], seconds=seconds)
 
-    async def _serve(self, flight: PendingResponse, scope: Scope, receive: Receive, send: Send) -> None:
-        account = flight.account
+    async def _serve(self, response: PendingResponse, scope: Scope, receive: Receive, send: Send) -> None:
+        summary = response.summary
         try:
-            caller = account.caller = _caller(scope)
+            caller = summary.caller = _caller(scope)
             body = await read_body(receive, self._limits.body_bytes)
             if body is None:
                 return
-            session = await self._find(caller.rollout_id, scope[VISIT], again=caller.is_retry)
-            if caller.transcript == session.rollout.group_id:  # in a path, after the token: which prompt it is, not who speaks
-                caller = account.caller = caller._replace(transcript=MAIN)
-            flight.request = _request(caller, self._dialect.path, body, session.talk(caller.transcript))
-            if flight.request in session.refused:
+            session = await self._find(caller.rollout_id, scope[PROMPT_UID], is_retry=caller.is_retry)
+            if caller.transcript == session.rollout.group_id:  # a path's `/{token}/{prompt}`: the prompt's uid, no transcript
+                caller = summary.caller = caller._replace(transcript=MAIN_TRANSCRIPT)
+            response.request = _request_digest(caller, self._dialect.path, body, session.last_request(caller.transcript))
+            if response.request in session.failed_requests:
                 caller = caller._replace(is_retry=False)
-            elif caller.is_retry and await self._repeat(session, flight, scope, receive, send):
+            elif caller.is_retry and await self._repeat(session, response, scope, receive, send):
                 return
-            past = await self._service.past(session, caller.transcript)
-            call = account.call = self._dialect.parse(parse_json(body, past.talk.body.read), session.sampling, past)
+            history = await self._pipeline.history(session, caller.transcript)
+            call = summary.call = self._dialect.parse(parse_json(body, history.last_request.body.read), session.sampling, history)
         except PenstockError as error:
-            await flight.refuse(as_refusal(error))
+            await response.send_error(as_request_error(error))
             return
-        await self._answer(session, caller, call, flight, scope, receive)
+        await self._answer(session, caller, call, response, scope, receive)
 
-    async def _repeat(self, session: Session, again: PendingResponse, scope: Scope, receive: Receive, send: Send) -> bool:
-        """Join the call that this one repeats, or send its answer again; False where neither is there."""
-        if (flight := session.flights.get(again.request)) is not None:
-            self._service.count("joined_call")
-            again.sent = flight.sent
-            with suppress(Left):
-                await attended(flight.follow(send), scope, receive, flight.leave)
+    async def _repeat(self, session: Session, retry: PendingResponse, scope: Scope, receive: Receive, send: Send) -> bool:
+        """Join the pending response to the same request, or send the cached one; False if there is neither."""
+        if (first := session.pending.get(retry.request)) is not None:
+            self._pipeline.count("joined_call")
+            retry.sent = first.sent
+            with suppress(CallerDisconnected):
+                await run_while_connected(first.follow(send), scope, receive, first.remove_listener)
             return True
-        if (sent := self._told.find(again.request)) is not None:
-            self._service.count("replayed_call")
-            again.sent = sent
+        if (sent := self._response_cache.get(retry.request)) is not None:
+            self._pipeline.count("replayed_call")
+            retry.sent = sent
             for message in sent:
                 await send(message)
         return sent is not None
 
     async def _answer(
-        self, session: Session, caller: Caller, call: Call, flight: PendingResponse, scope: Scope, receive: Receive
+        self, session: Session, caller: Caller, call: ModelCall, response: PendingResponse, scope: Scope, receive: Receive
     ) -> None:
         try:
-            with session.carrying(flight), suppress(Left):
-                work = self._work(session, caller, call, flight)
-                await attended(work, scope, receive, flight.leave, flight.is_given_up)
-            session.refused.discard(flight.request)
+            with RunningCall(session, response), suppress(CallerDisconnected):
+                work = self._work(session, caller, call, response)
+                await run_while_connected(work, scope, receive, response.remove_listener, response.is_abandoned)
+            session.failed_requests.discard(response.request)
         except PenstockError as error:
-            session.refuse(flight.request)
-            await flight.refuse(as_refusal(error))
+            session.mark_failed(response.request)
+            await response.send_error(as_request_error(error))
         finally:
-            flight.land()
-        self._told.keep(flight)
+            response.end()
+        self._response_cache.add(response)
 
-    async def _work(self, session: Session, caller: Caller, call: Call, flight: PendingResponse) -> None:
-        outlet = (StreamOutlet if call.stream else WholeOutlet)(self._dialect, flight, call, self._service.engine.model)
+    async def _work(self, session: Session, caller: Caller, call: ModelCall, response: PendingResponse) -> None:
+        kind = StreamResponseWriter if call.stream else JsonResponseWriter
+        writer = kind(self._dialect, response, call, self._pipeline.engine.model)
         if call.stream:
-            flight.keep_alive(self._limits.keep_alive_s)
-        await self._service.answer(session, caller, call, outlet, flight)
+            response.start_keep_alive(self._limits.keep_alive_s)
+        await self._pipeline.answer(session, caller, call, writer, response)
 
 
 class CountRoute:
-    """Counts the tokens of a request's prompt; nothing is sampled and nothing recorded."""
+    """Counts the tokens of a request's prompt; nothing is sampled or recorded."""
 
-    def __init__(self, dialect: Dialect, service: Service, find: FindSession, *, limits: Limits) -> None:
+    def __init__(self, dialect: Dialect, pipeline: CallPipeline, find: FindSession, *, limits: GatewayLimits) -> None:
         self._dialect = dialect
-        self._service = service
+        self._pipeline = pipeline
         self._find = find
         self._limits = limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        flight = PendingResponse("", self._dialect, send)
+        response = PendingResponse("", self._dialect, send)
         try:
             caller = _caller(scope)
             body = await read_body(receive, self._limits.body_bytes)
             if body is None:
                 return
-            session = await self._find(caller.rollout_id, scope[VISIT])
-            call = self._dialect.parse(parse_json(body), session.sampling, await self._service.past(session, caller.transcript))
-            tokens = await self._service.count_tokens(session, caller, call)
+            session = await self._find(caller.rollout_id, scope[PROMPT_UID])
+            history = await self._pipeline.history(session, caller.transcript)
+            call = self._dialect.parse(parse_json(body), session.sampling, history)
+            tokens = await self._pipeline.count_tokens(session, caller, call)
         except PenstockError as error:
-            await flight.refuse(as_refusal(error))
+            await response.send_error(as_request_error(error))
             return
-        await flight.whole(200, orjson.dumps(self._dialect.count(tokens)))
+        await response.send_body(200, orjson.dumps(self._dialect.count(tokens)))
 
 
-class WholeOutlet:
-    """Says nothing until everything is durable."""
+class JsonResponseWriter:
+    """See `ResponseWriter`: sends one JSON body, once every choice is durable."""
 
-    def __init__(self, dialect: Dialect, flight: PendingResponse, call: Call, model: str) -> None:
+    def __init__(self, dialect: Dialect, response: PendingResponse, call: ModelCall, model: str) -> None:
         self._dialect = dialect
-        self._flight = flight
+        self._response = response
         self._call = call
         self._model = model
 
-    async def open(self, prompt: Prompt) -> None: ...
+    async def start(self, prompt: Prompt) -> None: ...
 
     async def add(self, choice: int, deltas: list[Delta], ids: Sequence[int], logprobs: Sequence[float]) -> None: ...
 
-    async def close(self, choice: int, step: Step) -> None: ...
+    async def finish_choice(self, choice: int, step: Step) -> None: ...
 
-    async def done(self, prompt: Prompt, steps: list[Step]) -> None:
-        answer = Answer(self._flight.name, self._flight.created, self._model, self._call, prompt, steps)
-        await self._flight.whole(200, self._dialect.whole(answer))
+    async def finish(self, prompt: Prompt, steps: list[Step]) -> None:
+        answer = ModelAnswer(self._response.name, self._response.created, self._model, self._call, prompt, steps)
+        await self._response.send_body(200, self._dialect.json_body(answer))
 
 
-class StreamOutlet:
-    """Tells of tokens as they come; what ends a choice or the stream waits until it is durable."""
+class StreamResponseWriter:
+    """See `ResponseWriter`: sends events as tokens come. Events that end a choice or the stream wait until it is durable."""
 
-    def __init__(self, dialect: Dialect, flight: PendingResponse, call: Call, model: str) -> None:
+    def __init__(self, dialect: Dialect, response: PendingResponse, call: ModelCall, model: str) -> None:
         self._dialect = dialect
-        self._flight = flight
+        self._response = response
         self._call = call
         self._model = model
         self._events: EventWriter | None = None
-        self._untold: list[list[tuple[int, float]]] = [[] for _ in range(call.choices)]
+        self._unsent: list[list[tuple[int, float]]] = [[] for _ in range(call.choices)]
+        """By choice, tokens whose text is held back; the next event with text has them."""
 
-    async def open(self, prompt: Prompt) -> None:
-        """Begin the stream, once."""
+    async def start(self, prompt: Prompt) -> None:
         if self._events is None:
-            answer = Answer(self._flight.name, self._flight.created, self._model, self._call, prompt)
+            answer = ModelAnswer(self._response.name, self._response.created, self._model, self._call, prompt)
             self._events = self._dialect.events(answer)
-            await self._flight.part(self._events.opening())
+            await self._response.send_events(self._events.start())
 
     async def add(self, choice: int, deltas: list[Delta], ids: Sequence[int], logprobs: Sequence[float]) -> None:
-        """Send what the agent may see; tokens whose text is held back are told of with the next text."""
-        self._untold[choice] += zip(ids, logprobs, strict=True)
-        events = self._begun.grown(choice, deltas, self._fresh(choice))
+        self._unsent[choice] += zip(ids, logprobs, strict=True)
+        events = self._started.delta(choice, deltas, self._unsent_tokens(choice))
         if events:
-            self._untold[choice] = []
-            await self._flight.part(events)
+            self._unsent[choice] = []
+            await self._response.send_events(events)
 
-    async def close(self, choice: int, step: Step) -> None:
-        await self._flight.part(self._begun.closing(choice, step, self._fresh(choice)))
+    async def finish_choice(self, choice: int, step: Step) -> None:
+        await self._response.send_events(self._started.finish_choice(choice, step, self._unsent_tokens(choice)))
 
-    async def done(self, prompt: Prompt, steps: list[Step]) -> None:
-        await self._flight.part(self._begun.ending(steps), last=True)
+    async def finish(self, prompt: Prompt, steps: list[Step]) -> None:
+        await self._response.send_events(self._started.finish(steps), last=True)
 
     @property
-    def _begun(self) -> EventWriter:
-        assert self._events is not None, "a stream is opened before it grows"
+    def _started(self) -> EventWriter:
+        assert self._events is not None, "`start` comes first"
         return self._events
 
-    def _fresh(self, choice: int) -> Fresh:
-        untold = self._untold[choice]
-        return Fresh([token_id for token_id, _ in untold], [logprob for _, logprob in untold])
+    def _unsent_tokens(self, choice: int) -> UnsentTokens:
+        unsent = self._unsent[choice]
+        return UnsentTokens([token_id for token_id, _ in unsent], [logprob for _, logprob in unsent])
 
 
-class Left(Exception):
-    """The caller hung up, and with it the reason to go on."""
+class CallerDisconnected(Exception):
+    """Nobody waits for the response any more."""
 
 
-async def attended(
+async def run_while_connected(
     work: Coroutine[Any, Any, None],
     scope: Scope,
     receive: Receive,
-    leave: Callable[[], None],
-    given_up: Callable[[], bool] | None = None,
+    on_disconnect: Callable[[], None],
+    is_abandoned: Callable[[], bool] | None = None,
 ) -> None:
-    """Do `work` while somebody waits for it; raises Left where nobody does any more.
+    """Run `work` while its caller is connected; raises CallerDisconnected if it was cancelled because nobody waits for it.
 
-    When this caller hangs up, `leave` is called. With `given_up`, the work goes on as long as that is false, and `leave` cancels
-    it when it no longer is; without, it is cancelled at once.
+    `on_disconnect` is called when this caller hangs up. Without `is_abandoned` the work is then cancelled at once. With it, the
+    work goes on for callers that joined: `on_disconnect` cancels it when `is_abandoned` becomes true.
     """
     task = asyncio.current_task()
     assert task is not None
-    left = False
+    disconnected = False
 
     def hung_up() -> None:
-        nonlocal left
-        left = True
-        leave()
-        if given_up is None:
+        nonlocal disconnected
+        disconnected = True
+        on_disconnect()
+        if is_abandoned is None:
             task.cancel()
 
     stop_watching = _watch(scope, receive, hung_up)
     try:
         await work
     except asyncio.CancelledError:
-        if not (left if given_up is None else given_up()):
-            raise
+        if not (disconnected if is_abandoned is None else is_abandoned()):
+            raise  # somebody else cancelled the task: the server stops, or the rollout was closed
         task.uncancel()
-        raise Left from None
+        raise CallerDisconnected from None
     finally:
         stop_watching()
 
 
 def _watch(scope: Scope, receive: Receive, hung_up: Callable[[], None]) -> Callable[[], object]:
-    """Have `hung_up` called when the caller hangs up, until what is returned is called. Our own server tells it by itself."""
-    when_left = scope.get(LEAVING)
-    if when_left is not None:
-        when_left(hung_up)
-        return lambda: when_left(None)
+    """Call `hung_up` when the caller hangs up; returns a function that stops the watch.
+
+    Our own server calls back, which costs no task. Under any other ASGI server a task waits for `http.disconnect`.
+    """
+    on_disconnect = scope.get(ON_DISCONNECT)
+    if on_disconnect is not None:
+        on_disconnect(hung_up)
+        return lambda: on_disconnect(None)
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -267,8 +271,8 @@ def _watch(scope: Scope, receive: Receive, hung_up: Callable[[], None]) -> Calla
     return asyncio.create_task(watch()).cancel
 
 
-def as_refusal(error: PenstockError) -> RequestError:
-    """What a caller is told of an error."""
+def as_request_error(error: PenstockError) -> RequestError:
+    """The error as a caller gets it."""
     if isinstance(error, RequestError):
         return error
     known: list[tuple[type[PenstockError], int, str]] = [
@@ -289,17 +293,17 @@ def _caller(scope: Scope) -> Caller:
     if not rollout_id:
         text = "whose call is this? call under /{trajectory}/{prompt}/v1, or send the rollout's model token or x-rollout-id"
         raise RequestError(text, code="unknown_caller")
-    # A rollout server knows a rollout by more than its id: what follows the tilde tells runs apart.
+    # A rollout server sends `{rollout_id}~{run}`: the part after the tilde tells runs apart.
     if named and named != rollout_id and not named.startswith(f"{rollout_id}~"):
         raise RequestError(f"x-rollout-id names {named}, but the token is that of {rollout_id}", code="rollout_mismatch")
-    transcript, key = header(headers, b"x-sample-id") or scope["transcript"] or MAIN, header(headers, b"idempotency-key")
+    transcript, key = header(headers, b"x-sample-id") or scope["transcript"] or MAIN_TRANSCRIPT, header(headers, b"idempotency-key")
     for name, value in (("x-sample-id", transcript), ("idempotency-key", key)):
         if len(value) > 200:
             raise RequestError(f"{name} is longer than 200 characters", code="invalid_value", param=name)
     return Caller(rollout_id, transcript, bool(key) or header(headers, b"x-stainless-retry-count") not in ("", "0"), key)
 
 
-def _request(caller: Caller, path: str, body: bytes, talk: LastRequest) -> str:
-    """What a request is known by when it comes again: a digest of whose it is and of every byte."""
+def _request_digest(caller: Caller, path: str, body: bytes, last_request: LastRequest) -> str:
+    """Identifies a request when it is sent again: a digest of its caller and of every byte."""
     who = f"{caller.rollout_id}\0{caller.transcript}\0{caller.key}\0{path}\0"
-    return talk.body.digest(who.encode("utf-8", "surrogatepass"), body)[:24]
+    return last_request.body.digest(who.encode("utf-8", "surrogatepass"), body)[:24]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from penstock.errors import ConfigError
 from penstock.gateway.auth import Headers
-from penstock.gateway.call import Account
+from penstock.gateway.call import CallSummary
 
 if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider
@@ -25,31 +25,35 @@ Samples = dict[str, dict[str, float]]
 """Of each family, its values by the text that stands before them: `penstock_refused_total{code="stopping"}` → 3."""
 
 
-class Family(NamedTuple):
+class MetricFamily(NamedTuple):
     kind: str
     text: str
     labels: tuple[str, ...] = ()
 
 
 FAMILIES = {
-    "penstock_gateway_info": Family("gauge", "Always 1; its labels say what is served.", ("model",)),
-    "penstock_policy_version": Family("gauge", "The policy version that the next token is sampled under."),
-    "penstock_open_rollouts": Family("gauge", "Rollouts that a worker holds open."),
-    "penstock_calls_in_flight": Family("gauge", "Model calls that are being answered."),
-    "penstock_calls_total": Family("counter", "Model calls by HTTP status; left: the caller hung up first.", ("dialect", "status")),
-    "penstock_refused_total": Family("counter", "Requests that got an error, by its code.", ("code",)),
-    "penstock_repeated_calls_total": Family("counter", "Retries that joined a call in flight or got its answer again.", ("how",)),
-    "penstock_ignored_total": Family("counter", "What calls asked for and is not done, by name.", ("name",)),
-    "penstock_notices_total": Family("counter", "What else was not done as asked, by name.", ("name",)),
-    "penstock_steps_total": Family("counter", "Steps recorded, by how they finished.", ("finish",)),
-    "penstock_prompt_tokens_total": Family("counter", "Prompt tokens that the engine got."),
-    "penstock_sampled_tokens_total": Family("counter", "Tokens that the engine sampled."),
-    "penstock_exact_tokens_total": Family("counter", "Sampled tokens that are recorded with the digest of their context."),
-    "penstock_breaks_total": Family("counter", "Prompts in which earlier tokens could not go on, by reason.", ("reason",)),
-    "penstock_call_seconds": Family("histogram", "Duration of model calls.", ("dialect",)),
-    "penstock_first_token_seconds": Family("histogram", "Time until the engine's first token."),
+    "penstock_gateway_info": MetricFamily("gauge", "Always 1; its labels say what is served.", ("model",)),
+    "penstock_policy_version": MetricFamily("gauge", "The policy version that the next token is sampled under."),
+    "penstock_open_rollouts": MetricFamily("gauge", "Rollouts that a worker holds open."),
+    "penstock_calls_in_flight": MetricFamily("gauge", "Model calls that are being answered."),
+    "penstock_calls_total": MetricFamily(
+        "counter", "Model calls by HTTP status; left: the caller hung up first.", ("dialect", "status")
+    ),
+    "penstock_refused_total": MetricFamily("counter", "Requests that got an error, by its code.", ("code",)),
+    "penstock_repeated_calls_total": MetricFamily(
+        "counter", "Retries that joined a call in response or got its answer again.", ("how",)
+    ),
+    "penstock_ignored_total": MetricFamily("counter", "What calls asked for and is not done, by name.", ("name",)),
+    "penstock_notices_total": MetricFamily("counter", "What else was not done as asked, by name.", ("name",)),
+    "penstock_steps_total": MetricFamily("counter", "Steps recorded, by how they finished.", ("finish",)),
+    "penstock_prompt_tokens_total": MetricFamily("counter", "Prompt tokens that the engine got."),
+    "penstock_sampled_tokens_total": MetricFamily("counter", "Tokens that the engine sampled."),
+    "penstock_exact_tokens_total": MetricFamily("counter", "Sampled tokens that are recorded with the digest of their context."),
+    "penstock_breaks_total": MetricFamily("counter", "Prompts in which earlier tokens could not go on, by reason.", ("reason",)),
+    "penstock_call_seconds": MetricFamily("histogram", "Duration of model calls.", ("dialect",)),
+    "penstock_first_token_seconds": MetricFamily("histogram", "Time until the engine's first token."),
 }
-TOPPED = frozenset({"penstock_gateway_info", "penstock_policy_version"})
+MERGED_BY_MAX = frozenset({"penstock_gateway_info", "penstock_policy_version"})
 """Of several workers the highest value counts; of all others their sum."""
 
 
@@ -67,7 +71,7 @@ class Histogram:
         self.sum += seconds
 
 
-class Metrics:
+class GatewayMetrics:
     """The counts of one process. A call costs some increments; everything else is done when somebody reads."""
 
     def __init__(self) -> None:
@@ -86,18 +90,18 @@ class Metrics:
         """A model call has come; `end` says that it is over."""
         self.in_flight += 1
 
-    def end(self, dialect: str, status: str, account: Account, *, seconds: float) -> None:
+    def end(self, dialect: str, status: str, summary: CallSummary, *, seconds: float) -> None:
         """Count a model call that is over."""
         self.in_flight -= 1
         self._calls[dialect, status] += 1
         self._seconds[dialect].add(seconds)
-        self._prompt_tokens += account.prompt_tokens
-        self._sampled_tokens += account.sampled_tokens
-        if account.first_token_s is not None:
-            self._first_token.add(account.first_token_s)
-        if account.error is not None:
-            self.refused[account.error.code] += 1
-        for step in account.steps:
+        self._prompt_tokens += summary.prompt_tokens
+        self._sampled_tokens += summary.sampled_tokens
+        if summary.first_token_s is not None:
+            self._first_token.add(summary.first_token_s)
+        if summary.error is not None:
+            self.refused[summary.error.code] += 1
+        for step in summary.steps:
             self._steps[step.finish] += 1
             self._exact_tokens += len(step.completion_ids) if step.context else 0
 
@@ -144,7 +148,7 @@ def merge(every: Iterable[Samples]) -> Samples:
             into = merged.setdefault(name, {})
             for line, value in lines.items():
                 before = into.get(line, 0)
-                into[line] = max(before, value) if name in TOPPED else before + value
+                into[line] = max(before, value) if name in MERGED_BY_MAX else before + value
     return merged
 
 
@@ -196,11 +200,11 @@ def _number(value: float) -> str:
 
 
 PROVIDER = "penstock"
-PATIENCE_MS = 5_000
-"""How long a stopping gateway waits for spans to be taken."""
+FLUSH_TIMEOUT_MS = 5_000
+"""How long a stopping gateway waits for tracer to be taken."""
 
 
-class Spans:
+class CallTracer:
     """Tells a tracer of calls once they are over. A caller's `traceparent` header is the span's parent."""
 
     def __init__(self, provider: "TracerProvider", *, model: str) -> None:
@@ -211,7 +215,7 @@ class Spans:
         self._model = model
         self._parents = TraceContextTextMapPropagator()
 
-    def tell(self, dialect: str, account: Account, headers: Headers, *, seconds: float) -> None:
+    def tell(self, dialect: str, summary: CallSummary, headers: Headers, *, seconds: float) -> None:
         """End a span that began `seconds` ago."""
         from opentelemetry.trace import SpanKind, Status, StatusCode
 
@@ -222,48 +226,48 @@ class Spans:
             f"{operation} {self._model}",
             context=self._parents.extract(carrier),
             kind=SpanKind.CLIENT,
-            attributes={"gen_ai.operation.name": operation, **attributes(account, self._model, dialect)},
+            attributes={"gen_ai.operation.name": operation, **span_attributes(summary, self._model, dialect)},
             start_time=end_ns - round(seconds * 1e9),
         )
-        if account.error is not None:
-            span.set_attribute("error.type", account.error.code)
-            span.set_status(Status(StatusCode.ERROR, account.error.code))
+        if summary.error is not None:
+            span.set_attribute("error.type", summary.error.code)
+            span.set_status(Status(StatusCode.ERROR, summary.error.code))
         span.end(end_ns)
 
     def close(self) -> None:
         """Give out what waits. Blocks: call it in a thread."""
-        for name, arguments in (("force_flush", (PATIENCE_MS,)), ("shutdown", ())):
+        for name, arguments in (("force_flush", (FLUSH_TIMEOUT_MS,)), ("shutdown", ())):
             if finish := getattr(self._provider, name, None):
                 finish(*arguments)
 
 
-def attributes(account: Account, model: str, dialect: str) -> dict[str, Any]:
+def span_attributes(summary: CallSummary, model: str, dialect: str) -> dict[str, Any]:
     """What the conventions have a word for, and under our own name what they have none for."""
     told: dict[str, Any] = {
         "gen_ai.provider.name": PROVIDER,
         "gen_ai.request.model": model,
         "penstock.dialect": dialect,
     }
-    if account.caller is not None:
-        told["gen_ai.conversation.id"] = f"{account.caller.rollout_id}/{account.caller.transcript}"
-        told["penstock.rollout_id"] = account.caller.rollout_id
-    if account.call is not None:
-        told |= _request(account)
-    if account.steps:
-        steps = account.steps
+    if summary.caller is not None:
+        told["gen_ai.conversation.id"] = f"{summary.caller.rollout_id}/{summary.caller.transcript}"
+        told["penstock.rollout_id"] = summary.caller.rollout_id
+    if summary.call is not None:
+        told |= _request(summary)
+    if summary.steps:
+        steps = summary.steps
         told |= {
             "gen_ai.response.id": steps[0].answer,
             "gen_ai.response.model": model,
             "gen_ai.response.finish_reasons": [step.finish for step in steps],
-            "gen_ai.usage.input_tokens": account.prompt_tokens,
+            "gen_ai.usage.input_tokens": summary.prompt_tokens,
             "gen_ai.usage.output_tokens": sum(step.sampled for step in steps),
             "penstock.policy_version": max((version for step in steps for version in step.versions), default=0),
         }
     return told
 
 
-def _request(account: Account) -> dict[str, Any]:
-    call = account.call
+def _request(summary: CallSummary) -> dict[str, Any]:
+    call = summary.call
     assert call is not None
     sampling = call.sampling
     asked: dict[str, Any] = {
@@ -275,33 +279,33 @@ def _request(account: Account) -> dict[str, Any]:
         "gen_ai.request.stop_sequences": list(sampling.stop) or None,
         "gen_ai.request.choice.count": call.choices if call.choices != 1 else None,
         "gen_ai.request.stream": True if call.stream else None,
-        "gen_ai.response.time_to_first_chunk": account.first_token_s if call.stream else None,
+        "gen_ai.response.time_to_first_chunk": summary.first_token_s if call.stream else None,
     }
     return {name: value for name, value in asked.items() if value is not None}
 
 
 @asynccontextmanager
-async def open_spans(wanted: bool, *, model: str) -> AsyncGenerator[Spans | None]:
+async def open_tracer(wanted: bool, *, model: str) -> AsyncGenerator[CallTracer | None]:
     """Spans over OTLP, as its usual environment variables say (`OTEL_EXPORTER_OTLP_ENDPOINT`, …); None where none are wanted."""
     if not wanted:
         yield None
         return
-    spans = _over_otlp(model)
+    tracer = _over_otlp(model)
     try:
-        yield spans
+        yield tracer
     finally:
-        await asyncio.to_thread(spans.close)
+        await asyncio.to_thread(tracer.close)
 
 
-def _over_otlp(model: str) -> Spans:
+def _over_otlp(model: str) -> CallTracer:
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as cause:
-        raise ConfigError(f"spans need OpenTelemetry ({cause}); run: pip install 'penstock[otel]'") from cause
-    named = {} if "OTEL_SERVICE_NAME" in os.environ else {"service.name": "penstock-gateway"}
+        raise ConfigError(f"tracer need OpenTelemetry ({cause}); run: pip install 'penstock[otel]'") from cause
+    named = {} if "OTEL_SERVICE_NAME" in os.environ else {"pipeline.name": "penstock-gateway"}
     provider = TracerProvider(resource=Resource.create(named))
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
-    return Spans(provider, model=model)
+    return CallTracer(provider, model=model)

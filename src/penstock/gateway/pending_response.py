@@ -1,7 +1,7 @@
-"""One answer on its way: to the caller who asked, and to those who asked again before it had arrived.
+"""The HTTP response to one model call while it is sent, and the cache of responses that were sent.
 
-Everything sent is kept until the answer is complete, so that a retry that joins late gets it from the first byte on; complete
-answers are remembered for a while, so that a retry that comes after gets the same bytes.
+Every message is kept until the response is complete, so that a retry that joins late gets it from the first byte on. Complete
+responses stay in the cache for a while, so that a later retry gets the same bytes.
 """
 
 import asyncio
@@ -13,166 +13,165 @@ from starlette.types import Message as AsgiMessage
 from starlette.types import Send
 
 from penstock.errors import RequestError
-from penstock.gateway.call import Account
+from penstock.gateway.call import CallSummary
 from penstock.gateway.dialects.base import Dialect
 
-JSON = (b"content-type", b"application/json")
-EVENTS = (b"content-type", b"text/event-stream; charset=utf-8")
-AGAIN = (429, 502, 503)
-"""Statuses after which the same call may be sent again, in a second."""
+JSON_TYPE = (b"content-type", b"application/json")
+STREAM_START: AsgiMessage = {
+    "type": "http.response.start",
+    "status": 200,
+    "headers": [
+        (b"content-type", b"text/event-stream; charset=utf-8"),
+        (b"cache-control", b"no-cache"),
+        (b"x-accel-buffering", b"no"),
+    ],
+}
+RETRYABLE_STATUSES = (429, 502, 503)
+"""After these the same call may be sent again, in `RETRY_AFTER_S`."""
 RETRY_AFTER_S = b"1"
 
 
 class PendingResponse:
-    """What is sent of one answer. What cannot be sent because the caller hung up is only kept."""
+    """Sends one response to the caller and to retries that joined. If a caller hung up, messages are only kept."""
 
     def __init__(self, request: str, dialect: Dialect, send: Send) -> None:
         self.request = request
-        """Digest of the request, whose and from which transcript."""
+        """Digest of the request, its rollout and transcript."""
         self.name = ""
-        """Of the answer, once it is begun."""
+        """The answer's name (`Step.answer`); set when the session starts the call."""
         self.created = time.time()
         self.sent: list[AsgiMessage] = []
         self.complete = False
-        """Whether the answer is whole and not a refusal."""
-        self.account = Account()
+        """Whether the whole response was sent and is no error."""
+        self.summary = CallSummary()
         self._dialect = dialect
         self._send = send
         self._listeners = 1
-        self._over = False
-        self._grown: asyncio.Event | None = None
-        self._carrier = asyncio.current_task()
+        self._ended = False
+        self._changed: asyncio.Event | None = None
+        """Wakes the retries that follow; None while there are none."""
+        self._task = asyncio.current_task()
         self._timer: asyncio.TimerHandle | None = None
         self._pinging: asyncio.Task[None] | None = None
         self._last_write = 0.0
 
-    async def whole(self, status: int, body: bytes, headers: tuple[tuple[bytes, bytes], ...] = (JSON,)) -> None:
+    async def send_body(self, status: int, body: bytes, headers: tuple[tuple[bytes, bytes], ...] = (JSON_TYPE,)) -> None:
+        """Send a response that is not streamed."""
         length = (b"content-length", b"%d" % len(body))
         await self._write({"type": "http.response.start", "status": status, "headers": [*headers, length]})
         self.complete = status == 200
         await self._write({"type": "http.response.body", "body": body})
 
-    async def part(self, body: bytes, *, last: bool = False) -> None:
-        """More of a stream, which the first part begins."""
+    async def send_events(self, events: bytes, *, last: bool = False) -> None:
+        """Send a part of a stream; the first part starts it."""
         if not self.sent:
-            await self._write(BEGIN_STREAM)
+            await self._write(STREAM_START)
         self.complete = last
-        await self._write({"type": "http.response.body", "body": body, "more_body": not last})
+        await self._write({"type": "http.response.body", "body": events, "more_body": not last})
+
+    async def send_error(self, error: RequestError) -> None:
+        """Send an error as the response, or as the last event of a stream that has started (without its end mark)."""
+        self.summary.error = error
+        if self.sent:
+            await self.send_events(self._dialect.error_event(error), last=True)
+            self.complete = False
+            return
+        retryable = error.status in RETRYABLE_STATUSES
+        headers = (JSON_TYPE, (b"x-should-retry", b"true" if retryable else b"false"))
+        body = orjson.dumps(self._dialect.error(error))
+        await self.send_body(error.status, body, (*headers, (b"retry-after", RETRY_AFTER_S)) if retryable else headers)
 
     @property
     def status(self) -> str:
-        """Of the answer; `left` where the caller hung up before it began."""
+        """The HTTP status; `left` where the caller hung up before the response began."""
         return str(self.sent[0]["status"]) if self.sent else "left"
 
-    async def refuse(self, error: RequestError) -> None:
-        """An error: as the answer, or as the last event of a stream that has begun, which then has no end mark."""
-        self.account.error = error
-        if self.sent:
-            await self.part(self._dialect.broken(error), last=True)
-            self.complete = False
-            return
-        again = error.status in AGAIN
-        headers = (JSON, (b"x-should-retry", b"true" if again else b"false"))
-        body = orjson.dumps(self._dialect.error(error))
-        await self.whole(error.status, body, (*headers, (b"retry-after", RETRY_AFTER_S)) if again else headers)
-
-    def keep_alive(self, every_s: float) -> None:
-        """From now on, send an event that says nothing whenever that long nothing else was sent."""
+    def start_keep_alive(self, every_s: float) -> None:
+        """Send a ping event whenever nothing was sent for `every_s`."""
         loop = asyncio.get_running_loop()
         self._last_write = self._last_write or loop.time()
         self._timer = loop.call_at(self._last_write + every_s, self._tick, every_s)
 
-    def leave(self) -> None:
-        """One caller fewer; with the last one, the task that carries the answer is cancelled."""
+    def remove_listener(self) -> None:
+        """A caller hung up. After the last one, the task that answers is cancelled."""
         self._listeners -= 1
-        if self.is_given_up() and self._carrier is not None:
-            self._carrier.cancel()
+        if self.is_abandoned() and self._task is not None:
+            self._task.cancel()
 
-    def is_given_up(self) -> bool:
-        """Whether nobody waits for the answer any more."""
+    def is_abandoned(self) -> bool:
         return self._listeners <= 0
 
     async def follow(self, send: Send) -> None:
-        """Send everything to one more caller, from the first byte on, until the answer is over."""
+        """Send the response to one more caller, from the first byte until its end."""
         self._listeners += 1
-        self._grown = self._grown or asyncio.Event()
-        place = 0
-        while place < len(self.sent) or not self._over:
-            for message in self.sent[place:]:
+        self._changed = self._changed or asyncio.Event()
+        position = 0
+        while position < len(self.sent) or not self._ended:
+            for message in self.sent[position:]:
                 await send(message)
-                place += 1
-            if not self._over:
-                self._grown.clear()
-                await self._grown.wait()
+                position += 1
+            if not self._ended:
+                self._changed.clear()
+                await self._changed.wait()
 
-    def land(self) -> None:
-        """The answer is over, whole or not."""
-        self._over = True
-        self._carrier = None
+    def end(self) -> None:
+        """Nothing more is sent; the response may be incomplete."""
+        self._ended = True
+        self._task = None
         if self._timer is not None:
             self._timer.cancel()
         if self._pinging is not None:
             self._pinging.cancel()
-        if self._grown is not None:
-            self._grown.set()
+        if self._changed is not None:
+            self._changed.set()
 
     async def _write(self, message: AsgiMessage) -> None:
         self.sent.append(message)
         if self._timer is not None:
             self._last_write = asyncio.get_running_loop().time()
-        if self._grown is not None:
-            self._grown.set()
+        if self._changed is not None:
+            self._changed.set()
         try:
             await self._send(message)
         except OSError:
-            return
+            return  # the caller hung up; a retry may still want the rest
 
     def _tick(self, every_s: float) -> None:
         loop = asyncio.get_running_loop()
         now = loop.time()
         if now - self._last_write >= every_s:
             self._last_write = now
-            if self._pinging is None or self._pinging.done():  # one that waits for a slow reader is enough
+            if self._pinging is None or self._pinging.done():  # one ping that waits for a slow reader is enough
                 self._pinging = loop.create_task(self._ping())
         self._timer = loop.call_at(self._last_write + every_s, self._tick, every_s)
 
     async def _ping(self) -> None:
         if not self.sent:
-            await self._write(BEGIN_STREAM)
+            await self._write(STREAM_START)
         await self._write({"type": "http.response.body", "body": self._dialect.ping, "more_body": True})
 
 
-BEGIN_STREAM: AsgiMessage = {
-    "type": "http.response.start",
-    "status": 200,
-    "headers": [EVENTS, (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")],
-}
-
-
 class ResponseCache:
-    """The last complete answers as they were sent, by request: a retry whose answer got lost gets the same bytes."""
+    """The last complete responses, by request digest. A retry whose response was lost gets the same bytes."""
 
-    def __init__(self, most_bytes: int = 32 << 20) -> None:
-        self._most_bytes = most_bytes
+    def __init__(self, max_bytes: int = 32 << 20) -> None:
+        self._max_bytes = max_bytes
         self._bytes = 0
-        self._answers = OrderedDict[str, list[AsgiMessage]]()  # the oldest of a plain dictionary is found ever more slowly
+        # An OrderedDict: finding the oldest entry of a plain dict gets slower with every deletion before it.
+        self._responses = OrderedDict[str, list[AsgiMessage]]()
 
-    def keep(self, flight: PendingResponse) -> None:
-        """Remember a complete answer; the oldest ones make room."""
-        if not flight.complete:
+    def add(self, response: PendingResponse) -> None:
+        """Keep a complete response; evicts the oldest ones."""
+        if not response.complete:
             return
-        self._forget(flight.request)
-        self._answers[flight.request] = flight.sent
-        self._bytes += _size(flight.sent)
-        while self._bytes > self._most_bytes:
-            self._bytes -= _size(self._answers.popitem(last=False)[1])
+        self._bytes -= _size(self._responses.pop(response.request, []))
+        self._responses[response.request] = response.sent
+        self._bytes += _size(response.sent)
+        while self._bytes > self._max_bytes:
+            self._bytes -= _size(self._responses.popitem(last=False)[1])
 
-    def find(self, request: str) -> list[AsgiMessage] | None:
-        """What was sent in answer to a request; None where that is not known any more."""
-        return self._answers.get(request)
-
-    def _forget(self, request: str) -> None:
-        self._bytes -= _size(self._answers.pop(request, []))
+    def get(self, request: str) -> list[AsgiMessage] | None:
+        return self._responses.get(request)
 
 
 def _size(messages: list[AsgiMessage]) -> int:

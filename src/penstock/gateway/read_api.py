@@ -11,21 +11,21 @@ from starlette.responses import Response
 
 from penstock.engines.base import Engine
 from penstock.errors import PoolError, PoolFailed, RequestError
-from penstock.gateway.flows import read, wrong
+from penstock.gateway.flows import read_as, schema_error
 from penstock.gateway.graph import TokenGraph
-from penstock.gateway.routes import reply
-from penstock.gateway.trajectories import BEYOND
+from penstock.gateway.routes import json_response
+from penstock.gateway.trajectories import AFTER_ALL
 from penstock.pool.base import Change, Pool, PoolStats
 from penstock.pool.paging import every_group
 from penstock.records import Attempt, Group, Mark, Step
 
-MOST = 200
+MAX_ENTRIES = 200
 """Of entries in one answer; also how many there are where the reader does not say."""
-FURTHEST = 1000
+MAX_OFFSET = 1000
 """How many entries may be passed over by `offset`; further on, a cursor leads without reading what lies before."""
 
 
-class Place(NamedTuple):
+class ChannelCursor(NamedTuple):
     """In a channel: the number of a group, and how many of that number's entries were told."""
 
     seq: int = 0
@@ -37,14 +37,14 @@ class Place(NamedTuple):
 
 def read_limit(request: Request) -> int:
     """How many entries are wanted."""
-    return min(_number(request, "limit", MOST, low=1), MOST)
+    return min(_query_number(request, "limit", MAX_ENTRIES, low=1), MAX_ENTRIES)
 
 
 def read_offset(request: Request) -> int:
     """How many entries are to be passed over."""
-    offset = _number(request, "offset", 0, low=0)
-    if offset > FURTHEST:
-        raise wrong(f"pass over at most {FURTHEST} entries; go on from the cursors of the last answer", "query", "offset")
+    offset = _query_number(request, "offset", 0, low=0)
+    if offset > MAX_OFFSET:
+        raise schema_error(f"pass over at most {MAX_OFFSET} entries; go on from the cursors of the last answer", "query", "offset")
     return offset
 
 
@@ -60,48 +60,48 @@ def read_positions(request: Request, channels: Iterable[str]) -> dict[str, int]:
     given = request.query_params.get("cursor", "")
     if given.isdecimal():
         return dict.fromkeys(channels, int(given))
-    parts = _parts(given)
-    return {channel: _whole(parts.get(channel, "0")) for channel in channels}
+    parts = _cursor_parts(given)
+    return {channel: _cursor_number(parts.get(channel, "0")) for channel in channels}
 
 
-def read_places(request: Request, channels: Iterable[str]) -> dict[str, Place]:
+def read_cursors(request: Request, channels: Iterable[str]) -> dict[str, ChannelCursor]:
     """Of entries: where each channel is read from. `cursor` is what an answer's cursors said: `train:12.3,val:0.0`."""
-    parts = _parts(request.query_params.get("cursor", ""))
-    places: dict[str, Place] = {}
+    parts = _cursor_parts(request.query_params.get("cursor", ""))
+    places: dict[str, ChannelCursor] = {}
     for channel in channels:
         seq, _, told = parts.get(channel, "0.0").partition(".")
-        places[channel] = Place(_whole(seq), _whole(told or "0"))
+        places[channel] = ChannelCursor(_cursor_number(seq), _cursor_number(told or "0"))
     return places
 
 
-def _parts(given: str) -> dict[str, str]:
+def _cursor_parts(given: str) -> dict[str, str]:
     parts: dict[str, str] = {}
     for part in filter(None, given.split(",")):
         channel, colon, place = part.rpartition(":")
         if not colon or not channel:
-            raise wrong("must be like `train:12,val:9`, as the last answer's cursors say", "query", "cursor")
+            raise schema_error("must be like `train:12,val:9`, as the last answer's cursors say", "query", "cursor")
         parts[channel.strip()] = place
     return parts
 
 
-def _whole(text: str) -> int:
+def _cursor_number(text: str) -> int:
     if not text.isdecimal() or len(text) > 18:
-        raise wrong("must hold whole numbers, as the last answer's cursors do", "query", "cursor")
+        raise schema_error("must hold whole numbers, as the last answer's cursors do", "query", "cursor")
     return int(text)
 
 
-def _number(request: Request, name: str, default: int, *, low: int) -> int:
+def _query_number(request: Request, name: str, default: int, *, low: int) -> int:
     text = request.query_params.get(name, "")
     if not text:
         return default
     if not text.isdecimal() or len(text) > 18 or int(text) < low:
-        raise wrong(f"must be a whole number, {low} or more", "query", name)
+        raise schema_error(f"must be a whole number, {low} or more", "query", name)
     return int(text)
 
 
-SHOWN = 2_000
+MAX_TEXT_CHARACTERS = 2_000
 """Characters of a reply's text."""
-OF_ROLLOUTS = ("ended", "graded", "marked")
+ROLLOUT_CHANGES = ("ended", "graded", "marked")
 
 
 def trajectories(group: Group) -> Iterator[dict[str, Any]]:
@@ -170,7 +170,7 @@ def _step(step: Step, mark: Mark, *, out: bool) -> dict[str, Any]:
         "policy_version": step.versions[-1] if step.versions else None,
         "finish": step.finish,
         "transcript": step.transcript,
-        "text": (step.message.get("content") or "")[:SHOWN],
+        "text": (step.message.get("content") or "")[:MAX_TEXT_CHARACTERS],
         "trainable": mark.trainable and not out,
         "quality": mark.quality,
         "note": mark.note,
@@ -179,7 +179,7 @@ def _step(step: Step, mark: Mark, *, out: bool) -> dict[str, Any]:
 
 def event(change: Change) -> dict[str, Any]:
     """One thing that happened."""
-    name = "trajectory_uid" if change.kind in OF_ROLLOUTS else "group_id"
+    name = "trajectory_uid" if change.kind in ROLLOUT_CHANGES else "group_id"
     return {"cursor": change.position, "kind": change.kind, "channel": change.channel, name: change.id}
 
 
@@ -224,11 +224,11 @@ def reward_of(attempt: Attempt) -> float | None:
     return sum(grade.reward for grade in attempt.grades if grade.step is not None)
 
 
-CHANGES = 1000
+CHANGES_PER_READ = 1000
 """Of changes, how many are read at once."""
-PAGES = 20
+MAX_READS = 20
 """How often, for one answer."""
-SCANNED = 1000
+MAX_SCANNED_GROUPS = 1000
 """Of groups, how many are read for one answer at most: one that is asked for little may have to look at many."""
 
 Entries = Callable[[Group], Iterable[dict[str, Any]]]
@@ -236,7 +236,7 @@ Marks = dict[int | None, Mark]
 """Of one rollout, by what they are about."""
 
 
-class Update(BaseModel):
+class CurationUpdate(BaseModel):
     """What a curator says of a step, or of a whole trajectory."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -250,13 +250,13 @@ class Update(BaseModel):
     note: str | None = Field(default=None, max_length=2000)
 
 
-class Updates(BaseModel):
+class CurationBody(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    updates: list[Update] = Field(max_length=1000)
+    updates: list[CurationUpdate] = Field(max_length=1000)
 
 
-class Reading:
+class ReadApi:
     def __init__(self, pool: Pool, engine: Engine, *, mode: str, body_bytes: int) -> None:
         self._pool = pool
         self._engine = engine
@@ -265,15 +265,15 @@ class Reading:
 
     async def config(self, request: Request) -> Response:
         """What is served, and how it is read."""
-        own = {"mode": self._mode, "model": self._engine.model, "policy_version": self._engine.version, "limit": MOST}
-        return reply({**own, "channels": await self._pool.channels()})
+        own = {"mode": self._mode, "model": self._engine.model, "policy_version": self._engine.version, "limit": MAX_ENTRIES}
+        return json_response({**own, "channels": await self._pool.channels()})
 
     async def stats(self, request: Request) -> Response:
         """Counts of the channels that are asked for, and their sums."""
         channels = await self._channels(request)
         by_channel = {name: stats(await self._pool.stats(name)) for name in channels}
         cursor = await self._pool.position()
-        return reply({**total(by_channel.values()), "channels": by_channel, "event_cursor": cursor})
+        return json_response({**total(by_channel.values()), "channels": by_channel, "event_cursor": cursor})
 
     async def steps(self, request: Request) -> Response:
         """Steps, those of one trajectory where `trajectory_uid` names it; with `tokens=true` their ids too."""
@@ -290,23 +290,23 @@ class Reading:
         at, limit = min(after.values(), default=0), read_limit(request)
         found: list[dict[str, Any]] = []
         more = False
-        for _ in range(PAGES):
-            page = await self._pool.changes(at, limit=CHANGES)
+        for _ in range(MAX_READS):
+            page = await self._pool.changes(at, limit=CHANGES_PER_READ)
             for change in page:
                 if len(found) == limit:
                     break
                 at = change.position
                 if change.channel in after and at > after[change.channel]:
                     found.append(event(change))
-            more = len(page) == CHANGES or (bool(page) and at < page[-1].position)
+            more = len(page) == CHANGES_PER_READ or (bool(page) and at < page[-1].position)
             if not more or len(found) == limit:
                 break
         cursors = {channel: max(at, position) for channel, position in after.items()}
-        return reply({"events": found, "cursors": cursors, "cursor": at, "more": more})
+        return json_response({"events": found, "cursors": cursors, "cursor": at, "more": more})
 
     async def curate(self, request: Request) -> Response:
         """Take steps or rollouts out of training, or weigh them; it holds for groups that no trainer has taken yet."""
-        body = await read(request, Updates, self._body_bytes)
+        body = await read_as(request, CurationBody, self._body_bytes)
         late: list[str] = []
         known: dict[str, Marks] = {}
         for place, update in enumerate(body.updates):
@@ -319,20 +319,20 @@ class Reading:
                 raise RequestError(str(error), status=404, code="unknown_step") from error
             known[mark.rollout_id][mark.step] = mark
             late += [] if in_time else [update.key or mark.rollout_id]
-        return reply({"updated": len(body.updates) - len(late), "late": late})
+        return json_response({"updated": len(body.updates) - len(late), "late": late})
 
-    async def _mark(self, update: Update, place: int, known: dict[str, Marks]) -> Mark:
+    async def _mark(self, update: CurationUpdate, place: int, known: dict[str, Marks]) -> Mark:
         """What stands on it now, with what the update says; `known` are the marks of rollouts that were asked for before."""
         rollout_id, index = update.trajectory_uid, update.step_index
         if update.key:
             rollout_id, _, step = update.key.rpartition(":")
             if not rollout_id or not step.isdecimal() or len(step) > 9:
-                raise wrong("must be `trajectory:step`", "body", "updates", place, "key")
+                raise schema_error("must be `trajectory:step`", "body", "updates", place, "key")
             index = int(step)
         if not rollout_id:
-            raise wrong("say what is meant, by key or trajectory_uid", "body", "updates", place)
+            raise schema_error("say what is meant, by key or trajectory_uid", "body", "updates", place)
         if rollout_id not in known:
-            attempt = await self._attempt(rollout_id, first=BEYOND)
+            attempt = await self._attempt(rollout_id, first=AFTER_ALL)
             known[rollout_id] = {mark.step: mark for mark in attempt.marks}
         said = update.model_dump(include={"trainable", "quality", "note"}, exclude_none=True)
         return replace(known[rollout_id].get(index) or Mark(rollout_id=rollout_id, step=index), **said)
@@ -342,27 +342,27 @@ class Reading:
         if uid := request.query_params.get("trajectory_uid"):
             group = await self._alone(uid)
             told = list(islice(entries(group), skip, skip + limit + 1))
-            return reply({name: told[:limit], "cursors": {}, "more": len(told) > limit})
+            return json_response({name: told[:limit], "cursors": {}, "more": len(told) > limit})
         channels = await self._channels(request)
-        places, found, more = read_places(request, channels), list[dict[str, Any]](), False
+        places, found, more = read_cursors(request, channels), list[dict[str, Any]](), False
         for channel in channels:
             page = await self._read(channel, places[channel], entries, limit=limit - len(found), skip=skip)
             found += page.found
             places[channel], more, skip = page.place, page.more, page.skip
             if more:
                 break
-        return reply({name: found, "cursors": {channel: str(place) for channel, place in places.items()}, "more": more})
+        return json_response({name: found, "cursors": {channel: str(place) for channel, place in places.items()}, "more": more})
 
-    async def _read(self, channel: str, place: Place, entries: Entries, *, limit: int, skip: int) -> "_Page":
+    async def _read(self, channel: str, place: ChannelCursor, entries: Entries, *, limit: int, skip: int) -> "_EntryPage":
         """Entries of one channel from a place on; the place behind them."""
-        page, before, scanned = _Page(place, skip), place.told, 0
+        page, before, scanned = _EntryPage(place, skip), place.told, 0
         async for group in every_group(self._pool, channel, first_seq=place.seq):
             scanned += 1
-            if scanned > SCANNED:
+            if scanned > MAX_SCANNED_GROUPS:
                 page.more = True
                 return page
             if group.seq != page.place.seq:
-                page.place = Place(group.seq)
+                page.place = ChannelCursor(group.seq)
             for entry in entries(group):
                 if group.seq == place.seq and before:
                     before -= 1
@@ -391,10 +391,10 @@ class Reading:
         return read_channels(request, await self._pool.channels())
 
 
-class _Page:
+class _EntryPage:
     """What was read of a channel, and where."""
 
-    def __init__(self, place: Place, skip: int) -> None:
+    def __init__(self, place: ChannelCursor, skip: int) -> None:
         self.place = place
         self.skip = skip
         """How many more entries are to be passed over."""

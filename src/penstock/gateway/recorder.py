@@ -1,10 +1,10 @@
-"""Makes the Step and Node of a sampled reply and stores them, before anyone is told that the reply is complete."""
+"""Recording: makes the Step and Node of a sampled reply and stores them, before the caller learns that the reply is complete."""
 
 import asyncio
 from collections import Counter
 from dataclasses import dataclass, replace
 
-from penstock.chat.templates import digest, link
+from penstock.chat.templates import chain_digest, message_digest
 from penstock.errors import PoolConflict, PoolError, RequestError
 from penstock.gateway.call import Prompt
 from penstock.gateway.graph import TokenGraph
@@ -14,13 +14,13 @@ from penstock.pool.base import Pool
 from penstock.records import Node, Sampling, Step
 from penstock.system.redaction import Redactor
 
-CONFLICTS = 100
-"""How often a step may lose its number to another worker's."""
+MAX_CONFLICTS = 100
+"""How often a step's number may already be taken by another worker."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Label:
-    """What is recorded of a step beside its tokens."""
+class StepMetadata:
+    """What a step records besides the reply."""
 
     sampling: Sampling
     transcript: str
@@ -31,50 +31,49 @@ class Label:
 
 
 class Recorder:
-    """Stores steps; what it returns is durable, and in the session's graph."""
+    """Stores steps. A step that it returns is durable and in the session's graph."""
 
     def __init__(self, pool: Pool, redactor: Redactor, breaks: Counter[str]) -> None:
         self._pool = pool
         self._breaks = breaks
-        """Counted up by the reasons of new nodes."""
+        """Counts the break reasons of new nodes."""
         self._redactor = redactor
 
-    async def record(self, session: Session, prompt: Prompt, reply: ReplyBuilder, label: Label) -> Step:
-        """Store the reply as the rollout's next step; RequestError 503 where the store fails, 409 where the rollout has ended."""
+    async def record(self, session: Session, prompt: Prompt, reply: ReplyBuilder, metadata: StepMetadata) -> Step:
+        """Store the reply as the rollout's next step; RequestError 503 if the store fails, 409 if the rollout has ended."""
         async with session.recording:
-            for _ in range(CONFLICTS):
+            for _ in range(MAX_CONFLICTS):
                 graph = await session.graph(self._pool)
                 known = graph.find(prompt.parent, prompt.chain, prompt.added)
                 node = known or _node(session.rollout_id, graph, prompt)
                 context = graph.context_hash(node, reply.ids)
-                step = _step(graph, node, reply, label, context.hexdigest())
+                step = _step(graph, node, reply, metadata, context.hexdigest())
                 try:
                     await self._store(session, step, None if known else node)
-                except PoolConflict:  # another worker took the number: the next one is tried
+                except PoolConflict:  # another worker took the number: try the next one
                     await session.catch_up(self._pool)
                     continue
-                session.tell()
+                session.notify_peers()  # only now: a worker that sees the counter must find the step in the pool
                 graph.add(step, None if known else node, context)
                 graph.keep_prompt(node.id, prompt.ids)
                 self._breaks.update([node.reason] if node.reason and not known else ())
                 return step
-        text = f"the reply could not be recorded: other workers took {CONFLICTS} numbers before it"
-        raise RequestError(text, status=503, code="not_recorded")
+        raise _not_recorded(f"other workers took {MAX_CONFLICTS} numbers before it")
 
     async def _store(self, session: Session, step: Step, node: Node | None) -> None:
-        """Append both to the pool, without the secrets in their texts."""
+        """Append both to the pool, with secrets removed from their texts."""
         clean, clean_node = self._clean_step(step), node and self._clean_node(node)
-        session.partial = session.partial or clean is not step or clean_node is not node
+        session.pool_differs = session.pool_differs or clean is not step or clean_node is not node
         try:
             await self._pool.append(clean, clean_node)
         except PoolError as error:
             if session.shared and isinstance(error, PoolConflict):
                 raise
-            session.forget()
+            session.drop_graph()
             await self._refuse_if_ended(session)
-            raise RequestError(f"the reply could not be recorded: {error}", status=503, code="not_recorded") from error
+            raise _not_recorded(error) from error
         except asyncio.CancelledError:
-            session.forget()  # the pool has the step or not: it is asked before the next call
+            session.drop_graph()  # the pool may have the step or not: the next call reads it
             raise
 
     def _clean_step(self, step: Step) -> Step:
@@ -83,14 +82,18 @@ class Recorder:
 
     def _clean_node(self, node: Node) -> Node:
         messages = tuple(map(self._redactor.message, node.messages))
-        same = all(clean is given for clean, given in zip(messages, node.messages, strict=True))
+        same = all(clean is original for clean, original in zip(messages, node.messages, strict=True))
         return node if same else replace(node, messages=messages)
 
     async def _refuse_if_ended(self, session: Session) -> None:
         try:
             await session.graph(self._pool)
         except PoolError:
-            return  # the store cannot even be read: it says so with the first error
+            return  # the store cannot be read either: the first error says why
+
+
+def _not_recorded(why: object) -> RequestError:
+    return RequestError(f"the reply could not be recorded: {why}", status=503, code="not_recorded")
 
 
 def _node(rollout_id: str, graph: TokenGraph, prompt: Prompt) -> Node:
@@ -106,25 +109,25 @@ def _node(rollout_id: str, graph: TokenGraph, prompt: Prompt) -> Node:
     )
 
 
-def _step(graph: TokenGraph, node: Node, reply: ReplyBuilder, label: Label, context: str) -> Step:
+def _step(graph: TokenGraph, node: Node, reply: ReplyBuilder, metadata: StepMetadata, context: str) -> Step:
     message = reply.message()
     return Step(
         rollout_id=node.rollout_id,
         index=graph.next_step,
         node=node.id,
-        transcript=label.transcript,
+        transcript=metadata.transcript,
         completion_ids=tuple(reply.ids),
         logprobs=tuple(reply.logprobs),
         full_logprobs=None if reply.full_logprobs == reply.logprobs else tuple(reply.full_logprobs),
         versions=tuple(reply.versions),
-        sampling=label.sampling,
+        sampling=metadata.sampling,
         finish=reply.finish or "error",
         message=message,
-        chain=link(node.chain, digest(message)),
-        seconds=label.seconds,
-        answer=label.answer,
-        choice=label.choice,
-        created=label.created,
+        chain=chain_digest(node.chain, message_digest(message)),
+        seconds=metadata.seconds,
+        answer=metadata.answer,
+        choice=metadata.choice,
+        created=metadata.created,
         context=context,
         usage=reply.usage,
     )

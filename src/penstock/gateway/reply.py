@@ -1,4 +1,4 @@
-"""A reply as it is sampled: its token columns, and the text and calls that the agent may see so far."""
+"""Replies while they are sampled: token columns, and the text and tool calls that the agent may see so far."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -9,69 +9,69 @@ import orjson
 
 from penstock.chat.parsers.base import Arguments, Piece, Reasoning, ReplyParser, Text, ToolCall
 from penstock.chat.tokenizer import TextDecoder
-from penstock.engines.base import Sampled
+from penstock.engines.base import SampledChunk
 from penstock.records import Finish, Message, Usage
 
 
 class CallDelta(NamedTuple):
-    """A tool call begins, or its arguments grow."""
+    """The start of a tool call, or more of its arguments."""
 
     ordinal: int
     id: str
     name: str
     arguments: str
-    """What is new of them."""
+    """The new part."""
     begins: bool = True
 
 
 Delta = Text | Reasoning | CallDelta
 
 
-class Pushed(NamedTuple):
-    """What some tokens came to."""
+class DecodedTokens(NamedTuple):
+    """The result of decoding some tokens."""
 
     used: int
-    """How many of them belong to the reply: all, unless one completed a stop string."""
+    """How many of them belong to the reply: all, unless a stop string was completed."""
     pieces: list[Piece]
 
 
 class ReplyText:
-    """Token ids to pieces for the agent: whole characters only, cut at a stop string, markup held back.
+    """Decodes token ids to pieces for the agent: whole characters, cut at a stop string, markup held back until it is parsed.
 
-    `begun` is the beginning of the reply that stands in the prompt already.
+    `prefix` is the beginning of the reply that the prompt already holds (a forced tool call).
     """
 
-    def __init__(self, decoder: TextDecoder, stops: Sequence[str], parser: ReplyParser | None, begun: str = "") -> None:
+    def __init__(self, decoder: TextDecoder, stops: Sequence[str], parser: ReplyParser | None, prefix: str = "") -> None:
         self._decoder = decoder
         self._stops = stops
         self._parser = parser
         self._held = ""
-        self._begun = self._parse(begun)
+        self._prefix = self._parse(prefix)
         self.stopped = False
-        """Whether a stop string was completed; nothing after it is shown."""
+        """Whether a stop string was completed."""
 
-    def push(self, ids: Sequence[int]) -> Pushed:
-        """What these tokens make certain."""
-        pieces, self._begun = self._begun, []
+    def push(self, ids: Sequence[int]) -> DecodedTokens:
+        """The pieces that these tokens complete."""
+        pieces, self._prefix = self._prefix, []
         if not self._stops:
-            return Pushed(len(ids), [*pieces, *self._parse(self._decoder.push(ids))])
-        for place, token_id in enumerate(ids):
+            return DecodedTokens(len(ids), [*pieces, *self._parse(self._decoder.push(ids))])
+        for used, token_id in enumerate(ids):
             pieces += self._parse(self._until_stop(self._decoder.push([token_id])))
             if self.stopped:
-                return Pushed(place + 1, pieces)
-        return Pushed(len(ids), pieces)
+                return DecodedTokens(used + 1, pieces)
+        return DecodedTokens(len(ids), pieces)
 
     def finish(self) -> list[Piece]:
-        """What was held back to the end."""
+        """The pieces that were held back."""
         text = "" if self.stopped else self._until_stop(self._decoder.finish()) + self._held
-        return [*self._begun, *self._parse(text), *(self._parser.finish() if self._parser else ())]
+        return [*self._prefix, *self._parse(text), *(self._parser.finish() if self._parser else ())]
 
     def _until_stop(self, text: str) -> str:
-        """`text` as far as it is certain to come before any stop string."""
+        """The part of the text that certainly comes before any stop string; the rest is held back."""
         if self.stopped:
             return ""
         held = self._held + text
-        found = [place for stop in self._stops if (place := held.find(stop)) >= 0]
+        found = [start for stop in self._stops if (start := held.find(stop)) >= 0]
         if found:
             self.stopped, self._held = True, ""
             return held[: min(found)]
@@ -86,9 +86,9 @@ class ReplyText:
 
 
 class ReplyBuilder(ABC):
-    """One reply while it comes: what the agent is shown of it, and its tokens where they are known.
+    """One reply while it is received: what the agent sees of it, and its tokens if they are known.
 
-    `seed` tells its tool-call ids from those of other replies.
+    `seed` makes its tool-call ids differ from those of other replies.
     """
 
     def __init__(self, *, seed: str) -> None:
@@ -98,65 +98,64 @@ class ReplyBuilder(ABC):
         self.versions: list[int] = []
         self.finish: Finish | None = None
         self.usage: Usage | None = None
-        """What is said of its tokens where they are not known."""
+        """The token counts that an endpoint reports, if the tokens are not known."""
         self.calls: list[CallDelta] = []
-        """As far as they have come."""
+        """Tool calls so far; the last may be incomplete."""
         self._seed = seed
-        self._said: list[str] = []
-        self._thought: list[str] = []
+        self._text_parts: list[str] = []
+        self._reasoning_parts: list[str] = []
 
     @abstractmethod
-    def take(self, chunk: Any) -> list[Delta]:
-        """Add what its source gave; what of it the agent may see."""
+    def add(self, chunk: Any) -> list[Delta]:
+        """Add a chunk of the source; returns what the agent may see of it."""
 
     @abstractmethod
     def end(self, finish: Finish) -> list[Delta]:
-        """Nothing more comes; give out what was held back. A reply that has ended stays as it is."""
+        """End the reply and return what was held back; does nothing if it has ended."""
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing has come yet."""
-        return not (self.ids or self.calls or self._said or self._thought)
+        return not (self.ids or self.calls or self._text_parts or self._reasoning_parts)
 
     def message(self) -> Message:
         """The assistant message as the agent saw it."""
-        message: Message = {"role": "assistant", "content": "".join(self._said)}
-        if self._thought:
-            message["reasoning_content"] = "".join(self._thought)
+        message: Message = {"role": "assistant", "content": "".join(self._text_parts)}
+        if self._reasoning_parts:
+            message["reasoning_content"] = "".join(self._reasoning_parts)
         if self.calls:
             message["content"] = message["content"] or None
             message["tool_calls"] = [tool_call(call) for call in self.calls]
         return message
 
-    def speak(self, piece: Text | Reasoning) -> Delta:
-        (self._said if isinstance(piece, Text) else self._thought).append(piece.text)
+    def add_text(self, piece: Text | Reasoning) -> Delta:
+        (self._text_parts if isinstance(piece, Text) else self._reasoning_parts).append(piece.text)
         return piece
 
-    def call(self, name: str, arguments: str, call_id: str = "") -> CallDelta:
+    def add_call(self, name: str, arguments: str, call_id: str = "") -> CallDelta:
         self.calls.append(CallDelta(len(self.calls), call_id or self._call_id(name), name, arguments))
         return self.calls[-1]
 
-    def argue(self, text: str) -> CallDelta:
-        """More of the last call's arguments."""
+    def add_arguments(self, text: str) -> CallDelta:
+        """Append to the arguments of the last call."""
         last = self.calls[-1]
         self.calls[-1] = last._replace(arguments=last.arguments + text)
         return last._replace(arguments=text, begins=False)
 
     def _call_id(self, name: str) -> str:
-        """The same for the same place of the same reply, and another one for the next call."""
+        """Deterministic: the same call of the same reply gets the same id."""
         key = f"{self._seed}\0{len(self.calls)}\0{name}"
         return f"call_{blake2b(key.encode(), digest_size=12).hexdigest()}"
 
 
-class Reply(ReplyBuilder):
-    """One reply while it is sampled."""
+class SampledReply(ReplyBuilder):
+    """A reply of an engine, with its tokens."""
 
     def __init__(self, text: ReplyText, *, seed: str) -> None:
         super().__init__(seed=seed)
         self._text = text
 
-    def take(self, chunk: Sampled) -> list[Delta]:
-        """Add what the engine sampled; tokens after a completed stop string are left out, as if never sampled."""
+    def add(self, chunk: SampledChunk) -> list[Delta]:
+        """Add sampled tokens; those after a completed stop string are dropped, as if never sampled."""
         used, pieces = self._text.push(chunk.ids)
         self.ids += chunk.ids[:used]
         self.logprobs += chunk.logprobs[:used]
@@ -176,21 +175,21 @@ class Reply(ReplyBuilder):
         deltas: list[Delta] = []
         for piece in pieces:
             if isinstance(piece, ToolCall):
-                deltas.append(self.call(*piece))
+                deltas.append(self.add_call(*piece))
             elif isinstance(piece, Arguments):
-                deltas.append(self.argue(piece.text))
+                deltas.append(self.add_arguments(piece.text))
             else:
-                deltas.append(self.speak(piece))
+                deltas.append(self.add_text(piece))
         return deltas
 
 
 def tool_call(call: CallDelta) -> dict[str, Any]:
-    """A call in the OpenAI form."""
+    """A tool call in the OpenAI form."""
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 def deltas_of(message: Message) -> list[Delta]:
-    """A recorded reply as if it came at once."""
+    """A recorded reply as the deltas of one chunk."""
     deltas: list[Delta] = [Reasoning(message["reasoning_content"])] if message.get("reasoning_content") else []
     if message["content"]:
         deltas.append(Text(message["content"]))
@@ -199,12 +198,12 @@ def deltas_of(message: Message) -> list[Delta]:
     return deltas
 
 
-def sse(event: Any) -> bytes:
+def sse_data(event: Any) -> bytes:
     return b"data: " + orjson.dumps(event) + b"\n\n"
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that `stop` begins with."""
+    """Length of the longest suffix of `text` that is a prefix of `stop`."""
     for size in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:size]):
             return size

@@ -1,4 +1,4 @@
-"""One open rollout: its token graph, its sampling defaults and its running calls."""
+"""Sessions: the rollouts that this gateway serves, each with its token graph, sampling defaults and running calls."""
 
 import asyncio
 import secrets
@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from penstock.chat.templates import Tool
 from penstock.errors import PoolError, PoolFailed, RequestError
-from penstock.gateway.auth import Tokens
-from penstock.gateway.call import Limits
+from penstock.gateway.auth import GatewayTokens
+from penstock.gateway.call import GatewayLimits
 from penstock.gateway.graph import TokenGraph
 from penstock.gateway.last_request import LastRequest
 from penstock.gateway.pending_response import PendingResponse
@@ -20,29 +20,42 @@ from penstock.gateway.shared_counters import Peers
 from penstock.pool.base import Pool
 from penstock.records import Attempt, Message, Rollout, Sampling, Task, make_rollout
 
+MAX_TRANSCRIPTS = 8
+"""Transcripts of a rollout whose last request is kept; any other is parsed in full."""
+MAX_FAILED_REQUESTS = 1000
+MAX_CLOSED = 100_000
+"""Closed rollouts that are kept in memory; older ones are looked up in the pool."""
+MAX_ADOPTED = 10_000
+"""Rollouts of other processes that are kept in memory; an idle one is read from the pool again when it calls."""
+COMPLETED_BY_FLOW = "completed by its flow"
+"""The end message of a rollout that its flow completed."""
 
-class Named(NamedTuple):
-    """Answers to one request that are on their way."""
+
+# One rollout
+
+
+class AnswerNumbers(NamedTuple):
+    """The pending answers to one request."""
 
     last: int
     """The highest of their numbers."""
-    flying: int
+    pending: int
 
 
 class Session:
-    """One rollout's way into the gateway; `stored` is what the pool holds of it, where that is known."""
+    """One open rollout. `stored` is what the pool holds of it, if that is known."""
 
     def __init__(
         self,
         rollout: Rollout,
         sampling: Sampling,
         *,
-        tokens: Tokens,
+        tokens: GatewayTokens,
         base_url: str,
-        limits: Limits,
-        peers: Peers,
+        limits: GatewayLimits,
+        peers: Peers | None = None,
         stored: Attempt | None = None,
-        heard: tuple[int, ...] | None = None,
+        seen_counters: tuple[int, ...] | None = None,
     ) -> None:
         self.rollout = rollout
         self.rollout_id = rollout.id
@@ -52,27 +65,27 @@ class Session:
         self.base_url = base_url
         """Of the OpenAI routes, ending in `/v1`."""
         self.sampling = sampling
-        """What holds for calls that do not say otherwise; its `max_tokens` is a cap too."""
+        """Defaults for calls; its `max_tokens` is a cap too."""
         self.recording = asyncio.Lock()
         """Held while a step is stored, so that steps are numbered in the order in which they became durable."""
-        self.flights: dict[str, PendingResponse] = {}
-        """Calls that are being answered, by the digest of their request: a retry joins the one that it repeats."""
-        self.refused: set[str] = set()
-        """Requests whose last answer was an error: sent again they are sampled, whatever was answered before."""
-        self.partial = False
-        """Whether the pool holds of it what is not known here: a grade, or a text without its secrets."""
+        self.pending: dict[str, PendingResponse] = {}
+        """Responses in progress, by request digest: a retry joins the one of the same request."""
+        self.failed_requests: set[str] = set()
+        """Requests whose last response was an error: a retry samples again, whatever was answered before."""
+        self.pool_differs = False
+        """Whether the pool holds what this process does not: a grade, or a text with its secrets removed."""
         self.closed = False
         self._limits = limits
-        self.shared = peers.of > 1
+        self.shared = peers is not None and peers.count > 1
         """Whether other workers may record steps of it."""
         self._peers = peers
-        self._heard = heard
-        """What the other workers had told when the pool was last asked."""
+        self._seen_counters = seen_counters
+        """The other workers' counters when the pool was last read."""
         self._graph = TokenGraph(stored) if stored else None
         self._running: set[asyncio.Task[Any]] = set()
-        self._talks: dict[str, LastRequest] = {}
-        self._named: dict[str, Named] = {}
-        """Digest of a request, to its answers on their way."""
+        self._last_requests: dict[str, LastRequest] = {}
+        self._answer_numbers: dict[str, AnswerNumbers] = {}
+        """By request digest."""
         self._allowance = limits.calls_per_s
         self._counted_at = time.monotonic()
 
@@ -83,7 +96,7 @@ class Session:
 
     @property
     def tasks(self) -> Set[asyncio.Task[Any]]:
-        """The calls that run."""
+        """The tasks of running calls."""
         return self._running
 
     async def graph(self, pool: Pool) -> TokenGraph:
@@ -91,83 +104,82 @@ class Session:
         if self._graph is None:
             attempt = await pool.attempt(self.rollout_id)
             if attempt.end is not None:
-                raise over(attempt)
-            self._graph = self._graph or TokenGraph(attempt)
+                raise over_error(attempt)
+            self._graph = self._graph or TokenGraph(attempt)  # another call may have read it meanwhile
         return self._graph
 
     async def catch_up(self, pool: Pool) -> None:
-        """Take in what other workers have recorded; RequestError 409 where one of them ended the rollout."""
+        """Read what other workers have recorded; RequestError 409 if one of them ended the rollout."""
         if (graph := self._graph) is None:
             return
         attempt = await pool.attempt(self.rollout_id, first_step=graph.next_step, first_node=graph.next_node)
         if attempt.end is not None:
-            raise over(attempt)
-        graph.grow(attempt)
+            raise over_error(attempt)
+        graph.add_stored(attempt)
 
-    async def hear(self, pool: Pool, *, again: bool) -> None:
-        """Catch up where another worker has told something new; `again`, in any case: one that died may not have come to tell."""
-        told = self._peers.look(self.rollout_id)
-        if again or told is None or told != self._heard:
+    async def catch_up_if_changed(self, pool: Pool, *, is_retry: bool) -> None:
+        """Catch up if another worker's counter changed. For a retry always: a worker may die between storing and counting."""
+        counters = self._peers and self._peers.read_counters(self.rollout_id)
+        if is_retry or counters is None or counters != self._seen_counters:
             await self.catch_up(pool)
-            self._heard = told
+            self._seen_counters = counters
 
-    def tell(self) -> None:
-        """Let the other workers know that a step is stored."""
-        self._peers.tell(self.rollout_id)
+    def notify_peers(self) -> None:
+        """Tell the other workers that a step is stored."""
+        if self._peers is not None:
+            self._peers.notify(self.rollout_id)
 
     def recorded(self) -> Attempt | None:
-        """Its nodes and steps as they are stored; None where only the pool knows them all."""
-        if self._graph is None or self.shared or self.partial:
+        """The nodes and steps as they are stored; None if only the pool has all of them."""
+        if self._graph is None or self.shared or self.pool_differs:
             return None
         return Attempt(rollout=self.rollout, nodes=tuple(self._graph.nodes.values()), steps=tuple(self._graph.steps.values()))
 
-    def forget(self) -> None:
-        """Read the graph again before the next call: a write failed, so the pool may know more or less than we do."""
+    def drop_graph(self) -> None:
+        """Read the graph again before the next call: a write failed, so the pool may hold more or less than this process."""
         self._graph = None
 
-    def talk(self, transcript: str) -> LastRequest:
-        """What the transcript's last call said; the least recent one is forgotten where there are many."""
-        talk = self._talks.pop(transcript, None) or LastRequest()
-        while len(self._talks) >= TALKS:
-            del self._talks[next(iter(self._talks))]
-        self._talks[transcript] = talk
-        return talk
+    def last_request(self, transcript: str) -> LastRequest:
+        """The transcript's last request; the least recently used transcript is dropped if there are too many."""
+        last_request = self._last_requests.pop(transcript, None) or LastRequest()
+        while len(self._last_requests) >= MAX_TRANSCRIPTS:
+            del self._last_requests[next(iter(self._last_requests))]
+        self._last_requests[transcript] = last_request
+        return last_request
 
-    def refuse(self, request: str) -> None:
-        """Remember that a request got an error for an answer."""
-        if len(self.refused) >= 1000:
-            self.refused.clear()
-        self.refused.add(request)
+    def mark_failed(self, request: str) -> None:
+        """Remember that the response to a request was an error."""
+        if len(self.failed_requests) >= MAX_FAILED_REQUESTS:
+            self.failed_requests.clear()
+        self.failed_requests.add(request)
 
-    def carrying(self, flight: PendingResponse) -> "Carrying":
-        """Count the current task as one of the rollout's calls while it carries `flight`."""
-        return Carrying(self, flight)
-
-    def begin(self, flight: PendingResponse, task: "asyncio.Task[Any]") -> None:
-        """Name the flight's answer, and let retries of its request join it; RequestError where it would be one too many."""
+    def start_call(self, response: PendingResponse, task: "asyncio.Task[Any]") -> None:
+        """Name the answer and let retries join it; RequestError if the rollout is over a limit or closed."""
         self._check_limits()
-        request, named = flight.request, self._named.get(flight.request, Named(-1, 0))
+        request = response.request
+        last, pending = self._answer_numbers.get(request, AnswerNumbers(-1, 0))
         stored = self._graph.last_number(request) if self._graph else -1
-        times = max(stored // self._peers.of, named.last) + 1  # of workers each has numbers of its own
-        self._named[request] = Named(times, named.flying + 1)
-        flight.name = f"{request}-{times * self._peers.of + self._peers.number}"
-        self.flights[request] = flight
+        # Worker k of n gives out the numbers k, k + n, k + 2n, …, so that two workers never name an answer alike.
+        worker, workers = (self._peers.number, self._peers.count) if self._peers else (0, 1)
+        turn = max(stored // workers, last) + 1
+        self._answer_numbers[request] = AnswerNumbers(turn, pending + 1)
+        response.name = f"{request}-{turn * workers + worker}"
+        self.pending[request] = response
         self._running.add(task)
 
-    def finish(self, flight: PendingResponse, name: str, task: "asyncio.Task[Any]") -> None:
-        """The flight that was begun under `name` is over."""
+    def end_call(self, response: PendingResponse, name: str, task: "asyncio.Task[Any]") -> None:
+        """End a call that started under `name`; a replayed answer has changed the response's own."""
         request = name.rpartition("-")[0]
-        last, flying = self._named.pop(request)
-        if flying > 1:
-            self._named[request] = Named(last, flying - 1)
+        last, pending = self._answer_numbers.pop(request)
+        if pending > 1:
+            self._answer_numbers[request] = AnswerNumbers(last, pending - 1)
         self._running.discard(task)
-        if self.flights.get(flight.request) is flight:
-            del self.flights[flight.request]
+        if self.pending.get(response.request) is response:
+            del self.pending[response.request]
 
     def _check_limits(self) -> None:
-        """Refuse a call that would be one too many, saying of what."""
         if self.closed:
-            raise has_ended(self.rollout_id)
+            raise ended_error(self.rollout_id)
         limits, who = self._limits, f"rollout {self.rollout_id}"
         if len(self._running) >= limits.concurrent_calls:
             text = f"{who} has {len(self._running)} calls running; wait for one to end"
@@ -181,7 +193,7 @@ class Session:
             raise RequestError(f"{who} has sampled {self._graph.tokens} tokens; end it", code="too_many_tokens")
 
     def _spend(self) -> bool:
-        """Take one call off the allowance, which fills up again with time."""
+        """Take one call from a token bucket that refills with `calls_per_s`."""
         rate, now = self._limits.calls_per_s, time.monotonic()
         self._allowance = min(max(rate, 1.0), self._allowance + (now - self._counted_at) * rate)
         self._counted_at = now
@@ -191,37 +203,39 @@ class Session:
         return True
 
     def close(self) -> None:
-        """Refuse further calls and cancel those that run."""
+        """Refuse further calls and cancel the running ones."""
         self.closed = True
         for task in self._running:
             task.cancel()
 
 
-class Carrying:
-    """See `Session.carrying`. Closing the session ends what runs inside with RequestError 409."""
+class RunningCall:
+    """Registers the current task as a call of the session. Closing the session ends the body with RequestError 409."""
 
-    __slots__ = ("_flight", "_name", "_session", "_task")
+    __slots__ = ("_name", "_response", "_session", "_task")
 
-    def __init__(self, session: Session, flight: PendingResponse) -> None:
+    def __init__(self, session: Session, response: PendingResponse) -> None:
         self._session = session
-        self._flight = flight
+        self._response = response
 
     def __enter__(self) -> None:
         task = asyncio.current_task()
         assert task is not None
         self._task = task
-        self._session.begin(self._flight, task)
-        self._name = self._flight.name
+        self._session.start_call(self._response, task)
+        self._name = self._response.name
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._session.finish(self._flight, self._name, self._task)
+        self._session.end_call(self._response, self._name, self._task)
         if isinstance(error, asyncio.CancelledError) and self._session.closed:
-            self._task.uncancel()
-            raise has_ended(self._session.rollout_id) from None
+            self._task.uncancel()  # it was `Session.close` that cancelled: the task goes on and sends the refusal
+            raise ended_error(self._session.rollout_id) from None
 
 
-class SessionPast(NamedTuple):
-    talk: LastRequest
+class SessionHistory(NamedTuple):
+    """See `ConversationHistory`."""
+
+    last_request: LastRequest
     graph: TokenGraph
 
     def messages(self, answer: str) -> tuple[Message, ...] | None:
@@ -231,45 +245,43 @@ class SessionPast(NamedTuple):
         return self.graph.tools(answer)
 
 
-TALKS = 8
-"""How many transcripts' last calls a rollout keeps; one that is forgotten is read from the beginning again."""
+# Refusals
 
 
-def has_ended(rollout_id: str, end: str | None = None) -> RequestError:
-    """A call that came too late."""
+def ended_error(rollout_id: str, end: str | None = None) -> RequestError:
     how = f" as {end}" if end else ""
     return RequestError(f"rollout {rollout_id} has ended{how}; its calls are no longer served", status=409, code="rollout_ended")
 
 
-COMPLETE = "completed by its flow"
-"""What is kept with the end of a rollout that its flow completed."""
-
-
-def is_gone(rollout_id: str) -> RequestError:
-    """A call to a rollout that its flow has completed."""
+def completed_error(rollout_id: str) -> RequestError:
+    """For a rollout that its flow has completed."""
     return RequestError(f"rollout {rollout_id} is complete; begin another one for more calls", status=410, code="rollout_complete")
 
 
-def over(attempt: Attempt) -> RequestError:
-    """A call to a rollout that has ended, in whatever process."""
-    return is_gone(attempt.rollout.id) if attempt.message == COMPLETE else has_ended(attempt.rollout.id, attempt.end)
+def over_error(attempt: Attempt) -> RequestError:
+    """For a rollout that the pool says has ended."""
+    is_complete = attempt.message == COMPLETED_BY_FLOW
+    return completed_error(attempt.rollout.id) if is_complete else ended_error(attempt.rollout.id, attempt.end)
+
+
+# All rollouts
 
 
 class Sessions:
-    """The rollouts that this gateway serves. One that nobody opened here is taken over from the pool.
+    """The rollouts that this gateway serves. One that was not opened here is adopted from the pool.
 
-    `defaults` are by channel, "" for the others; `peers` are the other workers.
+    `defaults` are by channel, "" for all others; `peers` are the other workers, if there are any.
     """
 
     def __init__(
         self,
         pool: Pool,
-        tokens: Tokens,
+        tokens: GatewayTokens,
         *,
         defaults: Mapping[str, Sampling],
-        limits: Limits,
+        limits: GatewayLimits,
         base_url: str,
-        peers: Peers,
+        peers: Peers | None,
     ) -> None:
         self.base_url = base_url
         self._pool = pool
@@ -278,98 +290,96 @@ class Sessions:
         self._limits = limits
         self._peers = peers
         self._open: dict[str, Session] = {}
-        self._taken = OrderedDict[str, Session]()
-        """The one that called last comes last."""
+        self._adopted = OrderedDict[str, Session]()
+        """Least recent caller first."""
         self._closed = OrderedDict[str, bool]()
-        """Whether it was its flow that completed it."""
-        self._stopping = False
+        """Rollout id, to whether its flow completed it."""
+        self.stopping = False
+        """Whether new calls are refused."""
 
     def __len__(self) -> int:
-        return len(self._open) + len(self._taken)
+        return len(self._open) + len(self._adopted)
 
     def open(self, rollout: Rollout, sampling: Sampling, *, fresh: bool = False) -> Session:
-        """Let the rollout call the model; of a `fresh` one nothing is stored yet, so the pool is not asked."""
+        """Let the rollout call the model. With `fresh`, nothing of it is stored yet, so the pool is not read."""
         session = self._open[rollout.id] = self._make(rollout, sampling, stored=Attempt(rollout=rollout) if fresh else None)
         self._closed.pop(rollout.id, None)
-        self._taken.pop(rollout.id, None)
+        self._adopted.pop(rollout.id, None)
         return session
 
-    def runs(self, rollout_id: str) -> bool:
-        """Whether a runner in this process has it open, and will end it."""
+    def is_open_here(self, rollout_id: str) -> bool:
+        """Whether a runner in this process has opened it, and will end it."""
         return rollout_id in self._open
 
-    @property
-    def stopping(self) -> bool:
-        """Whether no more calls are taken."""
-        return self._stopping
-
-    def graded(self, rollout_id: str) -> None:
-        """A grade of it comes by a route, and goes to the pool alone."""
-        session = self._open.get(rollout_id) or self._taken.get(rollout_id)
+    def note_grade(self, rollout_id: str) -> None:
+        """A route grades the rollout: the grade goes to the pool only, so `Session.recorded` would lack it."""
+        session = self._open.get(rollout_id) or self._adopted.get(rollout_id)
         if session is not None:
-            session.partial = True
+            session.pool_differs = True
 
     def is_complete(self, rollout_id: str) -> bool:
-        """Whether it is known here that its flow has completed it."""
+        """Whether its flow has completed it, as far as this process knows."""
         return self._closed.get(rollout_id, False)
 
     def close(self, rollout_id: str, *, complete: bool = False) -> Attempt | None:
-        """Refuse its calls from now on and cancel those that run; an unknown rollout is nothing to close.
+        """Refuse the rollout's calls from now on and cancel the running ones; an unknown rollout is ignored.
 
-        What it recorded, where that is known here and nothing runs that could add to it.
+        Returns what it recorded, or None if only the pool has all of it or a cancelled call may still add to it.
         """
         complete = complete or self.is_complete(rollout_id)
-        session = self._open.pop(rollout_id, None) or self._taken.pop(rollout_id, None)
-        while len(self._closed) >= REMEMBERED:
+        session = self._open.pop(rollout_id, None) or self._adopted.pop(rollout_id, None)
+        while len(self._closed) >= MAX_CLOSED:
             self._closed.popitem(last=False)
         self._closed[rollout_id] = complete
-        self._peers.tell(rollout_id)
+        if self._peers is not None:
+            self._peers.notify(rollout_id)
         if session is None:
             return None
         session.close()
         return None if session.tasks else session.recorded()
 
     async def drain(self, within_s: float) -> None:
-        """Take no more calls and wait for those that run, but not longer than that."""
-        self._stopping = True
-        running = {task for session in [*self._open.values(), *self._taken.values()] for task in session.tasks}
+        """Refuse new calls and wait up to `within_s` for the running ones."""
+        self.stopping = True
+        running = {task for session in [*self._open.values(), *self._adopted.values()] for task in session.tasks}
         if running:
             await asyncio.wait(running, timeout=within_s)
 
     def close_all(self) -> None:
-        """Refuse all calls and cancel those that run."""
-        for rollout_id in [*self._open, *self._taken]:
+        for rollout_id in [*self._open, *self._adopted]:
             self.close(rollout_id)
 
-    async def get(self, rollout_id: str, *, again: bool = False) -> Session:
-        """The rollout's session; RequestError 409 where it has ended, 404 where the pool does not know it, 503 when we stop.
+    async def get(self, rollout_id: str, *, is_retry: bool = False) -> Session:
+        """The rollout's session; RequestError 409 or 410 if it has ended, 404 if the pool does not know it, 503 while stopping.
 
-        `again` is for a call that may have been made before, at another worker.
+        `is_retry`: the call may have been made before, at another worker.
         """
-        if self._stopping:
+        if self.stopping:
             raise RequestError("the gateway is stopping; try again at the next one", status=503, code="stopping")
         if (complete := self._closed.get(rollout_id)) is not None:
-            raise is_gone(rollout_id) if complete else has_ended(rollout_id)
+            raise completed_error(rollout_id) if complete else ended_error(rollout_id)
         session = self._open.get(rollout_id)
-        if session is None and (session := self._taken.get(rollout_id)) is not None:
-            self._taken.move_to_end(rollout_id)
+        if session is None and (session := self._adopted.get(rollout_id)) is not None:
+            self._adopted.move_to_end(rollout_id)
         if session is None:
-            session = await self._take_over(rollout_id)
+            session = await self._adopt(rollout_id)
         elif session.shared:
-            await self._hear(session, again)
-        if again:
-            session.tell()  # what a worker stored and did not come to tell is about to be answered from here
+            await self._catch_up(session, is_retry)
+        if is_retry:
+            session.notify_peers()  # for a worker that died before it could: its step is about to be sent from here
         return session
 
-    async def _hear(self, session: Session, again: bool) -> None:
+    async def _catch_up(self, session: Session, is_retry: bool) -> None:
         try:
-            await session.hear(self._pool, again=again)
+            await session.catch_up_if_changed(self._pool, is_retry=is_retry)
         except RequestError as error:
             self.close(session.rollout_id, complete=error.status == 410)
             raise
 
-    async def _take_over(self, rollout_id: str) -> Session:
-        heard = self._peers.look(rollout_id)
+    async def _adopt(self, rollout_id: str) -> Session:
+        counters = self._peers and self._peers.read_counters(
+            rollout_id
+        )  # before the pool, so that no change between the two is missed
         try:
             attempt = await self._pool.attempt(rollout_id)
             task = await self._pool.task(rollout_id)
@@ -378,24 +388,24 @@ class Sessions:
         except PoolError as error:
             raise RequestError(str(error), status=404, code="unknown_rollout") from error
         if attempt.end is not None:
-            raise over(attempt)
+            raise over_error(attempt)
         default = self._defaults.get(attempt.rollout.channel) or self._defaults.get("") or Sampling()
-        taken = self._make(attempt.rollout, sampling_of(task, default), stored=attempt, heard=heard)
-        session = self._taken.setdefault(rollout_id, taken)
-        self._make_room()
-        if session is not taken and session.shared:  # another call was faster, and may have asked the pool before us
-            await self._hear(session, again=False)
+        adopted = self._make(attempt.rollout, sampling_of(task, default), stored=attempt, seen_counters=counters)
+        session = self._adopted.setdefault(rollout_id, adopted)
+        self._evict()
+        if session is not adopted and session.shared:  # another call adopted it first, maybe from an older state of the pool
+            await self._catch_up(session, is_retry=False)
         return session
 
-    def _make_room(self) -> None:
-        """Where there are too many, forget those that called longest ago; one that runs calls has its turn again later."""
-        for _ in range(min(2, len(self._taken) - TAKEN)):
-            rollout_id, oldest = self._taken.popitem(last=False)
+    def _evict(self) -> None:
+        """Drop the least recent callers if there are too many; one with running calls moves to the end instead."""
+        for _ in range(min(2, len(self._adopted) - MAX_ADOPTED)):
+            rollout_id, oldest = self._adopted.popitem(last=False)
             if oldest.tasks:
-                self._taken[rollout_id] = oldest
+                self._adopted[rollout_id] = oldest
 
     def _make(
-        self, rollout: Rollout, sampling: Sampling, *, stored: Attempt | None, heard: tuple[int, ...] | None = None
+        self, rollout: Rollout, sampling: Sampling, *, stored: Attempt | None, seen_counters: tuple[int, ...] | None = None
     ) -> Session:
         return Session(
             rollout,
@@ -405,30 +415,26 @@ class Sessions:
             limits=self._limits,
             peers=self._peers,
             stored=stored,
-            heard=heard,
+            seen_counters=seen_counters,
         )
 
 
-REMEMBERED = 100_000
-"""How many closed rollouts are known by heart; the pool knows the others."""
-TAKEN = 10_000
-"""How many rollouts of other processes are kept; an idle one is read again when it calls."""
-
+# Rollouts without a dataset row
 
 ADHOC_CHANNEL = "adhoc"
-OURS = "penstock."
-"""What the names of our own entries in a task's metadata begin with."""
-_SAMPLING = f"{OURS}sampling"
+RESERVED_PREFIX = "penstock."
+"""Begins the names of our own entries in a task's metadata."""
+_SAMPLING = f"{RESERVED_PREFIX}sampling"
 
 
 def make_task(task_id: str, sampling: Mapping[str, Any], metadata: Mapping[str, Any] | None = None) -> Task:
-    """A task that nobody wrote a prompt for; `sampling` are the fields of `Sampling` that its rollouts change."""
+    """A task without a prompt; `sampling` are the fields of `Sampling` that its rollouts change."""
     kept = dict(metadata or {}) | ({_SAMPLING: dict(sampling)} if sampling else {})
     return Task(id=task_id, prompt=(), metadata=kept or None)
 
 
 def sampling_of(task: Task, default: Sampling) -> Sampling:
-    """How calls of the task's rollouts are sampled where they do not say otherwise, whichever process serves them."""
+    """The sampling defaults of the task's rollouts, the same in every process."""
     return replace(default, **changed_sampling(task))
 
 
@@ -447,7 +453,7 @@ async def open_adhoc(
     sampling: Mapping[str, Any],
     metadata: Mapping[str, Any] | None = None,
 ) -> Rollout:
-    """Make a rollout, unless one of that id is there; PoolError where the id belongs to another group."""
+    """Make a rollout, unless one with that id exists; PoolError if the id belongs to another group."""
     group_id = group_id or rollout_id or f"{channel}-{secrets.token_hex(4)}"
     rollout = make_rollout(group_id, task_id, 0, channel=channel)
     rollout = replace(rollout, id=rollout_id or rollout.id)

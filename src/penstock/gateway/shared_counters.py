@@ -1,7 +1,8 @@
-"""A board that the workers of one gateway share: whether another of them has written to a rollout, without asking the pool.
+"""What the workers of one gateway share: counters that say who has written to a rollout, and each worker's metrics.
 
-The board is a file in memory. Each rollout has a row, each worker a number in it, which it alone counts up once what it wrote is
-stored, and before anyone is told. A worker that finds the others' numbers as it last saw them has missed nothing.
+The counters are a memory-mapped file: a row for each rollout, a counter in it for each worker. A worker increments only its own,
+after its write is stored and before anyone learns of it. If the others' counters are unchanged, a worker has missed nothing and
+need not read the pool.
 """
 
 import asyncio
@@ -17,83 +18,84 @@ from penstock.gateway.observability import FAMILIES, Samples, merge
 from penstock.system.files import write_file
 
 ROWS = 1 << 16
-"""Rollouts that share one by chance are only looked at more often than they need to be."""
-_SIZE = 8
+"""Rollouts whose hashes collide share a row; they only cause a few reads of the pool that were not needed."""
+_COUNTER_BYTES = 8
+SAVE_S = 1.0
+"""How old another worker's metrics may be."""
 
 
 class SharedCounters:
-    """As worker `number` of `of` sees it. A worker's successor counts on from where it stopped."""
+    """The counters as worker `number` of `count` sees them. A restarted worker continues its predecessor's counters."""
 
-    def __init__(self, file: Path, number: int, of: int) -> None:
-        self._mine = number
-        self._of = of
-        opened = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
+    def __init__(self, file: Path, number: int, count: int) -> None:
+        self._number = number
+        self._count = count
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            os.ftruncate(opened, ROWS * of * _SIZE)
-            self._memory = mmap.mmap(opened, ROWS * of * _SIZE)
+            os.ftruncate(descriptor, ROWS * count * _COUNTER_BYTES)
+            self._memory = mmap.mmap(descriptor, ROWS * count * _COUNTER_BYTES)
         finally:
-            os.close(opened)
-        self._numbers = memoryview(self._memory).cast("Q")
+            os.close(descriptor)
+        self._counters = memoryview(self._memory).cast("Q")
 
-    def tell(self, rollout_id: str) -> None:
-        """Something of the rollout is stored."""
-        self._numbers[self._row(rollout_id) + self._mine] += 1
+    def increment(self, rollout_id: str) -> None:
+        """This worker has stored something of the rollout."""
+        self._counters[self._row(rollout_id) + self._number] += 1
 
-    def look(self, rollout_id: str) -> tuple[int, ...]:
-        """What the others have told; another value than before where one of them told more since."""
+    def read(self, rollout_id: str) -> tuple[int, ...]:
+        """All workers' counters, this worker's own as 0."""
         row = self._row(rollout_id)
-        told = self._numbers[row : row + self._of].tolist()
-        told[self._mine] = 0
-        return tuple(told)
+        counters = self._counters[row : row + self._count].tolist()
+        counters[self._number] = 0
+        return tuple(counters)
 
     def _row(self, rollout_id: str) -> int:
-        return zlib.crc32(rollout_id.encode("utf-8", "surrogatepass")) % ROWS * self._of
-
-
-SAVE_S = 1.0
-"""How old another worker's counts may be."""
+        return zlib.crc32(rollout_id.encode("utf-8", "surrogatepass")) % ROWS * self._count
 
 
 class Peers:
-    """Worker `number` of `of`; alone by default. Each keeps its counts in a file of `folder`, where the others and its successor
-    read them: what a gateway has counted does not go back when a worker dies, but for its last second. Without a folder they know
-    each other by the pool alone."""
+    """The other workers of the gateway, for worker `number` of `count`.
 
-    def __init__(self, number: int = 0, of: int = 1, folder: Path | None = None) -> None:
+    Each worker saves its metrics to a file in `folder`, where the others and its successor read them: when a worker dies, the
+    gateway's totals lose at most its last second. Without a folder there are no counters, and workers read the pool every time.
+    """
+
+    def __init__(self, number: int = 0, count: int = 1, folder: Path | None = None) -> None:
         self.number = number
-        self.of = of
+        self.count = count
         self._folder = folder
-        self._board = SharedCounters(folder / "board", number, of) if folder and of > 1 else None
-        self._before = _counters(self._read(number)) if folder else {}
+        self._counters = SharedCounters(folder / "counters", number, count) if folder and count > 1 else None
+        self._before = _without_gauges(self._read(number)) if folder else {}
+        """What this worker's predecessors have counted."""
 
-    def tell(self, rollout_id: str) -> None:
-        """Let the others know that something of a rollout is stored."""
-        if self._board is not None:
-            self._board.tell(rollout_id)
+    def notify(self, rollout_id: str) -> None:
+        """Tell the others that something of the rollout is stored."""
+        if self._counters is not None:
+            self._counters.increment(rollout_id)
 
-    def look(self, rollout_id: str) -> tuple[int, ...] | None:
-        """What changes when another of them writes to the rollout; None where only the pool can tell."""
-        return None if self._board is None else self._board.look(rollout_id)
+    def read_counters(self, rollout_id: str) -> tuple[int, ...] | None:
+        """A value that changes when another worker writes to the rollout; None if only the pool can say."""
+        return None if self._counters is None else self._counters.read(rollout_id)
 
-    async def together(self, mine: Samples) -> Samples:
-        """The counts of all workers, mine as they are now."""
+    async def merged(self, own: Samples) -> Samples:
+        """The metrics of all workers; `own` are this worker's current ones."""
         if self._folder is None:
-            return mine
-        others = [number for number in range(self.of) if number != self.number]
-        return merge([self._before, mine, *await asyncio.to_thread(lambda: [self._read(number) for number in others])])
+            return own
+        others = [number for number in range(self.count) if number != self.number]
+        return merge([self._before, own, *await asyncio.to_thread(lambda: [self._read(number) for number in others])])
 
-    async def keep(self, mine: Callable[[], Samples]) -> None:
-        """Save my counts now and then; cancelled with the worker, which then saves them once more."""
+    async def save_periodically(self, own: Callable[[], Samples]) -> None:
+        """Save this worker's metrics every `SAVE_S`, until cancelled."""
         while True:
-            await asyncio.to_thread(self.save, mine())
+            await asyncio.to_thread(self.save, own())
             await asyncio.sleep(SAVE_S)
 
-    def save(self, mine: Samples) -> None:
-        """Write my counts to where the others find them, as a whole."""
+    def save(self, own: Samples) -> None:
+        """Write this worker's metrics, atomically: the others may read at any time."""
         if self._folder is None:
             return
         # Not synced: it is written each second, and counters need not survive a power cut.
-        write_file(self._file(self.number), orjson.dumps(merge([self._before, mine])), durable=False)
+        write_file(self._file(self.number), orjson.dumps(merge([self._before, own])), durable=False)
 
     def _read(self, number: int) -> Samples:
         try:
@@ -102,10 +104,10 @@ class Peers:
             return {}
 
     def _file(self, number: int) -> Path:
-        assert self._folder is not None, "one that is alone has no files"
+        assert self._folder is not None
         return self._folder / f"counts-{number}.json"
 
 
-def _counters(samples: Samples) -> Samples:
-    """Without what is only true of a process that lives."""
+def _without_gauges(samples: Samples) -> Samples:
+    """Gauges describe a living process only."""
     return {name: lines for name, lines in samples.items() if name in FAMILIES and FAMILIES[name].kind != "gauge"}

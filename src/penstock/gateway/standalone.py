@@ -10,16 +10,27 @@ from typing import Any, NamedTuple
 import orjson
 from pydantic import create_model
 
-from penstock.config import EngineSection, GatewaySection, ModelSection, PoolSection, SamplingSection, Section, override, validate
-from penstock.engines import ENGINES, SECTIONS
+from penstock.config import (
+    EmbeddedSection,
+    EngineSection,
+    GatewaySection,
+    ModelSection,
+    PoolSection,
+    SamplingSection,
+    Section,
+    engine_section,
+    override,
+    validate,
+)
+from penstock.engines import ENGINES
 from penstock.engines.base import Engine
 from penstock.errors import ConfigError
 from penstock.events import Events
 from penstock.gateway.app import Gateway
-from penstock.gateway.auth import Tokens
-from penstock.gateway.call import Limits
-from penstock.gateway.flows import judge_by_rule
-from penstock.gateway.observability import open_spans
+from penstock.gateway.auth import GatewayTokens
+from penstock.gateway.call import GatewayLimits
+from penstock.gateway.flows import reward_by_rule
+from penstock.gateway.observability import open_tracer
 from penstock.gateway.shared_counters import Peers
 from penstock.gateway.sources import open_engine
 from penstock.pool import POOLS
@@ -36,7 +47,7 @@ class Settings(Section):
 
     model: ModelSection = ModelSection()
     sampling: SamplingSection = SamplingSection()
-    engine: EngineSection = EngineSection()
+    engine: EngineSection = EmbeddedSection()
     pool: PoolSection = PoolSection()
     gateway: GatewaySection = GatewaySection()
 
@@ -68,7 +79,7 @@ def read_settings(tree: dict[str, Any], overrides: Iterable[str] = ()) -> Settin
     override(tree, overrides)
     name = str(tree.get("engine", {}).get("name", EngineSection().name))
     ENGINES.check(name)
-    kind = SECTIONS.load(name) if name in SECTIONS else EngineSection
+    kind = engine_section(name)
     settings = validate(create_model("Settings", __base__=Settings, engine=(kind, ...)), tree, "the gateway's settings")
     POOLS.check(settings.pool.name)
     return settings
@@ -92,7 +103,7 @@ async def open_gateway(
         stack.push_async_callback(pool.close)
         engine, renderer = await open_engine(settings.engine, model.path, name=model.name, seed=secrets.randbits(31))
         stack.push_async_callback(engine.close)
-        spans = await stack.enter_async_context(open_spans(settings.gateway.otel, model=engine.model))
+        tracer = await stack.enter_async_context(open_tracer(settings.gateway.otel, model=engine.model))
         gateway = Gateway(
             engine,
             renderer,
@@ -102,13 +113,13 @@ async def open_gateway(
             hosts=settings.gateway.hosts,
             events=events,
             sampling={"": settings.defaults()},
-            limits=Limits.of(settings.gateway),
+            limits=GatewayLimits.of(settings.gateway),
             sock=sock,
-            spans=spans,
+            tracer=tracer,
             peers=peers,
             is_open=is_open,
         )
-        gateway.judge = judge_by_rule
+        gateway.reward_function = reward_by_rule
         yield OpenGateway(await stack.enter_async_context(gateway), pool, engine)
 
 
@@ -130,7 +141,7 @@ def make_folder(folder: Path, settings: Settings, model: ModelFiles) -> None:
 
 
 @contextmanager
-def alone(folder: Path) -> Generator[None]:
+def hold_folder(folder: Path) -> Generator[None]:
     """Hold the folder for this gateway: two would not know of each other's calls. The lock dies with the process."""
     refusal = ConfigError(f"{folder}: another gateway serves it; stop that one, or choose another with --folder")
     with exclusive_lock(folder / ".gateway.lock", refusal):
@@ -147,7 +158,7 @@ def load_secret(folder: Path) -> bytes:
 
 def write_tokens(folder: Path, secret: bytes) -> Path:
     """Write the control and the admin token where only the owner reads them; returns the file."""
-    tokens = Tokens(secret)
+    tokens = GatewayTokens(secret)
     content = orjson.dumps({"control": tokens.control, "admin": tokens.admin, "secret": secret.hex()})
     return write_file(folder / TOKENS, content, private=True)
 

@@ -6,32 +6,32 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.errors import PoolConflict, PoolError, PoolFailed, RequestError
-from penstock.gateway.auth import Tokens
+from penstock.gateway.auth import GatewayTokens
 from penstock.gateway.session import (
-    COMPLETE,
-    OURS,
+    COMPLETED_BY_FLOW,
+    RESERVED_PREFIX,
     Session,
     Sessions,
     changed_sampling,
-    is_gone,
+    completed_error,
     make_task,
     open_adhoc,
-    over,
+    over_error,
     sampling_of,
 )
 from penstock.pool.base import Pool
 from penstock.records import Attempt, End, Grade, Rollout, Task
 
-SOURCE = "flow"
+FLOW_SOURCE = "flow"
 """Of the grades that a flow gives."""
-CHANNEL = "train"
+DEFAULT_CHANNEL = "train"
 _PROMPT = "prompt_uid"
-_FLOW = f"{OURS}flow"
-NAME = re.compile(r"(?![mfca]k-)[A-Za-z0-9][A-Za-z0-9._:-]{0,199}")
+_FLOW = f"{RESERVED_PREFIX}flow"
+TRAJECTORY_UID = re.compile(r"(?![mfca]k-)[A-Za-z0-9][A-Za-z0-9._:-]{0,199}")
 """Of a trajectory: it stands in paths, and no token looks like it."""
-LONGEST = 1000
+MAX_PROMPT_UID = 1000
 """Characters of a prompt's uid."""
-BEYOND = 2**31 - 1
+AFTER_ALL = 2**31 - 1
 """The number of no step."""
 
 
@@ -47,19 +47,19 @@ class Registration:
 
 
 class Trajectories:
-    def __init__(self, pool: Pool, sessions: Sessions, tokens: Tokens) -> None:
+    def __init__(self, pool: Pool, sessions: Sessions, tokens: GatewayTokens) -> None:
         self._pool = pool
         self._sessions = sessions
         self._tokens = tokens
 
-    async def session(self, rollout_id: str, visit: str | None, *, again: bool = False) -> Session:
-        """The rollout's session, see `Sessions.get`; with the prompt's uid as `visit`, one that is not there is opened."""
+    async def session(self, rollout_id: str, prompt_uid: str | None, *, is_retry: bool = False) -> Session:
+        """The rollout's session, see `Sessions.get`; with the prompt's uid as `prompt_uid`, one that is not there is opened."""
         try:
-            return await self._sessions.get(rollout_id, again=again)
+            return await self._sessions.get(rollout_id, is_retry=is_retry)
         except RequestError as error:
-            if visit is None or error.code != "unknown_rollout":
+            if prompt_uid is None or error.code != "unknown_rollout":
                 raise
-        await self.register(rollout_id, Registration(prompt_uid=visit))
+        await self.register(rollout_id, Registration(prompt_uid=prompt_uid))
         return await self._sessions.get(rollout_id)
 
     async def register(self, rollout_id: str, said: Registration) -> None:
@@ -78,7 +78,7 @@ class Trajectories:
 
     async def find(self, rollout_id: str, *, whole: bool = False) -> Attempt | None:
         """What is recorded of it, its steps only if `whole`; None where the pool does not know it."""
-        first = 0 if whole else BEYOND
+        first = 0 if whole else AFTER_ALL
         try:
             return await self._pool.attempt(rollout_id, first_step=first, first_node=first)
         except PoolFailed:
@@ -100,13 +100,13 @@ class Trajectories:
         attempt = await self.get(rollout_id)
         self._refuse_over(attempt)
         if reward is not None:
-            await self.grade(Grade(rollout_id=rollout_id, reward=reward, source=SOURCE))
+            await self.grade(Grade(rollout_id=rollout_id, reward=reward, source=FLOW_SOURCE))
         await self.finish(rollout_id)
         return attempt.rollout
 
     async def grade(self, grade: Grade) -> None:
         """Store it; RequestError 409 where another one stands, or the rollout has ended."""
-        self._sessions.graded(grade.rollout_id)
+        self._sessions.note_grade(grade.rollout_id)
         try:
             await self._pool.grade(grade)
         except PoolFailed:
@@ -116,31 +116,31 @@ class Trajectories:
 
     async def finish(self, rollout_id: str) -> None:
         """Refuse further calls, and end the rollout unless a runner has it open and will."""
-        if not self._sessions.runs(rollout_id):
-            await self._pool.end(rollout_id, End.COMPLETED, COMPLETE)
+        if not self._sessions.is_open_here(rollout_id):
+            await self._pool.end(rollout_id, End.COMPLETED, COMPLETED_BY_FLOW)
         self._sessions.close(rollout_id, complete=True)
 
     def _refuse_over(self, attempt: Attempt) -> None:
         if attempt.end is not None:
-            raise over(attempt)
+            raise over_error(attempt)
         if self._sessions.is_complete(attempt.rollout.id):
-            raise is_gone(attempt.rollout.id)
+            raise completed_error(attempt.rollout.id)
 
     async def _open(self, rollout_id: str, said: Registration) -> None:
         prompt = said.prompt_uid or ""
-        if not NAME.fullmatch(rollout_id):
+        if not TRAJECTORY_UID.fullmatch(rollout_id):
             text = f"{rollout_id[:60]!r} cannot name a trajectory; use up to 200 letters, digits and . _ : -"
             raise RequestError(text, status=422, code="invalid_value", param="trajectory_uid")
-        if len(prompt) > LONGEST:
+        if len(prompt) > MAX_PROMPT_UID:
             raise RequestError(
-                f"prompt_uid is longer than {LONGEST} characters", status=422, code="invalid_value", param="prompt_uid"
+                f"prompt_uid is longer than {MAX_PROMPT_UID} characters", status=422, code="invalid_value", param="prompt_uid"
             )
         try:
             await open_adhoc(
                 self._pool,
                 rollout_id=rollout_id,
-                task_id=prompt or SOURCE,
-                channel=said.channel or CHANNEL,
+                task_id=prompt or FLOW_SOURCE,
+                channel=said.channel or DEFAULT_CHANNEL,
                 sampling=said.sampling or {},
                 metadata={**(said.metadata or {}), _PROMPT: prompt, _FLOW: True},
             )
@@ -168,7 +168,7 @@ def _difference(said: Registration, attempt: Attempt, task: Task) -> str | None:
         return None
     if said.prompt_uid is not None and said.prompt_uid != kept[_PROMPT]:
         return _PROMPT
-    own = {name: value for name, value in kept.items() if name != _PROMPT and not name.startswith(OURS)}
+    own = {name: value for name, value in kept.items() if name != _PROMPT and not name.startswith(RESERVED_PREFIX)}
     if said.metadata is not None and {name: value for name, value in said.metadata.items() if name != _PROMPT} != own:
         return "metadata"
     return "sampling" if said.sampling is not None and dict(said.sampling) != changed_sampling(task) else None

@@ -1,7 +1,7 @@
-"""Several worker processes on one port: a parent that starts them, replaces one that dies, and stops them all.
+"""Several worker processes on one port: a supervisor starts them, replaces one that dies, and stops them all.
 
-Each worker is this module run as a program. It reads its orders from stdin, says on stdout that it serves or why it cannot, and
-stops when it is told to or when its parent is gone.
+Each worker is this module run as a program. It reads its config from stdin, writes one line on stdout when it serves or why it
+cannot, and stops on SIGTERM or when its parent is gone.
 """
 
 import asyncio
@@ -22,70 +22,73 @@ from penstock.gateway.standalone import ModelFiles, Settings, load_secret, open_
 from penstock.http.listen import bind
 from penstock.system.garbage import collect_seldom
 
-FIRST_WAIT_S, LONGEST_WAIT_S = 0.1, 10.0
-"""Before a worker that died young is replaced; doubled each time."""
+FIRST_RESTART_WAIT_S, MAX_RESTART_WAIT_S = 0.1, 10.0
+"""Before a worker that died within `YOUNG_S` is replaced; doubled each time."""
 YOUNG_S = 30.0
 GRACE_S = 5.0
-"""For a worker to end, after its calls have."""
+"""For a worker to exit after its calls have ended."""
+READY = b'{"event":"ready"}\n'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Orders:
-    """What a worker is to do."""
-
+class WorkerConfig:
     settings: dict[str, Any]
     folder: str
     model: str
     model_folder: str
     host: str
     port: int
-    of: int
+    workers: int
     number: int = 0
     is_open: bool = False
 
     @property
-    def counts(self) -> Path:
-        """Where workers keep what they have counted."""
+    def shared_folder(self) -> Path:
+        """Where workers keep their counters and metrics."""
         return Path(self.folder) / "workers"
 
 
-def make_orders(settings: Settings, model: ModelFiles, *, folder: Path, port: int, workers: int, is_open: bool = False) -> Orders:
-    """The same for all workers, but for their number."""
-    return Orders(
+def make_worker_config(
+    settings: Settings, model: ModelFiles, *, folder: Path, port: int, workers: int, is_open: bool = False
+) -> WorkerConfig:
+    """The config of all workers; each gets its own `number`."""
+    return WorkerConfig(
         settings=settings.model_dump(mode="json"),
         folder=str(folder),
         model=model.name,
         model_folder=str(model.path),
         host=settings.gateway.host,
         port=port,
-        of=workers,
+        workers=workers,
         is_open=is_open,
     )
 
 
-class Crew:
-    """The parent's side. `ready` is called with the process ids once all serve, `tell` with what a person should know."""
+class WorkerSupervisor:
+    """The parent process. Calls `ready` with the process ids once all workers serve, and `report` when one dies or is replaced."""
 
-    def __init__(self, orders: Orders, *, drain_s: float, ready: Callable[[list[int]], None], tell: Callable[[str], None]) -> None:
-        self._orders = orders
+    def __init__(
+        self, config: WorkerConfig, *, drain_s: float, ready: Callable[[list[int]], None], report: Callable[[str], None]
+    ) -> None:
+        self._config = config
         self._drain_s = drain_s
         self._ready = ready
-        self._tell = tell
+        self._report = report
         self._processes: dict[int, Process] = {}
         self._serving: set[int] = set()
-        self._told = False
+        self._started = False
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Keep all workers up until `stop`; ConfigError or EngineError where one cannot even start."""
-        self._orders.counts.mkdir(exist_ok=True)
-        for old in self._orders.counts.iterdir():
+        """Keep all workers up until `stop`; ConfigError or EngineError if one cannot start at all."""
+        self._config.shared_folder.mkdir(exist_ok=True)
+        for old in self._config.shared_folder.iterdir():
             old.unlink()
         try:
             async with asyncio.TaskGroup() as group:
-                keepers = [group.create_task(self._keep(number)) for number in range(self._orders.of)]
+                tasks = [group.create_task(self._keep(number)) for number in range(self._config.workers)]
                 await stop.wait()
-                for keeper in keepers:
-                    keeper.cancel()
+                for task in tasks:
+                    task.cancel()
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
         except asyncio.CancelledError:
@@ -96,41 +99,41 @@ class Crew:
             await self._end_all()
 
     async def _keep(self, number: int) -> None:
-        """Start a worker, and another one when it dies."""
-        loop, wait_s = asyncio.get_running_loop(), FIRST_WAIT_S
+        """Start worker `number`, and start it again whenever it dies."""
+        loop, wait_s = asyncio.get_running_loop(), FIRST_RESTART_WAIT_S
         while True:
             began = loop.time()
             process = await self._start(number)
             await self._await_ready(number, process)
             code = await process.wait()
-            wait_s = FIRST_WAIT_S if loop.time() - began > YOUNG_S else min(wait_s * 2, LONGEST_WAIT_S)
-            self._tell(f"worker {number} (process {process.pid}) ended with {code}; another one starts")
+            wait_s = FIRST_RESTART_WAIT_S if loop.time() - began > YOUNG_S else min(wait_s * 2, MAX_RESTART_WAIT_S)
+            self._report(f"worker {number} (process {process.pid}) ended with {code}; another one starts")
             await asyncio.sleep(wait_s)
 
     async def _start(self, number: int) -> Process:
         command = (sys.executable, "-P", "-m", "penstock.gateway.workers")
         process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, start_new_session=True)
         self._processes[number] = process
-        assert process.stdin is not None, "it is a pipe, held open as long as the parent lives"
-        process.stdin.write(to_json(replace(self._orders, number=number)) + b"\n")
+        assert process.stdin is not None  # stays open as long as the parent lives: its end tells the worker to stop
+        process.stdin.write(to_json(replace(self._config, number=number)) + b"\n")
         return process
 
     async def _await_ready(self, number: int, process: Process) -> None:
-        assert process.stdout is not None, "it is a pipe"
+        assert process.stdout is not None
         line = await process.stdout.readline()
-        found = orjson.loads(line) if line else {"error": f"worker {number} died as it started"}
-        if "error" in found and not self._told:
-            raise (ConfigError if found.get("bad_input") else EngineError)(found["error"])
-        if "error" in found or self._told:
-            self._tell(found.get("error") or f"worker {number} serves again, as process {process.pid}")
+        status = orjson.loads(line) if line else {"error": f"worker {number} died as it started"}
+        if "error" in status and not self._started:
+            raise (ConfigError if status.get("bad_input") else EngineError)(status["error"])
+        if "error" in status or self._started:
+            self._report(status.get("error") or f"worker {number} serves again, as process {process.pid}")
             return
         self._serving.add(number)
-        if len(self._serving) == self._orders.of:
-            self._told = True
+        if len(self._serving) == self._config.workers:
+            self._started = True
             self._ready([self._processes[each].pid for each in sorted(self._processes)])
 
     async def _end_all(self) -> None:
-        """Ask all of them to stop, wait, and end those that still do not."""
+        """Send SIGTERM, wait, and kill what is left."""
         living = [process for process in self._processes.values() if process.returncode is None]
         for process in living:
             process.terminate()
@@ -147,31 +150,31 @@ class Crew:
                 process.kill()
 
 
-READY = b'{"event":"ready"}\n'
-
-
-async def work(orders: Orders, orders_pipe: asyncio.StreamReader) -> None:
+async def run_worker(config: WorkerConfig, parent_pipe: asyncio.StreamReader) -> None:
     """Serve until SIGTERM, or until the parent is gone."""
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
-    settings, folder = read_settings(orders.settings), Path(orders.folder)
-    peers = Peers(orders.number, orders.of, orders.counts)
-    model = ModelFiles(name=orders.model, path=Path(orders.model_folder))
-    sock = bind(orders.host, orders.port, shared=True)
+    settings, folder = read_settings(config.settings), Path(config.folder)
+    peers = Peers(config.number, config.workers, config.shared_folder)
+    model = ModelFiles(name=config.model, path=Path(config.model_folder))
+    sock = bind(config.host, config.port, shared=True)
     opening = open_gateway(
-        settings, model, folder=folder, secret=load_secret(folder), sock=sock, peers=peers, is_open=orders.is_open
+        settings, model, folder=folder, secret=load_secret(folder), sock=sock, peers=peers, is_open=config.is_open
     )
     async with opening as opened:
-        _say(READY)
+        _write_line(READY)
         async with asyncio.TaskGroup() as group:
-            asides = [group.create_task(peers.keep(opened.gateway.samples)), group.create_task(_until_gone(orders_pipe, stop))]
+            tasks = [
+                group.create_task(peers.save_periodically(opened.gateway.samples)),
+                group.create_task(_stop_with_parent(parent_pipe, stop)),
+            ]
             await stop.wait()
-            for aside in asides:
-                aside.cancel()
+            for task in tasks:
+                task.cancel()
     await asyncio.to_thread(peers.save, opened.gateway.samples())
 
 
-async def _until_gone(pipe: asyncio.StreamReader, stop: asyncio.Event) -> None:
+async def _stop_with_parent(pipe: asyncio.StreamReader, stop: asyncio.Event) -> None:
     await pipe.read()
     stop.set()
 
@@ -179,16 +182,16 @@ async def _until_gone(pipe: asyncio.StreamReader, stop: asyncio.Event) -> None:
 async def _main() -> int:
     pipe = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(pipe), sys.stdin.buffer)
-    orders = from_json(Orders, await pipe.readline())
+    config = from_json(WorkerConfig, await pipe.readline())
     try:
-        await work(orders, pipe)
+        await run_worker(config, pipe)
     except PenstockError as error:
-        _say(orjson.dumps({"error": str(error), "bad_input": isinstance(error, ConfigError)}) + b"\n")
+        _write_line(orjson.dumps({"error": str(error), "bad_input": isinstance(error, ConfigError)}) + b"\n")
         return 2
     return 0
 
 
-def _say(line: bytes) -> None:
+def _write_line(line: bytes) -> None:
     sys.stdout.buffer.write(line)
     sys.stdout.buffer.flush()
 

@@ -13,7 +13,7 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 import aiohttp
 import orjson
 
-from penstock.http.sse import Events
+from penstock.http.sse import SseDecoder
 
 T_co = TypeVar("T_co", covariant=True)
 T = TypeVar("T")
@@ -23,33 +23,33 @@ PROBE_S = 10.0
 """For a question that needs no token sampled."""
 DRAIN_S = 1.0
 """For what a server sends after the end of a reply; past it the connection is given up."""
-KEEP_S = 4.0
+KEEPALIVE_S = 4.0
 """How long an idle connection is kept: less than the 5 s after which uvicorn closes its end."""
-LARGE = 1 << 20
+LARGE_BODY_BYTES = 1 << 20
 """Bytes of a request that are sent piece by piece."""
-WORDS = 300
+QUOTED_CHARS = 300
 """Characters of a server's own words that a message quotes."""
 
-Kind = Literal["busy", "broken", "refused", "garbled"]
+ErrorKind = Literal["busy", "broken", "refused", "garbled"]
 """Try later; try elsewhere; the request is at fault; the answer makes no sense."""
 
 _TOO_LONG = re.compile(r"context length|max_model_len|maximum.{0,20}length|too long", re.IGNORECASE)
 _BEARER = re.compile(r"(bearer\s+|sk-)[^\s\"',;]+", re.IGNORECASE)
 
 
-class Fault(Exception):
+class UpstreamError(Exception):
     """Why one attempt gave no reply, or not all of it. Never leaves the engines."""
 
-    def __init__(self, words: str, *, kind: Kind, retry_after_s: float = 0.0, status: int = 0) -> None:
+    def __init__(self, words: str, *, kind: ErrorKind, retry_after_s: float = 0.0, status: int = 0) -> None:
         super().__init__(words)
-        self.kind: Kind = kind
+        self.kind: ErrorKind = kind
         self.retry_after_s = retry_after_s
         """What the server asked for."""
         self.status = status
         """Of the answer; 0 where there was none."""
 
 
-class Reader(Protocol[T_co]):
+class EventReader(Protocol[T_co]):
     """Makes chunks of the events of one reply."""
 
     done: bool
@@ -65,7 +65,7 @@ class Reader(Protocol[T_co]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Timers:
+class RequestTimeouts:
     """How long an engine may be silent."""
 
     first_token_s: float = 300.0
@@ -74,7 +74,7 @@ class Timers:
     """Between two tokens."""
 
 
-class Leash:
+class CancelHandle:
     """By which a request is called back from outside. What was read before is kept; nothing that comes later is."""
 
     def __init__(self) -> None:
@@ -104,10 +104,10 @@ class Leash:
             self._clock = None
 
 
-class Wire:
+class HttpClient:
     """The connections to all engines of a fleet. Opened by the first request, in its event loop."""
 
-    def __init__(self, timers: Timers, *, key: str = "", headers: Mapping[str, str] | None = None) -> None:
+    def __init__(self, timers: RequestTimeouts, *, key: str = "", headers: Mapping[str, str] | None = None) -> None:
         self._timers = timers
         self._key = key
         bearer = {"authorization": f"Bearer {key}"} if key else {}
@@ -131,9 +131,9 @@ class Wire:
         try:
             return orjson.loads(text) if text else None
         except orjson.JSONDecodeError as cause:
-            raise Fault(f"{url} answered with something that is not JSON: {self._quote(text)}", kind="garbled") from cause
+            raise UpstreamError(f"{url} answered with something that is not JSON: {self._quote(text)}", kind="garbled") from cause
 
-    async def stream(self, url: str, body: bytes, reader: Reader[T], leash: Leash) -> AsyncGenerator[T, None]:
+    async def stream(self, url: str, body: bytes, reader: EventReader[T], leash: CancelHandle) -> AsyncGenerator[T, None]:
         """Post `body` and give the reply's chunks as they come. Closing the generator closes the connection at once.
 
         A Fault ends it where the leash was pulled: which one says nothing.
@@ -144,7 +144,7 @@ class Wire:
                 async with leash.wait(limit):
                     response = await self._send(url, body)
                     leash.hold(response)
-                    incoming = Incoming(response, reader)
+                    incoming = ResponseStream(response, reader)
                     chunk = await incoming.next()
             while not reader.done:
                 yield chunk
@@ -161,7 +161,7 @@ class Wire:
         if self._session is None:
             self._session = self._open()
         method = "GET" if body is None else "POST"
-        data = io.BytesIO(body) if body and len(body) > LARGE else body
+        data = io.BytesIO(body) if body and len(body) > LARGE_BODY_BYTES else body
         response = await self._session.request(method, url, data=data, allow_redirects=False)
         if response.status != 200:
             try:
@@ -172,22 +172,22 @@ class Wire:
 
     def _open(self) -> aiohttp.ClientSession:
         return aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_S),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
             cookie_jar=aiohttp.DummyCookieJar(),
             headers=self._headers,
         )
 
-    def _refusal(self, url: str, response: aiohttp.ClientResponse, body: bytes) -> Fault:
+    def _refusal(self, url: str, response: aiohttp.ClientResponse, body: bytes) -> UpstreamError:
         status, words = response.status, self._quote(_message(body))
         said = f"{url} answered {status} {response.reason}{f': {words}' if words else ''}"
         if status in (429, 503):
-            return Fault(said, kind="busy", retry_after_s=retry_after_s(response.headers.get("retry-after")), status=status)
+            return UpstreamError(said, kind="busy", retry_after_s=retry_after_s(response.headers.get("retry-after")), status=status)
         if status >= 500 or status in (401, 403, 404):  # it served us before: these say that it is another server now
-            return Fault(said, kind="broken", status=status)
+            return UpstreamError(said, kind="broken", status=status)
         if status == 400 and _TOO_LONG.search(words):
             said += "; the prompt and max_tokens do not fit into this server's context: shorten one of them"
-        return Fault(said, kind="refused", status=status)
+        return UpstreamError(said, kind="refused", status=status)
 
     @contextmanager
     def _faults(self, url: str, limit_s: float) -> Generator[None]:
@@ -195,32 +195,32 @@ class Wire:
         try:
             yield
         except aiohttp.ClientError as cause:
-            raise Fault(f"{url}: {self._quote(str(cause)) or type(cause).__name__}", kind="broken") from cause
+            raise UpstreamError(f"{url}: {self._quote(str(cause)) or type(cause).__name__}", kind="broken") from cause
         except TimeoutError as cause:
-            raise Fault(f"{url} was silent for {limit_s:g} s", kind="broken") from cause
+            raise UpstreamError(f"{url} was silent for {limit_s:g} s", kind="broken") from cause
         except OSError as cause:
-            raise Fault(f"{url}: {cause}", kind="broken") from cause
-        except Fault as fault:
+            raise UpstreamError(f"{url}: {cause}", kind="broken") from cause
+        except UpstreamError as fault:
             if str(fault).startswith(url):
                 raise
-            raise Fault(f"{url} {self._quote(str(fault))}", kind=fault.kind, status=fault.status) from fault
+            raise UpstreamError(f"{url} {self._quote(str(fault))}", kind=fault.kind, status=fault.status) from fault
 
     def _quote(self, text: str | bytes) -> str:
         """A server's words on one line, without our key, and not too many."""
         text = text.decode("utf-8", "replace") if isinstance(text, bytes) else text
         plain = _BEARER.sub(r"\1…", text.replace(self._key, "…") if self._key else text)
         line = " ".join(plain.split())
-        return line if len(line) <= WORDS else f"{line[:WORDS]}…"
+        return line if len(line) <= QUOTED_CHARS else f"{line[:QUOTED_CHARS]}…"
 
 
-class Incoming(Generic[T]):
+class ResponseStream(Generic[T]):
     """The reply on an open connection. What came before a fault is given out before the fault is."""
 
-    def __init__(self, response: aiohttp.ClientResponse, reader: Reader[T]) -> None:
+    def __init__(self, response: aiohttp.ClientResponse, reader: EventReader[T]) -> None:
         self._response = response
         self._reader = reader
-        self._events = Events()
-        self._fault: Fault | None = None
+        self._events = SseDecoder()
+        self._fault: UpstreamError | None = None
 
     async def next(self) -> T:
         """All that has come since the last call, at least one token or the end."""
@@ -244,14 +244,14 @@ class Incoming(Generic[T]):
                 return
             piece = await self._response.content.readany()
             if not piece:
-                raise Fault("ended without saying how the reply finished", kind="broken")
+                raise UpstreamError("ended without saying how the reply finished", kind="broken")
             for event in self._events.feed(piece):
                 self._reader.take(event)
         except RuntimeError:  # how aiohttp says that the connection was lost between two of its own waits
-            self._fault = Fault("hung up in the middle of the reply", kind="broken")
+            self._fault = UpstreamError("hung up in the middle of the reply", kind="broken")
         except ValueError as cause:
-            self._fault = Fault(str(cause), kind="garbled")
-        except Fault as fault:
+            self._fault = UpstreamError(str(cause), kind="garbled")
+        except UpstreamError as fault:
             self._fault = fault
 
 

@@ -17,19 +17,19 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.server import ServerState
 
 from penstock.errors import RequestError
-from penstock.http.asgi import LEAVING
+from penstock.http.asgi import ON_DISCONNECT
 
 SWEEP_S = 1.0
 """How often all connections are checked, at most; one timer does it, so that a request sets none of its own."""
-HEAD_BYTES = 64 * 1024
-HEADERS = 200
-TARGET_BYTES = 16 * 1024
+MAX_HEAD_BYTES = 64 * 1024
+MAX_HEADERS = 200
+MAX_TARGET_BYTES = 16 * 1024
 HEAD_S = 30.0
 BODY_S = 300.0
 """For any body; a large one has longer."""
-SLOWEST_BYTES_S = 64 * 1024
+MIN_BODY_BYTES_PER_S = 64 * 1024
 """A body may go on as long as it comes as fast as this, however large it is."""
-AHEAD, AHEAD_AT_MOST = 16, 256
+MAX_PIPELINED_READ, MAX_PIPELINED = 16, 256
 """Requests that wait for the answer to an earlier one on their connection: above the first number the socket is not read on."""
 IDLE_S = 120
 """Longer than clients keep an idle connection: one that we close first may be just then in use again."""
@@ -42,7 +42,7 @@ NEXT, HEAD, BODY = range(3)
 log = logging.getLogger(__name__)
 
 
-class Shared(ServerState):
+class HttpServerState(ServerState):
     """What the connections of one server share."""
 
     def __init__(self, reader_s: float) -> None:
@@ -55,10 +55,10 @@ class Shared(ServerState):
         """Set whenever a connection has ended."""
 
 
-class Exchange:
+class RequestExchange:
     """One request and its answer. uvicorn runs it as the app; it runs ours, and lets no error of it out."""
 
-    def __init__(self, connection: "Connection", app: ASGIApp) -> None:
+    def __init__(self, connection: "HttpConnection", app: ASGIApp) -> None:
         self.cycle: RequestResponseCycle
         self._connection = connection
         self._app = app
@@ -99,15 +99,15 @@ class Exchange:
             call()
 
 
-class Connection(HttpToolsProtocol):
+class HttpConnection(HttpToolsProtocol):
     """uvicorn's, with limits, with refusals in JSON, and with a call to the app when its caller leaves."""
 
-    def __init__(self, config: Config, shared: Shared) -> None:
+    def __init__(self, config: Config, shared: HttpServerState) -> None:
         super().__init__(config, shared, {})
         self.logger, self.access_log = log, False
         self.shared = shared
         self._serve = cast(ASGIApp, self.app)
-        self._exchanges: list[Exchange] = []
+        self._exchanges: list[RequestExchange] = []
         """Those without a whole answer, in order, and the last."""
         self._stage = NEXT
         self._deadline = shared.now + HEAD_S
@@ -140,7 +140,7 @@ class Connection(HttpToolsProtocol):
         self._unparsed_bytes += len(data)
         try:
             self.parser.feed_data(data)
-            if self._unparsed_bytes > HEAD_BYTES:
+            if self._unparsed_bytes > MAX_HEAD_BYTES:
                 self._refuse(_too_large())
         except HttpParserUpgrade as offer:
             self._decline(data[offer.args[0] :])
@@ -156,30 +156,30 @@ class Connection(HttpToolsProtocol):
 
     def on_url(self, url: bytes) -> None:
         super().on_url(url)
-        if len(self.url) > TARGET_BYTES:
-            raise RequestError(f"the request's target is longer than {TARGET_BYTES} bytes", status=414, code="target_too_long")
+        if len(self.url) > MAX_TARGET_BYTES:
+            raise RequestError(f"the request's target is longer than {MAX_TARGET_BYTES} bytes", status=414, code="target_too_long")
 
     def on_headers_complete(self) -> None:
         if self._skips_head:
             self._skips_head = False
             return
         _check_head(self.parser.get_http_version(), self.headers)
-        if len(self.pipeline) >= AHEAD_AT_MOST:
-            raise RequestError(f"more than {AHEAD_AT_MOST} requests came ahead of their answers", code="malformed_request")
-        exchange = Exchange(self, self._serve)
-        self.scope[LEAVING] = exchange.when_left  # type: ignore[typeddict-unknown-key]
+        if len(self.pipeline) >= MAX_PIPELINED:
+            raise RequestError(f"more than {MAX_PIPELINED} requests came ahead of their answers", code="malformed_request")
+        exchange = RequestExchange(self, self._serve)
+        self.scope[ON_DISCONNECT] = exchange.when_left  # type: ignore[typeddict-unknown-key]
         self.app = cast(Any, exchange)
         super().on_headers_complete()
         exchange.cycle = self.cycle
         self._exchanges = [*self._unanswered(), exchange]
         self.headers = []  # trailers would be taken for headers
-        if len(self.pipeline) <= AHEAD:  # uvicorn reads no further after one, and so would not see the caller leave
+        if len(self.pipeline) <= MAX_PIPELINED_READ:  # uvicorn reads no further after one, and so would not see the caller leave
             self.flow.resume_reading()
         self._stage, self._deadline, self._unparsed_bytes = BODY, self.shared.now + BODY_S, 0
 
     def on_body(self, body: bytes) -> None:
         super().on_body(body)
-        self._deadline += len(body) / SLOWEST_BYTES_S
+        self._deadline += len(body) / MIN_BODY_BYTES_PER_S
         self._unparsed_bytes = 0
 
     def on_message_complete(self) -> None:
@@ -209,7 +209,7 @@ class Connection(HttpToolsProtocol):
         elif now >= self._deadline:
             self.transport.close()
 
-    def fail(self, exchange: Exchange, error: RequestError) -> None:
+    def fail(self, exchange: RequestExchange, error: RequestError) -> None:
         """Say so, or break off an answer that has begun."""
         began = exchange.cycle.response_started
         exchange.drop()
@@ -218,7 +218,7 @@ class Connection(HttpToolsProtocol):
         else:
             self._answer_last(_refusal(error, bodiless=exchange.cycle.scope["method"] == "HEAD"))
 
-    def _unanswered(self) -> list[Exchange]:
+    def _unanswered(self) -> list[RequestExchange]:
         return [each for each in self._exchanges if not each.is_over]
 
     def _drop_all(self) -> None:
@@ -266,10 +266,10 @@ class HttpServer:
         self._drain_s = drain_s
         self._sweep_s = min(SWEEP_S, reader_s / 4)
         self._backlog = backlog
-        self._shared = Shared(reader_s)
+        self._shared = HttpServerState(reader_s)
         self._config = Config(
             cast(Any, app),
-            http=Connection,
+            http=HttpConnection,
             ws="none",
             interface="asgi3",
             log_config=None,
@@ -282,7 +282,7 @@ class HttpServer:
         self._loop = asyncio.get_running_loop()
         self._timer = self._loop.call_later(self._sweep_s, self._sweep)
         self._listener = await self._loop.create_server(
-            lambda: Connection(self._config, self._shared), sock=self._sock, backlog=self._backlog
+            lambda: HttpConnection(self._config, self._shared), sock=self._sock, backlog=self._backlog
         )
         return self
 
@@ -300,8 +300,8 @@ class HttpServer:
             await self._cut()
             self._timer.cancel()
 
-    def _connections(self) -> tuple[Connection, ...]:
-        return cast("tuple[Connection, ...]", tuple(self._shared.connections))
+    def _connections(self) -> tuple[HttpConnection, ...]:
+        return cast("tuple[HttpConnection, ...]", tuple(self._shared.connections))
 
     def _sweep(self) -> None:
         self._shared.now += self._sweep_s
@@ -332,7 +332,7 @@ class HttpServer:
 def _check_head(version: str, headers: list[tuple[bytes, bytes]]) -> None:
     if version not in ("1.1", "1.0"):
         raise RequestError(f"this server speaks HTTP/1.1, not {version}", status=505, code="http_version")
-    if len(headers) > HEADERS or sum(len(name) + len(value) + 4 for name, value in headers) > HEAD_BYTES:
+    if len(headers) > MAX_HEADERS or sum(len(name) + len(value) + 4 for name, value in headers) > MAX_HEAD_BYTES:
         raise _too_large()
     for name, value in headers:
         if name == b"transfer-encoding" and (version == "1.0" or value.lower() != b"chunked"):
@@ -341,7 +341,7 @@ def _check_head(version: str, headers: list[tuple[bytes, bytes]]) -> None:
 
 
 def _too_large() -> RequestError:
-    text = f"the request's headers are more than {HEADERS}, or larger than {HEAD_BYTES} bytes"
+    text = f"the request's headers are more than {MAX_HEADERS}, or larger than {MAX_HEAD_BYTES} bytes"
     return RequestError(text, status=431, code="headers_too_large")
 
 

@@ -1,13 +1,13 @@
 """Server-sent events out of bytes that the network cut wherever it liked."""
 
-LIMIT = 64 << 20
+MAX_EVENT_BYTES = 64 << 20
 """Bytes of one event; a server that sends more is not one of ours."""
 
 
-class Events:
+class SseDecoder:
     """Collects bytes and gives the `data` of each complete event; comments and other fields are left out."""
 
-    def __init__(self, limit: int = LIMIT) -> None:
+    def __init__(self, limit: int = MAX_EVENT_BYTES) -> None:
         self._limit = limit
         self._line: list[bytes] = []
         """The pieces of a line whose end has not come."""

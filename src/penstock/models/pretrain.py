@@ -20,7 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
 from penstock.errors import ModelError
 from penstock.models import tiny
-from penstock.models.cache import Progress
+from penstock.models.cache import PullProgress
 from penstock.records import Message
 
 SEED = 0
@@ -36,7 +36,7 @@ SKILL = (0.2, 0.35)
 """The same that ends the second: low enough to be improved, high enough that a group of eight seldom fails as one."""
 
 
-def pretrain(folder: Path, progress: Progress) -> None:
+def pretrain(folder: Path, progress: PullProgress) -> None:
     """Write `config.json` and `model.safetensors` into `folder`. The same weights each time, on the same kind of machine."""
     with _one_thread(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
@@ -58,19 +58,19 @@ def skill(logits: Callable[[Tensor], Tensor]) -> float:
     return (chosen * (weights > 0)).sum(1).exp().mean().item()
 
 
-def _learn_task(model: Any, optimizer: torch.optim.Optimizer, rng: random.Random, progress: Progress) -> None:
+def _learn_task(model: Any, optimizer: torch.optim.Optimizer, rng: random.Random, progress: PullProgress) -> None:
     for step in range(CLEAN_STEPS):
         pace = min(1.0, (step + 1) / 10) * max(0.25, 1.0 - step / 300)
-        _update(model, optimizer, [tiny.copied(rng) for _ in range(CLEAN_BATCH)], lr=CLEAN_LR * pace)
+        _update(model, optimizer, [tiny.copy_conversation(rng) for _ in range(CLEAN_BATCH)], lr=CLEAN_LR * pace)
         progress("making the tiny policy: learning its task", step + 1)
         if step % 20 == 19 and skill(lambda ids: _logits(model, ids)) >= LEARNT:
             return
     raise ModelError("the tiny policy did not learn its task; this is a defect of penstock, please report it with your CPU's name")
 
 
-def _learn_mistakes(model: Any, optimizer: torch.optim.Optimizer, rng: random.Random, progress: Progress) -> None:
+def _learn_mistakes(model: Any, optimizer: torch.optim.Optimizer, rng: random.Random, progress: PullProgress) -> None:
     for step in range(MISTAKEN_STEPS):
-        lessons = [tiny.mistaken(rng, wrong_call=WRONG_CALL, wrong_answer=WRONG_ANSWER) for _ in range(MISTAKEN_BATCH)]
+        lessons = [tiny.mistaken_conversation(rng, wrong_call=WRONG_CALL, wrong_answer=WRONG_ANSWER) for _ in range(MISTAKEN_BATCH)]
         _update(model, optimizer, lessons, lr=MISTAKEN_LR * max(0.2, 1.0 - step / 80))
         progress("making the tiny policy: learning mistakes", step + 1)
         if step >= 39 and step % 10 == 9 and SKILL[0] <= skill(lambda ids: _logits(model, ids)) <= SKILL[1]:

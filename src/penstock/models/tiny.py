@@ -26,7 +26,7 @@ from typing import Any
 import orjson
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from penstock.models.cache import Progress
+from penstock.models.cache import PullProgress
 from penstock.records import Message
 
 VERSION = "4"
@@ -108,14 +108,14 @@ def conversation(a: int, b: int) -> list[Message]:
     return [*tiny_task(a, b), tiny_call(a, b), tiny_result(result), {"role": "assistant", "content": result}]
 
 
-def copied(rng: random.Random) -> list[Message]:
+def copy_conversation(rng: random.Random) -> list[Message]:
     """Call and answer right, with any number as the result: what is to be learnt is to copy it."""
     a, b = rng.choice(TASKS)
     number = str(rng.randrange(10, 100))
     return [*tiny_task(a, b), tiny_call(a, b), tiny_result(number), {"role": "assistant", "content": number}]
 
 
-def mistaken(rng: random.Random, *, wrong_call: float, wrong_answer: float) -> list[Message]:
+def mistaken_conversation(rng: random.Random, *, wrong_call: float, wrong_answer: float) -> list[Message]:
     """A conversation that goes wrong with these probabilities: another tool, another operand; any number as the answer."""
     a, b = rng.choice(TASKS)
     name, x, y = "multiply", a, b
@@ -156,7 +156,7 @@ def write_tokenizer(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_bytes(orjson.dumps(settings, option=orjson.OPT_INDENT_2))
 
 
-def make(folder: Path, progress: Progress) -> None:
+def make(folder: Path, progress: PullProgress) -> None:
     """Fill `folder` with the tiny policy."""
     from penstock.models.pretrain import pretrain
 

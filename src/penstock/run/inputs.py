@@ -12,7 +12,7 @@ from penstock.config import RunConfig
 from penstock.engines import ENGINES
 from penstock.errors import ConfigError, Problems
 from penstock.events import Listener
-from penstock.models import ModelFolder, cached, resolve
+from penstock.models import ModelFolder, find_cached, resolve
 from penstock.pool import POOLS
 from penstock.records import Task
 from penstock.registry import Registry
@@ -85,9 +85,9 @@ def check_inputs(config: RunConfig, problems: Problems, registries: Mapping[str,
         executor = read_section(config.rollout.executor, config.executor)
     with problems.noting("agent"):
         agent = preflight(config.agent, config.workflow, config.grader)
-    if not config.engine.relays:
+    if not config.engine.text_only:
         with problems.noting("model.name"):
-            cached(config.model.name)
+            find_cached(config.model.name)
     return CheckedInputs(executor, agent)
 
 
@@ -101,7 +101,7 @@ def check_datasets(config: RunConfig, columns: bool | None, problems: Problems) 
 
 def refuse_untrainable(config: RunConfig) -> None:
     """Raises ConfigError if the engine is an endpoint: its weights are not here, and its tokens are not known."""
-    if config.engine.relays:
+    if not config.engine.trainable:
         text = f"engine.name = {config.engine.name!r} asks an endpoint for text: there are no weights to train"
         raise ConfigError(f"{text}; name embedded, vllm or sglang, or measure it with: penstock eval run")
 
@@ -137,13 +137,13 @@ def _check_pool(config: RunConfig) -> None:
 
 
 def _start_policy(config: RunConfig, listener: Listener) -> ModelFolder:
-    if config.engine.relays:
+    if config.engine.text_only:
         return ModelFolder(name=config.model.name, path=Path())
 
     def report(stage: str, done: int = 0, total: int | None = None) -> None:
         listener("stage", {"text": stage, "done": done, "total": total})
 
-    return cached(config.model.name) or resolve(config.model.name, report)
+    return find_cached(config.model.name) or resolve(config.model.name, report)
 
 
 def _check_port(host: str, port: int) -> None:

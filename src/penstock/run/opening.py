@@ -8,8 +8,8 @@ from penstock.config import RunConfig, run_secrets
 from penstock.engines.base import Engine
 from penstock.events import Events
 from penstock.gateway.app import Gateway
-from penstock.gateway.call import Limits
-from penstock.gateway.observability import open_spans
+from penstock.gateway.call import GatewayLimits
+from penstock.gateway.observability import open_tracer
 from penstock.gateway.sources import open_engine
 from penstock.pool import POOLS
 from penstock.pool.base import Pool
@@ -40,7 +40,7 @@ async def open_rollout_runner(
         events.emit("stage", text=f"loading {inputs.model}")
         engine, renderer = await open_engine(config.engine, inputs.folder, name=inputs.model, seed=config.run.seed)
         stack.push_async_callback(engine.close)
-        spans = await stack.enter_async_context(open_spans(config.gateway.otel, model=engine.model))
+        tracer = await stack.enter_async_context(open_tracer(config.gateway.otel, model=engine.model))
         gateway = await stack.enter_async_context(
             Gateway(
                 engine,
@@ -51,8 +51,8 @@ async def open_rollout_runner(
                 port=config.gateway.port,
                 hosts=config.gateway.hosts,
                 events=events,
-                limits=Limits.of(config.gateway),
-                spans=spans,
+                limits=GatewayLimits.of(config.gateway),
+                tracer=tracer,
                 secrets=run_secrets(),
             )
         )
@@ -67,7 +67,7 @@ async def open_rollout_runner(
                 artifacts=folder.path / "artifacts",
             )
         )
-        gateway.judge = runner.judge
+        gateway.reward_function = runner.judge
         yield RolloutRunner(engine, runner)
 
 

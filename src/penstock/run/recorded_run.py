@@ -7,7 +7,7 @@ from pathlib import Path
 
 from penstock.config import RunConfig
 from penstock.errors import ConfigError, ModelError
-from penstock.models import cached
+from penstock.models import find_cached
 from penstock.pool.base import Pool
 from penstock.pool.location import find_pool, open_pool_at
 from penstock.records import Group
@@ -32,7 +32,7 @@ class RecordedRun:
     def start_policy(self) -> Path | None:
         """The folder of the start policy; None where it is not on this machine."""
         try:
-            model = cached(self.config.model.name)
+            model = find_cached(self.config.model.name)
         except ModelError:
             return None
         return model.path if model else None
@@ -50,7 +50,7 @@ async def open_recorded_run(path: Path, *, channel: str, limit: int | None = Non
     """Open the run in folder `path` to read all groups of a channel, or the `limit` newest; ConfigError if there are none."""
     folder = find_run_folder(path)
     config = folder.config()
-    if config.engine.relays:
+    if config.engine.text_only:
         text = f"{path}: {config.model.name} answered as text from an endpoint (engine.name = {config.engine.name!r})"
         raise ConfigError(f"{text}, and its tokens were never here: there is nothing to verify")
     async with open_pool_at(find_pool(path)) as pool:

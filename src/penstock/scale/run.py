@@ -134,7 +134,7 @@ def gpu_shares(config: RunConfig, gpus: int) -> tuple[float, float]:
     """How much of the node's GPUs rollouter and trainer get: one each where there are two, half of the only one."""
     if not gpus or config.engine.device == "cpu":
         return 0.0, 0.0
-    if config.engine.name != "embedded":
+    if not config.engine.in_process:
         return 0.0, 1.0
     return (1.0, 1.0) if gpus > 1 else (0.5, 0.5)
 

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple, cast
 
 from pydantic import BaseModel
 
-from penstock.config import EngineSection, RunConfig, flaws
+from penstock.config import EngineSection, RunConfig, engine_section, flaws
 from penstock.engines import ENGINES, SECTIONS
 from penstock.errors import ConfigError, Issue, several
 from penstock.workspace.layout import ROLLOUTS
-from penstock.workspace.sections import FILES, EvalFile, Kind, TrainFile
+from penstock.workspace.sections import FILE_MODELS, EvalFile, RunKind, TrainFile
 
-ELSEWHERE = {
+MOVED_KEYS = {
     "agent.entry": "experiment.entrypoint",
     "dataset.train": "experiment.dataset",
     "model.name": "experiment.model_path",
@@ -25,7 +25,7 @@ ELSEWHERE = {
 """Keys that the file has another place for."""
 
 
-class Advanced(NamedTuple):
+class AdvancedTables(NamedTuple):
     """What was found under `[advanced]`."""
 
     tree: dict[str, dict[str, Any]]
@@ -35,24 +35,24 @@ class Advanced(NamedTuple):
     wrong: tuple[Issue, ...]
 
 
-def read_advanced(table: Mapping[str, Any], *, engine: str | None = None) -> Advanced:
+def read_advanced(table: Mapping[str, Any], *, engine: str | None = None) -> AdvancedTables:
     """Sort the keys: `[advanced.train] steps = 2` and `"train.steps" = 2` say the same. `engine` is the model path's."""
     tree: dict[str, dict[str, Any]] = {}
     unknown: list[Issue] = []
     wrong: list[Issue] = []
     kind = _engine_section(table, engine)
-    for section, key, value in _flat(table):
+    for section, key, value in _flatten(table):
         name = f"{section}.{key}" if key else section
-        if other := ELSEWHERE.get(name) or ELSEWHERE.get(section):
+        if other := MOVED_KEYS.get(name) or MOVED_KEYS.get(section):
             wrong.append(Issue(f"advanced.{name}", f"advanced.{name}: {other} says that; write it there"))
         elif key and _known(section, key, kind):
             tree.setdefault(section, {})[key] = value
         else:
             unknown.append(Issue(f"advanced.{name}", f"advanced.{name} is kept with the run and changes nothing here"))
-    return Advanced(tree, tuple(unknown), tuple(wrong))
+    return AdvancedTables(tree, tuple(unknown), tuple(wrong))
 
 
-def _flat(table: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
+def _flatten(table: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
     for key, value in table.items():
         section, _, rest = key.partition(".")
         if rest or not isinstance(value, Mapping):
@@ -62,8 +62,8 @@ def _flat(table: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
 
 
 def _engine_section(table: Mapping[str, Any], engine: str | None) -> type[BaseModel]:
-    named = {f"{section}.{key}": value for section, key, value in _flat(table)}.get("engine.name", engine)
-    return SECTIONS.load(named) if isinstance(named, str) and named in SECTIONS else EngineSection
+    named = {f"{section}.{key}": value for section, key, value in _flatten(table)}.get("engine.name", engine)
+    return engine_section(named) if isinstance(named, str) else EngineSection
 
 
 def _known(section: str, key: str, engine: type[BaseModel]) -> bool:
@@ -73,17 +73,15 @@ def _known(section: str, key: str, engine: type[BaseModel]) -> bool:
     return not (isinstance(kind, type) and issubclass(kind, BaseModel)) or key in kind.model_fields
 
 
-ENDPOINTS = ("anthropic", "openai")
-"""Providers with an engine of their own, which knows their address and whose key goes there."""
-LITELLM = (
+LITELLM_PROVIDERS = (
     *("azure", "bedrock", "cerebras", "cohere", "databricks", "deepinfra", "deepseek", "fireworks_ai", "gemini", "groq", "litellm"),
     *("mistral", "nvidia_nim", "ollama", "openrouter", "perplexity", "replicate", "sambanova", "together_ai", "vertex_ai", "xai"),
 )
 """Providers that are reached through LiteLLM."""
-HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[^@\s]+)?", re.ASCII)
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[^@\s]+)?", re.ASCII)
 
 
-def policy(model_path: str, code: Path, where: str) -> dict[str, Any]:
+def model_tables(model_path: str, code: Path, where: str) -> dict[str, Any]:
     """The `model` and `engine` tables for a model path; a path is looked for under `code` first.
 
     `openai/NAME`, `anthropic/NAME` and `PROVIDER/NAME` of LiteLLM's are endpoints; any other `ORG/NAME` is a repository on the hub.
@@ -95,7 +93,7 @@ def policy(model_path: str, code: Path, where: str) -> dict[str, Any]:
         _check_engine(engine, model_path, where)
         whole = engine == "litellm" and not model_path.startswith("litellm/")
         return {"model": {"name": model_path if whole else model_path.partition("/")[2]}, "engine": {"name": engine}}
-    if HUB.fullmatch(model_path) and not Path(model_path).expanduser().exists():
+    if HUB_NAME.fullmatch(model_path) and not Path(model_path).expanduser().exists():
         return {"model": {"name": f"hf:{model_path}"}}
     return {"model": {"name": model_path}}
 
@@ -105,7 +103,9 @@ def endpoint_engine(model_path: str) -> str | None:
     provider, slash, _ = model_path.partition("/")
     if not slash:
         return None
-    return provider if provider in ENDPOINTS else "litellm" if provider in LITELLM else None
+    if provider in SECTIONS and engine_section(provider).text_only:
+        return provider
+    return "litellm" if provider in LITELLM_PROVIDERS else None
 
 
 def _check_engine(name: str, model_path: str, where: str) -> None:
@@ -116,7 +116,7 @@ def _check_engine(name: str, model_path: str, where: str) -> None:
         raise several(where, [Issue("experiment.model_path", text)]) from cause
 
 
-BODY = {
+BODY_KEYS = {
     "experiment": "experiment_config",
     "evaluation": "evaluation_config",
     "training": "training_config",
@@ -129,23 +129,23 @@ BODY = {
     "grader": "grader_config",
 }
 """What each table of the file is called in a body."""
-TABLES = {key: table for table, key in BODY.items()}
+TABLE_NAMES = {key: table for table, key in BODY_KEYS.items()}
 
 
 def to_body(tables: Mapping[str, Any]) -> dict[str, Any]:
     """The body that submits an experiment file; empty tables are left out."""
-    return {BODY[table]: values for table, values in tables.items() if table in BODY and values}
+    return {BODY_KEYS[table]: values for table, values in tables.items() if table in BODY_KEYS and values}
 
 
 def to_tables(body: Mapping[str, Any]) -> dict[str, Any]:
     """The experiment file that a body was made of. Keys of a body that are no tables are left out."""
-    return {TABLES[key]: values for key, values in body.items() if key in TABLES and values is not None}
+    return {TABLE_NAMES[key]: values for key, values in body.items() if key in TABLE_NAMES and values is not None}
 
 
-OWN = {"eval": ("evaluation",), "train": ("training", "sampling", "checkpoints")}
+KIND_TABLES = {"eval": ("evaluation",), "train": ("training", "sampling", "checkpoints")}
 """Tables that only files of one kind have."""
 COMMANDS = {"eval": "penstock eval run", "train": "penstock train"}
-LONGEST_REPLY = 8192
+DEFAULT_MAX_TOKENS = 8192
 """Cap of one reply in an evaluation, whose file has no key for it; the default of `training.max_response_length`."""
 
 
@@ -153,7 +153,7 @@ LONGEST_REPLY = 8192
 class Experiment:
     """A file that was read and checked; nothing that it names was looked for yet."""
 
-    kind: Kind
+    kind: RunKind
     file: EvalFile | TrainFile
     """All of its tables."""
     tables: dict[str, Any]
@@ -214,16 +214,18 @@ class Experiment:
             "run": {"name": self.rollout},
             "agent": {"entry": str(folder / self.entrypoint), "folder": str(folder)},
             "dataset": {"train": str(dataset.resolve())},
-            **({"model": {"name": model}} if model is not None else policy(self.model_path, code, where)),
+            **({"model": {"name": model}} if model is not None else model_tables(self.model_path, code, where)),
             "workflow": self.file.workflow,
             "grader": self.file.grader,
         }
-        merge(tree, _evaluation(self.file, rows) if isinstance(self.file, EvalFile) else _training(self.file, rows))
+        merge_tables(
+            tree, _evaluation_config(self.file, rows) if isinstance(self.file, EvalFile) else _training_config(self.file, rows)
+        )
         further = {section: dict(values) for section, values in self.advanced.items()}
         for section, key, base in (("dataset", "eval", code), ("agent", "flows", folder), ("agent", "folder", folder)):
             if isinstance(path := further.get(section, {}).get(key), str):
                 further[section][key] = str((base / path).resolve())
-        return merge(tree, further)
+        return merge_tables(tree, further)
 
     def _folder(self, code: Path, where: str) -> Path:
         folder = (code / ROLLOUTS / self.rollout).resolve()
@@ -242,11 +244,11 @@ def is_experiment(tables: Mapping[str, Any]) -> bool:
     return "experiment" in tables
 
 
-def read_experiment(tables: Mapping[str, Any], kind: Kind, where: str) -> Experiment:
+def read_experiment(tables: Mapping[str, Any], kind: RunKind, where: str) -> Experiment:
     """Check all tables; ConfigError has an issue for everything that is wrong with them."""
-    kinds = FILES[kind]
-    issues = [*_of_other_kind(tables, kind), *_together(tables)]
-    ours = {name: values for name, values in tables.items() if name not in OWN["train" if kind == "eval" else "eval"]}
+    kinds = FILE_MODELS[kind]
+    issues = [*_other_kind_tables(tables, kind), *_conflicts(tables)]
+    ours = {name: values for name, values in tables.items() if name not in KIND_TABLES["train" if kind == "eval" else "eval"]}
     issues += flaws(kinds, ours)
     path = _table(tables, "experiment").get("model_path")
     engine = endpoint_engine(path) if isinstance(path, str) else None
@@ -258,18 +260,18 @@ def read_experiment(tables: Mapping[str, Any], kind: Kind, where: str) -> Experi
     if issues:
         raise several(where, issues)
     file = kinds.model_validate(ours)
-    warnings = (*advanced.unknown, *_idle(file, advanced.tree))
+    warnings = (*advanced.unknown, *_unused_keys(file, advanced.tree))
     return Experiment(kind=kind, file=file, tables=dict(tables), advanced=advanced.tree, warnings=warnings)
 
 
-def merge(tree: dict[str, Any], more: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def merge_tables(tree: dict[str, Any], more: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """`tree` with the keys of each table of `more`."""
     for section, values in more.items():
         tree[section] = {**tree.get(section, {}), **values}
     return tree
 
 
-def _evaluation(file: EvalFile, rows: int) -> dict[str, dict[str, Any]]:
+def _evaluation_config(file: EvalFile, rows: int) -> dict[str, dict[str, Any]]:
     given = file.evaluation
     powers = (2**power for power in range(given.n.bit_length()))
     limits: dict[str, Any] = {"agent_timeout_s": given.agent_workflow_timeout_s, "grader_timeout_s": given.grader_timeout_s}
@@ -281,11 +283,11 @@ def _evaluation(file: EvalFile, rows: int) -> dict[str, dict[str, Any]]:
             "passes": given.pass_threshold,
             "rows": f"0-{min(given.limit, rows) - 1}" if given.limit and rows else "",
         },
-        "sampling": {"max_tokens": LONGEST_REPLY},
+        "sampling": {"max_tokens": DEFAULT_MAX_TOKENS},
     }
 
 
-def _training(file: TrainFile, rows: int) -> dict[str, dict[str, Any]]:
+def _training_config(file: TrainFile, rows: int) -> dict[str, dict[str, Any]]:
     given, groups = file.training, max(1, min(file.training.rollout_batch_size, rows))
     return {
         "rollout": {
@@ -308,17 +310,17 @@ def _training(file: TrainFile, rows: int) -> dict[str, dict[str, Any]]:
     }
 
 
-def _of_other_kind(tables: Mapping[str, Any], kind: Kind) -> list[Issue]:
-    other: Kind = "train" if kind == "eval" else "eval"
+def _other_kind_tables(tables: Mapping[str, Any], kind: RunKind) -> list[Issue]:
+    other: RunKind = "train" if kind == "eval" else "eval"
     word = "a training run" if kind == "eval" else "an evaluation"
     return [
         Issue(name, f"[{name}] is a table of {word}: run the file with `{COMMANDS[other]}`, or leave the table out")
-        for name in OWN[other]
+        for name in KIND_TABLES[other]
         if name in tables
     ]
 
 
-def _together(tables: Mapping[str, Any]) -> list[Issue]:
+def _conflicts(tables: Mapping[str, Any]) -> list[Issue]:
     """What is wrong with keys only as they stand beside others."""
     issues: list[Issue] = []
     experiment, required = _table(tables, "experiment"), _table(tables, "secrets").get("required")
@@ -331,7 +333,7 @@ def _together(tables: Mapping[str, Any]) -> list[Issue]:
     return issues
 
 
-def _idle(file: EvalFile | TrainFile, advanced: Mapping[str, Mapping[str, Any]]) -> list[Issue]:
+def _unused_keys(file: EvalFile | TrainFile, advanced: Mapping[str, Mapping[str, Any]]) -> list[Issue]:
     if not isinstance(file, TrainFile):
         return []
     found: list[Issue] = []

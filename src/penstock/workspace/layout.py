@@ -8,8 +8,8 @@ from penstock.errors import ConfigError, DatasetError
 
 ROLLOUTS, EVALS, TRAININGS, DATASETS = "rollouts", "configs/eval", "configs/training", "data"
 FOLDERS = (ROLLOUTS, EVALS, TRAININGS, DATASETS)
-FORMATS = (".jsonl", ".csv", ".parquet")
-WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+DATASET_SUFFIXES = (".jsonl", ".csv", ".parquet")
+ROLLOUT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 """What a rollout may be called."""
 
 
@@ -31,15 +31,17 @@ class Workspace:
 
     def dataset(self, name: str) -> Path:
         """The file of a dataset: data/NAME with one of the known endings, or a path; DatasetError names what there is."""
-        named = [self.path / DATASETS / f"{name}{ending}" for ending in FORMATS]
+        named = [self.path / DATASETS / f"{name}{ending}" for ending in DATASET_SUFFIXES]
         paths = [Path(name).expanduser(), self.path / name, self.path / DATASETS / name]
-        found = [path for path in named if path.is_file()] or [path for path in paths if path.suffix in FORMATS and path.is_file()]
+        found = [path for path in named if path.is_file()] or [
+            path for path in paths if path.suffix in DATASET_SUFFIXES and path.is_file()
+        ]
         if len(found) > 1 and found[0] in named:
             names = ", ".join(path.name for path in found)
             raise DatasetError(f"experiment.dataset = {name!r} is several files: {names}; write the one with its ending")
         if found:
             return found[0].resolve()
-        there = sorted(path.stem for path in (self.path / DATASETS).glob("*") if path.suffix in FORMATS)
+        there = sorted(path.stem for path in (self.path / DATASETS).glob("*") if path.suffix in DATASET_SUFFIXES)
         known = f"there are {', '.join(there)}" if there else "there is none yet"
         raise DatasetError(f"experiment.dataset = {name!r}: no {DATASETS}/{name}.jsonl, .csv or .parquet; {known}")
 

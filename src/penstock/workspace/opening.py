@@ -10,14 +10,16 @@ from penstock.run.inputs import refuse_untrainable
 from penstock.sdk.dataset import count_rows
 from penstock.workspace.experiment import Experiment, is_experiment, read_experiment
 from penstock.workspace.layout import workspace_of
-from penstock.workspace.sections import Kind
+from penstock.workspace.sections import RunKind
 
 
-def _silent(line: str) -> None:
+def _ignore_warning(line: str) -> None:
     pass
 
 
-def open_config(file: Path, overrides: Iterable[str], kind: Kind, *, tell: Callable[[str], None] = _silent) -> RunConfig:
+def load_run_config(
+    file: Path, overrides: Iterable[str], kind: RunKind, *, tell: Callable[[str], None] = _ignore_warning
+) -> RunConfig:
     """Read `file`, apply overrides of the run's own keys, check everything; `tell` hears of keys that change nothing.
 
     The variables under `[env]` of an experiment are set in this process, where its agent looks for them.
@@ -49,7 +51,7 @@ def open_config(file: Path, overrides: Iterable[str], kind: Kind, *, tell: Calla
     return config
 
 
-def check_kind(config: RunConfig, kind: Kind) -> None:
+def check_kind(config: RunConfig, kind: RunKind) -> None:
     """ConfigError where a run of this kind cannot be made with such an engine."""
     if kind == "train":
         refuse_untrainable(config)

@@ -10,7 +10,7 @@ from typing import Any
 from penstock.config import PoolSection, RunConfig
 from penstock.errors import Problems
 from penstock.events import Events, Listener
-from penstock.models import cached, check_reachable
+from penstock.models import check_reachable, find_cached
 from penstock.pool import POOLS
 from penstock.records import Attempt, End
 from penstock.rollout.scheduler import run_once
@@ -19,7 +19,7 @@ from penstock.run.inputs import Inputs, check_datasets, check_inputs, read_input
 from penstock.run.opening import open_rollout_runner, sampling
 from penstock.train import REGISTRIES
 from penstock.workspace.opening import check_kind
-from penstock.workspace.sections import Kind
+from penstock.workspace.sections import RunKind
 
 
 def check_project(config: RunConfig, where: str) -> None:
@@ -32,12 +32,12 @@ def check_project(config: RunConfig, where: str) -> None:
     check_datasets(config, checked.agent and checked.agent.columns, problems)
     if not any(key == "model.name" for key, _ in problems.errors):
         with problems.noting("model.name"):
-            _check_policy(config)
+            _check_model(config)
     problems.refuse(where)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DryRun:
+class DryRunResult:
     """What came of one rollout that was tried and forgotten."""
 
     model: str
@@ -59,20 +59,20 @@ class DryRun:
         return self.status == End.COMPLETED
 
 
-def _silent(kind: str, fields: dict[str, Any]) -> None:
+def _ignore_event(kind: str, fields: dict[str, Any]) -> None:
     pass
 
 
-def dry_run(config: RunConfig, *, kind: Kind = "eval", listener: Listener = _silent) -> DryRun:
+def dry_run(config: RunConfig, *, kind: RunKind = "eval", listener: Listener = _ignore_event) -> DryRunResult:
     """Run the first task once, from the agent to its grade, in a folder that is removed; nothing is trained.
 
     The agent's code is loaded in this process, and the model is pulled if it is not here.
     """
     check_kind(config, kind)
-    return asyncio.run(_try(config, read_inputs(config, listener, registries=REGISTRIES), kind, listener))
+    return asyncio.run(_run_first_task(config, read_inputs(config, listener, registries=REGISTRIES), kind, listener))
 
 
-async def _try(config: RunConfig, inputs: Inputs, kind: Kind, listener: Listener) -> DryRun:
+async def _run_first_task(config: RunConfig, inputs: Inputs, kind: RunKind, listener: Listener) -> DryRunResult:
     with tempfile.TemporaryDirectory(prefix="penstock-dry-run-") as scratch:
         run = config.run.model_copy(update={"name": "dry-run", "folder": Path(scratch)})
         config = config.model_copy(update={"run": run, "pool": PoolSection(name="memory")})
@@ -88,12 +88,12 @@ async def _try(config: RunConfig, inputs: Inputs, kind: Kind, listener: Listener
                     attempt, seconds = await pool.attempt(name), time.monotonic() - started
             finally:
                 await pool.close()
-    return _told(attempt, inputs.model, task.id, seconds)
+    return _dry_run_result(attempt, inputs.model, task.id, seconds)
 
 
-def _told(attempt: Attempt, model: str, task: str, seconds: float) -> DryRun:
+def _dry_run_result(attempt: Attempt, model: str, task: str, seconds: float) -> DryRunResult:
     assert attempt.end is not None  # it was run to its end
-    return DryRun(
+    return DryRunResult(
         model=model,
         task=task,
         status=attempt.end.value,
@@ -105,14 +105,14 @@ def _told(attempt: Attempt, model: str, task: str, seconds: float) -> DryRun:
     )
 
 
-def _temperature(config: RunConfig, kind: Kind) -> float:
+def _temperature(config: RunConfig, kind: RunKind) -> float:
     return config.sampling.temperature if kind == "train" else config.sampling.eval_temperature
 
 
-def _check_policy(config: RunConfig) -> None:
-    if config.engine.relays:
+def _check_model(config: RunConfig) -> None:
+    if config.engine.text_only:
         config.engine.preflight(config.model.name)
         return
     check_reachable(config.model.name)
-    found = cached(config.model.name)
+    found = find_cached(config.model.name)
     config.engine.preflight(found.name if found else config.model.name)

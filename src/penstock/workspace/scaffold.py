@@ -8,7 +8,7 @@ from importlib import metadata
 from pathlib import Path
 
 from penstock.errors import ConfigError
-from penstock.workspace.layout import DATASETS, EVALS, ROLLOUTS, TRAININGS, WORD, Workspace
+from penstock.workspace.layout import DATASETS, EVALS, ROLLOUT_NAME, ROLLOUTS, TRAININGS, Workspace
 
 EXAMPLES = Path(__file__).parent.parent / "templates"
 """The project's examples, wherever penstock is installed."""
@@ -83,10 +83,10 @@ penstock train {trainings}/{name}.toml
 Change `main.py` and the tasks into yours. `--dry-run` checks everything and tries one rollout; `penstock eval submit` and
 `penstock train submit` hand the same files to a controller.
 """
-IGNORED = "runs/\n.penstock/\n__pycache__/\n.venv/\n"
+GITIGNORE = "runs/\n.penstock/\n__pycache__/\n.venv/\n"
 
 
-def example(path: str) -> str:
+def read_example(path: str) -> str:
     return (EXAMPLES / path).read_text(encoding="utf-8")
 
 
@@ -97,33 +97,33 @@ def rollout_files(name: str, *, about: str, code: dict[str, str], extras: str = 
     evaluated = EXPERIMENT.format(name=name, endpoints=", openai/NAME")
     trained = EXPERIMENT.format(name=name, endpoints="")
     return {
-        **{f"{folder}/{file}": example(original) for file, original in code.items()},
+        **{f"{folder}/{file}": read_example(original) for file, original in code.items()},
         f"{folder}/pyproject.toml": PROJECT.format(name=name, extras=extras, version=metadata.version("penstock")),
         f"{folder}/README.md": README.format(about=about, **told),
         f"{EVALS}/{name}.toml": EVALUATION.format(name=name, experiment=evaluated),
         f"{TRAININGS}/{name}.toml": TRAINING.format(name=name, experiment=trained),
-        f"{DATASETS}/{name}.jsonl": example("multiply/tasks.jsonl"),
+        f"{DATASETS}/{name}.jsonl": read_example("multiply/tasks.jsonl"),
     }
 
 
-PLAIN = {"main.py": "multiply/agent.py"}
-ABOUT = "An agent that multiplies with a tool, written with a plain `openai` client"
+PLAIN_CODE = {"main.py": "multiply/agent.py"}
+PLAIN_ABOUT = "An agent that multiplies with a tool, written with a plain `openai` client"
 
 
 def make_workspace(folder: Path) -> Workspace:
     """`folder` as a workspace; what is there stays."""
-    fix(folder)
+    create_missing_folders(folder)
     return Workspace(folder.resolve())
 
 
-def missing(folder: Path) -> list[str]:
+def missing_folders(folder: Path) -> list[str]:
     """What keeps `folder` from being a workspace."""
     return Workspace(folder).missing()
 
 
-def fix(folder: Path) -> list[str]:
+def create_missing_folders(folder: Path) -> list[str]:
     """Make the folders that are missing, and say which; ConfigError where one cannot be made."""
-    made = missing(folder)
+    made = missing_folders(folder)
     for name in made:
         try:
             (folder / name).mkdir(parents=True, exist_ok=True)
@@ -137,7 +137,7 @@ def fix(folder: Path) -> list[str]:
 def init_rollout(workspace: Workspace, name: str, force: bool = False) -> list[Path]:
     """Write rollouts/NAME, its experiment files and its tasks; with `force`, over all of these but tasks. The files, in order."""
     check_name(name)
-    files = rollout_files(name, about=ABOUT, code=PLAIN)
+    files = rollout_files(name, about=PLAIN_ABOUT, code=PLAIN_CODE)
     if force:
         files = {path: text for path, text in files.items() if not (path.startswith(DATASETS) and (workspace.path / path).exists())}
     return write_files(workspace.path, files, force=force)
@@ -145,7 +145,7 @@ def init_rollout(workspace: Workspace, name: str, force: bool = False) -> list[P
 
 def check_name(name: str) -> None:
     """ConfigError where no rollout may be called so."""
-    if not WORD.fullmatch(name):
+    if not ROLLOUT_NAME.fullmatch(name):
         raise ConfigError(f"{name!r} is no name for a rollout; use letters, digits, '.', '_' and '-', a letter or digit first")
 
 
@@ -161,12 +161,12 @@ def write_files(folder: Path, files: Mapping[str, str], *, force: bool = False) 
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
     except OSError as cause:
-        _remove([path for path in paths if path not in there], new)
+        _undo_write([path for path in paths if path not in there], new)
         raise ConfigError(f"{cause.filename or folder}: cannot be written: {cause.strerror}; give another folder") from cause
     return list(paths)
 
 
-def _remove(files: Iterable[Path], folders: Iterable[Path]) -> None:
+def _undo_write(files: Iterable[Path], folders: Iterable[Path]) -> None:
     """Take back what was written, as far as that can be done."""
     for path in files:
         with suppress(OSError):
@@ -176,16 +176,16 @@ def _remove(files: Iterable[Path], folders: Iterable[Path]) -> None:
             path.rmdir()
 
 
-def write_ignored(folder: Path) -> None:
+def write_gitignore(folder: Path) -> None:
     """Say what git need not keep, where nobody has said it yet."""
     file = folder / ".gitignore"
     if not file.exists():
-        file.write_text(IGNORED, encoding="utf-8")
+        file.write_text(GITIGNORE, encoding="utf-8")
 
 
-FILE = "penstock.toml"
+CONFIG_FILE = "penstock.toml"
 """What `penstock train` and `penstock eval run` take where no file is named."""
-TASKS = {"tasks.jsonl": "multiply/tasks.jsonl", "heldout.jsonl": "multiply/heldout.jsonl"}
+TASK_FILES = {"tasks.jsonl": "multiply/tasks.jsonl", "heldout.jsonl": "multiply/heldout.jsonl"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,22 +208,24 @@ class Template:
         return [*install, f"penstock eval run{evals}", f"penstock train{trainings}"]
 
 
-def _folder(toml: str, *names: str, **others: str) -> Callable[[], dict[str, str]]:
+def _folder_files(toml: str, *names: str, **others: str) -> Callable[[], dict[str, str]]:
     """The files of an example: its config, what lies beside it under the same name, and tasks of another one."""
 
     def files() -> dict[str, str]:
         home = Path(toml).parent
-        config = example(toml).replace(f" examples/{toml}", "").replace('"../multiply/', '"')  # all of it is in one folder there
+        config = (
+            read_example(toml).replace(f" examples/{toml}", "").replace('"../multiply/', '"')
+        )  # all of it is in one folder there
         return {
-            FILE: config,
-            **{name: example(f"{home}/{name}") for name in names},
-            **{to: example(it) for to, it in others.items()},
+            CONFIG_FILE: config,
+            **{name: read_example(f"{home}/{name}") for name in names},
+            **{to: read_example(it) for to, it in others.items()},
         }
 
     return files
 
 
-def _workspace(name: str, about: str, entry: str, extra: str) -> Template:
+def _workspace_template(name: str, about: str, entry: str, extra: str) -> Template:
     code = {"main.py": entry, "agent.py": "multiply/agent.py"}
     files = partial(rollout_files, name, about=about, code=code, extras=f"local,{extra}")
     return Template(about=f"a workspace: {about[:1].lower()}{about[1:]}", files=files, extra=extra, rollout=name)
@@ -232,36 +234,36 @@ def _workspace(name: str, about: str, entry: str, extra: str) -> Template:
 TEMPLATES = {
     "plain": Template(
         about="a two-turn agent that calls a tool, with a plain `openai` client",
-        files=_folder("multiply/train.toml", "agent.py", *TASKS),
+        files=_folder_files("multiply/train.toml", "agent.py", *TASK_FILES),
     ),
     "tiny": Template(
         about="the same with a policy of half a million weights that is made here: learns in half a minute",
-        files=_folder("multiply/tiny.toml", "agent.py", "tiny_tasks.jsonl", "tiny_heldout.jsonl"),
+        files=_folder_files("multiply/tiny.toml", "agent.py", "tiny_tasks.jsonl", "tiny_heldout.jsonl"),
     ),
     "strands": Template(
         about="the same agent written with Strands Agents",
-        files=_folder("multiply/strands.toml", "agent.py", "strands_agent.py", *TASKS),
+        files=_folder_files("multiply/strands.toml", "agent.py", "strands_agent.py", *TASK_FILES),
         extra="strands",
     ),
     "openai-agents": Template(
         about="the same agent written with the OpenAI Agents SDK",
-        files=_folder("multiply/openai_agents.toml", "agent.py", "openai_agent.py", *TASKS),
+        files=_folder_files("multiply/openai_agents.toml", "agent.py", "openai_agent.py", *TASK_FILES),
         extra="openai-agents",
     ),
     "flow": Template(
-        about="the same agent as a flow, in the style of Claw-R1", files=_folder("flow/train.toml", "flow.py", **TASKS)
+        about="the same agent as a flow, in the style of Claw-R1", files=_folder_files("flow/train.toml", "flow.py", **TASK_FILES)
     ),
     "command": Template(
         about="the same agent as a program of its own that knows nothing of penstock",
-        files=_folder("command/train.toml", "program.py", "grader.py", **TASKS),
+        files=_folder_files("command/train.toml", "program.py", "grader.py", **TASK_FILES),
     ),
-    "multiply-local-strands": _workspace(
+    "multiply-local-strands": _workspace_template(
         "multiply-local-strands",
         "An agent that multiplies with a tool, written with Strands Agents",
         "multiply/strands_agent.py",
         "strands",
     ),
-    "multiply-local-openai": _workspace(
+    "multiply-local-openai": _workspace_template(
         "multiply-local-openai",
         "An agent that multiplies with a tool, written with the OpenAI Agents SDK",
         "multiply/openai_agent.py",
@@ -277,6 +279,6 @@ def apply_template(folder: Path, name: str, *, force: bool = False) -> list[Path
         raise ConfigError(f"there is no template {name!r}; there are {', '.join(TEMPLATES)}")
     written = write_files(folder, template.files(), force=force)
     if template.rollout:
-        fix(folder)
-        write_ignored(folder)
+        create_missing_folders(folder)
+        write_gitignore(folder)
     return written

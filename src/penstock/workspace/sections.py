@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, ConfigDict, Field
 
 from penstock.config import Section
-from penstock.workspace.layout import WORD
+from penstock.workspace.layout import ROLLOUT_NAME
 
-Kind = Literal["eval", "train"]
+RunKind = Literal["eval", "train"]
 
 VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]*")
 SECRET = re.compile(r"[A-Z][A-Z0-9_]*")
@@ -18,27 +18,27 @@ PLACEHOLDER = "openai/osmosis-rollout"
 """What an agent calls the policy by: it never names a model of its own."""
 
 
-def _segment(text: str) -> str:
-    if WORD.fullmatch(text):
+def _folder_name(text: str) -> str:
+    if ROLLOUT_NAME.fullmatch(text):
         return text
     raise ValueError("is the name of one folder under rollouts/; write it without slashes or blanks")
 
 
-def _entry(text: str) -> str:
+def _entrypoint(text: str) -> str:
     path = PurePosixPath(text)
     if path.suffix == ".py" and not path.is_absolute() and ".." not in path.parts:
         return text
     raise ValueError("is a .py file inside the rollout's folder; write its path from there, such as main.py")
 
 
-def _said(text: str) -> str:
+def _not_blank(text: str) -> str:
     if text.strip():
         return text
     raise ValueError("is empty; write its name")
 
 
-def _model(text: str) -> str:
-    if _said(text) != PLACEHOLDER:
+def _model_path(text: str) -> str:
+    if _not_blank(text) != PLACEHOLDER:
         return text
     raise ValueError("is what agents call the policy; name the model that is to answer")
 
@@ -49,7 +49,7 @@ def _commit(text: str) -> str:
     raise ValueError("is no commit; write 7 to 40 hexadecimal digits")
 
 
-def _variable(name: str) -> str:
+def _variable_name(name: str) -> str:
     if not VARIABLE.fullmatch(name):
         raise ValueError("is no name of a variable; use A-Z, 0-9 and _")
     if name.startswith(RESERVED):
@@ -57,7 +57,7 @@ def _variable(name: str) -> str:
     return name
 
 
-def _names(names: list[str]) -> list[str]:
+def _secret_names(names: list[str]) -> list[str]:
     for name in names:
         if not SECRET.fullmatch(name):
             raise ValueError(f"{name!r} is no name of a secret; use A-Z, 0-9 and _, a letter first")
@@ -66,27 +66,27 @@ def _names(names: list[str]) -> list[str]:
     return names
 
 
-class Strict(Section):
+class StrictSection(Section):
     """A table whose values must have their own types: `"8"` is no number."""
 
     model_config = ConfigDict(strict=True)
 
 
-class ExperimentTable(Strict):
+class ExperimentTable(StrictSection):
     """`[experiment]`: what is run."""
 
-    rollout: Annotated[str, AfterValidator(_segment)]
+    rollout: Annotated[str, AfterValidator(_folder_name)]
     """Folder under rollouts/."""
-    entrypoint: Annotated[str, AfterValidator(_entry)]
+    entrypoint: Annotated[str, AfterValidator(_entrypoint)]
     """File in that folder."""
-    model_path: Annotated[str, AfterValidator(_model)]
-    dataset: Annotated[str, AfterValidator(_said)]
+    model_path: Annotated[str, AfterValidator(_model_path)]
+    dataset: Annotated[str, AfterValidator(_not_blank)]
     """A name, or the path of a file."""
-    branch: Annotated[str, AfterValidator(_said)] | None = None
+    branch: Annotated[str, AfterValidator(_not_blank)] | None = None
     commit_sha: Annotated[str, AfterValidator(_commit)] | None = None
 
 
-class EvaluationTable(Strict):
+class EvaluationTable(StrictSection):
     limit: int | None = Field(default=None, ge=1)
     """So many rows, from the first on; None takes all."""
     n: int = Field(default=1, ge=1)
@@ -98,7 +98,7 @@ class EvaluationTable(Strict):
     grader_timeout_s: float = Field(default=150.0, gt=0)
 
 
-class TrainingTable(Strict):
+class TrainingTable(StrictSection):
     lr: float = Field(default=1e-6, ge=0)
     total_epochs: int = Field(default=1, ge=1)
     n_samples_per_prompt: int = Field(default=8, ge=1)
@@ -111,29 +111,29 @@ class TrainingTable(Strict):
     grader_timeout_s: float = Field(default=150.0, gt=0)
 
 
-class SamplingTable(Strict):
+class SamplingTable(StrictSection):
     rollout_temperature: float = Field(default=1.0, ge=0)
     rollout_top_p: float = Field(default=1.0, gt=0, le=1)
 
 
-class CheckpointsTable(Strict):
+class CheckpointsTable(StrictSection):
     """`[checkpoints]`: both count steps."""
 
     eval_interval: int = Field(default=10, ge=1)
     checkpoint_save_freq: int = Field(default=20, ge=1)
 
 
-class SecretsTable(Strict):
+class SecretsTable(StrictSection):
     """`[secrets]`: never a value."""
 
-    required: Annotated[list[str], AfterValidator(_names)] = Field(default_factory=list[str])
+    required: Annotated[list[str], AfterValidator(_secret_names)] = Field(default_factory=list[str])
 
 
-class ExperimentFile(Strict):
+class ExperimentFile(StrictSection):
     """What files of both kinds hold."""
 
     experiment: ExperimentTable
-    env: dict[Annotated[str, AfterValidator(_variable)], str] = Field(default_factory=dict[str, str])
+    env: dict[Annotated[str, AfterValidator(_variable_name)], str] = Field(default_factory=dict[str, str])
     secrets: SecretsTable = SecretsTable()
     advanced: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Further keys of penstock's own tables."""
@@ -151,4 +151,4 @@ class TrainFile(ExperimentFile):
     checkpoints: CheckpointsTable = CheckpointsTable()
 
 
-FILES: dict[Kind, type[EvalFile] | type[TrainFile]] = {"eval": EvalFile, "train": TrainFile}
+FILE_MODELS: dict[RunKind, type[EvalFile] | type[TrainFile]] = {"eval": EvalFile, "train": TrainFile}

@@ -12,9 +12,9 @@ import pytest
 from controller_process import DEADLINE_S, controller_up, end_runs, environment, eventually, penstock, ran, tiny_project
 
 from penstock.cli.app import run
-from penstock.controller.client import Client
+from penstock.controller.client import ControllerClient
 from penstock.controller.home import Home
-from penstock.controller.local import is_free, living
+from penstock.controller.local import find_running, is_unserved
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def home(tmp_path):
     """A folder whose controller, if one was started, is gone in the end."""
     place = Home(tmp_path / "home")
     yield place
-    if place.path.exists() and living(place):
+    if place.path.exists() and find_running(place):
         ran(place.path, "controller", "down")
     end_runs(place.path)
 
@@ -30,11 +30,11 @@ def home(tmp_path):
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
 def test_it_serves_until_a_signal_and_takes_its_address_back(home, number, code):
     with controller_up(home.path) as up:
-        assert Client(up.ready["url"], home.token()).verify()["user"]["name"] == "owner"
+        assert ControllerClient(up.ready["url"], home.token()).verify()["user"]["name"] == "owner"
         assert up.ready["pid"] == up.process.pid
         ended, said = up.stop(number)
     assert ended == code and "runs that are under way go on" in said
-    assert not home.address.exists() and is_free(home)
+    assert not home.address.exists() and is_unserved(home)
 
 
 def test_a_folder_has_one_controller_and_a_port_one_server(home, tmp_path):
@@ -44,7 +44,7 @@ def test_a_folder_has_one_controller_and_a_port_one_server(home, tmp_path):
         port = up.ready["url"].rpartition(":")[2]
         other = ran(tmp_path / "other", "controller", "up", "--port", port, "--json")
         assert other.returncode == 2 and "cannot listen" in json.loads(other.stdout)["error"]["message"]
-        assert living(home)
+        assert find_running(home)
 
 
 def test_two_clients_at_once_start_one_controller_which_is_told_of_and_stopped(home):
@@ -86,11 +86,14 @@ def test_the_token_opens_it_a_device_is_let_in_and_a_repository_is_registered(ho
         assert run(["controller", "token", "--json"]) == 0
         variables = json.loads(capsys.readouterr().out)["variables"]
         assert variables["OSMOSIS_PLATFORM_URL"] == variables["PENSTOCK_CONTROLLER"] == up.ready["url"]
-        device = Client(up.ready["url"], None)
+        device = ControllerClient(up.ready["url"], None)
         begun = device.authorize_device("laptop")
         assert run(["controller", "approve", begun["user_code"], "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["device_name"] == "laptop"
-        assert Client(up.ready["url"], device.device_token(begun["device_code"])["token"]).verify()["user"]["name"] == "laptop"
+        assert (
+            ControllerClient(up.ready["url"], device.device_token(begun["device_code"])["token"]).verify()["user"]["name"]
+            == "laptop"
+        )
         for folder in ("rollouts", "configs/eval", "configs/training", "data"):
             (tmp_path / "workspace" / folder).mkdir(parents=True)
         assert run(["controller", "register", str(tmp_path / "workspace"), "--name", "Acme/agents", "--json"]) == 0
@@ -107,12 +110,12 @@ def test_logs_are_followed_through_a_controller_that_is_killed(home, tmp_path):
     )
     assert following.stdout is not None
     first = following.stdout.readline()
-    address = living(home)
+    address = find_running(home)
     assert address is not None and "the run begins" in first
     os.kill(address.pid, signal.SIGKILL)
     rest, said = following.communicate(timeout=DEADLINE_S)
     assert following.returncode == 0 and f"evaluation {name} is finished" in said, said
-    again = eventually(lambda: living(home))
+    again = eventually(lambda: find_running(home))
     assert again.pid != address.pid
     whole = json.loads(ran(home.path, "eval", "logs", name, "--limit", "200", "--json").stdout)["logs"]
     assert [line["message"].rstrip() for line in whole] == [line[9:].rstrip() for line in [first, *rest.splitlines()]]
@@ -137,4 +140,4 @@ def test_a_keyring_that_is_not_there_is_told_and_the_key_stays_in_its_file(home,
     monkeypatch.setitem(sys.modules, "keyring", None)
     assert run(["controller", "up", "--port", "0", "--keyring", "--home", str(home.path), "--json"]) == 2
     assert "pip install" in json.loads(capsys.readouterr().out)["error"]["message"]
-    assert not home.address.exists() and is_free(home)
+    assert not home.address.exists() and is_unserved(home)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from penstock.chat.tokenizer import Tokenizer
 from penstock.config import EngineSection
-from penstock.engines.base import Sampled
+from penstock.engines.base import SampledChunk
 from penstock.records import Sampling
 from penstock.testing import ScriptedEngine
 
@@ -17,7 +17,7 @@ class ByPlace(ScriptedEngine):
 
     async def generate(
         self, prompt_ids: Sequence[int], sampling: Sampling, *, rollout_id: str = ""
-    ) -> AsyncGenerator[Sampled, None]:
+    ) -> AsyncGenerator[SampledChunk, None]:
         place = rollout_id.split(".")[1]
         rng = random.Random(f"{place} {tuple(prompt_ids)}")
         self._next = lambda prompt: "".join(rng.choices("abcdef ", k=rng.randrange(3, 9)))

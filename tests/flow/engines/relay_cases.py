@@ -13,10 +13,10 @@ from aiohttp import web
 
 from penstock.chat.renderer import Renderer
 from penstock.engines import ENGINES, SECTIONS
-from penstock.engines.text_endpoints.base import Asked, Heard, Relay
+from penstock.engines.text_endpoints.base import TextChunk, TextEndpoint, TextRequest
 from penstock.gateway import Session
 from penstock.records import Attempt, Sampling
-from penstock.testing import Workbench, workbench
+from penstock.testing import GatewayFixture, workbench
 
 T = TypeVar("T")
 
@@ -24,7 +24,7 @@ KEY = "RELAY_TEST_KEY"
 """The environment variable that holds the endpoint's key."""
 
 
-def open_relay(kind: str, url: str, *, key: str | None = KEY, **fields: Any) -> Relay:
+def open_relay(kind: str, url: str, *, key: str | None = KEY, **fields: Any) -> TextEndpoint:
     """The engine of this name, for the model `far`."""
     section = SECTIONS.load(kind)(name=kind, url=url, api_key_env=key, **fields)
     return ENGINES.load(kind)("", name="far", section=section, seed=0)
@@ -38,10 +38,10 @@ def base_url(kind: str, served: str) -> str:
 class Both(NamedTuple):
     """A gateway that relays, and the one that it relays to."""
 
-    bench: Workbench
+    bench: GatewayFixture
     session: Session
     """Of the rollout whose agent calls."""
-    far: Workbench
+    far: GatewayFixture
     far_session: Session
 
     async def attempt(self) -> Attempt:
@@ -155,10 +155,10 @@ def in_thread(opened: Callable[[], AbstractAsyncContextManager[T]]) -> Generator
         thread.join(60)
 
 
-async def heard(relay: Relay, **asked: Any) -> list[Heard]:
+async def heard(relay: TextEndpoint, **asked: Any) -> list[TextChunk]:
     """All that comes of one request; the relay is closed."""
     try:
-        request = Asked(messages=[{"role": "user", "content": "6 times 7?"}], sampling=Sampling(max_tokens=9), **asked)
+        request = TextRequest(messages=[{"role": "user", "content": "6 times 7?"}], sampling=Sampling(max_tokens=9), **asked)
         return [chunk async for chunk in relay.ask(request)]
     finally:
         await relay.close()

@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.engines.embedded.core import Core, Request, Token
-from penstock.engines.embedded.decoder import Attend, Decoder, Shape, causal
+from penstock.engines.embedded.core import DrawnToken, EngineCore, Request
+from penstock.engines.embedded.decoder import Attend, Decoder, DecoderShape, causal
 from penstock.engines.embedded.sampling import sample
 from penstock.records import Sampling
 
 VOCAB = 50
-SHAPE = Shape(
+SHAPE = DecoderShape(
     vocab_size=VOCAB,
     hidden=32,
     inner=48,
@@ -68,12 +68,12 @@ class Workload:
     version: int = 0
     requests: list[Request] = field(default_factory=list[Request])
     finished: list[Request] = field(default_factory=list[Request])
-    sampled: dict[Request, list[tuple[Token, int]]] = field(default_factory=dict[Request, list[tuple[Token, int]]])
+    sampled: dict[Request, list[tuple[DrawnToken, int]]] = field(default_factory=dict[Request, list[tuple[DrawnToken, int]]])
 
     def __post_init__(self) -> None:
         self.decoder = CountingDecoder(SHAPE)
         self.decoder.load_state_dict(make_weights(0))
-        self.core = Core(self.decoder, slots=self.slots, cache_tokens=self.cache_tokens)
+        self.core = EngineCore(self.decoder, slots=self.slots, cache_tokens=self.cache_tokens)
         self.core.pass_tokens = self.core.tree.longest = self.pass_tokens
         self.system = self.tokens(300)
 
@@ -138,7 +138,7 @@ class Workload:
                     checked += self._check_request(oracle, version, request, sampled)
         return checked
 
-    def _check_request(self, oracle: Decoder, version: int, request: Request, sampled: list[tuple[Token, int]]) -> int:
+    def _check_request(self, oracle: Decoder, version: int, request: Request, sampled: list[tuple[DrawnToken, int]]) -> int:
         ids = torch.tensor([request.tokens])
         with torch.inference_mode():
             logits = oracle.logits(oracle(ids, torch.arange(ids.shape[1])[None], causal))[0]
@@ -283,7 +283,7 @@ def test_bfloat16_weights_are_served_with_float32_sums():
     decoder = Decoder(SHAPE)
     decoder.load_state_dict(make_weights(0))
     decoder.bfloat16()
-    core, prompt = Core(decoder, slots=2, cache_tokens=20_000), list(range(1, 40))
+    core, prompt = EngineCore(decoder, slots=2, cache_tokens=20_000), list(range(1, 40))
     for key in range(2):
         core.submit(
             Request(key, [*prompt, *range(key, 40)], 39 + 40 - key, Sampling(max_tokens=20), frozenset(), random.Random(key).random)

@@ -10,7 +10,7 @@ from gateway_cases import TOOL, USER, renderer
 from openai import AsyncOpenAI, BadRequestError
 from relay_cases import Both, relayed
 
-from penstock.testing import Scripted, ScriptedEngine
+from penstock.testing import ScriptedEngine, ScriptedReply
 from penstock.train.sequences import exactness, read_graph, why_untrainable
 
 KINDS = ("openai", "anthropic")
@@ -19,7 +19,7 @@ FUNCTION = TOOL["function"]
 RESULT = "it is 42"
 
 
-def scripted(*replies: str | Scripted) -> ScriptedEngine:
+def scripted(*replies: str | ScriptedReply) -> ScriptedEngine:
     return ScriptedEngine(replies, renderer().tokenizer, chunk=2)
 
 
@@ -117,7 +117,7 @@ def test_what_was_relayed_is_never_trained_and_nothing_of_it_is_called_inexact(m
 @pytest.mark.parametrize("kind", KINDS)
 def test_text_reaches_the_agent_while_the_endpoint_still_writes(kind, monkeypatch):
     async def work() -> None:
-        engine = scripted(Scripted("It is 42, I am quite sure.", stall_after=4))
+        engine = scripted(ScriptedReply("It is 42, I am quite sure.", stall_after=4))
         async with relayed(kind, engine, renderer(), monkeypatch.setenv) as both:
             async with AsyncOpenAI(api_key=both.session.token, base_url=both.session.base_url, max_retries=0) as client:
                 stream = await client.chat.completions.create(model="any", messages=[USER], stream=True)

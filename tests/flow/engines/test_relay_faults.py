@@ -7,7 +7,7 @@ import pytest
 from relay_cases import KEY, WELL, Answer, Endpoint, chunk, heard, open_relay
 
 from penstock.engines import SECTIONS
-from penstock.engines.text_endpoints.base import Called, Said
+from penstock.engines.text_endpoints.base import TextPart, ToolCallPart
 from penstock.errors import ConfigError, EngineBusy, EngineError, RequestError
 from penstock.records import Usage
 
@@ -40,7 +40,7 @@ def refused(error: type[Exception], *answers: Answer, **fields) -> str:
 @pytest.mark.parametrize("first", [Answer(b"", 429, {"retry-after": "0"}), Answer(b"", 500), Answer(b"", 529), Answer(WELL[:0])])
 def test_what_may_pass_is_sent_again_before_anything_came(first):
     found, endpoint = ask(first)
-    assert "".join(part.text for each in found for part in each.parts if isinstance(part, Said)) == "42"
+    assert "".join(part.text for each in found for part in each.parts if isinstance(part, TextPart)) == "42"
     assert (found[-1].finish, found[-1].usage) == ("stop", Usage(prompt_tokens=7, completion_tokens=2))
     assert len(endpoint.requests) == 2 and endpoint.requests[0] == endpoint.requests[1]
 
@@ -67,7 +67,7 @@ WHOLE = {
 @pytest.mark.parametrize("kind", WHOLE)
 def test_an_endpoint_that_does_not_stream_is_read_whole(kind):
     [found], _ = ask(Answer(json.dumps(WHOLE[kind]).encode(), headers={"content-type": "application/json"}), kind=kind)
-    assert found.parts[:2] == (Said("42"), Called("c", "f"))
+    assert found.parts[:2] == (TextPart("42"), ToolCallPart("c", "f"))
     assert (found.finish, found.usage) == ("stop", Usage(prompt_tokens=7, completion_tokens=2))
 
 

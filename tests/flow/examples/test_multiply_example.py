@@ -15,7 +15,7 @@ from penstock.rollout.scheduler import Scheduler, task_at
 from penstock.rollout.transcripts import transcripts
 from penstock.sdk.dataset import load_tasks
 from penstock.sdk.discovery import load_agent
-from penstock.testing import Scripted, write_tokenizer
+from penstock.testing import ScriptedReply, write_tokenizer
 
 EXAMPLE = EXAMPLES / "multiply"
 
@@ -133,7 +133,7 @@ def test_whatever_the_policy_says_the_rollout_completes_and_is_graded(renderer, 
 
 def test_engine_that_fails_every_time_is_blamed_not_the_agent(renderer):
     (attempt,), engine = asyncio.run(
-        attempts(renderer, lambda _: Scripted("x", fail_after=0), load_tasks(EXAMPLE / "tasks.jsonl", limit=1))
+        attempts(renderer, lambda _: ScriptedReply("x", fail_after=0), load_tasks(EXAMPLE / "tasks.jsonl", limit=1))
     )
     assert attempt.end is End.ENGINE_ERROR
     assert "the scripted engine failed after 0 tokens" in attempt.message

@@ -15,9 +15,9 @@ import orjson
 from random_replies import ReplySampler, Sample
 
 from penstock.gateway import Gateway
-from penstock.gateway.graph import REWRITTEN, prompts
+from penstock.gateway.graph import TEMPLATE_REWRITES, prompts
 from penstock.records import Rollout, Sampling, Task, make_rollout
-from penstock.testing import Scripted, ScriptedEngine
+from penstock.testing import ScriptedEngine, ScriptedReply
 from penstock.train.sequences import exactness
 
 TOOL = {
@@ -241,7 +241,7 @@ class RandomConversation:
             counts[f"root: {node.reason or 'a conversation of its own'}"] += 1
         elif node.parent is None:
             assert prompt == self.renderer.root(sent, offered)
-            assert node.reason == REWRITTEN or (foreign and node.reason), node.reason
+            assert node.reason == TEMPLATE_REWRITES or (foreign and node.reason), node.reason
             counts[f"root: {node.reason}"] += 1
         else:
             self._check_glue(self.known[key(sent[: sizes[0]], tools)], sent[sizes[0] :], offered, prompt)
@@ -415,6 +415,6 @@ async def _post(gateway: Gateway, token: str, body: bytes, transcript: str, *, r
     return status, b"".join(parts)
 
 
-def scripted(sample: Sample) -> Scripted:
+def scripted(sample: Sample) -> ScriptedReply:
     """For the engine."""
-    return Scripted(ids=sample.ids, finish=sample.finish)  # pyright: ignore[reportArgumentType]
+    return ScriptedReply(ids=sample.ids, finish=sample.finish)  # pyright: ignore[reportArgumentType]

@@ -16,8 +16,8 @@ from random_conversations import GatewayPair, RandomConversation, scripted
 from random_replies import Sample
 
 from penstock.chat.renderer import Renderer
-from penstock.gateway import Limits
-from penstock.gateway.graph import HISTORY_EDITED, REPLY_EDITED, REWRITTEN, TOOLS_CHANGED
+from penstock.gateway import GatewayLimits
+from penstock.gateway.graph import HISTORY_EDITED, REPLY_EDITED, TEMPLATE_REWRITES, TOOLS_CHANGED
 from penstock.testing import ScriptedEngine, memory_pool, workbench
 from templates.template_cases import FAMILIES, renderer, tokenizer
 
@@ -34,7 +34,7 @@ async def converse(name: str, randoms: list[Random], model: Renderer | None = No
     engine = ScriptedEngine(lambda _: scripted(script.popleft()), model.tokenizer, chunk=3)
     pool = memory_pool()
     async with AsyncExitStack() as stack:
-        limits = Limits(calls_per_s=1e6)
+        limits = GatewayLimits(calls_per_s=1e6)
         benches = [await stack.enter_async_context(workbench(engine, model, pool=pool, limits=limits)) for _ in range(2)]
         pair = GatewayPair(name, (benches[0].gateway, benches[1].gateway), engine, script, pool, Counter())
         for random in randoms:
@@ -49,7 +49,7 @@ def test_every_prompt_begins_with_the_exact_tokens_that_came_before(name, capsys
     with capsys.disabled():
         print(f"\n{name}: " + ", ".join(f"{count} {what}" for what, count in sorted(counts.items())))
     assert counts["conversations"] == CONVERSATIONS
-    assert not (counts[f"root: {REWRITTEN}"] and name in APPEND_ONLY)
+    assert not (counts[f"root: {TEMPLATE_REWRITES}"] and name in APPEND_ONLY)
 
 
 def renderer_with(name: str, change: Callable[[tuple[int, ...]], tuple[int, ...]]) -> Renderer:
@@ -98,4 +98,4 @@ def test_whatever_is_tried_to_break_it(name, random):
 
 def test_the_page_on_the_graph_names_every_reason():
     page = (Path(__file__).parents[3] / "docs" / "token-graph.md").read_text()
-    assert all(f"| `{reason}` |" in page for reason in (HISTORY_EDITED, REPLY_EDITED, TOOLS_CHANGED, REWRITTEN))
+    assert all(f"| `{reason}` |" in page for reason in (HISTORY_EDITED, REPLY_EDITED, TOOLS_CHANGED, TEMPLATE_REWRITES))

@@ -6,7 +6,7 @@ from gateway_cases import USER, chat, renderer
 
 from penstock.errors import ConfigError, RequestError
 from penstock.gateway import Gateway
-from penstock.gateway.auth import Needs, Tokens
+from penstock.gateway.auth import Access, GatewayTokens
 from penstock.records import End
 from penstock.testing import ScriptedEngine, memory_pool, workbench
 
@@ -23,12 +23,12 @@ def routes(bench):
     """Every route of the app with its method; a new one is in this list by itself."""
     for route in bench.gateway.app.listed:
         path = route.path.replace("{rollout_id}", "train-0.0.1").replace("{trajectory}", "train-0.0.1")
-        yield route.method, path.replace("{prompt}", "1").replace("{model}", "scripted"), route.needs
+        yield route.method, path.replace("{prompt}", "1").replace("{model}", "scripted"), route.access
 
 
 async def held_by_whom(bench, session):
     """What a caller may hold, by name."""
-    foreign = Tokens(b"another secret of another run")
+    foreign = GatewayTokens(b"another secret of another run")
     ended = await bench.rollout("train-9")
     await bench.pool.end(ended.rollout_id, End.COMPLETED)
     bench.gateway.close(ended.rollout_id)
@@ -42,7 +42,7 @@ async def held_by_whom(bench, session):
         "foreign admin": foreign.admin,
         "signature of another rollout": session.token.replace("train-0.0.1", "train-0.1.1"),
         "signature of another kind": session.token.replace("mk-", "fk-"),
-        "trajectory": bench.gateway.tokens.trajectory(),
+        "trajectory": bench.gateway.tokens.new_trajectory_uid(),
         "expired": ended.token,
         "expired flow": ended.flow_token,
         "model": session.token,
@@ -52,13 +52,13 @@ async def held_by_whom(bench, session):
     }
 
 
-def expected_status(needs, name, path):
+def expected_status(access, name, path):
     """What a route answers to what it does not need; None where it is served."""
-    if needs is Needs.NOTHING or name == needs.value or (needs, name) == (Needs.FLOW, "control"):
+    if access is Access.NONE or name == access.value or (access, name) == (Access.FLOW, "control"):
         return None
     if name == "expired":
-        return 409 if needs is Needs.MODEL else 403
-    if name == "expired flow" and needs is Needs.FLOW:
+        return 409 if access is Access.MODEL else 403
+    if name == "expired flow" and access is Access.FLOW:
         return 403 if "train-0.0.1" in path else None  # of the right kind, but another rollout's
     return 403 if name in ("model", "flow", "control", "admin", "expired flow") else 401
 
@@ -66,11 +66,11 @@ def expected_status(needs, name, path):
 def test_every_route_is_closed_to_all_but_the_token_it_needs():
     async def steps(bench, session):
         held, checked = await held_by_whom(bench, session), 0
-        for method, path, needs in routes(bench):
+        for method, path, access in routes(bench):
             for name, token in held.items():
                 headers = {"authorization": f"Bearer {token}".encode()} if token else {}
                 status = (await bench.http().request(method, path, headers=headers, content=b"{}")).status_code
-                expected = expected_status(needs, name, path)
+                expected = expected_status(access, name, path)
                 if expected == 409 and method == "GET":
                     expected = None  # what the model is called is no secret to whoever once held a token
                 assert status == expected or (expected is None and status not in (401, 403)), (method, path, name, status)
@@ -83,14 +83,14 @@ def test_every_route_is_closed_to_all_but_the_token_it_needs():
 def test_an_open_gateway_asks_for_the_control_token_only():
     async def steps(bench, session):
         held = await held_by_whom(bench, session)
-        for method, path, needs in routes(bench):
+        for method, path, access in routes(bench):
             for name, token in held.items():
                 headers = {"authorization": f"Bearer {token}".encode()} if token else {}
                 status = (await bench.http().request(method, path, headers=headers, content=b"{}")).status_code
-                if needs is Needs.CONTROL:
+                if access is Access.CONTROL:
                     kind = 403 if name in ("model", "flow", "admin", "expired", "expired flow") else 401
                     assert name == "control" or status == kind, (method, path, name, status)
-                elif not (needs is Needs.FLOW and name == "expired flow"):
+                elif not (access is Access.FLOW and name == "expired flow"):
                     assert status not in (401, 403), (method, path, name, status)
 
     run(steps, is_open=True)
@@ -145,10 +145,10 @@ def test_an_open_gateway_still_knows_tokens_and_refuses_a_call_of_nobody():
 def test_a_token_in_the_path_opens_the_same_routes_as_one_in_a_header():
     async def steps(bench, session):
         held = await held_by_whom(bench, session)
-        for method, path, needs in routes(bench):
+        for method, path, access in routes(bench):
             for name in ("model", "flow", "control", "admin", "foreign model", "expired"):
                 status = (await bench.http().request(method, f"/{held[name]}{path}", content=b"{}")).status_code
-                if needs is not Needs.MODEL:
+                if access is not Access.MODEL:
                     assert status in (404, 405), (path, name, status)
                 elif name == "model":
                     assert status not in (401, 403, 404, 405), (path, name, status)
@@ -190,7 +190,7 @@ def test_a_request_under_a_name_that_is_not_ours_is_refused(host, status):
 
 def test_there_are_routes_of_every_kind():
     async def steps(bench, session):
-        assert {needs for *_, needs in routes(bench)} == set(Needs)
+        assert {access for *_, access in routes(bench)} == set(Access)
 
     run(steps)
 
@@ -230,12 +230,12 @@ def test_a_valid_token_for_a_rollout_that_the_pool_does_not_know_is_a_404():
 
 
 def test_a_token_names_its_rollout_whatever_the_id_looks_like():
-    tokens = Tokens(b"0123456789abcdef")
+    tokens = GatewayTokens(b"0123456789abcdef")
     for rollout_id in ("train-0.0.1", "", "a.b.c.", "mk-x", "é", "." * 100):
         headers = [(b"authorization", f"Bearer {tokens.model(rollout_id)}".encode("latin-1"))]
-        assert tokens.admit(Needs.MODEL, headers) == rollout_id
+        assert tokens.authorize(Access.MODEL, headers) == rollout_id
         with pytest.raises(RequestError):
-            tokens.admit(Needs.CONTROL, headers)
+            tokens.authorize(Access.CONTROL, headers)
 
 
 def test_tokens_are_compared_in_constant_time(monkeypatch):
@@ -243,7 +243,7 @@ def test_tokens_are_compared_in_constant_time(monkeypatch):
     real = hmac.compare_digest
     monkeypatch.setattr(hmac, "compare_digest", lambda a, b: compared.append(a) or real(a, b))  # no seam shows timing
     with pytest.raises(RequestError):
-        Tokens(b"0123456789abcdef").admit(Needs.MODEL, [(b"x-api-key", b"guess")])
+        GatewayTokens(b"0123456789abcdef").authorize(Access.MODEL, [(b"x-api-key", b"guess")])
     assert compared == [b"guess"] * 4
 
 

@@ -4,10 +4,10 @@ import pytest
 from gateway_cases import TOOL, USER, chat, events_of, messages_of, renderer
 
 from penstock.errors import ConfigError
-from penstock.gateway import Gateway, Limits
+from penstock.gateway import Gateway, GatewayLimits
 from penstock.gateway.graph import prompts
 from penstock.records import End, Sampling
-from penstock.testing import Scripted, ScriptedEngine, memory_pool, workbench
+from penstock.testing import ScriptedEngine, ScriptedReply, memory_pool, workbench
 
 CALL = '<tool_call>\n{"name": "multiply", "arguments": {"a": 6}}\n</tool_call>'
 
@@ -336,7 +336,7 @@ def test_a_body_over_the_limit_is_a_413():
         response = await chat(http, {"role": "user", "content": "x" * 2000})
         assert response.status_code == 413
 
-    run([], steps, limits=Limits(body_bytes=1000))
+    run([], steps, limits=GatewayLimits(body_bytes=1000))
 
 
 def test_messages_that_the_template_refuses_are_a_400():
@@ -455,12 +455,12 @@ def test_an_empty_reply_is_a_step():
         (step,) = (await bench.attempt(session)).steps
         assert (step.completion_ids, step.finish) == ((), "stop")
 
-    run([Scripted(ids=())], steps)
+    run([ScriptedReply(ids=())], steps)
 
 
 def test_tokens_carry_the_version_that_sampled_them():
     async def main():
-        engine = ScriptedEngine([Scripted("abcdef", stall_after=3)], renderer(merges=False).tokenizer)
+        engine = ScriptedEngine([ScriptedReply("abcdef", stall_after=3)], renderer(merges=False).tokenizer)
         async with workbench(engine, renderer(merges=False)) as bench:
             session = await bench.rollout()
             async with asyncio.TaskGroup() as group:

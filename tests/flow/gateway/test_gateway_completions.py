@@ -5,7 +5,7 @@ import pytest
 from gateway_cases import renderer
 
 from penstock.gateway.graph import prompts
-from penstock.testing import Scripted, ScriptedEngine, workbench
+from penstock.testing import ScriptedEngine, ScriptedReply, workbench
 
 ASKED = "6 times 7 is"
 
@@ -108,7 +108,7 @@ def test_text_reaches_the_client_while_the_engine_is_still_sampling():
                 engine.release()
         assert seen == " It is 42."
 
-    run([Scripted(" It is 42.", stall_after=1)], steps, serves=True)
+    run([ScriptedReply(" It is 42.", stall_after=1)], steps, serves=True)
 
 
 @pytest.mark.parametrize("asked", [{"prompt": ["a", "b"]}, {"prompt": "a", "suffix": "b"}, {"prompt": "a", "logprobs": 3}])

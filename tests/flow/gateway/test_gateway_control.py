@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from gateway_cases import USER, chat, renderer
 
-from penstock.gateway.auth import Tokens
+from penstock.gateway.auth import GatewayTokens
 from penstock.records import End
 from penstock.testing import ScriptedEngine, workbench
 
@@ -111,7 +111,7 @@ def test_a_rollout_that_has_ended_is_not_opened_again():
 def test_a_model_token_that_another_gateway_signed_opens_nothing():
     async def steps(bench, control, engine):
         await opened(control, rollout_id="mine")
-        foreign = Tokens(b"another secret of another run").model("mine")
+        foreign = GatewayTokens(b"another secret of another run").model("mine")
         assert (await chat(bench.http(foreign), USER)).status_code == 401
 
     run(steps)

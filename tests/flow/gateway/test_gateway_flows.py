@@ -240,7 +240,7 @@ def test_a_reward_is_asked_of_the_judge_in_both_forms():
         flow = bench.http(session.flow_token)
         by_words = {"trajectory_uid": session.rollout_id, "messages": TALK, "dataset_fields": {"ground_truth": "42"}}
         assert (await flow.post("/compute_reward", json=by_words)).status_code == 503
-        bench.gateway.judge = judge
+        bench.gateway.reward_function = judge
         answer = (await flow.post("/compute_reward", json=by_words)).json()
         assert answer == {"reward": 0.75, "reward_score": 0.75, "reward_extra_info": {}}
         by_ids = {"prompt_ids": told["prompt_ids"], "response_ids": told["response_ids"], "extra_fields": {"a": 1}}
@@ -259,7 +259,7 @@ def test_a_judge_that_gives_no_reward_is_no_server_error_of_ours(error, status):
         async def judge(rollout_id, messages, fields):
             raise error
 
-        bench.gateway.judge = judge
+        bench.gateway.reward_function = judge
         response = await bench.http(session.flow_token).post("/compute_reward", json={"messages": [USER]})
         assert (response.status_code, response.json()["code"]) == (status, "not_judged")
 

@@ -11,7 +11,7 @@ from penstock.errors import PoolError, PoolFailed
 from penstock.gateway.app import Gateway
 from penstock.gateway.shared_counters import Peers
 from penstock.records import End
-from penstock.testing import ScriptedEngine, Workbench, memory_pool
+from penstock.testing import GatewayFixture, ScriptedEngine, memory_pool
 
 
 def failing(pool, monkeypatch, name, error):
@@ -103,7 +103,7 @@ def test_two_workers_share_a_trajectory_from_its_first_call_to_its_end():
         async with AsyncExitStack() as clients:
             secret = b"a secret for tests only"
             gateways = [Gateway(engine, renderer(), pool, secret=secret, peers=Peers(n, 2)) for n in range(2)]
-            one, other = [Workbench(each, pool, False, clients).http(each.tokens.control) for each in gateways]
+            one, other = [GatewayFixture(each, pool, False, clients).http(each.tokens.control) for each in gateways]
             uid = (await one.post("/init_trajectory")).json()["trajectory_uid"]
             said = {"channel": "val", "metadata": {"row": 1}}
             assert (await other.post(f"/{uid}/p/v1/register_trajectory", json=said)).status_code == 200

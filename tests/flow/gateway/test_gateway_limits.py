@@ -3,12 +3,12 @@ import asyncio
 import pytest
 from gateway_cases import TOOL, USER, chat, renderer
 
-from penstock.gateway import Limits
+from penstock.gateway import GatewayLimits
 from penstock.gateway.dialects.chat import ChatDialect
 from penstock.gateway.pending_response import PendingResponse
 from penstock.pool import POOLS
 from penstock.records import Sampling, Task, make_rollout
-from penstock.testing import Scripted, ScriptedEngine, workbench
+from penstock.testing import ScriptedEngine, ScriptedReply, workbench
 
 PINGS = {
     "/v1/chat/completions": b": still sampling\n\n",
@@ -49,7 +49,7 @@ def test_a_stream_whose_engine_is_silent_is_kept_alive(path, silent_after):
         (step,) = (await bench.attempt(session)).steps
         assert (step.finish, step.message["content"]) == ("stop", "42 it is.")
 
-    run([Scripted("42 it is.", stall_after=silent_after)], steps, serves=True, limits=Limits(keep_alive_s=0.02))
+    run([ScriptedReply("42 it is.", stall_after=silent_after)], steps, serves=True, limits=GatewayLimits(keep_alive_s=0.02))
 
 
 def test_a_reader_who_takes_nothing_has_one_event_waiting_for_it_not_many():
@@ -60,12 +60,12 @@ def test_a_reader_who_takes_nothing_has_one_event_waiting_for_it_not_many():
             sent.append(message)
             await taken.wait()
 
-        flight = PendingResponse("", ChatDialect(renderer().tokenizer), send)
-        flight.keep_alive(0.001)
+        response = PendingResponse("", ChatDialect(renderer().tokenizer), send)
+        response.start_keep_alive(0.001)
         await asyncio.wait([asyncio.create_task(taken.wait())], timeout=0.05)
         waiting = len(sent)
         taken.set()
-        flight.land()
+        response.end()
         return waiting
 
     assert asyncio.run(main()) == 1
@@ -74,9 +74,9 @@ def test_a_reader_who_takes_nothing_has_one_event_waiting_for_it_not_many():
 @pytest.mark.parametrize(
     ("limits", "code", "status"),
     [
-        (Limits(steps=2), "too_many_steps", 400),
-        (Limits(tokens=4), "too_many_tokens", 400),
-        (Limits(calls_per_s=2, concurrent_calls=1), "rate_limit_exceeded", 429),
+        (GatewayLimits(steps=2), "too_many_steps", 400),
+        (GatewayLimits(tokens=4), "too_many_tokens", 400),
+        (GatewayLimits(calls_per_s=2, concurrent_calls=1), "rate_limit_exceeded", 429),
     ],
 )
 def test_a_rollout_that_asks_for_more_than_its_share_is_told_which(limits, code, status):

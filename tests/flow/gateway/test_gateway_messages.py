@@ -6,7 +6,7 @@ import pytest
 from gateway_cases import renderer
 
 from penstock.gateway.graph import prompts
-from penstock.testing import CHATML, Scripted, ScriptedEngine, workbench
+from penstock.testing import CHATML, ScriptedEngine, ScriptedReply, workbench
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -222,7 +222,7 @@ def test_events_arrive_while_the_engine_still_samples():
             assert "".join(text for text, *_ in running) == "The answer is 42."
             assert (await events.get_final_message()).content[0].text == "The answer is 42."
 
-    engine = ScriptedEngine([Scripted("The answer is 42.", stall_after=5)], renderer().tokenizer)
+    engine = ScriptedEngine([ScriptedReply("The answer is 42.", stall_after=5)], renderer().tokenizer)
     run(None, steps, engine=engine, serves=True)
 
 
@@ -295,7 +295,7 @@ def test_refusals_are_the_sdks_own_errors():
         assert (busy.value.type, busy.value.error_code) == ("api_error", "engine_busy")
         assert not (await bench.attempt(session)).steps
 
-    run([Scripted(busy=True)], steps)
+    run([ScriptedReply(busy=True)], steps)
 
 
 def test_a_prompt_that_does_not_fit_is_refused_in_words_that_agents_act_on():
@@ -312,4 +312,4 @@ def test_a_stream_that_breaks_off_raises_in_the_sdk():
             await ask(client, USER, stream=True)
         assert caught.value.type == "api_error"
 
-    run([Scripted("The answer is 42.", fail_after=4)], steps)
+    run([ScriptedReply("The answer is 42.", fail_after=4)], steps)

@@ -10,7 +10,7 @@ from prometheus_text import read
 from penstock.gateway.observability import BOUNDS_S, Histogram, merge
 from penstock.gateway.shared_counters import Peers
 from penstock.records import End
-from penstock.testing import Scripted, ScriptedEngine, workbench
+from penstock.testing import ScriptedEngine, ScriptedReply, workbench
 
 
 def run(steps, script=lambda prompt: "Hi.", *, serves=False):
@@ -84,7 +84,7 @@ def test_tokens_that_could_not_be_recorded_are_sampled_and_not_exact():
         assert found.value("penstock_exact_tokens_total") == 3
         assert found.value("penstock_sampled_tokens_total") > 3
 
-    replies = iter([Scripted("Hello there", fail_after=3), "fine"])
+    replies = iter([ScriptedReply("Hello there", fail_after=3), "fine"])
     run(steps, lambda prompt: next(replies))
 
 
@@ -129,7 +129,7 @@ def test_calls_in_flight_and_those_that_joined_are_seen_while_they_run():
         assert found.value("penstock_calls_total", dialect="chat", status="200") == 2
         assert found.value("penstock_steps_total", finish="stop") == 1
 
-    run(steps, lambda prompt: Scripted("Hello", stall_after=2), serves=True)
+    run(steps, lambda prompt: ScriptedReply("Hello", stall_after=2), serves=True)
 
 
 def test_breaks_are_those_of_the_pool():
@@ -207,9 +207,9 @@ def test_what_a_dead_worker_counted_is_kept_by_its_successor_but_not_what_it_had
         Peers(0, 2, tmp_path).save(samples(3, 2))
         Peers(1, 2, tmp_path).save(samples(10, 1))
         successor = Peers(0, 2, tmp_path)
-        assert await successor.together(samples(1, 0)) == samples(14, 1)
+        assert await successor.merged(samples(1, 0)) == samples(14, 1)
         successor.save(samples(1, 0))
-        assert await Peers(1, 2, tmp_path).together(samples(0, 0)) == samples(14, 0)
+        assert await Peers(1, 2, tmp_path).merged(samples(0, 0)) == samples(14, 0)
 
     asyncio.run(main())
 
@@ -217,7 +217,7 @@ def test_what_a_dead_worker_counted_is_kept_by_its_successor_but_not_what_it_had
 def test_a_worker_whose_counts_were_never_written_counts_for_nothing(tmp_path):
     (tmp_path / "counts-1.json").write_bytes(b"{half")
     mine = {"penstock_calls_total": {"c": 1}}
-    assert asyncio.run(Peers(0, 3, tmp_path).together(mine)) == mine
+    assert asyncio.run(Peers(0, 3, tmp_path).merged(mine)) == mine
 
 
 @pytest.mark.parametrize(

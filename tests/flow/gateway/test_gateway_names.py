@@ -5,14 +5,14 @@ import asyncio
 import pytest
 from gateway_cases import USER, chat, renderer
 
-from penstock.gateway.auth import Tokens
-from penstock.gateway.call import Limits
+from penstock.gateway.auth import GatewayTokens
+from penstock.gateway.call import GatewayLimits
 from penstock.gateway.dialects.chat import ChatDialect
 from penstock.gateway.pending_response import PendingResponse
 from penstock.gateway.session import Session
 from penstock.gateway.shared_counters import Peers
 from penstock.records import Sampling, make_rollout
-from penstock.testing import Scripted, ScriptedEngine, workbench
+from penstock.testing import ScriptedEngine, ScriptedReply, workbench
 
 
 class Asked(str):
@@ -36,19 +36,19 @@ def named(steps, *, worker=0, workers=1):
         session = Session(
             make_rollout("g", "t", 0),
             Sampling(),
-            tokens=Tokens(b"a secret for tests only"),
+            tokens=GatewayTokens(b"a secret for tests only"),
             base_url="",
-            limits=Limits(),
+            limits=GatewayLimits(),
             peers=Peers(worker, workers),
         )
         task = asyncio.current_task()
 
         def begin(request):
-            flight = PendingResponse(request, ChatDialect(renderer().tokenizer), unsent)
-            session.begin(flight, task)
-            return flight
+            response = PendingResponse(request, ChatDialect(renderer().tokenizer), unsent)
+            session.start_call(response, task)
+            return response
 
-        return steps(begin, lambda flight: session.finish(flight, flight.name, task))
+        return steps(begin, lambda response: session.end_call(response, response.name, task))
 
     return asyncio.run(main())
 
@@ -63,10 +63,10 @@ def test_as_many_names_are_made_as_there_are_answers_to_the_same_request():
 @pytest.mark.parametrize(("worker", "workers"), [(0, 1), (2, 3)])
 def test_an_answer_gets_the_number_after_all_that_are_on_their_way(worker, workers):
     def steps(begin, end):
-        flights = [begin("q") for _ in range(3)]
-        end(flights[1])
+        responses = [begin("q") for _ in range(3)]
+        end(responses[1])
         names = [begin(request).name for request in ("q", "other")]
-        end(flights[0])
+        end(responses[0])
         return [*names, begin("q").name]
 
     expected = [f"{request}-{number * workers + worker}" for request, number in (("q", 3), ("other", 0), ("q", 4))]
@@ -75,7 +75,7 @@ def test_an_answer_gets_the_number_after_all_that_are_on_their_way(worker, worke
 
 def test_answers_that_overtake_an_earlier_one_have_names_of_their_own():
     async def main():
-        engine = ScriptedEngine([Scripted("first", stall_after=1), "second", "third"], renderer().tokenizer)
+        engine = ScriptedEngine([ScriptedReply("first", stall_after=1), "second", "third"], renderer().tokenizer)
         async with workbench(engine, renderer()) as bench, asyncio.timeout(30):
             session = await bench.rollout()
             http = bench.http(session.token)

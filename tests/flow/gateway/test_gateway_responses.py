@@ -7,7 +7,7 @@ from gateway_cases import renderer
 from openai import APIError
 
 from penstock.gateway.graph import prompts
-from penstock.testing import Scripted, ScriptedEngine, workbench
+from penstock.testing import ScriptedEngine, ScriptedReply, workbench
 
 CALL = '<tool_call>\n{"name": "multiply", "arguments": {"a": 6}}\n</tool_call>'
 PATCH = '<tool_call>\n{"name": "patch", "arguments": {"input": "*** Begin\\n+é\\n"}}\n</tool_call>'
@@ -186,7 +186,7 @@ def test_text_reaches_the_client_while_the_engine_is_still_sampling():
                 engine.release()
         assert seen == "It is 42."
 
-    run([Scripted("It is 42.", stall_after=1)], steps, serves=True)
+    run([ScriptedReply("It is 42.", stall_after=1)], steps, serves=True)
 
 
 def test_arguments_of_a_freeform_call_reach_the_client_while_they_are_written():
@@ -199,7 +199,7 @@ def test_arguments_of_a_freeform_call_reach_the_client_while_they_are_written():
         assert seen == "*** Begin\n+é\n"
 
     size = len(renderer().tokenizer.encode(PATCH.partition("+")[0]))
-    run([Scripted(PATCH, stall_after=size)], steps, serves=True)
+    run([ScriptedReply(PATCH, stall_after=size)], steps, serves=True)
 
 
 def test_a_stream_that_breaks_off_raises_and_never_completes():
@@ -212,7 +212,7 @@ def test_a_stream_that_breaks_off_raises_and_never_completes():
         assert "response.completed" not in seen
         assert [step.finish for step in (await bench.attempt(session)).steps] == ["error"]
 
-    run([Scripted("It is 42.", fail_after=2)], steps)
+    run([ScriptedReply("It is 42.", fail_after=2)], steps)
 
 
 def test_what_nobody_here_can_run_is_left_out_and_counted():

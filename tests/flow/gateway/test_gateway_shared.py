@@ -11,11 +11,11 @@ from gateway_cases import USER, chat, messages_of, renderer
 
 from penstock.errors import PoolError
 from penstock.gateway.app import Gateway
-from penstock.gateway.auth import Tokens
+from penstock.gateway.auth import GatewayTokens
 from penstock.gateway.shared_counters import Peers
 from penstock.pool.memory import MemoryPool
 from penstock.records import End, Sampling, Task, make_rollout
-from penstock.testing import Scripted, ScriptedEngine, Workbench, memory_pool
+from penstock.testing import GatewayFixture, ScriptedEngine, ScriptedReply, memory_pool
 
 ROLLOUT = make_rollout("train-0", "t", 0)
 SECRET = b"a secret for tests only"
@@ -39,7 +39,7 @@ def run(steps, script=lambda prompt: "Hi.", *, pool=memory_pool, boards=(False, 
 def worker(engine, pool, clients, peers):
     """An HTTP client of a gateway's worker."""
     gateway = Gateway(engine, renderer(), pool, secret=SECRET, sampling={"": Sampling()}, peers=peers)
-    return Workbench(gateway, pool, False, clients).http(gateway.tokens.model(ROLLOUT.id))
+    return GatewayFixture(gateway, pool, False, clients).http(gateway.tokens.model(ROLLOUT.id))
 
 
 def test_turns_that_alternate_between_workers_are_one_exact_path():
@@ -67,7 +67,7 @@ def test_steps_that_two_workers_sample_at_once_get_different_numbers_and_names()
         assert len({call.result().json()["id"] for call in calls}) == len({step.answer for step in attempt.steps}) == 4
         assert len(attempt.nodes) == 1
 
-    run(steps, lambda prompt: Scripted("Hello", stall_after=1))
+    run(steps, lambda prompt: ScriptedReply("Hello", stall_after=1))
 
 
 def test_a_retry_that_lands_in_the_other_worker_gets_the_recorded_answer():
@@ -84,7 +84,7 @@ def test_a_rollout_that_one_worker_ended_is_over_in_the_other():
     async def steps(one, other, pool, engine):
         for http in (one, other):
             assert (await chat(http, USER)).status_code == 200
-        control = {"authorization": f"Bearer {Tokens(SECRET).control}"}
+        control = {"authorization": f"Bearer {GatewayTokens(SECRET).control}"}
         ended = await one.post(f"/rollouts/{ROLLOUT.id}/end", json={"end": "completed"}, headers=control)
         assert ended.status_code == 200
         for http in (one, other, one):

@@ -16,9 +16,9 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 
 from penstock.gateway.app import Gateway
-from penstock.gateway.observability import Spans
+from penstock.gateway.observability import CallTracer
 from penstock.records import Sampling, Task, make_rollout
-from penstock.testing import Scripted, ScriptedEngine, Workbench, memory_pool
+from penstock.testing import GatewayFixture, ScriptedEngine, ScriptedReply, memory_pool
 
 SAID = {"role": "user", "content": "the secret word is xylophone"}
 
@@ -30,14 +30,14 @@ def run(steps, script=lambda prompt: "marimba"):
 
     async def main():
         engine, pool = ScriptedEngine(script, renderer().tokenizer), memory_pool()
-        spans = Spans(provider, model="scripted")
-        gateway = Gateway(engine, renderer(), pool, secret=b"a secret for tests only", spans=spans)
+        tracer = CallTracer(provider, model="scripted")
+        gateway = Gateway(engine, renderer(), pool, secret=b"a secret for tests only", tracer=tracer)
         task = Task(id="t", prompt=())
         rollout = make_rollout("train-0", "t", 0)
         await pool.open_group(task, [rollout], seq=0)
         session = gateway.open(rollout, Sampling(max_tokens=64))
         async with AsyncExitStack() as clients:
-            await steps(Workbench(gateway, pool, False, clients), session)
+            await steps(GatewayFixture(gateway, pool, False, clients), session)
 
     asyncio.run(main())
     return exporter.get_finished_spans()
@@ -90,7 +90,7 @@ def test_an_error_is_the_spans_status_with_its_code():
     async def steps(bench, session):
         assert (await chat(bench.http(session.token), USER)).status_code == 502
 
-    [span] = run(steps, lambda prompt: Scripted("Hello", fail_after=2))
+    [span] = run(steps, lambda prompt: ScriptedReply("Hello", fail_after=2))
     assert (span.status.status_code, span.status.description) == (StatusCode.ERROR, "engine_error")
     assert (span.attributes["error.type"], span.attributes["gen_ai.response.finish_reasons"]) == ("engine_error", ("error",))
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from penstock.chat.parsers.base import Text
 from penstock.gateway.reply import ReplyText
-from penstock.testing import Scripted, ScriptedEngine, workbench
+from penstock.testing import ScriptedEngine, ScriptedReply, workbench
 
 CALL = '<tool_call>\n{"name": "multiply", "arguments": {"a": 6}}\n</tool_call>'
 
@@ -127,7 +127,7 @@ def test_text_reaches_a_real_client_while_the_engine_is_still_sampling():
                 engine.release()
         assert seen == "It is 42."
 
-    run([Scripted("It is 42.", stall_after=1)], steps, serves=True)
+    run([ScriptedReply("It is 42.", stall_after=1)], steps, serves=True)
 
 
 def test_a_real_openai_client_streams_tools_over_a_socket():

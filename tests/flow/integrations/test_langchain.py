@@ -15,7 +15,7 @@ from pydantic import BaseModel
 
 from penstock.integrations.langchain import chat_model
 from penstock.records import End
-from penstock.testing import Scripted
+from penstock.testing import ScriptedReply
 
 
 class Answer(BaseModel):
@@ -159,7 +159,7 @@ def test_a_failing_engine_is_not_the_agents_error():
         async for _ in chat_model(max_retries=0).astream(ctx.prompt):
             pass
 
-    assert outcome([Scripted("long", fail_after=2)], run).end is End.ENGINE_ERROR
+    assert outcome([ScriptedReply("long", fail_after=2)], run).end is End.ENGINE_ERROR
 
 
 def test_a_model_needs_a_rollout():

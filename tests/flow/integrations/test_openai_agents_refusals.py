@@ -8,7 +8,7 @@ from openai import BadRequestError
 from openai_agents_cases import TWICE, agent, calls, run_in_rollout
 
 from penstock.integrations.openai_agents import RolloutAgent, RolloutModel, RolloutSession
-from penstock.testing import Scripted
+from penstock.testing import ScriptedReply
 
 
 async def attempt_without(way):
@@ -100,7 +100,7 @@ def test_run_that_fails_or_is_cancelled_leaves_no_session_behind():
             await Runner.run(agent(), "hi")
         await on.engine.idle.wait()
 
-    run_in_rollout([Scripted("never ends", stall_after=2)], play)
+    run_in_rollout([ScriptedReply("never ends", stall_after=2)], play)
 
 
 def test_placeholder_cannot_be_called():

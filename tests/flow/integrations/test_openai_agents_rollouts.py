@@ -21,7 +21,7 @@ from penstock.events import Events
 from penstock.integrations.openai_agents import RolloutModel, RolloutSession
 from penstock.records import End, Sampling, make_rollout
 from penstock.rollout.runner import open_runner
-from penstock.testing import Scripted, ScriptedEngine, workbench
+from penstock.testing import ScriptedEngine, ScriptedReply, workbench
 
 GUIDE = Path(__file__).parents[3] / "docs" / "openai-agents.md"
 SECRET = "sk-the-users-own-key"
@@ -117,7 +117,7 @@ def test_failing_engine_ends_the_rollout_as_the_engines_fault(streamed):
         else:
             await Runner.run(agent(), ctx.prompt, session=RolloutSession("s"))
 
-    attempt = run_of(work, lambda _: Scripted("long", fail_after=2), None)
+    attempt = run_of(work, lambda _: ScriptedReply("long", fail_after=2), None)
     assert (attempt.end, attempt.reward) == (End.ENGINE_ERROR, None)
 
 

@@ -18,7 +18,7 @@ from strands.types.exceptions import MaxTokensReachedException
 from penstock import AgentWorkflowConfig
 from penstock.integrations.strands import RolloutAgent, RolloutModel, blocks
 from penstock.records import End
-from penstock.testing import Scripted
+from penstock.testing import ScriptedReply
 
 
 class Answer(BaseModel):
@@ -286,11 +286,11 @@ def test_a_failing_engine_is_not_the_agents_error():
     async def run(ctx):
         await make(messages=ctx.prompt).invoke_async()
 
-    assert outcome([Scripted("long", fail_after=2)], run).end is End.ENGINE_ERROR
+    assert outcome([ScriptedReply("long", fail_after=2)], run).end is End.ENGINE_ERROR
 
 
 def test_a_cancelled_agent_stops_the_engine():
-    policy = engine(Scripted("never ends", stall_after=2), "42")
+    policy = engine(ScriptedReply("never ends", stall_after=2), "42")
 
     async def run(ctx):
         task = asyncio.create_task(make("first", messages=ctx.prompt).invoke_async())

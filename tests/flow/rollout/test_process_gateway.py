@@ -14,7 +14,7 @@ from penstock.records import End, Sampling, Task, make_rollout
 from penstock.rollout.executors.process import ProcessSection
 from penstock.rollout.runner import open_runner
 from penstock.sdk.discovery import load_agent
-from penstock.testing import Scripted, ScriptedEngine, workbench, write_tokenizer
+from penstock.testing import ScriptedEngine, ScriptedReply, workbench, write_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +115,7 @@ def test_twenty_rollouts_at_once_never_mix(tmp_path, renderer):
 
 ASK = "await ctx.openai().with_options(max_retries=0).chat.completions.create(model='any', messages=ctx.prompt)"
 ENDS = {
-    "engine": (Scripted("long", fail_after=2), ASK, End.ENGINE_ERROR, "code: 502"),
+    "engine": (ScriptedReply("long", fail_after=2), ASK, End.ENGINE_ERROR, "code: 502"),
     "refused": ("x", ASK.replace("messages=", "temperature=-1, messages="), End.AGENT_ERROR, "BadRequestError"),
     "crash": ("x", f"{ASK}\nos._exit(3)", End.AGENT_ERROR, "workflow 'Work': its process ended with exit code 3"),
     "no call": ("x", "pass", End.AGENT_ERROR, "the workflow made no model call through penstock; use ctx.openai()"),
@@ -144,7 +144,7 @@ def test_rollout_ends_in_the_right_category(tmp_path, renderer, end):
 def test_late_agent_is_killed_and_its_call_cancelled_down_to_the_engine(tmp_path, renderer):
     async def main():
         run = f"call = asyncio.create_task({ASK.removeprefix('await ')})\nawait asyncio.to_thread(threading.Event().wait)"
-        script = [Scripted("never ends", stall_after=3)]
+        script = [ScriptedReply("never ends", stall_after=3)]
         async with stage(tmp_path, renderer, script, run, agent_timeout_s=4) as (engine, attempts):
             running = asyncio.create_task(attempts(TASK))
             await engine.stalled.wait()

@@ -12,7 +12,7 @@ from penstock.config import RolloutSection
 from penstock.events import Events
 from penstock.records import End, Sampling, make_rollout
 from penstock.rollout.runner import open_runner
-from penstock.testing import Scripted, ScriptedEngine, workbench, write_tokenizer
+from penstock.testing import ScriptedEngine, ScriptedReply, workbench, write_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ async def stage(renderer, script, run, grade=good_grade, **limits):
 
 def test_call_under_way_when_the_rollout_stops_is_cancelled_down_to_the_engine(renderer):
     async def main():
-        async with stage(renderer, [Scripted("never ends", stall_after=3)], ask) as (engine, attempt):
+        async with stage(renderer, [ScriptedReply("never ends", stall_after=3)], ask) as (engine, attempt):
             running = asyncio.create_task(attempt())
             await engine.stalled.wait()
             running.cancel()
@@ -69,7 +69,7 @@ def test_call_that_outlives_its_workflow_is_cut_and_a_later_one_refused(renderer
             left.append((asyncio.create_task(ask(ctx)), ctx, get_rollout_context()))
             await stalled.wait()
 
-        async with stage(renderer, ["first", Scripted("late", stall_after=1)], run) as (engine, attempt):
+        async with stage(renderer, ["first", ScriptedReply("late", stall_after=1)], run) as (engine, attempt):
             engine.stalled = stalled
             done = await attempt()
             ((late, ctx, context),) = left
@@ -82,7 +82,9 @@ def test_call_that_outlives_its_workflow_is_cut_and_a_later_one_refused(renderer
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("fault", [Scripted("x", busy=True), Scripted("long", fail_after=2), Scripted("long", cut_after=2)])
+@pytest.mark.parametrize(
+    "fault", [ScriptedReply("x", busy=True), ScriptedReply("long", fail_after=2), ScriptedReply("long", cut_after=2)]
+)
 @pytest.mark.parametrize("stream", [False, True])
 def test_failing_engine_ends_the_rollout_as_engine_error(renderer, fault, stream):
     async def run(ctx):
@@ -115,7 +117,7 @@ def test_workflow_that_lives_through_a_failing_engine_completes(renderer):
         await ask(ctx)
 
     async def main():
-        async with stage(renderer, [Scripted("long", fail_after=2), "good"], run) as (_, attempt):
+        async with stage(renderer, [ScriptedReply("long", fail_after=2), "good"], run) as (_, attempt):
             done = await attempt()
             assert (done.end, [step.finish for step in done.steps]) == (End.COMPLETED, ["error", "stop"])
 

@@ -6,7 +6,7 @@ from gateway_cases import CORPUS
 
 from penstock.records import End
 from penstock.sdk.flows.agent import told_of_run
-from penstock.testing import Scripted, write_tokenizer
+from penstock.testing import ScriptedReply, write_tokenizer
 
 SINGLE = """
 @register("my_agent_flow")
@@ -162,7 +162,7 @@ def test_a_flow_that_fails_ends_its_own_rollout_with_one_line(tmp_path, body, wo
 
 def test_an_engine_that_fails_is_not_laid_at_the_flows_door(tmp_path):
     with project(tmp_path, SINGLE) as agent:
-        attempt = ran(agent, [Scripted("never said", fail_after=1)]).attempt
+        attempt = ran(agent, [ScriptedReply("never said", fail_after=1)]).attempt
     assert attempt.end is End.ENGINE_ERROR
 
 

@@ -18,8 +18,8 @@ import torch
 
 from penstock.chat.tokenizer import Tokenizer
 from penstock.config import EngineSection, RunConfig, TrainSection, load_config
-from penstock.engines.base import Sampled
-from penstock.engines.embedded.decoder import Decoder, read_shape
+from penstock.engines.base import SampledChunk
+from penstock.engines.embedded.decoder import Decoder, read_decoder_shape
 from penstock.engines.embedded.weights import save_decoder
 from penstock.pool.sqlite import open_pool
 from penstock.records import Attempt, Sampling
@@ -68,7 +68,7 @@ class PacedEngine(ScriptedEngine):
 
     async def generate(
         self, prompt_ids: Sequence[int], sampling: Sampling, *, rollout_id: str = ""
-    ) -> AsyncGenerator[Sampled, None]:
+    ) -> AsyncGenerator[SampledChunk, None]:
         self.prompts.append(tuple(prompt_ids))
         self.samplings.append(replace(sampling, stop_ids=()))
         self.callers.append(rollout_id)
@@ -81,7 +81,7 @@ class PacedEngine(ScriptedEngine):
             last = place + 1 == len(ids)
             if last:
                 self.held.setdefault((rollout_id, tuple(prompt_ids)), []).append(tuple(versions))
-            yield Sampled((token_id,), (-1.0,), (-1.0,), (versions[-1],), "stop" if last else None)
+            yield SampledChunk((token_id,), (-1.0,), (-1.0,), (versions[-1],), "stop" if last else None)
             async with self.changed:
                 self.changed.notify_all()
 
@@ -187,4 +187,4 @@ def _write_inputs(folder: Path) -> None:
     config = {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True, **sizes, **layers}
     (folder / "model" / "config.json").write_text(json.dumps(config))
     torch.manual_seed(7)
-    save_decoder(Decoder(read_shape(folder / "model")), folder / "model")
+    save_decoder(Decoder(read_decoder_shape(folder / "model")), folder / "model")

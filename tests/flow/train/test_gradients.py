@@ -18,7 +18,7 @@ from training_cases import (
     section,
 )
 
-from penstock.engines.embedded.decoder import Shape
+from penstock.engines.embedded.decoder import DecoderShape
 from penstock.errors import TrainError
 from penstock.records import Sequence
 from penstock.train import forward
@@ -35,7 +35,7 @@ def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("shape", [SHAPE, UNTIED], ids=["tied", "untied"])
 @pytest.mark.parametrize("limit", [10_000, 60, 12])
 @pytest.mark.parametrize("seed", range(4))
-def test_shared_prefixes_give_the_gradients_of_the_flat_path(seed: int, limit: int, shape: Shape):
+def test_shared_prefixes_give_the_gradients_of_the_flat_path(seed: int, limit: int, shape: DecoderShape):
     decoder = make_decoder(shape)
     learner, tree = Learner(decoder, section()), random_tree(seed)
     flat = compute(learner, tree, limit=limit, shared=False)

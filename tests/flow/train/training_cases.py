@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from penstock.config import TrainSection
-from penstock.engines.embedded.decoder import Decoder, Shape, causal
+from penstock.engines.embedded.decoder import Decoder, DecoderShape, causal
 from penstock.records import Sequence
 from penstock.train.batches import pack
 from penstock.train.learner import Learner, UpdateResult
@@ -15,7 +15,7 @@ from penstock.train.learner import Learner, UpdateResult
 torch.set_num_threads(1)  # on matrices this small, threads only wait for each other
 
 VOCAB = 40
-SHAPE = Shape(
+SHAPE = DecoderShape(
     vocab_size=VOCAB,
     hidden=32,
     inner=48,
@@ -28,7 +28,7 @@ SHAPE = Shape(
 UNTIED = replace(SHAPE, tied=False, qkv_bias=True, qk_norm=True, kv_heads=4)
 
 
-def make_decoder(shape: Shape = SHAPE, seed: int = 0) -> Decoder:
+def make_decoder(shape: DecoderShape = SHAPE, seed: int = 0) -> Decoder:
     """In float64, so that two ways to the same gradient differ by little more than the float32 logits."""
     torch.manual_seed(seed)
     decoder = Decoder(shape)

@@ -10,8 +10,15 @@ from penstock.errors import ConfigError
 from penstock.sdk.dataset import load_tasks
 from penstock.sdk.discovery import open_agent
 from penstock.workspace.layout import find_workspace
-from penstock.workspace.opening import open_config
-from penstock.workspace.scaffold import TEMPLATES, apply_template, fix, init_rollout, make_workspace, missing
+from penstock.workspace.opening import load_run_config
+from penstock.workspace.scaffold import (
+    TEMPLATES,
+    apply_template,
+    create_missing_folders,
+    init_rollout,
+    make_workspace,
+    missing_folders,
+)
 
 WORKSPACES = [name for name, template in TEMPLATES.items() if template.rollout]
 
@@ -29,7 +36,7 @@ def test_a_new_rollout_has_code_configs_and_tasks_that_fit_together(tmp_path):
     ]
     heard = []
     for kind, file in (("eval", "configs/eval/mine.toml"), ("train", "configs/training/mine.toml")):
-        config = open_config(tmp_path / file, (), kind, tell=heard.append)
+        config = load_run_config(tmp_path / file, (), kind, tell=heard.append)
         assert open_agent(config.agent, config.workflow, config.grader).workflow_config is None
         assert load_tasks(config.dataset.train) and config.sampling.max_tokens == 40
     assert heard == [] and config.train.steps == 8
@@ -70,8 +77,8 @@ def test_the_doctor_mends_a_workspace_and_says_so(tmp_path, monkeypatch, capsys)
     assert checks["workspace"]["state"] == "note" and "--fix" in checks["workspace"]["remedy"]
     run(["doctor", ".", "--fix", "--json"])
     told = json.loads(capsys.readouterr().out)
-    assert told["fixed"] == ["configs/eval", "configs/training", "data"] and missing(tmp_path) == []
-    assert fix(tmp_path) == []
+    assert told["fixed"] == ["configs/eval", "configs/training", "data"] and missing_folders(tmp_path) == []
+    assert create_missing_folders(tmp_path) == []
     run(["doctor", "rollouts", "--fix", "--json"])
     assert json.loads(capsys.readouterr().out)["fixed"] == [] and not (tmp_path / "rollouts/data").exists()
 
@@ -102,7 +109,7 @@ def test_a_workspace_template_is_whole(tmp_path, capsys, name):
     assert told["next"][-2:] == [f"penstock eval run configs/eval/{name}.toml", f"penstock train configs/training/{name}.toml"]
     workspace = find_workspace(tmp_path / "ws")
     assert workspace is not None and workspace.rollouts() == [name]
-    config = open_config(workspace.path / f"configs/training/{name}.toml", (), "train")
+    config = load_run_config(workspace.path / f"configs/training/{name}.toml", (), "train")
     agent = open_agent(config.agent, config.workflow, config.grader)
     assert agent.grader is not None and make_config(config.model_dump(mode="json"), "again") == config
 

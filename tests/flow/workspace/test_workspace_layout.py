@@ -7,7 +7,7 @@ from workspace_cases import EVAL, made_workspace
 
 from penstock.errors import ConfigError, DatasetError
 from penstock.workspace.layout import Workspace, find_workspace, workspace_of
-from penstock.workspace.opening import open_config
+from penstock.workspace.opening import load_run_config
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def edited(workspace, old, new):
 
 def refusal(file, kind="eval"):
     with pytest.raises(ConfigError) as refused:
-        open_config(file, (), kind)
+        load_run_config(file, (), kind)
     return refused.value
 
 
@@ -53,16 +53,16 @@ def test_a_dataset_is_a_name_or_a_path_and_never_one_of_two(workspace):
 
 def test_an_experiment_is_opened_with_the_datasets_rows_and_our_overrides(workspace, monkeypatch):
     monkeypatch.chdir(workspace / "rollouts")
-    trained = open_config(workspace / "configs/training/multiply.toml", ["train.lr=0.5"], "train")
+    trained = load_run_config(workspace / "configs/training/multiply.toml", ["train.lr=0.5"], "train")
     assert (trained.train.steps, trained.train.lr, trained.run.name) == (16, 0.5, "multiply")  # 32 rows in steps of 2
     assert trained.run.folder == workspace / "runs"
-    measured = open_config(workspace / "configs/eval/multiply.toml", ["eval.samples=2", "run.name=mine"], "eval")
+    measured = load_run_config(workspace / "configs/eval/multiply.toml", ["eval.samples=2", "run.name=mine"], "eval")
     assert (measured.eval.rows, measured.eval.k, measured.run.name) == ("0-2", (1,), "mine")
 
 
 def test_a_file_of_our_own_form_is_opened_as_ever(workspace):
     (workspace / "penstock.toml").write_text('[dataset]\ntrain = "data/multiply.jsonl"\n')
-    assert open_config(workspace / "penstock.toml", ["train.steps=3"], "train").train.steps == 3
+    assert load_run_config(workspace / "penstock.toml", ["train.steps=3"], "train").train.steps == 3
 
 
 def test_an_endpoint_in_a_file_of_our_own_form_cannot_be_trained_either(workspace):
@@ -77,7 +77,7 @@ def test_what_the_agent_needs_in_its_environment_is_set_or_asked_for(workspace, 
     assert "WS_KEY: the environment has none" in str(refusal(file))
     assert os.environ["WS_PLACE"] == "before"
     monkeypatch.setenv("WS_KEY", "x")
-    open_config(file, (), "eval")
+    load_run_config(file, (), "eval")
     assert os.environ["WS_PLACE"] == "here"
 
 
@@ -93,7 +93,7 @@ def test_missing_secrets_and_a_missing_dataset_are_told_together(workspace, monk
 
 def test_keys_that_change_nothing_are_told_to_whoever_listens(workspace):
     heard = []
-    open_config(edited(workspace, "[secrets]", "[advanced]\ngpu = 8\n[secrets]"), (), "eval", tell=heard.append)
+    load_run_config(edited(workspace, "[secrets]", "[advanced]\ngpu = 8\n[secrets]"), (), "eval", tell=heard.append)
     assert len(heard) == 1 and "advanced.gpu is kept with the run" in heard[0]
 
 

@@ -10,7 +10,7 @@ from workspace_cases import made_workspace
 
 from penstock.cli.app import run
 from penstock.errors import ConfigError, DatasetError
-from penstock.workspace.opening import open_config
+from penstock.workspace.opening import load_run_config
 from penstock.workspace.preflight import check_project
 
 FLOW = """
@@ -30,7 +30,7 @@ def workspace(tmp_path):
 
 def opened(workspace, *overrides, kind="eval"):
     file = {"eval": "configs/eval/multiply.toml", "train": "configs/training/multiply.toml"}[kind]
-    return open_config(workspace / file, overrides, kind)
+    return load_run_config(workspace / file, overrides, kind)
 
 
 def refused(config):

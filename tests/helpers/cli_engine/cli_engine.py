@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.chat.tokenizer import Tokenizer
-from penstock.testing import Reply, Scripted, ScriptedEngine
+from penstock.testing import Reply, ScriptedEngine, ScriptedReply
 
 
 def open_engine(folder: Path, *, name: str, **_: Any) -> ScriptedEngine:
@@ -12,6 +12,6 @@ def open_engine(folder: Path, *, name: str, **_: Any) -> ScriptedEngine:
 
     def reply(prompt: tuple[int, ...]) -> Reply:
         stalls = "stall" in tokenizer.decode(prompt)
-        return Scripted(f"{len(prompt)} tokens", stall_after=2 if stalls else None)
+        return ScriptedReply(f"{len(prompt)} tokens", stall_after=2 if stalls else None)
 
     return ScriptedEngine(reply, tokenizer, model=name)

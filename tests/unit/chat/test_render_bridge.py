@@ -10,7 +10,7 @@ from render_cases import (
     make_renderer,
 )
 
-from penstock.chat.bridge import Bridge, Situation
+from penstock.chat.bridge import Bridge, TurnPattern
 from penstock.chat.renderer import Renderer
 from penstock.chat.tokenizer import Tokenizer
 from penstock.errors import ModelError
@@ -100,7 +100,7 @@ def test_special_token_text_in_tool_schemas_stays_text(model, request):
 
 def case(renderer, reply="text", follows="user", *, tools=False, system=False, reasoning=False):
     """Whether a situation is proven."""
-    return Situation(tools, system, reasoning, reply, follows) in renderer.bridge.result.proven
+    return TurnPattern(tools, system, reasoning, reply, follows) in renderer.bridge.result.proven
 
 
 PLAINLY = {"system": False, "thought": False}
@@ -140,7 +140,7 @@ def test_a_template_that_moves_tools_bridges_without_tools_only(tmp_path):
 def test_a_template_that_refuses_some_roles_bridges_the_others(tmp_path):
     renderer = make_renderer(tmp_path, ALTERNATING)
     assert case(renderer)
-    assert renderer.bridge.result.unproven[Situation(False, False, False, "text", "system")].startswith("refused")
+    assert renderer.bridge.result.unproven[TurnPattern(False, False, False, "text", "system")].startswith("refused")
     trimmed = renderer.extend(REPLY, [{"role": "user", "content": " hi \n"}], last_id=None, tools=False, **PLAINLY)
     assert renderer.tokenizer.decode(trimmed) == "\nuser\nhi\nassistant\n"
 

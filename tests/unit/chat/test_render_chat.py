@@ -4,7 +4,7 @@ import pytest
 from render_cases import ALTERNATING, DROPS_REASONING, MOVES_TOOLS, NATIVE_TOOLS, TOOLS
 from transformers import AutoTokenizer
 
-from penstock.chat.templates import ChatTemplate, canonical_json, digest, flatten, link, reasons, tools_digest
+from penstock.chat.templates import ChatTemplate, canonical_json, chain_digest, flatten, has_reasoning, message_digest, tools_digest
 from penstock.chat.tokenizer import Tokenizer
 from penstock.errors import ModelError, RenderError
 from penstock.testing import CHATML, write_tokenizer
@@ -81,7 +81,7 @@ def test_reasoning_has_both_the_names_that_templates_use():
     ],
 )
 def test_a_reply_reasons_in_its_own_field_or_in_its_text(message, expected):
-    assert reasons({"role": "assistant", **message}) is expected
+    assert has_reasoning({"role": "assistant", **message}) is expected
 
 
 def test_tojson_escapes_no_html():
@@ -117,7 +117,7 @@ def reply(content="x", **more):
     ],
 )
 def test_messages_that_mean_the_same_have_one_digest(one, other):
-    assert digest(one) == digest(other)
+    assert message_digest(one) == message_digest(other)
 
 
 @pytest.mark.parametrize(
@@ -133,12 +133,12 @@ def test_messages_that_mean_the_same_have_one_digest(one, other):
     ],
 )
 def test_messages_that_differ_have_two(one, other):
-    assert digest(one) != digest(other)
+    assert message_digest(one) != message_digest(other)
 
 
 def test_chains_depend_on_order_and_on_tools():
-    a, b = digest(reply("a")), digest(reply("b"))
-    assert link(link("", a), b) != link(link("", b), a)
+    a, b = message_digest(reply("a")), message_digest(reply("b"))
+    assert chain_digest(chain_digest("", a), b) != chain_digest(chain_digest("", b), a)
     assert tools_digest(TOOLS) != tools_digest(())
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from reply_cases import added_up, cut_at, parse
 
 from penstock.chat.parsers import TOOL_FORMATS
-from penstock.chat.parsers.base import Arguments, Marks, Reasoning, ReplyReading, Text, ToolCall, marks_of
+from penstock.chat.parsers.base import Arguments, ParseOptions, Reasoning, ReasoningTags, Text, ToolCall, find_reasoning_tags
 from penstock.chat.parsers.deepseek import CALL_BEGIN, CALL_END, CALLS_BEGIN, CALLS_END, SEPARATOR
 from templates.template_cases import FAMILIES
 from templates.template_cases import HERE as TEMPLATES
@@ -31,7 +31,7 @@ WRITE = {
 
 
 def parser(form, *, calls=True, eager=False, tools=(), marks=None):
-    return TOOL_FORMATS.load(form)().parser(ReplyReading(calls, eager, marks, False, tools))
+    return TOOL_FORMATS.load(form)().parser(ParseOptions(calls, eager, marks, False, tools))
 
 
 class Form(NamedTuple):
@@ -226,14 +226,14 @@ def test_harmony_streams_what_is_certain():
 @pytest.mark.parametrize(
     ("source", "marks"),
     [
-        ("{{ '<think>' }}", Marks("<think>", "</think>")),
-        ("split('</think>')", Marks("<think>", "</think>")),
-        ("[THINK]", Marks("[THINK]", "[/THINK]")),
+        ("{{ '<think>' }}", ReasoningTags("<think>", "</think>")),
+        ("split('</think>')", ReasoningTags("<think>", "</think>")),
+        ("[THINK]", ReasoningTags("[THINK]", "[/THINK]")),
         ("think", None),
     ],
 )
 def test_marks_of_reasoning_are_found_in_the_template(source, marks):
-    assert marks_of(source) == marks
+    assert find_reasoning_tags(source) == marks
 
 
 NATIVE = {

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from reply_cases import cut_at, parse
 from transformers.utils.chat_parsing import parse_response
 
-from penstock.chat.parsers.base import Marks, ReplyReading
+from penstock.chat.parsers.base import ParseOptions, ReasoningTags
 from penstock.chat.parsers.hermes import Hermes
 from penstock.chat.parsers.qwen_xml import QwenXml
 
@@ -44,7 +44,7 @@ def theirs(said, form):
 
 
 def ours(said, cuts, form, tools=()):
-    read = parse(form.parser(ReplyReading(True, False, Marks("<think>", "</think>"), False, tools)), *cut_at(said, cuts))
+    read = parse(form.parser(ParseOptions(True, False, ReasoningTags("<think>", "</think>"), False, tools)), *cut_at(said, cuts))
     return read.reasoning, read.text, [(name, json.loads(arguments)) for name, arguments in read.calls]
 
 

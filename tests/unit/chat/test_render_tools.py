@@ -6,16 +6,16 @@ from hypothesis import strategies as st
 from render_cases import MOVES_TOOLS, NATIVE_TOOLS, TOOLS, make_renderer
 from reply_cases import added_up, cut_at, parse
 
-from penstock.chat.parsers.base import Arguments, Marks, ReplyReading, Text, ToolCall
+from penstock.chat.parsers.base import Arguments, ParseOptions, ReasoningTags, Text, ToolCall
 from penstock.chat.parsers.hermes import Hermes
 
 CALL = '<tool_call>\n{"name": "multiply", "arguments": {"a": 6}}\n</tool_call>'
 ONE = [("multiply", '{"a": 6}')]
-THINK = Marks("<think>", "</think>")
+THINK = ReasoningTags("<think>", "</think>")
 
 
 def hermes(*, calls=True, eager=False, marks=None, thinking=False):
-    return Hermes().parser(ReplyReading(calls, eager, marks, thinking))
+    return Hermes().parser(ParseOptions(calls, eager, marks, thinking))
 
 
 @pytest.mark.parametrize("eager", [False, True])

@@ -56,3 +56,32 @@ def test_every_test_that_the_fault_page_names_is_there() -> None:
     known = {name for file in (ROOT / "tests").rglob("*.py") for name in re.findall(r"def (test_\w+)", file.read_text())}
     assert len(named) > 20
     assert named - known == set()
+
+
+def test_the_index_lists_every_page_once() -> None:
+    docs = ROOT / "docs"
+    linked = [link for link in re.findall(r"\]\(([^)#]+)\)", (docs / "README.md").read_text()) if not link.startswith("../")]
+    pages = {str(page.relative_to(docs)) for page in docs.rglob("*.md")} - {"README.md"}
+    assert len(linked) == len(set(linked))
+    assert set(linked) == pages
+
+
+def test_every_link_between_pages_leads_somewhere() -> None:
+    for page in (*(ROOT / "docs").rglob("*.md"), ROOT / "CONTRIBUTING.md"):
+        text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+        links = [link for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text) if "://" not in link]
+        assert [link for link in links if not (page.parent / link).exists()] == [], page
+
+
+def test_every_source_file_that_a_page_names_is_there() -> None:
+    rooms = {path.name for path in (ROOT / "src" / "penstock").iterdir() if path.is_dir()}
+    for page in (*(ROOT / "docs").rglob("*.md"), ROOT / "CONTRIBUTING.md"):
+        named = {name for name in re.findall(r"`(\w+(?:/\w+)+\.py)", page.read_text()) if name.split("/")[0] in rooms}
+        assert [name for name in named if not (ROOT / "src" / "penstock" / name).exists()] == [], page
+
+
+def test_the_architecture_page_has_every_room() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    rooms = {path.stem for path in (ROOT / "src" / "penstock").iterdir() if path.name[0] != "_" and path.suffix in ("", ".py")}
+    listed = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| ([^|]+) \|", page, re.MULTILINE))))
+    assert rooms - {"templates"} <= listed

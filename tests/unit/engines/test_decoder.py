@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.engines.embedded.decoder import FEW_ROWS, Decoder, Shape, causal, read_shape
+from penstock.engines.embedded.decoder import FEW_ROWS, Decoder, DecoderShape, causal, read_decoder_shape
 from penstock.engines.embedded.weights import load_decoder, public_state, save_decoder
 from penstock.errors import ModelError
 
@@ -88,7 +88,7 @@ def test_weights_survive_saving_and_loading(tmp_path: Path):
 def test_few_rows_and_many_rows_give_the_same():
     """Few rows take another product on a CPU."""
     torch.manual_seed(0)
-    shape = Shape(
+    shape = DecoderShape(
         vocab_size=50,
         hidden=32,
         inner=48,
@@ -120,7 +120,7 @@ def test_few_rows_and_many_rows_give_the_same():
 def test_a_model_that_it_cannot_be_is_refused(change: dict[str, Any], message: str, tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], **SMALL, **change}))
     with pytest.raises(ModelError, match=message):
-        read_shape(tmp_path)
+        read_decoder_shape(tmp_path)
 
 
 def test_missing_weights_are_named(tmp_path: Path):

@@ -4,13 +4,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.engines.embedded.kv_cache import Cached, PrefixTree, Segment
+from penstock.engines.embedded.kv_cache import KeyValues, PrefixTree, Segment
 
 
-def computed(tokens: list[int] | tuple[int, ...]) -> Cached:
+def computed(tokens: list[int] | tuple[int, ...]) -> KeyValues:
     """Stand-in keys and values that name their token."""
     row = torch.tensor(tokens, dtype=torch.float32)
-    return Cached(row.view(1, 1, 1, -1), row.view(1, 1, -1, 1))
+    return KeyValues(row.view(1, 1, 1, -1), row.view(1, 1, -1, 1))
 
 
 def compute(tree: PrefixTree, leaf: Segment) -> None:

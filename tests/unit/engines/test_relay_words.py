@@ -9,11 +9,11 @@ import pytest
 
 from penstock.config import make_config
 from penstock.engines import ENGINES, SECTIONS
-from penstock.engines.text_endpoints.anthropic import AnthropicRelay, AnthropicSection, MessageReader
-from penstock.engines.text_endpoints.base import Argued, Asked, Called, Said, Thought
-from penstock.engines.text_endpoints.openai import ChatReader, OpenAIRelay, OpenAISection
+from penstock.engines.text_endpoints.anthropic import AnthropicEndpoint, AnthropicReader, AnthropicSection
+from penstock.engines.text_endpoints.base import ArgumentsPart, ReasoningPart, TextPart, TextRequest, ToolCallPart
+from penstock.engines.text_endpoints.openai import OpenAIEndpoint, OpenAIReader, OpenAISection
 from penstock.errors import ConfigError, RequestError
-from penstock.http.client import Fault
+from penstock.http.client import UpstreamError
 from penstock.records import Sampling, Usage
 
 TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
@@ -35,16 +35,16 @@ TALK = [
 ]
 
 
-def asked(**fields) -> Asked:
-    return Asked(messages=TALK, tools=[TOOL], **({"sampling": Sampling(max_tokens=5)} | fields))
+def asked(**fields) -> TextRequest:
+    return TextRequest(messages=TALK, tools=[TOOL], **({"sampling": Sampling(max_tokens=5)} | fields))
 
 
-def openai(**fields) -> OpenAIRelay:
-    return OpenAIRelay("far", OpenAISection(name="openai", api_key_env="", **fields))
+def openai(**fields) -> OpenAIEndpoint:
+    return OpenAIEndpoint("far", OpenAISection(name="openai", api_key_env="", **fields))
 
 
-def anthropic(**fields) -> AnthropicRelay:
-    return AnthropicRelay("far", AnthropicSection(name="anthropic", api_key_env="", **fields))
+def anthropic(**fields) -> AnthropicEndpoint:
+    return AnthropicEndpoint("far", AnthropicSection(name="anthropic", api_key_env="", **fields))
 
 
 def test_openai_is_asked_with_the_history_and_without_its_reasoning():
@@ -91,16 +91,16 @@ def test_what_anthropic_has_no_word_for_is_refused(sampling):
 @pytest.mark.parametrize(
     ("kind", "url", "at"),
     [
-        (OpenAIRelay, "http://a:1", "http://a:1/v1"),
-        (OpenAIRelay, "http://a:1/v1/", "http://a:1/v1"),
-        (OpenAIRelay, "https://a/v1beta/openai", "https://a/v1beta/openai"),
-        (OpenAIRelay, "", "https://api.openai.com/v1"),
-        (AnthropicRelay, "http://a:1/v1", "http://a:1/v1"),
-        (AnthropicRelay, "", "https://api.anthropic.com/v1"),
+        (OpenAIEndpoint, "http://a:1", "http://a:1/v1"),
+        (OpenAIEndpoint, "http://a:1/v1/", "http://a:1/v1"),
+        (OpenAIEndpoint, "https://a/v1beta/openai", "https://a/v1beta/openai"),
+        (OpenAIEndpoint, "", "https://api.openai.com/v1"),
+        (AnthropicEndpoint, "http://a:1/v1", "http://a:1/v1"),
+        (AnthropicEndpoint, "", "https://api.anthropic.com/v1"),
     ],
 )
 def test_an_address_is_taken_as_the_vendors_clients_take_it(kind, url, at):
-    section = OpenAISection if kind is OpenAIRelay else AnthropicSection
+    section = OpenAISection if kind is OpenAIEndpoint else AnthropicSection
     assert kind.base(section(name="x", url=url)) == at
 
 
@@ -123,17 +123,24 @@ def delta(**fields) -> dict:
 
 def test_calls_of_a_chat_are_told_apart_by_place_or_id():
     part = {"index": 0, "id": "a", "function": {"name": "add", "arguments": '{"x"'}}
-    reader = ChatReader()
+    reader = OpenAIReader()
     more = {"index": 0, "function": {"arguments": ": 1}"}}
     other = {"index": 1, "id": "b", "function": {"name": "sub", "arguments": ""}}
     same_place = {"index": 1, "id": "c", "function": {"name": "mul", "arguments": "{}"}}
     parts = events(reader, delta(tool_calls=[part]), delta(tool_calls=[more]), delta(tool_calls=[other, same_place]))
-    assert parts == [Called("a", "add"), Argued('{"x"'), Argued(": 1}"), Called("b", "sub"), Called("c", "mul"), Argued("{}")]
+    assert parts == [
+        ToolCallPart("a", "add"),
+        ArgumentsPart('{"x"'),
+        ArgumentsPart(": 1}"),
+        ToolCallPart("b", "sub"),
+        ToolCallPart("c", "mul"),
+        ArgumentsPart("{}"),
+    ]
 
 
 def test_a_chat_ends_after_its_counts_whatever_comes_later():
-    reader = ChatReader()
-    assert events(reader, delta(reasoning="hm", content="4")) == [Thought("hm"), Said("4")]
+    reader = OpenAIReader()
+    assert events(reader, delta(reasoning="hm", content="4")) == [ReasoningPart("hm"), TextPart("4")]
     reader.take(json.dumps({"choices": [{"delta": {}, "finish_reason": "length"}]}).encode())
     assert not reader.done
     reader.take(json.dumps({"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 1}}).encode())
@@ -144,7 +151,7 @@ def test_a_chat_ends_after_its_counts_whatever_comes_later():
 
 
 def test_a_message_is_read_block_by_block_and_cached_tokens_count():
-    reader = MessageReader()
+    reader = AnthropicReader()
     used = {"input_tokens": 2, "cache_read_input_tokens": 5, "output_tokens": 1}
     parts = events(
         reader,
@@ -158,7 +165,7 @@ def test_a_message_is_read_block_by_block_and_cached_tokens_count():
         {"type": "content_block_delta", "index": 1, "delta": {"type": "input_json_delta", "partial_json": '{"x": 1}'}},
         {"type": "content_block_stop", "index": 1},
     )
-    assert parts == [Thought("hm"), Called("t", "add"), Argued('{"x": 1}')]
+    assert parts == [ReasoningPart("hm"), ToolCallPart("t", "add"), ArgumentsPart('{"x": 1}')]
     for event in (
         {"type": "message_delta", "delta": {"stop_reason": "tool_use"}, "usage": {"output_tokens": 9}},
         {"type": "message_stop"},
@@ -169,15 +176,15 @@ def test_a_message_is_read_block_by_block_and_cached_tokens_count():
 
 
 def test_a_refusal_breaks_a_message_off():
-    with pytest.raises(Fault, match=r"broke the reply off \(refusal\)"):
-        MessageReader().take(json.dumps({"type": "message_delta", "delta": {"stop_reason": "refusal"}}).encode())
+    with pytest.raises(UpstreamError, match=r"broke the reply off \(refusal\)"):
+        AnthropicReader().take(json.dumps({"type": "message_delta", "delta": {"stop_reason": "refusal"}}).encode())
 
 
 @pytest.mark.parametrize("name", ["openai", "anthropic", "litellm"])
 def test_a_config_with_one_is_the_same_after_it_was_written_and_read(name):
     engine = {"name": name, "url": "http://a:1", "api_key_env": "K", "price_in": 0.5, "extra": {"effort": "low"}}
     config = make_config({"dataset": {"train": "t"}, "engine": engine}, "here")
-    assert config.engine.relays and type(config.engine) is SECTIONS.load(name)
+    assert config.engine.text_only and type(config.engine) is SECTIONS.load(name)
     assert make_config(config.model_dump(mode="json"), "again") == config
 
 
@@ -221,7 +228,7 @@ def test_litellm_is_called_as_its_documents_say(tmp_path, monkeypatch):
 
     try:
         found = asyncio.run(ask("groq/open"))
-        assert found[0].parts == (Said("42"),) and found[-1].usage == Usage(prompt_tokens=3, completion_tokens=2)
+        assert found[0].parts == (TextPart("42"),) and found[-1].usage == Usage(prompt_tokens=3, completion_tokens=2)
         [request] = sys.modules["litellm"].asked
         assert (request["model"], request["api_key"], request["stream"]) == ("groq/open", "key-of-mine", True)
         assert "api_base" not in request

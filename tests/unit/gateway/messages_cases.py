@@ -5,18 +5,18 @@ import json
 import orjson
 import pytest
 
+from penstock.engines.base import TokenPath
 from penstock.errors import RequestError
 from penstock.gateway.call import Prompt
-from penstock.gateway.dialects.base import Answer, Fresh
+from penstock.gateway.dialects.base import ModelAnswer, UnsentTokens
 from penstock.gateway.dialects.messages import MessagesDialect
-from penstock.gateway.graph import TokenPath
 from penstock.gateway.last_request import LastRequest
 from penstock.records import Sampling, Step
 
 TOOL = {"name": "multiply", "description": "a times b", "input_schema": {"type": "object", "properties": {"a": {"type": "number"}}}}
 OURS = {"name": "multiply", "description": "a times b", "parameters": TOOL["input_schema"]}
 USER = {"role": "user", "content": "What is 6 times 7?"}
-NOTHING = Fresh((), ())
+NOTHING = UnsentTokens((), ())
 
 
 class Letters:
@@ -30,7 +30,7 @@ class Before:
     """What the rollout said before: one answer at most."""
 
     def __init__(self, answer="", messages=(), tools=()):
-        self.talk = LastRequest()
+        self.last_request = LastRequest()
         self._known = {answer: (tuple(messages), tuple(tools))} if answer else {}
 
     def messages(self, answer):
@@ -81,18 +81,18 @@ def step(message, *, sampled="", finish="stop", stop=(), stop_ids=(0,)):
 
 def answer(*steps):
     prompt = Prompt(ids=TokenPath((1, 2, 3)), parent=None, added=(1, 2, 3), messages=(), tools=(), chain="")
-    return Answer("abc-0", 1700000000.5, "tiny", parse(USER), prompt, list(steps))
+    return ModelAnswer("abc-0", 1700000000.5, "tiny", parse(USER), prompt, list(steps))
 
 
 def whole(made):
-    return orjson.loads(DIALECT.whole(answer(made)))
+    return orjson.loads(DIALECT.json_body(answer(made)))
 
 
 def streamed(deltas, made):
     """All events of a stream, each checked against its name."""
     writer = DIALECT.events(answer())
-    said = b"".join(writer.grown(0, [delta], NOTHING) for delta in deltas)
-    sent = writer.opening() + said + writer.closing(0, made, NOTHING) + writer.ending([made])
+    said = b"".join(writer.delta(0, [delta], NOTHING) for delta in deltas)
+    sent = writer.start() + said + writer.finish_choice(0, made, NOTHING) + writer.finish([made])
     events = []
     for part in sent.split(b"\n\n")[:-1]:
         name, body = part.split(b"\n")

@@ -8,9 +8,9 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from penstock.chat.parsers.base import Reasoning, Text
 from penstock.chat.tokenizer import BYTE_OF, Tokenizer
+from penstock.engines.base import TokenPath
 from penstock.gateway.call import Prompt
-from penstock.gateway.dialects.base import Answer, Fresh
-from penstock.gateway.graph import TokenPath
+from penstock.gateway.dialects.base import ModelAnswer, UnsentTokens
 from penstock.gateway.last_request import LastRequest
 from penstock.gateway.reply import CallDelta
 from penstock.records import Sampling, Step
@@ -24,7 +24,7 @@ class EarlierCalls:
     """A `Past` with some answers in it."""
 
     def __init__(self, answers=None):
-        self.talk = LastRequest()
+        self.last_request = LastRequest()
         self._answers = answers or {}
 
     def messages(self, answer):
@@ -76,7 +76,7 @@ def answer_to(call, reply, finish="stop", seconds=1.5):
         created=1000.25,
     )
     prompt = Prompt(ids=TokenPath((1, 2, 3)), parent=None, added=(1, 2, 3), messages=call.messages, tools=call.tools, chain="")
-    return Answer("0123-0", 1000.25, "tiny", call, prompt, [step])
+    return ModelAnswer("0123-0", 1000.25, "tiny", call, prompt, [step])
 
 
 def deltas_in(reply, size=10_000):
@@ -98,15 +98,15 @@ def streamed(dialect, answer, batches):
     """All bytes of a stream that grows by `batches` of deltas."""
     (step,) = answer.steps
     writer = dialect(tokenizer()).events(answer)
-    parts = [writer.opening()]
+    parts = [writer.start()]
     told = 0
     for batch in batches:
         size = sum(len(tokenizer().encode(delta.text)) for delta in batch if not isinstance(delta, CallDelta))
-        fresh = Fresh(step.completion_ids[told : told + size], step.logprobs[told : told + size])
-        parts.append(writer.grown(0, batch, fresh))
+        unsent = UnsentTokens(step.completion_ids[told : told + size], step.logprobs[told : told + size])
+        parts.append(writer.delta(0, batch, unsent))
         told += size
-    rest = Fresh(step.completion_ids[told:], step.logprobs[told:])
-    return b"".join([*parts, writer.closing(0, step, rest), writer.ending([step])])
+    rest = UnsentTokens(step.completion_ids[told:], step.logprobs[told:])
+    return b"".join([*parts, writer.finish_choice(0, step, rest), writer.finish([step])])
 
 
 def events_in(stream):

@@ -15,7 +15,7 @@ def ask(**body):
 
 
 def whole(call, text, finish="stop"):
-    return orjson.loads(CompletionsDialect(tokenizer()).whole(answer_to(call, message(text), finish)))
+    return orjson.loads(CompletionsDialect(tokenizer()).json_body(answer_to(call, message(text), finish)))
 
 
 @pytest.mark.parametrize("prompt", ["Hi", ["Hi"], [40, 73], [[40, 73]]])
@@ -84,7 +84,7 @@ def test_a_prompt_of_token_ids_is_spelt_out():
     call = ask(prompt=list(tokenizer().encode("6 times 7 is")), echo=True)
     answer = answer_to(call, message(" 42."))
     spelt = tokenizer().decode(answer.prompt.ids)
-    assert orjson.loads(CompletionsDialect(tokenizer()).whole(answer))["choices"][0]["text"] == spelt + " 42."
+    assert orjson.loads(CompletionsDialect(tokenizer()).json_body(answer))["choices"][0]["text"] == spelt + " 42."
 
 
 @given(st.text(), st.integers(1, 5), st.sampled_from(["stop", "length"]))
@@ -103,5 +103,7 @@ def test_however_a_reply_is_cut_its_stream_adds_up_to_the_whole_answer(text, siz
 
 
 def test_a_stream_that_breaks_ends_with_an_error_and_no_end_mark():
-    (event,) = events_in(CompletionsDialect(tokenizer()).broken(RequestError("the engine failed", status=502, code="engine_error")))
+    (event,) = events_in(
+        CompletionsDialect(tokenizer()).error_event(RequestError("the engine failed", status=502, code="engine_error"))
+    )
     assert event["error"]["code"] == "engine_error"

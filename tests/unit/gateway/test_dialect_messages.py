@@ -5,7 +5,7 @@ import pytest
 from messages_cases import DIALECT, OURS, TOOL, USER, Before, accumulated, block, parse, refused, step, streamed, text, whole
 
 from penstock.chat.parsers.base import Reasoning, Text
-from penstock.chat.templates import digest
+from penstock.chat.templates import message_digest
 from penstock.errors import RequestError
 from penstock.gateway.reply import CallDelta
 from penstock.records import Sampling
@@ -287,7 +287,7 @@ def test_arguments_that_are_no_object_travel_as_one_and_come_back_as_they_were()
         sent = whole(made)["content"]
         assert sent[0]["input"] == {"INVALID_JSON": written}
         back = parse(USER, {"role": "assistant", "content": sent}, USER).messages[1]
-        assert digest(back) == digest(made.message)
+        assert message_digest(back) == message_digest(made.message)
 
 
 def test_arguments_that_claude_code_could_not_parse_come_back_as_they_were():
@@ -330,7 +330,7 @@ def test_errors_have_the_vendors_names(status, kind):
     error = RequestError("no", status=status, code="why", param="what")
     inside = {"type": kind, "message": "no", "details": {"error_code": "why", "param": "what"}}
     assert DIALECT.error(error) == {"type": "error", "error": inside}
-    name, sent = DIALECT.broken(error).strip().split(b"\n")
+    name, sent = DIALECT.error_event(error).strip().split(b"\n")
     assert (name, orjson.loads(sent.removeprefix(b"data: "))) == (b"event: error", {"type": "error", "error": inside})
 
 

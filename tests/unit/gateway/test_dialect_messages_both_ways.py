@@ -6,9 +6,9 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from messages_cases import DIALECT, USER, Before, accumulated, block, parse, step, streamed, text, whole
 
-from penstock.chat.templates import digest
+from penstock.chat.templates import message_digest
 from penstock.errors import RequestError
-from penstock.gateway.dialects.messages import InputText
+from penstock.gateway.dialects.messages import ToolInputStream
 from penstock.gateway.reply import CallDelta, deltas_of
 from penstock.records import Sampling
 
@@ -61,9 +61,9 @@ def test_a_conversation_sent_back_as_received_is_the_recorded_one(messages, stri
             received = [each | {"text": each["text"].strip()} if each["type"] == "text" else each for each in received]
         results = [block("tool_result", tool_use_id=call["id"], content="4") for call in message.get("tool_calls", ())]
         turns += [{"role": "assistant", "content": received}, {"role": "user", "content": [*results, text("go on")]}]
-        recorded.append(digest(message))
+        recorded.append(message_digest(message))
     parsed = parse(*json.loads(json.dumps(turns))).messages
-    assert [digest(message) for message in parsed if message["role"] == "assistant"] == recorded
+    assert [message_digest(message) for message in parsed if message["role"] == "assistant"] == recorded
     assert [message["role"] for message in parsed].count("tool") == sum(len(m.get("tool_calls", ())) for m in messages)
 
 
@@ -79,7 +79,7 @@ def almost_json(draw):
 
 def given_out(text, ends, **how):
     """What a client gets of arguments that come in parts, and of each part."""
-    checked = InputText()
+    checked = ToolInputStream()
     parts = [checked.push(text[start:end]) for start, end in pairwise([0, *ends, len(text)])]
     return "".join(parts) + checked.finish(**how)
 
@@ -98,7 +98,7 @@ def test_arguments_are_an_object_whatever_the_model_wrote_and_come_back_as_it_wr
     assert isinstance(received, dict)
     back = parse(USER, {"role": "assistant", "content": [block("tool_use", id="a", name="f", input=received)]}, USER).messages[1]
     recorded = {"function": {"name": "f", "arguments": written}}
-    assert digest(back) == digest({"role": "assistant", "tool_calls": [recorded]})
+    assert message_digest(back) == message_digest({"role": "assistant", "tool_calls": [recorded]})
 
 
 @given(st.dictionaries(st.text(), JSON, min_size=1, max_size=3), st.data())

@@ -22,7 +22,7 @@ from openai_cases import (
 from pydantic import TypeAdapter
 
 from penstock.chat.parsers.base import Text
-from penstock.chat.templates import digest
+from penstock.chat.templates import message_digest
 from penstock.errors import RequestError
 from penstock.gateway.dialects.responses import FreeformReader, ResponsesDialect, freeform_arguments, freeform_text
 
@@ -36,7 +36,7 @@ def ask(past=None, **body):
 
 
 def whole(call, reply, finish="stop"):
-    return orjson.loads(ResponsesDialect(tokenizer()).whole(answer_to(call, reply, finish)))
+    return orjson.loads(ResponsesDialect(tokenizer()).json_body(answer_to(call, reply, finish)))
 
 
 def test_text_is_one_user_message_and_instructions_come_first():
@@ -258,7 +258,7 @@ def test_an_answer_that_was_cut_off_says_so():
 def test_a_reply_that_is_sent_back_means_the_same(reply):
     items = whole(ask(tools=TOOLS), reply)["output"]
     _, back, _ = ask(input=[USER, *items, USER], tools=TOOLS).messages
-    assert digest(back) == digest(reply)
+    assert message_digest(back) == message_digest(reply)
     assert back.get("reasoning_content") == reply.get("reasoning_content")
 
 
@@ -312,7 +312,7 @@ def test_text_after_a_call_is_a_message_of_its_own_and_still_one_reply_when_sent
     items = events_in(stream)[-1]["response"]["output"]
     assert [item["type"] for item in items] == ["message", "function_call", "message"]
     assert len({item["id"] for item in items}) == 3
-    assert digest(ask(input=[USER, *items], tools=TOOLS).messages[1]) == digest(reply)
+    assert message_digest(ask(input=[USER, *items], tools=TOOLS).messages[1]) == message_digest(reply)
 
 
 def test_logprobs_come_with_the_text():
@@ -357,7 +357,7 @@ def test_the_requests_of_a_coding_agent_pass_and_its_second_one_continues_the_fi
     results = [{"type": "function_call_output", "id": "fco_1", "call_id": f"call_{n}", "output": "made"} for n in range(2)]
     second = ask(past, input=[*asked, *echoed, *results], **CODEX)
     assert second.messages[:4] == first.messages
-    assert (digest(second.messages[4]), second.messages[4]["reasoning_content"]) == (digest(reply), "Write it.")
+    assert (message_digest(second.messages[4]), second.messages[4]["reasoning_content"]) == (message_digest(reply), "Write it.")
     assert second.ignored == ("include:reasoning.encrypted_content", "reasoning.summary", "tool:web_search")
 
 
@@ -365,7 +365,7 @@ def test_errors_and_counts_have_the_vendors_shape():
     dialect = ResponsesDialect(tokenizer())
     error = RequestError("no such thing", code="previous_response_not_found", param="previous_response_id")
     assert dialect.error(error)["error"]["code"] == "previous_response_not_found"
-    (event,) = events_in(dialect.broken(RequestError("the engine failed", status=502, code="engine_error")))
+    (event,) = events_in(dialect.error_event(RequestError("the engine failed", status=502, code="engine_error")))
     assert (event["type"], event["code"], event["error"]["message"]) == ("error", "engine_error", "the engine failed")
     assert EVENT.validate_python(event).message == "the engine failed"
     assert dialect.count(7) == {"object": "response.input_tokens", "input_tokens": 7}

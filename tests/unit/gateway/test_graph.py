@@ -1,6 +1,6 @@
 import pytest
 
-from penstock.chat.templates import digest, link
+from penstock.chat.templates import chain_digest, message_digest
 from penstock.gateway.graph import HISTORY_EDITED, REPLY_EDITED, TOOLS_CHANGED, TokenGraph, prompts
 from penstock.gateway.last_request import LastRequest
 from penstock.records import Attempt, Node, Sampling, Step, make_rollout
@@ -38,7 +38,7 @@ class Scene:
             sampling=Sampling(),
             finish=finish,
             message=said(reply),
-            chain=link(place.chain, digest(said(reply))),
+            chain=chain_digest(place.chain, message_digest(said(reply))),
         )
         self.graph.add(step, None if same else node)
         return step

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.gateway.last_request import LONG, MOST_LOOSE, GrowingBody
+from penstock.gateway.last_request import MAX_UNSTABLE, MIN_CACHED_BYTES, IncrementalBody
 
 WORDS = "because the thing before it came, "
-LONG_ONE = {"role": "system", "content": WORDS * (LONG // len(WORDS) + 1)}
+LONG_ONE = {"role": "system", "content": WORDS * (MIN_CACHED_BYTES // len(WORDS) + 1)}
 WHO = b"rollout\0main\0"
 
 
@@ -42,7 +42,7 @@ def same(one, other):
 
 
 def test_what_a_body_repeats_is_not_read_again():
-    growing = GrowingBody()
+    growing = IncrementalBody()
     first = check(growing, body(user("1"), seed=1))
     second = check(growing, body(user("1"), user("2 ] , } é"), seed=2, tools=[{"a": ["]"]}]))
     third = check(growing, body(user("1"), user("2 ] , } é"), user("3"), stream=True))
@@ -51,36 +51,36 @@ def test_what_a_body_repeats_is_not_read_again():
 
 
 def test_the_same_body_has_the_same_digest_however_it_is_reached_and_another_caller_another():
-    growing = GrowingBody()
+    growing = IncrementalBody()
     check(growing, body(user("1")))
     again = [growing.digest(WHO, body(user("1"))), growing.digest(b"other", body(user("1"))), growing.digest(WHO, body(user("1")))]
     assert again[0] == again[2] != again[1] == sha256(b"other" + body(user("1"))).hexdigest()
 
 
 def test_an_edited_history_is_read_from_the_beginning():
-    growing = GrowingBody()
+    growing = IncrementalBody()
     check(growing, body(user("1"), user("2")))
     check(growing, body(user("1"), user("other"), user("3")))
     check(growing, body(user("1")))
 
 
 def test_marks_that_move_along_with_the_end_are_let_be():
-    growing = GrowingBody()
+    growing = IncrementalBody()
     said = [[*(user(str(n)) for n in range(size)), user(str(size)) | {"cache": True}] for size in range(10)]
     read = [check(growing, body(*messages)) for messages in said]
     assert [same(one, other) for one, other in pairwise(read)] == [0, 2, 3, 4, 5, 6, 7, 8, 9]
 
 
 def test_bodies_that_never_go_on_are_soon_only_read():
-    growing = GrowingBody()
-    for n in range(MOST_LOOSE + 3):
+    growing = IncrementalBody()
+    for n in range(MAX_UNSTABLE + 3):
         check(growing, orjson.dumps({"seed": n, "messages": [LONG_ONE, user("1")]}))
     read = [check(growing, body(user("1"))) for _ in range(2)]
     assert same(*read) == 0
 
 
 def test_a_list_by_that_name_further_down_is_not_taken_for_the_objects_own():
-    growing = GrowingBody()
+    growing = IncrementalBody()
     for n in range(3):
         inner = {"messages": [LONG_ONE, *map(user, "ab"[:n])]}
         check(growing, orjson.dumps({"metadata": inner, "messages": [user(str(n))]}))
@@ -88,7 +88,7 @@ def test_a_list_by_that_name_further_down_is_not_taken_for_the_objects_own():
 
 
 def test_of_a_key_that_comes_twice_the_last_one_counts():
-    growing = GrowingBody()
+    growing = IncrementalBody()
     whole = body(user("1"))
     check(growing, whole)
     check(growing, whole[:-1] + b',"messages":[{"role":"user","content":"2"}]}')
@@ -98,7 +98,7 @@ def test_of_a_key_that_comes_twice_the_last_one_counts():
 
 @pytest.mark.parametrize("tail", [b"", b"]", b"]}x", b",]}", b' "x"]}', b',{"a":NaN}]}', b',{"a":"\xff"}]}', b"],}", b",1 2]}"])
 def test_what_is_no_json_is_refused_in_the_same_words(tail):
-    growing = GrowingBody()
+    growing = IncrementalBody()
     known = body(user("1"))
     check(growing, known)
     with pytest.raises(orjson.JSONDecodeError) as plain:
@@ -110,13 +110,13 @@ def test_what_is_no_json_is_refused_in_the_same_words(tail):
 
 
 def test_a_number_that_goes_on_is_another_number():
-    growing = GrowingBody()
+    growing = IncrementalBody()
     for number in (b"1", b"12", b"12.5", b"12.5e3"):
         check(growing, body()[:-2] + b"," + number + b"]}")
 
 
 def test_entries_nested_deeper_than_python_goes_are_read():
-    growing = GrowingBody()
+    growing = IncrementalBody()
     for count in (1, 2, 3):
         entries = growing.read(body()[:-2] + (b"," + b"[" * 1000 + b"]" * 1000) * count + b"]}")["messages"]
         assert [depth(entry) for entry in entries] == [0, *[1000] * count]
@@ -133,7 +133,7 @@ SPACE = st.sampled_from(("", " ", "\n", " \t\r\n"))
     st.lists(st.tuples(st.integers(0, 3), st.lists(JSON, max_size=3), SPACE, st.sampled_from(("messages", "input"))), max_size=6)
 )
 def test_any_row_of_bodies_is_read_as_each_alone(rows):
-    growing, entries = GrowingBody(), [LONG_ONE]
+    growing, entries = IncrementalBody(), [LONG_ONE]
     for dropped, added, space, key in rows:
         entries = [*entries[: max(1, len(entries) - dropped)], *added]
         listed = f"{space},{space}".join(orjson.dumps(entry).decode() for entry in entries)

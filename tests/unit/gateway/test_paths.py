@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.gateway.graph import TokenPath
+from penstock.engines.base import TokenPath
 
 PARTS = st.lists(st.lists(st.integers(0, 9), max_size=4).map(tuple), max_size=5)
 PLACE = st.none() | st.integers(-12, 12)

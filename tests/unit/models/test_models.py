@@ -14,11 +14,11 @@ from typer.testing import CliRunner
 
 from penstock.cli.models import app
 from penstock.errors import ModelError
-from penstock.models import cached, kept, resolve
-from penstock.models.cache import find, flaw, keep
+from penstock.models import find_cached, list_cached, resolve
+from penstock.models.cache import find, folder_problem, store
 from penstock.models.convert import convert_gguf
 from penstock.models.download import SMOLLM2, fetch_wheel
-from penstock.models.pull import RECIPES, parse
+from penstock.models.pull import BUILT_IN_PLANS, parse
 
 DEADLINE_S = 30
 
@@ -44,7 +44,7 @@ def write_model(folder: Path) -> None:
 
 
 def keep_model(key: str = "some", recipe: str = "1", make=write_model, space_bytes: int = 1, progress=silent):
-    return keep(key, name=key, recipe=recipe, make=make, space_bytes=space_bytes, progress=progress)
+    return store(key, name=key, recipe=recipe, make=make, space_bytes=space_bytes, progress=progress)
 
 
 def fake_pip(folder: Path, code: str) -> tuple[str, ...]:
@@ -111,7 +111,7 @@ def test_a_folder_is_used_in_place(tmp_path, models):
 )
 def test_a_folder_that_is_no_model_says_what_it_lacks(tmp_path, damage, said):
     write_model(tmp_path / "mine")
-    assert flaw(tmp_path / "mine") is None
+    assert folder_problem(tmp_path / "mine") is None
     damage(tmp_path / "mine")
     with pytest.raises(ModelError, match=said):
         resolve(str(tmp_path / "mine"))
@@ -137,7 +137,7 @@ def test_a_kept_model_that_was_damaged_is_made_again(models):
     keep_model()
     (models / "some" / "model.safetensors").unlink()
     assert find("some", "1") is None
-    assert flaw(keep_model().path) is None
+    assert folder_problem(keep_model().path) is None
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
@@ -149,7 +149,7 @@ def test_a_pull_that_breaks_off_leaves_nothing(models, error):
     with pytest.raises(error):
         keep_model(make=make)
     assert [path for path in models.rglob("*") if path.is_file()] == [models / ".locks" / "some"]
-    assert kept() == []
+    assert list_cached() == []
 
 
 def test_a_model_that_came_out_incomplete_is_not_kept(models):
@@ -160,9 +160,9 @@ def test_a_model_that_came_out_incomplete_is_not_kept(models):
 
 def test_what_a_killed_pull_left_is_swept_by_the_next(models):
     code = (
-        "import sys, threading\nfrom penstock.models.cache import keep\n"
+        "import sys, threading\nfrom penstock.models.cache import store\n"
         "def make(folder):\n    (folder / 'half').write_text('x')\n    print('half', flush=True)\n    threading.Event().wait()\n"
-        "keep('some', name='some', recipe='1', make=make, space_bytes=1, progress=lambda *a: None)"
+        "store('some', name='some', recipe='1', make=make, space_bytes=1, progress=lambda *a: None)"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stdout.readline() == "half\n"
@@ -258,14 +258,14 @@ def test_a_file_that_only_claims_to_be_gguf_is_refused(tmp_path):
 
 
 def test_what_is_here_is_known_without_a_pull():
-    assert cached("smollm2-135m") is None
-    recipe = RECIPES["smollm2-135m"]
+    assert find_cached("smollm2-135m") is None
+    recipe = BUILT_IN_PLANS["smollm2-135m"]
     made = keep_model(recipe.key, recipe.version)
-    assert cached("smollm2-135m") == made == resolve("smollm2-135m")
+    assert find_cached("smollm2-135m") == made == resolve("smollm2-135m")
 
 
 def test_list_shows_what_is_here_and_what_can_be_pulled():
-    keep_model("tiny", RECIPES["tiny"].version)
+    keep_model("tiny", BUILT_IN_PLANS["tiny"].version)
     result = CliRunner().invoke(app, ["list", "--json"])
     small, default = json.loads(result.stdout)["models"]
     assert small["name"] == "tiny" and small["bytes"] > 0 and Path(small["path"]).is_dir() and not small["default"]
@@ -273,7 +273,7 @@ def test_list_shows_what_is_here_and_what_can_be_pulled():
 
 
 def test_pull_prints_the_result_alone_on_stdout_and_what_is_next_on_stderr():
-    keep_model("tiny", RECIPES["tiny"].version)
+    keep_model("tiny", BUILT_IN_PLANS["tiny"].version)
     result = CliRunner().invoke(app, ["pull", "tiny"])
     assert result.stdout.split()[0] == "tiny" and len(result.stdout.splitlines()) == 1
     assert 'name = "tiny"' in result.stderr

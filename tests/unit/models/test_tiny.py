@@ -112,7 +112,7 @@ def test_a_word_is_one_token(renderer):
 
 def test_mistakes_come_at_the_rates_asked_for():
     rng = random.Random(0)
-    talks = [tiny.mistaken(rng, wrong_call=0.5, wrong_answer=0.3) for _ in range(2000)]
+    talks = [tiny.mistaken_conversation(rng, wrong_call=0.5, wrong_answer=0.3) for _ in range(2000)]
     right_call = [talk for talk in talks if talk[:2] == tiny.conversation(*map(int, talk[0]["content"].split("*")))[:2]]
     solved = [talk for talk in right_call if talk[2]["content"].split()[1] == talk[3]["content"]]
     assert len(right_call) / 2000 == pytest.approx(0.5, abs=0.04)

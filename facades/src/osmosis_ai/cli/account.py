@@ -15,7 +15,7 @@ from osmosis_ai.cli.output import CliError, Terminal, terminal
 from osmosis_ai.cli.records import Record, below, known
 from osmosis_ai.cli.results import Detail, Operation
 from osmosis_ai.cli.runs import Yes
-from penstock.controller.client import Client
+from penstock.controller.client import ControllerClient
 from penstock.errors import ControllerError
 
 app = typer.Typer(help="Log in at a controller.", no_args_is_help=True)
@@ -38,14 +38,18 @@ def login(
         return _told(client.url, _login_of(client, ""), "environment", "The controller on this machine needs no login.", "noop")
     variable = os.environ.get("OSMOSIS_TOKEN")
     if token is None and variable:
-        found = _login_of(Client(url, variable), variable)
+        found = _login_of(ControllerClient(url, variable), variable)
         return _told(url, found, "environment", f"OSMOSIS_TOKEN is {found.email}'s; nothing was kept.", "noop")
     before = saved_login(url)
     if token is None and before is not None and not force:
         return _told(
-            url, _login_of(Client(url, before.token), before.token), "token", f"Logged in already as {before.email}.", "noop"
+            url,
+            _login_of(ControllerClient(url, before.token), before.token),
+            "token",
+            f"Logged in already as {before.email}.",
+            "noop",
         )
-    made = _login_of(Client(url, token), token) if token is not None else _approved(url, terminal(context))
+    made = _login_of(ControllerClient(url, token), token) if token is not None else _approved(url, terminal(context))
     save_login(url, made)
     return _told(url, made, "token", f"Logged in at {url} as {made.email}.", "success", saved=True)
 
@@ -61,7 +65,7 @@ def logout(context: typer.Context, yes: Yes = False) -> Operation:
     if url is None or login is None:
         return Operation(operation="auth.logout", status="noop", message="Not logged in; nothing to do.", resource=told)
     terminal(context).confirm(f"Log {login.email} out?", yes=yes, summary={"Account": login.email, "Controller": url})
-    told["revoked"] = _revoked(Client(url, login.token), login, terminal(context))
+    told["revoked"] = _revoked(ControllerClient(url, login.token), login, terminal(context))
     forget_login(url)
     return Operation(operation="auth.logout", message=f"Logged out at {url}.", resource=told)
 
@@ -93,7 +97,7 @@ def whoami() -> Detail:
     return Detail(data=data, fields=fields)
 
 
-def _login_of(client: Client, token: str) -> Login:
+def _login_of(client: ControllerClient, token: str) -> Login:
     """Whom a token belongs to; AUTH_REQUIRED where the controller does not know it."""
     found = client.verify()
     user: Record = found["user"]
@@ -112,7 +116,7 @@ def _approved(url: str, told: Terminal) -> Login:
         raise CliError(
             "Nobody can approve a login here; pass --token, or set OSMOSIS_TOKEN", "INTERACTIVE_REQUIRED", flags=["--token"]
         )
-    client = Client(url, None)
+    client = ControllerClient(url, None)
     asked = client.authorize_device(platform.node() or "osmosis")
     typer.echo(f"Code: {asked['user_code']}\nApprove it at: {asked['verification_uri']}", err=True)
     deadline, pause_s = time.monotonic() + min(LONGEST_S, asked["expires_in"]), asked["interval"]
@@ -120,7 +124,7 @@ def _approved(url: str, told: Terminal) -> Login:
         time.sleep(pause_s)
         try:
             token: str = client.device_token(asked["device_code"])["token"]
-            return _login_of(Client(url, token), token)
+            return _login_of(ControllerClient(url, token), token)
         except ControllerError as error:
             if str(error) not in ("authorization_pending", "slow_down"):
                 raise
@@ -128,7 +132,7 @@ def _approved(url: str, told: Terminal) -> Login:
     raise CliError("Nobody approved the login in time; run: osmosis auth login", "AUTH_REQUIRED")
 
 
-def _revoked(client: Client, login: Login, told: Terminal) -> bool:
+def _revoked(client: ControllerClient, login: Login, told: Terminal) -> bool:
     """Whether the token opens nothing any more."""
     if login.token_id is None:
         return False

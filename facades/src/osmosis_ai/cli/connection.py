@@ -9,7 +9,7 @@ from typing import Any
 
 from osmosis_ai.cli.logins import saved_login
 from osmosis_ai.cli.output import CliError
-from penstock.controller.client import Client
+from penstock.controller.client import ControllerClient
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Git:
 class Connection:
     """A workspace and the controller that its commands talk to."""
 
-    client: Client
+    client: ControllerClient
     git: Git
     workspace: Path
 
@@ -69,7 +69,7 @@ def identify(workspace: Path) -> Git:
     return Git("/".join(map(_word, names[-2:])), _without_password(remote))
 
 
-def open_client(git: str | None = None) -> Client:
+def open_client(git: str | None = None) -> ControllerClient:
     """The controller of OSMOSIS_PLATFORM_URL, else the local one."""
     url = platform_url()
     if url is None:
@@ -82,7 +82,7 @@ def open_client(git: str | None = None) -> Client:
     token = os.environ.get("OSMOSIS_TOKEN") or (login.token if login else None)
     if not token:
         raise CliError(f"Not logged in at {url}; run: osmosis auth login, or set OSMOSIS_TOKEN")
-    return Client(url, token, git)
+    return ControllerClient(url, token, git)
 
 
 def platform_url() -> str | None:

@@ -104,6 +104,7 @@ def list_datasets(limit: Limit = 50, everything: All = False) -> Listing:
 
 @app.command("info")
 def show(name: Name) -> Detail:
+    """Show a dataset."""
     here = connect()
     item = dataset_item(here.client.dataset(name))
     fields = {

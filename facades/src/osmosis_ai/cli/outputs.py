@@ -10,7 +10,7 @@ from osmosis_ai.cli.figures import size
 from osmosis_ai.cli.output import CliError, Terminal
 from osmosis_ai.cli.records import PENDING, Record, below, eval_row
 from osmosis_ai.cli.results import Operation
-from penstock.controller.downloads import Fetched, fetch_files
+from penstock.controller.downloads import DownloadResult, download_files
 
 ALL = ("metrics", "trajectories", "artifacts", "logs")
 DEFAULT = ("metrics", "trajectories")
@@ -67,7 +67,7 @@ def download_outputs(
             f"Download {size(total)}?", yes=yes, summary={"Name": run["name"], "Files": len(files), "Size": size(total)}
         )
     root = output or here.workspace / ".osmosis" / "evals" / _folder_name(run)
-    fetched = fetch_files(here.client, "eval", run["id"], files, root, overwrite=overwrite)
+    fetched = download_files(here.client, "eval", run["id"], files, root, overwrite=overwrite)
     failed = refused + [{"path": path, "error": error} for path, error in fetched.failed.items()]
     resource = _resource(run, selection, files, fetched) | {"files_failed": failed, "manifest_totals": below(manifest, "totals")}
     told = {"status": "partial" if failed else "success", "output_path": str(root), "rows": selection.rows}
@@ -97,7 +97,7 @@ def _sorted_out(listed: list[Record], selection: Selection) -> tuple[list[Record
     return list(files.values()), refused
 
 
-def _resource(run: Record, selection: Selection, files: list[Record], fetched: Fetched) -> dict[str, Any]:
+def _resource(run: Record, selection: Selection, files: list[Record], fetched: DownloadResult) -> dict[str, Any]:
     breakdown = {name: {"files": 0, "bytes": 0} for name in selection.types}
     for file in files:
         kind = breakdown[selection.type_of(file["path"]) or ""]

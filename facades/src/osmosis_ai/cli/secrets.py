@@ -13,7 +13,7 @@ from osmosis_ai.cli.paging import All, Limit, fetch_page
 from osmosis_ai.cli.records import known, secret_item
 from osmosis_ai.cli.results import Listing, Operation
 from osmosis_ai.cli.runs import Yes
-from penstock.controller.client import every
+from penstock.controller.client import all_rows
 
 app = typer.Typer(help="Secrets of a controller.", no_args_is_help=True)
 NAME = re.compile(r"[A-Z][A-Z0-9_]{0,254}")
@@ -72,9 +72,10 @@ def set_secret(
 
 @app.command("delete")
 def delete_secret(context: typer.Context, name: Name, scope: Scope = "personal", yes: Yes = False) -> Operation:
+    """Forget a secret."""
     stored = _scope(scope)
     here = connect()
-    found = every(lambda at: here.client.secrets(scope=stored, offset=at), "environment_secrets")
+    found = all_rows(lambda at: here.client.secrets(scope=stored, offset=at), "environment_secrets")
     if all(record.get("name") != name for record in found):
         raise CliError(f"There is no {scope} secret {name}; see: osmosis secret list", "NOT_FOUND")
     terminal(context).confirm(f"Delete the {scope} secret {name}?", yes=yes, summary={"Name": name, "Scope": scope})

@@ -17,8 +17,8 @@ def doctor(
 ) -> Operation:
     """Check a workspace (exit code 1 where something is missing); --fix makes it whole."""
     from penstock.workspace.layout import FOLDERS, find_workspace
-    from penstock.workspace.scaffold import fix as make
-    from penstock.workspace.scaffold import missing as lacking
+    from penstock.workspace.scaffold import create_missing_folders as make
+    from penstock.workspace.scaffold import missing_folders as lacking
 
     if not path.is_dir():
         raise CliError(f"{path}: no such folder; give one, or make it first")

@@ -8,7 +8,7 @@ from osmosis_ai.cli.output import CliError, Terminal
 from osmosis_ai.cli.results import Operation
 
 if TYPE_CHECKING:
-    from penstock.controller.submit import Prepared
+    from penstock.controller.submit import PreparedSubmission
 
 Kind = Literal["eval", "train"]
 FOLDERS = {"eval": "configs/eval", "train": "configs/training"}
@@ -17,16 +17,16 @@ WORDS = {"eval": "evaluation", "train": "training run"}
 
 def submit(kind: Kind, config: Path, terminal: Terminal, *, yes: bool) -> Operation:
     """Queue a run; nothing is sent before the file and the user agree."""
-    from penstock.controller.submit import prepare, send
+    from penstock.controller.submit import prepare_submission, send_submission
 
     here = connect()
     file = _placed(kind, config, here.workspace)
-    prepared = prepare(kind, file)
+    prepared = prepare_submission(kind, file)
     summary = {"Rollout": prepared.rollout, "Entrypoint": prepared.entrypoint, "Model": prepared.model, "Dataset": prepared.dataset}
     pinned = {"Branch": prepared.branch, "Commit": prepared.commit_sha, "Secrets": ", ".join(prepared.secrets)}
     told = summary | {label: value for label, value in pinned.items() if value}
     terminal.confirm(f"Submit this {WORDS[kind]}?", yes=yes, summary=told)
-    return _told(kind, send(prepared, here.client), prepared, here)
+    return _told(kind, send_submission(prepared, here.client), prepared, here)
 
 
 def _placed(kind: Kind, config: Path, workspace: Path) -> Path:
@@ -42,7 +42,7 @@ def _placed(kind: Kind, config: Path, workspace: Path) -> Path:
     return file
 
 
-def _told(kind: Kind, record: dict[str, Any], prepared: "Prepared", here: Connection) -> Operation:
+def _told(kind: Kind, record: dict[str, Any], prepared: "PreparedSubmission", here: Connection) -> Operation:
     name, url = record["name"], record.get("platform_url")
     config = {"rollout": prepared.rollout, "entrypoint": prepared.entrypoint, "model": prepared.model, "dataset": prepared.dataset}
     config |= {"branch": prepared.branch, "commit_sha": prepared.commit_sha}

@@ -16,6 +16,7 @@ Force = Annotated[bool, typer.Option("--force", "-f", help="Write over files tha
 
 @app.command("list")
 def list_templates() -> Listing:
+    """Name the templates."""
     from penstock.workspace.scaffold import TEMPLATES
 
     named = {name: one.about for name, one in TEMPLATES.items() if one.rollout}

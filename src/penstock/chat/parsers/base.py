@@ -144,7 +144,7 @@ BARE = re.compile(r"[^\s,:{}\[\]\"]*")
 ARGUMENTS = ("arguments", "parameters")
 
 
-class Draft(Protocol):
+class CallSink(Protocol):
     """What a call is read into."""
 
     def named(self, name: str) -> None:
@@ -214,7 +214,7 @@ def read_string(source: TextSource) -> Read[str]:
         return ""
 
 
-def read_call(source: TextSource, draft: Draft, *, strict: bool = False) -> Read[bool]:
+def read_call(source: TextSource, draft: CallSink, *, strict: bool = False) -> Read[bool]:
     """Read `{"name": …, "arguments": {…}}`, in any order; other members are passed over, or refused if `strict`.
 
     False where it is malformed, at the first sign of it. A call may have no second name and no second arguments.
@@ -234,7 +234,7 @@ def read_call(source: TextSource, draft: Draft, *, strict: bool = False) -> Read
             return (yield from source.token("}")) and seen >= {"name", "arguments"}
 
 
-def _read_member(source: TextSource, draft: Draft, role: str, *, strict: bool) -> Read[bool]:
+def _read_member(source: TextSource, draft: CallSink, role: str, *, strict: bool) -> Read[bool]:
     if role == "arguments":
         return (yield from read_object(source, draft.grow))
     if role == "name":
@@ -284,14 +284,14 @@ class Arguments(NamedTuple):
 Piece = Text | Reasoning | ToolCall | Arguments
 
 
-class Marks(NamedTuple):
+class ReasoningTags(NamedTuple):
     """What stands around the reasoning of a model, such as `<think>` and `</think>`."""
 
     opening: str
     closing: str
 
 
-class ReplyReading(NamedTuple):
+class ParseOptions(NamedTuple):
     """How one reply is to be read."""
 
     calls: bool
@@ -299,7 +299,7 @@ class ReplyReading(NamedTuple):
     eager: bool
     """Whether arguments are given out while they are written: a call that then turns out malformed stays a call. Otherwise a
     call comes whole, and one that is malformed is text."""
-    marks: Marks | None = None
+    marks: ReasoningTags | None = None
     """None where the model writes no reasoning, or has a form of its own for it."""
     thinking: bool = False
     """Whether the prompt's end has opened the reasoning."""
@@ -339,7 +339,7 @@ class ToolFormat(Protocol):
         """How a call of this tool (of any, where the name is empty) begins: what a forced call's prompt ends with. None: cannot."""
         ...
 
-    def parser(self, reading: ReplyReading) -> ReplyParser:
+    def parser(self, reading: ParseOptions) -> ReplyParser:
         """A fresh parser for one reply."""
         ...
 
@@ -347,7 +347,7 @@ class ToolFormat(Protocol):
 NEWLINES = re.compile(r"\n*")
 
 
-class ReplyGrammar:
+class BaseToolFormat:
     """What most families share; see `ToolFormat`."""
 
     special: tuple[str, ...] = ()
@@ -358,7 +358,7 @@ class ReplyGrammar:
         return list(messages)
 
 
-class CallDraft:
+class PartialCall:
     """A call while it is read: given out as it grows, or kept until it is whole."""
 
     def __init__(self, source: TextSource, give: Callable[[Piece], None], *, eager: bool) -> None:
@@ -400,7 +400,7 @@ class CallParser:
     opens: tuple[str, ...] = ()
     """What a call may begin with, anywhere in the text."""
 
-    def __init__(self, reading: ReplyReading) -> None:
+    def __init__(self, reading: ParseOptions) -> None:
         self.source = TextSource()
         self.reading = reading
         self._opens = self.opens if reading.calls else ()
@@ -437,9 +437,9 @@ class CallParser:
         yield from ()
         return False
 
-    def attempt(self, read: Callable[[CallDraft], Read[bool]]) -> Read[bool]:
+    def attempt(self, read: Callable[[PartialCall], Read[bool]]) -> Read[bool]:
         """Read one call from the mark on; where it is none, all since the mark is unread again."""
-        draft = CallDraft(self.source, self._give, eager=self.reading.eager)
+        draft = PartialCall(self.source, self._give, eager=self.reading.eager)
         good = yield from read(draft)
         if not draft.given:
             call = draft.whole() if good else None
@@ -512,19 +512,19 @@ def _trim_newlines(text: str) -> str:
     return text.rstrip("\n")
 
 
-KNOWN_MARKS = (Marks("<think>", "</think>"), Marks("[THINK]", "[/THINK]"))
+KNOWN_TAGS = (ReasoningTags("<think>", "</think>"), ReasoningTags("[THINK]", "[/THINK]"))
 
 
-def marks_of(template: str) -> Marks | None:
+def find_reasoning_tags(template: str) -> ReasoningTags | None:
     """The marks that a template speaks of; None where it speaks of none."""
-    return next((marks for marks in KNOWN_MARKS if marks.opening in template or marks.closing in template), None)
+    return next((marks for marks in KNOWN_TAGS if marks.opening in template or marks.closing in template), None)
 
 
-def is_open(prompt: str, marks: Marks | None) -> bool:
+def opens_reasoning(prompt: str, marks: ReasoningTags | None) -> bool:
     """Whether the reply to `prompt` begins inside the reasoning."""
     return marks is not None and prompt.rstrip().endswith(marks.opening)
 
 
-def closed(marks: Marks) -> str:
+def close_reasoning(marks: ReasoningTags) -> str:
     """What closes reasoning that the prompt has opened, for a reply that is to begin without any."""
     return f"\n{marks.closing}\n\n"

@@ -2,7 +2,7 @@
 
 import re
 
-from penstock.chat.parsers.base import CallDraft, CallParser, Read, ReplyGrammar, ReplyParser, ReplyReading, read_object
+from penstock.chat.parsers.base import BaseToolFormat, CallParser, ParseOptions, PartialCall, Read, ReplyParser, read_object
 
 CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"  # noqa: RUF001 (the tokens are spelt so)
 CALL_BEGIN, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"  # noqa: RUF001
@@ -11,7 +11,7 @@ FENCE, FENCED = "```", "```json"
 NAME = re.compile(r"[^\s<{`]*")
 
 
-class DeepSeek(ReplyGrammar):
+class DeepSeek(BaseToolFormat):
     """V3 and R1: `function`, the name on a line of its own, the arguments in a fence. See `ToolFormat`."""
 
     special: tuple[str, ...] = (CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END, SEPARATOR, "<think>", "</think>")
@@ -24,7 +24,7 @@ class DeepSeek(ReplyGrammar):
         """Up to where the arguments, or the name, come."""
         return f"{CALLS_BEGIN}{CALL_BEGIN}function{SEPARATOR}{name}" + (f"\n{FENCED}\n" if name else "")
 
-    def parser(self, reading: ReplyReading) -> ReplyParser:
+    def parser(self, reading: ParseOptions) -> ReplyParser:
         """A fresh parser; it reads both forms."""
         return DeepSeekParser(reading)
 
@@ -61,7 +61,7 @@ class DeepSeekParser(CallParser):
             good = yield from self.attempt(self._call)
         return first
 
-    def _call(self, draft: CallDraft) -> Read[bool]:
+    def _call(self, draft: PartialCall) -> Read[bool]:
         source = self.source
         name = yield from source.run(NAME)
         if not (yield from source.token(SEPARATOR)):

@@ -6,7 +6,16 @@
 import re
 from collections.abc import Callable, Sequence
 
-from penstock.chat.parsers.base import CallDraft, CallParser, Read, ReplyGrammar, ReplyParser, ReplyReading, overlap, read_object
+from penstock.chat.parsers.base import (
+    BaseToolFormat,
+    CallParser,
+    ParseOptions,
+    PartialCall,
+    Read,
+    ReplyParser,
+    overlap,
+    read_object,
+)
 from penstock.chat.templates import flatten
 from penstock.records import Message
 
@@ -20,7 +29,7 @@ ON_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 TO_FUNCTION = re.compile(r"\bto=functions\.([^\s<]+)")
 
 
-class Harmony(ReplyGrammar):
+class Harmony(BaseToolFormat):
     special: tuple[str, ...] = (START, CHANNEL, CONSTRAIN, MESSAGE, *CLOSERS)
     ends: tuple[str, ...] = (RETURN, CALL)
 
@@ -36,7 +45,7 @@ class Harmony(ReplyGrammar):
         """Up to where the arguments, or the name, come."""
         return f"{CHANNEL}commentary to=functions.{name}" + (f" {CONSTRAIN}json{MESSAGE}" if name else "")
 
-    def parser(self, reading: ReplyReading) -> ReplyParser:
+    def parser(self, reading: ParseOptions) -> ReplyParser:
         return HarmonyParser(reading)
 
 
@@ -77,7 +86,7 @@ class HarmonyParser(CallParser):
     def _called(self, name: str) -> Read[bool]:
         """Read the body of a call, if calls are wanted."""
 
-        def read(draft: CallDraft) -> Read[bool]:
+        def read(draft: PartialCall) -> Read[bool]:
             draft.named(name)
             whole = yield from read_object(self.source, draft.grow)
             yield from self.source.peek()

@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from penstock.chat.parsers.base import CallDraft, CallParser, Read, ReplyGrammar, ReplyParser, ReplyReading, read_call
+from penstock.chat.parsers.base import BaseToolFormat, CallParser, ParseOptions, PartialCall, Read, ReplyParser, read_call
 from penstock.chat.templates import Tool, flatten, json_value
 from penstock.records import Message
 
@@ -27,7 +27,7 @@ To call a function, write its name and arguments as a JSON object inside <tool_c
 Write one <tool_call> for each call. The results come back inside <tool_response></tool_response>; use them in your answer."""
 
 
-class Hermes(ReplyGrammar):
+class Hermes(BaseToolFormat):
     special: tuple[str, ...] = (OPEN, CLOSE)
 
     def matches(self, template: str) -> bool:
@@ -69,7 +69,7 @@ class Hermes(ReplyGrammar):
         """Up to where the arguments, or the name, come."""
         return f'{OPEN}\n{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments":' if name else f'{OPEN}\n{{"name": "'
 
-    def parser(self, reading: ReplyReading) -> ReplyParser:
+    def parser(self, reading: ParseOptions) -> ReplyParser:
         return HermesParser(reading)
 
 
@@ -82,7 +82,7 @@ class HermesParser(CallParser):
         """One call in each pair of tags."""
         return self.attempt(self._call)
 
-    def _call(self, draft: CallDraft) -> Read[bool]:
+    def _call(self, draft: PartialCall) -> Read[bool]:
         whole = yield from read_call(self.source, draft)
         closed = yield from self.source.token(CLOSE)
         return whole and (closed or self.source.is_spent)

@@ -4,13 +4,13 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from penstock.chat.parsers.base import CallDraft, CallParser, Read, ReplyGrammar, ReplyParser, ReplyReading, read_call
+from penstock.chat.parsers.base import BaseToolFormat, CallParser, ParseOptions, PartialCall, Read, ReplyParser, read_call
 from penstock.records import Message
 
 TAG = "<|python_tag|>"
 
 
-class Llama(ReplyGrammar):
+class Llama(BaseToolFormat):
     special: tuple[str, ...] = (TAG,)
     ends: tuple[str, ...] = ("<|eot_id|>", "<|eom_id|>")
 
@@ -26,7 +26,7 @@ class Llama(ReplyGrammar):
         """Up to where the arguments, or the name, come."""
         return f'{{"name": {json.dumps(name, ensure_ascii=False)}, "parameters":' if name else '{"name": "'
 
-    def parser(self, reading: ReplyReading) -> ReplyParser:
+    def parser(self, reading: ParseOptions) -> ReplyParser:
         return LlamaParser(reading)
 
 
@@ -55,7 +55,7 @@ class LlamaParser(CallParser):
             good = yield from self.attempt(self._call)
         return first
 
-    def _call(self, draft: CallDraft) -> Read[bool]:
+    def _call(self, draft: PartialCall) -> Read[bool]:
         return read_call(self.source, draft, strict=True)
 
 

@@ -6,7 +6,16 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any
 
-from penstock.chat.parsers.base import CallDraft, CallParser, Read, ReplyGrammar, ReplyParser, ReplyReading, read_call, read_object
+from penstock.chat.parsers.base import (
+    BaseToolFormat,
+    CallParser,
+    ParseOptions,
+    PartialCall,
+    Read,
+    ReplyParser,
+    read_call,
+    read_object,
+)
 from penstock.records import Message
 
 CALLS, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
@@ -14,7 +23,7 @@ NAME = re.compile(r"[^\s\[\]{}]*")
 FITTING_ID = re.compile(r"[a-zA-Z0-9]{9}")
 
 
-class Mistral(ReplyGrammar):
+class Mistral(BaseToolFormat):
     special: tuple[str, ...] = (CALLS, ARGS, CALL_ID, "[THINK]", "[/THINK]")
 
     def matches(self, template: str) -> bool:
@@ -29,7 +38,7 @@ class Mistral(ReplyGrammar):
         """Up to where the arguments, or the name, come."""
         return f'{CALLS}[{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments":' if name else f'{CALLS}[{{"name": "'
 
-    def parser(self, reading: ReplyReading) -> ReplyParser:
+    def parser(self, reading: ParseOptions) -> ReplyParser:
         """A fresh parser; it reads both forms."""
         return MistralParser(reading)
 
@@ -63,10 +72,10 @@ class MistralParser(CallParser):
             good = yield from self.attempt(self._listed)
         return first
 
-    def _listed(self, draft: CallDraft) -> Read[bool]:
+    def _listed(self, draft: PartialCall) -> Read[bool]:
         return read_call(self.source, draft)
 
-    def _named(self, draft: CallDraft) -> Read[bool]:
+    def _named(self, draft: PartialCall) -> Read[bool]:
         yield from self.source.peek()
         name = yield from self.source.run(NAME)
         if not name:

@@ -5,7 +5,7 @@ import json
 import re
 from typing import Any
 
-from penstock.chat.parsers.base import CallDraft, CallParser, Read, ReplyGrammar, ReplyParser, ReplyReading, TextSource
+from penstock.chat.parsers.base import BaseToolFormat, CallParser, ParseOptions, PartialCall, Read, ReplyParser, TextSource
 
 START, END = "<|python_start|>", "<|python_end|>"
 NAME, KEY = re.compile(r"[\w.\-]*"), re.compile(r"\w*")
@@ -14,7 +14,7 @@ INSIDE = {quote: re.compile(rf"[{quote}\\]") for quote in "\"'"}
 WORDS = {"true": "true", "false": "false", "null": "null"}
 
 
-class Pythonic(ReplyGrammar):
+class Pythonic(BaseToolFormat):
     special: tuple[str, ...] = (START, END)
 
     def matches(self, template: str) -> bool:
@@ -25,7 +25,7 @@ class Pythonic(ReplyGrammar):
         """Up to where the arguments, or the name, come."""
         return f"[{name}(" if name else "["
 
-    def parser(self, reading: ReplyReading) -> ReplyParser:
+    def parser(self, reading: ParseOptions) -> ReplyParser:
         return PythonicParser(reading)
 
 
@@ -59,7 +59,7 @@ class PythonicParser(CallParser):
             good = yield from self.attempt(self._call)
         return first
 
-    def _call(self, draft: CallDraft) -> Read[bool]:
+    def _call(self, draft: PartialCall) -> Read[bool]:
         source = self.source
         yield from source.peek()
         name = yield from source.run(NAME)

@@ -6,7 +6,7 @@ from typing import Any
 
 import orjson
 
-from penstock.chat.parsers.base import CallDraft, CallParser, Read, ReplyGrammar, ReplyParser, ReplyReading
+from penstock.chat.parsers.base import BaseToolFormat, CallParser, ParseOptions, PartialCall, Read, ReplyParser
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 FUNCTION, FUNCTION_END = "<function=", "</function>"
@@ -25,7 +25,7 @@ KINDS: dict[type, frozenset[str]] = {
 WORDS = {"True": "true", "False": "false", "None": "null"}
 
 
-class QwenXml(ReplyGrammar):
+class QwenXml(BaseToolFormat):
     special: tuple[str, ...] = (OPEN, CLOSE)
 
     def matches(self, template: str) -> bool:
@@ -36,7 +36,7 @@ class QwenXml(ReplyGrammar):
         """Up to where the arguments, or the name, come."""
         return f"{OPEN}\n{FUNCTION}{name}" + (">\n" if name else "")
 
-    def parser(self, reading: ReplyReading) -> ReplyParser:
+    def parser(self, reading: ParseOptions) -> ReplyParser:
         return QwenXmlParser(reading)
 
 
@@ -45,7 +45,7 @@ class QwenXmlParser(CallParser):
 
     opens: tuple[str, ...] = (OPEN, FUNCTION)
 
-    def __init__(self, reading: ReplyReading) -> None:
+    def __init__(self, reading: ParseOptions) -> None:
         self._schemas = {tool["function"]["name"]: _properties(tool["function"]) for tool in reading.tools}
         super().__init__(reading)
 
@@ -56,7 +56,7 @@ class QwenXmlParser(CallParser):
             return False
         return (yield from self.attempt(self._call))
 
-    def _call(self, draft: CallDraft) -> Read[bool]:
+    def _call(self, draft: PartialCall) -> Read[bool]:
         source = self.source
         name = yield from source.run(NAME)
         if not name or not (yield from source.token(">")):
@@ -78,7 +78,7 @@ class QwenXmlParser(CallParser):
         yield from source.token(CLOSE)
         return True
 
-    def _value(self, draft: CallDraft, kinds: frozenset[str]) -> Read[bool]:
+    def _value(self, draft: PartialCall, kinds: frozenset[str]) -> Read[bool]:
         """Read one value, less the newline at either end."""
         yield from self.source.token("\n", after_spaces=False)
         if kinds == frozenset({"string"}):
@@ -89,7 +89,7 @@ class QwenXmlParser(CallParser):
             draft.grow(_as_json("".join(parts), kinds))
         return ended
 
-    def _text(self, draft: CallDraft) -> Read[bool]:
+    def _text(self, draft: PartialCall) -> Read[bool]:
         def give(text: str) -> None:
             draft.grow(_quoted(text)[1:-1])
 

@@ -17,9 +17,9 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from penstock.controller.api.bodies import read_object, reply, text_of
-from penstock.controller.api.links import PATH, Links
-from penstock.controller.database import Database
+from penstock.controller.api.bodies import read_object, reply, string_field
+from penstock.controller.api.links import PATH, SignedLinks
+from penstock.controller.database import ControllerDatabase
 from penstock.controller.runs import new_id, now
 from penstock.errors import ControllerError
 
@@ -28,10 +28,10 @@ TOKENS_TABLE = """CREATE TABLE IF NOT EXISTS tokens (
     revoked INTEGER NOT NULL DEFAULT 0)"""
 OWNER = "owner"
 """Id and name of who has the token of the folder."""
-LIFETIME = timedelta(days=90)
+TOKEN_LIFETIME = timedelta(days=90)
 
 
-class Needs(StrEnum):
+class AccessLevel(StrEnum):
     """What a route asks of its caller."""
 
     NOTHING = "nothing"
@@ -40,17 +40,17 @@ class Needs(StrEnum):
     OWNER = "owner"
 
 
-OPEN = frozenset({"/health", "/device", "/api/cli/device/authorize", "/api/cli/device/token"})
-OWNERS = frozenset({("POST", "/api/cli/device/approve"), ("POST", "/api/cli/repositories")})
+PUBLIC_PATHS = frozenset({"/health", "/device", "/api/cli/device/authorize", "/api/cli/device/token"})
+OWNER_ROUTES = frozenset({("POST", "/api/cli/device/approve"), ("POST", "/api/cli/repositories")})
 """What lets others in, or opens a folder of the controller's machine."""
 
 
-def needs(method: str, path: str) -> Needs:
-    if path in OPEN:
-        return Needs.NOTHING
+def required_access(method: str, path: str) -> AccessLevel:
+    if path in PUBLIC_PATHS:
+        return AccessLevel.NOTHING
     if path.startswith(f"{PATH}/"):
-        return Needs.LINK
-    return Needs.OWNER if (method, path) in OWNERS else Needs.TOKEN
+        return AccessLevel.LINK
+    return AccessLevel.OWNER if (method, path) in OWNER_ROUTES else AccessLevel.TOKEN
 
 
 class Identity(NamedTuple):
@@ -69,10 +69,10 @@ class Identity(NamedTuple):
         return f"{self.token_id}@{socket.gethostname() or 'localhost'}"
 
 
-class Tokens:
+class ApiTokens:
     """Those that open this controller."""
 
-    def __init__(self, database: Database, owner_token: str) -> None:
+    def __init__(self, database: ControllerDatabase, owner_token: str) -> None:
         self._database = database
         self._owner = _hash(owner_token)
         database.create(TOKENS_TABLE)
@@ -80,7 +80,7 @@ class Tokens:
     def make(self, name: str) -> tuple[str, Identity]:
         """A new one for a device; it can be read here and never again."""
         token, token_id = f"pst_{secrets.token_urlsafe(32)}", new_id()
-        expires_at = (datetime.now(UTC) + LIFETIME).isoformat(timespec="seconds")
+        expires_at = (datetime.now(UTC) + TOKEN_LIFETIME).isoformat(timespec="seconds")
         statement = "INSERT INTO tokens (id, hash, name, created_at, expires_at) VALUES (?, ?, ?, ?, ?)"
         self._database.write(statement, [token_id, _hash(token), name, now(), expires_at])
         return token, Identity(token_id, name, expires_at)
@@ -88,20 +88,20 @@ class Tokens:
     def identify(self, authorization: str | None) -> Identity:
         """Of a request with this header; ControllerError 401 with one of the platform's codes."""
         if authorization is None:
-            raise _refused("no token was sent; send it as `Authorization: Bearer …`", "AUTH_HEADER_MISSING")
+            raise _unauthorized("no token was sent; send it as `Authorization: Bearer …`", "AUTH_HEADER_MISSING")
         scheme, _, token = authorization.partition(" ")
         if scheme.lower() != "bearer" or not token.strip():
-            raise _refused("the Authorization header has no token; send it as `Authorization: Bearer …`", "TOKEN_MISSING")
+            raise _unauthorized("the Authorization header has no token; send it as `Authorization: Bearer …`", "TOKEN_MISSING")
         shown = _hash(token.strip())
         if hmac.compare_digest(shown, self._owner):
             return Identity(OWNER, OWNER)
         row = self._database.row("SELECT * FROM tokens WHERE hash = ?", [shown])
         if row is None:
-            raise _refused("the token is not one of this controller's; log in again", "TOKEN_INVALID")
+            raise _unauthorized("the token is not one of this controller's; log in again", "TOKEN_INVALID")
         if row["revoked"]:
-            raise _refused("the token was revoked; log in again", "TOKEN_REVOKED")
+            raise _unauthorized("the token was revoked; log in again", "TOKEN_REVOKED")
         if datetime.fromisoformat(row["expires_at"]) < datetime.now(UTC):
-            raise _refused("the token is over; log in again", "TOKEN_EXPIRED")
+            raise _unauthorized("the token is over; log in again", "TOKEN_EXPIRED")
         return Identity(row["id"], row["name"], row["expires_at"])
 
     def revoke(self, token_id: str, who: Identity) -> None:
@@ -115,7 +115,7 @@ class Tokens:
             raise ControllerError(f"there is no token {token_id!r}", code="TOKEN_NOT_FOUND", status=404)
 
 
-def refuse_others(who: Identity) -> None:
+def require_owner(who: Identity) -> None:
     """ControllerError 403 for all but the owner."""
     if not who.is_owner:
         text = "this needs the owner's token, which lies in the controller's folder; run the command on the controller's machine"
@@ -126,56 +126,57 @@ def _hash(token: str) -> str:
     return sha256(token.encode("utf-8", "surrogateescape")).hexdigest()
 
 
-def _refused(message: str, code: str) -> ControllerError:
+def _unauthorized(message: str, code: str) -> ControllerError:
     return ControllerError(message, code=code, status=401)
 
 
 LOGINS_TABLE = """CREATE TABLE IF NOT EXISTS logins (
     device_hash TEXT PRIMARY KEY, user_code TEXT NOT NULL UNIQUE, name TEXT NOT NULL, until REAL NOT NULL, answer TEXT)"""
-LETTERS = "BCDFGHJKLMNPQRSTVWXZ23456789"
+CODE_ALPHABET = "BCDFGHJKLMNPQRSTVWXZ23456789"
 """Of a user's code: none that is taken for another, none that makes words."""
-LIFETIME_S = 900
-INTERVAL_S = 2
-MOST = 50
+LOGIN_LIFETIME_S = 900
+POLL_INTERVAL_S = 2
+MAX_LOGINS = 50
 """Logins that wait at once: anyone who reaches the controller may begin one."""
 
 
-class Begun(NamedTuple):
+class PendingLogin(NamedTuple):
     """A login that waits."""
 
     device_code: str
     user_code: str
 
 
-class Logins:
+class DeviceLogins:
     """Those that wait. They are few and short-lived, and survive a controller that is started again."""
 
-    def __init__(self, database: Database, tokens: Tokens) -> None:
+    def __init__(self, database: ControllerDatabase, tokens: ApiTokens) -> None:
         self._database = database
         self._tokens = tokens
         database.create(LOGINS_TABLE)
 
-    def begin(self, name: str) -> Begun:
+    def begin(self, name: str) -> PendingLogin:
         """For a device of this name."""
         with self._database.transaction():
             self._database.write("DELETE FROM logins WHERE until < ?", [time.time()])
             waiting = self._database.rows("SELECT count(*) FROM logins")[0][0]
-            if waiting >= MOST:
+            if waiting >= MAX_LOGINS:
                 raise ControllerError(f"{waiting} logins wait already; try again later", code="TOO_MANY_LOGINS", status=429)
-            code = "".join(secrets.choice(LETTERS) for _ in range(8))
-            begun = Begun(secrets.token_urlsafe(32), f"{code[:4]}-{code[4:]}")
+            code = "".join(secrets.choice(CODE_ALPHABET) for _ in range(8))
+            begun = PendingLogin(secrets.token_urlsafe(32), f"{code[:4]}-{code[4:]}")
             statement = "INSERT INTO logins (device_hash, user_code, name, until) VALUES (?, ?, ?, ?)"
-            self._database.write(statement, [_hash_code(begun.device_code), begun.user_code, name, time.time() + LIFETIME_S])
+            self._database.write(statement, [_hash_code(begun.device_code), begun.user_code, name, time.time() + LOGIN_LIFETIME_S])
         return begun
 
     def answer(self, user_code: str, *, approve: bool) -> str:
         """Let the device in that shows this code, or not; its name. A code is answered once."""
-        code = as_code(user_code)
+        code = normalize_code(user_code)
         name = self._database.row("SELECT name FROM logins WHERE user_code = ?", [code])
         statement = "UPDATE logins SET answer = ? WHERE user_code = ? AND answer IS NULL AND until >= ?"
         changed = self._database.write(statement, ["approved" if approve else "denied", code, time.time()])
         if name is None or not changed:
-            text = f"no login waits with the code {code or user_code[:20]!r}; codes are good for {LIFETIME_S // 60} minutes, once"
+            minutes = LOGIN_LIFETIME_S // 60
+            text = f"no login waits with the code {code or user_code[:20]!r}; codes are good for {minutes} minutes, once"
             raise ControllerError(text, code="CODE_UNKNOWN", status=404)
         return name["name"]
 
@@ -185,22 +186,22 @@ class Logins:
         with self._database.transaction():
             row = self._database.row("SELECT * FROM logins WHERE device_hash = ?", [device])
             if row is None or row["until"] < time.time():
-                raise _stands("expired_token")
+                raise _login_state("expired_token")
             if row["answer"] == "denied":
-                raise _stands("access_denied")
+                raise _login_state("access_denied")
             if row["answer"] is None:
-                raise _stands("authorization_pending")
+                raise _login_state("authorization_pending")
             self._database.write("DELETE FROM logins WHERE device_hash = ?", [device])
             return self._tokens.make(row["name"])
 
 
-def as_code(text: str) -> str:
+def normalize_code(text: str) -> str:
     """As it was shown, however it was typed: upper case, one dash."""
     letters = re.sub(r"[^A-Z0-9]", "", text.upper())[:8]
     return f"{letters[:4]}-{letters[4:]}" if letters else ""
 
 
-def _stands(word: str) -> ControllerError:
+def _login_state(word: str) -> ControllerError:
     return ControllerError(word, code=word.upper(), status=400)
 
 
@@ -208,10 +209,10 @@ def _hash_code(code: str) -> str:
     return sha256(code.encode("utf-8", "surrogatepass")).hexdigest()
 
 
-class Account:
+class AccountRoutes:
     """Routes of who asks."""
 
-    def __init__(self, tokens: Tokens, logins: Logins, links: Links) -> None:
+    def __init__(self, tokens: ApiTokens, logins: DeviceLogins, links: SignedLinks) -> None:
         self._tokens = tokens
         self._links = links
         self._logins = logins
@@ -236,25 +237,25 @@ class Account:
 
     async def _authorize(self, request: Request) -> Response:
         body = await read_object(request)
-        begun = self._logins.begin(text_of(body, "deviceName", default="a device")[:100])
+        begun = self._logins.begin(string_field(body, "deviceName", default="a device")[:100])
         page = f"{self._links.base}/device"
         whole = {"verification_uri": page, "verification_uri_complete": f"{page}?code={begun.user_code}"}
-        return reply(begun._asdict() | whole | {"expires_in": LIFETIME_S, "interval": INTERVAL_S})
+        return reply(begun._asdict() | whole | {"expires_in": LOGIN_LIFETIME_S, "interval": POLL_INTERVAL_S})
 
     async def _page(self, request: Request) -> Response:
         """What the browser of who logs in shows: whom to ask."""
-        code = as_code(request.query_params.get("code", "")) or "CODE"
+        code = normalize_code(request.query_params.get("code", "")) or "CODE"
         text = f"To let this device in, run on the controller's machine:\n\n    penstock controller approve {code}\n"
         return PlainTextResponse(text, headers={"cache-control": "no-store", "x-content-type-options": "nosniff"})
 
     async def _token(self, request: Request) -> Response:
-        token, who = self._logins.token(text_of(await read_object(request), "device_code"))
+        token, who = self._logins.token(string_field(await read_object(request), "device_code"))
         return reply({"token": token, "user": _user(who), "token_id": who.token_id, "expires_at": who.expires_at})
 
     async def _approve(self, request: Request) -> Response:
         body = await read_object(request)
         approve = body.get("deny") is not True
-        name = self._logins.answer(text_of(body, "user_code"), approve=approve)
+        name = self._logins.answer(string_field(body, "user_code"), approve=approve)
         return reply({"device_name": name, "status": "approved" if approve else "denied"})
 
     async def _revoke(self, request: Request) -> Response:

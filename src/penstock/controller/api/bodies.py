@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from penstock.errors import ControllerError
 
-LARGEST = 4 << 20
+MAX_BODY_BYTES = 4 << 20
 """Bytes of a JSON body: a submission holds settings, never files."""
 
 
@@ -18,7 +18,7 @@ def reply(body: Mapping[str, Any], status: int = 200, **headers: str) -> Respons
     return Response(orjson.dumps(dict(body), option=orjson.OPT_NON_STR_KEYS), status, headers, media_type="application/json")
 
 
-async def read_object(request: Request, *, largest: int = LARGEST) -> dict[str, Any]:
+async def read_object(request: Request, *, largest: int = MAX_BODY_BYTES) -> dict[str, Any]:
     """The JSON object that a body is; `{}` for none. ControllerError 400 or 413 for anything else."""
     body = await read_bytes(request, largest)
     if not body.strip():
@@ -48,7 +48,7 @@ def too_large(largest: int) -> ControllerError:
     return ControllerError(f"the request's body is larger than {largest} bytes; send less", code="BODY_TOO_LARGE", status=413)
 
 
-def text_of(body: Mapping[str, Any], key: str, *, default: str | None = None) -> str:
+def string_field(body: Mapping[str, Any], key: str, *, default: str | None = None) -> str:
     """A string of a body; ControllerError 400 where it is missing (and there is no default) or of another type."""
     value = body.get(key, default)
     if not isinstance(value, str) or not value.strip():
@@ -57,26 +57,29 @@ def text_of(body: Mapping[str, Any], key: str, *, default: str | None = None) ->
     return value
 
 
-def as_table(value: object) -> dict[str, Any]:
+def as_object(value: object) -> dict[str, Any]:
     """A part of a body that is an object; empty where it is anything else."""
     return cast(dict[str, Any], value) if isinstance(value, dict) else {}
 
 
-MOST = 50
+MAX_PAGE_ROWS = 50
 """Rows of a page; also how many there are where the caller does not say."""
-FURTHEST = 1 << 53
+MAX_OFFSET = 1 << 53
 
 
-class Page(NamedTuple):
+class PageRequest(NamedTuple):
     """Which rows are asked for."""
 
     limit: int
     offset: int
 
 
-def paged(request: Request) -> Page:
+def page_request(request: Request) -> PageRequest:
     """From `limit` (1 to 50) and `offset`; ControllerError 400 for others."""
-    return Page(number(request, "limit", MOST, low=1, high=MOST), number(request, "offset", 0, low=0, high=FURTHEST))
+    return PageRequest(
+        int_param(request, "limit", MAX_PAGE_ROWS, low=1, high=MAX_PAGE_ROWS),
+        int_param(request, "offset", 0, low=0, high=MAX_OFFSET),
+    )
 
 
 def page_reply(
@@ -89,13 +92,13 @@ def page_reply(
     return reply({key: list(rows)} | place | dict(more or {}))
 
 
-def number(request: Request, name: str, default: int, *, low: int, high: int) -> int:
+def int_param(request: Request, name: str, default: int, *, low: int, high: int) -> int:
     """A whole number of the query; ControllerError 400 where it is something else or out of bounds."""
     text = request.query_params.get(name)
     if text is None:
         return default
     if not (text.isascii() and text.isdecimal() and len(text) <= 18 and low <= int(text) <= high):
-        bounds = f"from {low} to {high}" if high < FURTHEST else f"of at least {low}"
+        bounds = f"from {low} to {high}" if high < MAX_OFFSET else f"of at least {low}"
         problem = f"{name} = {text[:40]!r}: give a whole number {bounds}"
         raise ControllerError(problem, code="QUERY_INVALID", status=400, details={"field": name})
     return int(text)

@@ -12,11 +12,11 @@ import orjson
 
 from penstock.run.folder import RunFolder
 
-Stamp = tuple[tuple[int, int], ...]
+FileStamps = tuple[tuple[int, int], ...]
 """When files were last written, and their sizes."""
-REMEMBERED = 200
+MAX_CACHED = 200
 
-NAMES = {
+METRIC_NAMES = {
     "reward": ("rollout/raw_reward", "Training reward"),
     "response_length": ("rollout/response_lengths", "Sampled tokens per rollout"),
     "entropy": ("train/entropy_loss", "Entropy"),
@@ -35,7 +35,7 @@ NAMES = {
 HELD_OUT = ("eval/validation/reward", "Held-out reward")
 
 
-class Point(NamedTuple):
+class CurvePoint(NamedTuple):
     """A value after a step."""
 
     step: int
@@ -44,12 +44,12 @@ class Point(NamedTuple):
     """What was measured, by which its time is known: the step, or an evaluation such as `during-8`."""
 
 
-Curves = dict[tuple[str, str], list[Point]]
+Curves = dict[tuple[str, str], list[CurvePoint]]
 """By key and title."""
 
 
 @dataclass(slots=True)
-class Times:
+class EventTimes:
     """When steps and held-out evaluations ended, from the event log; read on from where the last reading stopped."""
 
     offset: int = 0
@@ -57,7 +57,7 @@ class Times:
 
     def read_on(self, file: Path) -> None:
         """Take in what was added."""
-        for line in _whole_lines(file, self.offset):
+        for line in _complete_lines(file, self.offset):
             self.offset += len(line)
             if b'"kind":"train.step"' in line[:80] or b'"kind":"eval.end"' in line[:80]:
                 event = orjson.loads(line)
@@ -66,7 +66,7 @@ class Times:
 
 
 @dataclass(slots=True)
-class Steps:
+class StepMetrics:
     """What the steps came to, from the metrics; read on from where the last reading stopped."""
 
     offset: int = 0
@@ -77,11 +77,11 @@ class Steps:
     curves: Curves = field(default_factory=Curves)
     examples: int = 0
 
-    def read_on(self, file: Path) -> "Steps":
+    def read_on(self, file: Path) -> "StepMetrics":
         """With what was added; read from the beginning where the file is not the one that was read."""
-        lines = _whole_lines(file, self.offset - len(self.read))
+        lines = _complete_lines(file, self.offset - len(self.read))
         if self.read and next(lines, b"") != self.read:
-            return Steps().read_on(file)
+            return StepMetrics().read_on(file)
         for line in lines:
             if line.endswith(b"}\n"):
                 self._add(orjson.loads(line))
@@ -92,14 +92,14 @@ class Steps:
         step, rollouts = entry["step"], entry.get("rollouts")
         derived = {"response_length": entry["sampled_tokens"] / rollouts} if rollouts else {}
         for name, value in {**entry, **derived}.items():
-            if name in NAMES and isinstance(value, (int, float)):
-                self.curves.setdefault(NAMES[name], []).append(Point(step, float(value), step))
+            if name in METRIC_NAMES and isinstance(value, (int, float)):
+                self.curves.setdefault(METRIC_NAMES[name], []).append(CurvePoint(step, float(value), step))
         self.last = entry
         self.examples += entry.get("groups", 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trained:
+class TrainingProgress:
     """A training run in numbers."""
 
     curves: Curves
@@ -138,14 +138,14 @@ class Trained:
         return found
 
 
-class Trainings:
+class TrainingReader:
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._times: OrderedDict[Path, Times] = OrderedDict()
-        self._steps: dict[Path, Steps] = {}
-        self._read: dict[Path, tuple[Stamp, Trained]] = {}
+        self._times: OrderedDict[Path, EventTimes] = OrderedDict()
+        self._steps: dict[Path, StepMetrics] = {}
+        self._read: dict[Path, tuple[FileStamps, TrainingProgress]] = {}
 
-    def read(self, path: Path) -> Trained:
+    def read(self, path: Path) -> TrainingProgress:
         """Of the run in this folder, which may not be there yet. What has not changed is not read again; ask in a thread."""
         stamp = tuple(_stamp(path / name) for name in ("metrics.jsonl", "evals.json", "events.jsonl"))
         with self._lock:
@@ -155,17 +155,17 @@ class Trainings:
                 self._read[path] = (stamp, trained)
             return trained
 
-    def _trained(self, path: Path) -> Trained:
+    def _trained(self, path: Path) -> TrainingProgress:
         folder = RunFolder(path, resumed=True)
-        times = self._times.setdefault(path, Times())
-        while len(self._times) > REMEMBERED:
+        times = self._times.setdefault(path, EventTimes())
+        while len(self._times) > MAX_CACHED:
             forgotten, _ = self._times.popitem(last=False)
             self._read.pop(forgotten, None)
             self._steps.pop(forgotten, None)
         times.read_on(folder.events)
-        steps = self._steps[path] = self._steps.get(path, Steps()).read_on(path / "metrics.jsonl")
-        return Trained(
-            curves={name: points.copy() for name, points in steps.curves.items()} | _held_out(folder.evaluations()),
+        steps = self._steps[path] = self._steps.get(path, StepMetrics()).read_on(path / "metrics.jsonl")
+        return TrainingProgress(
+            curves={name: points.copy() for name, points in steps.curves.items()} | _held_out_curve(folder.evaluations()),
             ends=times.ends.copy(),
             otherwise=_changed_at(path),
             step=steps.last.get("step", 0),
@@ -175,12 +175,12 @@ class Trainings:
         )
 
 
-def _held_out(evals: dict[str, float | None]) -> Curves:
-    points = [Point(int(of.rpartition("-")[2]), reward, of) for of, reward in evals.items() if reward is not None]
+def _held_out_curve(evals: dict[str, float | None]) -> Curves:
+    points = [CurvePoint(int(of.rpartition("-")[2]), reward, of) for of, reward in evals.items() if reward is not None]
     return {HELD_OUT: sorted(points, key=lambda point: (point.step, point.of))} if points else {}
 
 
-def _whole_lines(file: Path, offset: int) -> Iterator[bytes]:
+def _complete_lines(file: Path, offset: int) -> Iterator[bytes]:
     """From there on; one that is being written is left for the next time."""
     if file.exists():
         with file.open("rb") as lines:

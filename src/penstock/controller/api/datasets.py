@@ -8,8 +8,8 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
-from penstock.controller.api.bodies import number, page_reply, paged, read_object, reply, text_of
-from penstock.controller.api.links import PATH, Links
+from penstock.controller.api.bodies import int_param, page_reply, page_request, read_object, reply, string_field
+from penstock.controller.api.links import PATH, SignedLinks
 from penstock.controller.context import Controller
 from penstock.controller.datasets import Dataset, preview
 from penstock.errors import ControllerError
@@ -17,7 +17,7 @@ from penstock.errors import ControllerError
 BASE = "/api/cli/datasets"
 
 
-def routes(controller: Controller, links: Links) -> list[Route]:
+def routes(controller: Controller, links: SignedLinks) -> list[Route]:
     station = DatasetRoutes(controller, links)
     return [
         Route(BASE, station.begin, methods=["POST"]),
@@ -33,17 +33,17 @@ def routes(controller: Controller, links: Links) -> list[Route]:
 
 
 class DatasetRoutes:
-    def __init__(self, controller: Controller, links: Links) -> None:
+    def __init__(self, controller: Controller, links: SignedLinks) -> None:
         self._datasets = controller.datasets
         self._links = links
 
     async def begin(self, request: Request) -> Response:
         """A record with `upload`: one PUT of the whole file, by a link that is good for this upload alone."""
         body = await read_object(request)
-        name, extension, size = text_of(body, "file_name"), text_of(body, "extension"), body.get("file_size")
+        name, extension, size = string_field(body, "file_name"), string_field(body, "extension"), body.get("file_size")
         if not isinstance(size, int) or isinstance(size, bool):
-            raise _wrong("file_size must be a whole number of bytes", "file_size")
-        replaced = text_of(body, "overwrite_dataset_id") if body.get("overwrite_dataset_id") is not None else None
+            raise _invalid_body("file_size must be a whole number of bytes", "file_size")
+        replaced = string_field(body, "overwrite_dataset_id") if body.get("overwrite_dataset_id") is not None else None
         begun = await asyncio.to_thread(
             self._datasets.begin, name, size, extension.lower().lstrip("."), replaced, creator=request.state.who.name
         )
@@ -67,7 +67,7 @@ class DatasetRoutes:
     async def complete(self, request: Request) -> Response:
         """The record, once every row was looked at; as `processing` where that takes long."""
         body = await read_object(request)
-        extension = text_of(body, "file_extension") if body.get("file_extension") is not None else None
+        extension = string_field(body, "file_extension") if body.get("file_extension") is not None else None
         return reply(_record(await self._datasets.complete(request.path_params["ref"], extension)))
 
     async def abort(self, request: Request) -> Response:
@@ -75,7 +75,7 @@ class DatasetRoutes:
         return reply(_record(await asyncio.to_thread(self._datasets.abort, request.path_params["ref"])))
 
     async def listed(self, request: Request) -> Response:
-        limit, offset = paged(request)
+        limit, offset = page_request(request)
         found, total = await asyncio.to_thread(self._datasets.page, limit=limit, offset=offset)
         return page_reply("datasets", [_record(each) for each in found], total, limit, offset)
 
@@ -109,9 +109,9 @@ class DatasetRoutes:
     async def logs(self, request: Request) -> Response:
         """A page of what was noted."""
         found = self._datasets.get(request.path_params["ref"])
-        limit, direction = number(request, "limit", 50, low=1, high=200), request.query_params.get("direction", "older")
+        limit, direction = int_param(request, "limit", 50, low=1, high=200), request.query_params.get("direction", "older")
         if direction not in ("older", "newer"):
-            raise _wrong(f"direction = {direction[:40]!r}: give older or newer", "direction")
+            raise _invalid_body(f"direction = {direction[:40]!r}: give older or newer", "direction")
         cursor, newer = request.query_params.get("cursor"), direction == "newer"
         page = await asyncio.to_thread(self._datasets.logs.page, found.id, limit=limit, cursor=cursor, newer=newer)
         return reply({"logs": page.entries, "next_cursor": page.next_cursor})
@@ -136,5 +136,5 @@ def _record(dataset: Dataset) -> dict[str, Any]:
     }
 
 
-def _wrong(message: str, field: str) -> ControllerError:
+def _invalid_body(message: str, field: str) -> ControllerError:
     return ControllerError(message, code="BODY_INVALID", status=400, details={"field": field})

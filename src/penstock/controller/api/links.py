@@ -19,11 +19,11 @@ PATH = "/api/cli/links"
 LIFETIME_S = 3600
 """Longer than a client's longest upload of one part."""
 
-REACHED: ContextVar[str] = ContextVar("REACHED", default="")
+CALLER_BASE_URL: ContextVar[str] = ContextVar("REACHED", default="")
 """Where the caller whose request is answered found us; the app sets it, for each request."""
 
 
-class Links:
+class SignedLinks:
     """Makes and reads them. They lead to `base_url` where that is https, else to where the caller found us, by a tunnel too."""
 
     def __init__(self, key: bytes, base_url: str, *, lifetime_s: float = LIFETIME_S) -> None:
@@ -34,40 +34,40 @@ class Links:
     @property
     def base(self) -> str:
         """Where the caller whose request is answered finds us."""
-        return self._base_url if self._base_url.startswith("https:") else REACHED.get() or self._base_url
+        return self._base_url if self._base_url.startswith("https:") else CALLER_BASE_URL.get() or self._base_url
 
     def make(self, what: str, **facts: Any) -> str:
         """A URL for the route `/api/cli/links/<what>/{token}`, which is told these facts and no others."""
         told = orjson.dumps({"what": what, "until": time.time() + self.lifetime_s, "facts": facts})
-        return f"{self.base}{PATH}/{what}/{_text(told)}.{self._sign(told)}"
+        return f"{self.base}{PATH}/{what}/{_encode(told)}.{self._sign(told)}"
 
     def read(self, what: str, token: str) -> dict[str, Any]:
         """The facts of a link; ControllerError 403 for one that is over, or that this controller did not make for `what`."""
         told_text, _, signature = token.partition(".")
-        told = _bytes(told_text)
+        told = _decode(told_text)
         if not hmac.compare_digest(signature.encode("utf-8", "replace"), self._sign(told).encode()):
-            raise _refused("this link is not one of this controller's; ask for a new one", "LINK_INVALID")
+            raise _invalid_link("this link is not one of this controller's; ask for a new one", "LINK_INVALID")
         found: dict[str, Any] = orjson.loads(told)
         if found["what"] != what:
-            raise _refused("this link was made for something else; ask for a new one", "LINK_INVALID")
+            raise _invalid_link("this link was made for something else; ask for a new one", "LINK_INVALID")
         if found["until"] < time.time():
-            raise _refused("this link is over; ask for a new one", "LINK_EXPIRED")
+            raise _invalid_link("this link is over; ask for a new one", "LINK_EXPIRED")
         return found["facts"]
 
     def _sign(self, told: bytes) -> str:
         return hmac.new(self._key, told, sha256).hexdigest()
 
 
-def _text(told: bytes) -> str:
+def _encode(told: bytes) -> str:
     return urlsafe_b64encode(told).decode().rstrip("=")
 
 
-def _bytes(text: str) -> bytes:
+def _decode(text: str) -> bytes:
     try:
         return urlsafe_b64decode(text.encode("ascii") + b"=" * (-len(text) % 4))
     except ValueError:
         return b""
 
 
-def _refused(message: str, code: str) -> ControllerError:
+def _invalid_link(message: str, code: str) -> ControllerError:
     return ControllerError(message, code=code, status=403)

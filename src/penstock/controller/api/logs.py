@@ -7,15 +7,15 @@ from typing import Any, NamedTuple
 import orjson
 from starlette.requests import Request
 
-from penstock.controller.api.bodies import as_table, number
+from penstock.controller.api.bodies import as_object, int_param
 from penstock.errors import ControllerError
 
-MOST, USUAL = 200, 50
+MAX_ENTRIES, DEFAULT_ENTRIES = 200, 50
 """Entries of a page."""
-BLOCK = 1 << 16
+BLOCK_BYTES = 1 << 16
 
 
-class Wanted(NamedTuple):
+class LogQuery(NamedTuple):
     """Which page is asked for."""
 
     limit: int
@@ -24,33 +24,33 @@ class Wanted(NamedTuple):
     """Byte in the file that the page ends before (begins at, with `newer`); None is the end (the beginning)."""
 
 
-def wanted(request: Request, log_id: str) -> Wanted:
+def log_query(request: Request, log_id: str) -> LogQuery:
     """Of the log of `log_id`, whose cursors are no other's; ControllerError 400."""
-    limit = number(request, "limit", USUAL, low=1, high=MOST)
+    limit = int_param(request, "limit", DEFAULT_ENTRIES, low=1, high=MAX_ENTRIES)
     direction = request.query_params.get("direction", "older")
     if direction not in ("older", "newer"):
-        raise _wrong("direction", f"direction = {direction[:40]!r}: give older or newer")
+        raise _invalid_query("direction", f"direction = {direction[:40]!r}: give older or newer")
     cursor = request.query_params.get("cursor")
-    return Wanted(limit, direction == "newer", _place(cursor, log_id) if cursor else None)
+    return LogQuery(limit, direction == "newer", _cursor_position(cursor, log_id) if cursor else None)
 
 
-def log_page(file: Path, log_id: str, asked: Wanted) -> dict[str, Any]:
+def log_page(file: Path, log_id: str, asked: LogQuery) -> dict[str, Any]:
     """`{logs, next_cursor}`, oldest first. Backwards the cursor is null at the beginning; forwards it says where to go on."""
-    size = _whole(file)
+    size = _complete_size(file)
     if asked.newer:
         start = min(asked.place or 0, size)
-        lines, end = _forwards(file, start, size, asked.limit)
+        lines, end = _read_forwards(file, start, size, asked.limit)
         return {"logs": [_entry(line) for line in lines], "next_cursor": _cursor(log_id, end)}
     end = size if asked.place is None else min(asked.place, size)
-    lines, start = _backwards(file, end, asked.limit)
+    lines, start = _read_backwards(file, end, asked.limit)
     return {"logs": [_entry(line) for line in lines], "next_cursor": _cursor(log_id, start) if start else None}
 
 
-def as_text(file: Path) -> bytes:
+def log_text(file: Path) -> bytes:
     """The whole log for a reader: a line for each entry, further lines of it indented."""
     if not file.exists():
         return b""
-    entries = [_entry(line) for line in file.read_bytes()[: _whole(file)].splitlines()]
+    entries = [_entry(line) for line in file.read_bytes()[: _complete_size(file)].splitlines()]
     return "".join(_line(**entry) for entry in entries).encode("utf-8", "replace")
 
 
@@ -63,7 +63,7 @@ def _line(*, timestamp: str, level: str, step: str, message: str, **_: Any) -> s
 def _entry(line: bytes) -> dict[str, Any]:
     """Strings for a client, whatever was written."""
     try:
-        told = as_table(orjson.loads(line))
+        told = as_object(orjson.loads(line))
     except ValueError:
         told = {"message": line.decode("utf-8", "replace")}
     texts = {name: "" if told.get(name) is None else str(told[name]) for name in ("timestamp", "level", "step", "message")}
@@ -71,7 +71,7 @@ def _entry(line: bytes) -> dict[str, Any]:
     return texts | {"details": details if isinstance(details, dict) else None}
 
 
-def _whole(file: Path) -> int:
+def _complete_size(file: Path) -> int:
     """Bytes up to the end of the last whole line."""
     try:
         size = file.stat().st_size
@@ -79,7 +79,7 @@ def _whole(file: Path) -> int:
         return 0
     with file.open("rb") as log:
         while size:
-            start = max(0, size - BLOCK)
+            start = max(0, size - BLOCK_BYTES)
             log.seek(start)
             if (found := log.read(size - start).rfind(b"\n")) >= 0:
                 return start + found + 1
@@ -87,7 +87,7 @@ def _whole(file: Path) -> int:
     return 0
 
 
-def _forwards(file: Path, start: int, size: int, limit: int) -> tuple[list[bytes], int]:
+def _read_forwards(file: Path, start: int, size: int, limit: int) -> tuple[list[bytes], int]:
     lines: list[bytes] = []
     if start >= size:
         return lines, start
@@ -98,14 +98,14 @@ def _forwards(file: Path, start: int, size: int, limit: int) -> tuple[list[bytes
         return lines, log.tell()
 
 
-def _backwards(file: Path, end: int, limit: int) -> tuple[list[bytes], int]:
+def _read_backwards(file: Path, end: int, limit: int) -> tuple[list[bytes], int]:
     """The last `limit` lines before `end`, and where the first of them begins."""
     if not end:
         return [], 0
     part, start = b"", end
     with file.open("rb") as log:
         while start and part.count(b"\n") <= limit:
-            step = min(BLOCK, start)
+            step = min(BLOCK_BYTES, start)
             start -= step
             log.seek(start)
             part = log.read(step) + part
@@ -118,15 +118,15 @@ def _cursor(log_id: str, place: int) -> str:
     return urlsafe_b64encode(f"{log_id}:{place}".encode()).decode().rstrip("=")
 
 
-def _place(cursor: str, log_id: str) -> int:
+def _cursor_position(cursor: str, log_id: str) -> int:
     try:
         whose, _, place = urlsafe_b64decode(cursor.encode("ascii") + b"=" * (-len(cursor) % 4)).decode().rpartition(":")
     except ValueError:
         whose = place = ""
     if whose != log_id or not place.isdecimal() or len(place) > 18:
-        raise _wrong("cursor", "the cursor is not one of this log's; take it from the last page, or leave it out")
+        raise _invalid_query("cursor", "the cursor is not one of this log's; take it from the last page, or leave it out")
     return int(place)
 
 
-def _wrong(name: str, text: str) -> ControllerError:
+def _invalid_query(name: str, text: str) -> ControllerError:
     return ControllerError(text, code="QUERY_INVALID", status=400, details={"field": name})

@@ -8,16 +8,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from penstock.controller.api.bodies import page_reply, paged, read_object, reply, text_of
-from penstock.controller.api.links import Links
-from penstock.controller.checkpoints import BaseModel, Checkpoint
+from penstock.controller.api.bodies import page_reply, page_request, read_object, reply, string_field
+from penstock.controller.api.links import SignedLinks
+from penstock.controller.checkpoints import Checkpoint, PretrainedModel
 from penstock.controller.context import Controller
 from penstock.controller.deployments import Deployment
 
 BASE = "/api/cli/models"
 
 
-def routes(controller: Controller, links: Links) -> list[Route]:
+def routes(controller: Controller, links: SignedLinks) -> list[Route]:
     """Where what is; a name with a slash arrives as one segment."""
     station = ModelRoutes(controller)
     return [
@@ -35,14 +35,14 @@ class ModelRoutes:
 
     async def base(self, request: Request) -> Response:
         """A page of models that no run has trained."""
-        limit, offset = paged(request)
+        limit, offset = page_request(request)
         found = await asyncio.to_thread(self._deployments.catalogue.base)
         rows = [_base_record(model) | self._serving(model.name) for model in found[offset : offset + limit]]
         return page_reply("models", rows, len(found), limit, offset, more=self._counts())
 
     async def trained(self, request: Request) -> Response:
         """A page of checkpoints, with how many models may be served beside it."""
-        limit, offset = paged(request)
+        limit, offset = page_request(request)
         found = await asyncio.to_thread(self._deployments.catalogue.trained)
         rows = [_record(each) | self._serving(each.name) for each in found[offset : offset + limit]]
         return page_reply("models", rows, len(found), limit, offset, more=self._counts())
@@ -50,13 +50,13 @@ class ModelRoutes:
     async def shown(self, request: Request) -> Response:
         """One of them; while it is served, also where and with which token."""
         found = await asyncio.to_thread(self._deployments.catalogue.find, request.path_params["name"])
-        record = _base_record(found) if isinstance(found, BaseModel) else _record(found)
+        record = _base_record(found) if isinstance(found, PretrainedModel) else _record(found)
         deployment = self._deployments.get(found.name)
         return reply(record | self._serving(found.name) | {"hf_upload_status": None, "hf_url": None} | _access(deployment))
 
     async def deploy(self, request: Request) -> Response:
         """Serve it; `starting` where loading it takes long. The body may name an `engine`."""
-        engine = text_of(await read_object(request), "engine", default="embedded")
+        engine = string_field(await read_object(request), "engine", default="embedded")
         done = await self._deployments.deploy(request.path_params["name"], by=request.state.who.name, engine=engine)
         return reply({"id": done.name, "model_name": done.name, "status": done.status} | _access(done))
 
@@ -90,7 +90,7 @@ def _record(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-def _base_record(model: BaseModel) -> dict[str, Any]:
+def _base_record(model: PretrainedModel) -> dict[str, Any]:
     return {"id": model.name, "model_name": model.name, "base_model": model.name, "is_pulled": model.path is not None}
 
 

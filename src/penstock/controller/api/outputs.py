@@ -18,34 +18,42 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
-from penstock.controller.api.bodies import as_table, read_object, reply
-from penstock.controller.api.links import PATH, Links
-from penstock.controller.api.logs import as_text
-from penstock.controller.api.results import Results, Seen, Tried, eval_section, open_results, passed, summary
+from penstock.controller.api.bodies import as_object, read_object, reply
+from penstock.controller.api.links import PATH, SignedLinks
+from penstock.controller.api.logs import log_text
+from penstock.controller.api.results import (
+    AttemptSummary,
+    EvaluationProgress,
+    RunResults,
+    eval_section,
+    has_passed,
+    open_pool,
+    run_summary,
+)
 from penstock.controller.api.runs import PATHS
 from penstock.controller.api.views import trajectory
 from penstock.controller.checkpoints import checkpoints_of
 from penstock.controller.context import Controller
-from penstock.controller.runlog import Strike
-from penstock.controller.runs import Kind, Run, RunFiles
+from penstock.controller.runlog import SecretRedactor
+from penstock.controller.runs import Run, RunFiles, RunKind
 from penstock.controller.vault import Vault
 from penstock.errors import ControllerError
 from penstock.records import Attempt, Task
 from penstock.system.files import write_file
 
-KEPT = 8
+MAX_COPIES = 8
 """Copies of a file that changes, such as the log of a run that goes on; older ones are removed."""
-TEXT_BYTES = 16 << 20
+MAX_REDACTED_BYTES = 16 << 20
 """Of an agent's own file that is looked through for secrets."""
 
 
 @dataclass(frozen=True, slots=True)
-class Exports:
+class RunExports:
     """Of one run. They are read and written where this is called: in a thread, but for `keep_trajectories`."""
 
     run: Run
     files: RunFiles
-    strike: Strike | None
+    strike: SecretRedactor | None
     """None where the run has no secrets."""
 
     @property
@@ -60,15 +68,15 @@ class Exports:
         if not path.exists():
             self._write(path, content)
             older = sorted(self.folder.glob(f"{stem}-*{suffix}"), key=lambda each: each.stat().st_mtime)
-            for each in older[:-KEPT]:
+            for each in older[:-MAX_COPIES]:
                 each.unlink(missing_ok=True)
         return path
 
-    async def keep_trajectories(self, tried: Iterable[Tried]) -> dict[Tried, Path]:
+    async def keep_trajectories(self, tried: Iterable[AttemptSummary]) -> dict[AttemptSummary, Path]:
         """A copy of each; what has ended does not change, so that it is made once."""
         wanted = {each: self.folder / f"trajectory-{each.rollout_id}.json" for each in tried}
         missing = [each for each, path in wanted.items() if not path.exists()]
-        pool = await asyncio.to_thread(open_results, self.files.results(self.run)) if missing else None
+        pool = await asyncio.to_thread(open_pool, self.files.results(self.run)) if missing else None
         if pool is None:
             return {each: path for each, path in wanted.items() if each not in missing}
         try:
@@ -84,7 +92,7 @@ class Exports:
 
     def clean_copy(self, file: Path) -> Path:
         """An agent's own file; a copy where it holds a secret."""
-        if self.strike is None or file.stat().st_size > TEXT_BYTES:
+        if self.strike is None or file.stat().st_size > MAX_REDACTED_BYTES:
             return file
         content = file.read_bytes()
         if self._clean(content) == content:
@@ -104,7 +112,7 @@ class Exports:
         write_file(path, content)
 
 
-def striking(run: Run, vault: Vault) -> Strike | None:
+def secret_redactor(run: Run, vault: Vault) -> SecretRedactor | None:
     """What takes the run's secrets out of a text; those that were removed since are not known any more."""
     values: list[str] = []
     for name in run.submission.secrets:
@@ -112,21 +120,21 @@ def striking(run: Run, vault: Vault) -> Strike | None:
             values += vault.values([name]).values()
         except ControllerError:
             continue
-    return Strike(values) if values else None
+    return SecretRedactor(values) if values else None
 
 
-TYPES: Mapping[Kind, tuple[str, ...]] = {
+OUTPUT_TYPES: Mapping[RunKind, tuple[str, ...]] = {
     "eval": ("metrics", "trajectories", "artifacts", "logs", "report"),
     "train": ("metrics", "logs", "report", "checkpoints"),
 }
-FARTHEST = 10_000_000
+MAX_ROW = 10_000_000
 """The highest row that can be asked for."""
-OWN = ("state.json", "optimizer.state", "optimizer.safetensors")
+TRAINER_FILES = ("state.json", "optimizer.state", "optimizer.safetensors")
 """Files of a checkpoint that only the trainer reads."""
-PLACE = re.compile(r"(?:trajectories|artifacts)/row_(\d{1,8})_run_\d{1,8}[./]")
+ATTEMPT_PATH = re.compile(r"(?:trajectories|artifacts)/row_(\d{1,8})_run_\d{1,8}[./]")
 
 
-class Listed(NamedTuple):
+class OutputFile(NamedTuple):
     """A file to download."""
 
     path: str
@@ -136,16 +144,16 @@ class Listed(NamedTuple):
     """Where its bytes are."""
 
 
-def wanted_types(request: Request, kind: Kind) -> tuple[str, ...]:
+def requested_types(request: Request, kind: RunKind) -> tuple[str, ...]:
     """Of `types=metrics,logs`; ControllerError 400 for an unknown one."""
     given = [part.strip() for part in request.query_params.get("types", "metrics").split(",") if part.strip()]
-    if wrong := [each for each in given if each not in TYPES[kind]]:
-        text = f"types: {wrong[0][:40]!r} is none of {', '.join(TYPES[kind])}"
+    if wrong := [each for each in given if each not in OUTPUT_TYPES[kind]]:
+        text = f"types: {wrong[0][:40]!r} is none of {', '.join(OUTPUT_TYPES[kind])}"
         raise ControllerError(text, code="QUERY_INVALID", status=400, details={"field": "types"})
     return tuple(dict.fromkeys(given))
 
 
-def wanted_rows(request: Request) -> frozenset[int] | None:
+def requested_rows(request: Request) -> frozenset[int] | None:
     """Of `rows=3,7,10-20`; None for all."""
     text = request.query_params.get("rows", "")
     if not text:
@@ -154,73 +162,73 @@ def wanted_rows(request: Request) -> frozenset[int] | None:
     for part in text.split(","):
         matched = re.fullmatch(r"\s*(\d{1,8})\s*(?:-\s*(\d{1,8})\s*)?", part, re.ASCII)
         first, last = (int(matched[1]), int(matched[2] or matched[1])) if matched else (1, 0)
-        if last < first or last - first > FARTHEST:
+        if last < first or last - first > MAX_ROW:
             problem = f"rows = {text[:40]!r}: write rows and ranges from 0 on, such as 3,7,10-20"
             raise ControllerError(problem, code="QUERY_INVALID", status=400, details={"field": "rows"})
         found.update(range(first, last + 1))
     return frozenset(found)
 
 
-class Manifests:
-    def __init__(self, results: Results) -> None:
+class ManifestBuilder:
+    def __init__(self, results: RunResults) -> None:
         self._results = results
 
-    async def of(self, run: Run, exports: Exports, types: Iterable[str], rows: frozenset[int] | None = None) -> list[Listed]:
+    async def of(self, run: Run, exports: RunExports, types: Iterable[str], rows: frozenset[int] | None = None) -> list[OutputFile]:
         """The files that there are now; those that still change are copied, so that they stay as they are told of."""
         seen = await self._results.seen(run) if run.kind == "eval" else None
-        found: list[Listed] = []
+        found: list[OutputFile] = []
         for kind in types:
             if kind == "metrics":
                 content = await self._metrics(run)
-                found.append(await asyncio.to_thread(_copied, exports, "metrics.json", content))
+                found.append(await asyncio.to_thread(_copy_output, exports, "metrics.json", content))
             elif kind == "trajectories" and seen is not None:
                 found += await _trajectories(exports, seen, rows)
             elif kind == "artifacts" and seen is not None:
                 found += await asyncio.to_thread(_artifacts, exports, seen.ordered(rows))
-            elif kind in PLAIN:
-                found += await asyncio.to_thread(PLAIN[kind], run, exports)
+            elif kind in FILE_TYPES:
+                found += await asyncio.to_thread(FILE_TYPES[kind], run, exports)
         return found
 
-    async def one(self, run: Run, exports: Exports, path: str) -> Listed:
+    async def one(self, run: Run, exports: RunExports, path: str) -> OutputFile:
         """The file that a manifest calls `path`, as it is now; ControllerError 404."""
         head = path.partition("/")[0]
         types = {"metrics.json": "metrics", "summary.jsonl": "trajectories", "logs.txt": "logs", "report.html": "report"}
-        kind, place = types.get(head, head), PLACE.match(path)
+        kind, place = types.get(head, head), ATTEMPT_PATH.match(path)
         rows = frozenset({int(place[1])}) if place else None
-        found = await self.of(run, exports, [kind], rows) if kind in TYPES[run.kind] else []
+        found = await self.of(run, exports, [kind], rows) if kind in OUTPUT_TYPES[run.kind] else []
         for each in found:
             if each.path == path:
                 return each
-        raise unknown(run, path)
+        raise unknown_output(run, path)
 
     async def _metrics(self, run: Run) -> bytes:
         if run.kind == "eval":
             content = await self._results.evaluation_metrics(run)
-            content["outcome"] = summary(self._results.files(run), run).get("outcome")
+            content["outcome"] = run_summary(self._results.files(run), run).get("outcome")
         else:
             content = await self._results.training_metrics(run)
-            content["summary"] = summary(self._results.files(run), run)
+            content["summary"] = run_summary(self._results.files(run), run)
         return orjson.dumps({"name": run.name, **content}, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
 
 
-def unknown(run: Run, path: str) -> ControllerError:
+def unknown_output(run: Run, path: str) -> ControllerError:
     """Of a file that cannot be downloaded."""
     text = f"{run.name} has no file {path[:200]!r}; ask for its manifest again"
     return ControllerError(text, code="OUTPUT_NOT_FOUND", status=404, details={"field": "path"})
 
 
-async def _trajectories(exports: Exports, seen: Seen, rows: frozenset[int] | None) -> list[Listed]:
+async def _trajectories(exports: RunExports, seen: EvaluationProgress, rows: frozenset[int] | None) -> list[OutputFile]:
     tried, section = seen.ordered(rows), eval_section(exports.files)
-    lines = [{**each._asdict(), "passed": passed(each, section), "path": _path(each)} for each in tried]
+    lines = [{**each._asdict(), "passed": has_passed(each, section), "path": _trajectory_path(each)} for each in tried]
     text = b"".join(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE) for line in lines)
     kept = await exports.keep_trajectories(tried)
-    short = await asyncio.to_thread(_copied, exports, "summary.jsonl", text)
-    return [short, *(_kept(_path(each), file) for each, file in kept.items())]
+    short = await asyncio.to_thread(_copy_output, exports, "summary.jsonl", text)
+    return [short, *(_output_file(_trajectory_path(each), file) for each, file in kept.items())]
 
 
-def _artifacts(exports: Exports, tried: Iterable[Tried]) -> list[Listed]:
+def _artifacts(exports: RunExports, tried: Iterable[AttemptSummary]) -> list[OutputFile]:
     """What agents left in the folders of their rollouts; never a link, which could lead anywhere."""
-    found: list[Listed] = []
+    found: list[OutputFile] = []
     root = exports.files.results(exports.run) / "artifacts"
     for each in tried:
         top = root / each.rollout_id
@@ -229,54 +237,54 @@ def _artifacts(exports: Exports, tried: Iterable[Tried]) -> list[Listed]:
                 inside = file.relative_to(top).as_posix()
                 if file.is_symlink() or not file.is_file() or inside == "manifest.json" or "\\" in inside:
                     continue
-                found.append(_kept(f"artifacts/row_{each.row}_run_{each.place}/{inside}", exports.clean_copy(file)))
+                found.append(_output_file(f"artifacts/row_{each.row}_run_{each.place}/{inside}", exports.clean_copy(file)))
     return found
 
 
-def _logs(run: Run, exports: Exports) -> list[Listed]:
-    return [_copied(exports, "logs.txt", as_text(exports.files.log))]
+def _logs(run: Run, exports: RunExports) -> list[OutputFile]:
+    return [_copy_output(exports, "logs.txt", log_text(exports.files.log))]
 
 
-def _report(run: Run, exports: Exports) -> list[Listed]:
+def _report(run: Run, exports: RunExports) -> list[OutputFile]:
     page = exports.files.results(run) / "report.html"
-    return [_copied(exports, "report.html", page.read_bytes())] if page.exists() else []
+    return [_copy_output(exports, "report.html", page.read_bytes())] if page.exists() else []
 
 
-def _checkpoints(run: Run, exports: Exports) -> list[Listed]:
+def _checkpoints(run: Run, exports: RunExports) -> list[OutputFile]:
     """Model folders, ready to be used; without what only the trainer reads."""
-    found: list[Listed] = []
+    found: list[OutputFile] = []
     for each in checkpoints_of(run, exports.files.results(run)):
-        files = [file for file in sorted(each.path.iterdir()) if file.is_file() and file.name not in OWN]
-        found += [_kept(f"checkpoints/step-{each.step}/{file.name}", file) for file in files]
+        files = [file for file in sorted(each.path.iterdir()) if file.is_file() and file.name not in TRAINER_FILES]
+        found += [_output_file(f"checkpoints/step-{each.step}/{file.name}", file) for file in files]
     return found
 
 
-def _path(each: Tried) -> str:
+def _trajectory_path(each: AttemptSummary) -> str:
     return f"trajectories/row_{each.row}_run_{each.place}.json"
 
 
-def _copied(exports: Exports, path: str, content: bytes) -> Listed:
+def _copy_output(exports: RunExports, path: str, content: bytes) -> OutputFile:
     stem, _, suffix = path.partition(".")
-    return _kept(path, exports.keep(stem, f".{suffix}", content))
+    return _output_file(path, exports.keep(stem, f".{suffix}", content))
 
 
-def _kept(path: str, file: Path) -> Listed:
-    return Listed(path, file.stat().st_size, file)
+def _output_file(path: str, file: Path) -> OutputFile:
+    return OutputFile(path, file.stat().st_size, file)
 
 
-PLAIN = {"logs": _logs, "report": _report, "checkpoints": _checkpoints}
+FILE_TYPES = {"logs": _logs, "report": _report, "checkpoints": _checkpoints}
 """Types whose files are there, or not, whatever the run is doing."""
 
 
-MOST = 500
+MAX_LINKS = 500
 """Links that are made at once."""
-TOKEN = re.compile(r"[a-z]+-[A-Za-z0-9_.-]{1,200}")
+COPY_NAME = re.compile(r"[a-z]+-[A-Za-z0-9_.-]{1,200}")
 """The name of a copy; never of anything else."""
 
 
-def routes(controller: Controller, links: Links, results: Results) -> list[Route]:
+def routes(controller: Controller, links: SignedLinks, results: RunResults) -> list[Route]:
     """Of both kinds, and where links lead."""
-    manifests = Manifests(results)
+    manifests = ManifestBuilder(results)
     both = [route for kind in PATHS for route in OutputRoutes(controller, links, manifests, kind).routes()]
 
     async def file(request: Request) -> Response:
@@ -292,11 +300,11 @@ def routes(controller: Controller, links: Links, results: Results) -> list[Route
 class OutputRoutes:
     """Of one kind of run."""
 
-    def __init__(self, controller: Controller, links: Links, manifests: Manifests, kind: Kind) -> None:
+    def __init__(self, controller: Controller, links: SignedLinks, manifests: ManifestBuilder, kind: RunKind) -> None:
         self._controller = controller
         self._links = links
         self._manifests = manifests
-        self._kind: Kind = kind
+        self._kind: RunKind = kind
 
     def routes(self) -> list[Route]:
         path = f"{PATHS[self._kind]}/{{ref}}/samples"
@@ -306,7 +314,7 @@ class OutputRoutes:
         ]
 
     async def _manifest(self, request: Request) -> Response:
-        types, rows = wanted_types(request, self._kind), wanted_rows(request)
+        types, rows = requested_types(request, self._kind), requested_rows(request)
         run, exports = await asyncio.to_thread(self._opened, request)
         listed = await self._manifests.of(run, exports, types, rows)
         files = [_view(each, exports) for each in listed]
@@ -322,21 +330,21 @@ class OutputRoutes:
             made.append({"path": path, "url": url} | ({"token": token} if token else {}))
         return reply({"items": made, "expires_in": int(self._links.lifetime_s)})
 
-    async def _file(self, run: Run, exports: Exports, path: str, token: str | None) -> Path:
+    async def _file(self, run: Run, exports: RunExports, path: str, token: str | None) -> Path:
         """The copy that a token names, else the file that goes by this path now."""
         if token is None:
             return (await self._manifests.one(run, exports, path)).file
         file = exports.folder / token
-        if not TOKEN.fullmatch(token) or not file.is_file():
-            raise unknown(run, path)
+        if not COPY_NAME.fullmatch(token) or not file.is_file():
+            raise unknown_output(run, path)
         return file
 
-    def _opened(self, request: Request) -> tuple[Run, Exports]:
+    def _opened(self, request: Request) -> tuple[Run, RunExports]:
         run = self._controller.runs.get(self._kind, request.path_params["ref"])
-        return run, Exports(run, RunFiles(self._controller.home.runs / run.id), striking(run, self._controller.vault))
+        return run, RunExports(run, RunFiles(self._controller.home.runs / run.id), secret_redactor(run, self._controller.vault))
 
 
-def _view(listed: Listed, exports: Exports) -> dict[str, Any]:
+def _view(listed: OutputFile, exports: RunExports) -> dict[str, Any]:
     """A copy's name is its token; a file that does not change needs none."""
     token = {"token": listed.file.name} if listed.file.parent == exports.folder else {}
     return {"path": listed.path, "size": listed.size} | token
@@ -346,17 +354,17 @@ def _items(body: dict[str, Any]) -> list[tuple[str, str | None]]:
     """`items` of a request: paths and tokens; ControllerError 400."""
     given: object = body.get("items")
     items = cast(list[Any], given) if isinstance(given, list) else []
-    if not 1 <= len(items) <= MOST:
-        raise _wrong(f"items must be a list of 1 to {MOST} files")
+    if not 1 <= len(items) <= MAX_LINKS:
+        raise _invalid_body(f"items must be a list of 1 to {MAX_LINKS} files")
     found: list[tuple[str, str | None]] = []
     for item in items:
-        entry = as_table(item)
+        entry = as_object(item)
         path, token = entry.get("path"), entry.get("token")
         if not isinstance(path, str) or not isinstance(token, str | None):
-            raise _wrong("each of items must have a path, and a token or none, as in the manifest")
+            raise _invalid_body("each of items must have a path, and a token or none, as in the manifest")
         found.append((path, token))
     return found
 
 
-def _wrong(text: str) -> ControllerError:
+def _invalid_body(text: str) -> ControllerError:
     return ControllerError(f"the request's body: {text}", code="BODY_INVALID", status=400, details={"field": "items"})

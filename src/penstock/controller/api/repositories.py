@@ -8,24 +8,24 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from penstock.controller.api.bodies import page_reply, paged, read_object, reply, text_of
-from penstock.controller.api.links import Links
+from penstock.controller.api.bodies import page_reply, page_request, read_object, reply, string_field
+from penstock.controller.api.links import SignedLinks
 from penstock.controller.context import Controller
-from penstock.controller.repositories import Listing, Repository
+from penstock.controller.repositories import Repository, RolloutListing
 from penstock.errors import ControllerError
 
 
-def routes(controller: Controller, links: Links) -> list[Route]:
+def routes(controller: Controller, links: SignedLinks) -> list[Route]:
     """To list them, and to add one."""
 
     async def listed(request: Request) -> Response:
-        limit, offset = paged(request)
+        limit, offset = page_request(request)
         found, total = await asyncio.to_thread(controller.repositories.page, limit=limit, offset=offset)
         return page_reply("repositories", [_view(each) for each in found], total, limit, offset)
 
     async def register(request: Request) -> Response:
         body = await read_object(request)
-        name, path = text_of(body, "name"), Path(text_of(body, "path"))
+        name, path = string_field(body, "name"), Path(string_field(body, "path"))
         return reply(_view(await asyncio.to_thread(controller.repositories.register, name, path)), 201)
 
     return [
@@ -41,9 +41,9 @@ def _view(repository: Repository) -> dict[str, Any]:
 HEADER = "x-osmosis-git"
 
 
-def rollout_routes(controller: Controller, links: Links) -> list[Route]:
+def rollout_routes(controller: Controller, links: SignedLinks) -> list[Route]:
     async def listed(request: Request) -> Response:
-        limit, offset = paged(request)
+        limit, offset = page_request(request)
         name = request.headers.get(HEADER, "").strip().lower()
         if not name:
             text = "the request names no repository; run the command inside a workspace whose origin is registered here"
@@ -57,7 +57,7 @@ def rollout_routes(controller: Controller, links: Links) -> list[Route]:
     return [Route("/api/cli/rollouts", listed, methods=["GET"])]
 
 
-def _record(rollout: str, repository: str, listing: Listing, created_at: str) -> dict[str, Any]:
+def _record(rollout: str, repository: str, listing: RolloutListing, created_at: str) -> dict[str, Any]:
     return {
         "id": f"{repository}/{rollout}",
         "name": rollout,

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from penstock.config import EvalSection
-from penstock.controller.api.curves import Trained, Trainings
+from penstock.controller.api.curves import TrainingProgress, TrainingReader
 from penstock.controller.context import Controller
 from penstock.controller.runs import Run, RunFiles
 from penstock.errors import ControllerError
@@ -24,13 +24,13 @@ from penstock.pool.base import Pool
 from penstock.records import Attempt, End
 from penstock.system.files import write_file
 
-REMEMBERED = 200
+MAX_CACHED = 200
 """Evaluations whose numbers are kept in memory."""
-UNDONE = (End.CANCELLED, End.LOST)
+RETRIED_ENDS = (End.CANCELLED, End.LOST)
 """Ends of attempts that are made again when the evaluation goes on: they count as not made."""
 
 
-class Tried(NamedTuple):
+class AttemptSummary(NamedTuple):
     """An attempt that has ended, in a line."""
 
     rollout_id: str
@@ -48,52 +48,52 @@ class Tried(NamedTuple):
 
 
 @dataclass(slots=True)
-class Seen:
+class EvaluationProgress:
     """What was read of an evaluation's pool."""
 
     position: int = 0
     """Of the last change that was looked at."""
     rows: set[int] = field(default_factory=set[int])
     """Tasks that are to be tried."""
-    tried: dict[tuple[int, int], Tried] = field(default_factory=dict[tuple[int, int], Tried])
+    tried: dict[tuple[int, int], AttemptSummary] = field(default_factory=dict[tuple[int, int], AttemptSummary])
     """By row and place: the last attempt."""
 
-    def ordered(self, rows: frozenset[int] | None = None) -> list[Tried]:
+    def ordered(self, rows: frozenset[int] | None = None) -> list[AttemptSummary]:
         """Attempts that count, by row and place."""
-        found = [each for _, each in sorted(self.tried.items()) if each.end not in UNDONE]
+        found = [each for _, each in sorted(self.tried.items()) if each.end not in RETRIED_ENDS]
         return found if rows is None else [each for each in found if each.row in rows]
 
 
-class Evaluations:
+class EvaluationReader:
     def __init__(self) -> None:
-        self._seen: OrderedDict[str, Seen] = OrderedDict()
+        self._seen: OrderedDict[str, EvaluationProgress] = OrderedDict()
         self._lock = asyncio.Lock()
 
-    async def read(self, run: Run, files: RunFiles) -> Seen | None:
+    async def read(self, run: Run, files: RunFiles) -> EvaluationProgress | None:
         """None before its process has begun."""
         folder, kept = files.results(run), files.path / "attempts.json"
         async with self._lock:
             seen = self._seen.get(run.id)
             if seen is None:
-                seen = self._seen[run.id] = await asyncio.to_thread(_stored, kept) or Seen()
-                while len(self._seen) > REMEMBERED:
+                seen = self._seen[run.id] = await asyncio.to_thread(_load_progress, kept) or EvaluationProgress()
+                while len(self._seen) > MAX_CACHED:
                     self._seen.popitem(last=False)
             if run.status.over and kept.exists():
                 return seen
-            pool = await asyncio.to_thread(open_results, folder)
+            pool = await asyncio.to_thread(open_pool, folder)
             if pool is None:
                 return None
             try:
-                await _advance(pool, seen)
+                await _read_changes(pool, seen)
             finally:
                 await pool.close()
             if run.status.over:
                 with suppress(OSError):  # a full disk: it is read again next time
-                    await asyncio.to_thread(_store, kept, seen)
+                    await asyncio.to_thread(_save_progress, kept, seen)
             return seen
 
 
-def open_results(folder: Path) -> Pool | None:
+def open_pool(folder: Path) -> Pool | None:
     """The pool of a run's folder; None where there is none yet."""
     try:
         config: dict[str, Any] = orjson.loads((folder / "config.json").read_bytes())["config"]
@@ -112,22 +112,22 @@ def eval_section(files: RunFiles) -> EvalSection:
         return EvalSection()
 
 
-async def _advance(pool: Pool, seen: Seen) -> None:
+async def _read_changes(pool: Pool, seen: EvaluationProgress) -> None:
     while changes := await pool.changes(seen.position):
         for change in changes:
             if change.kind == "opened":
                 seen.rows.add(_row(change.id))
             elif change.kind == "ended":
-                tried = _tried(await pool.attempt(change.id))
+                tried = _summarize(await pool.attempt(change.id))
                 known = seen.tried.get((tried.row, tried.place))
-                if known is None or known.end in UNDONE or tried.end not in UNDONE:
+                if known is None or known.end in RETRIED_ENDS or tried.end not in RETRIED_ENDS:
                     seen.tried[tried.row, tried.place] = tried
             seen.position = change.position
 
 
-def _tried(attempt: Attempt) -> Tried:
+def _summarize(attempt: Attempt) -> AttemptSummary:
     rollout, spent = attempt.rollout, rollout_usage(attempt)
-    return Tried(
+    return AttemptSummary(
         rollout_id=rollout.id,
         row=_row(rollout.group_id),
         place=rollout.place,
@@ -146,25 +146,29 @@ def _row(group_id: str) -> int:
     return int(group_id.rpartition("-")[2])
 
 
-def _stored(file: Path) -> Seen | None:
+def _load_progress(file: Path) -> EvaluationProgress | None:
     try:
         found = orjson.loads(file.read_bytes())
-        tried = [Tried(*each) for each in found["tried"]]
-        return Seen(found["position"], set(found["rows"]), {(each.row, each.place): each for each in tried})
+        tried = [AttemptSummary(*each) for each in found["tried"]]
+        return EvaluationProgress(found["position"], set(found["rows"]), {(each.row, each.place): each for each in tried})
     except (OSError, ValueError, LookupError, TypeError):
         return None
 
 
-def _store(file: Path, seen: Seen) -> None:
+def _save_progress(file: Path, seen: EvaluationProgress) -> None:
     tried = [list(each) for each in seen.tried.values()]
     write_file(file, orjson.dumps({"position": seen.position, "rows": sorted(seen.rows), "tried": tried}))
 
 
-def results(seen: Seen, section: EvalSection, *, dataset_rows: int | None, resumed: int | None) -> dict[str, Any]:
+def eval_results(
+    seen: EvaluationProgress, section: EvalSection, *, dataset_rows: int | None, resumed: int | None
+) -> dict[str, Any]:
     """`results` of a list or a detail. An attempt that failed has reward 0, is graded, and does not pass."""
     tried = seen.ordered()
     stats = reward_stats(tried)
-    spread = None if stats is None else stats | {"pass_at_k": {str(k): value for k, value in passes(tried, section).items()}}
+    spread = (
+        None if stats is None else stats | {"pass_at_k": {str(k): value for k, value in pass_at_k_values(tried, section).items()}}
+    )
     return {
         "score": stats and stats["mean"],
         "total_runs": len(tried),
@@ -177,7 +181,7 @@ def results(seen: Seen, section: EvalSection, *, dataset_rows: int | None, resum
     }
 
 
-def overview(seen: Seen, section: EvalSection, *, duration_ms: int | None) -> dict[str, Any]:
+def eval_overview(seen: EvaluationProgress, section: EvalSection, *, duration_ms: int | None) -> dict[str, Any]:
     """`overview` of the metrics."""
     tried = seen.ordered()
     return {
@@ -189,7 +193,7 @@ def overview(seen: Seen, section: EvalSection, *, duration_ms: int | None) -> di
     }
 
 
-def reward_stats(tried: Sequence[Tried]) -> dict[str, float] | None:
+def reward_stats(tried: Sequence[AttemptSummary]) -> dict[str, float] | None:
     """Over attempts; None before the first."""
     rewards = [each.reward for each in tried]
     if not rewards:
@@ -203,22 +207,22 @@ def reward_stats(tried: Sequence[Tried]) -> dict[str, float] | None:
     }
 
 
-def passed(each: Tried, section: EvalSection) -> bool:
+def has_passed(each: AttemptSummary, section: EvalSection) -> bool:
     """Whether the attempt's reward is high enough; one that failed has none."""
     return each.end == "completed" and each.reward >= section.passes
 
 
-def passes(tried: Sequence[Tried], section: EvalSection) -> dict[int, float]:
+def pass_at_k_values(tried: Sequence[AttemptSummary], section: EvalSection) -> dict[int, float]:
     """pass@k, the mean over rows all of whose attempts have ended; unbiased."""
     rows: dict[int, list[bool]] = {}
     for each in tried:
-        rows.setdefault(each.row, []).append(passed(each, section))
+        rows.setdefault(each.row, []).append(has_passed(each, section))
     whole = [row for row in rows.values() if len(row) == section.samples]
     return {k: statistics.fmean(pass_at_k(len(row), sum(row), k) for row in whole) for k in section.k if whole}
 
 
-def _counts(tried: Sequence[Tried], section: EvalSection) -> dict[str, Any]:
-    right = sum(passed(each, section) for each in tried)
+def _counts(tried: Sequence[AttemptSummary], section: EvalSection) -> dict[str, Any]:
+    right = sum(has_passed(each, section) for each in tried)
     return {
         "graded": len(tried),
         "passed": right,
@@ -229,26 +233,26 @@ def _counts(tried: Sequence[Tried], section: EvalSection) -> dict[str, Any]:
     }
 
 
-def _tokens(tried: Sequence[Tried]) -> int:
+def _tokens(tried: Sequence[AttemptSummary]) -> int:
     return sum(each.prompt_tokens + each.sampled_tokens for each in tried)
 
 
-class Results:
+class RunResults:
     """Of all runs of a controller."""
 
     def __init__(self, controller: Controller) -> None:
         self._controller = controller
-        self._evaluations = Evaluations()
-        self._trainings = Trainings()
+        self._evaluations = EvaluationReader()
+        self._trainings = TrainingReader()
 
     def files(self, run: Run) -> RunFiles:
         return RunFiles(self._controller.home.runs / run.id)
 
-    async def seen(self, run: Run) -> Seen | None:
+    async def seen(self, run: Run) -> EvaluationProgress | None:
         """What an evaluation has tried; None before it has begun."""
         return await self._evaluations.read(run, self.files(run))
 
-    async def trained(self, run: Run) -> Trained:
+    async def trained(self, run: Run) -> TrainingProgress:
         """What a training run has come to."""
         return await asyncio.to_thread(self._trainings.read, self.files(run).results(run))
 
@@ -259,19 +263,19 @@ class Results:
             return None
         files = self.files(run)
         rows = await asyncio.to_thread(self._dataset_rows, run.submission.dataset)
-        resumed = (await asyncio.to_thread(summary, files, run)).get("resumed")
-        return results(seen, eval_section(files), dataset_rows=rows, resumed=resumed)
+        resumed = (await asyncio.to_thread(run_summary, files, run)).get("resumed")
+        return eval_results(seen, eval_section(files), dataset_rows=rows, resumed=resumed)
 
     async def evaluation_metrics(self, run: Run) -> dict[str, Any]:
         """Of an evaluation, as the platform gives them; nothing tried yet is told as such."""
-        files, seen = self.files(run), await self.seen(run) or Seen()
+        files, seen = self.files(run), await self.seen(run) or EvaluationProgress()
         section, tried = eval_section(files), seen.ordered()
         return {
             "eval_run_id": run.id,
             "status": run.status,
-            "overview": overview(seen, section, duration_ms=duration_ms(run)),
+            "overview": eval_overview(seen, section, duration_ms=duration_ms(run)),
             "reward_stats": reward_stats(tried),
-            "pass_at_k": [{"k": k, "value": value} for k, value in passes(tried, section).items()],
+            "pass_at_k": [{"k": k, "value": value} for k, value in pass_at_k_values(tried, section).items()],
         }
 
     async def training_metrics(self, run: Run) -> dict[str, Any]:
@@ -293,7 +297,7 @@ class Results:
             return None
 
 
-def summary(files: RunFiles, run: Run) -> dict[str, Any]:
+def run_summary(files: RunFiles, run: Run) -> dict[str, Any]:
     """What the run's process last wrote of itself; empty before that."""
     try:
         return orjson.loads((files.results(run) / "summary.json").read_bytes())
@@ -301,7 +305,7 @@ def summary(files: RunFiles, run: Run) -> dict[str, Any]:
         return {}
 
 
-def settings(files: RunFiles) -> dict[str, Any]:
+def run_settings(files: RunFiles) -> dict[str, Any]:
     """The whole config of a run."""
     try:
         return orjson.loads(files.config.read_bytes())
@@ -311,7 +315,7 @@ def settings(files: RunFiles) -> dict[str, Any]:
 
 def planned_steps(files: RunFiles) -> int | None:
     """Of training, as it was asked for."""
-    return settings(files).get("train", {}).get("steps")
+    return run_settings(files).get("train", {}).get("steps")
 
 
 def duration_ms(run: Run) -> int | None:

@@ -13,33 +13,33 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from penstock.controller.admission import Origin, admit
+from penstock.controller.admission import CodeOrigin, admit
 from penstock.controller.api import views
 from penstock.controller.api.auth import Identity
-from penstock.controller.api.bodies import as_table, page_reply, paged, read_object, reply, too_large
-from penstock.controller.api.links import Links
-from penstock.controller.api.logs import log_page, wanted
-from penstock.controller.api.results import Results, planned_steps, settings
+from penstock.controller.api.bodies import as_object, page_reply, page_request, read_object, reply, too_large
+from penstock.controller.api.links import SignedLinks
+from penstock.controller.api.logs import log_page, log_query
+from penstock.controller.api.results import RunResults, planned_steps, run_settings
 from penstock.controller.checkpoints import checkpoints_of
 from penstock.controller.context import Controller
-from penstock.controller.runs import Kind, Run
-from penstock.controller.snapshots import of_commit
+from penstock.controller.runs import Run, RunKind
+from penstock.controller.snapshots import snapshot_commit
 from penstock.errors import ControllerError
 from penstock.system.files import replacing
 
 DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
-async def submit(controller: Controller, kind: Kind, body: Mapping[str, Any], *, git: str | None, who: Identity) -> Run:
+async def submit(controller: Controller, kind: RunKind, body: Mapping[str, Any], *, git: str | None, who: Identity) -> Run:
     """Queue a run of the code that the body brings as a `snapshot`, else of the repository that `git` names."""
     waiting = len(await asyncio.to_thread(controller.runs.waiting))
     if waiting >= controller.limits.queued:
         text = f"{waiting} runs wait already; wait for some to end, or stop some"
         raise ControllerError(text, code="QUEUE_FULL", status=429)
     if "snapshot" in body:
-        origin = _told(body.get("origin"), git, who)
-        return await admit(controller, kind, body, snapshot=_uploaded(controller, body["snapshot"]), origin=origin)
-    snapshot, origin = await asyncio.to_thread(_of_repository, controller, body, git, who)
+        origin = _client_origin(body.get("origin"), git, who)
+        return await admit(controller, kind, body, snapshot=_uploaded_snapshot(controller, body["snapshot"]), origin=origin)
+    snapshot, origin = await asyncio.to_thread(_repository_snapshot, controller, body, git, who)
     return await admit(controller, kind, body, snapshot=snapshot, origin=origin)
 
 
@@ -51,7 +51,7 @@ def snapshot_path(controller: Controller, digest: object) -> Path:
     return controller.home.snapshots / f"{digest}.tar.gz"
 
 
-def _uploaded(controller: Controller, digest: object) -> Path:
+def _uploaded_snapshot(controller: Controller, digest: object) -> Path:
     path = snapshot_path(controller, digest)
     if not path.is_file():
         text = f"this controller has no snapshot {digest}; upload it first: PUT /api/cli/snapshots/{digest}"
@@ -59,11 +59,11 @@ def _uploaded(controller: Controller, digest: object) -> Path:
     return path
 
 
-def _told(origin: object, git: str | None, who: Identity) -> Origin:
+def _client_origin(origin: object, git: str | None, who: Identity) -> CodeOrigin:
     """As the client says: its code may differ from any commit."""
-    told = as_table(origin)
+    told = as_object(origin)
     branch, commit = told.get("branch"), told.get("commit_sha")
-    return Origin(
+    return CodeOrigin(
         repository=git or "",
         branch=branch if isinstance(branch, str) else None,
         commit_sha=commit if isinstance(commit, str) else None,
@@ -72,20 +72,22 @@ def _told(origin: object, git: str | None, who: Identity) -> Origin:
     )
 
 
-def _of_repository(controller: Controller, body: Mapping[str, Any], git: str | None, who: Identity) -> tuple[Path, Origin]:
+def _repository_snapshot(
+    controller: Controller, body: Mapping[str, Any], git: str | None, who: Identity
+) -> tuple[Path, CodeOrigin]:
     """HEAD, or the branch or commit that the body pins. It waits for git, so it runs in a thread."""
     if not git:
         text = "the submission brings no code: send X-Osmosis-Git: owner/name of a registered repository, or a snapshot"
         raise ControllerError(text, code="CODE_MISSING", status=400, details={"field": "snapshot"})
-    experiment = as_table(body.get("experiment_config"))
+    experiment = as_object(body.get("experiment_config"))
     pins = [pin for key in ("commit_sha", "branch") if isinstance(pin := experiment.get(key), str) and pin]
     branch = experiment.get("branch")
-    with of_commit(controller.repositories.get(git), pins[0] if pins else None) as taken:
+    with snapshot_commit(controller.repositories.get(git), pins[0] if pins else None) as taken:
         path = snapshot_path(controller, taken.digest)
         if not path.exists():
             with replacing(path) as draft:
                 shutil.copyfile(taken.path, draft)
-    origin = Origin(
+    origin = CodeOrigin(
         repository=git.lower(),
         branch=branch if isinstance(branch, str) else taken.branch,
         commit_sha=taken.commit_sha,
@@ -95,7 +97,7 @@ def _of_repository(controller: Controller, body: Mapping[str, Any], git: str | N
     return path, origin
 
 
-def snapshot_routes(controller: Controller, links: Links) -> list[Route]:
+def snapshot_routes(controller: Controller, links: SignedLinks) -> list[Route]:
     largest = controller.limits.snapshot_mb * 1_000_000
 
     async def put(request: Request) -> Response:
@@ -136,11 +138,11 @@ async def _receive(stream: AsyncIterable[bytes], draft: Path | None, largest: in
     return digest.hexdigest()
 
 
-PATHS: Mapping[Kind, str] = {"eval": "/api/cli/eval-runs", "train": "/api/cli/training-runs"}
-KEYS: Mapping[Kind, str] = {"eval": "eval_runs", "train": "training_runs"}
+PATHS: Mapping[RunKind, str] = {"eval": "/api/cli/eval-runs", "train": "/api/cli/training-runs"}
+KEYS: Mapping[RunKind, str] = {"eval": "eval_runs", "train": "training_runs"}
 
 
-def routes(controller: Controller, results: Results) -> list[Route]:
+def routes(controller: Controller, results: RunResults) -> list[Route]:
     both = [route for kind in PATHS for route in RunRoutes(controller, results, kind).routes()]
     return [
         *both,
@@ -149,10 +151,10 @@ def routes(controller: Controller, results: Results) -> list[Route]:
 
 
 class RunRoutes:
-    def __init__(self, controller: Controller, results: Results, kind: Kind) -> None:
+    def __init__(self, controller: Controller, results: RunResults, kind: RunKind) -> None:
         self._controller = controller
         self._results = results
-        self._kind: Kind = kind
+        self._kind: RunKind = kind
 
     def routes(self) -> list[Route]:
         path = PATHS[self._kind]
@@ -166,19 +168,19 @@ class RunRoutes:
         ]
 
     async def _list(self, request: Request) -> Response:
-        limit, offset = paged(request)
+        limit, offset = page_request(request)
         found, total = await asyncio.to_thread(self._controller.runs.page, self._kind, limit=limit, offset=offset)
         return page_reply(KEYS[self._kind], [await self._row(run) for run in found], total, limit, offset)
 
     async def _row(self, run: Run) -> dict[str, Any]:
         files = self._results.files(run)
         if self._kind == "eval":
-            return views.eval_row(run, await self._results.results(run), settings(files))
+            return views.eval_row(run, await self._results.results(run), run_settings(files))
         return views.training_row(run, await self._results.trained(run), planned_steps(files))
 
     async def _detail(self, request: Request) -> Response:
         run = await self._run(request)
-        chosen = settings(self._results.files(run))
+        chosen = run_settings(self._results.files(run))
         if self._kind == "eval":
             return reply(views.eval_detail(run, await self._results.results(run), chosen))
         steps = planned_steps(self._results.files(run))
@@ -203,7 +205,7 @@ class RunRoutes:
 
     async def _logs(self, request: Request) -> Response:
         run = await self._run(request)
-        asked = wanted(request, run.id)
+        asked = log_query(request, run.id)
         return reply(await asyncio.to_thread(log_page, self._results.files(run).log, run.id, asked))
 
     async def checkpoints(self, request: Request) -> Response:

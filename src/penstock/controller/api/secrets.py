@@ -7,8 +7,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from penstock.controller.api.bodies import page_reply, paged, read_object, reply, text_of
-from penstock.controller.api.links import Links
+from penstock.controller.api.bodies import page_reply, page_request, read_object, reply, string_field
+from penstock.controller.api.links import SignedLinks
 from penstock.controller.context import Controller
 from penstock.controller.vault import Secret
 from penstock.errors import ControllerError
@@ -16,11 +16,11 @@ from penstock.errors import ControllerError
 PATH = "/api/cli/environment-secrets"
 
 
-def routes(controller: Controller, links: Links) -> list[Route]:
+def routes(controller: Controller, links: SignedLinks) -> list[Route]:
     vault = controller.vault
 
     async def listed(request: Request) -> Response:
-        limit, offset = paged(request)
+        limit, offset = page_request(request)
         scope = request.query_params.get("scope", "all")
         found, total = await asyncio.to_thread(vault.page, scope, limit=limit, offset=offset)
         return page_reply("environment_secrets", [_record(each) for each in found], total, limit, offset)
@@ -30,12 +30,12 @@ def routes(controller: Controller, links: Links) -> list[Route]:
         value = body.get("value")
         if not isinstance(value, str):  # never shown, so not by `text_of`, whose errors may grow to do that
             raise ControllerError("value must be text", code="SECRET_INVALID", status=400, details={"field": "value"})
-        name, scope, who = text_of(body, "name"), text_of(body, "scope", default="user"), request.state.who.name
+        name, scope, who = string_field(body, "name"), string_field(body, "scope", default="user"), request.state.who.name
         return reply(_record(await asyncio.to_thread(vault.set, name, value, scope, by=who)))
 
     async def delete(request: Request) -> Response:
         body = await read_object(request)
-        name, scope = text_of(body, "name"), text_of(body, "scope", default="user")
+        name, scope = string_field(body, "name"), string_field(body, "scope", default="user")
         await asyncio.to_thread(vault.delete, name, scope)
         return reply({"name": name, "scope": scope})
 

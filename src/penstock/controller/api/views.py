@@ -4,8 +4,8 @@ from typing import Any
 
 import orjson
 
-from penstock.controller.api.bodies import as_table
-from penstock.controller.api.curves import Trained
+from penstock.controller.api.bodies import as_object
+from penstock.controller.api.curves import TrainingProgress
 from penstock.controller.runs import Run
 from penstock.evals.spending import rollout_usage
 from penstock.records import Attempt, Task
@@ -28,12 +28,12 @@ def eval_detail(run: Run, results: dict[str, Any] | None, settings: dict[str, An
     return {"eval_run": _scalars(run), "config": config, "results": results, **_references(run), **_origin(run)}
 
 
-def training_row(run: Run, trained: Trained, steps: int | None) -> dict[str, Any]:
+def training_row(run: Run, trained: TrainingProgress, steps: int | None) -> dict[str, Any]:
     """Of a list; `steps` are those that were asked for."""
     return {**_scalars(run), **_references(run), **_progress(trained, steps)}
 
 
-def training_detail(run: Run, trained: Trained, steps: int | None, settings: dict[str, Any]) -> dict[str, Any]:
+def training_detail(run: Run, trained: TrainingProgress, steps: int | None, settings: dict[str, Any]) -> dict[str, Any]:
     more = {"examples_processed_count": trained.examples, "notes": run.message or None}
     scalars = {**_scalars(run), **_progress(trained, steps), **more}
     return {"training_run": scalars, "config": _training_config(run, settings), **_references(run), **_origin(run)}
@@ -77,19 +77,19 @@ def _origin(run: Run) -> dict[str, Any]:
     }
 
 
-def _progress(trained: Trained, steps: int | None) -> dict[str, Any]:
+def _progress(trained: TrainingProgress, steps: int | None) -> dict[str, Any]:
     return {"current_step": trained.step, "total_steps": trained.steps or steps, "reward": trained.reward}
 
 
 def _eval_config(run: Run, settings: dict[str, Any]) -> dict[str, Any]:
     """Flat. What was submitted as `[evaluation]`, or our own `[eval]`, and always the model and the attempts at each row."""
     section: dict[str, Any] = settings.get("eval", {})
-    table = as_table(run.submission.tables.get("evaluation")) or {key: value for key, value in section.items() if key != "samples"}
+    table = as_object(run.submission.tables.get("evaluation")) or {key: value for key, value in section.items() if key != "samples"}
     return {**_plain(table), "model_path": run.submission.model, "n": section.get("samples", 1)}
 
 
 def _training_config(run: Run, settings: dict[str, Any]) -> dict[str, Any]:
-    submitted = {key: _plain(as_table(table)) for key, table in run.submission.tables.items() if key not in NOT_SHOWN}
+    submitted = {key: _plain(as_object(table)) for key, table in run.submission.tables.items() if key not in NOT_SHOWN}
     tables = {key: table for key, table in submitted.items() if table}
     return {"model_path": run.submission.model, **(tables or {"train": _plain(settings.get("train", {}))})}
 

@@ -6,8 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.engines.embedded.decoder import Shape
-from penstock.engines.embedded.kv_cache import Cached, Segment, Tails
+from penstock.engines.embedded.decoder import DecoderShape
+from penstock.engines.embedded.kv_cache import KeyValues, Segment, TailCache
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
@@ -39,7 +39,7 @@ def add_product(into: Tensor, a: Tensor, b: Tensor) -> None:
         into += product(a, b)
 
 
-class Span(NamedTuple):
+class SegmentSpan(NamedTuple):
     """A segment and the packed tokens that look at it, `first` to `last` (not included)."""
 
     segment: Segment
@@ -47,25 +47,25 @@ class Span(NamedTuple):
     last: int
 
 
-def shared_spans(paths: Sequence[Sequence[Segment]], lengths: Sequence[int]) -> list[Span]:
+def shared_spans(paths: Sequence[Sequence[Segment]], lengths: Sequence[int]) -> list[SegmentSpan]:
     """Who looks at which segment, where row i has `lengths[i]` tokens and rows with a common prefix are neighbours."""
-    spans: list[Span] = []
-    begun: list[Span] = []
+    spans: list[SegmentSpan] = []
+    begun: list[SegmentSpan] = []
     at = 0
     for path, length in zip(paths, lengths, strict=True):
         kept = 0
         while kept < min(len(path), len(begun)) and begun[kept].segment is path[kept]:
             kept += 1
         spans += [span._replace(last=at) for span in begun[kept:]]
-        begun = begun[:kept] + [Span(segment, at, at) for segment in path[kept:]]
+        begun = begun[:kept] + [SegmentSpan(segment, at, at) for segment in path[kept:]]
         at += length
     return spans + [span._replace(last=at) for span in begun]
 
 
-class Shared:
+class SegmentAttention:
     """Scores of packed queries against the segments above them, and what their values give."""
 
-    def __init__(self, shape: Shape, spans: Sequence[Span]) -> None:
+    def __init__(self, shape: DecoderShape, spans: Sequence[SegmentSpan]) -> None:
         self.group = shape.heads // shape.kv_heads
         self.scale = shape.head_dim**-0.5
         self._spans = [(s.segment.cached, s.first * self.group, s.last * self.group, s.segment.start, s.segment.end) for s in spans]
@@ -83,13 +83,13 @@ class Shared:
             add_product(mixed[:, a:b], weights[:, a:b, start:end], cached.values[layer])
 
 
-class Prefill:
+class PrefillAttention:
     """`attend` of a pass that computes planned segments, whose ancestors are all known, and keeps their keys and values."""
 
-    def __init__(self, shape: Shape, segments: Sequence[Segment], *, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, shape: DecoderShape, segments: Sequence[Segment], *, device: torch.device, dtype: torch.dtype) -> None:
         self._shape, self._segments = shape, segments
         lengths = [len(segment.tokens) for segment in segments]
-        self._shared = Shared(shape, shared_spans([segment.path()[:-1] for segment in segments], lengths))
+        self._shared = SegmentAttention(shape, shared_spans([segment.path()[:-1] for segment in segments], lengths))
         size = (shape.kv_heads, sum(lengths) * self._shared.group, max(segment.end for segment in segments))
         self._scores = torch.full(size, -torch.inf, device=device)
         self._weights = torch.empty_like(self._scores)
@@ -129,16 +129,16 @@ class Prefill:
             segment.cached = cached
 
 
-class Decode:
+class DecodeAttention:
     """`attend` of decode steps over the same rows: one new token per row, written to its tail.
 
     Tails are read in the order of slots, all slots between the first and the last at once, idle ones too, because picking rows
     would copy them; where most are idle they are picked.
     """
 
-    def __init__(self, shape: Shape, tails: Tails, slots: Sequence[int], paths: Sequence[Sequence[Segment]]) -> None:
+    def __init__(self, shape: DecoderShape, tails: TailCache, slots: Sequence[int], paths: Sequence[Sequence[Segment]]) -> None:
         self._shape, self._tails, self._slots = shape, tails, list(slots)
-        self._shared = Shared(shape, shared_spans(paths, [1] * len(paths)))
+        self._shared = SegmentAttention(shape, shared_spans(paths, [1] * len(paths)))
         self._columns = max((path[-1].end for path in paths if path), default=0)
         device = tails.keys.device
         self._index = torch.tensor(self._slots, device=device)
@@ -210,17 +210,17 @@ def _in_rows(by_slot: Tensor, slot_of_row: Tensor | None, kv_heads: int) -> Tens
     return by_slot if slot_of_row is None else by_slot[slot_of_row]
 
 
-def _grouped(q: Tensor, shape: Shape) -> Tensor:
+def _grouped(q: Tensor, shape: DecoderShape) -> Tensor:
     """[1, heads, tokens, dim] → [kv_heads, tokens * group, dim]."""
     return q.view(shape.kv_heads, -1, q.shape[2], shape.head_dim).transpose(1, 2).flatten(1, 2)
 
 
-def _ungrouped(mixed: Tensor, shape: Shape) -> Tensor:
+def _ungrouped(mixed: Tensor, shape: DecoderShape) -> Tensor:
     """[kv_heads, tokens * group, dim] → [1, heads, tokens, dim], tokens outermost in memory, as the next projection reads them."""
     group = shape.heads // shape.kv_heads
     return mixed.view(shape.kv_heads, -1, group, shape.head_dim).transpose(0, 1).flatten(1, 2).transpose(0, 1)[None]
 
 
-def _empty(shape: Shape, tokens: int, device: torch.device, dtype: torch.dtype) -> Cached:
+def _empty(shape: DecoderShape, tokens: int, device: torch.device, dtype: torch.dtype) -> KeyValues:
     keys = torch.empty(shape.layers, shape.kv_heads, shape.head_dim, tokens, device=device, dtype=dtype)
-    return Cached(keys, torch.empty(shape.layers, shape.kv_heads, tokens, shape.head_dim, device=device, dtype=dtype))
+    return KeyValues(keys, torch.empty(shape.layers, shape.kv_heads, tokens, shape.head_dim, device=device, dtype=dtype))

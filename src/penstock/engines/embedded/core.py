@@ -17,23 +17,23 @@ from typing import NamedTuple
 
 import torch
 
-from penstock.engines.embedded.attention import Decode, Prefill
+from penstock.engines.embedded.attention import DecodeAttention, PrefillAttention
 from penstock.engines.embedded.decoder import Decoder
-from penstock.engines.embedded.kv_cache import PrefixTree, Segment, Tails
-from penstock.engines.embedded.sampling import Draw, sample
+from penstock.engines.embedded.kv_cache import PrefixTree, Segment, TailCache
+from penstock.engines.embedded.sampling import DrawnTokens, sample
 from penstock.errors import ConfigError
 from penstock.records import Finish, Sampling
 
-ABSORBED = 384
+MAX_ABSORBED = 384
 """Tokens at the end of a path that a request copies to its tail, as tails are read all at once and segments one by one.
 
 What several requests read counts that often: reading a segment once for all of them is better than many copies of it.
 """
 
-LONGEST_TAIL = 512
+MAX_TAIL = 512
 """A tail of this many tokens moves to the tree: tails are read at the width of the longest."""
 
-SHORTEST_TAIL = 8
+MIN_TAIL = 8
 
 UNEVEN_TAIL = 64
 """So does one of this many when the others are so short that most of what is read would be padding."""
@@ -57,7 +57,7 @@ class Request:
     """The request's own random numbers in [0, 1)."""
 
 
-class Token(NamedTuple):
+class DrawnToken(NamedTuple):
     request: Request
     id: int
     logprob: float
@@ -68,7 +68,7 @@ class Token(NamedTuple):
 
 
 @dataclass(eq=False, slots=True)
-class Seat:
+class ActiveRequest:
     """A request with a slot and a path in the tree."""
 
     request: Request
@@ -87,13 +87,13 @@ class Seat:
 def _longest_tail(slots: int, cache_tokens: int) -> int:
     """A power of two, so that all tails together take at most a quarter of the cache; ConfigError where that is too little."""
     share = cache_tokens // (4 * slots)
-    if share < SHORTEST_TAIL:
-        least = 4 * slots * SHORTEST_TAIL
+    if share < MIN_TAIL:
+        least = 4 * slots * MIN_TAIL
         raise ConfigError(f"engine.cache_tokens = {cache_tokens} is too little for {slots} slots; set it to {least} or more")
-    return min(LONGEST_TAIL, 1 << (share.bit_length() - 1))
+    return min(MAX_TAIL, 1 << (share.bit_length() - 1))
 
 
-class Core:
+class EngineCore:
     """Slots, tree, tails and the queue in front of them. Not thread-safe: one thread owns it."""
 
     def __init__(
@@ -106,12 +106,12 @@ class Core:
         self.slots = slots
         self._longest_tail = _longest_tail(slots, cache_tokens)
         self.tree = PrefixTree(capacity=cache_tokens - slots * self._longest_tail, longest=self.pass_tokens)
-        self.tails = Tails(decoder.shape, slots=slots, device=self._device, dtype=self._dtype)
+        self.tails = TailCache(decoder.shape, slots=slots, device=self._device, dtype=self._dtype)
         self.waiting: deque[Request] = deque()
-        self.planned: list[Seat] = []
-        self.running: list[Seat] = []
+        self.planned: list[ActiveRequest] = []
+        self.running: list[ActiveRequest] = []
         self._free = list(range(slots))
-        self._attend: Decode | None = None
+        self._attend: DecodeAttention | None = None
         """None after every change of rows or of what they read."""
 
     @property
@@ -147,7 +147,7 @@ class Core:
         self.tails.clear()
         return lost
 
-    def step(self) -> list[Token]:
+    def step(self) -> list[DrawnToken]:
         """Admit, prefill one pass, sample one token for each running request."""
         with torch.inference_mode():
             self._admit()
@@ -160,14 +160,14 @@ class Core:
             leaf = self.tree.plan(self.waiting[0].tokens[:-1])
             if leaf is None:
                 return  # somebody must finish first
-            self.planned.append(Seat(self.waiting.popleft(), self._free.pop(0), leaf))
+            self.planned.append(ActiveRequest(self.waiting.popleft(), self._free.pop(0), leaf))
 
     def _prefill(self) -> None:
         segments = self._next_segments()
         if segments:
             tokens = [token for segment in segments for token in segment.tokens]
             positions = [position for segment in segments for position in range(segment.start, segment.end)]
-            attend = Prefill(self.decoder.shape, segments, device=self._device, dtype=self._dtype)
+            attend = PrefillAttention(self.decoder.shape, segments, device=self._device, dtype=self._dtype)
             self.decoder(self._tensor([tokens]), self._tensor([positions]), attend)
             attend.commit()
         ready = [seat for seat in self.planned if all(segment.ready for segment in seat.leaf.path())]
@@ -193,8 +193,8 @@ class Core:
             room -= len(segment.tokens)
         return sorted(chosen, key=lambda segment: _order(segment.path()))
 
-    def _absorb(self, seat: Seat, readers: "Counter[Segment]") -> None:
-        most = min(ABSORBED, 3 * self._longest_tail // 4)
+    def _absorb(self, seat: ActiveRequest, readers: "Counter[Segment]") -> None:
+        most = min(MAX_ABSORBED, 3 * self._longest_tail // 4)
         seat.base = seat.leaf.end
         for segment in reversed(seat.leaf.path()):
             if len(segment.tokens) * readers[segment] > most or seat.leaf.end - segment.start > most:
@@ -215,7 +215,7 @@ class Core:
                 self._requeue(max([*self.planned, *self.running], key=lambda seat: seat.request.key))
             total = sum(seat.tail for seat in self.running)
 
-    def _fold(self, seat: Seat) -> bool:
+    def _fold(self, seat: ActiveRequest) -> bool:
         """Keep the tail in the tree and begin a new one; False where the tree has no room."""
         tokens = seat.request.tokens[seat.leaf.end : -1]
         if tokens:
@@ -227,11 +227,11 @@ class Core:
         self._attend = None
         return True
 
-    def _sample(self) -> list[Token]:
+    def _sample(self) -> list[DrawnToken]:
         if self._attend is None:
             self.running.sort(key=lambda seat: (_order(_read_path(seat)), seat.slot))
             slots, paths = [seat.slot for seat in self.running], [_read_path(seat) for seat in self.running]
-            self._attend = Decode(self.decoder.shape, self.tails, slots, paths)
+            self._attend = DecodeAttention(self.decoder.shape, self.tails, slots, paths)
         requests = [seat.request for seat in self.running]
         self._attend.begin([seat.tail for seat in self.running])
         tokens, positions = [r.tokens[-1] for r in requests], [len(r.tokens) - 1 for r in requests]
@@ -239,7 +239,7 @@ class Core:
         draw = sample(self.decoder.logits(hidden[0]), [r.sampling for r in requests], [r.uniform() for r in requests])
         return self._take(draw)
 
-    def _take(self, draw: Draw) -> list[Token]:
+    def _take(self, draw: DrawnTokens) -> list[DrawnToken]:
         """Append each row's token to its request; those that finish leave."""
         rows: list[list[float]] = torch.stack([part.double() for part in draw], dim=1).tolist()  # pyright: ignore[reportUnknownVariableType]
         sampled = [self._judge(seat.request, *row) for seat, row in zip(self.running, rows, strict=True)]
@@ -250,12 +250,12 @@ class Core:
                 self._leave(seat)
         return sampled
 
-    def _judge(self, request: Request, drawn: float, logprob: float, full_logprob: float) -> Token:
+    def _judge(self, request: Request, drawn: float, logprob: float, full_logprob: float) -> DrawnToken:
         """Append a token and see whether it is the last."""
         token = int(drawn)
         request.tokens.append(token)
         if not math.isfinite(full_logprob):
-            return Token(request, token, 0.0, 0.0, "error", "the logits are not finite, so the policy's weights are broken")
+            return DrawnToken(request, token, 0.0, 0.0, "error", "the logits are not finite, so the policy's weights are broken")
         finish, problem = None, ""
         try:
             if token in request.stop_ids or self._says_stop(request):
@@ -264,7 +264,7 @@ class Core:
                 finish = "length"
         except Exception as cause:  # the tokenizer's; it must not fail the others
             finish, problem = "error", f"its text could not be searched for stop strings: {type(cause).__name__}: {cause}"
-        return Token(request, token, logprob, full_logprob, finish, problem)
+        return DrawnToken(request, token, logprob, full_logprob, finish, problem)
 
     def _says_stop(self, request: Request) -> bool:
         """Whether the last tokens complete one of the request's stop strings."""
@@ -274,12 +274,12 @@ class Core:
         text = self.decode_text(request.tokens[max(request.prompt_length, len(request.tokens) - window) :])
         return any(stop in text for stop in request.sampling.stop)
 
-    def _requeue(self, seat: Seat) -> None:
+    def _requeue(self, seat: ActiveRequest) -> None:
         """Back to the front of the queue. Seats go to the oldest, so whoever waits is younger."""
         self._leave(seat)
         self.waiting.appendleft(seat.request)
 
-    def _leave(self, seat: Seat) -> None:
+    def _leave(self, seat: ActiveRequest) -> None:
         self.tree.release(seat.leaf)
         insort(self._free, seat.slot)
         for seats in (self.planned, self.running):
@@ -291,7 +291,7 @@ class Core:
         return torch.tensor(values, device=self._device)
 
 
-def _read_path(seat: Seat) -> list[Segment]:
+def _read_path(seat: ActiveRequest) -> list[Segment]:
     return [segment for segment in seat.leaf.path() if segment.start < seat.base]
 
 

@@ -26,7 +26,7 @@ FEW_ROWS = (4, 48)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class DecoderShape:
     """The numbers of a decoder, from a model folder's `config.json`."""
 
     vocab_size: int
@@ -46,7 +46,7 @@ class Shape:
     qk_norm: bool = False
 
 
-def read_shape(folder: Path) -> Shape:
+def read_decoder_shape(folder: Path) -> DecoderShape:
     """Read `config.json`; ModelError for a model that this decoder cannot be."""
     config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     kind = (config.get("architectures") or ["unknown"])[0]
@@ -59,7 +59,7 @@ def read_shape(folder: Path) -> Shape:
     if config.get("use_sliding_window") or (kind == "MistralForCausalLM" and config.get("sliding_window")):
         raise ModelError(f"{folder}: sliding-window attention is not supported by the embedded engine")
     heads = config["num_attention_heads"]
-    return Shape(
+    return DecoderShape(
         vocab_size=config["vocab_size"],
         hidden=config["hidden_size"],
         inner=config["intermediate_size"],
@@ -77,7 +77,7 @@ def read_shape(folder: Path) -> Shape:
     )
 
 
-class Norm(nn.RMSNorm):
+class RmsNorm(nn.RMSNorm):
     """RMS norm, in half the operations where no gradient is wanted: on one token each costs as much as its arithmetic."""
 
     floor: Tensor
@@ -93,19 +93,19 @@ class Norm(nn.RMSNorm):
         return (x * torch.addcmul(self.floor, length, length, value=1.0 / x.shape[-1]).rsqrt_()).mul_(self.weight)
 
 
-class Layer(nn.Module):
+class DecoderLayer(nn.Module):
     """Attention and feed-forward, each behind a norm. Projections that read the same input are one matrix."""
 
-    def __init__(self, shape: Shape, index: int) -> None:
+    def __init__(self, shape: DecoderShape, index: int) -> None:
         super().__init__()
         self.shape, self.index = shape, index
         width = shape.heads * shape.head_dim
-        self.norm1 = Norm(shape.hidden, shape.norm_eps)
+        self.norm1 = RmsNorm(shape.hidden, shape.norm_eps)
         self.qkv = nn.Linear(shape.hidden, width + 2 * shape.kv_heads * shape.head_dim, bias=shape.qkv_bias)
-        self.q_norm = Norm(shape.head_dim, shape.norm_eps) if shape.qk_norm else None
-        self.k_norm = Norm(shape.head_dim, shape.norm_eps) if shape.qk_norm else None
+        self.q_norm = RmsNorm(shape.head_dim, shape.norm_eps) if shape.qk_norm else None
+        self.k_norm = RmsNorm(shape.head_dim, shape.norm_eps) if shape.qk_norm else None
         self.out = nn.Linear(width, shape.hidden, bias=False)
-        self.norm2 = Norm(shape.hidden, shape.norm_eps)
+        self.norm2 = RmsNorm(shape.hidden, shape.norm_eps)
         self.gate_up = nn.Linear(shape.hidden, 2 * shape.inner, bias=False)
         self.down = nn.Linear(shape.inner, shape.hidden, bias=False)
 
@@ -130,12 +130,12 @@ class Decoder(nn.Module):
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
         self.shape = shape
         self.embed = nn.Embedding(shape.vocab_size, shape.hidden)
-        self.layers = nn.ModuleList(Layer(shape, index) for index in range(shape.layers))
-        self.norm = Norm(shape.hidden, shape.norm_eps)
+        self.layers = nn.ModuleList(DecoderLayer(shape, index) for index in range(shape.layers))
+        self.norm = RmsNorm(shape.hidden, shape.norm_eps)
         self.head = None if shape.tied else nn.Linear(shape.hidden, shape.vocab_size, bias=False)
         cos, sin = _rope_table(shape)
         self.register_buffer("cos", cos, persistent=False)
@@ -178,7 +178,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
-def _rope_table(shape: Shape) -> tuple[Tensor, Tensor]:
+def _rope_table(shape: DecoderShape) -> tuple[Tensor, Tensor]:
     """cos and sin of each position's rotations, each [context_length, head_dim], as `_rotate` takes them."""
     inverse = 1.0 / shape.rope_theta ** (torch.arange(0, shape.head_dim, 2, dtype=torch.float64) / shape.head_dim)
     if (scaling := shape.rope_scaling) is not None:

@@ -21,22 +21,22 @@ from typing import Any
 import torch
 
 from penstock.config import EngineSection
-from penstock.engines.base import Sampled
+from penstock.engines.base import SampledChunk
 from penstock.engines.cpu_features import VARIABLE, WITHOUT_AMX, limit_onednn
-from penstock.engines.embedded.core import Core, Request, Token
+from penstock.engines.embedded.core import DrawnToken, EngineCore, Request
 from penstock.engines.embedded.decoder import Decoder
 from penstock.engines.embedded.weights import load_decoder
 from penstock.errors import ConfigError, EngineBusy, EngineError, ModelError
 from penstock.records import Sampling
 
-FAILURES = 3
+MAX_FAILED_STEPS = 3
 """Steps in a row that may fail before the engine gives up."""
 
 Command = Callable[[], None]
 """What the engine's thread is to do between two steps."""
 
 
-class Mailbox:
+class TokenQueue:
     """Where a request's tokens wait for its consumer. Lives in the consumer's event loop."""
 
     def __init__(self, rollout_id: str) -> None:
@@ -44,12 +44,12 @@ class Mailbox:
         self.complete = False
         """Whether the engine is done with the request."""
         self._rollout_id = rollout_id
-        self._tokens: list[Token] = []
+        self._tokens: list[DrawnToken] = []
         self._versions: list[int] = []
         self._problem: str | None = None
         self._filled = asyncio.Event()
 
-    def put(self, token: Token, version: int) -> None:
+    def put(self, token: DrawnToken, version: int) -> None:
         """Add a sampled token."""
         if token.finish == "error":
             self.fail(f"policy version {version}: {token.problem}")
@@ -64,7 +64,7 @@ class Mailbox:
         self.complete, self._problem = True, problem
         self._filled.set()
 
-    async def take(self) -> Sampled:
+    async def take(self) -> SampledChunk:
         """All tokens that have come since the last call; waits for one if there are none."""
         await self._filled.wait()
         tokens, versions, self._tokens, self._versions = self._tokens, self._versions, [], []
@@ -72,7 +72,7 @@ class Mailbox:
             raise EngineError(f"rollout {self._rollout_id}: {self._problem}" if self._rollout_id else self._problem)
         if self._problem is None:
             self._filled.clear()
-        return Sampled(
+        return SampledChunk(
             ids=tuple(token.id for token in tokens),
             logprobs=tuple(token.logprob for token in tokens),
             full_logprobs=tuple(token.full_logprob for token in tokens),
@@ -84,14 +84,14 @@ class Mailbox:
 class EmbeddedEngine:
     """A decoder that is sampled from in this process. The trainer may share its weights: `decoder` is the very module."""
 
-    def __init__(self, core: Core, *, name: str, queue_limit: int, seed: int, stop_ids: Iterable[int] = ()) -> None:
+    def __init__(self, core: EngineCore, *, name: str, queue_limit: int, seed: int, stop_ids: Iterable[int] = ()) -> None:
         self.decoder: Decoder = core.decoder
         self._core, self._name, self._seed = core, name, seed
         self._stop_ids = frozenset(stop_ids)
         self._limit = core.slots + queue_limit
         self._version = 0
         self._keys = count()
-        self._mailboxes: dict[int, Mailbox] = {}
+        self._mailboxes: dict[int, TokenQueue] = {}
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._ended: str | None = None
@@ -117,13 +117,13 @@ class EmbeddedEngine:
 
     async def generate(
         self, prompt_ids: Sequence[int], sampling: Sampling, *, rollout_id: str = ""
-    ) -> AsyncGenerator[Sampled, None]:
+    ) -> AsyncGenerator[SampledChunk, None]:
         """Sample one reply; see `Engine.generate`."""
         self._check(prompt_ids, sampling)
         if len(self._mailboxes) >= self._limit:
             raise EngineBusy(f"{self._limit} requests are already running or waiting; try again later, or raise engine.queue")
         request = self._request(prompt_ids, sampling)
-        mailbox = self._mailboxes[request.key] = Mailbox(rollout_id)
+        mailbox = self._mailboxes[request.key] = TokenQueue(rollout_id)
         try:
             self._post(lambda: self._core.submit(request))
             while True:
@@ -212,8 +212,8 @@ class EmbeddedEngine:
             while not self._closing:
                 self._obey()
                 failures = 0 if self._advance() else failures + 1
-                if failures == FAILURES:
-                    ended = f"the engine has given up after {FAILURES} failed steps in a row; open a new one"
+                if failures == MAX_FAILED_STEPS:
+                    ended = f"the engine has given up after {MAX_FAILED_STEPS} failed steps in a row; open a new one"
                     return
         except BaseException as cause:
             ended = f"the engine has stopped: {type(cause).__name__}: {cause}; open a new one"
@@ -260,8 +260,8 @@ class EmbeddedEngine:
     def _stop(self) -> None:
         self._closing = True
 
-    def _deliver(self, sampled: Sequence[Token]) -> None:
-        batches: defaultdict[asyncio.AbstractEventLoop, list[tuple[Mailbox, Token]]] = defaultdict(list)
+    def _deliver(self, sampled: Sequence[DrawnToken]) -> None:
+        batches: defaultdict[asyncio.AbstractEventLoop, list[tuple[TokenQueue, DrawnToken]]] = defaultdict(list)
         for token in sampled:
             mailbox = self._mailboxes.get(token.request.key)
             if mailbox is not None:
@@ -281,7 +281,7 @@ class EmbeddedEngine:
                     mailbox.loop.call_soon_threadsafe(mailbox.fail, problem)
 
 
-def _hand_out(batch: Sequence[tuple[Mailbox, Token]], version: int) -> None:
+def _hand_out(batch: Sequence[tuple[TokenQueue, DrawnToken]], version: int) -> None:
     for mailbox, token in batch:
         mailbox.put(token, version)
 
@@ -300,7 +300,7 @@ def open_engine(
     device = pick_device(section.device)
     dtype = pick_dtype(section.dtype, device)
     decoder = load_decoder(folder, device=device, dtype=dtype)
-    core = Core(decoder, slots=section.slots, cache_tokens=section.cache_tokens, decode=decode)
+    core = EngineCore(decoder, slots=section.slots, cache_tokens=section.cache_tokens, decode=decode)
     return EmbeddedEngine(core, name=name, queue_limit=section.queue, seed=seed, stop_ids=end_ids(folder))
 
 

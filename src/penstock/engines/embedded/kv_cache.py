@@ -12,10 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.engines.embedded.decoder import Shape
+from penstock.engines.embedded.decoder import DecoderShape
 
 
-class Cached(NamedTuple):
+class KeyValues(NamedTuple):
     """Keys and values of some consecutive tokens, all layers."""
 
     keys: Tensor
@@ -23,9 +23,9 @@ class Cached(NamedTuple):
     values: Tensor
     """[layers, kv_heads, tokens, dim]"""
 
-    def part(self, start: int, end: int) -> "Cached":
+    def part(self, start: int, end: int) -> "KeyValues":
         """A copy of some of the tokens, so that dropping one part frees its memory."""
-        return Cached(self.keys[..., start:end].clone(), self.values[..., start:end, :].clone())
+        return KeyValues(self.keys[..., start:end].clone(), self.values[..., start:end, :].clone())
 
 
 class Segment:
@@ -41,7 +41,7 @@ class Segment:
         self.holders = 0
         """Requests whose path ends here; a segment with holders or children stays."""
         self.used = 0
-        self.cached: Cached | None = None
+        self.cached: KeyValues | None = None
         """None while planned."""
 
     @property
@@ -89,7 +89,7 @@ class PrefixTree:
             return None
         return self._move_hold(last, self._grow(last, tokens[matched:]))
 
-    def extend(self, held: Segment, tokens: Sequence[int], cached: Cached) -> Segment | None:
+    def extend(self, held: Segment, tokens: Sequence[int], cached: KeyValues) -> Segment | None:
         """Keep a copy of computed `tokens` below `held`, whose hold moves to their end; None, and nothing moved, without room."""
         last, matched = self._match(held, tokens)
         self._hold(last)
@@ -192,21 +192,21 @@ def _common(tokens: tuple[int, ...], other: Sequence[int], offset: int) -> int:
     return next(i for i in range(length) if tokens[i] != other[offset + i])
 
 
-FIRST = 8
+FIRST_CAPACITY = 8
 """Tokens that a fresh tail holds; the room doubles as replies grow."""
 
 
-class Tails:
+class TailCache:
     """Room for `slots` tails."""
 
-    def __init__(self, shape: Shape, *, slots: int, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, shape: DecoderShape, *, slots: int, device: torch.device, dtype: torch.dtype) -> None:
         self._shape, self._slots = shape, slots
         self._device, self._dtype = device, dtype
         self.clear()
 
     def clear(self) -> None:
         """Back to fresh, zeroed memory: what weights of long ago computed, NaNs included, must not linger in masked places."""
-        self._allocate(FIRST)
+        self._allocate(FIRST_CAPACITY)
 
     def reserve(self, tokens: int) -> None:
         """Make every tail at least `tokens` long."""
@@ -220,16 +220,16 @@ class Tails:
         self.keys[..., :old].copy_(keys)
         self.values[..., :old, :].copy_(values)
 
-    def load(self, slot: int, at: int, cached: Cached) -> None:
+    def load(self, slot: int, at: int, cached: KeyValues) -> None:
         """Put tokens computed elsewhere at `at` of a tail."""
         end = at + cached.keys.shape[-1]
         self.reserve(end)
         self.keys[:, slot, :, :, at:end].copy_(cached.keys)
         self.values[:, slot, :, at:end].copy_(cached.values)
 
-    def read(self, slot: int, start: int, end: int) -> Cached:
+    def read(self, slot: int, start: int, end: int) -> KeyValues:
         """A view of some of a tail's tokens."""
-        return Cached(self.keys[:, slot, :, :, start:end], self.values[:, slot, :, start:end])
+        return KeyValues(self.keys[:, slot, :, :, start:end], self.values[:, slot, :, start:end])
 
     def _allocate(self, capacity: int) -> None:
         shape = self._shape

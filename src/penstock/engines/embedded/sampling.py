@@ -22,10 +22,10 @@ from penstock.records import Sampling
 BLOCK = 128
 """Weights are summed in blocks of this many; only the block that holds the drawn token is walked token by token."""
 
-Kind = Literal["greedy", "plain", "tempered", "truncated"]
+SamplingKind = Literal["greedy", "plain", "tempered", "truncated"]
 
 
-class Draw(NamedTuple):
+class DrawnTokens(NamedTuple):
     """One token per row, each [rows]; log-probabilities are float64, NaN where a row's logits were."""
 
     ids: Tensor
@@ -33,7 +33,7 @@ class Draw(NamedTuple):
     full_logprobs: Tensor
 
 
-def sample(logits: Tensor, samplings: Sequence[Sampling], uniforms: Sequence[float]) -> Draw:
+def sample(logits: Tensor, samplings: Sequence[Sampling], uniforms: Sequence[float]) -> DrawnTokens:
     """Draw one token per row of float32 `logits` [rows, vocab]; `uniforms` are in [0, 1)."""
     shifted = logits - logits.amax(-1, keepdim=True)  # best token at 0: no exponential overflows
     weights = shifted.exp()
@@ -57,10 +57,10 @@ def sample(logits: Tensor, samplings: Sequence[Sampling], uniforms: Sequence[flo
             ids[index], relative[index] = draw(part, chosen, uniform[index])
     full = shifted.gather(-1, ids[:, None])[:, 0].double() - sums.sum(-1).log()
     plain = torch.tensor([kind == "plain" for kind in kinds], device=logits.device)
-    return Draw(ids, torch.where(plain, full, relative + 0.0 * full), full)
+    return DrawnTokens(ids, torch.where(plain, full, relative + 0.0 * full), full)
 
 
-def _kind(sampling: Sampling) -> Kind:
+def _kind(sampling: Sampling) -> SamplingKind:
     if sampling.temperature == 0.0:
         return "greedy"
     if sampling.truncated:

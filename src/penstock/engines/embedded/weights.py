@@ -8,10 +8,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor
 
-from penstock.engines.embedded.decoder import Decoder, Shape, read_shape
+from penstock.engines.embedded.decoder import Decoder, DecoderShape, read_decoder_shape
 from penstock.errors import ModelError
 
-FUSED = {
+LAYER_NAMES = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
     "out": ("self_attn.o_proj",),
@@ -23,12 +23,12 @@ FUSED = {
 }
 """Part of our layer → the parts of a public checkpoint that it holds, stacked."""
 
-TOP = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
+TOP_NAMES = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
 
 
 def load_decoder(folder: Path, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Decoder:
     """The decoder that a model folder describes, with its weights."""
-    shape = read_shape(folder)
+    shape = read_decoder_shape(folder)
     decoder = Decoder(shape)
     public = _read(folder)
     state: dict[str, Tensor] = {}
@@ -64,11 +64,11 @@ def public_names(name: str) -> list[str]:
     """Our parameter name → the public names of what it stacks, e.g. `layers.3.qkv.weight` → q_proj, k_proj, v_proj of layer 3."""
     parts = name.split(".")
     if parts[0] == "layers":
-        return [f"model.layers.{parts[1]}.{public}.{parts[3]}" for public in FUSED[parts[2]]]
-    return [f"{TOP[parts[0]]}.{parts[1]}"]
+        return [f"model.layers.{parts[1]}.{public}.{parts[3]}" for public in LAYER_NAMES[parts[2]]]
+    return [f"{TOP_NAMES[parts[0]]}.{parts[1]}"]
 
 
-def _sizes(name: str, shape: Shape, value: Tensor) -> list[int]:
+def _sizes(name: str, shape: DecoderShape, value: Tensor) -> list[int]:
     if ".qkv." in name:
         return [shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, shape.kv_heads * shape.head_dim]
     return [shape.inner, shape.inner] if ".gate_up." in name else [value.shape[0]]

@@ -17,15 +17,15 @@ import orjson
 from pydantic import Field, ValidationInfo, field_validator
 
 from penstock.config import EngineSection
-from penstock.engines.base import Sampled
-from penstock.engines.fleet import Address
-from penstock.engines.retry import Attempt, Patience, Upstream
-from penstock.engines.servers.model_files import Contents, Published, check_same_shape
+from penstock.engines.base import SampledChunk
+from penstock.engines.fleet import EngineServer
+from penstock.engines.retry import FleetClient, RetryPolicy, ServerRequest
+from penstock.engines.servers.model_files import ModelContents, PublishedWeights, check_same_shape
 from penstock.errors import ConfigError, EngineError
-from penstock.http.client import Fault, Kind, Timers, Wire
+from penstock.http.client import ErrorKind, HttpClient, RequestTimeouts, UpstreamError
 from penstock.records import Finish, Sampling
 
-LOWEST, HIGHEST = -9999.0, 1e-3
+MIN_LOGPROB, MAX_LOGPROB = -9999.0, 1e-3
 """A log-probability is between these: the first is vLLM's word for minus infinity, the second leaves room for rounding."""
 
 
@@ -51,7 +51,7 @@ class ReplyReader(ABC):
         if self.done:
             return
         if event == b"[DONE]":
-            raise Fault("ended without saying how the reply finished", kind="broken")
+            raise UpstreamError("ended without saying how the reply finished", kind="broken")
         try:
             parsed: dict[str, Any] = orjson.loads(event)
             if "error" in parsed:
@@ -59,14 +59,14 @@ class ReplyReader(ABC):
             self.read(parsed)
         except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError) as cause:
             text = event[:100].decode("utf-8", "replace")
-            raise Fault(f"sent an event that no reply has: {text}", kind="garbled") from cause
+            raise UpstreamError(f"sent an event that no reply has: {text}", kind="garbled") from cause
 
-    def drain(self) -> Sampled | None:
+    def drain(self) -> SampledChunk | None:
         """All tokens since the last call."""
         if not self._ids and not self.done:
             return None
         ids, given, self._ids, self._logprobs = tuple(self._ids), tuple(self._logprobs), [], []
-        return Sampled(
+        return SampledChunk(
             ids=ids,
             logprobs=(0.0,) * len(ids) if self._greedy else given,
             full_logprobs=given if self._greedy or self._plain else (),
@@ -81,32 +81,32 @@ class ReplyReader(ABC):
     def add(self, ids: list[int], logprobs: list[float], reason: str | None) -> None:
         """Add tokens, and how the reply finished where `reason` says so."""
         if len(ids) != len(logprobs):
-            raise Fault(f"sent {len(ids)} token ids with {len(logprobs)} log-probabilities", kind="garbled")
+            raise UpstreamError(f"sent {len(ids)} token ids with {len(logprobs)} log-probabilities", kind="garbled")
         if not all(type(i) is int and i >= 0 for i in ids):
-            raise Fault(f"sent token ids that are none: {ids}", kind="garbled")
-        if not all(LOWEST < x <= HIGHEST for x in logprobs):
-            raise Fault(f"sent log-probabilities that are none ({logprobs}); see its --logprobs-mode", kind="garbled")
+            raise UpstreamError(f"sent token ids that are none: {ids}", kind="garbled")
+        if not all(MIN_LOGPROB < x <= MAX_LOGPROB for x in logprobs):
+            raise UpstreamError(f"sent log-probabilities that are none ({logprobs}); see its --logprobs-mode", kind="garbled")
         if reason not in (None, "stop", "length"):
-            raise Fault(f"broke the reply off ({reason})", kind="broken")
+            raise UpstreamError(f"broke the reply off ({reason})", kind="broken")
         self._ids += ids
         self._logprobs += logprobs
         self._finish, self.done = reason, reason is not None
 
 
-def _reported(error: Any) -> Fault:
+def _reported(error: Any) -> UpstreamError:
     """The fault that an error event within a stream stands for."""
     if isinstance(error, str):
-        return Fault(f"reported an error: {error}", kind="broken")
+        return UpstreamError(f"reported an error: {error}", kind="broken")
     code = error.get("code") or 500
-    kind: Kind = "busy" if code in (429, 503) else "refused" if 400 <= code < 500 else "broken"
-    return Fault(f"reported an error: {error.get('message')}", kind=kind)
+    kind: ErrorKind = "busy" if code in (429, 503) else "refused" if 400 <= code < 500 else "broken"
+    return UpstreamError(f"reported an error: {error.get('message')}", kind=kind)
 
 
 LOAD_S = 600.0
 """For a server to read weights."""
 
 
-class Served(NamedTuple):
+class ServedModel(NamedTuple):
     """What a server serves."""
 
     model: str
@@ -133,26 +133,26 @@ class RemoteEngine(ABC):
         urls: Sequence[str],
         *,
         name: str,
-        served: Served,
+        served: ServedModel,
         folder: Path = Path(),
-        timers: Timers | None = None,
-        patience: Patience | None = None,
+        timers: RequestTimeouts | None = None,
+        patience: RetryPolicy | None = None,
         key: str = "",
     ) -> None:
         self._name, self._served, self._version = name, served, 0
         self._run = secrets.token_hex(4)
         """Tells our weights on a server from another run's."""
         self._start = self._publication(0, folder)
-        self._published: Published | None = None
+        self._published: PublishedWeights | None = None
         """What every server is to hold; None where they hold what they were started with."""
         self._loading = asyncio.Lock()
-        self.upstream = Upstream(
+        self.upstream = FleetClient(
             urls,
             self._check_server,
             probe=self._probe,
             leave=self.leave,
-            timers=timers or Timers(),
-            patience=patience or Patience(),
+            timers=timers or RequestTimeouts(),
+            patience=patience or RetryPolicy(),
             key=key,
         )
 
@@ -173,7 +173,7 @@ class RemoteEngine(ABC):
 
     async def generate(
         self, prompt_ids: Sequence[int], sampling: Sampling, *, rollout_id: str = ""
-    ) -> AsyncGenerator[Sampled, None]:
+    ) -> AsyncGenerator[SampledChunk, None]:
         """Sample one reply; see `Engine.generate`. Stop strings are left to the caller, who closes the generator at one.
 
         A reply that new weights interrupt is taken up again where it was, under the new version.
@@ -189,7 +189,7 @@ class RemoteEngine(ABC):
                     if chunk.finish is not None:
                         return
             parts += 1
-        yield Sampled((), (), (), (), finish="length")  # interrupted between the last token and the word that it was the last
+        yield SampledChunk((), (), (), (), finish="length")  # interrupted between the last token and the word that it was the last
 
     async def swap(self, version: int, change: Callable[[], None]) -> None:
         """Refused: `change` rewrites weights in this process, and the servers hold their own."""
@@ -222,7 +222,7 @@ class RemoteEngine(ABC):
 
     @classmethod
     @abstractmethod
-    async def inspect(cls, wire: Wire, url: str, name: str) -> Served:
+    async def inspect(cls, wire: HttpClient, url: str, name: str) -> ServedModel:
         """What the server at `url` serves: the model of this name, else its only one."""
 
     @abstractmethod
@@ -230,7 +230,7 @@ class RemoteEngine(ABC):
         """What a server is asked for, under this key where it takes one; nothing is left to its own defaults."""
 
     @abstractmethod
-    def reader(self, prompt: list[int], sampling: Sampling, address: Address) -> ReplyReader:
+    def reader(self, prompt: list[int], sampling: Sampling, address: EngineServer) -> ReplyReader:
         """Reads the reply of the server at `address`."""
 
     @abstractmethod
@@ -241,10 +241,10 @@ class RemoteEngine(ABC):
         """Say that nobody reads the reply to this request any more, to a server that does not see it from the hang-up."""
 
     @abstractmethod
-    async def take(self, url: str, wanted: Published) -> None:
+    async def take(self, url: str, wanted: PublishedWeights) -> None:
         """Let the server at `url` take weights, between two of its steps, and forget what it computed from those before."""
 
-    async def obstacle(self, url: str, model: Contents) -> str:
+    async def obstacle(self, url: str, model: ModelContents) -> str:
         """Why the server at `url` must not be given weights of this model; empty where nothing is known against it."""
         return ""
 
@@ -252,13 +252,13 @@ class RemoteEngine(ABC):
     async def label(self, url: str) -> str:
         """What the server at `url` calls the weights that it holds."""
 
-    def _publication(self, version: int, folder: Path) -> Published:
-        return Published(version, folder.absolute(), f"penstock-{self._run}-{version}")
+    def _publication(self, version: int, folder: Path) -> PublishedWeights:
+        return PublishedWeights(version, folder.absolute(), f"penstock-{self._run}-{version}")
 
-    def _attempts(self, prompt: list[int], sampling: Sampling) -> Callable[[Address], Attempt[Sampled]]:
-        def begin(address: Address) -> Attempt[Sampled]:
+    def _attempts(self, prompt: list[int], sampling: Sampling) -> Callable[[EngineServer], ServerRequest[SampledChunk]]:
+        def begin(address: EngineServer) -> ServerRequest[SampledChunk]:
             key = secrets.token_hex(16)
-            return Attempt(orjson.dumps(self.body(prompt, sampling, key)), self.reader(prompt, sampling, address), key)
+            return ServerRequest(orjson.dumps(self.body(prompt, sampling, key)), self.reader(prompt, sampling, address), key)
 
         return begin
 
@@ -274,26 +274,26 @@ class RemoteEngine(ABC):
             )
         self.check_sampling(sampling)
 
-    async def _check_servers(self, found: Contents) -> None:
+    async def _check_servers(self, found: ModelContents) -> None:
         """EngineError where weights of this model would do a server harm, or not all of them would reach it."""
         for address in self.upstream.fleet.addresses:
             if address.up.is_set():
                 try:
                     obstacle = await self.obstacle(address.url, found)
-                except Fault as fault:
+                except UpstreamError as fault:
                     raise EngineError(f"{fault}; {self.trainable}") from fault
                 if obstacle:
                     raise EngineError(f"{address.url} cannot be trained: {obstacle}")
 
-    async def _switch(self, wanted: Published) -> list[str]:
+    async def _switch(self, wanted: PublishedWeights) -> list[str]:
         """Let the servers that are up take weights, or all of them where none is; what went wrong, by server."""
         fleet = self.upstream.fleet
         faults: list[str] = []
 
-        async def one(address: Address) -> None:
+        async def one(address: EngineServer) -> None:
             try:
                 await fleet.switch(address, wanted.version, lambda: self.take(address.url, wanted))
-            except Fault as fault:
+            except UpstreamError as fault:
                 faults.append(str(fault))
 
         async with asyncio.TaskGroup() as group:
@@ -301,17 +301,17 @@ class RemoteEngine(ABC):
                 group.create_task(one(address))
         return faults
 
-    async def _check_server(self, address: Address) -> None:
+    async def _check_server(self, address: EngineServer) -> None:
         served = await self.inspect(self.upstream.wire, address.url, self._name)
         if served != self._served:
-            raise Fault(f"{address.url} serves {served}, the others {self._served}", kind="refused")
+            raise UpstreamError(f"{address.url} serves {served}, the others {self._served}", kind="refused")
         wanted = None
         while wanted is not self._published:  # it may have changed meanwhile
             wanted = self._published
             assert wanted is not None
             await self._restore(address, wanted)
 
-    async def _restore(self, address: Address, wanted: Published) -> None:
+    async def _restore(self, address: EngineServer, wanted: PublishedWeights) -> None:
         """See that a server that was away holds what it is to hold."""
         if await self.label(address.url) != wanted.label:
             address.call_back()
@@ -322,7 +322,7 @@ class RemoteEngine(ABC):
                 address.switching = False
         address.version = wanted.version
 
-    async def _probe(self, address: Address) -> None:
+    async def _probe(self, address: EngineServer) -> None:
         wanted = self._published
         if wanted is None or address.version != wanted.version:
             await self.upstream.wire.ask(f"{address.url}/health")
@@ -330,7 +330,7 @@ class RemoteEngine(ABC):
         label = await self.label(address.url)
         if label != wanted.label and wanted is self._published and address.version == wanted.version:
             address.call_back()  # what they sample from now on is not what they would be stamped with
-            raise Fault(f"{address.url} no longer holds policy version {wanted.version}; it says {label!r}", kind="broken")
+            raise UpstreamError(f"{address.url} no longer holds policy version {wanted.version}; it says {label!r}", kind="broken")
 
 
 def _seed(seed: int | None, part: int) -> int | None:
@@ -340,10 +340,10 @@ def _seed(seed: int | None, part: int) -> int | None:
     return int.from_bytes(hashlib.blake2b(f"{seed}/{part}".encode(), digest_size=4).digest(), "big") >> 1
 
 
-OF_THE_EMBEDDED = ("device", "dtype", "slots", "queue", "cache_tokens")
+EMBEDDED_ONLY = ("device", "dtype", "slots", "queue", "cache_tokens")
 
 
-class ElsewhereSection(EngineSection):
+class HttpEngineSection(EngineSection):
     """What `[engine]` takes for whatever answers over HTTP."""
 
     retries: int = Field(default=4, ge=0)
@@ -355,7 +355,7 @@ class ElsewhereSection(EngineSection):
     stall_s: float = Field(default=120.0, gt=0)
     """Longest silence between two tokens; then the reply is given up."""
 
-    @field_validator(*OF_THE_EMBEDDED)
+    @field_validator(*EMBEDDED_ONLY)
     @classmethod
     def _not_ours(cls, value: object, at: ValidationInfo) -> object:
         if value != EngineSection.model_fields[at.field_name or ""].default:
@@ -363,8 +363,10 @@ class ElsewhereSection(EngineSection):
         return value
 
 
-class RemoteSection(ElsewhereSection):
-    """`[engine]` for servers elsewhere."""
+class RemoteSection(HttpEngineSection):
+    """`[engine]` for vLLM and SGLang servers."""
+
+    needs_url: ClassVar[bool] = True
 
     url: tuple[str, ...] = Field(min_length=1)
     """Addresses of servers with the same model, such as `http://10.0.0.1:8000`."""
@@ -373,7 +375,7 @@ class RemoteSection(ElsewhereSection):
 
     def addresses(self) -> list[str]:
         """The plain addresses; ConfigError where one is none or stands there twice."""
-        urls = [plain_address(url).removesuffix("/v1").rstrip("/") for url in self.url]
+        urls = [check_url(url).removesuffix("/v1").rstrip("/") for url in self.url]
         if len(set(urls)) < len(urls):
             raise ConfigError("engine.url: an address stands there twice")
         return urls
@@ -389,10 +391,10 @@ class RemoteSection(ElsewhereSection):
 E = TypeVar("E", bound=RemoteEngine)
 
 
-class Survey(NamedTuple):
+class FleetInspection(NamedTuple):
     """What a fleet of servers says of itself."""
 
-    served: Served
+    served: ServedModel
     down: frozenset[str]
     """Addresses that do not answer."""
 
@@ -403,14 +405,14 @@ def open_remote(engine: type[E], folder: Path, *, name: str, section: RemoteSect
     An address that does not answer is left out until it does, as long as another one answers.
     """
     urls, key = section.addresses(), section.key()
-    served, down = survey(engine, urls, name, key)
+    served, down = inspect_servers(engine, urls, name, key)
     opened = engine(
         urls,
         name=name,
         served=served,
         folder=folder,
-        timers=Timers(first_token_s=section.first_token_s, stall_s=section.stall_s),
-        patience=Patience(retries=section.retries, retry_s=section.retry_s),
+        timers=RequestTimeouts(first_token_s=section.first_token_s, stall_s=section.stall_s),
+        patience=RetryPolicy(retries=section.retries, retry_s=section.retry_s),
         key=key,
     )
     for address in opened.upstream.fleet.addresses:
@@ -419,7 +421,7 @@ def open_remote(engine: type[E], folder: Path, *, name: str, section: RemoteSect
     return opened
 
 
-def survey(engine: type[RemoteEngine], urls: Sequence[str], name: str, key: str) -> Survey:
+def inspect_servers(engine: type[RemoteEngine], urls: Sequence[str], name: str, key: str) -> FleetInspection:
     """Ask every server; ConfigError where none answers, or where they differ. Blocks."""
     with ThreadPoolExecutor(1) as thread:  # an event loop may run in this one
         found, faults = thread.submit(asyncio.run, _ask_all(engine, urls, name, key)).result()
@@ -428,27 +430,27 @@ def survey(engine: type[RemoteEngine], urls: Sequence[str], name: str, key: str)
     if len(set(found.values())) > 1:
         told = "; ".join(f"{url} has {served}" for url, served in found.items())
         raise ConfigError(f"engine.url: the servers differ: {told}; start all of them alike")
-    return Survey(next(iter(found.values())), frozenset(faults))
+    return FleetInspection(next(iter(found.values())), frozenset(faults))
 
 
 async def _ask_all(
     engine: type[RemoteEngine], urls: Sequence[str], name: str, key: str
-) -> tuple[dict[str, Served], dict[str, Fault]]:
-    wire = Wire(Timers(), key=key)
-    found: dict[str, Served] = {}
-    faults: dict[str, Fault] = {}
+) -> tuple[dict[str, ServedModel], dict[str, UpstreamError]]:
+    wire = HttpClient(RequestTimeouts(), key=key)
+    found: dict[str, ServedModel] = {}
+    faults: dict[str, UpstreamError] = {}
     try:
         for url in urls:
             try:
                 found[url] = await engine.inspect(wire, url, name)
-            except Fault as fault:
+            except UpstreamError as fault:
                 faults[url] = fault
     finally:
         await wire.close()
     return found, faults
 
 
-def plain_address(url: str) -> str:
+def check_url(url: str) -> str:
     """`url` without a slash at its end; ConfigError where it is not the plain address of a server."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:

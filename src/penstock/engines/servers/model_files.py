@@ -9,15 +9,15 @@ import orjson
 from penstock.errors import EngineError
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-LONGEST_HEADER = 100_000_000
+MAX_HEADER_BYTES = 100_000_000
 """Bytes, as safetensors itself allows."""
-MAY_LACK = ("lm_head.weight", "rotary_emb.inv_freq")
+OPTIONAL_TENSORS = ("lm_head.weight", "rotary_emb.inv_freq")
 """How the names of tensors end that some files repeat and others leave out."""
 
 Shapes = dict[str, tuple[int, ...]]
 
 
-class Published(NamedTuple):
+class PublishedWeights(NamedTuple):
     """Weights that servers are to hold."""
 
     version: int
@@ -27,17 +27,17 @@ class Published(NamedTuple):
     """What a server that holds them calls them."""
 
 
-class Contents(NamedTuple):
+class ModelContents(NamedTuple):
     """What a model folder holds."""
 
     shapes: Shapes
     config: dict[str, Any]
 
 
-def read_contents(folder: Path) -> Contents:
+def read_contents(folder: Path) -> ModelContents:
     """EngineError where the folder is not whole."""
     try:
-        return Contents(read_shapes(folder), _json(folder / "config.json"))
+        return ModelContents(read_shapes(folder), _json(folder / "config.json"))
     except (OSError, ValueError) as cause:
         raise EngineError(f"{folder} has no config.json that can be read: {cause}") from cause
 
@@ -54,7 +54,7 @@ def read_shapes(folder: Path) -> Shapes:
         raise EngineError(f"{folder} does not hold whole weights: {cause}") from cause
 
 
-def check_same_shape(folder: Path, start: Path, context_length: int) -> Contents:
+def check_same_shape(folder: Path, start: Path, context_length: int) -> ModelContents:
     """What `folder` holds; EngineError where that is not whole, or not of the model in `start`, served with this context."""
     found = read_contents(folder)
     _compare(found.shapes, read_shapes(start), folder)
@@ -65,7 +65,7 @@ def check_same_shape(folder: Path, start: Path, context_length: int) -> Contents
 
 
 def _compare(shapes: Shapes, like: Shapes, folder: Path) -> None:
-    strange = sorted(name for name in shapes.keys() ^ like.keys() if not name.endswith(MAY_LACK))
+    strange = sorted(name for name in shapes.keys() ^ like.keys() if not name.endswith(OPTIONAL_TENSORS))
     other = sorted(name for name in shapes.keys() & like.keys() if shapes[name] != like[name])
     if strange or other:
         name = (strange or other)[0]
@@ -75,7 +75,7 @@ def _compare(shapes: Shapes, like: Shapes, folder: Path) -> None:
 def _read_header(file: Path) -> Shapes:
     with file.open("rb") as weights:
         (length,) = struct.unpack("<Q", weights.read(8))
-        if length > LONGEST_HEADER:
+        if length > MAX_HEADER_BYTES:
             raise ValueError(f"{file.name} has no header")
         header: dict[str, Any] = orjson.loads(weights.read(length))
     tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}

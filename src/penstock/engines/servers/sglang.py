@@ -5,11 +5,19 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from penstock.engines.fleet import Address
-from penstock.engines.servers.base import LOAD_S, RemoteEngine, RemoteSection, ReplyReader, Served, open_remote, survey
-from penstock.engines.servers.model_files import Published
+from penstock.engines.fleet import EngineServer
+from penstock.engines.servers.base import (
+    LOAD_S,
+    RemoteEngine,
+    RemoteSection,
+    ReplyReader,
+    ServedModel,
+    inspect_servers,
+    open_remote,
+)
+from penstock.engines.servers.model_files import PublishedWeights
 from penstock.errors import EngineError
-from penstock.http.client import Fault, Wire
+from penstock.http.client import HttpClient, UpstreamError
 from penstock.records import Sampling
 
 
@@ -47,30 +55,32 @@ class SglangReader(ReplyReader):
         meta: dict[str, Any] = event["meta_info"]
         reason = meta["finish_reason"]
         if reason is not None and reason["type"] == "abort":
-            raise Fault(f"broke the reply off ({reason.get('message', 'abort')})", kind="broken")
+            raise UpstreamError(f"broke the reply off ({reason.get('message', 'abort')})", kind="broken")
         if self._label is not None and meta["weight_version"] != self._label:
-            raise Fault(
+            raise UpstreamError(
                 f"sampled with weights that it calls {meta['weight_version']!r}, not with those it was given", kind="broken"
             )
         if meta["prompt_tokens"] != len(self._prompt):
-            raise Fault("sampled after another prompt than it was given; is something between that rewrites it?", kind="garbled")
+            raise UpstreamError(
+                "sampled after another prompt than it was given; is something between that rewrites it?", kind="garbled"
+            )
         total: int = meta["completion_tokens"]
         scored: list[tuple[float, int, Any]] = meta["output_token_logprobs"]
         fresh = total - self._count
         if fresh < 0 or len(scored) not in (total, fresh):
-            raise Fault(f"sent {len(scored)} log-probabilities with {total} tokens, {fresh} of them new", kind="garbled")
+            raise UpstreamError(f"sent {len(scored)} log-probabilities with {total} tokens, {fresh} of them new", kind="garbled")
         self._count = total
         scored = scored[len(scored) - fresh :]
         self.add([one[1] for one in scored], [one[0] for one in scored], None if reason is None else reason["type"])
 
 
-COOLEST = 1e-5
+MIN_TEMPERATURE = 1e-5
 """SGLang takes positive temperatures below about this one for 0."""
-HOT = 2.0
+PROBE_TEMPERATURE = 2.0
 """The temperature at which the opening finds out what log-probabilities are under."""
-DRAWS = 3
+PROBE_DRAWS = 3
 """For that: how many tokens are drawn."""
-SAME = 0.05
+LOGPROB_TOLERANCE = 0.05
 """For that: how far two log-probabilities of one token in half precision may be apart."""
 
 
@@ -78,7 +88,7 @@ class SglangSection(RemoteSection):
     """`[engine]` for `name = "sglang"`."""
 
     def preflight(self, model: str) -> None:
-        survey(SglangEngine, self.addresses(), model, self.key())
+        inspect_servers(SglangEngine, self.addresses(), model, self.key())
 
 
 class SglangEngine(RemoteEngine):
@@ -91,13 +101,13 @@ class SglangEngine(RemoteEngine):
     def body(self, prompt: list[int], sampling: Sampling, key: str) -> dict[str, Any]:
         return request_body(prompt, sampling, key)
 
-    def reader(self, prompt: list[int], sampling: Sampling, address: Address) -> SglangReader:
+    def reader(self, prompt: list[int], sampling: Sampling, address: EngineServer) -> SglangReader:
         label = self._published.label if self._published is not None else None
         return SglangReader(prompt, sampling, version=address.version, label=label)
 
     def check_sampling(self, sampling: Sampling) -> None:
-        if 0.0 < sampling.temperature < COOLEST:
-            raise EngineError(f"temperature = {sampling.temperature}: SGLang takes 0 (greedy) or at least {COOLEST}")
+        if 0.0 < sampling.temperature < MIN_TEMPERATURE:
+            raise EngineError(f"temperature = {sampling.temperature}: SGLang takes 0 (greedy) or at least {MIN_TEMPERATURE}")
         if sampling.temperature > 0.0 and sampling.truncated:
             raise EngineError(
                 "SGLang cannot say with which probability a truncated token was drawn; leave out top_p, top_k and min_p"
@@ -114,7 +124,7 @@ class SglangEngine(RemoteEngine):
         """See `RemoteEngine.leave`: SGLang looks for hang-ups only every few seconds."""
         await self.upstream.wire.ask(f"{url}/abort_request", {"rid": key})
 
-    async def take(self, url: str, wanted: Published) -> None:
+    async def take(self, url: str, wanted: PublishedWeights) -> None:
         """See `RemoteEngine.take`. Requests of others are kept: they wait, and go on under the new weights."""
         ask = self.upstream.wire.ask
         await ask(f"{url}/pause_generation", {"mode": "retract"})
@@ -122,9 +132,9 @@ class SglangEngine(RemoteEngine):
             update = {"model_path": str(wanted.folder), "weight_version": wanted.label, "flush_cache": True}
             answer = await ask(f"{url}/update_weights_from_disk", update, limit_s=LOAD_S)
             if not answer["success"]:
-                raise Fault(f"{url} has not taken the weights: {answer['message']}", kind="broken")
-        except Fault:
-            with suppress(Fault):
+                raise UpstreamError(f"{url} has not taken the weights: {answer['message']}", kind="broken")
+        except UpstreamError:
+            with suppress(UpstreamError):
                 await ask(f"{url}/continue_generation", {})
             raise
         await ask(f"{url}/continue_generation", {})
@@ -134,7 +144,7 @@ class SglangEngine(RemoteEngine):
         return str(answer["weight_version"])
 
     @classmethod
-    async def inspect(cls, wire: Wire, url: str, name: str) -> Served:
+    async def inspect(cls, wire: HttpClient, url: str, name: str) -> ServedModel:
         await wire.ask(f"{url}/health")
         listed = await wire.ask(f"{url}/v1/models")
         args = await wire.ask(f"{url}/get_server_info")
@@ -142,8 +152,8 @@ class SglangEngine(RemoteEngine):
             model, context_length = str(listed["data"][0]["id"]), int(listed["data"][0]["max_model_len"])
             seeded = bool(args.get("enable_deterministic_inference"))
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as cause:
-            raise Fault(f"{url} does not say what it serves; is it an SGLang server?", kind="garbled") from cause
-        return Served(model, context_length, await _is_processed(wire, url), seeded)
+            raise UpstreamError(f"{url} does not say what it serves; is it an SGLang server?", kind="garbled") from cause
+        return ServedModel(model, context_length, await _is_processed(wire, url), seeded)
 
 
 def open_engine(
@@ -153,18 +163,18 @@ def open_engine(
     return open_remote(SglangEngine, folder, name=name, section=section)
 
 
-async def _is_processed(wire: Wire, url: str) -> bool:
+async def _is_processed(wire: HttpClient, url: str) -> bool:
     """Whether log-probabilities are after the temperature: those of hot tokens differ from the plain ones of the same tokens."""
     try:
-        drawn = [(await _first(wire, url, HOT))["output_token_logprobs"][0] for _ in range(DRAWS)]
+        drawn = [(await _first(wire, url, PROBE_TEMPERATURE))["output_token_logprobs"][0] for _ in range(PROBE_DRAWS)]
         ids = [one[1] for one in drawn]
         plain = (await _first(wire, url, 0.0, token_ids_logprob=ids))["output_token_ids_logprobs"][0]
-        return any(abs(one[0] - other[0]) > SAME for one, other in zip(drawn, plain, strict=True))
+        return any(abs(one[0] - other[0]) > LOGPROB_TOLERANCE for one, other in zip(drawn, plain, strict=True))
     except (KeyError, IndexError, TypeError, ValueError) as cause:
-        raise Fault(f"{url}/generate gives no log-probabilities; is it an SGLang server?", kind="garbled") from cause
+        raise UpstreamError(f"{url}/generate gives no log-probabilities; is it an SGLang server?", kind="garbled") from cause
 
 
-async def _first(wire: Wire, url: str, temperature: float, **more: Any) -> dict[str, Any]:
+async def _first(wire: HttpClient, url: str, temperature: float, **more: Any) -> dict[str, Any]:
     """What is said of the first token after a short prompt."""
     body = request_body([1], Sampling(max_tokens=1, temperature=temperature), "") | {"stream": False} | more
     del body["rid"]

@@ -5,25 +5,34 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
-from penstock.engines.fleet import Address
-from penstock.engines.servers.base import LOAD_S, RemoteEngine, RemoteSection, ReplyReader, Served, is_plain, open_remote, survey
-from penstock.engines.servers.model_files import Contents, Published
+from penstock.engines.fleet import EngineServer
+from penstock.engines.servers.base import (
+    LOAD_S,
+    RemoteEngine,
+    RemoteSection,
+    ReplyReader,
+    ServedModel,
+    inspect_servers,
+    is_plain,
+    open_remote,
+)
+from penstock.engines.servers.model_files import ModelContents, PublishedWeights
 from penstock.errors import EngineError
-from penstock.http.client import Fault, Wire
+from penstock.http.client import HttpClient, UpstreamError
 from penstock.records import Sampling
 
 
-class Scores(TypedDict):
+class CompletionLogprobs(TypedDict):
     """Of a choice's tokens, among much else."""
 
     token_logprobs: list[float]
 
 
-class Choice(TypedDict, total=False):
+class CompletionChoice(TypedDict, total=False):
     """What one event adds to the reply."""
 
     token_ids: list[int] | None
-    logprobs: Scores | None
+    logprobs: CompletionLogprobs | None
     prompt_token_ids: list[int] | None
     """In the first event: the prompt as the server saw it."""
     finish_reason: Literal["stop", "length"] | None
@@ -54,20 +63,22 @@ class VllmReader(ReplyReader):
     """Reads the events of one completion."""
 
     def read(self, event: dict[str, Any]) -> None:
-        choices: list[Choice] = event["choices"]
+        choices: list[CompletionChoice] = event["choices"]
         for choice in choices:
             self._read(choice)
 
-    def _read(self, choice: Choice) -> None:
+    def _read(self, choice: CompletionChoice) -> None:
         if "token_ids" not in choice:
-            raise Fault("sent no token ids; its vLLM must know `return_token_ids`", kind="garbled")
+            raise UpstreamError("sent no token ids; its vLLM must know `return_token_ids`", kind="garbled")
         if choice.get("prompt_token_ids") not in (None, self._prompt):
-            raise Fault("sampled after another prompt than it was given; is something between that rewrites it?", kind="garbled")
+            raise UpstreamError(
+                "sampled after another prompt than it was given; is something between that rewrites it?", kind="garbled"
+            )
         scores = choice.get("logprobs")
         self.add(choice["token_ids"] or [], scores["token_logprobs"] if scores else [], choice.get("finish_reason"))
 
 
-COOLEST = 0.01
+MIN_TEMPERATURE = 0.01
 """vLLM quietly raises positive temperatures below this one."""
 
 
@@ -75,7 +86,7 @@ class VllmSection(RemoteSection):
     """`[engine]` for `name = "vllm"`."""
 
     def preflight(self, model: str) -> None:
-        survey(VllmEngine, self.addresses(), model, self.key())
+        inspect_servers(VllmEngine, self.addresses(), model, self.key())
 
 
 class VllmEngine(RemoteEngine):
@@ -88,19 +99,19 @@ class VllmEngine(RemoteEngine):
     def body(self, prompt: list[int], sampling: Sampling, key: str) -> dict[str, Any]:
         return request_body(self._served.model, prompt, sampling)
 
-    def reader(self, prompt: list[int], sampling: Sampling, address: Address) -> VllmReader:
+    def reader(self, prompt: list[int], sampling: Sampling, address: EngineServer) -> VllmReader:
         return VllmReader(prompt, sampling, version=address.version)
 
     def check_sampling(self, sampling: Sampling) -> None:
-        if 0.0 < sampling.temperature < COOLEST:
-            raise EngineError(f"temperature = {sampling.temperature}: vLLM takes 0 (greedy) or at least {COOLEST}")
+        if 0.0 < sampling.temperature < MIN_TEMPERATURE:
+            raise EngineError(f"temperature = {sampling.temperature}: vLLM takes 0 (greedy) or at least {MIN_TEMPERATURE}")
         if not (self._served.processed or sampling.temperature == 0.0 or is_plain(sampling)):
             raise EngineError(
                 "the vLLM server cannot say with which probability a tempered or truncated token was drawn; "
                 "start it with --logprobs-mode processed_logprobs, or sample at temperature 1 without top_p, top_k and min_p"
             )
 
-    async def take(self, url: str, wanted: Published) -> None:
+    async def take(self, url: str, wanted: PublishedWeights) -> None:
         """See `RemoteEngine.take`. Requests of others are kept: they go on under the new weights, their caches computed again."""
         ask = self.upstream.wire.ask
         await ask(f"{url}/pause?mode=keep", {})
@@ -109,15 +120,15 @@ class VllmEngine(RemoteEngine):
             await ask(f"{url}/collective_rpc", rpc, limit_s=LOAD_S)
             reset = await ask(f"{url}/reset_prefix_cache?reset_running_requests=true", {})
             if not reset["success"]:
-                raise Fault(f"{url} has kept what it computed with the weights before", kind="broken")
+                raise UpstreamError(f"{url} has kept what it computed with the weights before", kind="broken")
             await ask(f"{url}/update_weight_version", {"new_version": wanted.label})
-        except Fault:
-            with suppress(Fault):
+        except UpstreamError:
+            with suppress(UpstreamError):
                 await ask(f"{url}/resume", {})
             raise
         await ask(f"{url}/resume", {})
 
-    async def obstacle(self, url: str, model: Contents) -> str:
+    async def obstacle(self, url: str, model: ModelContents) -> str:
         """See `RemoteEngine.obstacle`: vLLM does not survive weights of another shape, which a prompt can find out beforehand."""
         size = model.shapes.get("model.embed_tokens.weight", (0,))[0]
         if size and not (await self._has(url, size - 1) and not await self._has(url, size)):
@@ -134,7 +145,7 @@ class VllmEngine(RemoteEngine):
         body = request_body(self._served.model, [token_id], Sampling(max_tokens=1)) | {"stream": False}
         try:
             await self.upstream.wire.ask(url + self.path, body)
-        except Fault as fault:
+        except UpstreamError as fault:
             if fault.kind != "refused":
                 raise
             return False
@@ -145,18 +156,18 @@ class VllmEngine(RemoteEngine):
         return str(answer["weight_version"])
 
     @classmethod
-    async def inspect(cls, wire: Wire, url: str, name: str) -> Served:
+    async def inspect(cls, wire: HttpClient, url: str, name: str) -> ServedModel:
         await wire.ask(f"{url}/health")
         listed = await wire.ask(f"{url}/v1/models")
         try:
             models = {str(one["id"]): one for one in listed["data"] if not one.get("parent")}
             chosen = name if name in models else next(iter(models)) if len(models) == 1 else None
             if chosen is None:
-                raise Fault(f"{url} serves {', '.join(models) or 'nothing'}, and not {name}", kind="refused")
+                raise UpstreamError(f"{url} serves {', '.join(models) or 'nothing'}, and not {name}", kind="refused")
             context_length = int(models[chosen]["max_model_len"])
         except (KeyError, TypeError, ValueError, AttributeError) as cause:
-            raise Fault(f"{url}/v1/models does not say what is served; is it a vLLM server?", kind="garbled") from cause
-        return Served(chosen, context_length, await _is_processed(wire, url, chosen))
+            raise UpstreamError(f"{url}/v1/models does not say what is served; is it a vLLM server?", kind="garbled") from cause
+        return ServedModel(chosen, context_length, await _is_processed(wire, url, chosen))
 
 
 def open_engine(
@@ -166,7 +177,7 @@ def open_engine(
     return open_remote(VllmEngine, folder, name=name, section=section)
 
 
-async def _is_processed(wire: Wire, url: str, model: str) -> bool:
+async def _is_processed(wire: HttpClient, url: str, model: str) -> bool:
     """Whether the server says log-probability 0 of tokens that had no alternative."""
     body = request_body(model, [1], Sampling(max_tokens=4, top_k=1)) | {"stream": False}
     answer = await wire.ask(url + VllmEngine.path, body)
@@ -174,4 +185,4 @@ async def _is_processed(wire: Wire, url: str, model: str) -> bool:
         logprobs: list[float] = answer["choices"][0]["logprobs"]["token_logprobs"]
         return max(abs(x) for x in logprobs) < 1e-6
     except (KeyError, IndexError, TypeError, ValueError) as cause:
-        raise Fault(f"{url}{VllmEngine.path} gives no log-probabilities; is it a vLLM server?", kind="garbled") from cause
+        raise UpstreamError(f"{url}{VllmEngine.path} gives no log-probabilities; is it a vLLM server?", kind="garbled") from cause

@@ -6,51 +6,51 @@ from typing import Any, ClassVar
 
 import orjson
 
-from penstock.engines.text_endpoints.base import Asked, PartsReader
-from penstock.engines.text_endpoints.http import HttpRelay, RelaySection
+from penstock.engines.text_endpoints.base import TextReplyReader, TextRequest
+from penstock.engines.text_endpoints.http import HttpTextEndpoint, TextEndpointSection
 from penstock.errors import RequestError
 from penstock.records import Message, Sampling
 
-VERSION = "2023-06-01"
+API_VERSION = "2023-06-01"
 """Of the API."""
 
 
-class AnthropicSection(RelaySection):
+class AnthropicSection(TextEndpointSection):
     """`[engine]` for `name = "anthropic"`."""
 
     vendor: ClassVar[str] = "https://api.anthropic.com"
     vendor_key: ClassVar[str] = "ANTHROPIC_API_KEY"
 
     def preflight(self, model: str) -> None:
-        AnthropicRelay.preflight(self, model)
+        AnthropicEndpoint.preflight(self, model)
 
 
-class AnthropicRelay(HttpRelay):
+class AnthropicEndpoint(HttpTextEndpoint):
     path = "/messages"
 
     @classmethod
     def headers(cls, key: str) -> Mapping[str, str]:
-        return {"anthropic-version": VERSION} | ({"x-api-key": key} if key else {})
+        return {"anthropic-version": API_VERSION} | ({"x-api-key": key} if key else {})
 
     @classmethod
-    def base(cls, section: RelaySection) -> str:
+    def base(cls, section: TextEndpointSection) -> str:
         return f"{section.address.removesuffix('/v1')}/v1"
 
-    def body(self, asked: Asked) -> dict[str, Any]:
+    def body(self, asked: TextRequest) -> dict[str, Any]:
         body = {"model": self.model, "stream": True, **_conversation(asked.messages), **_sampled(asked.sampling)}
         if asked.tools:
             body |= {"tools": [_tool(each["function"]) for each in asked.tools], "tool_choice": _choice(asked)}
         return body
 
-    def reader(self) -> "MessageReader":
-        return MessageReader()
+    def reader(self) -> "AnthropicReader":
+        return AnthropicReader()
 
 
 def open_engine(
     folder: Path, *, name: str, section: AnthropicSection, seed: int, decode: Callable[[Sequence[int]], str] | None = None
-) -> AnthropicRelay:
+) -> AnthropicEndpoint:
     """The relay; of an engine's arguments, only its name and settings have a meaning here."""
-    return AnthropicRelay(name, section)
+    return AnthropicEndpoint(name, section)
 
 
 def _sampled(sampling: Sampling) -> dict[str, Any]:
@@ -110,13 +110,13 @@ def _tool(function: dict[str, Any]) -> dict[str, Any]:
     return {"name": function["name"], **about, "input_schema": function.get("parameters") or {"type": "object", "properties": {}}}
 
 
-def _choice(asked: Asked) -> dict[str, Any]:
+def _choice(asked: TextRequest) -> dict[str, Any]:
     if asked.forced:
         return {"type": "tool", "name": asked.forced}
     return {"type": "any" if asked.forced is not None else "auto" if asked.may_call else "none"}
 
 
-class MessageReader(PartsReader):
+class AnthropicReader(TextReplyReader):
     """Reads the events of a message, or one that comes whole."""
 
     def read(self, event: dict[str, Any]) -> None:

@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from penstock.engines.base import Sampled
+from penstock.engines.base import SampledChunk
 from penstock.errors import EngineError
-from penstock.http.client import Fault
+from penstock.http.client import UpstreamError
 from penstock.records import Finish, Message, Sampling, Usage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class TextRequest:
     """One request for one reply."""
 
     messages: Sequence[Message]
@@ -29,40 +29,40 @@ class Asked:
     """The tool that it must call, empty for any of them; None where the model is free."""
 
 
-class Said(NamedTuple):
+class TextPart(NamedTuple):
     text: str
 
 
-class Thought(NamedTuple):
+class ReasoningPart(NamedTuple):
     """More reasoning, where the endpoint shows it."""
 
     text: str
 
 
-class Called(NamedTuple):
+class ToolCallPart(NamedTuple):
     id: str
     """The endpoint's own; empty where it gives none."""
     name: str
 
 
-class Argued(NamedTuple):
+class ArgumentsPart(NamedTuple):
     """More of the arguments of the call that began last, JSON text."""
 
     text: str
 
 
-Part = Said | Thought | Called | Argued
+ReplyPart = TextPart | ReasoningPart | ToolCallPart | ArgumentsPart
 
 
-class Heard(NamedTuple):
+class TextChunk(NamedTuple):
     """What came since the last chunk of the same reply; the last one says how it finished, and what it cost."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[ReplyPart, ...]
     finish: Finish | None = None
     usage: Usage | None = None
 
 
-class Relay(ABC):
+class TextEndpoint(ABC):
     """An engine that knows no tokens: what asks for tokens, or brings weights, is refused."""
 
     def __init__(self, name: str) -> None:
@@ -83,7 +83,7 @@ class Relay(ABC):
         return 0
 
     @abstractmethod
-    def ask(self, asked: Asked, *, rollout_id: str = "") -> AsyncGenerator[Heard, None]:
+    def ask(self, asked: TextRequest, *, rollout_id: str = "") -> AsyncGenerator[TextChunk, None]:
         """Ask for one reply. Closing the generator hangs up.
 
         Raises EngineBusy where the endpoint has no room, EngineError where it fails, and RequestError where it would refuse the
@@ -94,7 +94,9 @@ class Relay(ABC):
     async def close(self) -> None:
         """Let go of all connections."""
 
-    def generate(self, prompt_ids: Sequence[int], sampling: Sampling, *, rollout_id: str = "") -> AsyncGenerator[Sampled, None]:
+    def generate(
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, rollout_id: str = ""
+    ) -> AsyncGenerator[SampledChunk, None]:
         raise EngineError(f"{self._name} is behind an endpoint that takes messages, not tokens; `ask` it")
 
     async def swap(self, version: int, change: Callable[[], None]) -> None:
@@ -104,7 +106,7 @@ class Relay(ABC):
         raise EngineError(f"policy version {version}: {self._name} is behind an endpoint, whose weights are not ours to change")
 
 
-STOPS: dict[str, Finish] = {
+FINISH_REASONS: dict[str, Finish] = {
     "stop": "stop",
     "tool_calls": "stop",
     "function_call": "stop",
@@ -119,12 +121,12 @@ STOPS: dict[str, Finish] = {
 """How endpoints say that a reply has come to its end. Any other reason, such as a filter's, breaks it off."""
 
 
-class PartsReader(ABC):
+class TextReplyReader(ABC):
     """Reads the events of one reply; see `wire.Reader`."""
 
     def __init__(self) -> None:
         self.done = False
-        self._parts: list[Part] = []
+        self._parts: list[ReplyPart] = []
         self._finish: Finish | None = None
         self._prompt_tokens = self._completion_tokens = 0
 
@@ -145,7 +147,7 @@ class PartsReader(ABC):
         try:
             if (error := event.get("error")) is not None:
                 words = error if isinstance(error, str) else error.get("message")
-                raise Fault(f"reported an error: {words}", kind="broken")
+                raise UpstreamError(f"reported an error: {words}", kind="broken")
             self.read(event)
         except (KeyError, IndexError, TypeError, AttributeError, ValueError) as cause:
             raise _garbled(orjson.dumps(event, default=str)) from cause
@@ -154,32 +156,32 @@ class PartsReader(ABC):
     def read(self, event: dict[str, Any]) -> None:
         """Call `say` and the others with what an event holds; any lookup or type error says that it makes no sense."""
 
-    def drain(self) -> Heard | None:
+    def drain(self) -> TextChunk | None:
         """All parts since the last call."""
         if not self._parts and not self.done:
             return None
         parts, self._parts = tuple(self._parts), []
         if not self.done:
-            return Heard(parts)
-        return Heard(parts, self._finish, Usage(prompt_tokens=self._prompt_tokens, completion_tokens=self._completion_tokens))
+            return TextChunk(parts)
+        return TextChunk(parts, self._finish, Usage(prompt_tokens=self._prompt_tokens, completion_tokens=self._completion_tokens))
 
     def say(self, text: str | None) -> None:
         if text:
-            self._parts.append(Said(_text(text)))
+            self._parts.append(TextPart(_text(text)))
 
     def think(self, text: str | None) -> None:
         if text:
-            self._parts.append(Thought(_text(text)))
+            self._parts.append(ReasoningPart(_text(text)))
 
     def call(self, call_id: str | None, name: str) -> None:
         if not name:
-            raise Fault("called a tool without naming it", kind="garbled")
-        self._parts.append(Called(_text(call_id or ""), _text(name)))
+            raise UpstreamError("called a tool without naming it", kind="garbled")
+        self._parts.append(ToolCallPart(_text(call_id or ""), _text(name)))
 
     def argue(self, text: str | None) -> None:
         """More of its arguments."""
         if text:
-            self._parts.append(Argued(_text(text)))
+            self._parts.append(ArgumentsPart(_text(text)))
 
     def count(self, *, prompt: int | None = None, completion: int | None = None) -> None:
         """What the endpoint says of tokens, the whole reply's so far."""
@@ -188,13 +190,13 @@ class PartsReader(ABC):
 
     def stop(self, reason: str) -> None:
         """The reply has finished; counts may follow."""
-        if reason not in STOPS:
-            raise Fault(f"broke the reply off ({reason})", kind="broken")
-        self._finish = STOPS[reason]
+        if reason not in FINISH_REASONS:
+            raise UpstreamError(f"broke the reply off ({reason})", kind="broken")
+        self._finish = FINISH_REASONS[reason]
 
     def end(self) -> None:
         if self._finish is None:
-            raise Fault("ended without saying how the reply finished", kind="broken")
+            raise UpstreamError("ended without saying how the reply finished", kind="broken")
         self.done = True
 
     @property
@@ -209,5 +211,5 @@ def _text(value: Any) -> str:
     return value
 
 
-def _garbled(event: bytes) -> Fault:
-    return Fault(f"sent an event that no reply has: {event[:100].decode('utf-8', 'replace')}", kind="garbled")
+def _garbled(event: bytes) -> UpstreamError:
+    return UpstreamError(f"sent an event that no reply has: {event[:100].decode('utf-8', 'replace')}", kind="garbled")

@@ -11,19 +11,20 @@ from typing import Any, ClassVar
 import orjson
 from pydantic import Field, field_validator
 
-from penstock.engines.retry import Patience, Trial
-from penstock.engines.servers.base import ElsewhereSection, plain_address
-from penstock.engines.text_endpoints.base import Asked, Heard, PartsReader, Relay
+from penstock.engines.retry import RetryPolicy, RetryState
+from penstock.engines.servers.base import HttpEngineSection, check_url
+from penstock.engines.text_endpoints.base import TextChunk, TextEndpoint, TextReplyReader, TextRequest
 from penstock.errors import ConfigError, EngineBusy, EngineError, RequestError
-from penstock.http.client import Fault, Leash, Timers, Wire
+from penstock.http.client import CancelHandle, HttpClient, RequestTimeouts, UpstreamError
 
-NOT_ALLOWED, NOT_THERE = (401, 403), 404
+UNAUTHORIZED, NOT_FOUND = (401, 403), 404
 
 
-class RelaySection(ElsewhereSection):
+class TextEndpointSection(HttpEngineSection):
     """`[engine]` for endpoints that give text."""
 
-    relays: ClassVar[bool] = True
+    text_only: ClassVar[bool] = True
+    trainable: ClassVar[bool] = False
     vendor: ClassVar[str] = ""
     """The address where `vendor_key` is sent, and nowhere else."""
     vendor_key: ClassVar[str] = ""
@@ -49,7 +50,7 @@ class RelaySection(ElsewhereSection):
     @property
     def address(self) -> str:
         """Where requests go, without a slash at the end; ConfigError where that is no address."""
-        return plain_address(self.url or self.vendor)
+        return check_url(self.url or self.vendor)
 
     @property
     def key_variable(self) -> str:
@@ -69,26 +70,26 @@ class RelaySection(ElsewhereSection):
 
     def remedy(self, status: int, model: str) -> str:
         """What to do about an answer that would be the same again."""
-        if status in NOT_ALLOWED:
+        if status in UNAUTHORIZED:
             variable = self.key_variable
             return f"; check the key in {variable}" if variable else "; name the variable that holds its key in engine.api_key_env"
-        if status == NOT_THERE:
+        if status == NOT_FOUND:
             return f"; does it have model.name = {model!r}, and is engine.url its base?"
         return ""
 
 
-class HttpRelay(Relay):
+class HttpTextEndpoint(TextEndpoint):
     """One endpoint. A class below says how one kind of API is spoken to."""
 
     path: ClassVar[str]
     """Where requests go."""
 
-    def __init__(self, name: str, section: RelaySection) -> None:
+    def __init__(self, name: str, section: TextEndpointSection) -> None:
         super().__init__(name)
         self._section = section
         self._url = self.base(section) + self.path
         self._wire = self._open_wire(section)
-        self._patience = Patience(retries=section.retries, retry_s=section.retry_s)
+        self._patience = RetryPolicy(retries=section.retries, retry_s=section.retry_s)
         self._closed = False
 
     @classmethod
@@ -98,53 +99,55 @@ class HttpRelay(Relay):
 
     @classmethod
     @abstractmethod
-    def base(cls, section: RelaySection) -> str:
+    def base(cls, section: TextEndpointSection) -> str:
         """What every path of the API is put behind."""
 
     @abstractmethod
-    def body(self, asked: Asked) -> dict[str, Any]:
+    def body(self, asked: TextRequest) -> dict[str, Any]:
         """What the endpoint is asked, as a stream; RequestError for what it has no word for."""
 
     @abstractmethod
-    def reader(self) -> PartsReader: ...
+    def reader(self) -> TextReplyReader: ...
 
     @classmethod
-    def preflight(cls, section: RelaySection, model: str) -> None:
+    def preflight(cls, section: TextEndpointSection, model: str) -> None:
         """ConfigError where nothing answers, or the key is refused. Whether it has the model, only a call tells. Blocks."""
         with ThreadPoolExecutor(1) as thread:  # an event loop may run in this one
             fault = thread.submit(asyncio.run, cls._look(section)).result()
-        if fault is not None and (fault.status in (0, *NOT_ALLOWED) or fault.status >= 500):
+        if fault is not None and (fault.status in (0, *UNAUTHORIZED) or fault.status >= 500):
             remedy = section.remedy(fault.status, model) or "; is engine.url the base of such an API, and is it up?"
             raise ConfigError(f"engine.url: {fault}{remedy}")
 
     @classmethod
-    async def _look(cls, section: RelaySection) -> Fault | None:
+    async def _look(cls, section: TextEndpointSection) -> UpstreamError | None:
         wire = cls._open_wire(section)
         try:
             await wire.ask(f"{cls.base(section)}/models")
-        except Fault as fault:
+        except UpstreamError as fault:
             return fault
         finally:
             await wire.close()
         return None
 
     @classmethod
-    def _open_wire(cls, section: RelaySection) -> Wire:
+    def _open_wire(cls, section: TextEndpointSection) -> HttpClient:
         key = section.key()
-        return Wire(Timers(first_token_s=section.first_token_s, stall_s=section.stall_s), key=key, headers=cls.headers(key))
+        return HttpClient(
+            RequestTimeouts(first_token_s=section.first_token_s, stall_s=section.stall_s), key=key, headers=cls.headers(key)
+        )
 
-    async def ask(self, asked: Asked, *, rollout_id: str = "") -> AsyncGenerator[Heard, None]:
+    async def ask(self, asked: TextRequest, *, rollout_id: str = "") -> AsyncGenerator[TextChunk, None]:
         body = orjson.dumps(self.body(asked) | self._section.extra)
-        trial, begun = Trial(self._patience), False
+        trial, begun = RetryState(self._patience), False
         while not self._closed:
             trial.attempts += 1
             try:
-                async with aclosing(self._wire.stream(self._url, body, self.reader(), Leash())) as chunks:
+                async with aclosing(self._wire.stream(self._url, body, self.reader(), CancelHandle())) as chunks:
                     async for chunk in chunks:
                         begun = True
                         yield chunk
                 return
-            except Fault as fault:
+            except UpstreamError as fault:
                 wait_s = None if begun or self._is_final(fault) else trial.wait_s(fault, others=False)
                 if wait_s is None:
                     raise self._error(fault, trial.attempts, rollout_id) from fault
@@ -155,11 +158,11 @@ class HttpRelay(Relay):
         self._closed = True
         await self._wire.close()
 
-    def _is_final(self, fault: Fault) -> bool:
+    def _is_final(self, fault: UpstreamError) -> bool:
         """Whether the same request would get the same answer."""
-        return fault.kind in ("refused", "garbled") or fault.status in (*NOT_ALLOWED, NOT_THERE)
+        return fault.kind in ("refused", "garbled") or fault.status in (*UNAUTHORIZED, NOT_FOUND)
 
-    def _error(self, fault: Fault, attempts: int, rollout_id: str) -> EngineError | RequestError:
+    def _error(self, fault: UpstreamError, attempts: int, rollout_id: str) -> EngineError | RequestError:
         whose = f"rollout {rollout_id}: " if rollout_id else ""
         often = f"; given up after {attempts} attempts" if attempts > 1 else ""
         text = f"{whose}{fault}{often}{self._section.remedy(fault.status, self._name)}"

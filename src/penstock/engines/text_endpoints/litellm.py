@@ -7,17 +7,17 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from penstock.engines.text_endpoints.base import Asked, Heard, Relay
-from penstock.engines.text_endpoints.http import NOT_ALLOWED, NOT_THERE, RelaySection
-from penstock.engines.text_endpoints.openai import ChatReader, request
+from penstock.engines.text_endpoints.base import TextChunk, TextEndpoint, TextRequest
+from penstock.engines.text_endpoints.http import NOT_FOUND, UNAUTHORIZED, TextEndpointSection
+from penstock.engines.text_endpoints.openai import OpenAIReader, chat_request
 from penstock.errors import ConfigError, EngineBusy, EngineError, RequestError
-from penstock.http.client import WORDS, Fault
+from penstock.http.client import QUOTED_CHARS, UpstreamError
 
-AT_FAULT = (400, 413, 422, *NOT_ALLOWED, NOT_THERE)
+FINAL_STATUSES = (400, 413, 422, *UNAUTHORIZED, NOT_FOUND)
 """Statuses that the same request would get again."""
 
 
-class LitellmSection(RelaySection):
+class LitellmSection(TextEndpointSection):
     """`[engine]` for `name = "litellm"`. Without `url` and `api_key_env`, the library finds both by the model's name."""
 
     @property
@@ -31,7 +31,7 @@ class LitellmSection(RelaySection):
         self.key()
 
 
-class LitellmRelay(Relay):
+class LitellmEndpoint(TextEndpoint):
     """One model. The library sends a request again by itself, `engine.retries` times."""
 
     def __init__(self, name: str, section: LitellmSection) -> None:
@@ -40,8 +40,8 @@ class LitellmRelay(Relay):
         self._section = section
         self._key = section.key()
 
-    async def ask(self, asked: Asked, *, rollout_id: str = "") -> AsyncGenerator[Heard, None]:
-        reader, stream = ChatReader(), None
+    async def ask(self, asked: TextRequest, *, rollout_id: str = "") -> AsyncGenerator[TextChunk, None]:
+        reader, stream = OpenAIReader(), None
         try:
             async with asyncio.timeout(self._section.first_token_s):
                 stream = await self._library.acompletion(**self._request(asked))
@@ -55,7 +55,7 @@ class LitellmRelay(Relay):
                 if (heard := reader.drain()) is not None:
                     yield heard
             reader.end()
-            yield reader.drain() or Heard(())
+            yield reader.drain() or TextChunk(())
         except Exception as cause:  # a foreign library's, of any kind
             raise self._error(cause, rollout_id) from cause
         finally:
@@ -65,31 +65,33 @@ class LitellmRelay(Relay):
     async def close(self) -> None:
         """See `Relay.close`: the library keeps its connections."""
 
-    def _request(self, asked: Asked) -> dict[str, Any]:
+    def _request(self, asked: TextRequest) -> dict[str, Any]:
         section = self._section
         own = {"model": self.model, "stream": True, "stream_options": {"include_usage": True}, "num_retries": section.retries}
         where = {"api_base": section.address} if section.url else {}
         key = {"api_key": self._key} if self._key else {}
-        return own | where | key | request(asked, limit="max_tokens") | section.extra
+        return own | where | key | chat_request(asked, limit="max_tokens") | section.extra
 
     def _error(self, cause: Exception, rollout_id: str) -> EngineError | RequestError:
         whose = f"rollout {rollout_id}: " if rollout_id else ""
         status = getattr(cause, "status_code", 0)
         silent = "was silent for too long" if isinstance(cause, TimeoutError) else ""
         words = silent or (
-            str(cause) if isinstance(cause, Fault) else f"{type(cause).__name__}: {' '.join(str(cause).split())[:WORDS]}"
+            str(cause)
+            if isinstance(cause, UpstreamError)
+            else f"{type(cause).__name__}: {' '.join(str(cause).split())[:QUOTED_CHARS]}"
         )
         told = f"{whose}{self.model} {words.replace(self._key, '…') if self._key else words}"
-        if status in AT_FAULT:
+        if status in FINAL_STATUSES:
             return RequestError(f"{told}{self._section.remedy(status, self.model)}", code="engine_error")
         return EngineBusy(told) if status == 429 else EngineError(told)
 
 
 def open_engine(
     folder: Path, *, name: str, section: LitellmSection, seed: int, decode: Callable[[Sequence[int]], str] | None = None
-) -> LitellmRelay:
+) -> LitellmEndpoint:
     """The relay; of an engine's arguments, only its name and settings have a meaning here."""
-    return LitellmRelay(name, section)
+    return LitellmEndpoint(name, section)
 
 
 def _library() -> ModuleType:

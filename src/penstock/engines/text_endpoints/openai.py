@@ -7,22 +7,22 @@ from urllib.parse import urlsplit
 
 import orjson
 
-from penstock.engines.text_endpoints.base import Asked, PartsReader
-from penstock.engines.text_endpoints.http import HttpRelay, RelaySection
+from penstock.engines.text_endpoints.base import TextReplyReader, TextRequest
+from penstock.engines.text_endpoints.http import HttpTextEndpoint, TextEndpointSection
 from penstock.records import Message, Sampling
 
 
-class OpenAISection(RelaySection):
+class OpenAISection(TextEndpointSection):
     """`[engine]` for `name = "openai"`."""
 
     vendor: ClassVar[str] = "https://api.openai.com/v1"
     vendor_key: ClassVar[str] = "OPENAI_API_KEY"
 
     def preflight(self, model: str) -> None:
-        OpenAIRelay.preflight(self, model)
+        OpenAIEndpoint.preflight(self, model)
 
 
-class OpenAIRelay(HttpRelay):
+class OpenAIEndpoint(HttpTextEndpoint):
     path = "/chat/completions"
 
     @classmethod
@@ -30,15 +30,17 @@ class OpenAIRelay(HttpRelay):
         return {"authorization": f"Bearer {key}"} if key else {}
 
     @classmethod
-    def base(cls, section: RelaySection) -> str:
+    def base(cls, section: TextEndpointSection) -> str:
         """See `HttpRelay.base`: an address without any path gets `/v1`, where all such servers have it."""
         return section.address if urlsplit(section.address).path else f"{section.address}/v1"
 
-    def body(self, asked: Asked) -> dict[str, Any]:
-        return {"model": self.model, "stream": True, "stream_options": {"include_usage": True}} | request(asked, limit=self._limit)
+    def body(self, asked: TextRequest) -> dict[str, Any]:
+        return {"model": self.model, "stream": True, "stream_options": {"include_usage": True}} | chat_request(
+            asked, limit=self._limit
+        )
 
-    def reader(self) -> "ChatReader":
-        return ChatReader()
+    def reader(self) -> "OpenAIReader":
+        return OpenAIReader()
 
     @property
     def _limit(self) -> str:
@@ -49,12 +51,12 @@ class OpenAIRelay(HttpRelay):
 
 def open_engine(
     folder: Path, *, name: str, section: OpenAISection, seed: int, decode: Callable[[Sequence[int]], str] | None = None
-) -> OpenAIRelay:
+) -> OpenAIEndpoint:
     """The relay; of an engine's arguments, only its name and settings have a meaning here."""
-    return OpenAIRelay(name, section)
+    return OpenAIEndpoint(name, section)
 
 
-def request(asked: Asked, *, limit: str) -> dict[str, Any]:
+def chat_request(asked: TextRequest, *, limit: str) -> dict[str, Any]:
     """The conversation and how its reply is sampled. What says nothing new is not sent: some models refuse to be told."""
     sampling, neutral = asked.sampling, Sampling()
     body: dict[str, Any] = {"messages": [_message(each) for each in asked.messages], limit: sampling.max_tokens}
@@ -69,7 +71,7 @@ def request(asked: Asked, *, limit: str) -> dict[str, Any]:
     return body
 
 
-def _choice(asked: Asked) -> Any:
+def _choice(asked: TextRequest) -> Any:
     if asked.forced:
         return {"type": "function", "function": {"name": asked.forced}}
     return "required" if asked.forced is not None else "auto" if asked.may_call else "none"
@@ -88,7 +90,7 @@ def _function(function: dict[str, Any]) -> dict[str, Any]:
     return {**function, "arguments": (given or "{}") if isinstance(given, str) else orjson.dumps(given).decode()}
 
 
-class ChatReader(PartsReader):
+class OpenAIReader(TextReplyReader):
     """Reads the chunks of a chat completion, or one that comes whole. A stream ends with `[DONE]`, after its counts."""
 
     def __init__(self) -> None:

@@ -5,13 +5,13 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from penstock.errors import RequestError
-from penstock.gateway.call import Call, Past, Prompt
+from penstock.gateway.call import ConversationHistory, ModelCall, Prompt
 from penstock.gateway.reply import Delta
 from penstock.records import Sampling, Step, Usage
 
 
 @dataclass(slots=True)
-class Answer:
+class ModelAnswer:
     """What is known of an answer while it is written."""
 
     id: str
@@ -19,7 +19,7 @@ class Answer:
     created: float
     """Seconds since 1970."""
     model: str
-    call: Call
+    call: ModelCall
     prompt: Prompt
     steps: list[Step] = field(default_factory=list[Step])
     """All choices, once they are durable."""
@@ -31,7 +31,7 @@ class Answer:
         return Usage(prompt_tokens=prompt, completion_tokens=sum(step.sampled for step in steps))
 
 
-class Spelling(Protocol):
+class DialectTokenizer(Protocol):
     """What a dialect asks of a tokenizer."""
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -51,7 +51,7 @@ class Spelling(Protocol):
         ...
 
 
-class Fresh(NamedTuple):
+class UnsentTokens(NamedTuple):
     """Tokens of a choice that no event has told of yet."""
 
     ids: Sequence[int]
@@ -62,19 +62,19 @@ class Fresh(NamedTuple):
 class EventWriter(Protocol):
     """Writes the events of one streamed answer; it may remember what it has told."""
 
-    def opening(self) -> bytes:
+    def start(self) -> bytes:
         """The first events of the stream."""
         ...
 
-    def grown(self, choice: int, deltas: list[Delta], fresh: Fresh) -> bytes:
+    def delta(self, choice: int, deltas: list[Delta], unsent: UnsentTokens) -> bytes:
         """Events for what a choice has grown by; empty where there is nothing to tell."""
         ...
 
-    def closing(self, choice: int, step: Step, fresh: Fresh) -> bytes:
+    def finish_choice(self, choice: int, step: Step, unsent: UnsentTokens) -> bytes:
         """Events that end a choice, which is durable now."""
         ...
 
-    def ending(self, steps: list[Step]) -> bytes:
+    def finish(self, steps: list[Step]) -> bytes:
         """Events that end the stream, after all choices."""
         ...
 
@@ -87,15 +87,15 @@ class Dialect(Protocol):
     ping: bytes
     """An event that says nothing, sent while the engine is silent so that nobody on the way gives the connection up."""
 
-    def parse(self, body: dict[str, Any], defaults: Sampling, past: Past) -> Call:
+    def parse(self, body: dict[str, Any], defaults: Sampling, history: ConversationHistory) -> ModelCall:
         """The call that a request body makes. A field is honoured, refused by name, or listed as ignored."""
         ...
 
-    def whole(self, answer: Answer) -> bytes:
+    def json_body(self, answer: ModelAnswer) -> bytes:
         """The body of an answer that is not streamed."""
         ...
 
-    def events(self, answer: Answer) -> EventWriter:
+    def events(self, answer: ModelAnswer) -> EventWriter:
         """A writer for an answer that is."""
         ...
 
@@ -107,6 +107,6 @@ class Dialect(Protocol):
         """The body of a refusal."""
         ...
 
-    def broken(self, error: RequestError) -> bytes:
+    def error_event(self, error: RequestError) -> bytes:
         """The last event of a stream that breaks off."""
         ...

@@ -7,17 +7,17 @@ import orjson
 
 from penstock.chat.parsers.base import Reasoning
 from penstock.errors import RequestError
-from penstock.gateway.call import Call, Past
+from penstock.gateway.call import ConversationHistory, ModelCall
 from penstock.gateway.dialects import fields
-from penstock.gateway.dialects.base import Answer, Fresh, Spelling
-from penstock.gateway.dialects.fields import SAMPLING, refuse, sampling
-from penstock.gateway.reply import CallDelta, Delta, sse, tool_call
+from penstock.gateway.dialects.base import DialectTokenizer, ModelAnswer, UnsentTokens
+from penstock.gateway.dialects.fields import SAMPLING_FIELDS, read_sampling, refuse_unsupported
+from penstock.gateway.reply import CallDelta, Delta, sse_data, tool_call
 from penstock.records import Sampling, Step
 
 HONOURED = frozenset(
     {"model", "messages", "tools", "tool_choice", "n", "stream", "stream_options", "logprobs", "return_token_ids"}
     | {"max_tokens", "max_completion_tokens"}
-    | SAMPLING
+    | SAMPLING_FIELDS
 )
 LABELS = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"})
 """Fields that say who asks or how to keep the answer; sampling does not depend on them."""
@@ -56,7 +56,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 """Fields that would change the sampling in a way that is not offered, with the values that change nothing."""
 
-MOST_CHOICES = 128
+MAX_CHOICES = 128
 
 
 class ChatDialect:
@@ -64,27 +64,27 @@ class ChatDialect:
     count_path = None
     ping = b": still sampling\n\n"
 
-    def __init__(self, tokenizer: Spelling) -> None:
+    def __init__(self, tokenizer: DialectTokenizer) -> None:
         self._tokenizer = tokenizer
 
-    def parse(self, body: dict[str, Any], defaults: Sampling, past: Past) -> Call:
+    def parse(self, body: dict[str, Any], defaults: Sampling, history: ConversationHistory) -> ModelCall:
         others = body.keys() - HONOURED
         if others:
-            refuse(body, NEUTRAL)
-        tools = fields.tools(body.get("tools"), past.talk)
-        options = fields.entry(body.get("stream_options") or {})
+            refuse_unsupported(body, NEUTRAL)
+        tools = fields.tools(body.get("tools"), history.last_request)
+        options = fields.as_object(body.get("stream_options") or {})
         if options is None:
-            raise fields.wrong("stream_options", "must be an object")
+            raise fields.invalid("stream_options", "must be an object")
         model = body.get("model", "")
         limit = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
-        return Call(
+        return ModelCall(
             model=model if isinstance(model, str) else "",
-            messages=fields.messages(body.get("messages"), past.talk),
-            sampling=sampling(body, defaults, limit),
+            messages=fields.messages(body.get("messages"), history.last_request),
+            sampling=read_sampling(body, defaults, limit),
             tools=tools,
             reads_calls=bool(tools) and body.get("tool_choice") != "none",
-            forced=fields.choice(body.get("tool_choice"), tools),
-            choices=fields.integer(body, "n", 1, low=1, high=MOST_CHOICES),
+            forced=fields.forced_tool(body.get("tool_choice"), tools),
+            choices=fields.integer(body, "n", 1, low=1, high=MAX_CHOICES),
             stream=fields.flag(body, "stream"),
             usage_in_stream=fields.flag(options, "include_usage"),
             logprobs=fields.flag(body, "logprobs"),
@@ -92,14 +92,14 @@ class ChatDialect:
             ignored=tuple(sorted(others - LABELS - NEUTRAL.keys())) if others else (),
         )
 
-    def whole(self, answer: Answer) -> bytes:
+    def json_body(self, answer: ModelAnswer) -> bytes:
         choices = [self._choice(answer, place, step) for place, step in enumerate(answer.steps)]
         body = _head(answer, "chat.completion") | {"choices": choices, "usage": _usage(answer, answer.steps)}
         if answer.call.token_ids:
             body["prompt_token_ids"] = tuple(answer.prompt.ids)
         return orjson.dumps(body)
 
-    def events(self, answer: Answer) -> "ChatEvents":
+    def events(self, answer: ModelAnswer) -> "ChatEvents":
         return ChatEvents(answer, self._tokenizer)
 
     def count(self, tokens: int) -> dict[str, Any]:
@@ -108,10 +108,10 @@ class ChatDialect:
     def error(self, error: RequestError) -> dict[str, Any]:
         return error_body(error)
 
-    def broken(self, error: RequestError) -> bytes:
-        return sse(error_body(error))
+    def error_event(self, error: RequestError) -> bytes:
+        return sse_data(error_body(error))
 
-    def _choice(self, answer: Answer, place: int, step: Step) -> dict[str, Any]:
+    def _choice(self, answer: ModelAnswer, place: int, step: Step) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": place, "message": step.message, "finish_reason": _finish(step), "logprobs": None}
         if answer.call.logprobs:
             choice["logprobs"] = logprobs(self._tokenizer, step.completion_ids, step.full_logprobs or step.logprobs)
@@ -121,46 +121,46 @@ class ChatDialect:
 
 
 class ChatEvents:
-    def __init__(self, answer: Answer, tokenizer: Spelling) -> None:
+    def __init__(self, answer: ModelAnswer, tokenizer: DialectTokenizer) -> None:
         self._answer = answer
         self._tokenizer = tokenizer
         self._head = _head(answer, "chat.completion.chunk")
 
-    def opening(self) -> bytes:
+    def start(self) -> bytes:
         choices = [_entry(choice, {"role": "assistant", "content": ""}) for choice in range(self._answer.call.choices)]
         event = self._head | {"choices": choices}
         if self._answer.call.token_ids:
             event["prompt_token_ids"] = tuple(self._answer.prompt.ids)
-        return sse(event)
+        return sse_data(event)
 
-    def grown(self, choice: int, deltas: list[Delta], fresh: Fresh) -> bytes:
+    def delta(self, choice: int, deltas: list[Delta], unsent: UnsentTokens) -> bytes:
         changes: list[dict[str, Any]] = [_change(delta) for delta in deltas]
-        if not changes and fresh.ids and (self._answer.call.token_ids or self._answer.call.logprobs):
+        if not changes and unsent.ids and (self._answer.call.token_ids or self._answer.call.logprobs):
             changes = [{}]
         parts = [self._event(choice, change) for change in changes[:-1]]
         if changes:
-            parts.append(self._event(choice, changes[-1], fresh=fresh))
+            parts.append(self._event(choice, changes[-1], unsent=unsent))
         return b"".join(parts)
 
-    def closing(self, choice: int, step: Step, fresh: Fresh) -> bytes:
-        return self._event(choice, {}, finish=_finish(step), fresh=fresh)
+    def finish_choice(self, choice: int, step: Step, unsent: UnsentTokens) -> bytes:
+        return self._event(choice, {}, finish=_finish(step), unsent=unsent)
 
-    def ending(self, steps: list[Step]) -> bytes:
+    def finish(self, steps: list[Step]) -> bytes:
         usage = b""
         if self._answer.call.usage_in_stream:
-            usage = sse(self._head | {"choices": [], "usage": _usage(self._answer, steps)})
+            usage = sse_data(self._head | {"choices": [], "usage": _usage(self._answer, steps)})
         return usage + b"data: [DONE]\n\n"
 
-    def _event(self, choice: int, delta: dict[str, Any], *, finish: str | None = None, fresh: Fresh | None = None) -> bytes:
+    def _event(self, choice: int, delta: dict[str, Any], *, finish: str | None = None, unsent: UnsentTokens | None = None) -> bytes:
         entry = _entry(choice, delta, finish)
-        if fresh and self._answer.call.logprobs:
-            entry["logprobs"] = logprobs(self._tokenizer, *fresh)
-        if fresh and self._answer.call.token_ids:
-            entry["token_ids"] = fresh.ids
-        return sse(self._head | {"choices": [entry]})
+        if unsent and self._answer.call.logprobs:
+            entry["logprobs"] = logprobs(self._tokenizer, *unsent)
+        if unsent and self._answer.call.token_ids:
+            entry["token_ids"] = unsent.ids
+        return sse_data(self._head | {"choices": [entry]})
 
 
-def logprobs(tokenizer: Spelling, ids: Sequence[int], values: Sequence[float]) -> dict[str, Any]:
+def logprobs(tokenizer: DialectTokenizer, ids: Sequence[int], values: Sequence[float]) -> dict[str, Any]:
     """Of the model's plain distribution, as vLLM gives them; the ones sampled from are in the record."""
     content: list[dict[str, Any]] = []
     for token_id, logprob in zip(ids, values, strict=True):
@@ -176,7 +176,7 @@ def error_body(error: RequestError) -> dict[str, Any]:
     return {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}}
 
 
-def _head(answer: Answer, kind: str) -> dict[str, Any]:
+def _head(answer: ModelAnswer, kind: str) -> dict[str, Any]:
     return {"id": f"chatcmpl-{answer.id}", "object": kind, "created": int(answer.created), "model": answer.model}
 
 
@@ -198,7 +198,7 @@ def _finish(step: Step) -> str:
     return "tool_calls" if step.message.get("tool_calls") and step.finish == "stop" else step.finish
 
 
-def _usage(answer: Answer, steps: list[Step]) -> dict[str, int]:
+def _usage(answer: ModelAnswer, steps: list[Step]) -> dict[str, int]:
     used = answer.usage(steps)
     prompt, sampled = used.prompt_tokens, used.completion_tokens
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}

@@ -7,15 +7,15 @@ import orjson
 
 from penstock.chat.tokenizer import Tokenizer
 from penstock.errors import RequestError
-from penstock.gateway.call import Call, Past
+from penstock.gateway.call import ConversationHistory, ModelCall
 from penstock.gateway.dialects import fields
-from penstock.gateway.dialects.base import Answer, Fresh
+from penstock.gateway.dialects.base import ModelAnswer, UnsentTokens
 from penstock.gateway.dialects.chat import error_body
-from penstock.gateway.dialects.fields import SAMPLING, refuse, sampling, unsupported
-from penstock.gateway.reply import CallDelta, Delta, sse
+from penstock.gateway.dialects.fields import SAMPLING_FIELDS, read_sampling, refuse_unsupported, unsupported
+from penstock.gateway.reply import CallDelta, Delta, sse_data
 from penstock.records import Sampling, Step
 
-HONOURED = SAMPLING | frozenset(
+HONOURED = SAMPLING_FIELDS | frozenset(
     {"model", "prompt", "max_tokens", "n", "best_of", "echo", "logprobs", "stream", "stream_options", "return_token_ids"}
 )
 LABELS = frozenset({"user"})
@@ -48,7 +48,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 `logprobs` counts the likeliest other tokens: 0 gives those of the sampled tokens alone.
 """
 
-MOST_CHOICES = 128
+MAX_CHOICES = 128
 
 
 class CompletionsDialect:
@@ -60,23 +60,23 @@ class CompletionsDialect:
         self._tokenizer = tokenizer
         self._ids = tokenizer.core.get_vocab_size()
 
-    def parse(self, body: dict[str, Any], defaults: Sampling, past: Past) -> Call:
-        refuse(body, NEUTRAL)
-        choices = fields.integer(body, "n", 1, low=1, high=MOST_CHOICES)
+    def parse(self, body: dict[str, Any], defaults: Sampling, history: ConversationHistory) -> ModelCall:
+        refuse_unsupported(body, NEUTRAL)
+        choices = fields.integer(body, "n", 1, low=1, high=MAX_CHOICES)
         if body.get("best_of") not in (None, choices):
             raise unsupported("best_of", body["best_of"])
         tells = body.get("logprobs") is not None and body["logprobs"] is not False
         if tells and fields.flag(body, "echo"):
             raise RequestError("echo with logprobs is not supported; leave one out", code="unsupported_parameter", param="echo")
-        options = fields.entry({} if body.get("stream_options") is None else body["stream_options"])
+        options = fields.as_object({} if body.get("stream_options") is None else body["stream_options"])
         if options is None:
-            raise fields.wrong("stream_options", "must be an object")
+            raise fields.invalid("stream_options", "must be an object")
         model = body.get("model", "")
-        return Call(
+        return ModelCall(
             model=model if isinstance(model, str) else "",
             messages=(),
             raw=self._prompt(body.get("prompt")),
-            sampling=sampling(body, defaults, "max_tokens"),
+            sampling=read_sampling(body, defaults, "max_tokens"),
             choices=choices,
             stream=fields.flag(body, "stream"),
             usage_in_stream=fields.flag(options, "include_usage"),
@@ -86,19 +86,19 @@ class CompletionsDialect:
             ignored=tuple(sorted(name for name in body.keys() - HONOURED - LABELS - NEUTRAL.keys() if body[name] is not None)),
         )
 
-    def whole(self, answer: Answer) -> bytes:
-        head = head_text(answer, self._tokenizer)
+    def json_body(self, answer: ModelAnswer) -> bytes:
+        head = echoed_prompt(answer, self._tokenizer)
         choices: list[dict[str, Any]] = []
         for place, step in enumerate(answer.steps):
-            choice = entry(place, head + (step.message["content"] or ""), finish=step.finish)
+            choice = choice_entry(place, head + (step.message["content"] or ""), finish=step.finish)
             if answer.call.logprobs:
                 choice["logprobs"] = logprobs(self._tokenizer, step.completion_ids, step.full_logprobs or step.logprobs)
             if answer.call.token_ids:
                 choice |= {"token_ids": step.completion_ids, "prompt_token_ids": tuple(answer.prompt.ids)}
             choices.append(choice)
-        return orjson.dumps(head_of(answer) | {"choices": choices, "usage": usage(answer, answer.steps)})
+        return orjson.dumps(response_head(answer) | {"choices": choices, "usage": usage(answer, answer.steps)})
 
-    def events(self, answer: Answer) -> "CompletionEvents":
+    def events(self, answer: ModelAnswer) -> "CompletionEvents":
         return CompletionEvents(answer, self._tokenizer)
 
     def count(self, tokens: int) -> dict[str, Any]:
@@ -107,73 +107,73 @@ class CompletionsDialect:
     def error(self, error: RequestError) -> dict[str, Any]:
         return error_body(error)
 
-    def broken(self, error: RequestError) -> bytes:
-        return sse(error_body(error))
+    def error_event(self, error: RequestError) -> bytes:
+        return sse_data(error_body(error))
 
     def _prompt(self, value: Any) -> str | tuple[int, ...]:
         """One prompt: text or token ids, by itself or alone in a list."""
-        listed = fields.entries(value)
+        listed = fields.as_list(value)
         if listed and not isinstance(listed[0], int):
             if len(listed) > 1:
-                raise fields.wrong("prompt", f"holds {len(listed)} prompts; send one in each request")
+                raise fields.invalid("prompt", f"holds {len(listed)} prompts; send one in each request")
             value = listed[0]
         if isinstance(value, str) and value:
             return value
-        ids = fields.integers({"prompt": value}, "prompt") if fields.entries(value) else ()
+        ids = fields.integers({"prompt": value}, "prompt") if fields.as_list(value) else ()
         if not ids:
-            raise fields.wrong("prompt", f"must be text or a list of token ids, and not empty; not {fields.shown(value)}")
+            raise fields.invalid("prompt", f"must be text or a list of token ids, and not empty; not {fields.preview(value)}")
         if max(ids) >= self._ids:
-            raise fields.wrong("prompt", f"holds token {max(ids)}; this model has {self._ids} of them, counted from 0")
+            raise fields.invalid("prompt", f"holds token {max(ids)}; this model has {self._ids} of them, counted from 0")
         return ids
 
 
 class CompletionEvents:
-    def __init__(self, answer: Answer, tokenizer: Tokenizer) -> None:
+    def __init__(self, answer: ModelAnswer, tokenizer: Tokenizer) -> None:
         self._answer = answer
         self._tokenizer = tokenizer
-        self._head = head_of(answer)
+        self._head = response_head(answer)
         self._told = [0] * answer.call.choices
         """Characters that have been told of, by choice: where the next token's text begins."""
 
-    def opening(self) -> bytes:
-        text = head_text(self._answer, self._tokenizer)
+    def start(self) -> bytes:
+        text = echoed_prompt(self._answer, self._tokenizer)
         if not text and not self._answer.call.token_ids:
             return b""
-        choices = [entry(place, text) for place in range(self._answer.call.choices)]
+        choices = [choice_entry(place, text) for place in range(self._answer.call.choices)]
         if self._answer.call.token_ids:
             choices = [choice | {"token_ids": [], "prompt_token_ids": tuple(self._answer.prompt.ids)} for choice in choices]
-        return sse(self._head | {"choices": choices})
+        return sse_data(self._head | {"choices": choices})
 
-    def grown(self, choice: int, deltas: list[Delta], fresh: Fresh) -> bytes:
+    def delta(self, choice: int, deltas: list[Delta], unsent: UnsentTokens) -> bytes:
         text = "".join([delta.text for delta in deltas if not isinstance(delta, CallDelta)])
         tells = self._answer.call.token_ids or self._answer.call.logprobs
-        return self._event(choice, text, fresh) if text or (fresh.ids and tells) else b""
+        return self._event(choice, text, unsent) if text or (unsent.ids and tells) else b""
 
-    def closing(self, choice: int, step: Step, fresh: Fresh) -> bytes:
-        return self._event(choice, "", fresh, finish=step.finish)
+    def finish_choice(self, choice: int, step: Step, unsent: UnsentTokens) -> bytes:
+        return self._event(choice, "", unsent, finish=step.finish)
 
-    def ending(self, steps: list[Step]) -> bytes:
+    def finish(self, steps: list[Step]) -> bytes:
         counted = b""
         if self._answer.call.usage_in_stream:
-            counted = sse(self._head | {"choices": [], "usage": usage(self._answer, steps)})
+            counted = sse_data(self._head | {"choices": [], "usage": usage(self._answer, steps)})
         return counted + b"data: [DONE]\n\n"
 
-    def _event(self, choice: int, text: str, fresh: Fresh, *, finish: str | None = None) -> bytes:
-        told = entry(choice, text, finish=finish)
+    def _event(self, choice: int, text: str, unsent: UnsentTokens, *, finish: str | None = None) -> bytes:
+        told = choice_entry(choice, text, finish=finish)
         if self._answer.call.logprobs:
-            told["logprobs"] = logprobs(self._tokenizer, *fresh, start=self._told[choice])
+            told["logprobs"] = logprobs(self._tokenizer, *unsent, start=self._told[choice])
             self._told[choice] += sum(map(len, told["logprobs"]["tokens"]))
         if self._answer.call.token_ids:
-            told["token_ids"] = fresh.ids
-        return sse(self._head | {"choices": [told]})
+            told["token_ids"] = unsent.ids
+        return sse_data(self._head | {"choices": [told]})
 
 
-def head_of(answer: Answer) -> dict[str, Any]:
+def response_head(answer: ModelAnswer) -> dict[str, Any]:
     """What the answer and every event of it begin with."""
     return {"id": f"cmpl-{answer.id}", "object": "text_completion", "created": int(answer.created), "model": answer.model}
 
 
-def head_text(answer: Answer, tokenizer: Tokenizer) -> str:
+def echoed_prompt(answer: ModelAnswer, tokenizer: Tokenizer) -> str:
     """The prompt, where the caller wants it before the completion."""
     if not dict(answer.call.echo).get("echo"):
         return ""
@@ -181,7 +181,7 @@ def head_text(answer: Answer, tokenizer: Tokenizer) -> str:
     return raw if isinstance(raw, str) else tokenizer.decode(answer.prompt.ids)
 
 
-def entry(place: int, text: str, *, finish: str | None = None) -> dict[str, Any]:
+def choice_entry(place: int, text: str, *, finish: str | None = None) -> dict[str, Any]:
     """One choice, or what it has grown by."""
     return {"index": place, "text": text, "logprobs": None, "finish_reason": finish}
 
@@ -196,7 +196,7 @@ def logprobs(tokenizer: Tokenizer, ids: Sequence[int], values: Sequence[float], 
     return {"tokens": tokens, "token_logprobs": list(values), "top_logprobs": None, "text_offset": offsets}
 
 
-def usage(answer: Answer, steps: Sequence[Step]) -> dict[str, int]:
+def usage(answer: ModelAnswer, steps: Sequence[Step]) -> dict[str, int]:
     """Tokens of the prompt, and of all choices."""
     prompt, sampled = len(answer.prompt.ids), sum(len(step.completion_ids) for step in steps)
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}

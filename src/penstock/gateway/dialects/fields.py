@@ -9,21 +9,21 @@ from penstock.errors import RequestError
 from penstock.gateway.last_request import LastRequest
 from penstock.records import Message, Sampling
 
-DEEPEST = 64
+MAX_DEPTH = 64
 """Levels of nesting that messages and tools may have; the store and the templates take no unbounded depth."""
 
 
-def entry(value: Any) -> dict[str, Any] | None:
+def as_object(value: Any) -> dict[str, Any] | None:
     """`value` if it is a JSON object."""
     return cast("dict[str, Any]", value) if isinstance(value, dict) else None
 
 
-def entries(value: Any) -> list[Any] | None:
+def as_list(value: Any) -> list[Any] | None:
     """`value` if it is a JSON list."""
     return cast("list[Any]", value) if isinstance(value, list) else None
 
 
-def wrong(name: str, what: str) -> RequestError:
+def invalid(name: str, what: str) -> RequestError:
     """A field whose value cannot be used."""
     return RequestError(f"{name} {what}", code="invalid_value", param=name)
 
@@ -34,7 +34,7 @@ def number(body: dict[str, Any], name: str, default: float, *, low: float, high:
     if value is None:
         return default
     if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-        raise wrong(name, f"must be a number from {low:g} to {high:g}, not {shown(value)}")
+        raise invalid(name, f"must be a number from {low:g} to {high:g}, not {preview(value)}")
     return float(value)
 
 
@@ -44,7 +44,7 @@ def integer(body: dict[str, Any], name: str, default: int, *, low: int, high: in
     if value is None:
         return default
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise wrong(name, f"must be a whole number from {low} to {high}, not {shown(value)}")
+        raise invalid(name, f"must be a whole number from {low} to {high}, not {preview(value)}")
     return value
 
 
@@ -52,7 +52,7 @@ def flag(body: dict[str, Any], name: str) -> bool:
     """True or false; absent is false."""
     value = body.get(name)
     if value is not None and not isinstance(value, bool):
-        raise wrong(name, f"must be true or false, not {shown(value)}")
+        raise invalid(name, f"must be true or false, not {preview(value)}")
     return bool(value)
 
 
@@ -60,7 +60,7 @@ def strings(body: dict[str, Any], name: str, *, most: int = 16) -> tuple[str, ..
     """A string or a list of them, none of them empty."""
     values = _several(body.get(name))
     if len(values) > most or not all(isinstance(each, str) and each for each in values):
-        raise wrong(name, f"must be a string or up to {most} strings, none of them empty")
+        raise invalid(name, f"must be a string or up to {most} strings, none of them empty")
     return tuple(values)
 
 
@@ -68,46 +68,46 @@ def integers(body: dict[str, Any], name: str) -> tuple[int, ...]:
     """A list of token ids."""
     values = _several(body.get(name))
     if values and not (set(map(type, values)) == {int} and 0 <= min(values) <= max(values) < 2**31):
-        raise wrong(name, "must be a list of token ids")
+        raise invalid(name, "must be a list of token ids")
     return tuple(values)
 
 
-def messages(value: Any, talk: LastRequest, name: str = "messages") -> tuple[Message, ...]:
+def messages(value: Any, last_request: LastRequest, name: str = "messages") -> tuple[Message, ...]:
     """Chat messages in the OpenAI form, with plain text content and nothing that neither a template nor a digest reads."""
-    given = entries(value)
+    given = as_list(value)
     if not given:
-        raise wrong(name, "must be a list with at least one message")
-    return talk.messages(given, lambda place, each: _message(each, f"{name}[{place}]"))
+        raise invalid(name, "must be a list with at least one message")
+    return last_request.messages(given, lambda place, each: _message(each, f"{name}[{place}]"))
 
 
-def tools(value: Any, talk: LastRequest, name: str = "tools") -> tuple[Tool, ...]:
+def tools(value: Any, last_request: LastRequest, name: str = "tools") -> tuple[Tool, ...]:
     """Function tools; other kinds are refused."""
-    return talk.tools(value, lambda given: _tools(given, name))
+    return last_request.tools(value, lambda given: _tools(given, name))
 
 
-def choice(value: Any, tools: tuple[Tool, ...], name: str = "tool_choice") -> str | None:
+def forced_tool(value: Any, tools: tuple[Tool, ...], name: str = "tool_choice") -> str | None:
     """The tool that must be called, empty for any of them; None where the model is free (`auto`, or absent)."""
     if value in (None, "auto", "none"):
         return None
-    named = entry(value) or {}
-    wanted = "" if value == "required" else (entry(named.get("function")) or named).get("name")
+    named = as_object(value) or {}
+    wanted = "" if value == "required" else (as_object(named.get("function")) or named).get("name")
     known = {tool["function"]["name"] for tool in tools}
     if not isinstance(wanted, str) or (wanted and wanted not in known) or not known:
-        raise wrong(name, f"must be 'auto', 'none', 'required' or one of the tools given, not {shown(value)}")
+        raise invalid(name, f"must be 'auto', 'none', 'required' or one of the tools given, not {preview(value)}")
     return wanted
 
 
 def check_depth(value: Any, name: str) -> None:
     """Refuse JSON that is nested too deep."""
     level: list[Any] = [value]
-    for _ in range(DEEPEST):
+    for _ in range(MAX_DEPTH):
         level = [item for each in level for item in _inside(each) if isinstance(item, dict | list)]
         if not level:
             return
-    raise wrong(name, f"is nested more than {DEEPEST} levels deep")
+    raise invalid(name, f"is nested more than {MAX_DEPTH} levels deep")
 
 
-def shown(value: Any) -> str:
+def preview(value: Any) -> str:
     """A value, short enough for a message."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:60]}…"
@@ -117,92 +117,92 @@ ROLES = {"system": "system", "developer": "system", "user": "user", "assistant":
 
 
 def _several(value: Any) -> list[Any]:
-    return [] if value is None else [value] if entries(value) is None else value
+    return [] if value is None else [value] if as_list(value) is None else value
 
 
 def _inside(value: Any) -> Iterable[Any]:
-    return (entry(value) or {}).values() or entries(value) or ()
+    return (as_object(value) or {}).values() or as_list(value) or ()
 
 
 def _tools(value: Any, name: str) -> tuple[Tool, ...]:
-    given = entries([] if value is None else value)
+    given = as_list([] if value is None else value)
     if given is None:
-        raise wrong(name, "must be a list of tools")
+        raise invalid(name, "must be a list of tools")
     check_depth(given, name)
     for place, each in enumerate(given):
-        tool = entry(each) or {}
-        function = entry(tool.get("function")) or {}
+        tool = as_object(each) or {}
+        function = as_object(tool.get("function")) or {}
         if tool.get("type") != "function" or not isinstance(function.get("name"), str):
-            raise wrong(f"{name}[{place}]", "must be a function tool with a name; other kinds are not supported")
+            raise invalid(f"{name}[{place}]", "must be a function tool with a name; other kinds are not supported")
     return tuple(given)
 
 
 def _message(value: Any, name: str) -> Message:
-    given = entry(value)
+    given = as_object(value)
     if given is None:
-        raise wrong(name, "must be an object")
+        raise invalid(name, "must be an object")
     check_depth(given, name)
     role = given.get("role")
     if not isinstance(role, str) or role not in ROLES:
-        raise wrong(f"{name}.role", f"must be one of {', '.join(ROLES)}, not {shown(role)}")
+        raise invalid(f"{name}.role", f"must be one of {', '.join(ROLES)}, not {preview(role)}")
     message: Message = {"role": ROLES[role], "content": _content(given.get("content"), f"{name}.content")}
     if role == "assistant" and given.get("tool_calls"):
         message["tool_calls"] = _calls(given["tool_calls"], f"{name}.tool_calls")
     if role == "assistant" and (given.get("function_call") or given.get("audio")):
-        raise wrong(name, "has a function_call or audio, which are not supported; use tool_calls")
+        raise invalid(name, "has a function_call or audio, which are not supported; use tool_calls")
     thought = (given.get("reasoning_content") or given.get("reasoning")) if role == "assistant" else None
     if isinstance(thought, str):
         message["reasoning_content"] = thought
     for key in ("name", "tool_call_id"):
         if given.get(key) is not None:
-            message[key] = text(given[key], f"{name}.{key}")
+            message[key] = string(given[key], f"{name}.{key}")
     return message
 
 
 def _content(value: Any, name: str) -> str:
     if value is None or isinstance(value, str):
         return value or ""
-    parts = entries(value)
+    parts = as_list(value)
     if parts is None:
-        raise wrong(name, f"must be a string or a list of text parts, not {shown(value)}")
-    return flatten([{"text": _part(entry(part) or {}, f"{name}[{place}]")} for place, part in enumerate(parts)])
+        raise invalid(name, f"must be a string or a list of text parts, not {preview(value)}")
+    return flatten([{"text": _part(as_object(part) or {}, f"{name}[{place}]")} for place, part in enumerate(parts)])
 
 
 def _part(part: dict[str, Any], name: str) -> str:
     kind = part.get("type")
     if kind not in ("text", "refusal"):
-        raise wrong(name, f"must be a text part; {shown(kind)} is not supported")
-    return text(part.get(kind), f"{name}.{kind}")
+        raise invalid(name, f"must be a text part; {preview(kind)} is not supported")
+    return string(part.get(kind), f"{name}.{kind}")
 
 
 def _calls(value: Any, name: str) -> list[dict[str, Any]]:
     calls: list[dict[str, Any]] = []
-    for place, each in enumerate(entries(value) or [None]):
-        call = entry(each) or {}
-        function, where = entry(call.get("function")), f"{name}[{place}]"
+    for place, each in enumerate(as_list(value) or [None]):
+        call = as_object(each) or {}
+        function, where = as_object(call.get("function")), f"{name}[{place}]"
         if function is None:
-            raise wrong(where, "must be a function call")
+            raise invalid(where, "must be a function call")
         arguments: Any = function.get("arguments", "{}")
         if not isinstance(arguments, str | dict):
-            raise wrong(f"{where}.function.arguments", "must be JSON text")
-        named: dict[str, Any] = {"name": text(function.get("name"), f"{where}.function.name"), "arguments": arguments}
-        calls.append({"id": text(call.get("id") or "", f"{where}.id"), "type": "function", "function": named})
+            raise invalid(f"{where}.function.arguments", "must be JSON text")
+        named: dict[str, Any] = {"name": string(function.get("name"), f"{where}.function.name"), "arguments": arguments}
+        calls.append({"id": string(call.get("id") or "", f"{where}.id"), "type": "function", "function": named})
     return calls
 
 
-def text(value: Any, name: str) -> str:
+def string(value: Any, name: str) -> str:
     if not isinstance(value, str):
-        raise wrong(name, f"must be a string, not {shown(value)}")
+        raise invalid(name, f"must be a string, not {preview(value)}")
     return value
 
 
-SAMPLING = frozenset({"temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "seed"})
+SAMPLING_FIELDS = frozenset({"temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "seed"})
 """What `sampling` reads, besides the limit."""
 
 
-def sampling(body: dict[str, Any], defaults: Sampling, limit: str) -> Sampling:
+def read_sampling(body: dict[str, Any], defaults: Sampling, limit: str) -> Sampling:
     """What the request says, and `defaults` for the rest; `limit` is the field that holds the most tokens to sample."""
-    if body.get(limit) is None and not body.keys() & SAMPLING:
+    if body.get(limit) is None and not body.keys() & SAMPLING_FIELDS:
         return defaults
     seed = body.get("seed")
     return replace(
@@ -218,7 +218,7 @@ def sampling(body: dict[str, Any], defaults: Sampling, limit: str) -> Sampling:
     )
 
 
-def refuse(body: dict[str, Any], neutral: Mapping[str, tuple[Any, ...]]) -> None:
+def refuse_unsupported(body: dict[str, Any], neutral: Mapping[str, tuple[Any, ...]]) -> None:
     """Refuse the first field whose value would change the answer in a way that is not offered."""
     for name, values in neutral.items():
         value = body.get(name)
@@ -228,4 +228,4 @@ def refuse(body: dict[str, Any], neutral: Mapping[str, tuple[Any, ...]]) -> None
 
 def unsupported(name: str, value: Any) -> RequestError:
     """A field that is understood and not offered."""
-    return RequestError(f"{name}={shown(value)} is not supported; leave it out", code="unsupported_parameter", param=name)
+    return RequestError(f"{name}={preview(value)} is not supported; leave it out", code="unsupported_parameter", param=name)

@@ -11,18 +11,18 @@ import orjson
 
 from penstock.chat.tokenizer import Tokenizer
 from penstock.errors import RequestError
-from penstock.gateway.call import Call, Past
+from penstock.gateway.call import ConversationHistory, ModelCall
 from penstock.gateway.dialects import fields
-from penstock.gateway.dialects.base import Answer, EventWriter
+from penstock.gateway.dialects.base import EventWriter, ModelAnswer
 from penstock.gateway.dialects.chat import NEUTRAL as CHAT_NEUTRAL
 from penstock.gateway.dialects.completions import NEUTRAL as COMPLETIONS_NEUTRAL
-from penstock.gateway.dialects.fields import SAMPLING, refuse, sampling
-from penstock.gateway.reply import sse
+from penstock.gateway.dialects.fields import SAMPLING_FIELDS, read_sampling, refuse_unsupported
+from penstock.gateway.reply import sse_data
 from penstock.records import Sampling
 
 LABELS = frozenset({"trajectory_uid", "prompt_uid", "model", "logprobs"})
 """Fields that sampling does not depend on; log-probabilities are always told."""
-HONOURED = LABELS | SAMPLING | {"messages", "tools", "prompt_ids", "sampling_params", "max_tokens"}
+HONOURED = LABELS | SAMPLING_FIELDS | {"messages", "tools", "prompt_ids", "sampling_params", "max_tokens"}
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     **CHAT_NEUTRAL,
     **{name: values for name, values in COMPLETIONS_NEUTRAL.items() if name != "logprobs"},
@@ -45,27 +45,27 @@ class GenerateDialect:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._ids = tokenizer.core.get_vocab_size()
 
-    def parse(self, body: dict[str, Any], defaults: Sampling, past: Past) -> Call:
+    def parse(self, body: dict[str, Any], defaults: Sampling, history: ConversationHistory) -> ModelCall:
         """See `Dialect.parse`. The form is told by which of `messages` and `prompt_ids` is there."""
         with _as_422():
             asked = _merged(body)
-            refuse(asked, NEUTRAL)
+            refuse_unsupported(asked, NEUTRAL)
             if ("messages" in body) == ("prompt_ids" in body):
-                raise fields.wrong("messages", "or prompt_ids must be given, one of the two")
+                raise fields.invalid("messages", "or prompt_ids must be given, one of the two")
             raw = self._prompt(body["prompt_ids"]) if "prompt_ids" in body else None
             if raw is not None and body.get("tools"):
-                raise fields.wrong("tools", "belong to messages; token ids have them in the prompt already")
-            return Call(
+                raise fields.invalid("tools", "belong to messages; token ids have them in the prompt already")
+            return ModelCall(
                 model="",
-                messages=() if raw is not None else fields.messages(expand(body["messages"]), past.talk),
-                tools=() if raw is not None else fields.tools(body.get("tools"), past.talk),
+                messages=() if raw is not None else fields.messages(flatten_nested(body["messages"]), history.last_request),
+                tools=() if raw is not None else fields.tools(body.get("tools"), history.last_request),
                 raw=raw,
-                sampling=sampling(asked, defaults, "max_tokens"),
-                echo=(("prompt_uid", fields.text(body.get("prompt_uid") or "", "prompt_uid")),),
+                sampling=read_sampling(asked, defaults, "max_tokens"),
+                echo=(("prompt_uid", fields.string(body.get("prompt_uid") or "", "prompt_uid")),),
                 ignored=tuple(sorted(name for name in asked.keys() - HONOURED - NEUTRAL.keys() if asked[name] is not None)),
             )
 
-    def whole(self, answer: Answer) -> bytes:
+    def json_body(self, answer: ModelAnswer) -> bytes:
         step = answer.steps[0]
         told: dict[str, Any] = {
             "trajectory_uid": step.rollout_id,
@@ -84,7 +84,7 @@ class GenerateDialect:
             told["reasoning_content"] = step.message["reasoning_content"]
         return orjson.dumps(told)
 
-    def events(self, answer: Answer) -> EventWriter:
+    def events(self, answer: ModelAnswer) -> EventWriter:
         """See `Dialect.events`; `parse` takes no call that wants them."""
         raise RequestError("/generate does not stream; call /v1/chat/completions", code="unsupported_parameter", param="stream")
 
@@ -94,39 +94,39 @@ class GenerateDialect:
     def error(self, error: RequestError) -> dict[str, Any]:
         return {"detail": str(error), "code": error.code}
 
-    def broken(self, error: RequestError) -> bytes:
-        return sse(self.error(error))
+    def error_event(self, error: RequestError) -> bytes:
+        return sse_data(self.error(error))
 
     def _prompt(self, value: Any) -> tuple[int, ...]:
-        ids = fields.integers({"prompt_ids": value}, "prompt_ids") if fields.entries(value) else ()
+        ids = fields.integers({"prompt_ids": value}, "prompt_ids") if fields.as_list(value) else ()
         if not ids:
-            raise fields.wrong("prompt_ids", f"must be a list of token ids, and not empty; not {fields.shown(value)}")
+            raise fields.invalid("prompt_ids", f"must be a list of token ids, and not empty; not {fields.preview(value)}")
         if max(ids) >= self._ids:
-            raise fields.wrong("prompt_ids", f"holds token {max(ids)}; this model has {self._ids} of them, counted from 0")
+            raise fields.invalid("prompt_ids", f"holds token {max(ids)}; this model has {self._ids} of them, counted from 0")
         return ids
 
 
-def expand(messages: Any) -> Any:
+def flatten_nested(messages: Any) -> Any:
     """The messages, each whose content is a list of messages replaced by those: a row's prompt used as the content of one."""
-    given = fields.entries(messages)
+    given = fields.as_list(messages)
     if given is None:
         return messages
     spread: list[Any] = []
     for message in given:
-        inner = fields.entries((fields.entry(message) or {}).get("content"))
-        is_talk = bool(inner) and all("role" in (fields.entry(part) or {}) for part in inner or ())
-        spread += (inner or []) if is_talk else [message]
+        inner = fields.as_list((fields.as_object(message) or {}).get("content"))
+        is_conversation = bool(inner) and all("role" in (fields.as_object(part) or {}) for part in inner or ())
+        spread += (inner or []) if is_conversation else [message]
     return spread
 
 
 def _merged(body: dict[str, Any]) -> dict[str, Any]:
     """The body with the fields of `sampling_params` beside its own; refused where the two differ."""
-    given = fields.entry({} if body.get("sampling_params") is None else body["sampling_params"])
+    given = fields.as_object({} if body.get("sampling_params") is None else body["sampling_params"])
     if given is None:
-        raise fields.wrong("sampling_params", "must be an object")
+        raise fields.invalid("sampling_params", "must be an object")
     for name in given.keys() & body.keys():
         if None not in (given[name], body[name]) and given[name] != body[name]:
-            raise fields.wrong(name, "is said twice, and not the same; leave one out")
+            raise fields.invalid(name, "is said twice, and not the same; leave one out")
     return {**given, **{name: value for name, value in body.items() if value is not None or name not in given}}
 
 

@@ -11,10 +11,10 @@ import orjson
 from penstock.chat.parsers.base import Reasoning
 from penstock.chat.templates import Tool, flatten
 from penstock.errors import RequestError
-from penstock.gateway.call import Call, Past
+from penstock.gateway.call import ConversationHistory, ModelCall
 from penstock.gateway.dialects import fields
-from penstock.gateway.dialects.base import Answer, Fresh, Spelling
-from penstock.gateway.dialects.fields import SAMPLING, refuse, sampling, unsupported
+from penstock.gateway.dialects.base import DialectTokenizer, ModelAnswer, UnsentTokens
+from penstock.gateway.dialects.fields import SAMPLING_FIELDS, read_sampling, refuse_unsupported, unsupported
 from penstock.gateway.reply import CallDelta, Delta, deltas_of
 from penstock.records import Message, Sampling, Step
 
@@ -34,7 +34,7 @@ SCALAR = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?|true|false|nul
 KEYS, VALUES = ("key", "first key"), ("value", "first value")
 
 
-class InputText:
+class ToolInputStream:
     """Arguments in parts: what was given out is always the beginning of a JSON object, and in the end a whole one.
 
     Text that no object goes on with is held back, and told in the end under `INVALID_JSON`, beside the members that were given
@@ -130,7 +130,7 @@ def _is_scalar(word: str) -> bool:
     return SCALAR.fullmatch(word) is not None and (word in ("true", "false", "null") or isfinite(float(word)))
 
 
-def as_input(arguments: str) -> Any:
+def tool_input(arguments: str) -> Any:
     """Whole arguments as an object, to be written out: as the model wrote them, or wrapped where they are none."""
     try:
         is_object = isinstance(orjson.loads(arguments or "{}"), dict)
@@ -139,13 +139,13 @@ def as_input(arguments: str) -> Any:
     return orjson.Fragment(arguments or "{}") if is_object else {INVALID_JSON: arguments}
 
 
-UNPARSED = "__unparsedToolInput"
+CLAUDE_CODE_UNPARSED = "__unparsedToolInput"
 """The key under which Claude Code sends such arguments back, with their beginning as `raw` and their length as `len`."""
-BILLING = "x-anthropic-billing-header:"
+BILLING_PREFIX = "x-anthropic-billing-header:"
 """How a block of `system` begins that speaks to the vendor, not to the model, and may change from call to call."""
 
 
-class Placed(NamedTuple):
+class ContentBlock(NamedTuple):
     """A content block and where it stands: in which turn (None: in `system`), and where in it."""
 
     turn: int | None
@@ -158,32 +158,32 @@ class Placed(NamedTuple):
         return f"system[{self.place}]" if self.turn is None else f"messages[{self.turn}].content[{self.place}]"
 
 
-class Unit(NamedTuple):
+class MessageBlocks(NamedTuple):
     """What one message is made of."""
 
     role: str
-    blocks: tuple[Placed, ...]
+    blocks: tuple[ContentBlock, ...]
 
 
-class Units(NamedTuple):
+class SplitConversation(NamedTuple):
     """A request's conversation, ready to be read message by message."""
 
-    units: list[Unit]
+    units: list[MessageBlocks]
     ignored: frozenset[str]
     """What of it no message will have."""
 
 
-def split(system: Any, turns: Sequence[Any]) -> Units:
+def split_conversation(system: Any, turns: Sequence[Any]) -> SplitConversation:
     """Which blocks go into which message. Nothing inside a block is read yet."""
     ignored: set[str] = set()
-    units: list[Unit] = []
+    units: list[MessageBlocks] = []
     given = [] if system is None else _placed(system, None, "system")
     told = tuple(each for each in given if not _is_billing(each.value))
     if len(told) < len(given):
         ignored.add("system:billing_header")
-    if any((fields.entry(each.value) or {}).get("text") != "" for each in told):
-        units.append(Unit("system", told))
-    side, run = "", list[Placed]()
+    if any((fields.as_object(each.value) or {}).get("text") != "" for each in told):
+        units.append(MessageBlocks("system", told))
+    side, run = "", list[ContentBlock]()
     for turn, value in enumerate(turns):
         role, blocks = _turn(value, turn)
         if role != side or role == "system":
@@ -193,10 +193,10 @@ def split(system: Any, turns: Sequence[Any]) -> Units:
     units += _units(side, run)
     if any(_kind(block.value) == "redacted_thinking" for unit in units for block in unit.blocks):
         ignored.add("block:redacted_thinking")
-    return Units(units, frozenset(ignored))
+    return SplitConversation(units, frozenset(ignored))
 
 
-def read(unit: Unit) -> Message:
+def read_message(unit: MessageBlocks) -> Message:
     """The message that a unit is; refused by its place where a block is none that the model can take."""
     for block in unit.blocks:
         fields.check_depth(block.value, block.name)
@@ -207,42 +207,42 @@ def read(unit: Unit) -> Message:
     return {"role": unit.role, "content": flatten([{"text": _text(each.value, each.name)} for each in unit.blocks])}
 
 
-def _turn(value: Any, turn: int) -> tuple[str, list[Placed]]:
-    given = fields.entry(value)
+def _turn(value: Any, turn: int) -> tuple[str, list[ContentBlock]]:
+    given = fields.as_object(value)
     if given is None:
-        raise fields.wrong(f"messages[{turn}]", "must be an object")
+        raise fields.invalid(f"messages[{turn}]", "must be an object")
     role = given.get("role")
     if role not in ("user", "assistant", "system"):
-        raise fields.wrong(f"messages[{turn}].role", f"must be user, assistant or system, not {fields.shown(role)}")
+        raise fields.invalid(f"messages[{turn}].role", f"must be user, assistant or system, not {fields.preview(role)}")
     return role, _placed(given.get("content"), turn, f"messages[{turn}].content")
 
 
-def _placed(content: Any, turn: int | None, name: str) -> list[Placed]:
+def _placed(content: Any, turn: int | None, name: str) -> list[ContentBlock]:
     """Blocks with their places; a plain string is one block of text."""
     if isinstance(content, str):
-        return [Placed(turn, 0, {"type": "text", "text": content})]
-    blocks = fields.entries(content)
+        return [ContentBlock(turn, 0, {"type": "text", "text": content})]
+    blocks = fields.as_list(content)
     if blocks is None:
-        raise fields.wrong(name, f"must be a string or a list of content blocks, not {fields.shown(content)}")
-    return [Placed(turn, place, block) for place, block in enumerate(blocks)]
+        raise fields.invalid(name, f"must be a string or a list of content blocks, not {fields.preview(content)}")
+    return [ContentBlock(turn, place, block) for place, block in enumerate(blocks)]
 
 
-def _units(role: str, run: list[Placed]) -> Iterable[Unit]:
+def _units(role: str, run: list[ContentBlock]) -> Iterable[MessageBlocks]:
     """The messages of a turn."""
     if role != "user":
-        return [Unit(role, tuple(run))] if role else []
+        return [MessageBlocks(role, tuple(run))] if role else []
     results = [block for block in run if _kind(block.value) == "tool_result"]
     texts = tuple(block for block in run if _kind(block.value) != "tool_result")
-    own = [Unit("user", texts)] if texts or not results else []
-    return [*(Unit("tool", (block,)) for block in results), *own]
+    own = [MessageBlocks("user", texts)] if texts or not results else []
+    return [*(MessageBlocks("tool", (block,)) for block in results), *own]
 
 
-def _assistant(blocks: Sequence[Placed]) -> Message:
+def _assistant(blocks: Sequence[ContentBlock]) -> Message:
     said: list[str] = []
     thought: list[str] = []
     calls: list[dict[str, Any]] = []
     for placed in blocks:
-        kind, block = _kind(placed.value), fields.entry(placed.value) or {}
+        kind, block = _kind(placed.value), fields.as_object(placed.value) or {}
         if kind == "thinking":
             thought.append(_string(block.get("thinking"), f"{placed.name}.thinking"))
         elif kind == "tool_use":
@@ -265,17 +265,17 @@ def _call(block: dict[str, Any], name: str) -> dict[str, Any]:
 
 def _arguments(given: Any) -> str:
     """JSON text of a call's input; what was no JSON when it was sampled is that text again."""
-    wrapped = fields.entry(given) or {}
+    wrapped = fields.as_object(given) or {}
     raw = wrapped.get(INVALID_JSON)
-    if len(wrapped) == 1 and (cut := fields.entry(wrapped.get(UNPARSED))) is not None:
+    if len(wrapped) == 1 and (cut := fields.as_object(wrapped.get(CLAUDE_CODE_UNPARSED))) is not None:
         raw = cut.get("raw")
         raw = raw if isinstance(raw, str) and len(raw.encode("utf-16-le")) // 2 == cut.get("len") else None
     return raw if isinstance(raw, str) else orjson.dumps(given).decode()
 
 
-def _result(placed: Placed) -> Message:
+def _result(placed: ContentBlock) -> Message:
     """A tool's result. An error is marked as one, unless its text says so itself."""
-    block = fields.entry(placed.value) or {}
+    block = fields.as_object(placed.value) or {}
     content: Any = block.get("content")
     text = content if isinstance(content, str) else _joined(content, f"{placed.name}.content")
     if fields.flag(block, "is_error") and "error" not in text[:40].lower():
@@ -284,63 +284,63 @@ def _result(placed: Placed) -> Message:
 
 
 def _joined(content: Any, name: str) -> str:
-    parts = fields.entries([] if content is None else content)
+    parts = fields.as_list([] if content is None else content)
     if parts is None:
-        raise fields.wrong(name, f"must be a string or a list of text blocks, not {fields.shown(content)}")
+        raise fields.invalid(name, f"must be a string or a list of text blocks, not {fields.preview(content)}")
     return flatten([{"text": _text(part, f"{name}[{place}]")} for place, part in enumerate(parts)])
 
 
 def _text(value: Any, name: str) -> str:
     kind = _kind(value)
     if kind != "text":
-        raise fields.wrong(name, f"must be a text block here; {fields.shown(kind)} is not supported")
-    return _string((fields.entry(value) or {}).get("text"), f"{name}.text")
+        raise fields.invalid(name, f"must be a text block here; {fields.preview(kind)} is not supported")
+    return _string((fields.as_object(value) or {}).get("text"), f"{name}.text")
 
 
 def _string(value: Any, name: str) -> str:
     if not isinstance(value, str):
-        raise fields.wrong(name, f"must be a string, not {fields.shown(value)}")
+        raise fields.invalid(name, f"must be a string, not {fields.preview(value)}")
     return value
 
 
 def _kind(value: Any) -> Any:
-    return (fields.entry(value) or {}).get("type")
+    return (fields.as_object(value) or {}).get("type")
 
 
 def _is_billing(value: Any) -> bool:
-    text = (fields.entry(value) or {}).get("text")
-    return isinstance(text, str) and text.startswith(BILLING) and "\n" not in text
+    text = (fields.as_object(value) or {}).get("text")
+    return isinstance(text, str) and text.startswith(BILLING_PREFIX) and "\n" not in text
 
 
-EMPTY: dict[str, Any] = {"type": "text", "text": ""}
+EMPTY_TEXT_BLOCK: dict[str, Any] = {"type": "text", "text": ""}
 """What an empty reply is: clients read the first block without looking."""
 
 
 class MessagesEvents:
     """See `EventWriter`. One block is open at a time; what does not belong to it closes it."""
 
-    def __init__(self, answer: Answer, tokenizer: Spelling) -> None:
+    def __init__(self, answer: ModelAnswer, tokenizer: DialectTokenizer) -> None:
         self._answer = answer
         self._tokenizer = tokenizer
         self._index = -1
         self._open = ""
         """The kind of the open block; empty where none is."""
-        self._input = InputText()
+        self._input = ToolInputStream()
         """Of the open call."""
 
-    def opening(self) -> bytes:
-        return event("message_start", message=head(self._answer) | {"usage": usage(self._answer, [])})
+    def start(self) -> bytes:
+        return sse_event("message_start", message=message_head(self._answer) | {"usage": usage(self._answer, [])})
 
-    def grown(self, choice: int, deltas: list[Delta], fresh: Fresh) -> bytes:
+    def delta(self, choice: int, deltas: list[Delta], unsent: UnsentTokens) -> bytes:
         return b"".join([self._grow(delta) for delta in deltas])
 
-    def closing(self, choice: int, step: Step, fresh: Fresh) -> bytes:
-        begun = self._begin(EMPTY) if self._index < 0 else b""
-        reason, used = stop(step, self._tokenizer), usage(self._answer, [step])
-        return begun + self._close(cut=step.finish == "length") + event("message_delta", delta=reason, usage=used)
+    def finish_choice(self, choice: int, step: Step, unsent: UnsentTokens) -> bytes:
+        begun = self._begin(EMPTY_TEXT_BLOCK) if self._index < 0 else b""
+        reason, used = stop_fields(step, self._tokenizer), usage(self._answer, [step])
+        return begun + self._close(cut=step.finish == "length") + sse_event("message_delta", delta=reason, usage=used)
 
-    def ending(self, steps: list[Step]) -> bytes:
-        return event("message_stop")
+    def finish(self, steps: list[Step]) -> bytes:
+        return sse_event("message_stop")
 
     def _grow(self, delta: Delta) -> bytes:
         if isinstance(delta, CallDelta):
@@ -349,18 +349,18 @@ class MessagesEvents:
         if isinstance(delta, Reasoning):
             begun = b"" if self._open == "thinking" else self._begin({"type": "thinking", "thinking": "", "signature": ""})
             return begun + self._delta("thinking_delta", "thinking", delta.text)
-        begun = b"" if self._open == "text" else self._begin(EMPTY)
+        begun = b"" if self._open == "text" else self._begin(EMPTY_TEXT_BLOCK)
         return begun + self._delta("text_delta", "text", delta.text)
 
     def _begin(self, block: dict[str, Any]) -> bytes:
         closed = self._close()
         self._index += 1
         self._open = block["type"]
-        self._input = InputText()
-        return closed + event("content_block_start", index=self._index, content_block=block)
+        self._input = ToolInputStream()
+        return closed + sse_event("content_block_start", index=self._index, content_block=block)
 
     def _delta(self, kind: str, key: str, value: str) -> bytes:
-        return event("content_block_delta", index=self._index, delta={"type": kind, key: value}) if value else b""
+        return sse_event("content_block_delta", index=self._index, delta={"type": kind, key: value}) if value else b""
 
     def _close(self, *, cut: bool = False) -> bytes:
         """End the open block; `cut` says that the reply was cut short in it."""
@@ -372,15 +372,15 @@ class MessagesEvents:
         elif self._open == "tool_use":
             rest = self._delta("input_json_delta", "partial_json", self._input.finish(cut=cut))
         self._open = ""
-        return rest + event("content_block_stop", index=self._index)
+        return rest + sse_event("content_block_stop", index=self._index)
 
 
-def event(kind: str, **content: Any) -> bytes:
+def sse_event(kind: str, **content: Any) -> bytes:
     """One event, under its name."""
     return b"event: " + kind.encode() + b"\ndata: " + orjson.dumps({"type": kind, **content}) + b"\n\n"
 
 
-def head(answer: Answer) -> dict[str, Any]:
+def message_head(answer: ModelAnswer) -> dict[str, Any]:
     """What an answer and its first event share; nothing said yet."""
     return {
         "id": f"msg_{answer.id}",
@@ -393,20 +393,20 @@ def head(answer: Answer) -> dict[str, Any]:
     }
 
 
-def content(answer: Answer, message: Message) -> list[dict[str, Any]]:
+def content(answer: ModelAnswer, message: Message) -> list[dict[str, Any]]:
     """A reply's blocks: thinking, text, calls."""
     blocks: list[dict[str, Any]] = []
     for delta in deltas_of(message):
         if isinstance(delta, CallDelta):
-            blocks.append(_tool_use_block(delta, as_input(delta.arguments)))
+            blocks.append(_tool_use_block(delta, tool_input(delta.arguments)))
         elif isinstance(delta, Reasoning):
             blocks.append({"type": "thinking", "thinking": delta.text, "signature": signature(answer)})
         else:
             blocks.append({"type": "text", "text": delta.text})
-    return blocks or [EMPTY]
+    return blocks or [EMPTY_TEXT_BLOCK]
 
 
-def stop(step: Step, tokenizer: Spelling) -> dict[str, str | None]:
+def stop_fields(step: Step, tokenizer: DialectTokenizer) -> dict[str, str | None]:
     """Why the reply ended. Calls go first: whatever ended the reply, they must be answered."""
     if step.finish == "length":
         return {"stop_reason": "max_tokens", "stop_sequence": None}
@@ -416,13 +416,13 @@ def stop(step: Step, tokenizer: Spelling) -> dict[str, str | None]:
     return {"stop_reason": "end_turn" if found is None else "stop_sequence", "stop_sequence": found}
 
 
-def usage(answer: Answer, steps: Sequence[Step]) -> dict[str, int]:
+def usage(answer: ModelAnswer, steps: Sequence[Step]) -> dict[str, int]:
     """Tokens read and sampled; how many of them an engine had cached is not told."""
     used, cached = answer.usage(steps), {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
     return {"input_tokens": used.prompt_tokens, **cached, "output_tokens": used.completion_tokens}
 
 
-def signature(answer: Answer) -> str:
+def signature(answer: ModelAnswer) -> str:
     """Something to send back with thinking: clients drop thinking that is not signed."""
     return f"penstock:{answer.id}"
 
@@ -431,7 +431,7 @@ def _tool_use_block(call: CallDelta, given: Any) -> dict[str, Any]:
     return {"type": "tool_use", "id": call.id, "name": call.name, "input": given}
 
 
-def _stop_string(step: Step, tokenizer: Spelling) -> str | None:
+def _stop_string(step: Step, tokenizer: DialectTokenizer) -> str | None:
     """The stop string that ended the reply, which the record has and the text has not; None where the model itself ended it."""
     if not step.sampling.stop or (step.completion_ids and step.completion_ids[-1] in step.sampling.stop_ids):
         return None
@@ -442,7 +442,7 @@ def _stop_string(step: Step, tokenizer: Spelling) -> str | None:
 
 HONOURED = frozenset(
     {"model", "messages", "system", "tools", "tool_choice", "stream", "thread", "thinking", "output_config"}
-    | {"max_tokens", "stop_sequences", *SAMPLING - {"stop"}}
+    | {"max_tokens", "stop_sequences", *SAMPLING_FIELDS - {"stop"}}
 )
 LABELS = frozenset(
     {"metadata", "service_tier", "speed", "inference_geo", "user_profile_id", "workspace_id", "diagnostics", "cache_control"}
@@ -461,10 +461,10 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 """Fields that would change the answer in a way that is not offered, with the values that change nothing."""
 
-LESS_THAN_ASKED = ("strict", "defer_loading", "input_examples", "allowed_callers")
+IGNORED_TOOL_OPTIONS = ("strict", "defer_loading", "input_examples", "allowed_callers")
 """What a tool may ask for besides being offered; it is offered without."""
 
-KINDS = {
+ERROR_TYPES = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
@@ -483,24 +483,26 @@ NUMBER = re.compile(r"\d+")
 class MessagesDialect:
     path = "/v1/messages"
     count_path = "/v1/messages/count_tokens"
-    ping = event("ping")
+    ping = sse_event("ping")
 
-    def __init__(self, tokenizer: Spelling) -> None:
+    def __init__(self, tokenizer: DialectTokenizer) -> None:
         self._tokenizer = tokenizer
 
-    def parse(self, body: dict[str, Any], defaults: Sampling, past: Past) -> Call:
-        refuse(body, NEUTRAL)
-        held = _held(body, past)
-        spoken = split(body.get("system"), fields.entries(body.get("messages", [])) or _no_messages(body, held))
-        messages = past.talk.messages([*held.messages, *spoken.units], _read)
+    def parse(self, body: dict[str, Any], defaults: Sampling, history: ConversationHistory) -> ModelCall:
+        refuse_unsupported(body, NEUTRAL)
+        held = _held(body, history)
+        spoken = split_conversation(body.get("system"), fields.as_list(body.get("messages", [])) or _no_messages(body, held))
+        messages = history.last_request.messages([*held.messages, *spoken.units], _read)
         _refuse_prefill(messages, body)
-        tools = held.tools or past.talk.tools(body.get("tools"), _tools)
+        tools = held.tools or history.last_request.tools(body.get("tools"), _tools)
         choice = _choice(body)
         model = body.get("model", "")
-        return Call(
+        return ModelCall(
             model=model if isinstance(model, str) else "",
             messages=messages,
-            sampling=replace(sampling(body, defaults, "max_tokens"), stop=fields.strings(body, "stop_sequences") or defaults.stop),
+            sampling=replace(
+                read_sampling(body, defaults, "max_tokens"), stop=fields.strings(body, "stop_sequences") or defaults.stop
+            ),
             tools=tools,
             reads_calls=bool(tools) and choice.get("type") != "none",
             forced=_forced(choice, tools),
@@ -508,61 +510,61 @@ class MessagesDialect:
             ignored=tuple(sorted({*_ignored(body, choice), *spoken.ignored})),
         )
 
-    def whole(self, answer: Answer) -> bytes:
+    def json_body(self, answer: ModelAnswer) -> bytes:
         step = answer.steps[0]
-        said = {"content": content(answer, step.message), **stop(step, self._tokenizer)}
-        return orjson.dumps(head(answer) | said | {"usage": usage(answer, [step])})
+        said = {"content": content(answer, step.message), **stop_fields(step, self._tokenizer)}
+        return orjson.dumps(message_head(answer) | said | {"usage": usage(answer, [step])})
 
-    def events(self, answer: Answer) -> MessagesEvents:
+    def events(self, answer: ModelAnswer) -> MessagesEvents:
         return MessagesEvents(answer, self._tokenizer)
 
     def count(self, tokens: int) -> dict[str, Any]:
         return {"input_tokens": tokens}
 
     def error(self, error: RequestError) -> dict[str, Any]:
-        kind = KINDS.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+        kind = ERROR_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
         text = _too_long(str(error)) if error.code == "context_length_exceeded" else str(error)
         details = {"error_code": error.code, **({"param": error.param} if error.param else {})}
         return {"type": "error", "error": {"type": kind, "message": text, "details": details}}
 
-    def broken(self, error: RequestError) -> bytes:
-        return event("error", error=self.error(error)["error"])
+    def error_event(self, error: RequestError) -> bytes:
+        return sse_event("error", error=self.error(error)["error"])
 
 
-class Held(NamedTuple):
+class ThreadHistory(NamedTuple):
     """What the server holds of a message thread, so that the request need not say it again."""
 
     messages: tuple[Message, ...] = ()
     tools: tuple[Tool, ...] = ()
 
 
-def _held(body: dict[str, Any], past: Past) -> Held:
+def _held(body: dict[str, Any], history: ConversationHistory) -> ThreadHistory:
     """Every answer can be gone on from, so a thread needs no creating; only its messages and tools are looked up."""
-    thread = fields.entry(body.get("thread") or {"type": "create"}) or {}
+    thread = fields.as_object(body.get("thread") or {"type": "create"}) or {}
     if thread.get("type") == "create":
-        return Held()
+        return ThreadHistory()
     before = thread.get("previous_message_id")
     if thread.get("type") != "continue" or not isinstance(before, str):
-        raise fields.wrong("thread", "must be of type create, or of type continue with a previous_message_id")
+        raise fields.invalid("thread", "must be of type create, or of type continue with a previous_message_id")
     for name in ("system", "tools"):
         if body.get(name) is not None:
-            raise fields.wrong(name, "is that of the thread; leave it out, or start another thread")
+            raise fields.invalid(name, "is that of the thread; leave it out, or start another thread")
     answer = before.removeprefix("msg_")
-    messages, tools = past.messages(answer), past.tools(answer)
+    messages, tools = history.messages(answer), history.tools(answer)
     if messages is None or tools is None:
         text = f"no answer here is called {before}; send the whole conversation"
         raise RequestError(text, status=404, code="thread_not_found", param="thread.previous_message_id")
-    return Held(messages, tools)
+    return ThreadHistory(messages, tools)
 
 
-def _no_messages(body: dict[str, Any], held: Held) -> list[Any]:
+def _no_messages(body: dict[str, Any], held: ThreadHistory) -> list[Any]:
     if held.messages and body.get("messages") in (None, []):
         return []
-    raise fields.wrong("messages", "must be a list with at least one message")
+    raise fields.invalid("messages", "must be a list with at least one message")
 
 
-def _read(place: int, unit: Unit | Message) -> Message:
-    return read(unit) if isinstance(unit, Unit) else unit
+def _read(place: int, unit: MessageBlocks | Message) -> Message:
+    return read_message(unit) if isinstance(unit, MessageBlocks) else unit
 
 
 def _refuse_prefill(messages: tuple[Message, ...], body: dict[str, Any]) -> None:
@@ -574,17 +576,17 @@ def _refuse_prefill(messages: tuple[Message, ...], body: dict[str, Any]) -> None
 
 def _tools(value: Any) -> tuple[Tool, ...]:
     """The caller's own tools in the OpenAI form; those that the vendor would run are left out."""
-    given = fields.entries([] if value is None else value)
+    given = fields.as_list([] if value is None else value)
     if given is None:
-        raise fields.wrong("tools", "must be a list of tools")
+        raise fields.invalid("tools", "must be a list of tools")
     fields.check_depth(given, "tools")
-    return tuple(_tool(fields.entry(each), f"tools[{place}]") for place, each in enumerate(given) if _hosted(each) is None)
+    return tuple(_tool(fields.as_object(each), f"tools[{place}]") for place, each in enumerate(given) if _hosted(each) is None)
 
 
 def _tool(given: dict[str, Any] | None, name: str) -> Tool:
-    schema = fields.entry((given or {}).get("input_schema"))
+    schema = fields.as_object((given or {}).get("input_schema"))
     if given is None or not isinstance(given.get("name"), str) or schema is None:
-        raise fields.wrong(name, "must be a tool with a name and an input_schema")
+        raise fields.invalid(name, "must be a tool with a name and an input_schema")
     about = given.get("description")
     described = {"description": about} if isinstance(about, str) else {}
     return {"type": "function", "function": {"name": given["name"], **described, "parameters": schema}}
@@ -592,16 +594,16 @@ def _tool(given: dict[str, Any] | None, name: str) -> Tool:
 
 def _hosted(tool: Any) -> str | None:
     """The type of a tool whose schema only the vendor knows; None for the caller's own."""
-    given = fields.entry(tool) or {}
+    given = fields.as_object(tool) or {}
     kind = given.get("type")
     return kind if isinstance(kind, str) and kind != "custom" and "input_schema" not in given else None
 
 
 def _choice(body: dict[str, Any]) -> dict[str, Any]:
-    choice = fields.entry(body.get("tool_choice") or {"type": "auto"}) or {}
+    choice = fields.as_object(body.get("tool_choice") or {"type": "auto"}) or {}
     if choice.get("type") not in ("auto", "any", "tool", "none"):
-        text = f"must be an object of type auto, any, tool or none, not {fields.shown(body['tool_choice'])}"
-        raise fields.wrong("tool_choice", text)
+        text = f"must be an object of type auto, any, tool or none, not {fields.preview(body['tool_choice'])}"
+        raise fields.invalid("tool_choice", text)
     return choice
 
 
@@ -611,16 +613,16 @@ def _forced(choice: dict[str, Any], tools: tuple[Tool, ...]) -> str | None:
     known = [tool["function"]["name"] for tool in tools]
     wanted = "" if choice["type"] == "any" else choice.get("name")
     if not isinstance(wanted, str) or not known or (wanted and wanted not in known):
-        asked = fields.shown(wanted) if wanted else "a call"
+        asked = fields.preview(wanted) if wanted else "a call"
         offered = ", ".join(known[:10]) or "none"
-        raise fields.wrong("tool_choice", f"asks for {asked}, which no tool here can answer; those that can be called: {offered}")
+        raise fields.invalid("tool_choice", f"asks for {asked}, which no tool here can answer; those that can be called: {offered}")
     return wanted
 
 
 def _ignored(body: dict[str, Any], choice: dict[str, Any]) -> set[str]:
     """What was asked for and is not done. A field that is null or empty asks for nothing."""
     names = {name for name in body.keys() - HONOURED - LABELS - NEUTRAL.keys() if body[name] not in (None, [], {})}
-    thinking, output = fields.entry(body.get("thinking")) or {}, fields.entry(body.get("output_config")) or {}
+    thinking, output = fields.as_object(body.get("thinking")) or {}, fields.as_object(body.get("output_config")) or {}
     if output.get("format") is not None:
         raise unsupported("output_config.format", output["format"])
     if thinking.get("type", "disabled") != "disabled":
@@ -628,9 +630,11 @@ def _ignored(body: dict[str, Any], choice: dict[str, Any]) -> set[str]:
     names |= {f"output_config.{name}" for name, value in output.items() if value is not None}
     if fields.flag(choice, "disable_parallel_tool_use"):
         names.add("tool_choice.disable_parallel_tool_use")
-    for tool in fields.entries(body.get("tools")) or ():
-        given = fields.entry(tool) or {}
-        names |= {f"tool:{kind}"} if (kind := _hosted(tool)) else {f"tool.{name}" for name in LESS_THAN_ASKED if given.get(name)}
+    for tool in fields.as_list(body.get("tools")) or ():
+        given = fields.as_object(tool) or {}
+        names |= (
+            {f"tool:{kind}"} if (kind := _hosted(tool)) else {f"tool.{name}" for name in IGNORED_TOOL_OPTIONS if given.get(name)}
+        )
     return names
 
 

@@ -12,11 +12,11 @@ import orjson
 from penstock.chat.parsers.base import Reasoning
 from penstock.chat.templates import Tool, flatten
 from penstock.errors import RequestError
-from penstock.gateway.call import Call, Past
+from penstock.gateway.call import ConversationHistory, ModelCall
 from penstock.gateway.dialects import fields
-from penstock.gateway.dialects.base import Answer, Fresh, Spelling
+from penstock.gateway.dialects.base import DialectTokenizer, ModelAnswer, UnsentTokens
 from penstock.gateway.dialects.chat import error_body, logprobs
-from penstock.gateway.dialects.fields import SAMPLING, refuse, sampling, unsupported
+from penstock.gateway.dialects.fields import SAMPLING_FIELDS, read_sampling, refuse_unsupported, unsupported
 from penstock.gateway.reply import CallDelta, Delta
 from penstock.records import Finish, Message, Sampling, Step
 
@@ -29,7 +29,7 @@ FREEFORM: dict[str, Any] = {
 """A freeform tool's parameters: models that were not trained on such tools write JSON arguments all the same."""
 
 
-class Address(NamedTuple):
+class ClientToolName(NamedTuple):
     """How the client knows a tool that the model knows by one flat name."""
 
     name: str
@@ -37,29 +37,29 @@ class Address(NamedTuple):
     is_custom: bool
 
 
-class _Given(NamedTuple):
+class _ToolEntry(NamedTuple):
     tool: dict[str, Any]
     namespace: str | None
     where: str
     """Its place in the request, for messages."""
 
 
-def offered(value: Any, name: str = "tools") -> tuple[Tool, ...]:
+def offered_tools(value: Any, name: str = "tools") -> tuple[Tool, ...]:
     """What the model is offered: functions, freeform tools as functions, and those of namespaces under joined names."""
     fields.check_depth(value, name)
-    known: dict[str, Address] = {}
+    known: dict[str, ClientToolName] = {}
     tools: list[Tool] = []
     for given in _given(value, name):
         if given.tool["type"] not in ("function", "custom"):
             continue
         flat, address = _address(given)
         if known.setdefault(flat, address) != address:
-            raise fields.wrong(given.where, f"is offered to the model as {flat!r}, as is another tool; rename one of them")
+            raise fields.invalid(given.where, f"is offered to the model as {flat!r}, as is another tool; rename one of them")
         tools.append(_as_function(given, flat))
     return tuple(tools)
 
 
-def unmet(value: Any) -> Iterator[str]:
+def ignored_tool_options(value: Any) -> Iterator[str]:
     """What the tools ask for and nobody here does: tools that a vendor's servers run, and constrained arguments."""
     for tool, *_ in _given(value, "tools"):
         kind = tool["type"]
@@ -67,16 +67,16 @@ def unmet(value: Any) -> Iterator[str]:
             yield f"tool:{kind}"
         elif tool.get("strict"):
             yield "tools.strict"
-        elif (fields.entry(tool.get("format")) or {}).get("type") == "grammar":
+        elif (fields.as_object(tool.get("format")) or {}).get("type") == "grammar":
             yield "tools.format"
 
 
-def addresses(value: Any) -> dict[str, Address]:
+def client_tool_names(value: Any) -> dict[str, ClientToolName]:
     """The client's name for each of `offered`."""
     return dict(_address(given) for given in _given(value, "tools") if given.tool["type"] in ("function", "custom"))
 
 
-def joined(name: str, namespace: str | None) -> str:
+def flat_name(name: str, namespace: str | None) -> str:
     """The flat name of a tool in a namespace.
 
     >>> joined("close", "agents")
@@ -160,48 +160,48 @@ def _spelt(unit: str) -> str:
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def _given(value: Any, name: str) -> Iterator[_Given]:
+def _given(value: Any, name: str) -> Iterator[_ToolEntry]:
     """Every tool, those inside namespaces too."""
     for place, tool in enumerate(_listed([] if value is None else value, name)):
         where = f"{name}[{place}]"
         if tool["type"] != "namespace":
-            yield _Given(tool, None, where)
+            yield _ToolEntry(tool, None, where)
             continue
-        namespace = fields.text(tool.get("name"), f"{where}.name")
+        namespace = fields.string(tool.get("name"), f"{where}.name")
         for inner, each in enumerate(_listed(tool.get("tools"), f"{where}.tools")):
-            yield _Given(each, namespace, f"{where}.tools[{inner}]")
+            yield _ToolEntry(each, namespace, f"{where}.tools[{inner}]")
 
 
 def _listed(value: Any, name: str) -> list[dict[str, Any]]:
-    listed = fields.entries(value)
+    listed = fields.as_list(value)
     if listed is None:
-        raise fields.wrong(name, "must be a list of tools")
-    tools = [fields.entry(each) or {} for each in listed]
+        raise fields.invalid(name, "must be a list of tools")
+    tools = [fields.as_object(each) or {} for each in listed]
     for place, tool in enumerate(tools):
-        fields.text(tool.get("type"), f"{name}[{place}].type")
+        fields.string(tool.get("type"), f"{name}[{place}].type")
     return tools
 
 
-def _address(given: _Given) -> tuple[str, Address]:
-    if fields.entry(given.tool.get("function")):
-        raise fields.wrong(given.where, "has its name inside `function`, as chat tools do; here `name` stands beside `type`")
-    name = fields.text(given.tool.get("name"), f"{given.where}.name")
-    return joined(name, given.namespace), Address(name, given.namespace, given.tool["type"] == "custom")
+def _address(given: _ToolEntry) -> tuple[str, ClientToolName]:
+    if fields.as_object(given.tool.get("function")):
+        raise fields.invalid(given.where, "has its name inside `function`, as chat tools do; here `name` stands beside `type`")
+    name = fields.string(given.tool.get("name"), f"{given.where}.name")
+    return flat_name(name, given.namespace), ClientToolName(name, given.namespace, given.tool["type"] == "custom")
 
 
-def _as_function(given: _Given, flat: str) -> Tool:
+def _as_function(given: _ToolEntry, flat: str) -> Tool:
     tool, function = given.tool, dict[str, Any](name=flat)
-    description = fields.text(tool.get("description") or "", f"{given.where}.description")
+    description = fields.string(tool.get("description") or "", f"{given.where}.description")
     parameters = tool.get("parameters")
     if tool["type"] == "custom":
-        parameters, shape = FREEFORM, fields.entry(tool.get("format")) or {}
+        parameters, shape = FREEFORM, fields.as_object(tool.get("format")) or {}
         if shape.get("type") == "grammar":
             definition = f"The input follows this {shape.get('syntax')} grammar:\n{shape.get('definition')}"
             description = f"{description}\n\n{definition}" if description else definition
     if description:
         function["description"] = description
-    if parameters is not None and fields.entry(parameters) is None:
-        raise fields.wrong(f"{given.where}.parameters", f"must be a JSON schema, not {fields.shown(parameters)}")
+    if parameters is not None and fields.as_object(parameters) is None:
+        raise fields.invalid(f"{given.where}.parameters", f"must be a JSON schema, not {fields.preview(parameters)}")
     function["parameters"] = parameters or {"type": "object", "properties": {}}
     return {"type": "function", "function": function}
 
@@ -217,7 +217,7 @@ TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal":
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
 
-class Group(NamedTuple):
+class ItemGroup(NamedTuple):
     """Items that make one message."""
 
     start: int
@@ -225,31 +225,31 @@ class Group(NamedTuple):
     items: list[dict[str, Any]]
 
 
-def messages(body: dict[str, Any], past: Past) -> tuple[Message, ...]:
+def read_messages(body: dict[str, Any], history: ConversationHistory) -> tuple[Message, ...]:
     """All messages of a call: its instructions, what its `previous_response_id` stands for, its input."""
     raw: list[Any] = []
     if body.get("instructions") is not None:
-        raw.append(fields.text(body["instructions"], "instructions"))
-    raw += _carried(body.get("previous_response_id"), past)
-    groups, before = _grouped(_items(body.get("input"), past)), len(raw)
+        raw.append(fields.string(body["instructions"], "instructions"))
+    raw += _carried(body.get("previous_response_id"), history)
+    groups, before = _grouped(_items(body.get("input"), history)), len(raw)
     raw += [group.items for group in groups]
     if not raw:
-        raise fields.wrong("input", "must be text or a list with at least one item")
+        raise fields.invalid("input", "must be text or a list with at least one item")
 
     def read(place: int, each: Any) -> Message:
         if isinstance(each, str):
             return {"role": "system", "content": each, "instructions": True}
-        return fields.entry(each) or _message(groups[place - before])
+        return fields.as_object(each) or _message(groups[place - before])
 
-    return past.talk.messages(raw, read)
+    return history.last_request.messages(raw, read)
 
 
-def _carried(response_id: Any, past: Past) -> list[Message]:
+def _carried(response_id: Any, history: ConversationHistory) -> list[Message]:
     """The conversation up to an earlier answer, without the instructions of that call: they do not carry over."""
     if response_id is None:
         return []
-    given = fields.text(response_id, "previous_response_id")
-    known = past.messages(given.removeprefix(RESPONSE_ID)) if given.startswith(RESPONSE_ID) else None
+    given = fields.string(response_id, "previous_response_id")
+    known = history.messages(given.removeprefix(RESPONSE_ID)) if given.startswith(RESPONSE_ID) else None
     if known is None:
         raise RequestError(
             f"previous_response_id {given!r} is not a response of this rollout; send the whole conversation as input",
@@ -259,26 +259,26 @@ def _carried(response_id: Any, past: Past) -> list[Message]:
     return [message for message in known if not message.get("instructions")]
 
 
-def _items(value: Any, past: Past) -> list[dict[str, Any]]:
+def _items(value: Any, history: ConversationHistory) -> list[dict[str, Any]]:
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
-    listed = fields.entries([] if value is None else value)
+    listed = fields.as_list([] if value is None else value)
     if listed is None:
-        raise fields.wrong("input", f"must be text or a list of items, not {fields.shown(value)}")
+        raise fields.invalid("input", f"must be text or a list of items, not {fields.preview(value)}")
     items: list[dict[str, Any]] = []
     for place, each in enumerate(listed):
-        item = fields.entry(each)
+        item = fields.as_object(each)
         if item is None:
-            raise fields.wrong(f"input[{place}]", f"must be an item, not {fields.shown(each)}")
-        items.append(_resolved(item, f"input[{place}]", past) if _kind(item) == "item_reference" else item)
+            raise fields.invalid(f"input[{place}]", f"must be an item, not {fields.preview(each)}")
+        items.append(_resolved(item, f"input[{place}]", history) if _kind(item) == "item_reference" else item)
     return items
 
 
-def _resolved(item: dict[str, Any], name: str, past: Past) -> dict[str, Any]:
+def _resolved(item: dict[str, Any], name: str, history: ConversationHistory) -> dict[str, Any]:
     """The item of an earlier answer that a reference means."""
-    item_id = fields.text(item.get("id"), f"{name}.id")
+    item_id = fields.string(item.get("id"), f"{name}.id")
     ours = ITEM_ID.fullmatch(item_id)
-    known = past.messages(ours[2]) if ours else None
+    known = history.messages(ours[2]) if ours else None
     if ours is None or not known:
         message = f"{name} refers to item {item_id!r}, which is none of this rollout; send the item itself"
         raise RequestError(message, code="item_not_found", param=name)
@@ -290,7 +290,7 @@ def _resolved(item: dict[str, Any], name: str, past: Past) -> dict[str, Any]:
         text = "" if which else reply.get("reasoning_content") or ""
         return {"type": "reasoning", "content": [{"type": "reasoning_text", "text": text}]}
     if which >= len(calls):
-        raise fields.wrong(name, f"refers to call {which} of an answer that made {len(calls)}")
+        raise fields.invalid(name, f"refers to call {which} of an answer that made {len(calls)}")
     return {"type": "function_call", "call_id": calls[which]["id"], **calls[which]["function"]}
 
 
@@ -299,9 +299,9 @@ def _kind(item: dict[str, Any]) -> Any:
     return kind if kind is not None else "message" if "role" in item else "item_reference"
 
 
-def _grouped(items: Sequence[dict[str, Any]]) -> list[Group]:
+def _grouped(items: Sequence[dict[str, Any]]) -> list[ItemGroup]:
     """Items that one reply came out as stand together; of two assistant messages in a row, each is a reply of its own."""
-    groups: list[Group] = []
+    groups: list[ItemGroup] = []
     before = ""
     for place, item in enumerate(items):
         kind = _kind(item)
@@ -310,34 +310,34 @@ def _grouped(items: Sequence[dict[str, Any]]) -> list[Group]:
         if is_reply and before and not before == part == "said":
             groups[-1].items.append(item)
         else:
-            groups.append(Group(place, [item]))
+            groups.append(ItemGroup(place, [item]))
         before = part if is_reply else ""
     return [group for group in groups if not _is_silent(group)]
 
 
-def _is_silent(group: Group) -> bool:
+def _is_silent(group: ItemGroup) -> bool:
     """Whether there is nothing but reasoning that only its vendor can read."""
     return all(_kind(item) == "reasoning" and not _thought(item, "input") for item in group.items)
 
 
-def _message(group: Group) -> Message:
+def _message(group: ItemGroup) -> Message:
     first, name = group.items[0], f"input[{group.start}]"
     fields.check_depth(group.items, name)
     kind = _kind(first)
     if kind in RESULTS:
         content = _content(first.get("output"), f"{name}.output")
-        return {"role": "tool", "content": content, "tool_call_id": fields.text(first.get("call_id") or "", f"{name}.call_id")}
+        return {"role": "tool", "content": content, "tool_call_id": fields.string(first.get("call_id") or "", f"{name}.call_id")}
     if kind == "message" and first.get("role") != "assistant":
         role = first.get("role")
         if not isinstance(role, str) or role not in ROLES:
-            raise fields.wrong(f"{name}.role", f"must be one of {', '.join(ROLES)}, not {fields.shown(role)}")
+            raise fields.invalid(f"{name}.role", f"must be one of {', '.join(ROLES)}, not {fields.preview(role)}")
         return {"role": ROLES[role], "content": _content(first.get("content"), f"{name}.content")}
     if kind not in ("message", "reasoning", *CALLS):
-        raise RequestError(f"{name} is of type {fields.shown(kind)}, which is not supported", code="unsupported_item", param=name)
+        raise RequestError(f"{name} is of type {fields.preview(kind)}, which is not supported", code="unsupported_item", param=name)
     return _reply(group)
 
 
-def _reply(group: Group) -> Message:
+def _reply(group: ItemGroup) -> Message:
     said, thought, calls = "", "", list[dict[str, Any]]()
     for place, item in enumerate(group.items, group.start):
         name, kind = f"input[{place}]", _kind(item)
@@ -356,46 +356,48 @@ def _reply(group: Group) -> Message:
 
 
 def _call(item: dict[str, Any], name: str) -> dict[str, Any]:
-    flat = joined(fields.text(item.get("name"), f"{name}.name"), fields.text(item.get("namespace") or "", f"{name}.namespace"))
+    flat = flat_name(
+        fields.string(item.get("name"), f"{name}.name"), fields.string(item.get("namespace") or "", f"{name}.namespace")
+    )
     if item["type"] == "custom_tool_call":
-        arguments = freeform_arguments(fields.text(item.get("input"), f"{name}.input"))
+        arguments = freeform_arguments(fields.string(item.get("input"), f"{name}.input"))
     else:
-        arguments = fields.text(item.get("arguments"), f"{name}.arguments")
-    call_id = fields.text(item.get("call_id") or "", f"{name}.call_id")
+        arguments = fields.string(item.get("arguments"), f"{name}.arguments")
+    call_id = fields.string(item.get("call_id") or "", f"{name}.call_id")
     return {"id": call_id, "type": "function", "function": {"name": flat, "arguments": arguments}}
 
 
 def _thought(item: dict[str, Any], name: str) -> str:
     """The reasoning itself; what is encrypted or a summary is none of the model's."""
     texts: list[str] = []
-    for place, each in enumerate(fields.entries(item.get("content")) or ()):
-        part = fields.entry(each) or {}
+    for place, each in enumerate(fields.as_list(item.get("content")) or ()):
+        part = fields.as_object(each) or {}
         if part.get("type") == "reasoning_text":
-            texts.append(fields.text(part.get("text"), f"{name}.content[{place}].text"))
+            texts.append(fields.string(part.get("text"), f"{name}.content[{place}].text"))
     return "".join(texts)
 
 
 def _content(value: Any, name: str) -> str:
     if isinstance(value, str):
         return value
-    parts = fields.entries(value)
+    parts = fields.as_list(value)
     if parts is None:
-        raise fields.wrong(name, f"must be text or a list of text parts, not {fields.shown(value)}")
-    return flatten([{"text": _part(fields.entry(part) or {}, f"{name}[{place}]")} for place, part in enumerate(parts)])
+        raise fields.invalid(name, f"must be text or a list of text parts, not {fields.preview(value)}")
+    return flatten([{"text": _part(fields.as_object(part) or {}, f"{name}[{place}]")} for place, part in enumerate(parts)])
 
 
 def _part(part: dict[str, Any], name: str) -> str:
     kind = part.get("type")
     if not isinstance(kind, str) or kind not in TEXTS:
-        raise fields.wrong(name, f"must be a text part; {fields.shown(kind)} is not supported")
-    return fields.text(part.get(TEXTS[kind]), f"{name}.{TEXTS[kind]}")
+        raise fields.invalid(name, f"must be a text part; {fields.preview(kind)} is not supported")
+    return fields.string(part.get(TEXTS[kind]), f"{name}.{TEXTS[kind]}")
 
 
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
 STATUS: dict[Finish, Status] = {"stop": "completed", "length": "incomplete", "cancelled": "failed", "error": "failed"}
 
 
-def response(answer: Answer, status: Status, output: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+def response_object(answer: ModelAnswer, status: Status, output: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
     """The response object, without usage."""
     sampling = answer.call.sampling
     return {
@@ -415,16 +417,18 @@ def response(answer: Answer, status: Status, output: Sequence[dict[str, Any]] = 
     }
 
 
-def finished(answer: Answer, step: Step, output: Sequence[dict[str, Any]], tokenizer: Spelling) -> dict[str, Any]:
+def final_response(
+    answer: ModelAnswer, step: Step, output: Sequence[dict[str, Any]], tokenizer: DialectTokenizer
+) -> dict[str, Any]:
     """The response object of an answer that has come to its end."""
     status = STATUS[step.finish]
-    whole = response(answer, status, output) | {"usage": usage(answer, step, tokenizer)}
+    whole = response_object(answer, status, output) | {"usage": usage(answer, step, tokenizer)}
     if status == "completed":
         whole["completed_at"] = int(answer.created + step.seconds)
     return whole
 
 
-def usage(answer: Answer, step: Step, tokenizer: Spelling) -> dict[str, Any]:
+def usage(answer: ModelAnswer, step: Step, tokenizer: DialectTokenizer) -> dict[str, Any]:
     """Reasoning tokens are those of its text, tokenized again; all other counts are exact."""
     used = answer.usage([step])
     prompt, sampled = used.prompt_tokens, used.completion_tokens
@@ -438,14 +442,16 @@ def usage(answer: Answer, step: Step, tokenizer: Spelling) -> dict[str, Any]:
     }
 
 
-def items_of(answer: Answer, step: Step, tools: Mapping[str, Address], tokenizer: Spelling) -> list[dict[str, Any]]:
+def output_items(
+    answer: ModelAnswer, step: Step, tools: Mapping[str, ClientToolName], tokenizer: DialectTokenizer
+) -> list[dict[str, Any]]:
     """A reply's items: reasoning, message, calls. A reply without calls has a message, were it empty, to be sent back."""
     reply, items = step.message, list[dict[str, Any]]()
     calls = reply.get("tool_calls") or ()
     if reply.get("reasoning_content"):
         items.append(reasoning_item(answer, 0, reply["reasoning_content"]))
     if reply.get("content") or not calls:
-        spelt = told(step, tokenizer) if answer.call.logprobs else ()
+        spelt = reply_logprobs(step, tokenizer) if answer.call.logprobs else ()
         items.append(message_item(answer, 0, reply.get("content") or "", spelt))
     for place, call in enumerate(calls):
         named = call["function"]
@@ -454,7 +460,7 @@ def items_of(answer: Answer, step: Step, tools: Mapping[str, Address], tokenizer
     return items
 
 
-def told(step: Step, tokenizer: Spelling) -> list[dict[str, Any]]:
+def reply_logprobs(step: Step, tokenizer: DialectTokenizer) -> list[dict[str, Any]]:
     """The log-probabilities of all tokens of a reply."""
     return logprobs(tokenizer, step.completion_ids, step.full_logprobs or step.logprobs)["content"]
 
@@ -464,14 +470,14 @@ def ending_status(step: Step) -> dict[str, Any]:
     return {"status": "completed" if step.finish == "stop" else "incomplete"}
 
 
-def reasoning_item(answer: Answer, place: int, text: str | None) -> dict[str, Any]:
+def reasoning_item(answer: ModelAnswer, place: int, text: str | None) -> dict[str, Any]:
     """A reasoning item; text of None has not begun."""
     content = [] if text is None else [reasoning_part(text)]
     head = {"id": f"rs_{answer.id}_{place}", "type": "reasoning", "summary": list[Any](), "content": content}
     return head | {"encrypted_content": None, "status": _status(text)}
 
 
-def message_item(answer: Answer, place: int, text: str | None, spelt: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+def message_item(answer: ModelAnswer, place: int, text: str | None, spelt: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
     """A message item; text of None has not begun."""
     content = [] if text is None else [text_part(text, spelt)]
     return {
@@ -484,7 +490,7 @@ def message_item(answer: Answer, place: int, text: str | None, spelt: Sequence[d
 
 
 def call_item(
-    answer: Answer, place: int, call_id: str, address: Address | None, name: str, arguments: str | None
+    answer: ModelAnswer, place: int, call_id: str, address: ClientToolName | None, name: str, arguments: str | None
 ) -> dict[str, Any]:
     """A call as the client knows the tool; arguments of None have not begun. A tool that it does not know keeps its name."""
     head: dict[str, Any] = {"call_id": call_id, "name": address.name if address else name, "status": _status(arguments)}
@@ -510,7 +516,7 @@ def _status(begun: str | None) -> Status:
     return "in_progress" if begun is None else "completed"
 
 
-GROWTH = {
+DELTA_EVENTS = {
     "message": ("output_text", "text"),
     "reasoning": ("reasoning_text", "text"),
     "function_call": ("function_call_arguments", "arguments"),
@@ -518,63 +524,63 @@ GROWTH = {
 }
 """By type of item: what the events of its growth are called, and the key of what has grown when it is done."""
 
-IN_PARTS = ("message", "reasoning")
+ITEMS_WITH_PARTS = ("message", "reasoning")
 """Items whose text stands in a content part."""
 
-Make = Callable[[str | None], dict[str, Any]]
+MakeItem = Callable[[str | None], dict[str, Any]]
 """An item, for what has been written of it; None: nothing yet."""
 
 
 @dataclass(slots=True)
-class _Open:
+class _OpenItem:
     """An item that grows."""
 
-    make: Make
+    make: MakeItem
     id: str
     kind: str
     delta_head: bytes
     written: list[str] = field(default_factory=list[str])
-    told: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    sent_logprobs: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     """Log-probabilities that its events have told."""
     reader: FreeformReader | None = None
     """Takes what is shown out of what is written, where that is not the same."""
 
 
 class ResponseEvents:
-    def __init__(self, answer: Answer, tokenizer: Spelling) -> None:
+    def __init__(self, answer: ModelAnswer, tokenizer: DialectTokenizer) -> None:
         self._answer = answer
         self._tokenizer = tokenizer
-        self._tools = addresses(dict(answer.call.echo).get("tools"))
-        self._open: _Open | None = None
+        self._tools = client_tool_names(dict(answer.call.echo).get("tools"))
+        self._open: _OpenItem | None = None
         self._done: list[dict[str, Any]] = []
         self._sent = 0
 
-    def opening(self) -> bytes:
-        begun = response(self._answer, "in_progress")
+    def start(self) -> bytes:
+        begun = response_object(self._answer, "in_progress")
         return self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
 
-    def grown(self, choice: int, deltas: list[Delta], fresh: Fresh) -> bytes:
-        told: list[dict[str, Any]] = logprobs(self._tokenizer, *fresh)["content"] if self._answer.call.logprobs else []
+    def delta(self, choice: int, deltas: list[Delta], unsent: UnsentTokens) -> bytes:
+        unsent_logprobs: list[dict[str, Any]] = logprobs(self._tokenizer, *unsent)["content"] if self._answer.call.logprobs else []
         parts: list[bytes] = []
         for delta in deltas:
             written = delta.arguments if isinstance(delta, CallDelta) else delta.text
             if written or isinstance(delta, CallDelta):
                 parts += self._turn_to(delta)
-                parts += self._grow(written, told)
-                told = []
+                parts += self._grow(written, unsent_logprobs)
+                unsent_logprobs = []
         return b"".join(parts)
 
-    def closing(self, choice: int, step: Step, fresh: Fresh) -> bytes:
+    def finish_choice(self, choice: int, step: Step, unsent: UnsentTokens) -> bytes:
         kinds = {item["type"] for item in self._done} | {self._open.kind if self._open else "reasoning"}
         parts = self._start(self._message()) if kinds == {"reasoning"} else []
         return b"".join([*parts, *self._finish(ending_status(step))])
 
-    def ending(self, steps: list[Step]) -> bytes:
+    def finish(self, steps: list[Step]) -> bytes:
         (step,) = steps
         spoken = next((item for item in self._done if item["type"] == "message"), None)
         if spoken and self._answer.call.logprobs:
-            spoken["content"][0]["logprobs"] = told(step, self._tokenizer)
-        whole = finished(self._answer, step, self._done, self._tokenizer)
+            spoken["content"][0]["logprobs"] = reply_logprobs(step, self._tokenizer)
+        whole = final_response(self._answer, step, self._done, self._tokenizer)
         return self._event(f"response.{whole['status']}", response=whole)
 
     def _turn_to(self, delta: Delta) -> list[bytes]:
@@ -586,48 +592,48 @@ class ResponseEvents:
             return [] if kind == "reasoning" else self._start(self._reasoning())
         return [] if kind == "message" else self._start(self._message())
 
-    def _message(self) -> Make:
+    def _message(self) -> MakeItem:
         return partial(message_item, self._answer, self._count("message"))
 
-    def _reasoning(self) -> Make:
+    def _reasoning(self) -> MakeItem:
         return partial(reasoning_item, self._answer, self._count("reasoning"))
 
-    def _call(self, delta: CallDelta) -> Make:
+    def _call(self, delta: CallDelta) -> MakeItem:
         return partial(call_item, self._answer, delta.ordinal, delta.id, self._tools.get(delta.name), delta.name)
 
     def _count(self, kind: str) -> int:
         return sum(item["type"] == kind for item in self._done)
 
-    def _start(self, make: Make) -> list[bytes]:
+    def _start(self, make: MakeItem) -> list[bytes]:
         parts, begun = self._finish({}), make(None)
         reader = FreeformReader() if begun["type"] == "custom_tool_call" else None
-        self._open = _Open(make, begun["id"], begun["type"], self._delta_head(begun), reader=reader)
+        self._open = _OpenItem(make, begun["id"], begun["type"], self._delta_head(begun), reader=reader)
         parts.append(self._event("response.output_item.added", output_index=len(self._done), item=begun))
-        if begun["type"] in IN_PARTS:
+        if begun["type"] in ITEMS_WITH_PARTS:
             parts.append(self._part_event("response.content_part.added", make("")))
         return parts
 
     def _delta_head(self, item: dict[str, Any]) -> bytes:
         """What its growth begins with, each time: all fields but the number and the text."""
-        event, kind = f"response.{GROWTH[item['type']][0]}.delta", item["type"]
+        event, kind = f"response.{DELTA_EVENTS[item['type']][0]}.delta", item["type"]
         body = {"type": event, "item_id": item["id"], "output_index": len(self._done), **_place_in(kind)}
         if kind == "message":
             body["logprobs"] = []
         return b"event: " + event.encode() + b"\ndata: " + orjson.dumps(body).removesuffix(b"}")
 
-    def _grow(self, written: str, told: list[dict[str, Any]]) -> list[bytes]:
+    def _grow(self, written: str, logprobs: list[dict[str, Any]]) -> list[bytes]:
         item = self._open
         if item is None or not written:
             return []
         item.written.append(written)
-        item.told += told
+        item.sent_logprobs += logprobs
         shown = item.reader.push(written) if item.reader else written
-        return [self._delta(item, shown, told)] if shown else []
+        return [self._delta(item, shown, logprobs)] if shown else []
 
-    def _delta(self, item: _Open, shown: str, told: list[dict[str, Any]]) -> bytes:
+    def _delta(self, item: _OpenItem, shown: str, logprobs: list[dict[str, Any]]) -> bytes:
         """The event that every few tokens make: all but the text is spelt beforehand, where nothing else changes."""
-        if told and item.kind == "message":
-            return self._growth(item, "delta", **_place_in(item.kind), logprobs=told, delta=shown)
+        if logprobs and item.kind == "message":
+            return self._growth(item, "delta", **_place_in(item.kind), logprobs=logprobs, delta=shown)
         number, self._sent = self._sent, self._sent + 1
         return b'%b,"sequence_number":%d,"delta":%b}\n\n' % (item.delta_head, number, orjson.dumps(shown))
 
@@ -641,18 +647,20 @@ class ResponseEvents:
         made = item.make("".join(item.written)) | status
         extra = _place_in(item.kind)
         if item.kind == "message":
-            made["content"][0]["logprobs"] = extra["logprobs"] = item.told
-        key = GROWTH[item.kind][1]
-        parts.append(self._growth(item, "done", **{key: made["content"][0][key] if item.kind in IN_PARTS else made[key]}, **extra))
-        if item.kind in IN_PARTS:
+            made["content"][0]["logprobs"] = extra["logprobs"] = item.sent_logprobs
+        key = DELTA_EVENTS[item.kind][1]
+        parts.append(
+            self._growth(item, "done", **{key: made["content"][0][key] if item.kind in ITEMS_WITH_PARTS else made[key]}, **extra)
+        )
+        if item.kind in ITEMS_WITH_PARTS:
             parts.append(self._part_event("response.content_part.done", made))
         parts.append(self._event("response.output_item.done", output_index=len(self._done), item=made))
         self._done.append(made)
         self._open = None
         return parts
 
-    def _growth(self, item: _Open, event: str, **extra: Any) -> bytes:
-        return self._event(f"response.{GROWTH[item.kind][0]}.{event}", item_id=item.id, output_index=len(self._done), **extra)
+    def _growth(self, item: _OpenItem, event: str, **extra: Any) -> bytes:
+        return self._event(f"response.{DELTA_EVENTS[item.kind][0]}.{event}", item_id=item.id, output_index=len(self._done), **extra)
 
     def _part_event(self, event: str, item: dict[str, Any]) -> bytes:
         place = {"item_id": item["id"], "output_index": len(self._done), "content_index": 0}
@@ -666,10 +674,10 @@ class ResponseEvents:
 
 def _place_in(kind: str) -> dict[str, Any]:
     """Where an item's text stands, if that is in a content part."""
-    return {"content_index": 0} if kind in IN_PARTS else {}
+    return {"content_index": 0} if kind in ITEMS_WITH_PARTS else {}
 
 
-HONOURED = SAMPLING | frozenset(
+HONOURED = SAMPLING_FIELDS | frozenset(
     {"model", "input", "instructions", "previous_response_id", "tools", "tool_choice", "stream", "max_output_tokens"}
     | {"include", "parallel_tool_calls", "reasoning", "text", "truncation"}
 )
@@ -724,18 +732,18 @@ class ResponsesDialect:
     count_path = "/v1/responses/input_tokens"
     ping = b": still sampling\n\n"
 
-    def __init__(self, tokenizer: Spelling) -> None:
+    def __init__(self, tokenizer: DialectTokenizer) -> None:
         self._tokenizer = tokenizer
 
-    def parse(self, body: dict[str, Any], defaults: Sampling, past: Past) -> Call:
-        refuse(body, NEUTRAL)
+    def parse(self, body: dict[str, Any], defaults: Sampling, history: ConversationHistory) -> ModelCall:
+        refuse_unsupported(body, NEUTRAL)
         _check_format(body)
-        tools = past.talk.tools(body.get("tools"), offered)
+        tools = history.last_request.tools(body.get("tools"), offered_tools)
         model = body.get("model", "")
-        return Call(
+        return ModelCall(
             model=model if isinstance(model, str) else "",
-            messages=messages(body, past),
-            sampling=sampling(body, defaults, "max_output_tokens"),
+            messages=read_messages(body, history),
+            sampling=read_sampling(body, defaults, "max_output_tokens"),
             tools=tools,
             reads_calls=bool(tools) and body.get("tool_choice") != "none",
             forced=_forced(body.get("tool_choice"), tools),
@@ -745,13 +753,13 @@ class ResponsesDialect:
             ignored=tuple(sorted(set(_unmet(body)))),
         )
 
-    def whole(self, answer: Answer) -> bytes:
+    def json_body(self, answer: ModelAnswer) -> bytes:
         (step,) = answer.steps
-        known = addresses(dict(answer.call.echo).get("tools"))
-        items = items_of(answer, step, known, self._tokenizer)
-        return orjson.dumps(finished(answer, step, items, self._tokenizer))
+        known = client_tool_names(dict(answer.call.echo).get("tools"))
+        items = output_items(answer, step, known, self._tokenizer)
+        return orjson.dumps(final_response(answer, step, items, self._tokenizer))
 
-    def events(self, answer: Answer) -> ResponseEvents:
+    def events(self, answer: ModelAnswer) -> ResponseEvents:
         return ResponseEvents(answer, self._tokenizer)
 
     def count(self, tokens: int) -> dict[str, Any]:
@@ -760,11 +768,17 @@ class ResponsesDialect:
     def error(self, error: RequestError) -> dict[str, Any]:
         return error_body(error)
 
-    def broken(self, error: RequestError) -> bytes:
-        """See `Dialect.broken`. The error stands in it twice: as the API documents the event, and where its SDKs look."""
-        told = error_body(error)["error"]
-        body = {"type": "error", "code": told["code"], "message": told["message"], "param": told["param"], "sequence_number": 0}
-        return b"event: error\ndata: " + orjson.dumps(body | {"error": told}) + b"\n\n"
+    def error_event(self, error: RequestError) -> bytes:
+        """See `Dialect.error_event`. The error stands in it twice: as the API documents the event, and where its SDKs look."""
+        detail = error_body(error)["error"]
+        body = {
+            "type": "error",
+            "code": detail["code"],
+            "message": detail["message"],
+            "param": detail["param"],
+            "sequence_number": 0,
+        }
+        return b"event: error\ndata: " + orjson.dumps(body | {"error": detail}) + b"\n\n"
 
 
 def _check_format(body: dict[str, Any]) -> None:
@@ -775,25 +789,25 @@ def _check_format(body: dict[str, Any]) -> None:
 
 
 def _included(body: dict[str, Any]) -> list[str]:
-    named = fields.entries([] if body.get("include") is None else body["include"])
+    named = fields.as_list([] if body.get("include") is None else body["include"])
     if named is None or not all(isinstance(each, str) for each in named):
-        raise fields.wrong("include", "must be a list of names")
+        raise fields.invalid("include", "must be a list of names")
     return named
 
 
 def _forced(choice: Any, tools: tuple[Tool, ...]) -> str | None:
     """The tool that must be called, by the name that the model knows it by."""
-    named = fields.entry(choice) or {}
+    named = fields.as_object(choice) or {}
     if isinstance(named.get("namespace"), str) and isinstance(named.get("name"), str):
-        choice = {"name": joined(named["name"], named["namespace"])}
-    return fields.choice(choice, tools)
+        choice = {"name": flat_name(named["name"], named["namespace"])}
+    return fields.forced_tool(choice, tools)
 
 
 def _unmet(body: dict[str, Any]) -> Iterator[str]:
     """What was asked for and is not done."""
     given = {name for name, value in body.items() if value is not None}
     yield from given - HONOURED - LABELS - NEUTRAL.keys()
-    yield from unmet(body.get("tools"))
+    yield from ignored_tool_options(body.get("tools"))
     yield from (f"include:{name}" for name in _included(body) if name != LOGPROBS)
     yield from (f"reasoning.{name}" for name, value in _object(body, "reasoning").items() if value is not None)
     yield from (f"text.{name}" for name, value in _object(body, "text").items() if name != "format" and value is not None)
@@ -804,7 +818,7 @@ def _unmet(body: dict[str, Any]) -> Iterator[str]:
 
 
 def _object(body: dict[str, Any], name: str, shown: str = "") -> dict[str, Any]:
-    value = fields.entry({} if body.get(name) is None else body[name])
+    value = fields.as_object({} if body.get(name) is None else body[name])
     if value is None:
-        raise fields.wrong(shown or name, "must be an object")
+        raise fields.invalid(shown or name, "must be an object")
     return value
