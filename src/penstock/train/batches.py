@@ -1,7 +1,7 @@
 """Sequences become a batch: prefixes that they share are laid out once, in passes of bounded size.
 
 Sequences are sorted by their tokens, so that each one shares the most with the one before it. A *row* is what a sequence adds to
-the pass it is in; its earlier tokens lie in rows above, and, where a bundle needs several passes, in the *trunk* that is forwarded
+the pass it is in; its earlier tokens lie in rows above, and, where a set needs several passes, in the *trunk* that is forwarded
 once for all of them:
 
     trunk   [system text, tools, examples]
@@ -26,7 +26,7 @@ class PassRow:
     start: int
     stop: int
     spans: tuple[tuple[int, int], ...] = ()
-    """Where the sequence's tokens between trunk and row lie in the pass, in order: (start, stop) of each stretch."""
+    """The sequence's tokens between trunk and row, in order: (start, stop) of each range of the pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class LossTerm:
     """One trained token: a term of the loss."""
 
     at: int
-    """The place in the pass whose hidden state predicts it."""
+    """The index in the pass whose hidden state predicts it."""
     target: int
     temperature: float
     logprob: float
@@ -51,7 +51,7 @@ class Pass:
     positions: tuple[int, ...]
     rows: tuple[PassRow, ...]
     terms: tuple[LossTerm, ...]
-    """By place, then temperature."""
+    """Sorted by index, then temperature."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +66,7 @@ class PassSet:
 class Batch:
     """All that one update is computed from."""
 
-    bundles: tuple[PassSet, ...]
+    pass_sets: tuple[PassSet, ...]
     rollouts: int
     """What the loss is a mean over, rollouts without a trained token included."""
     flat: bool
@@ -75,32 +75,32 @@ class Batch:
     @property
     def trained_tokens(self) -> int:
         """Terms of the loss."""
-        return sum(len(one.terms) for bundle in self.bundles for one in bundle.passes)
+        return sum(len(one.terms) for pass_set in self.pass_sets for one in pass_set.passes)
 
     @property
     def forwarded_tokens(self) -> int:
         """Tokens that go through the model, each shared prefix counted as often as it is forwarded."""
-        return _forwarded(self.bundles)
+        return _forwarded(self.pass_sets)
 
 
 def pack(sequences: Iterable[Sequence], *, rollouts: int, tokens_per_pass: int, shared_prefix: bool = True) -> Batch:
-    """Lay `sequences` out in whichever way forwards the fewest tokens: all in one bundle, or a bundle per group.
+    """Lay `sequences` out in whichever way forwards the fewest tokens: all in one pass set, or one set per group.
 
     A pass holds at most `tokens_per_pass` tokens, or a single row. The same sequences in the same order give the same batch.
     """
     given = list(sequences)
     if not shared_prefix:
-        return Batch(bundles=_flat(given, tokens_per_pass), rollouts=rollouts, flat=True)
+        return Batch(pass_sets=_flat(given, tokens_per_pass), rollouts=rollouts, flat=True)
     groups: dict[str, list[Sequence]] = {}
     for sequence in given:
         groups.setdefault(sequence.group_id, []).append(sequence)
     together = (_pass_set(given, tokens_per_pass),) if given else ()
     apart = tuple(_pass_set(group, tokens_per_pass) for group in groups.values())
-    return Batch(bundles=min(together, apart, key=_forwarded), rollouts=rollouts, flat=False)
+    return Batch(pass_sets=min(together, apart, key=_forwarded), rollouts=rollouts, flat=False)
 
 
-def _forwarded(bundles: tuple[PassSet, ...]) -> int:
-    return sum(len(bundle.trunk) + sum(len(one.ids) for one in bundle.passes) for bundle in bundles)
+def _forwarded(pass_sets: tuple[PassSet, ...]) -> int:
+    return sum(len(pass_set.trunk) + sum(len(one.ids) for one in pass_set.passes) for pass_set in pass_sets)
 
 
 def _pass_set(sequences: list[Sequence], limit: int) -> PassSet:
@@ -142,7 +142,7 @@ def _flat(sequences: list[Sequence], limit: int) -> tuple[PassSet, ...]:
 
 
 class _PassLayout:
-    """A pass in the making, below a trunk of the given length."""
+    """A pass under construction, below a trunk of the given length."""
 
     def __init__(self, trunk: int) -> None:
         self.trunk = trunk
@@ -212,7 +212,7 @@ def _cut(spans: list[tuple[int, int]], length: int) -> list[tuple[int, int]]:
 
 
 def _common_prefix(a: tuple[int, ...], b: tuple[int, ...]) -> int:
-    """Length of the longest common prefix; halving keeps the comparisons out of Python."""
+    """Returns the length of the longest common prefix; bisection leaves the comparisons to C."""
     low, high = 0, min(len(a), len(b))
     while low < high:
         middle = (low + high + 1) // 2

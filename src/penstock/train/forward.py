@@ -1,4 +1,4 @@
-"""Attention over a pass in which rows share the tokens that they begin with."""
+"""The forward pass of training: hidden states of a pass whose rows share their prefixes, and log-probabilities of its terms."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -12,16 +12,16 @@ from penstock.engines.embedded.decoder import Decoder, causal
 from penstock.train.batches import LossTerm, Pass, PassRow
 
 MAX_PADDING = 1.25
-"""How much larger than its rows a padded block may be: fewer, larger blocks against work on padding."""
+"""How much larger than its rows a padded block may be: a trade between few calls and little work on padding."""
 
 
 class RowBlock(NamedTuple):
-    """Rows of like size, padded, so that they are attended to in one call."""
+    """Rows of similar size, padded, so that attention over them is one call."""
 
     queries: Tensor
-    """[rows, time]: places in the pass."""
+    """[rows, time]: indices into the pass."""
     keys: Tensor
-    """[rows, context]: places in trunk and pass, one after the other."""
+    """[rows, context]: indices into trunk and pass, one after the other."""
     mask: Tensor | None
     """[rows, 1, repeats * time, context]: 0 where a query reads a key, -inf elsewhere; None for a row that reads only itself."""
 
@@ -29,13 +29,13 @@ class RowBlock(NamedTuple):
 class PrefixAttention:
     """An `attend` for the decoder: each row of a pass reads the trunk, its spans and itself.
 
-    Keys are gathered for each row, which costs little: what is shared is the work of the layers around.
+    Keys are gathered for each row, which is cheap: what sharing saves is the work of the other layers.
     """
 
     def __init__(self, one: Pass, trunk: Sequence[tuple[Tensor, Tensor]], *, repeats: int, like: Tensor) -> None:
         """`trunk`: keys and values per layer, [1, kv_heads, length, dim]; empty without a trunk. `repeats`: heads per kv head.
 
-        `like` is any tensor of the decoder: it says device and type.
+        `like` is any tensor of the decoder, for device and dtype.
         """
         self.trunk, self.repeats = trunk, repeats
         length = trunk[0][0].shape[2] if trunk else 0
@@ -43,7 +43,7 @@ class PrefixAttention:
         self.blocks = [_block(rows, length, repeats, like) for rows in alike]
         order = torch.cat([_query_places(rows) for rows in alike])
         self.order = torch.argsort(order)[-len(one.ids) :].to(like.device)
-        """[time]: where each place of the pass lies among the padded queries of all blocks."""
+        """[time]: the index of each token of the pass among the padded queries of all blocks."""
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [1, heads, time, dim]; k, v [1, kv_heads, time, dim] → [1, heads, time, dim]."""
@@ -58,7 +58,7 @@ class PrefixAttention:
         rows, heads, time, dim = q.shape
         if block.mask is None:
             mixed = causal(0, q, k, v)
-        else:  # the heads that read the same keys become one, longer: their keys are not copied for each
+        else:  # heads that share a kv head are folded into the time axis, so that keys are not copied for each
             folded = q.reshape(rows, heads // self.repeats, self.repeats * time, dim)
             mixed = F.scaled_dot_product_attention(folded, k, v, attn_mask=block.mask).reshape(rows, heads, time, dim)
         return mixed.transpose(1, 2).reshape(rows * time, heads, dim)
@@ -79,7 +79,7 @@ def _context(row: PassRow, trunk: int) -> int:
 
 
 def _blocks(rows: Sequence[PassRow], trunk: int) -> list[list[PassRow]]:
-    """Rows in blocks, the longest first; a block is closed when padding would grow past its bound."""
+    """Group rows into blocks, the longest first; a block is closed when padding would exceed `MAX_PADDING`."""
     blocks: list[list[PassRow]] = []
     work, width, height = 0, 0, 0
     for row in sorted(rows, key=lambda row: (-_size(row), row.start)):
@@ -94,7 +94,7 @@ def _blocks(rows: Sequence[PassRow], trunk: int) -> list[list[PassRow]]:
 
 
 def _query_places(rows: list[PassRow]) -> Tensor:
-    """[rows * time]: the place of each padded query, -1 for padding."""
+    """Returns [rows * time]: the index in the pass of each padded query, -1 for padding."""
     time = _size(rows[0])
     return torch.cat([F.pad(torch.arange(row.start, row.stop), (0, time - _size(row)), value=-1) for row in rows])
 
@@ -117,7 +117,7 @@ def _block(rows: list[PassRow], trunk: int, repeats: int, like: Tensor) -> RowBl
 
 
 MAX_LOGITS = 2**25
-"""Bound on the elements of one stretch of logits (128 MB in float32)."""
+"""Bound on the elements of one chunk of logits (128 MB in float32)."""
 
 KeysValues = list[tuple[Tensor, Tensor]]
 """Of each layer, [1, kv_heads, length, dim]."""
@@ -136,15 +136,15 @@ class LogitsChunk(NamedTuple):
 
 
 class TermScores(NamedTuple):
-    """Of the terms of a stretch, each [terms]."""
+    """Of the terms of a chunk, each [terms]."""
 
     logprobs: Tensor
     entropy: Tensor
-    """Of the distribution that a term's token was drawn from; without a gradient."""
+    """Of the distribution that a term's token was sampled from; without a gradient."""
 
 
 def trunk_states(decoder: Decoder, ids: Sequence[int]) -> KeysValues:
-    """Keys and values of a trunk, with their graph; nothing for an empty one."""
+    """Returns keys and values of a trunk, with their autograd graph; empty for an empty trunk."""
     kept: KeysValues = []
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -158,7 +158,7 @@ def trunk_states(decoder: Decoder, ids: Sequence[int]) -> KeysValues:
 
 
 def hidden_states(decoder: Decoder, one: Pass, trunk: KeysValues, *, flat: bool) -> Tensor:
-    """Last hidden states of a pass, [time, hidden]. The flat way, whole sequences and plain attention, is the other's oracle."""
+    """Returns the last hidden states of a pass, [time, hidden]. `flat` is the reference: whole sequences and plain attention."""
     device, shape = decoder.device, decoder.shape
     ids, positions = torch.tensor(one.ids, device=device), torch.tensor(one.positions, device=device)
     if not flat:
@@ -171,7 +171,7 @@ def hidden_states(decoder: Decoder, one: Pass, trunk: KeysValues, *, flat: bool)
 
 
 def logits_chunks(one: Pass, vocab_size: int) -> Iterator[LogitsChunk]:
-    """The terms of a pass in order, so many at a time that their logits stay within bounds."""
+    """Yields the terms of a pass in order, as many at a time as `MAX_LOGITS` allows."""
     limit = max(1, MAX_LOGITS // vocab_size)
     rows: dict[tuple[int, float], int] = {}
     start = 0
@@ -184,24 +184,24 @@ def logits_chunks(one: Pass, vocab_size: int) -> Iterator[LogitsChunk]:
         yield _logits_chunk(one.terms[start:], rows)
 
 
-def score_chunk(decoder: Decoder, hidden: Tensor, stretch: LogitsChunk) -> TermScores:
-    """Log-probabilities of a stretch's terms at their temperatures; hidden [time, hidden] are the states of the whole pass."""
+def score_chunk(decoder: Decoder, hidden: Tensor, chunk: LogitsChunk) -> TermScores:
+    """Returns log-probabilities of a chunk's terms at their temperatures; hidden [time, hidden]: states of the whole pass."""
     device = hidden.device
-    heat = torch.tensor(stretch.temperatures, device=device, dtype=hidden.dtype).unsqueeze(1)
-    states = hidden[torch.tensor(stretch.places, device=device)] / heat  # dividing these divides the logits, for less
+    temperatures = torch.tensor(chunk.temperatures, device=device, dtype=hidden.dtype).unsqueeze(1)
+    states = hidden[torch.tensor(chunk.places, device=device)] / temperatures  # scales the logits, at a fraction of the cost
     logprobs = decoder.logits(states).log_softmax(dim=-1)  # [rows, vocab]
     with torch.no_grad():
         entropy = -logprobs.exp().mul_(logprobs).sum(dim=-1)  # [rows]
-    rows = torch.tensor(stretch.rows, device=device)
-    targets = torch.tensor([term.target for term in stretch.terms], device=device)
+    rows = torch.tensor(chunk.rows, device=device)
+    targets = torch.tensor([term.target for term in chunk.terms], device=device)
     return TermScores(logprobs[rows, targets], entropy[rows])
 
 
 @torch.no_grad()
 def pass_logprobs(decoder: Decoder, one: Pass, trunk: KeysValues, *, flat: bool) -> Tensor:
-    """Log-probabilities of all terms of a pass, [terms], for reading only."""
+    """Returns the log-probabilities of all terms of a pass, [terms], without a gradient."""
     hidden = hidden_states(decoder, one, trunk, flat=flat)
-    return torch.cat([score_chunk(decoder, hidden, stretch).logprobs for stretch in logits_chunks(one, decoder.shape.vocab_size)])
+    return torch.cat([score_chunk(decoder, hidden, chunk).logprobs for chunk in logits_chunks(one, decoder.shape.vocab_size)])
 
 
 def _logits_chunk(terms: tuple[LossTerm, ...], rows: dict[tuple[int, float], int]) -> LogitsChunk:

@@ -74,8 +74,8 @@ class Learner:
         """
         self.zero()
         parts: list[_ChunkResult] = []
-        for bundle in batch.bundles:
-            parts += self._bundle(bundle, batch, proximal, done=sum(len(part.tokens.new) for part in parts))
+        for pass_set in batch.pass_sets:
+            parts += self._backward_set(pass_set, batch, proximal, done=sum(len(part.tokens.new) for part in parts))
         if not parts:
             return UpdateResult(UpdateMetrics(), torch.zeros(0))
         norm = torch.nn.utils.clip_grad_norm_(self._weights.values(), self.section.grad_clip)
@@ -128,38 +128,38 @@ class Learner:
     def _both(self) -> tuple[list[Tensor], list[Tensor]]:
         return list(self._weights.values()), list(self._masters.values())
 
-    def _bundle(self, bundle: PassSet, batch: Batch, proximal: Tensor | None, *, done: int) -> "list[_ChunkResult]":
-        """Backward through a bundle: each pass into the trunk's keys and values, then once through the trunk itself.
+    def _backward_set(self, pass_set: PassSet, batch: Batch, proximal: Tensor | None, *, done: int) -> "list[_ChunkResult]":
+        """Backward through a pass_set: each pass into the trunk's keys and values, then once through the trunk itself.
 
         The trunk's graph and that of one pass are in memory together, never two passes'.
         """
-        references = self._references(bundle, flat=batch.flat)
-        trunk = trunk_states(self.decoder, bundle.trunk)
+        references = self._references(pass_set, flat=batch.flat)
+        trunk = trunk_states(self.decoder, pass_set.trunk)
         leaves = [(k.detach().requires_grad_(), v.detach().requires_grad_()) for k, v in trunk]
         parts: list[_ChunkResult] = []
-        for at, one in enumerate(bundle.passes):
+        for at, one in enumerate(pass_set.passes):
             hidden = hidden_states(self.decoder, one, leaves, flat=batch.flat)
             old = None if proximal is None else proximal[done : done + len(one.terms)]
-            parts += self._backward(hidden, one, old, references[at] if references else None, rollouts=batch.rollouts)
+            parts += self._backward_pass(hidden, one, old, references[at] if references else None, rollouts=batch.rollouts)
             done += len(one.terms)
         if trunk:
             gradients = [leaf.grad for pair in leaves for leaf in pair]
             torch.autograd.backward([end for pair in trunk for end in pair], gradients)
         return parts
 
-    def _backward(
+    def _backward_pass(
         self, hidden: Tensor, one: Pass, proximal: Tensor | None, reference: Tensor | None, *, rollouts: int
     ) -> "list[_ChunkResult]":
-        """Loss and gradients of one pass. Logits are made a stretch at a time; the hidden states collect what each sends back."""
+        """Loss and gradients of one pass. Logits are made a chunk at a time; the hidden states collect what each sends back."""
         leaf = hidden.detach().requires_grad_()
         parts: list[_ChunkResult] = []
         done = 0
-        for stretch in logits_chunks(one, self.decoder.shape.vocab_size):
-            span = slice(done, done + len(stretch.terms))
+        for chunk in logits_chunks(one, self.decoder.shape.vocab_size):
+            span = slice(done, done + len(chunk.terms))
             done = span.stop
-            scores = score_chunk(self.decoder, leaf, stretch)
+            scores = score_chunk(self.decoder, leaf, chunk)
             new = scores.logprobs  # [terms], as all below
-            columns = torch.tensor([(t.logprob, t.advantage, t.weight / rollouts) for t in stretch.terms], device=leaf.device)
+            columns = torch.tensor([(t.logprob, t.advantage, t.weight / rollouts) for t in chunk.terms], device=leaf.device)
             behaviour, advantages, weights = columns.unbind(1)
             tokens = LossTokens(new, new.detach() if proximal is None else proximal[span], behaviour, advantages)
             loss = self._loss(tokens, self.section)
@@ -170,17 +170,17 @@ class Learner:
         hidden.backward(leaf.grad)
         return parts
 
-    def _references(self, bundle: PassSet, *, flat: bool) -> list[Tensor]:
+    def _references(self, pass_set: PassSet, *, flat: bool) -> list[Tensor]:
         """The start policy's log-probabilities of each pass's terms, [terms]; nothing where no penalty asks for them."""
         if self._start is None:
             return []
         with torch.no_grad():
-            trunk = trunk_states(self._start, bundle.trunk)
-        return [pass_logprobs(self._start, one, trunk, flat=flat) for one in bundle.passes]
+            trunk = trunk_states(self._start, pass_set.trunk)
+        return [pass_logprobs(self._start, one, trunk, flat=flat) for one in pass_set.passes]
 
 
 class _ChunkResult(NamedTuple):
-    """One stretch of terms, computed; every tensor [terms] but the last, without a gradient."""
+    """One chunk of terms, computed; every tensor [terms] but the last, without a gradient."""
 
     tokens: LossTokens
     loss: Loss

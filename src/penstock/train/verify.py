@@ -1,4 +1,7 @@
-"""Which recorded tokens can be computed again under a policy version, and the sequences that do it."""
+"""`penstock verify`: recompute recorded tokens under the policy version that sampled them, and compare log-probabilities.
+
+`verify` pages through a run. An `Audit` checks the records of each group; then, for each version whose weights are on disk,
+its tokens become `Probes`: sequences that are packed and forwarded as in training. Nothing is written."""
 
 import asyncio
 import math
@@ -20,7 +23,7 @@ from penstock.train.sequences import Graph, breaks, read_graph, sampled_tokens, 
 
 
 class ProbedToken(NamedTuple):
-    """One sampled token with the log-probability that was recorded of it and can be computed again."""
+    """One sampled token, and its recorded log-probability that a forward pass gives again."""
 
     rollout_id: str
     step: int
@@ -31,15 +34,15 @@ class ProbedToken(NamedTuple):
 
 
 class Probes(NamedTuple):
-    """What is to be recomputed under one version."""
+    """The tokens to recompute under one version, and the sequences that contain them."""
 
     sequences: list[Sequence]
-    """Nothing is credited here: `advantages` hold the place of each token in `tokens` instead."""
+    """Their `advantages` carry each token's index in `tokens`: packing keeps them beside the tokens; no loss is computed."""
     tokens: list[ProbedToken]
 
 
 def count_versions(read: Iterable[tuple[Attempt, Graph]]) -> Counter[int]:
-    """How many tokens each version sampled, in steps whose record has no flaw."""
+    """Returns how many tokens each version sampled, in steps whose record has no flaw."""
     counted: Counter[int] = Counter()
     for _, graph in read:
         for step in graph.steps.values():
@@ -49,7 +52,7 @@ def count_versions(read: Iterable[tuple[Attempt, Graph]]) -> Counter[int]:
 
 
 def make_probes(read: Iterable[tuple[Attempt, Graph]], version: int) -> Probes:
-    """One sequence per path with tokens of `version`, each token on the first path that it is on."""
+    """Returns one sequence per path with tokens of `version`; a token on several paths is probed on the first."""
     probes = Probes([], [])
     for attempt, graph in read:
         left = {i for i, step in graph.steps.items() if version in step.versions and i not in graph.flaws}
@@ -63,14 +66,14 @@ def make_probes(read: Iterable[tuple[Attempt, Graph]], version: int) -> Probes:
 def _sequence(attempt: Attempt, graph: Graph, path: list[int], mine: set[int], version: int, tokens: list[ProbedToken]) -> Sequence:
     ids: list[int] = []
     numbers: list[float | None] = []
-    heats: list[float] = []
+    temperatures: list[float] = []
     for index in path[: max(path.index(index) for index in mine) + 1]:
         step = graph.steps[index]
         glue = graph.nodes[step.node].token_ids
-        logprobs, heat = _recomputable(step)
+        logprobs, temperature = _recomputable(step)
         ids += glue + step.completion_ids
         numbers += [None] * len(glue)
-        heats += [1.0] * len(glue) + [heat] * len(step.completion_ids)
+        temperatures += [1.0] * len(glue) + [temperature] * len(step.completion_ids)
         for place in range(len(step.completion_ids)):
             wanted = index in mine and step.versions[place] == version
             numbers.append(float(len(tokens)) if wanted else None)
@@ -82,16 +85,16 @@ def _sequence(attempt: Attempt, graph: Graph, path: list[int], mine: set[int], v
         token_ids=tuple(ids),
         trained=tuple(number is not None for number in numbers),
         logprobs=(0.0,) * len(ids),
-        temperatures=tuple(heats),
+        temperatures=tuple(temperatures),
         advantages=tuple(number or 0.0 for number in numbers),
         weight=1.0,
     )
 
 
 def _recomputable(step: Step) -> tuple[tuple[float, ...], float]:
-    """The recorded log-probabilities that a forward pass gives again, and the temperature at which it does.
+    """Returns the recorded log-probabilities that a forward pass gives again, and the temperature at which it does.
 
-    What truncated sampling renormalised, and what greedy sampling made certain, is checked by the plain softmax.
+    Truncated sampling renormalises and greedy sampling is certain: of those, the full softmax at temperature 1 is compared.
     """
     if step.sampling.temperature > 0 and not step.sampling.truncated:
         return step.logprobs, step.sampling.temperature
@@ -99,12 +102,12 @@ def _recomputable(step: Step) -> tuple[tuple[float, ...], float]:
 
 
 Status = Literal["exact", "inexact", "unproven"]
-"""Unproven: nothing speaks against it, but no token could be recomputed."""
+"""Unproven: no flaw was result, but no token could be recomputed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenDeviation:
-    """A token under the weights that sampled it, then and now."""
+    """A token's log-probability under the weights that sampled it: recorded and recomputed."""
 
     rollout_id: str
     step: int
@@ -115,32 +118,32 @@ class TokenDeviation:
 
     @property
     def deviation(self) -> float:
-        """Infinite where the weights give no number at all."""
+        """Infinite where the recomputed one is NaN."""
         gap = abs(self.recorded - self.recomputed)
         return math.inf if math.isnan(gap) else gap
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepFinding:
-    """A step that does not hold, and why."""
+    """A step whose record is wrong, and why."""
 
     rollout_id: str
     step: int
     reason: str
     tokens: int
-    """How many of its tokens that concerns."""
+    """How many of its tokens are affected."""
     worst: TokenDeviation | None = None
-    """The token that is furthest off, where log-probabilities were compared."""
+    """The token with the largest deviation, where log-probabilities were compared."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Audit:
-    """What was found so far. Counts are named as in the metrics and the summary of a run."""
+    """The result so far. Counts are named as in the metrics and the summary of a run."""
 
     run: str
     channel: str
     tolerance: float
-    """How far a recomputed log-probability may be off."""
+    """The largest deviation of a recomputed log-probability that is accepted."""
     groups: int = 0
     rollouts: int = 0
     steps: int = 0
@@ -148,34 +151,32 @@ class Audit:
     unhashed_tokens: int = 0
     inexact: Counter[str] = field(default_factory=Counter[str])
     masked: Counter[str] = field(default_factory=Counter[str])
-    """Steps that no credit would make trainable, by reason."""
+    """Steps that cannot be trained whatever their advantage, by reason."""
     breaks: Counter[str] = field(default_factory=Counter[str])
     recomputed: Counter[int] = field(default_factory=Counter[int])
-    """Tokens by the version under which they were computed again."""
+    """Recomputed tokens by version."""
     gone: Counter[int] = field(default_factory=Counter[int])
-    """Tokens by the version whose weights are not on disk any more."""
+    """Tokens by version, where its weights are not on disk any more."""
     largest: TokenDeviation | None = None
     total_deviation: float = 0.0
     findings: dict[tuple[str, int], StepFinding] = field(default_factory=dict[tuple[str, int], StepFinding])
 
     @property
     def exact_tokens(self) -> int:
-        """Sampled tokens against which nothing was found."""
+        """Sampled tokens without a finding."""
         return self.sampled_tokens - self.inexact.total()
 
     @property
     def exact_token_rate(self) -> float | None:
-        """Share of the exact ones; None where nothing was sampled."""
+        """None where nothing was sampled."""
         return self.exact_tokens / self.sampled_tokens if self.sampled_tokens else None
 
     @property
     def recomputed_tokens(self) -> int:
-        """Under all versions that are on disk."""
         return self.recomputed.total()
 
     @property
     def gone_tokens(self) -> int:
-        """Of all versions that are not."""
         return self.gone.total()
 
     @property
@@ -184,13 +185,13 @@ class Audit:
 
     @property
     def status(self) -> Status:
-        """Tokens whose weights are gone count for nothing, as long as others were recomputed."""
+        """Tokens whose weights are gone are ignored, as long as others were recomputed."""
         if self.findings:
             return "inexact"
         return "exact" if self.recomputed else "unproven"
 
     def add(self, group: Group) -> list[tuple[Attempt, Graph]]:
-        """Check the records of a group; returns its attempts with their graphs, ready to be probed."""
+        """Check the records of a group; returns its attempts with their graphs, to make probes of."""
         self.groups += 1
         read = [(attempt, read_graph(attempt)) for attempt in group.attempts]
         for attempt, graph in read:
@@ -201,8 +202,8 @@ class Audit:
         return read
 
     def compare(self, token: ProbedToken, recomputed: float) -> None:
-        """Take in what a token's log-probability is now."""
-        found = TokenDeviation(
+        """Record a token's recomputed log-probability."""
+        result = TokenDeviation(
             rollout_id=token.rollout_id,
             step=token.step,
             token=token.place,
@@ -211,15 +212,15 @@ class Audit:
             recomputed=recomputed,
         )
         self.recomputed[token.version] += 1
-        self.total_deviation += found.deviation
-        if self.largest is None or found.deviation > self.largest.deviation:
-            self.largest = found
-        if found.deviation > self.tolerance:
+        self.total_deviation += result.deviation
+        if self.largest is None or result.deviation > self.largest.deviation:
+            self.largest = result
+        if result.deviation > self.tolerance:
             self.inexact["logprob_differs"] += 1
-            self._find(token, "logprob_differs", found)
+            self._find(token, "logprob_differs", result)
 
     def refuse(self, token: ProbedToken, reason: str) -> None:
-        """Count a token that the weights of its version could not have sampled."""
+        """Record a token that the weights of its version could not have sampled."""
         self.inexact[reason] += 1
         self._find(token, reason)
 
@@ -236,16 +237,16 @@ class Audit:
         elif not step.context:
             self.unhashed_tokens += size
 
-    def _find(self, token: ProbedToken, reason: str, found: TokenDeviation | None = None) -> None:
+    def _find(self, token: ProbedToken, reason: str, result: TokenDeviation | None = None) -> None:
         key = token.rollout_id, token.step
         known = self.findings.get(key)
-        worst = max((one for one in (found, known and known.worst) if one), key=lambda one: one.deviation, default=None)
+        worst = max((one for one in (result, known and known.worst) if one), key=lambda one: one.deviation, default=None)
         count = 1 if known is None else known.tokens + 1
         self.findings[key] = StepFinding(rollout_id=token.rollout_id, step=token.step, reason=reason, tokens=count, worst=worst)
 
 
 class VersionWeights:
-    """The policy versions that are on disk: the start policy is version 0, the others are checkpoints. Holds one at a time."""
+    """Loads the policy versions that are on disk, one at a time: the start policy is version 0, the others are checkpoints."""
 
     def __init__(self, start: Path | None, checkpoints: Path) -> None:
         self._start, self._checkpoints = start, checkpoints
@@ -253,9 +254,9 @@ class VersionWeights:
         self._decoder: Decoder | None = None
 
     def load(self, version: int) -> Decoder | None:
-        """The decoder of `version` in float32, on the CPU; None where its weights are not here, or were removed just now."""
+        """Returns the decoder of `version` in float32 on the CPU; None where its weights are not on disk."""
         if version != self._version:
-            self._version, self._decoder = None, None  # the one before goes before the next one comes
+            self._version, self._decoder = None, None  # frees the memory before the next one is loaded
             self._decoder = self._read(version)
             self._version = version
         return self._decoder
@@ -267,7 +268,7 @@ class VersionWeights:
         try:
             return load_decoder(folder).requires_grad_(False)
         except ModelError:
-            if self._find(version) is None:  # training went on and let go of this checkpoint meanwhile
+            if self._find(version) is None:  # a running training removed this checkpoint meanwhile
                 return None
             raise
 
@@ -276,11 +277,11 @@ class VersionWeights:
 
 
 def recompute(decoder: Decoder, probes: Probes, audit: Audit, *, tokens_per_pass: int) -> Iterator[int]:
-    """Tell `audit` what each probed token's log-probability is now; yields after each pass how many tokens that were."""
+    """Compare each probed token in `audit`; yields the number of tokens after each pass."""
     batch = pack(_computable(decoder, probes, audit), rollouts=1, tokens_per_pass=tokens_per_pass)
-    for bundle in batch.bundles:
-        trunk = trunk_states(decoder, bundle.trunk)
-        for one in bundle.passes:
+    for pass_set in batch.pass_sets:
+        trunk = trunk_states(decoder, pass_set.trunk)
+        for one in pass_set.passes:
             logprobs: list[float] = pass_logprobs(decoder, one, trunk, flat=batch.flat).tolist()  # pyright: ignore[reportUnknownVariableType]
             for term, logprob in zip(one.terms, logprobs, strict=True):
                 audit.compare(probes.tokens[int(term.advantage)], logprob)
@@ -288,7 +289,7 @@ def recompute(decoder: Decoder, probes: Probes, audit: Audit, *, tokens_per_pass
 
 
 def _computable(decoder: Decoder, probes: Probes, audit: Audit) -> list[Sequence]:
-    """Those that the decoder can take; tokens of the others are refused."""
+    """Returns the sequences that the decoder can take; tokens of the others are refused."""
     shape, possible = decoder.shape, list[Sequence]()
     for sequence in probes.sequences:
         reason = "bad_token" if max(sequence.token_ids) >= shape.vocab_size else None
@@ -304,7 +305,7 @@ def _computable(decoder: Decoder, probes: Probes, audit: Audit) -> list[Sequence
 
 
 TOLERANCES = {"float32": 1e-3, "bfloat16": 2.0}
-"""How far a recomputed log-probability may be off, by what the engine computed in; the audit itself computes in float32.
+"""Default tolerance by the dtype that the engine computed in; the audit itself computes in float32.
 
 Of a model with 135 million parameters, float32 is off by 2e-4 at most; bfloat16 by 4e-2 on average and 1.5 on the rarest tokens.
 """
@@ -313,16 +314,16 @@ OnProgress = Callable[[int, int], None]
 """Called with how many groups are done, and of how many."""
 
 
-async def verify(recorded: RecordedRun, heard: OnProgress, *, tolerance: float | None = None) -> Audit:
-    """Read the run from its first group to its last and account for every token. Nothing is written."""
+async def verify(recorded: RecordedRun, on_progress: OnProgress, *, tolerance: float | None = None) -> Audit:
+    """Read the run from its first group to its last and account for every token; `tolerance` None takes the dtype's."""
     limit = TOLERANCES[_precision(recorded)] if tolerance is None else tolerance
     audit = Audit(run=recorded.config.run.name, channel=recorded.channel, tolerance=limit)
     weights = VersionWeights(recorded.start_policy, recorded.folder.checkpoints)
     total = recorded.last_seq + 1 - recorded.first_seq
-    heard(0, total)
+    on_progress(0, total)
     async for groups in recorded.pages():
         await _check(groups, audit, weights, tokens_per_pass=recorded.config.train.tokens_per_pass)
-        heard(audit.groups, total)
+        on_progress(audit.groups, total)
     return audit
 
 
@@ -339,7 +340,7 @@ async def _check(groups: list[Group], audit: Audit, weights: VersionWeights, *, 
 
 
 def _precision(recorded: RecordedRun) -> str:
-    """What the engine computed in: as the run says, else as its checkpoints were written."""
+    """Returns the dtype that the engine computed in: as configured, else that of the checkpoints."""
     chosen = recorded.config.engine.dtype
     if chosen == "auto":
         chosen = "bfloat16" if policy.is_half_precision(recorded.folder.checkpoints) else "float32"

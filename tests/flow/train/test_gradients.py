@@ -54,7 +54,7 @@ def test_a_trunk_per_batch_and_per_group_give_the_same_gradients(system: int):
         tree = [replace(s, token_ids=(int(s.group_id[1:]), *(t + 1 for t in s.token_ids[1:]))) for s in tree]
         tree = [replace(s, token_ids=tuple(t % VOCAB for t in s.token_ids)) for s in tree]
     batch = pack(tree, rollouts=12, tokens_per_pass=25)
-    assert len(batch.bundles) == (1 if system else 2) and all(len(bundle.passes) > 1 for bundle in batch.bundles)
+    assert len(batch.pass_sets) == (1 if system else 2) and all(len(pass_set.passes) > 1 for pass_set in batch.pass_sets)
     learner = Learner(decoder, section())
     learner.compute(batch)
     made = gradients(decoder)
@@ -95,7 +95,7 @@ def test_later_updates_on_a_batch_are_measured_from_its_first():
 def _proximal_in_flat_order(proximal: Tensor, tree: list[Sequence]) -> Tensor:
     """The layouts order their terms differently; a term is known by what only it has: logprob and advantage."""
     batches = [pack(tree, rollouts=1, tokens_per_pass=60, shared_prefix=flag) for flag in (True, False)]
-    keys = [[(t.logprob, t.target) for bundle in b.bundles for p in bundle.passes for t in p.terms] for b in batches]
+    keys = [[(t.logprob, t.target) for pass_set in b.pass_sets for p in pass_set.passes for t in p.terms] for b in batches]
     known = dict(zip(keys[0], proximal.tolist(), strict=True))
     return torch.tensor([known[key] for key in keys[1]])
 

@@ -73,7 +73,7 @@ def test_times_come_from_the_event_log_whatever_a_kill_left_of_it(tmp_path):
 
 def test_an_outcome_tells_what_was_spent_beside_its_rewards():
     talk = attempt([node(0, None, 10)], [step(0, 0, 5)])
-    scored = TaskScores(task_id="t", row=0, tried=(EndedAttempt(End.COMPLETED, "", 0.0, rollout_usage(talk)),))
+    scored = TaskScores(task_id="t", row=0, attempts=(EndedAttempt(End.COMPLETED, "", 0.0, rollout_usage(talk)),))
     told = outcome([scored], EvalSection(), prices=PRICES, seconds={"g.0.1": 2.0}).as_json()
     assert (told["prompt_tokens"], told["completion_tokens"], told["cost"]) == (10, 5, pytest.approx(7e-5))
     assert (told["rollout_s"], told["reward"]["value"]) == ({"p50": 2.0, "p95": 2.0}, 0.0)
