@@ -13,7 +13,7 @@ from penstock.evals.spending import Spending, spending
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """What became of the second against the first, over the tasks that both tried."""
+    """The second evaluation against the first, over the tasks that both have."""
 
     first: str
     second: str
@@ -24,16 +24,16 @@ class Comparison:
     """Tasks on which the second's mean reward is higher."""
     worse: int
     left_out: int
-    """Tasks that one of them did not try."""
+    """Tasks that only one of them has."""
     spent: tuple[Spending, Spending]
-    """By each, on those tasks."""
+    """By each, on the shared tasks."""
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self) | {"difference": self.difference._asdict(), "spent": [each.as_json() for each in self.spent]}
 
 
 async def compare(first: Path, second: Path) -> Comparison:
-    """Tasks are the same where their content is, whatever rows they stand in."""
+    """Compare by task id, which is derived from the content: the row does not matter."""
     async with open_evaluation(first) as old, open_evaluation(second) as new:
         scored = [await score_tasks(found.groups()) for found in (old, new)]
     one, other = ({each.task_id: each.mean for each in own} for own in scored)

@@ -1,4 +1,4 @@
-"""What an evaluation came to: rewards and pass@k with their intervals, ends, and what was spent."""
+"""The outcome of an evaluation: rewards and pass@k with their intervals, ends, and usage; and evaluations opened for reading."""
 
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Mapping, Sequence
@@ -48,7 +48,7 @@ class EvalOutcome:
 
 
 class EndedAttempt(NamedTuple):
-    """An attempt that has ended, without its tokens and its text: those of a whole evaluation may be more than fits in memory."""
+    """An attempt that has ended, without its tokens and text: those of a whole evaluation may not fit in memory."""
 
     end: End
     message: str
@@ -59,7 +59,7 @@ class EndedAttempt(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskScores:
-    """One task's attempts that have ended."""
+    """A task's attempts that have ended."""
 
     task_id: str
     row: int
@@ -77,7 +77,7 @@ class TaskScores:
 
 
 async def score_tasks(groups: AsyncIterable[Group]) -> list[TaskScores]:
-    """Of every task that has an attempt which ended, by row; a group is let go before the next one is read."""
+    """Returns the scores of every task with an ended attempt, by row; a group is freed before the next one is read."""
     return [
         TaskScores(task_id=group.task.id, row=group.seq, attempts=ended)
         async for group in groups
@@ -88,7 +88,7 @@ async def score_tasks(groups: AsyncIterable[Group]) -> list[TaskScores]:
 def outcome(
     scored: Sequence[TaskScores], section: EvalSection, *, prices: Prices | None = None, seconds: Mapping[str, float] | None = None
 ) -> EvalOutcome:
-    """All of it; `seconds` are those of rollouts by their id."""
+    """Returns the outcome; `seconds` are the rollouts' durations by id."""
     attempts = [each for task in scored for each in task.attempts]
     whole = [each for each in scored if len(each.attempts) == section.samples]
     return EvalOutcome(
@@ -104,7 +104,7 @@ def outcome(
 
 
 def _ended_attempts(group: Group) -> tuple[EndedAttempt, ...]:
-    """Many fail with the same words: those are kept once."""
+    """Messages are interned: many attempts fail with the same one."""
     return tuple(
         EndedAttempt(a.end, intern(a.message), a.reward or 0.0, rollout_usage(a)) for a in group.attempts if a.end is not None
     )
@@ -123,17 +123,19 @@ def _reasons(attempts: Iterable[EndedAttempt]) -> dict[str, dict[str, int]]:
 
 
 class StoredEvaluation(NamedTuple):
+    """An evaluation opened for reading."""
+
     config: dict[str, Any]
     summary: dict[str, Any]
     pool: Pool
     seconds: Mapping[str, float] = MappingProxyType({})
-    """How long rollouts took, by their id; those of which it is known."""
+    """Durations of rollouts by id, where known."""
 
     @property
     def prices(self) -> Prices | None:
-        """Those of its last run, which may have changed them, else those that it was begun with."""
-        told = self.summary.get("prices")
-        return Prices(**told) if told else prices_of(self.config)
+        """Those of its last run, which may have changed them, else those that it was started with."""
+        prices = self.summary.get("prices")
+        return Prices(**prices) if prices else prices_of(self.config)
 
     def groups(self) -> AsyncGenerator[Group]:
         return read_groups(self.pool)
@@ -141,7 +143,7 @@ class StoredEvaluation(NamedTuple):
 
 @asynccontextmanager
 async def open_evaluation(folder: Path) -> AsyncGenerator[StoredEvaluation]:
-    """ConfigError where the folder is none that `penstock eval run` made."""
+    """Open a folder that `penstock eval run` made; ConfigError if it is none."""
     try:
         config: dict[str, Any] = orjson.loads((folder / "config.json").read_bytes())["config"]
         file = folder / "summary.json"

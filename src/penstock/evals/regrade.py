@@ -1,4 +1,4 @@
-"""Another grader over an evaluation's rollouts: nothing is sampled again, and the first verdicts stay where they are."""
+"""Another grader over an evaluation's rollouts: nothing is sampled again, and the source keeps its grades."""
 
 import asyncio
 from collections.abc import AsyncIterable, Container, Iterable
@@ -25,7 +25,7 @@ from penstock.run.opening import open_pool
 from penstock.sdk.discovery import Agent, open_agent
 
 GRADED = (End.COMPLETED, End.GRADER_ERROR)
-"""Ends of rollouts whose agent had come to its end."""
+"""Ends of rollouts whose agent completed."""
 
 
 def regrade_config(folder: Path, *, agent: Path | None, name: str, overrides: Iterable[str]) -> RunConfig:
@@ -44,7 +44,7 @@ def regrade_config(folder: Path, *, agent: Path | None, name: str, overrides: It
 
 
 async def regrade(source: Path, config: RunConfig, *, fresh: bool = False) -> tuple[RunFolder, EvalOutcome]:
-    """Grade what `source` holds into an evaluation of its own, which a stopped one goes on with; its folder and its numbers."""
+    """Grade the rollouts of `source` into a new evaluation, or resume that; returns its folder and outcome."""
     preflight(config.agent, config.workflow, config.grader)
     agent = open_agent(config.agent, config.workflow, config.grader)
     async with open_evaluation(source) as recorded:
@@ -60,7 +60,7 @@ async def regrade(source: Path, config: RunConfig, *, fresh: bool = False) -> tu
 
 
 class _Regrader:
-    """Copies groups, with another grader's verdicts."""
+    """Copies groups, with another grader's grades."""
 
     def __init__(self, pool: Pool, agent: Agent, config: RunConfig, artifacts: Path) -> None:
         self._pool, self._agent, self._artifacts = pool, agent, artifacts
@@ -68,7 +68,7 @@ class _Regrader:
         self._slots, self._timeout_s = asyncio.Semaphore(config.rollout.concurrency), config.rollout.grader_timeout_s
 
     async def copy(self, groups: AsyncIterable[Group]) -> None:
-        """All attempts that have ended, less those that the pool has; one of a group at a time."""
+        """Copy all ended attempts that the pool does not have; those of one group in sequence."""
         ended = {a.rollout.id async for group in read_groups(self._pool) for a in group.attempts if a.end is not None}
         async with asyncio.TaskGroup() as tasks:
             async for group in groups:

@@ -1,4 +1,4 @@
-"""A judge over answers that lie in a file: nothing is sampled, nothing is recorded, each row gets its scores."""
+"""A judge model over answers in a file: nothing is sampled or recorded, each row gets scores."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +17,7 @@ from penstock.system.files import write_file
 ANSWERS = ("solution", "solution_str", "messages")
 TASKS = ("prompt", "original_input")
 REFERENCES = ("label", "ground_truth")
-"""Under which of these keys a row has what is judged, what was asked, and what would be right."""
+"""Keys of a row, in order of preference: the answer, the task, the reference."""
 CONCURRENCY = 8
 
 
@@ -29,7 +29,7 @@ class RubricCase(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgedRow:
-    """What the judge said of one row, as often as it was asked."""
+    """The verdicts on one row."""
 
     row: int
     """From 1 on."""
@@ -38,7 +38,7 @@ class JudgedRow:
     explanations: tuple[str, ...]
     """One for each score."""
     errors: tuple[str, ...]
-    """Why there are not more of them."""
+    """One for each verdict that is missing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,7 @@ class RubricResult:
 
     @property
     def errors(self) -> int:
-        """How many verdicts there are not."""
+        """The number of missing verdicts."""
         return sum(len(row.errors) for row in self.rows)
 
     def as_json(self) -> dict[str, Any]:
@@ -72,7 +72,7 @@ class RubricResult:
 
 
 def read_answers(path: Path) -> list[RubricCase]:
-    """The rows of a JSONL file; DatasetError names the first that cannot be judged."""
+    """Returns the rows of a JSONL file; DatasetError names the first that cannot be judged."""
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as cause:
@@ -122,7 +122,7 @@ def statistics(scores: Sequence[float]) -> ScoreStatistics:
 async def _verdicts(
     judge: Judge, rows: Sequence[RubricCase], samples: int, tell: Callable[[int, int], None]
 ) -> list[Verdict | str]:
-    """In the order of the rows; in place of a verdict that there is not, why."""
+    """Returns the verdicts in the order of the rows; an error message in place of a missing one."""
     asked = [row.case for row in rows for _ in range(samples)]
     found: list[Verdict | str] = [""] * len(asked)
     left, done = iter(range(len(asked))), 0

@@ -1,4 +1,4 @@
-"""An evaluation as one HTML page: its numbers, how rewards are spread, every task, and the transcripts worth reading."""
+"""The report of an evaluation as one HTML page: numbers, histograms, every task, and the transcripts worth reading."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,7 +17,7 @@ from penstock.system.files import write_file
 TRANSCRIPTS_EACH = 3
 """Best and worst rollouts with their transcripts, and failed ones of each end."""
 MAX_TASKS = 1000
-"""Tasks in the list of all; what is left out is counted."""
+"""Tasks that are listed; the others are counted."""
 
 
 async def write_eval_page(folder: Path) -> Path:
@@ -28,7 +28,7 @@ async def write_eval_page(folder: Path) -> Path:
 
 
 async def render_eval_page(found: StoredEvaluation, artifacts: Path | None = None) -> str:
-    """The whole document; in `artifacts` are the rollouts' folders, with what a judge said of them."""
+    """Returns the page; `artifacts` has the rollouts' folders, with the verdicts of a judge."""
     section = EvalSection.model_validate(found.config.get("eval", {}))
     scored = await score_tasks(found.groups())
     result = outcome(scored, section, prices=found.prices, seconds=found.seconds)
@@ -51,7 +51,7 @@ async def render_eval_page(found: StoredEvaluation, artifacts: Path | None = Non
 
 
 async def choose_transcripts(scored: Sequence[TaskScores], pool: Pool) -> list[TranscriptPick]:
-    """The worst, the best, and some of each way to fail; each once."""
+    """Returns the worst, the best, and some of each way to fail; each once."""
     attempts = [each for task in scored for each in task.attempts]
     graded = sorted((each for each in attempts if each.end is End.COMPLETED), key=lambda each: each.reward)
     chosen = [("worst", each) for each in graded[:TRANSCRIPTS_EACH]] + [("best", each) for each in graded[::-1][:TRANSCRIPTS_EACH]]

@@ -1,4 +1,4 @@
-"""The reward curve as inline SVG: axes, a line, and a tooltip per step, without a script."""
+"""Parts of the HTML reports: page, tables, transcripts, and charts as inline SVG, all without a script."""
 
 import base64
 import hashlib
@@ -28,7 +28,7 @@ class CurvePoint:
 
 
 def reward_curve(points: list[CurvePoint], heldout: Sequence[CurvePoint] = ()) -> str:
-    """The whole `<svg>`; `heldout` are rings beside the line, of steps that it has.
+    """Returns an `<svg>` with a tooltip per step; `heldout` rewards are rings beside the line.
 
     Rewards between 0 and 1 are drawn on that scale, others on a round one around them.
     """
@@ -68,7 +68,7 @@ def _scale(rewards: list[float]) -> tuple[float, float, list[float]]:
 
 
 def _some_steps(first: int, last: int) -> list[int]:
-    """At most about ten steps to name on the axis."""
+    """Returns about ten steps to label on the axis."""
     gap = max(1, math.ceil((last - first + 1) / 10))
     return list(range(first, last + 1, gap))
 
@@ -96,7 +96,7 @@ BARS, HISTOGRAM_WIDTH, HISTOGRAM_HEIGHT, FOOT = 20, 760, 180, 24
 
 
 def histogram(values: Sequence[float], *, what: str, of: str, low: float, high: float) -> str:
-    """The whole `<svg>`, at least from `low` to `high`: how many of `what` have which `of`."""
+    """Returns an `<svg>` of how many `what` have which `of`; the axis reaches at least from `low` to `high`."""
     if not values:
         return f'<p class="dim">There are no {escape(what)} yet.</p>'
     low, high = min(low, *values), max(high, *values)
@@ -122,16 +122,16 @@ def _bar_title(count: int, place: int, low: float, width: float, what: str, of: 
     return f"{count} {what} with a {of} from {low + place * width:.3g} to {low + (place + 1) * width:.3g}"
 
 
-def _bar(place: int, count: int, most: int, said: str) -> str:
+def _bar(place: int, count: int, most: int, title: str) -> str:
     step, tall = HISTOGRAM_WIDTH / BARS, (HISTOGRAM_HEIGHT - FOOT - 10) * count / most
     box = f'x="{place * step + 1:.1f}" y="{HISTOGRAM_HEIGHT - FOOT - tall:.1f}" width="{step - 2:.1f}" height="{tall:.1f}"'
-    return f'<g><rect class="dot" {box}/><title>{escape(said)}</title></g>'
+    return f'<g><rect class="dot" {box}/><title>{escape(title)}</title></g>'
 
 
 MAX_MESSAGE_CHARS = 20_000
-"""Characters of one message that are shown; what is cut is counted."""
+"""Characters of one message that are shown; the rest is counted."""
 MAX_MESSAGES = 100
-"""Messages of one transcript that are shown from its beginning, and from its end; others are counted."""
+"""Messages of one transcript that are shown from its start, and from its end; the others are counted."""
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1d2430; --dim: #667085; --line: #d9dee6; --page: #fff; --card: #f6f7f9; --mark: #0a7f58; }
@@ -169,7 +169,7 @@ class TranscriptPick:
     task: Task
     attempt: Attempt
     note: str = ""
-    """What a judge said of it."""
+    """The judge's explanation."""
 
 
 def document(title: str, subtitle: str, body: str) -> str:
@@ -194,14 +194,13 @@ def document(title: str, subtitle: str, body: str) -> str:
 
 
 def tiles(named: Iterable[tuple[str, str]]) -> str:
-    """The few numbers that a reader asks for first."""
+    """Returns the numbers that a reader asks for first, as a row of boxes."""
     return '<div class="tiles">' + "".join(f'<div class="tile">{escape(k)}<b>{escape(v)}</b></div>' for k, v in named) + "</div>"
 
 
 def config_section(config: dict[str, Any], of: str) -> str:
-    """The settings that led to it."""
-    told = f"<summary>The resolved config of this {of}</summary><pre>{_json(config, indent=True)}</pre>"
-    return f"<h2>Configuration</h2>\n<details>{told}</details>"
+    body = f"<summary>The resolved config of this {of}</summary><pre>{_json(config, indent=True)}</pre>"
+    return f"<h2>Configuration</h2>\n<details>{body}</details>"
 
 
 def table(heads: Iterable[object], rows: Iterable[Iterable[object]]) -> str:
@@ -211,19 +210,19 @@ def table(heads: Iterable[object], rows: Iterable[Iterable[object]]) -> str:
 
 
 def transcript(pick: TranscriptPick) -> str:
-    """A rollout to unfold, every message of it."""
+    """Returns a rollout's messages, folded under a summary line."""
     attempt = pick.attempt
-    said = f"{attempt.rollout.id}: reward {number(attempt.reward)}, {attempt.end or 'running'}"
+    summary = f"{attempt.rollout.id}: reward {number(attempt.reward)}, {attempt.end or 'running'}"
     parts = [f'<p class="dim">{escape(attempt.message)}</p>' if attempt.message else ""]
     if pick.task.label is not None:
         parts.append(f'<p class="dim">label: {escape(_cut(pick.task.label))}</p>')
     if pick.note:
         parts.append(f'<p class="dim">judge: {escape(_cut(pick.note))}</p>')
-    told = transcripts(attempt)
-    for name, transcript in told.items():
-        parts.append(f"<h3>{escape(name)}</h3>" if len(told) > 1 else "")
+    found = transcripts(attempt)
+    for name, transcript in found.items():
+        parts.append(f"<h3>{escape(name)}</h3>" if len(found) > 1 else "")
         parts += [_tools(transcript.tools), *_messages(transcript.messages)]
-    return f"<details><summary><b>{escape(pick.why)}</b> {escape(said)}</summary>{''.join(parts)}</details>"
+    return f"<details><summary><b>{escape(pick.why)}</b> {escape(summary)}</summary>{''.join(parts)}</details>"
 
 
 def _tools(schemas: list[dict[str, Any]]) -> str:
@@ -264,17 +263,17 @@ def _cut(text: str) -> str:
 
 
 def change(before: float | None, after: float | None) -> str:
-    """From one reward to another."""
+    """Returns `before → after`, with a dash for None."""
     return " → ".join("-" if value is None else f"{value:.3f}" for value in (before, after))
 
 
 def percent(share: float | None) -> str:
-    """Never rounded up to 100."""
+    """Returns a share in percent, never rounded up to 100."""
     return "-" if share is None else f"{int(share * 10000) / 100:g} %"
 
 
 def number(value: Any) -> str:
-    """Four digits, or a dash where there is none."""
+    """Returns four digits of a float, a dash for None."""
     if value is None:
         return "-"
     return f"{value:.4g}" if isinstance(value, float) else str(value)

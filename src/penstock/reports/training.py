@@ -1,4 +1,4 @@
-"""A training run as one HTML page."""
+"""The report of a training run as one HTML page: `write_report` reads the run folder and its pool, `render_page` is pure."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -39,11 +39,11 @@ class HeldoutReward(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunReport:
-    """All that the page tells about a run."""
+    """The content of the page."""
 
     name: str
     config: dict[str, Any]
-    """As the run folder keeps it."""
+    """From the run folder."""
     metrics: list[dict[str, Any]]
     """One entry per trained step."""
     summary: dict[str, Any]
@@ -52,42 +52,42 @@ class RunReport:
     """In the order of their steps."""
     ends: dict[str, int] = field(default_factory=dict[str, int])
     breaks: dict[str, int] = field(default_factory=dict[str, int])
-    """How often messages were rendered anew although the rollout had earlier steps, by reason."""
+    """How often messages were rendered from scratch although the rollout had earlier steps, by reason."""
     picks: list[TranscriptPick] = field(default_factory=list[TranscriptPick])
     picked_from: str = ""
-    """Which rollouts the picks were chosen among."""
+    """Which groups the transcripts were chosen among."""
 
 
-def render_page(facts: RunReport) -> str:
-    status = facts.summary.get("status") or "not finished"
-    model = facts.config.get("model", {}).get("name", "")
-    body = f"""{_tiles(facts)}
+def render_page(report: RunReport) -> str:
+    status = report.summary.get("status") or "not finished"
+    model = report.config.get("model", {}).get("name", "")
+    body = f"""{_tiles(report)}
 <h2>Mean reward per step</h2>
-{reward_curve([_point(entry) for entry in facts.metrics if entry["reward"] is not None], _marks(facts.heldout))}
-{_evaluations(facts.heldout)}
-{_steps(facts.metrics)}
+{reward_curve([_point(entry) for entry in report.metrics if entry["reward"] is not None], _marks(report.heldout))}
+{_evaluations(report.heldout)}
+{_steps(report.metrics)}
 <h2>Exact tokens</h2>
-{_exactness(facts)}
+{_exactness(report)}
 <h2>How rollouts ended, held-out ones included</h2>
-{table(["end", "rollouts"], facts.ends.items()) if facts.ends else "<p>None yet.</p>"}
+{table(["end", "rollouts"], report.ends.items()) if report.ends else "<p>None yet.</p>"}
 <h2>Transcripts</h2>
-<p class="dim">{escape(facts.picked_from)}</p>
-{"".join(transcript(pick) for pick in facts.picks)}
-{config_section(facts.config, "run")}"""
-    return document(facts.name, f"{model} · {len(facts.metrics)} steps · {status}", body)
+<p class="dim">{escape(report.picked_from)}</p>
+{"".join(transcript(pick) for pick in report.picks)}
+{config_section(report.config, "run")}"""
+    return document(report.name, f"{model} · {len(report.metrics)} steps · {status}", body)
 
 
-def _tiles(facts: RunReport) -> str:
-    summary, rewards = facts.summary, [entry["reward"] for entry in facts.metrics]
+def _tiles(report: RunReport) -> str:
+    summary, rewards = report.summary, [entry["reward"] for entry in report.metrics]
     first = summary.get("first_reward", rewards[0] if rewards else None)
     last = summary.get("last_reward", rewards[-1] if rewards else None)
-    exact = _exact_rate(facts.metrics)
+    exact = _exact_rate(report.metrics)
     return tiles(
         [
             ("training reward", change(first, last)),
             ("held-out reward", change(summary.get("eval_before"), summary.get("eval_after"))),
             ("exact tokens", percent(exact)),
-            ("rollouts", f"{summary.get('rollouts', sum(facts.ends.values())):,}"),
+            ("rollouts", f"{summary.get('rollouts', sum(report.ends.values())):,}"),
             ("seconds", number(summary.get("train_seconds"))),
         ]
     )
@@ -98,18 +98,18 @@ def _exact_rate(metrics: list[dict[str, Any]]) -> float | None:
     return sum(entry["exact_tokens"] for entry in metrics) / sampled if sampled else None
 
 
-def _exactness(facts: RunReport) -> str:
-    """What keeps tokens from being trained as they were sampled, or at all, by reason; entries of old runs may lack some of it."""
+def _exactness(report: RunReport) -> str:
+    """Returns why tokens were not exact or not trained, by reason; entries of old runs may lack some counts."""
     totals: dict[str, Counter[str]] = {"inexact": Counter(), "masked": Counter()}
-    for entry in facts.metrics:
+    for entry in report.metrics:
         for name, total in totals.items():
             total.update(entry.get(name, {}))
-    named = [("tokens not exact", totals["inexact"]), ("steps masked", totals["masked"]), ("breaks", facts.breaks)]
+    named = [("tokens not exact", totals["inexact"]), ("steps masked", totals["masked"]), ("breaks", report.breaks)]
     rows = [(what, reason, f"{count:,}") for what, counted in named for reason, count in counted.items()]
-    sampled = sum(entry["sampled_tokens"] for entry in facts.metrics)
-    unhashed = sum(entry.get("unhashed_tokens", 0) for entry in facts.metrics)
-    said = f"{percent(_exact_rate(facts.metrics))} of {sampled:,} sampled tokens are exact, {unhashed:,} of them unhashed."
-    return f'<p class="dim">{escape(said)}</p>' + (table(["what", "reason", "count"], rows) if rows else "")
+    sampled = sum(entry["sampled_tokens"] for entry in report.metrics)
+    unhashed = sum(entry.get("unhashed_tokens", 0) for entry in report.metrics)
+    text = f"{percent(_exact_rate(report.metrics))} of {sampled:,} sampled tokens are exact, {unhashed:,} of them unhashed."
+    return f'<p class="dim">{escape(text)}</p>' + (table(["what", "reason", "count"], rows) if rows else "")
 
 
 def _point(entry: dict[str, Any]) -> CurvePoint:
@@ -120,19 +120,19 @@ def _point(entry: dict[str, Any]) -> CurvePoint:
 
 
 def _marks(heldout: list[HeldoutReward]) -> list[CurvePoint]:
-    """The evaluations beside training, for the curve."""
-    said = "held-out after step {step}: reward {reward}"
+    """Returns the evaluations during training, as points of the curve."""
+    text = "held-out after step {step}: reward {reward}"
     return [
-        CurvePoint(step=one.step, reward=one.reward, title=said.format(step=one.step, reward=number(one.reward)))
-        for one in heldout
-        if one.when == "during" and one.reward is not None
+        CurvePoint(step=each.step, reward=each.reward, title=text.format(step=each.step, reward=number(each.reward)))
+        for each in heldout
+        if each.when == "during" and each.reward is not None
     ]
 
 
 def _evaluations(heldout: list[HeldoutReward]) -> str:
-    if not any(one.when == "during" for one in heldout):
+    if not any(each.when == "during" for each in heldout):
         return ""
-    rows = [(one.step, one.when, "skipped or failed" if one.reward is None else number(one.reward)) for one in heldout]
+    rows = [(each.step, each.when, "skipped or failed" if each.reward is None else number(each.reward)) for each in heldout]
     return f"<h2>Held-out evaluations</h2>{table(['step', 'training', 'mean reward'], rows)}"
 
 
@@ -145,7 +145,7 @@ def _steps(metrics: list[dict[str, Any]]) -> str:
 
 
 SCANNED_GROUPS = 100
-"""Groups read at the start and at the end of a run to choose transcripts from: a long run has more than a page should wait for."""
+"""Groups read at the start and at the end of a run to choose transcripts from: reading all of a long run would take too long."""
 
 
 async def write_report(folder: Path) -> Path:
@@ -153,7 +153,7 @@ async def write_report(folder: Path) -> Path:
     config = _run_config(folder)
     metrics = _read_lines(folder / "metrics.jsonl")
     summary = _read_object(folder / "summary.json")
-    facts = RunReport(
+    report = RunReport(
         name=config["run"]["name"],
         config=config,
         metrics=metrics,
@@ -161,13 +161,13 @@ async def write_report(folder: Path) -> Path:
         heldout=_heldout(_read_object(folder / "evals.json")),
         **await _read_pool(folder, config),
     )
-    return write_file(folder / "report.html", render_page(facts).encode("utf-8", "replace"))
+    return write_file(folder / "report.html", render_page(report).encode("utf-8", "replace"))
 
 
 def choose_transcripts(groups: list[Group], replaced: Sequence[tuple[Task, Attempt]] = ()) -> list[TranscriptPick]:
-    """The rollouts worth reading: first, last, best, worst, and the last of each way to fail; one that is several comes once.
+    """Returns the rollouts worth reading: first, last, best, worst, and the last of each way to fail; each once.
 
-    `replaced` are attempts that others took the place of, which failed or were lost too.
+    `replaced` are attempts that were made again: they failed or were lost too.
     """
     all_of_them = [(group.task, attempt) for group in groups for attempt in group.attempts if attempt.end is not None]
     graded = [(task, attempt, attempt.reward) for task, attempt in all_of_them if attempt.reward is not None]
@@ -200,7 +200,7 @@ def _run_config(folder: Path) -> dict[str, Any]:
 
 
 async def _read_pool(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """What the pool adds: ends, breaks and transcripts."""
+    """Returns the fields of `RunReport` that come from the pool: ends, breaks and transcripts."""
     name = config["pool"]["name"]
     if name == "memory" or (name == "sqlite" and not (folder / "pool.db").exists()):
         return {"picked_from": "This run kept no transcripts."}
@@ -226,7 +226,7 @@ async def _read_pool(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
 
 
 async def _replaced(pool: Pool, group: Group) -> list[Attempt]:
-    """The attempts of a group that no longer count."""
+    """Returns the attempts of a group that were made again."""
     counting = {attempt.rollout.id for attempt in group.attempts}
     if all(attempt.rollout.attempt == 1 for attempt in group.attempts):
         return []
@@ -241,7 +241,7 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
-    """The entries of a JSONL file; a line that is still being written is left out."""
+    """Returns the entries of a JSONL file; a line that is still being written is left out."""
     if not path.exists():
         return []
     return [orjson.loads(line) for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"}\n")]

@@ -1,4 +1,4 @@
-"""The Ray cluster of a run: one that is started here and ends with us, or one that is running; and where things are in it."""
+"""The Ray cluster of a run: started on this machine for the run, or one that is running already; and its nodes."""
 
 import asyncio
 import ipaddress
@@ -80,7 +80,7 @@ def on_node(node_id: str) -> Any:
 def refuse_open_cluster() -> None:
     """Several machines without a token between them would run anyone's code: ConfigError.
 
-    That we have a token says nothing, since a cluster that asks for none lets us in too; so one without a token tries the door.
+    Our own token proves nothing, since a cluster that asks for none lets us in too; so a program without a token tries to connect.
     """
     nodes, address = live_nodes(), cast("str", ray.get_runtime_context().gcs_address)
     if len(nodes) > 1 and not _requires_token(address):
@@ -108,7 +108,7 @@ async def reachable_url(base_url: str, *, several_nodes: bool) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host` means the machine that says it, and no other."""
+    """Whether `host` means the caller's own machine."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -130,7 +130,7 @@ def _listens(host: str, port: int) -> bool:
 
 def _connect(address: str, namespace: str, store_bytes: int) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    logging.getLogger("ray").setLevel(logging.ERROR)  # how it is doing is told by our own events
+    logging.getLogger("ray").setLevel(logging.ERROR)  # our own events report its state
     quiet: dict[str, Any] = {"namespace": namespace, "log_to_driver": False, "logging_level": logging.ERROR}
     try:
         if address:
@@ -145,7 +145,7 @@ def _connect(address: str, namespace: str, store_bytes: int) -> None:
 
 @contextmanager
 def _keep_sigterm() -> Generator[None]:
-    """Ray takes SIGTERM for itself; give it back to whoever had it."""
+    """Ray replaces the SIGTERM handler; restore the one before."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

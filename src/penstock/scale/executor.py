@@ -51,16 +51,20 @@ class RayExecutor:
         agent = given.agent
         self._given = given
         self._section: RaySection = given.section or RaySection()
-        self._recipe = portable_agent_spec(agent)
+        self._agent_spec = portable_agent_spec(agent)
         self._workflow_slots = slots(agent.workflow_config and agent.workflow_config.concurrency)
         self._grader_slots = slots(agent.grader_config and agent.grader_config.concurrency)
         self._stack = ExitStack()
         self._several_nodes = False
-        self._hired = itertools.count()
+        self._started = itertools.count()
         self._urls: dict[str, str] = {}
         section = self._section
         self._manager = AgentFlowManager(
-            self._hire, workers=section.workers, room=section.concurrency, start_s=section.start_s, events=given.events
+            self._start_worker,
+            workers=section.workers,
+            concurrency=section.concurrency,
+            start_s=section.start_s,
+            events=given.events,
         )
 
     async def __aenter__(self) -> Self:
@@ -94,9 +98,9 @@ class RayExecutor:
             self._urls[base_url] = await reachable_url(base_url, several_nodes=self._several_nodes)
         return self._urls[base_url]
 
-    def _hire(self) -> Any:
+    def _start_worker(self) -> Any:
         options = {"num_cpus": self._section.cpus, "scheduling_strategy": self._where(), "max_restarts": 0}
-        return ray.remote(AgentFlowWorker).options(**options).remote(self._recipe, grace_s=self._section.grace_s)
+        return ray.remote(AgentFlowWorker).options(**options).remote(self._agent_spec, grace_s=self._section.grace_s)
 
     def _where(self) -> Any:
         """The node of the next worker. On the only one they stay, also if others join: the gateway may be on its loopback."""
@@ -105,7 +109,7 @@ class RayExecutor:
         if self._section.cpus:
             return "SPREAD"
         nodes = sorted(node["NodeID"] for node in live_nodes())  # Ray does not spread what asks for no processor
-        return on_node(nodes[next(self._hired) % len(nodes)])
+        return on_node(nodes[next(self._started) % len(nodes)])
 
     def _job(self, kind: Kind, task: Task, rollout_id: str, timeout_s: float, seat: Seat | None) -> Job:
         folder = self._given.artifacts and self._given.artifacts.resolve() / rollout_id
@@ -126,7 +130,7 @@ class RayExecutor:
         except ValueError as cause:
             raise self._unsent(job, cause) from cause
         grace_s = job.grace_s
-        answer = await self._manager.do(frame, write_samples(samples), patience_s=job.timeout_s + grace_s, grace_s=grace_s)
+        answer = await self._manager.run(frame, write_samples(samples), timeout_s=job.timeout_s + grace_s, grace_s=grace_s)
         if error := answer.failure():
             raise error
         return answer

@@ -1,4 +1,4 @@
-"""ParameterSynchronizer: an actor that holds the weights of the current policy version and hands them to what samples with them."""
+"""ParameterSynchronizer: an actor that holds the weights of the current policy version and loads them into the rollouter."""
 
 import asyncio
 from pathlib import Path
@@ -20,21 +20,21 @@ class ParameterSynchronizer:
         self._rollouter = rollouter
         self._files: dict[str, Any] = {}
         self._turn = asyncio.Lock()
-        """What a trainer that died has begun ends before the next one's."""
+        """A call of a trainer that died ends before the next trainer's begins."""
 
     async def publish(self, version: int, folder: str) -> None:
-        """Hold the files of a model folder and have them served as `version`; returns when they are."""
+        """Hold the files of a model folder and load them into the rollouter as `version`; returns once they are served."""
         async with self._turn:
             self._files = await asyncio.to_thread(_put, Path(folder))
-            await self._hand_over(version)
+            await self._load(version)
 
-    async def _hand_over(self, version: int) -> None:
+    async def _load(self, version: int) -> None:
         rollouter = get_actor(self._rollouter)
         for _ in range(MAX_DEATHS):
             try:
                 await call_result(rollouter.load.remote(version, list(self._files), *self._files.values()))
                 return
-            except ActorGone:  # it comes back without any weights
+            except ActorGone:  # it restarts without these weights
                 await wait_restarted(rollouter)
         raise TrainError(f"policy version {version} reached no rollouter: {MAX_DEATHS} died over it; see Ray's logs")
 

@@ -1,4 +1,4 @@
-"""A training run on Ray: the driver, which starts the actors, hears them, and starts again those that die."""
+"""A training run on Ray: the driver, which starts the actors, relays their events, and resumes after one died."""
 
 import asyncio
 import secrets
@@ -69,7 +69,7 @@ def refuse_unscalable(config: RunConfig, inputs: Inputs) -> None:
 
 @asynccontextmanager
 async def open_actors(config: RunConfig, inputs: Inputs, folder: RunFolder, events: Events) -> AsyncGenerator[Actors]:
-    """Start the actors on this node, where the run's folder is, and tell here what they tell; they are ended on leaving."""
+    """Start the actors on this node, where the run's folder is, and relay their events; they are killed on leaving."""
     sent = RunSpec.of(config, inputs, folder, threads=torch.get_num_threads()).write()
     names = [f"{role}-{secrets.token_hex(4)}" for role in ("rollouter", "synchronizer", "trainer")]
     rollouter_gpus, trainer_gpus = gpu_shares(config, int(own_node()["Resources"].get("GPU", 0)))
@@ -94,7 +94,7 @@ async def open_actors(config: RunConfig, inputs: Inputs, folder: RunFolder, even
 
 
 async def supervise(actors: Actors, stop: asyncio.Event, events: Events, *, resumed: bool) -> Summary:
-    """Have the trainer run to its end; one that died goes on from its checkpoint. TrainError where it dies again and again."""
+    """Run the trainer to its end; after a death it continues from its checkpoint. TrainError if it keeps dying."""
     deaths = DeathCounter()
     events.listen(deaths)
     stopping = asyncio.create_task(_forward_stop(stop, actors.trainer))
@@ -119,19 +119,18 @@ async def supervise(actors: Actors, stop: asyncio.Event, events: Events, *, resu
 
 
 class DeathCounter:
-    """Counts how often a trainer died; a step of training forgets them. A listener of events."""
+    """A listener of events that counts deaths of the trainer; a trained step resets the count."""
 
     def __init__(self) -> None:
         self.in_a_row = 0
 
     def __call__(self, kind: str, fields: dict[str, Any]) -> None:
-        """Take in one event."""
         if kind == "train.step":
             self.in_a_row = 0
 
 
 def gpu_shares(config: RunConfig, gpus: int) -> tuple[float, float]:
-    """How much of the node's GPUs rollouter and trainer get: one each where there are two, half of the only one."""
+    """Returns the GPUs of rollouter and trainer: one each where there are two, else half of the only one."""
     if not gpus or config.engine.device == "cpu":
         return 0.0, 0.0
     if not config.engine.in_process:
@@ -146,7 +145,7 @@ def _start(cls: type[Any], name: str, *arguments: str, num_gpus: float = 0.0) ->
 
 async def _forward_stop(stop: asyncio.Event, trainer: Actor) -> None:
     await stop.wait()
-    trainer.stop.remote()  # one that is dead now is told again when it is back
+    trainer.stop.remote()  # if it is dead now, `supervise` repeats this after its restart
 
 
 async def _close(*actors: Actor) -> None:
@@ -154,7 +153,7 @@ async def _close(*actors: Actor) -> None:
         try:
             async with asyncio.timeout(CLOSE_S):
                 await call_result(actor.close.remote())
-        except (TimeoutError, ActorGone):  # nothing is left to be lost: the summary is here
+        except (TimeoutError, ActorGone):  # nothing can be lost any more: the summary has arrived
             continue
 
 

@@ -70,7 +70,7 @@ async def run_training(run: TrainingRun, stop: asyncio.Event) -> Summary:
 async def refuse_another_run(run: TrainingRun) -> None:
     """Raises ConfigError if a new run finds groups of another one of its name, in a database that several runs share."""
     if not run.folder.resumed and (groups := (await run.pool.stats()).groups):
-        run.folder.forget()
+        run.folder.discard_start()
         raise ConfigError(
             f"the pool at pool.url holds {groups} groups of another run called {run.config.run.name!r}; set another run.name"
         )
