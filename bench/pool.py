@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from penstock.pool.base import Pool
-from penstock.pool.rows import seal
-from penstock.pool.sqlite import open_pool
-from penstock.pool.sqlite_file import open_database
+from penstock.pool.rows import encode_row
+from penstock.pool.sql.sqlite import open_database
+from penstock.pool.sqlite import SqlitePool
 from penstock.records import End, Grade, Node, Rollout, Sampling, Step, Task, make_rollout
 
 WRITERS = {1: 100, 16: 40, 256: 8}
@@ -72,7 +72,7 @@ def make_call(
 
 async def pool_rate(folder: Path, writers: int) -> float:
     """Steps per second when every writer waits for its own step to be durable before the next."""
-    pool: Pool = open_pool(folder)
+    pool: Pool = SqlitePool(folder)
     rollouts, steps = [make_rollout("train-0", TASK.id, place) for place in range(writers)], WRITERS[writers]
     await pool.open_group(TASK, rollouts, seq=0)
     calls = {rollout.id: [make_call(rollout.id, index) for index in range(steps)] for rollout in rollouts}
@@ -94,7 +94,7 @@ def packed(writers: int) -> list[bytes]:
     """The bytes of one step of each writer, as the pool stores them."""
     made: list[bytes] = []
     for place in range(writers):
-        rows = [seal(record, "row") for record in make_call(f"train-0.{place}.1", place)]
+        rows = [encode_row(record, "row") for record in make_call(f"train-0.{place}.1", place)]
         made.append(b"".join(b"".join((row.record, *(column or b"" for column in row.columns))) for row in rows))
     return made
 
@@ -140,7 +140,7 @@ def rates(writers: int) -> Rates:
 
 async def end_us(folder: Path) -> float:
     """Processor time of a grade and an end, where many rollouts end at once."""
-    pool: Pool = open_pool(folder)
+    pool: Pool = SqlitePool(folder)
     costs: list[float] = []
     for seq in range(ROUNDS):
         groups = [[make_rollout(f"train-{seq}-{n}", TASK.id, place) for place in range(GROUP_SIZE)] for n in range(AT_ONCE)]
@@ -157,7 +157,7 @@ async def end_us(folder: Path) -> float:
 
 async def bytes_per_step(folder: Path) -> tuple[float, float]:
     """Of rollouts with many turns: as the pool stores them, and as rows that hold each call's whole context."""
-    pool: Pool = open_pool(folder)
+    pool: Pool = SqlitePool(folder)
     rollouts = [make_rollout("train-0", TASK.id, place) for place in range(GROUP_SIZE * 4)]
     await pool.open_group(TASK, rollouts, seq=0)
     whole = sqlite3.connect(folder / "whole.db")
@@ -171,10 +171,10 @@ async def bytes_per_step(folder: Path) -> tuple[float, float]:
             )
             await pool.append(step, node)
             ids, messages = ids + node.token_ids, (*messages, *node.messages)
-            context = seal(
+            context = encode_row(
                 Node(rollout_id=rollout.id, id=index, parent=None, token_ids=ids, chain=node.chain, messages=messages), "x"
             )
-            reply = seal(step, "x")
+            reply = encode_row(step, "x")
             columns = b"".join(column or b"" for column in (*context.columns, *reply.columns))
             whole.execute("INSERT INTO calls (record, token_ids) VALUES (?, ?)", (context.record + reply.record, columns))
             ids, messages = ids + step.completion_ids, (*messages, step.message)
@@ -197,7 +197,7 @@ class Growth(NamedTuple):
 
 async def growth(folder: Path, total: int) -> list[Growth]:
     """What a step and a claim cost as the pool fills, at each power of ten."""
-    pool: Pool = open_pool(folder)
+    pool: Pool = SqlitePool(folder)
     found: list[Growth] = []
     marks = iter([10**power for power in range(4, 7) if 10**power <= total])
     mark, written, window_at, cpu = next(marks), 0, 0, time.process_time()

@@ -22,7 +22,7 @@ from bench.scale_engine import SAID, TimedEngine
 from penstock.config import RunConfig
 from penstock.events import Events
 from penstock.pool.base import Pool
-from penstock.pool.sqlite import open_pool
+from penstock.pool.sqlite import SqlitePool
 from penstock.records import Sampling, Task
 from penstock.rollout.executors.base import read_section
 from penstock.rollout.scheduler import Scheduler
@@ -90,7 +90,7 @@ async def rollout_side(folder: Path, config: RunConfig) -> AsyncGenerator["Side"
         model="scripted",
         folder=model,
     )
-    pool, events = open_pool(path), Events()
+    pool, events = SqlitePool(path), Events()
     try:
         async with open_rollouts(config, inputs, RunFolder(path, resumed=False), events, pool) as rollouts:
             yield Side(config, rollouts, pool, events)

@@ -12,7 +12,7 @@ import orjson
 
 from penstock.errors import DatasetError
 from penstock.graders.gsm8k import ground_truth
-from penstock.sdk.dataset import Row, read_rows
+from penstock.sdk.dataset import DatasetRow, read_rows
 
 SOURCE = "openai/gsm8k"
 ASKED = 'Think step by step and give the final answer after "####".'
@@ -38,7 +38,7 @@ def convert(raw: Path, out: Path, limit: int | None = None) -> int:
     return count
 
 
-def row_of(row: Row, split: str, index: int) -> dict[str, Any]:
+def row_of(row: DatasetRow, split: str, index: int) -> dict[str, Any]:
     question, answer = (text_of(row, name) for name in ("question", "answer"))
     try:
         truth = ground_truth(answer)
@@ -53,7 +53,7 @@ def row_of(row: Row, split: str, index: int) -> dict[str, Any]:
     }
 
 
-def text_of(row: Row, name: str) -> str:
+def text_of(row: DatasetRow, name: str) -> str:
     value = row.columns.get(name)
     if not isinstance(value, str) or not value.strip():
         raise DatasetError(f"{row.where}: no text under {name!r}; a row of GSM8K has 'question' and 'answer'")

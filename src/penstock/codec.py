@@ -43,7 +43,7 @@ def unpack_ints(blob: bytes) -> tuple[int, ...]:
     return _unpack("i", blob)
 
 
-def ids_hash(previous: blake2b | None, ids: Sequence[int]) -> blake2b:
+def extend_ids_hash(previous: blake2b | None, ids: Sequence[int]) -> blake2b:
     """The hash of the ids that `previous` has seen and of `ids` after them; `previous` stays as it is, so that paths may fork.
 
     `hexdigest()` of it is what `Step.context` holds, whoever computes it and in however many parts.
@@ -78,7 +78,7 @@ def context_digest(ids: Sequence[int]) -> str:
     >>> context_digest([1, 2, 3]) == ids_hash(ids_hash(None, [1]), [2, 3]).hexdigest()
     True
     """
-    return ids_hash(None, ids).hexdigest()
+    return extend_ids_hash(None, ids).hexdigest()
 
 
 def pack_floats(values: Sequence[float]) -> bytes:

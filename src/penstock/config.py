@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, cast
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny, ValidationError, create_model
 
-from penstock.errors import ConfigError, Issue, several
+from penstock.errors import ConfigError, Issue, combine_issues
 
 T = TypeVar("T", bound=BaseModel)
 
@@ -46,10 +46,10 @@ def validate(model: type[T], tree: Mapping[str, Any], where: str) -> T:
     try:
         return model.model_validate(tree)
     except ValidationError as cause:
-        raise several(where, _issues(model, cause)) from cause
+        raise combine_issues(where, _issues(model, cause)) from cause
 
 
-def flaws(model: type[BaseModel], tree: Mapping[str, Any]) -> list[Issue]:
+def find_issues(model: type[BaseModel], tree: Mapping[str, Any]) -> list[Issue]:
     """All that keeps `tree` from being a `model`; none where nothing does."""
     try:
         model.model_validate(tree)
@@ -440,7 +440,7 @@ def rollout_hosts() -> tuple[str, ...]:
     return tuple(host.strip() for host in os.environ.get("PENSTOCK_ROLLOUT_HOSTS", "").split(",") if host.strip())
 
 
-class OwnRollout(NamedTuple):
+class EnclosingRollout(NamedTuple):
     """Where the model calls of a program go that is a rollout itself."""
 
     base_url: str
@@ -448,11 +448,11 @@ class OwnRollout(NamedTuple):
     rollout_id: str
 
 
-def own_rollout() -> OwnRollout | None:
+def enclosing_rollout() -> EnclosingRollout | None:
     """What `penstock run` has told this process of its rollout; None outside of it."""
     names = ("OPENAI_BASE_URL", "OPENAI_API_KEY", "PENSTOCK_ROLLOUT_ID")
     base_url, api_key, rollout_id = (os.environ.get(name, "") for name in names)
-    return OwnRollout(base_url, api_key, rollout_id) if base_url and api_key and rollout_id else None
+    return EnclosingRollout(base_url, api_key, rollout_id) if base_url and api_key and rollout_id else None
 
 
 def engine_section(name: str) -> type[EngineSection]:

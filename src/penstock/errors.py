@@ -182,10 +182,12 @@ class Problems:
         if len(self.errors) == 1:
             raise self.errors[0][1]
         if self.errors:
-            raise several(where, [issue for key, error in self.errors for issue in error.issues or (Issue(key, str(error)),)])
+            raise combine_issues(
+                where, [issue for key, error in self.errors for issue in error.issues or (Issue(key, str(error)),)]
+            )
 
 
-def several(where: str, issues: Sequence[Issue], kind: type[ConfigError] = ConfigError) -> ConfigError:
+def combine_issues(where: str, issues: Sequence[Issue], kind: type[ConfigError] = ConfigError) -> ConfigError:
     """One error for all of them: a line where it is one, else a line for each below one that says how many."""
     if len(issues) == 1:
         return kind(f"{where}: {issues[0].line}", issues)

@@ -1,4 +1,4 @@
-"""For tests, yours and ours: an engine that samples what you write, a tokenizer in a folder, and a gateway without a socket.
+"""Test doubles for users and for our own tests: a scripted engine, a small tokenizer, and a gateway without a socket.
 
 engine = ScriptedEngine(["Hello!", ScriptedReply("never said", busy=True)], renderer.tokenizer)
 async with workbench(engine, renderer) as bench:
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
-from tokenizers import Tokenizer as Core
+from tokenizers import Tokenizer as HfTokenizer
 
 from penstock.chat.renderer import Renderer
 from penstock.chat.tokenizer import BYTE_OF, Tokenizer
@@ -39,29 +39,29 @@ CHATML = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-"""A chat template without tools, in the manner of small instruct models."""
+"""A chat template without tools, as small instruct models have it."""
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 
 @dataclass(frozen=True, slots=True)
 class ScriptedReply:
-    """One reply of a ScriptedEngine: what is sampled, and what goes wrong."""
+    """One reply of a ScriptedEngine: its tokens, and how it fails."""
 
     text: str = ""
-    """Encoded and ended with the tokenizer's first end-of-text id; unused where `ids` is given."""
+    """Encoded, and ended with the tokenizer's first end-of-text id; unused if `ids` is given."""
     ids: Sequence[int] | None = None
-    """Sampled as they are, whatever they spell. A stop id among them ends the reply."""
+    """Sampled as they are. A stop id among them ends the reply."""
     finish: Finish = "stop"
-    """Said after the last token, unless a stop id or `max_tokens` came first."""
+    """The finish reason after the last token, unless a stop id or `max_tokens` came first."""
     busy: bool = False
-    """Refuse with EngineBusy."""
+    """Raise EngineBusy."""
     fail_after: int | None = None
     """Raise EngineError after this many tokens."""
     stall_after: int | None = None
-    """After this many tokens wait for `engine.release`; `engine.stalled` is set meanwhile."""
+    """Wait for `engine.release` after this many tokens; `engine.stalled` is set meanwhile."""
     cut_after: int | None = None
-    """End without a word after this many tokens."""
+    """End without a finish reason after this many tokens."""
 
 
 Reply = ScriptedReply | str | Sequence[int]
@@ -71,7 +71,7 @@ Script = Iterable[Reply] | Callable[[tuple[int, ...]], Reply]
 
 @dataclass
 class ScriptedEngine:
-    """An `Engine` whose replies are written beforehand. Log-probabilities are made up, the same for the same token and place."""
+    """An `Engine` with scripted replies. Log-probabilities are made up, equal for the same token at the same position."""
 
     script: Script
     tokenizer: Tokenizer
@@ -83,7 +83,7 @@ class ScriptedEngine:
     prompts: list[tuple[int, ...]] = field(default_factory=list[tuple[int, ...]])
     """The prompt ids of every request, in order."""
     samplings: list[Sampling] = field(default_factory=list[Sampling])
-    """How every request was to be sampled."""
+    """The sampling settings of every request, in order."""
     running: int = 0
     cancelled: int = 0
     """Requests that were closed before their end."""
@@ -101,7 +101,7 @@ class ScriptedEngine:
         self._count()
 
     def release(self) -> None:
-        """Let stalled requests go on, and stall none from now on."""
+        """Let stalled requests continue, and stall none from now on."""
         self._released.set()
 
     async def until_stalling(self, count: int) -> None:
@@ -124,7 +124,7 @@ class ScriptedEngine:
         self._count(running=1)
         finished = False
         try:
-            async for chunk in self._play(reply, sampling):
+            async for chunk in self._sample(reply, sampling):
                 finished = chunk.finish is not None
                 yield chunk
         finally:
@@ -153,32 +153,32 @@ class ScriptedEngine:
         ids = [*self.tokenizer.encode(scripted.text), *self.tokenizer.eos_ids[:1]]
         return replace(scripted, ids=ids)
 
-    async def _play(self, reply: ScriptedReply, sampling: Sampling) -> AsyncGenerator[SampledChunk, None]:
-        ids, finish = _limited(reply.ids or (), sampling, reply.finish)
+    async def _sample(self, reply: ScriptedReply, sampling: Sampling) -> AsyncGenerator[SampledChunk, None]:
+        ids, finish = _limit(reply.ids or (), sampling, reply.finish)
         tempered = sampling.temperature != 1.0 or sampling.truncated
         for start in range(0, max(len(ids), 1), self.chunk):
-            part: list[tuple[int, float, float, int]] = []
-            for place, token_id in enumerate(ids[start : start + self.chunk], start):
-                await self._misbehave(reply, place)
-                if reply.cut_after == place:
+            tokens: list[tuple[int, float, float, int]] = []
+            for index, token_id in enumerate(ids[start : start + self.chunk], start):
+                await self._stall_or_fail(reply, index)
+                if reply.cut_after == index:
                     return
-                full = -((token_id * 7919 + place * 104_729) % 4096 + 1) / 1024
-                part.append((token_id, full / 2 if tempered else full, full, self.version))
+                full = -((token_id * 7919 + index * 104_729) % 4096 + 1) / 1024
+                tokens.append((token_id, full / 2 if tempered else full, full, self.version))
             is_last = start + self.chunk >= len(ids)
-            columns = [tuple(column) for column in zip(*part, strict=True)] or [()] * 4
+            columns = [tuple(column) for column in zip(*tokens, strict=True)] or [()] * 4
             yield SampledChunk(*columns, finish=finish if is_last else None)  # pyright: ignore[reportArgumentType]
             await asyncio.sleep(0)
-        await self._misbehave(reply, len(ids))
+        await self._stall_or_fail(reply, len(ids))
 
-    async def _misbehave(self, reply: ScriptedReply, place: int) -> None:
-        if reply.stall_after == place:
+    async def _stall_or_fail(self, reply: ScriptedReply, index: int) -> None:
+        if reply.stall_after == index:
             self._count(stalling=1)
             try:
                 await self._released.wait()
             finally:
                 self._count(stalling=-1)
-        if reply.fail_after == place:
-            raise EngineError(f"the scripted engine failed after {place} tokens")
+        if reply.fail_after == index:
+            raise EngineError(f"the scripted engine failed after {index} tokens")
 
     def _count(self, *, running: int = 0, stalling: int = 0) -> None:
         self.running += running
@@ -190,7 +190,7 @@ class ScriptedEngine:
 
 @dataclass(frozen=True, slots=True)
 class GatewayFixture:
-    """A gateway with a pool, and clients that reach it."""
+    """A gateway with a pool, and clients for it."""
 
     gateway: Gateway
     pool: Pool
@@ -205,11 +205,11 @@ class GatewayFixture:
         return self.reopen(rollout, sampling=sampling)
 
     def reopen(self, rollout: Rollout, *, sampling: Sampling | None = None) -> Session:
-        """A session for a rollout that the pool knows."""
+        """A session for a rollout that is in the pool."""
         return self.gateway.open(rollout, sampling or Sampling(max_tokens=1024))
 
     async def attempt(self, session: Session) -> Attempt:
-        """Everything recorded of the rollout."""
+        """Everything recorded for the rollout."""
         return await self.pool.attempt(session.rollout_id)
 
     def http(self, token: str = "") -> "AsyncClient":
@@ -247,9 +247,9 @@ async def workbench(
     secrets: Sequence[str] = (),
     is_open: bool = False,
 ) -> AsyncGenerator[GatewayFixture, None]:
-    """A gateway in front of `engine`: over ASGI alone, or on a free port with `serves`. The pool is a new one in memory.
+    """A gateway in front of `engine`: over ASGI alone, or on a free port with `serves`. By default the pool is a new one in memory.
 
-    With `is_open` it asks for no tokens. An engine that gives text needs no renderer.
+    With `is_open` it requires no tokens. A text endpoint needs no renderer.
     """
     async with AsyncExitStack() as stack:
         if pool is None:
@@ -264,7 +264,7 @@ async def workbench(
 
 
 def memory_pool() -> Pool:
-    """A new, empty pool that forgets."""
+    """A new, empty pool in memory."""
     return POOLS.load("memory")(Path())
 
 
@@ -273,7 +273,7 @@ def write_tokenizer(folder: Path, *, corpus: Iterable[str] = (), vocab_size: int
 
     Without merges every byte is a token, so any text has one tokenization; with them most texts have many.
     """
-    core = Core(models.BPE({char: place for place, char in enumerate(sorted(BYTE_OF))}, []))
+    core = HfTokenizer(models.BPE({char: index for index, char in enumerate(sorted(BYTE_OF))}, []))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
     if corpus:
@@ -299,9 +299,9 @@ def _in_order(replies: Iterable[Reply]) -> Callable[[tuple[int, ...]], Reply]:
     return following
 
 
-def _limited(ids: Sequence[int], sampling: Sampling, finish: Finish) -> tuple[Sequence[int], Finish]:
-    """As much of `ids` as may be sampled, and how that ends."""
-    end = next((place + 1 for place, token_id in enumerate(ids) if token_id in sampling.stop_ids), None)
+def _limit(ids: Sequence[int], sampling: Sampling, finish: Finish) -> tuple[Sequence[int], Finish]:
+    """The part of `ids` that may be sampled, and the finish reason."""
+    end = next((index + 1 for index, token_id in enumerate(ids) if token_id in sampling.stop_ids), None)
     if end is not None and end <= sampling.max_tokens:
         return ids[:end], "stop"
     return (ids[: sampling.max_tokens], "length") if len(ids) >= sampling.max_tokens else (ids, finish)

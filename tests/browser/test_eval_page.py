@@ -19,7 +19,7 @@ NASTY = "<b>bold</b> & <script>alert(1)</script> \u2028 ünïcödé"
 
 async def make_pool(path):
     """Four tasks with two attempts each: rewards 0, 1/3, 2/3 and 1 by task; the last attempt of the first task failed."""
-    pool = open_pool(path)
+    pool = MemoryPool(path)
     for row in range(4):
         task = Task(id=f"task-{row}", prompt=({"role": "user", "content": NASTY},), label=str(row))
         rollouts = [make_rollout(f"eval-{row}", task.id, place, channel="eval") for place in range(2)]
@@ -106,7 +106,7 @@ def test_what_a_judge_said_is_read_with_the_transcript(read, page_file):
 
 async def make_long_pool(path):
     """Many rollouts; in one of a hundred the agent went on and on, with a tool, and these are the worst and the best."""
-    pool = open_pool(path)
+    pool = MemoryPool(path)
     call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
     said = [{"role": "assistant", "content": "x" * 1000, "tool_calls": [call]}, {"role": "tool", "content": "y" * 1000}] * 500
     schema = {"type": "function", "function": {"name": "look", "parameters": {}}}

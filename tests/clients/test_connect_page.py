@@ -13,7 +13,7 @@ from connect_page import TEXT, blocks, variables
 
 from penstock.gateway import graph
 from penstock.gateway.dialects import DIALECTS
-from penstock.sdk.environment import routes
+from penstock.sdk.environment import rollout_environment
 
 APIS = {"Chat Completions": "chat", "Responses": "responses", "Messages": "messages", "Completions": "completions"}
 GREETING = "Hello to you, naïvely…"
@@ -72,4 +72,4 @@ def test_the_table_of_breaks_is_complete() -> None:
 
 def test_penstock_run_sets_what_the_page_exports() -> None:
     session = SimpleNamespace(base_url="{root}/v1", token="{token}", rollout_id="adhoc-0.0.1")
-    assert variables().items() <= routes(session.base_url, session.token, session.rollout_id).items()
+    assert variables().items() <= rollout_environment(session.base_url, session.token, session.rollout_id).items()

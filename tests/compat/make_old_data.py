@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from penstock.models import tiny
-from penstock.pool.sqlite import open_pool
+from penstock.pool.sqlite import SqlitePool
 
 AGENT = """\
 from penstock import AgentWorkflow, Grader
@@ -147,7 +147,7 @@ def post(ready: dict[str, Any], path: str, token: str, body: dict[str, Any]) -> 
 
 async def train_one(folder: Path) -> None:
     """What a trainer does with the oldest group, but for the training."""
-    pool = open_pool(folder)
+    pool = SqlitePool(folder)
     lease = await pool.claim(1, version=0, max_staleness=0, lease_s=60)
     assert lease is not None
     await pool.ack(lease.id, 1)

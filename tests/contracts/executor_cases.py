@@ -17,7 +17,7 @@ from penstock.http.server import HttpServer
 from penstock.records import Attempt, Sampling, Task, make_rollout
 from penstock.rollout.author_tasks import AuthorTasks
 from penstock.rollout.executors import EXECUTORS
-from penstock.rollout.executors.base import Given, read_section
+from penstock.rollout.executors.base import ExecutorContext, read_section
 from penstock.rollout.runner import Runner
 from penstock.rollout.server.app import create_rollout_server
 from penstock.rollout.server.backend import LocalBackend
@@ -82,15 +82,15 @@ def script(tokenizer):
 
 
 @contextlib.asynccontextmanager
-async def opened(name, agent, *, recorded, artifacts, grader_timeout_s, events):
+async def opened(name, agent, *, load_transcripts, artifacts, grader_timeout_s, events):
     """The executor `name` for `agent`, entered; the server executor gets a rollout server in this event loop."""
     async with contextlib.AsyncExitStack() as stack:
         table = {"urls": [await stack.enter_async_context(serving(agent, artifacts))]} if name == "server" else {}
-        given = Given(
+        given = ExecutorContext(
             agent=replace(agent, tables=({}, {})) if name == "server" else agent,  # its tables are applied where the agent is
-            guests=AuthorTasks(agent.entry.parent, events, grace_s=GRACE_S),
+            author_tasks=AuthorTasks(agent.entry.parent, events, grace_s=GRACE_S),
             section=read_section(name, table),
-            recorded=recorded,
+            load_transcripts=load_transcripts,
             artifacts=artifacts,
             grader_timeout_s=grader_timeout_s,
             events=events,
@@ -135,11 +135,11 @@ class Stage:
         return done
 
     async def _batch(self, cases, limit_s):
-        async def recorded(rollout_id):
+        async def load_transcripts(rollout_id):
             return transcripts(await self.bench.pool.attempt(rollout_id))
 
         options = {"artifacts": self.folder / "artifacts", "grader_timeout_s": limit_s, "events": self.events}
-        async with opened(self.name, self.agent, recorded=recorded, **options) as executor:
+        async with opened(self.name, self.agent, load_transcripts=load_transcripts, **options) as executor:
             runner = Runner(
                 executor=executor,
                 grader=self.agent.grader_name,

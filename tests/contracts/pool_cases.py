@@ -14,7 +14,7 @@ from penstock.records import End, Grade, Group, Lease, Node, Rollout, Sampling, 
 
 KINDS = [*POOLS, "sqlite-writer"]
 """All pools, and the one of a file whose steps and ends another process writes."""
-DURABLE = [name for name in KINDS if name != "memory"]
+DURABLE = [name for name in KINDS if name not in POOLS or POOLS.load(name).durable]
 TASK = Task(id="t1", prompt=({"role": "user", "content": "6 · 7 = …?"},), label="42", metadata={"row": 3})
 
 
@@ -39,14 +39,14 @@ def open_one(name: str, folder: Path, **options: Any) -> Pool:
 def play(name: str, folder: Path, act: Callable[[Pool], Awaitable[None]], **options: Any) -> None:
     """Open the pool called `name`, run `act` on it, close it."""
 
-    async def whole() -> None:
+    async def main() -> None:
         pool = open_one(name, folder, **options)
         try:
             await act(pool)
         finally:
             await pool.close()
 
-    asyncio.run(whole())
+    asyncio.run(main())
 
 
 def places(seq: int, size: int = 2, channel: str = "train") -> list[Rollout]:

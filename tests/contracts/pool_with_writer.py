@@ -9,9 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from penstock.pool.sqlite import open_pool
-from penstock.pool.sqlite_file import explain, open_database
-from penstock.pool.writer import Committer
+from penstock.pool.sql.sqlite import explain, open_database
+from penstock.pool.sqlite import SqlitePool
+from penstock.pool.writer import BatchWriter
 from penstock.pool.writer_process import WriterProcess
 
 
@@ -20,13 +20,13 @@ class PoolWithWriter:
 
     def __init__(self, folder: Path, **options: Any) -> None:
         self._place = tempfile.TemporaryDirectory(prefix="penstock-")
-        address = f"{self._place.name}/scribe"
-        self._pool = open_pool(folder, scribe=address, **options)
+        address = f"{self._place.name}/writer"
+        self._pool = SqlitePool(folder, writer_address=address, **options)
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(address)
         listener.listen()
-        orders, self._orders = os.pipe()
-        self._thread = threading.Thread(target=self._serve, args=(listener, folder / "pool.db", orders))
+        starter_pipe, self._starter_pipe = os.pipe()
+        self._thread = threading.Thread(target=self._serve, args=(listener, folder / "pool.db", starter_pipe))
         self._thread.start()
 
     def __getattr__(self, name: str) -> Any:
@@ -34,13 +34,13 @@ class PoolWithWriter:
 
     async def close(self) -> None:
         await self._pool.close()
-        if self._orders >= 0:
-            os.close(self._orders)
-            self._orders = -1
+        if self._starter_pipe >= 0:
+            os.close(self._starter_pipe)
+            self._starter_pipe = -1
             self._thread.join()
             self._place.cleanup()
 
-    def _serve(self, listener: socket.socket, path: Path, orders: int) -> None:
-        with listener, closing(Committer(open_database(path), partial(explain, path=path))) as committer:
-            WriterProcess(listener, committer).serve(orders)
-        os.close(orders)
+    def _serve(self, listener: socket.socket, path: Path, starter_pipe: int) -> None:
+        with listener, closing(BatchWriter(open_database(path), partial(explain, path=path))) as writer:
+            WriterProcess(listener, writer).serve(starter_pipe)
+        os.close(starter_pipe)

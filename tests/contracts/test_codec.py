@@ -12,7 +12,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock import records
-from penstock.codec import context_digest, from_json, ids_hash, pack_floats, pack_ints, pieces, to_json, unpack_floats, unpack_ints
+from penstock.codec import (
+    context_digest,
+    extend_ids_hash,
+    from_json,
+    pack_floats,
+    pack_ints,
+    pieces,
+    to_json,
+    unpack_floats,
+    unpack_ints,
+)
 from penstock.records import Grade, Message, Task
 
 names = st.text(st.characters(codec="utf-8"), max_size=8)
@@ -119,8 +129,8 @@ def test_a_torn_column_is_refused() -> None:
 
 @given(st.lists(st.integers(0, 2**31 - 1), max_size=20), st.integers(0, 20))
 def test_a_context_has_one_digest_in_however_many_parts_it_is_hashed(ids: list[int], cut: int) -> None:
-    before = ids_hash(None, ids[:cut])
-    assert ids_hash(before, ids[cut:]).hexdigest() == context_digest(ids)
+    before = extend_ids_hash(None, ids[:cut])
+    assert extend_ids_hash(before, ids[cut:]).hexdigest() == context_digest(ids)
     assert before.hexdigest() == context_digest(ids[:cut])
 
 

@@ -165,7 +165,7 @@ def test_a_server_that_fails_to_take_weights_rests_until_it_has_them(double: typ
         async with double() as one, double() as other, over(one, other, folder=start) as engine:
             one.refuses = one.confesses = other.confesses = True
             await engine.load(1, write_policy(tmp_path / "1"))
-            late = engine.upstream.fleet.addresses[0]
+            late = engine.client.fleet.servers[0]
             assert (late.up.is_set(), engine.version) == (False, 1)
             assert all([held(await read(engine, PROMPT, SHORT)) == (1,) * 8 for _ in range(4)])
             assert not one.requests
@@ -187,7 +187,7 @@ def test_where_no_server_takes_the_weights_all_go_on_with_those_before(double: t
                 with pytest.raises(EngineError, match=r"policy version 2 was taken by no server.*same path as here"):
                     await engine.load(2, write_policy(tmp_path / "2"))
                 server.refuses = False
-                await engine.upstream.fleet.addresses[0].up.wait()
+                await engine.client.fleet.servers[0].up.wait()
                 chunks += [chunk async for chunk in reply]
         whole = joined(chunks)
         assert (engine.version, set(whole.versions), set(held(whole))) == (1, {1}, {1})
@@ -206,7 +206,7 @@ def test_a_server_that_restarts_gets_the_current_weights_before_it_serves(double
             server.forget()
             server.confesses = True
             await server.start()
-            await engine.upstream.fleet.addresses[0].up.wait()
+            await engine.client.fleet.servers[0].up.wait()
             reply = await read(engine, PROMPT, SHORT)
         assert (reply.versions, held(reply)) == ((1,) * 8, (1,) * 8)
 
@@ -215,8 +215,8 @@ def test_a_server_that_restarts_gets_the_current_weights_before_it_serves(double
 
 def test_a_server_whose_weights_another_has_changed_is_noticed_and_gets_ours_again(start: Path, tmp_path: Path):
     async def case():
-        patience = RetryPolicy(rest_s=0.0, probe_s=0.0)
-        async with FakeVllm([Act(stall_after=3)]) as server, engine_over(server, folder=start, patience=patience) as engine:
+        policy = RetryPolicy(recheck_s=0.0, probe_s=0.0)
+        async with FakeVllm([Act(stall_after=3)]) as server, engine_over(server, folder=start, policy=policy) as engine:
             server.confesses = True
             await engine.load(1, write_policy(tmp_path / "1"))
             running = asyncio.ensure_future(read(engine, PROMPT, SHORT))
@@ -231,8 +231,8 @@ def test_a_server_whose_weights_another_has_changed_is_noticed_and_gets_ours_aga
 
 def test_a_server_that_falls_ill_while_nobody_asks_gets_no_request(start: Path):
     async def case():
-        patience = replace(QUICK, probe_s=0.0, retries=0)
-        async with FakeVllm() as one, FakeVllm() as other, engine_over(one, other, folder=start, patience=patience) as engine:
+        policy = replace(QUICK, probe_s=0.0, retries=0)
+        async with FakeVllm() as one, FakeVllm() as other, engine_over(one, other, folder=start, policy=policy) as engine:
             await read(engine, PROMPT, SHORT)
             one.healthy = False
             for _ in range(2):  # the second time, what was said the first time has been heard
@@ -240,7 +240,7 @@ def test_a_server_that_falls_ill_while_nobody_asks_gets_no_request(start: Path):
                 await one.asked.wait()
             before = len(one.requests)
             assert [len((await read(engine, PROMPT, SHORT)).ids) for _ in range(3)] == [8, 8, 8]
-            assert (len(one.requests), sum(engine.upstream.counts.values())) == (before, 0)
+            assert (len(one.requests), sum(engine.client.counts.values())) == (before, 0)
 
     run(case())
 

@@ -166,7 +166,7 @@ def test_the_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch):
 
 def test_the_key_stays_out_of_messages():
     async def case():
-        async with FakeVllm(key="another") as server, engine_over(server, key="very-secret", patience=ONCE) as engine:
+        async with FakeVllm(key="another") as server, engine_over(server, key="very-secret", policy=ONCE) as engine:
             with pytest.raises(EngineError, match="401 Unauthorized: wrong key") as refused:
                 await read(engine, PROMPT, Sampling(max_tokens=3))
         assert "very-secret" not in str(refused.value)
@@ -203,7 +203,7 @@ def test_a_server_that_is_not_there_is_named():
 def test_an_address_may_end_in_v1():
     async def case():
         async with FakeVllm() as server, opened([f"{server.url}/v1/"]) as engine:
-            assert engine.upstream.fleet.addresses[0].url == server.url
+            assert engine.client.fleet.servers[0].url == server.url
 
     run(case())
 
@@ -223,7 +223,7 @@ def test_a_server_that_is_down_at_the_opening_serves_once_it_is_up():
         async with FakeVllm() as one, FakeVllm() as other:
             await other.kill()
             async with opened([one.url, other.url]) as engine:
-                late = engine.upstream.fleet.addresses[1]
+                late = engine.client.fleet.servers[1]
                 assert not late.up.is_set()
                 await read(engine, PROMPT, Sampling(max_tokens=3))
                 await other.start()

@@ -14,14 +14,15 @@ from postgres_server import server_url
 from penstock.errors import PoolError
 from penstock.pool import POOLS
 from penstock.pool.base import Pool
-from penstock.pool.check import Checked
-from penstock.pool.location import PoolLocation, check, size_bytes
-from penstock.pool.postgres import PostgresDatabase, schema_name
+from penstock.pool.check import PoolCheck
+from penstock.pool.location import PoolLocation
+from penstock.pool.postgres import PostgresPool, schema_name
+from penstock.pool.sql.postgres import PostgresDatabase
 from penstock.records import Mark
 
 pytestmark = pytest.mark.slow
 
-DURABLE = [name for name in POOLS if name != "memory"]
+DURABLE = [name for name in POOLS if POOLS.load(name).durable]
 
 
 async def fill(pool: Pool) -> None:
@@ -34,12 +35,13 @@ async def fill(pool: Pool) -> None:
     await pool.mark(Mark(rollout_id="train-1.0.1", note="fine"))
 
 
-def place_of(name: str, folder: Path) -> PoolLocation:
+def location_of(name: str, folder: Path) -> PoolLocation:
     return PoolLocation(name, folder, server_url() if name == "postgres" else "")
 
 
-def look(name: str, folder: Path) -> Checked:
-    return check(place_of(name, folder), lambda done, total: None)
+def verify(name: str, folder: Path) -> PoolCheck:
+    location = location_of(name, folder)
+    return location.kind.verify(folder, location.url, lambda done, total: None)
 
 
 def change(name: str, folder: Path, statement: str) -> None:
@@ -61,15 +63,16 @@ def durable(request: pytest.FixtureRequest) -> str:
 def test_a_pool_as_it_was_written_is_sound_beside_its_writer(durable: str, tmp_path: Path) -> None:
     async def act(pool: Pool) -> None:
         await fill(pool)
-        found = await asyncio.to_thread(look, durable, tmp_path)
+        found = await asyncio.to_thread(verify, durable, tmp_path)
         assert (found.findings, found.groups, found.rollouts, found.steps) == ([], 3, 6, 6)
         await pool.open_group(TASK, places(3, 1), seq=3, min_size=1)
         lost = places(3, 1)[0]
         await finish(pool, await pool.replace(lost, "gone"))
         await pool.drop("train-1", "odd")
         await must_claim(pool)
-        assert (await asyncio.to_thread(look, durable, tmp_path)).findings == []
-        assert (size_bytes(place_of(durable, tmp_path)) or 0) > 10_000
+        assert (await asyncio.to_thread(verify, durable, tmp_path)).findings == []
+        location = location_of(durable, tmp_path)
+        assert (location.kind.size_bytes(tmp_path, location.url) or 0) > 10_000
 
     play(durable, tmp_path, act)
 
@@ -116,7 +119,7 @@ def test_what_is_gone_or_changed_is_refused_and_named(
     play(durable, tmp_path, fill)
     change(durable, tmp_path, statement.replace("'other'", "x'58'") if durable == "sqlite" else statement)
     play(durable, tmp_path, refused)
-    assert any(name in f"{finding.id} {finding.what}" for finding in look(durable, tmp_path).findings)
+    assert any(name in f"{finding.id} {finding.what}" for finding in verify(durable, tmp_path).findings)
 
 
 @pytest.mark.parametrize(
@@ -134,17 +137,16 @@ def test_what_is_gone_or_changed_is_refused_and_named(
 def test_what_only_the_whole_can_tell_is_named(durable: str, tmp_path: Path, statement: str) -> None:
     play(durable, tmp_path, fill)
     change(durable, tmp_path, statement)
-    assert look(durable, tmp_path).findings
+    assert verify(durable, tmp_path).findings
 
 
 def test_a_pool_of_an_earlier_format_is_brought_up_to_date_before_it_is_checked(tmp_path: Path) -> None:
     play("sqlite", tmp_path, fill)
     change("sqlite", tmp_path, "PRAGMA user_version = 1")
-    [finding] = look("sqlite", tmp_path).findings
+    [finding] = verify("sqlite", tmp_path).findings
     assert (finding.table, "earlier penstock" in finding.what) == ("file", True)
 
 
 def test_a_postgres_that_cannot_be_reached_is_an_error_with_a_remedy(tmp_path: Path) -> None:
-    place = PoolLocation("postgres", tmp_path, f"postgresql://penstock@/postgres?host={tmp_path}")
     with pytest.raises(PoolError, match=r"check pool\.url"):
-        check(place, lambda done, total: None)
+        PostgresPool.verify(tmp_path, f"postgresql://penstock@/postgres?host={tmp_path}", lambda done, total: None)

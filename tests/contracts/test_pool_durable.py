@@ -25,8 +25,8 @@ from pool_cases import (
 
 from penstock.errors import PoolError, PoolFailed
 from penstock.pool.base import Pool
-from penstock.pool.rows import seal
-from penstock.pool.sqlite_file import APPLICATION_ID, MIGRATIONS, open_database
+from penstock.pool.rows import encode_row
+from penstock.pool.sql.sqlite import APPLICATION_ID, MIGRATIONS, open_database
 from penstock.records import End, Mark
 
 
@@ -323,7 +323,7 @@ def make_old(folder: Path, number: int) -> None:
     """A pool in an earlier format, with one complete group."""
     folder.mkdir()
     rollout, step, node = places(0, 1)[0], make_step("train-0.0.1"), make_node("train-0.0.1")
-    task, row, step_row, node_row = (seal(record, "x") for record in (TASK, rollout, step, node))
+    task, row, step_row, node_row = (encode_row(record, "x") for record in (TASK, rollout, step, node))
     with closing(open_database(folder / "pool.db")) as database:
         for statement in [statement for change in MIGRATIONS[:number] for statement in change]:
             database.execute(statement)
@@ -361,7 +361,7 @@ def test_a_write_waits_until_another_process_lets_go_of_the_file(tmp_path: Path)
 def test_a_file_that_is_not_let_go_of_fails_the_write_and_the_next_one_succeeds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.pool.sql.database.BUSY_S", 0.02)
+    monkeypatch.setattr("penstock.pool.sql.sqlite.BUSY_S", 0.02)
 
     async def act(pool: Pool) -> None:
         await open_groups(pool)

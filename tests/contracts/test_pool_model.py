@@ -17,14 +17,14 @@ from postgres_server import server_url
 
 from penstock.errors import PoolError
 from penstock.pool import POOLS
-from penstock.pool.base import Bound, Change, Pool
+from penstock.pool.base import Change, GroupLimit, Pool
 from penstock.records import End, Grade, Lease, Mark, Rollout
 
 REFUSED = "refused"
 
 numbers, versions, flags = st.integers(0, 99), st.integers(0, 4), st.booleans()
 channels = st.sampled_from(["train", "train", "val"])
-bounds = st.sampled_from([None, None, Bound(2, "refuse"), Bound(3, "drop")])
+limits = st.sampled_from([None, None, GroupLimit(2, "refuse"), GroupLimit(3, "drop")])
 lease_times = st.sampled_from([0.0, 1e9])
 
 
@@ -76,10 +76,10 @@ class PoolModel(RuleBasedStateMachine):
     def pick(self, number: int) -> Rollout:
         return self.rollouts[number % len(self.rollouts)]
 
-    @rule(seq=st.integers(0, 5), size=st.integers(1, 2), channel=channels, min_size=st.sampled_from([0, 0, 1, 2]), bound=bounds)
-    def open_group(self, seq: int, size: int, channel: str, min_size: int = 0, bound: Bound | None = None) -> None:
+    @rule(seq=st.integers(0, 5), size=st.integers(1, 2), channel=channels, min_size=st.sampled_from([0, 0, 1, 2]), limit=limits)
+    def open_group(self, seq: int, size: int, channel: str, min_size: int = 0, limit: GroupLimit | None = None) -> None:
         rollouts = places(seq, size, channel)
-        if self.both(lambda pool: pool.open_group(TASK, rollouts, seq=seq, min_size=min_size, bound=bound)) == REFUSED:
+        if self.both(lambda pool: pool.open_group(TASK, rollouts, seq=seq, min_size=min_size, limit=limit)) == REFUSED:
             return
         self.rollouts += [rollout for rollout in rollouts if rollout not in self.rollouts]
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from pool_cases import TASK, complete, make_node, make_step, must_claim, open_groups, places
 
-from penstock.pool import sqlite_file
-from penstock.pool.base import Bound
-from penstock.pool.sqlite import open_pool
+from penstock.pool.base import GroupLimit
+from penstock.pool.sql import sqlite
+from penstock.pool.sqlite import SqlitePool
 from penstock.records import End, Grade, Mark
 
 GROWING = re.compile(r"SCAN (nodes|steps|grades|marks|rollouts|groups|changes|lease_groups|ledger)\b")
@@ -20,7 +20,7 @@ WHOLE = ("FROM ledger", "ORDER BY position DESC LIMIT 1")
 
 async def live(folder: Path) -> None:
     """Everything that a run does, several appends and ends together included."""
-    pool = open_pool(folder)
+    pool = SqlitePool(folder)
     await complete(pool, 0, 1)
     await open_groups(pool, first=2, size=8)
     async with asyncio.TaskGroup() as group:
@@ -37,7 +37,7 @@ async def live(folder: Path) -> None:
     async with asyncio.TaskGroup() as group:
         for rollout in [*places(4, 4), *places(5, 4)]:
             group.create_task(pool.end(rollout.id, End.COMPLETED, "", [Grade(rollout_id=rollout.id, reward=1.0, source="g")]))
-    await pool.open_group(TASK, places(3), seq=None, min_size=2, bound=Bound(9, "drop"))
+    await pool.open_group(TASK, places(3), seq=None, min_size=2, limit=GroupLimit(9, "drop"))
     lease = await must_claim(pool)
     await pool.renew(lease.id, 60)
     await pool.ack(lease.id, 1)
@@ -53,7 +53,7 @@ async def live(folder: Path) -> None:
 
 def test_every_statement_finds_its_rows_by_an_index(tmp_path: Path, monkeypatch) -> None:
     said: set[str] = set()
-    plain = sqlite_file.open_database
+    plain = sqlite.open_database
 
     def listening(path: Path, **options: object) -> sqlite3.Connection:
         database = plain(path, **options)

@@ -11,10 +11,10 @@ from pool_cases import TASK, claim, complete, finish, ids, must_claim, open_grou
 
 from penstock.errors import PoolError, PoolFull
 from penstock.pool import POOLS
-from penstock.pool.base import Bound, Pool
+from penstock.pool.base import GroupLimit, Pool
 from penstock.records import End, Mark
 
-DURABLE = [name for name in POOLS if name != "memory"]
+DURABLE = [name for name in POOLS if POOLS.load(name).durable]
 
 
 @pytest.fixture(params=list(POOLS))
@@ -97,14 +97,14 @@ def test_a_group_that_runs_or_is_lent_or_unknown_cannot_be_dropped(run) -> None:
 
 def test_a_full_queue_refuses_one_more_until_there_is_room(run) -> None:
     async def act(pool: Pool) -> None:
-        bound = Bound(2, "refuse")
+        limit = GroupLimit(2, "refuse")
         await complete(pool, 0, 1)
         with pytest.raises(PoolFull, match="2 groups of channel 'train' wait"):
-            await pool.open_group(TASK, places(2), seq=2, bound=bound)
-        await pool.open_group(TASK, places(1), seq=1, bound=bound)  # it is there already
-        await pool.open_group(TASK, places(0, channel="val"), seq=0, bound=bound)
+            await pool.open_group(TASK, places(2), seq=2, limit=limit)
+        await pool.open_group(TASK, places(1), seq=1, limit=limit)  # it is there already
+        await pool.open_group(TASK, places(0, channel="val"), seq=0, limit=limit)
         await pool.ack((await must_claim(pool)).id, 1)
-        await pool.open_group(TASK, places(2), seq=2, bound=bound)
+        await pool.open_group(TASK, places(2), seq=2, limit=limit)
         assert (await pool.stats("train")).groups == 3
 
     run(act)
@@ -112,13 +112,13 @@ def test_a_full_queue_refuses_one_more_until_there_is_room(run) -> None:
 
 def test_a_full_queue_drops_its_oldest_complete_group(run) -> None:
     async def act(pool: Pool) -> None:
-        bound = Bound(2, "drop")
+        limit = GroupLimit(2, "drop")
         await open_groups(pool)
         await complete(pool, 1)
-        await pool.open_group(TASK, places(2), seq=2, bound=bound)
+        await pool.open_group(TASK, places(2), seq=2, limit=limit)
         assert (await pool.stats()).drops == {"overflow": 1}
         with pytest.raises(PoolFull):  # two run, and what runs is not dropped
-            await pool.open_group(TASK, places(3), seq=3, bound=bound)
+            await pool.open_group(TASK, places(3), seq=3, limit=limit)
         assert await claim(pool) is None
 
     run(act)

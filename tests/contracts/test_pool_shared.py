@@ -12,7 +12,7 @@ from pool_cases import KINDS, TASK, make_node, make_step, open_groups, places, p
 
 from penstock.errors import PoolConflict, PoolError
 from penstock.pool.base import Pool
-from penstock.pool.sqlite_file import migrate, open_database
+from penstock.pool.sql.sqlite import migrate, open_database
 from penstock.records import make_rollout
 
 

@@ -13,8 +13,8 @@ from penstock.errors import ConfigError, PoolConflict
 from penstock.pool import POOLS
 from penstock.pool.base import Pool
 from penstock.pool.export.atif import file_name, trajectories
-from penstock.pool.export.transfer import Moved, escape, export_pool, import_pool, unescape
-from penstock.pool.paging import Whole, every_group, every_whole
+from penstock.pool.export.transfer import TransferCounts, escape, export_pool, import_pool, unescape
+from penstock.pool.paging import GroupHistory, iterate_groups, iterate_histories
 from penstock.records import End, Grade, Mark, Sampling, Task, make_rollout
 
 LOSSLESS = ["jsonl", "parquet"]
@@ -48,14 +48,14 @@ async def fill(pool: Pool) -> None:
     await pool.open_group(TASK, places(7, 1, "val"), seq=7)
 
 
-async def moved(source: Pool, target: Pool, path: Path, name: str) -> Moved:
-    wrote = await export_pool(source, path, name=name, channels=await source.channels(), told=quiet)
-    assert await import_pool(path, target, told=quiet) == wrote
+async def moved(source: Pool, target: Pool, path: Path, name: str) -> TransferCounts:
+    wrote = await export_pool(source, path, name=name, channels=await source.channels(), progress=quiet)
+    assert await import_pool(path, target, progress=quiet) == wrote
     return wrote
 
 
-async def everything(pool: Pool) -> list[Whole]:
-    return [whole async for whole in every_whole(pool, await pool.channels())]
+async def everything(pool: Pool) -> list[GroupHistory]:
+    return [history async for history in iterate_histories(pool, await pool.channels())]
 
 
 @pytest.mark.parametrize("name", LOSSLESS)
@@ -65,9 +65,9 @@ def test_a_pool_that_was_exported_and_imported_is_the_same(kind: str, name: str,
         source, target = (open_one(kind, tmp_path / f"{name}-{kind}-{end}") for end in ("source", "target"))
         await fill(source)
         wrote = await moved(source, target, tmp_path / "out", name)
-        assert wrote == Moved(groups=5, rollouts=9, steps=9)
+        assert wrote == TransferCounts(groups=5, rollouts=9, steps=9)
         assert await everything(target) == await everything(source)
-        assert [whole.trained for whole in await everything(target)] == [None, 3, None, None, None]
+        assert [history.trained for history in await everything(target)] == [None, 3, None, None, None]
         assert await target.trained() == [("train-0", 3)]
         assert (await target.stats("train")).groups_leased == 0
         await source.close()
@@ -110,12 +110,12 @@ def test_an_import_that_was_interrupted_goes_on_and_a_second_one_adds_nothing(na
     async def act() -> None:
         source, target = open_one("memory", tmp_path), open_one("memory", tmp_path)
         await fill(source)
-        await export_pool(source, tmp_path / "out", name=name, channels=await source.channels(), told=quiet)
+        await export_pool(source, tmp_path / "out", name=name, channels=await source.channels(), progress=quiet)
         with pytest.raises(KeyboardInterrupt):
-            await import_pool(tmp_path / "out", target, told=stop)
+            await import_pool(tmp_path / "out", target, progress=stop)
         assert (await target.stats()).groups == 2
-        assert (await import_pool(tmp_path / "out", target, told=quiet)).known == 2
-        assert (await import_pool(tmp_path / "out", target, told=quiet)).known == 7
+        assert (await import_pool(tmp_path / "out", target, progress=quiet)).known == 2
+        assert (await import_pool(tmp_path / "out", target, progress=quiet)).known == 7
         assert await everything(target) == await everything(source)
 
     asyncio.run(act())
@@ -142,7 +142,7 @@ def test_an_import_over_other_rollouts_of_the_same_name_is_refused(tmp_path: Pat
         with pytest.raises(PoolConflict, match=r"rollout 'train-0\.0\.1' is in this pool with different content"):
             await moved(source, target, tmp_path / "out", "jsonl")
         with pytest.raises(PoolConflict, match="with another task"):
-            await import_pool(tmp_path / "out", asked, told=quiet)
+            await import_pool(tmp_path / "out", asked, progress=quiet)
 
     asyncio.run(act())
 
@@ -165,10 +165,10 @@ def test_an_export_that_fails_leaves_nothing_and_one_that_is_there_is_kept(name:
     def fail(_: int) -> None:
         raise KeyboardInterrupt
 
-    async def act(told: Callable[[int], None]) -> None:
+    async def act(progress: Callable[[int], None]) -> None:
         pool = open_one("memory", tmp_path)
         await fill(pool)
-        await export_pool(pool, tmp_path / "out", name=name, channels=CHANNELS, told=told)
+        await export_pool(pool, tmp_path / "out", name=name, channels=CHANNELS, progress=progress)
 
     with pytest.raises(KeyboardInterrupt):
         asyncio.run(act(fail))
@@ -203,10 +203,10 @@ def test_a_damaged_export_is_refused_in_one_line(damage: Callable[[Path], None],
     async def act() -> None:
         pool = open_one("memory", tmp_path)
         await fill(pool)
-        await export_pool(pool, tmp_path / "out.jsonl", name="jsonl", channels=CHANNELS, told=quiet)
+        await export_pool(pool, tmp_path / "out.jsonl", name="jsonl", channels=CHANNELS, progress=quiet)
         damage(tmp_path / "out.jsonl")
         with pytest.raises(ConfigError, match=said):
-            await import_pool(tmp_path / "out.jsonl", open_one("memory", tmp_path), told=quiet)
+            await import_pool(tmp_path / "out.jsonl", open_one("memory", tmp_path), progress=quiet)
 
     asyncio.run(act())
 
@@ -215,12 +215,12 @@ def test_what_is_no_export_is_refused(tmp_path: Path) -> None:
     async def act() -> None:
         pool = open_one("memory", tmp_path)
         with pytest.raises(ConfigError, match="no such file"):
-            await import_pool(tmp_path / "absent", pool, told=quiet)
+            await import_pool(tmp_path / "absent", pool, progress=quiet)
         with pytest.raises(ConfigError, match="ATIF leaves out"):
-            await import_pool(tmp_path, pool, told=quiet)
+            await import_pool(tmp_path, pool, progress=quiet)
         (tmp_path / "groups.parquet").write_bytes(b"PAR1 no")
         with pytest.raises(ConfigError, match=r"groups\.parquet: cannot be read"):
-            await import_pool(tmp_path, pool, told=quiet)
+            await import_pool(tmp_path, pool, progress=quiet)
 
     asyncio.run(act())
 
@@ -231,8 +231,8 @@ def test_groups_that_share_a_number_are_all_read(tmp_path: Path) -> None:
         for name in range(40):
             rollout = make_rollout(f"g{name:02}", TASK.id, 0)
             await pool.open_group(TASK, [rollout], seq=name // 20)
-        assert [group.id async for group in every_group(pool, "train")] == [f"g{name:02}" for name in range(40)]
-        assert [group.id async for group in every_group(pool, "train", first_seq=1)] == [f"g{name:02}" for name in range(20, 40)]
+        assert [group.id async for group in iterate_groups(pool, "train")] == [f"g{name:02}" for name in range(40)]
+        assert [group.id async for group in iterate_groups(pool, "train", first_seq=1)] == [f"g{name:02}" for name in range(20, 40)]
 
     asyncio.run(act())
 
@@ -267,7 +267,7 @@ def test_a_rollout_becomes_a_trajectory_with_its_tokens_in_place(tmp_path: Path)
     async def act() -> None:
         pool = open_one("memory", tmp_path)
         await talk(pool)
-        await export_pool(pool, tmp_path / "out", name="atif", channels=["train"], told=quiet)
+        await export_pool(pool, tmp_path / "out", name="atif", channels=["train"], progress=quiet)
 
     asyncio.run(act())
     found = json.loads((tmp_path / "out" / "train-0.0.1.json").read_text())
@@ -298,7 +298,7 @@ def test_rollouts_of_any_kind_become_trajectories(tmp_path: Path) -> None:
         await pool.open_group(TASK, [rollout], seq=9)
         await pool.append(make_step(rollout.id, transcript="../planner"), make_node(rollout.id))
         await finish_second(pool, rollout.id)
-        await export_pool(pool, tmp_path / "out", name="atif", channels=CHANNELS, told=quiet)
+        await export_pool(pool, tmp_path / "out", name="atif", channels=CHANNELS, progress=quiet)
 
     async def finish_second(pool: Pool, rollout_id: str) -> None:
         await pool.append(make_step(rollout_id, 1, transcript="executor"), make_node(rollout_id, 1))

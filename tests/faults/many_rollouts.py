@@ -13,7 +13,7 @@ from gateway_client import Client
 from penstock.chat.renderer import Renderer
 from penstock.gateway import app, auth, session, sources
 from penstock.pool.base import Pool
-from penstock.pool.sqlite import open_pool
+from penstock.pool.sqlite import SqlitePool
 from penstock.records import End, Grade, Rollout, Sampling, Task, make_rollout
 from penstock.testing import GatewayFixture, ScriptedEngine, workbench
 
@@ -51,7 +51,7 @@ async def run_group(bench: GatewayFixture, pool: Pool, seq: int) -> None:
 
 
 async def main(model: Path, folder: Path, rollouts: int) -> None:
-    renderer, pool = Renderer.load(model), open_pool(folder)
+    renderer, pool = Renderer.load(model), SqlitePool(folder)
     engine = ScriptedEngine(lambda prompt: "It is 42.", renderer.tokenizer, chunk=64)
     async with workbench(engine, renderer, pool=pool) as bench:
         for seq in range(rollouts // SIZE):

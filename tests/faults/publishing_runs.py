@@ -18,7 +18,7 @@ import torch
 from penstock.config import load_config
 from penstock.engines.embedded.decoder import Decoder, read_decoder_shape
 from penstock.engines.embedded.weights import save_decoder
-from penstock.pool.sqlite import open_pool
+from penstock.pool.sqlite import SqlitePool
 from penstock.records import Attempt
 from penstock.run.inputs import read_inputs
 from penstock.testing import write_tokenizer
@@ -135,7 +135,7 @@ class Run:
         """All that was recorded, attempts that others took the place of included."""
 
         async def read() -> list[Attempt]:
-            pool = open_pool(self.folder / "runs/run")
+            pool = SqlitePool(self.folder / "runs/run")
             try:
                 groups = await pool.groups("train", limit=10_000)
                 return [await pool.attempt(one.id) for group in groups for one in await pool.rollouts(group.id)]

@@ -14,7 +14,7 @@ import pytest
 from penstock.chat.renderer import Renderer
 from penstock.gateway.auth import GatewayTokens
 from penstock.pool.check import check_file
-from penstock.pool.sqlite import open_pool
+from penstock.pool.sqlite import SqlitePool
 from penstock.records import End
 from penstock.testing import ScriptedEngine, workbench, write_tokenizer
 
@@ -63,7 +63,7 @@ def test_a_full_disk_is_a_503_and_served_again_once_there_is_room(disk, tmp_path
     answered, refused = Counter[str](), Counter[str]()
 
     async def main() -> None:
-        pool = open_pool(folder, max_pages=PAGES if filled is page_limit else None)
+        pool = SqlitePool(folder, max_pages=PAGES if filled is page_limit else None)
         engine = ScriptedEngine(lambda prompt: "42.", renderer.tokenizer)
         async with workbench(engine, renderer, pool=pool, serves=True) as bench:
             session = await bench.rollout()

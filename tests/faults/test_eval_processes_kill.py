@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from test_eval_kill import AGENT, CONFIG, ends, evaluate, place, started
-from test_scribe_kill import scribe_of
+from test_writer_process_kill import writer_process_of
 
 from penstock.records import End
 
@@ -83,12 +83,12 @@ def test_the_same_command_right_after_a_kill_waits_for_processes_that_do_not_let
 @pytest.mark.slow
 def test_where_the_process_that_writes_for_all_is_killed_the_command_says_so_and_the_same_one_goes_on(project: Path) -> None:
     with started(project, 1) as process:
-        said, scribe = list[str](), None
+        said, writer = list[str](), None
         for line in process.stderr:
             said.append(line)
-            if scribe is None and "/" in line.partition(" ")[0] and int(line.partition("/")[0]) >= 60:
-                scribe = scribe_of(process.pid)
-                scribe.kill()
+            if writer is None and "/" in line.partition(" ")[0] and int(line.partition("/")[0]) >= 60:
+                writer = writer_process_of(process.pid)
+                writer.kill()
         assert process.wait(60) == 1 and "Traceback" not in "".join(said)
         assert "the process that writes to the pool has ended" in json.loads(process.stdout.read())["error"]["message"]
     ended = completed(project)

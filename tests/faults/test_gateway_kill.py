@@ -8,7 +8,7 @@ from killable_process import times
 from retrying_agents import kill_gateways
 
 from penstock.pool.check import check_file
-from penstock.pool.sqlite import open_pool
+from penstock.pool.sqlite import SqlitePool
 
 
 @pytest.mark.slow
@@ -17,7 +17,7 @@ def test_gateways_killed_under_load_lose_and_repeat_nothing(tmp_path: Path) -> N
     kills = times(100)
 
     async def main() -> None:
-        pool = open_pool(tmp_path)
+        pool = SqlitePool(tmp_path)
         await kill_gateways(tmp_path, pool, where=("sqlite", ""), gateways=1, kills=kills, answers=kills * 100)
         await pool.close()
 

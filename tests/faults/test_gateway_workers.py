@@ -19,7 +19,7 @@ from httpx2 import AsyncClient, HTTPError, Limits
 from upstream_cases import FakeVllm
 
 from penstock.gateway.graph import prompts
-from penstock.pool.sqlite import open_pool
+from penstock.pool.sqlite import SqlitePool
 from penstock.records import Attempt
 from penstock.testing import write_tokenizer
 
@@ -95,7 +95,7 @@ class Gate:
                 self.answered.notify_all()
 
     async def attempts(self) -> list[Attempt]:
-        pool = open_pool(self.folder)
+        pool = SqlitePool(self.folder)
         try:
             return [attempt for group in await pool.groups("adhoc", limit=1000) for attempt in group.attempts]
         finally:

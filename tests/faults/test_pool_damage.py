@@ -14,8 +14,8 @@ import pytest
 
 from penstock.errors import PoolError
 from penstock.pool.base import Pool
-from penstock.pool.check import Finding, check_file
-from penstock.pool.sqlite import open_pool
+from penstock.pool.check import PoolFinding, check_file
+from penstock.pool.sqlite import SqlitePool
 from penstock.records import End, Grade, Mark, Node, Sampling, Step, Task, make_rollout
 
 FULL = os.environ.get("PENSTOCK_FAULTS") == "full"
@@ -92,7 +92,7 @@ async def read(folder: Path, names: list[str]) -> dict[str, Any]:
             seen[name] = None
 
     try:
-        pool = await asyncio.to_thread(open_pool, folder)
+        pool = await asyncio.to_thread(SqlitePool, folder)
     except PoolError:
         return {}
     try:
@@ -161,7 +161,7 @@ def try_hits(folder: Path, first: int, count: int) -> None:
         place.rmdir()
 
 
-def is_named(name: str, found: list[Finding]) -> bool:
+def is_named(name: str, found: list[PoolFinding]) -> bool:
     """Whether what was hit is among the findings: by its rollout or group, or as a fault of the file that no row can be told of."""
     kind, _, what = name.partition(" ")
     if kind in ("stats", "trained"):
@@ -177,7 +177,7 @@ def pool_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A closed pool, and what it tells."""
 
     async def write(folder: Path) -> dict[str, Any]:
-        pool = open_pool(folder)
+        pool = SqlitePool(folder)
         await fill(pool)
         rollouts = [
             rollout.id for seq in range(GROUPS) for rollout in await pool.rollouts(f"{'val' if seq == 5 else 'train'}-{seq}")

@@ -9,7 +9,7 @@ from acknowledged_writes import AcknowledgedWrites, kill_points
 from killable_process import killable_process, times
 
 from penstock.pool.check import check_file
-from penstock.pool.sqlite import open_pool
+from penstock.pool.sqlite import SqlitePool
 
 
 @pytest.mark.slow
@@ -22,7 +22,7 @@ def test_no_acknowledged_step_is_lost_when_the_writer_is_killed(tmp_path: Path) 
             for lines in kill_points("kills of the pool's writer", kills, kills * 600):
                 await told.run_until_killed(writers, lines)
         assert check_file(tmp_path / "pool.db", lambda done, of: None).findings == []
-        pool = open_pool(tmp_path)
+        pool = SqlitePool(tmp_path)
         await told.check(pool)
         await pool.close()
 

@@ -17,7 +17,7 @@ from retrying_agents import kill_gateways
 from penstock.chat.renderer import Renderer
 from penstock.errors import PoolError
 from penstock.pool.base import Pool
-from penstock.pool.postgres import open_pool
+from penstock.pool.postgres import PostgresPool
 from penstock.records import End, make_rollout
 from penstock.testing import ScriptedEngine, workbench, write_tokenizer
 
@@ -43,7 +43,7 @@ def test_no_acknowledged_step_is_lost_when_a_writer_to_postgres_is_killed(tmp_pa
         async with killable_process(WRITER, "postgres", tmp_path, url, "alone", 60) as writers:
             for lines in kill_points("kills of a writer to PostgreSQL", kills, kills * 300):
                 await told.run_until_killed(writers, lines)
-        pool = open_pool(tmp_path, url=url)
+        pool = PostgresPool(tmp_path, url=url)
         await told.check(pool)
         await pool.close()
 
@@ -75,7 +75,7 @@ def test_a_server_that_crashes_under_load_has_everything_when_it_is_back(tmp_pat
     crashes, told = times(10), AcknowledgedWrites()
 
     async def main() -> None:
-        pool = open_pool(tmp_path, url=durable_server.url)
+        pool = PostgresPool(tmp_path, url=durable_server.url)
         patient = Patient(pool)
         async with asyncio.TaskGroup() as tasks:
             worker = tasks.create_task(Worker(patient, told.add).work(takes_up=True))  # type: ignore[arg-type]
@@ -115,7 +115,7 @@ def test_two_processes_at_one_pool_lend_no_group_twice(tmp_path: Path) -> None:
         async with asyncio.TaskGroup() as both:
             both.create_task(lives(cuts[::2]))
             both.create_task(lives(cuts[1::2]))
-        pool = open_pool(tmp_path, url=url)
+        pool = PostgresPool(tmp_path, url=url)
         await told.check(pool)
         await pool.close()
 
@@ -128,7 +128,7 @@ def test_the_groups_of_a_killed_trainer_come_back(tmp_path: Path) -> None:
     url, names = server_url(), {f"train-{seq}" for seq in range(CLAIMED)}
 
     async def main() -> None:
-        pool = open_pool(tmp_path, url=url)
+        pool = PostgresPool(tmp_path, url=url)
         for seq, name in enumerate(sorted(names)):
             rollout = make_rollout(name, TASK.id, 0)
             await pool.open_group(TASK, [rollout], seq=seq)
@@ -151,7 +151,7 @@ def test_two_gateways_at_one_pool_killed_in_turn_lose_and_repeat_nothing(tmp_pat
     kills, url = times(40), server_url()
 
     async def main() -> None:
-        pool = open_pool(tmp_path, url=url)
+        pool = PostgresPool(tmp_path, url=url)
         await kill_gateways(tmp_path, pool, where=("postgres", url), gateways=2, kills=kills, answers=kills * 100)
         await pool.close()
 
@@ -163,7 +163,7 @@ def test_calls_wait_out_a_pool_whose_server_is_away(tmp_path: Path, durable_serv
     renderer = Renderer.load(write_tokenizer(tmp_path / "model"))
 
     async def main() -> None:
-        pool = open_pool(tmp_path, url=durable_server.url)
+        pool = PostgresPool(tmp_path, url=durable_server.url)
         engine = ScriptedEngine(lambda prompt: "42.", renderer.tokenizer)
         async with workbench(engine, renderer, pool=pool, serves=True) as bench:
             control, known = bench.http(bench.gateway.tokens.control), await bench.rollout()

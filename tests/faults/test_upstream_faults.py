@@ -109,11 +109,11 @@ async def partial(engine, sampling=SAMPLING, rollout_id=""):
 @pytest.mark.parametrize("name", BEFORE_THE_FIRST_TOKEN)
 def test_a_fault_before_the_first_token_is_not_noticed(name: str):
     async def case():
-        async with FakeVllm([BEFORE_THE_FIRST_TOKEN[name]] * 2) as server, engine_over(server, timers=SHORT) as engine:
+        async with FakeVllm([BEFORE_THE_FIRST_TOKEN[name]] * 2) as server, engine_over(server, timeouts=SHORT) as engine:
             reply = await read(engine)
             assert (len(reply.ids), reply.finish) == (12, "length")
             assert len(server.requests) == 3
-            assert engine.upstream.counts.total() == 2
+            assert engine.client.counts.total() == 2
 
     run(case())
 
@@ -121,8 +121,8 @@ def test_a_fault_before_the_first_token_is_not_noticed(name: str):
 @pytest.mark.parametrize("name", BEFORE_THE_FIRST_TOKEN)
 def test_a_fault_that_lasts_is_told_once_the_budget_is_spent(name: str):
     async def case():
-        patience = RetryPolicy(retries=2, first_wait_s=0.0, failures=100)
-        async with FakeVllm() as server, engine_over(server, patience=patience, timers=SHORT) as engine:
+        policy = RetryPolicy(retries=2, first_wait_s=0.0, failures=100)
+        async with FakeVllm() as server, engine_over(server, policy=policy, timeouts=SHORT) as engine:
             server.otherwise = BEFORE_THE_FIRST_TOKEN[name]
             kind = EngineBusy if "429" in name or "503" in name or "busy" in name else EngineError
             with pytest.raises(EngineError, match="given up after 3 attempts") as told:
@@ -138,7 +138,7 @@ def test_a_fault_that_lasts_is_told_once_the_budget_is_spent(name: str):
 def test_a_fault_after_the_first_token_ends_the_reply_and_nothing_is_sent_again(name: str):
     async def case():
         act, message = AFTER_THE_FIRST_TOKEN[name]
-        async with FakeVllm([act]) as server, engine_over(server, timers=SHORT) as engine:
+        async with FakeVllm([act]) as server, engine_over(server, timeouts=SHORT) as engine:
             ids, error = await partial(engine)
             assert len(server.requests) == 1
             whole = await read(engine)
@@ -158,14 +158,14 @@ def test_a_request_that_is_at_fault_itself_is_sent_once(name: str):
             with pytest.raises(EngineError, match=message):
                 await read(engine)
             assert len(server.requests) == 1
-            assert engine.upstream.fleet.addresses[0].failures == 0
+            assert engine.client.fleet.servers[0].failures == 0
 
     run(case())
 
 
 def test_a_reply_cut_at_any_event_never_says_that_it_finished():
     async def case():
-        async with FakeVllm() as server, engine_over(server, patience=RetryPolicy(retries=0, failures=1000)) as engine:
+        async with FakeVllm() as server, engine_over(server, policy=RetryPolicy(retries=0, failures=1000)) as engine:
             whole = (await read(engine)).ids
             for cut in range(12):
                 server.acts.append(Act(cut_after=cut))
@@ -194,7 +194,7 @@ def test_events_may_arrive_in_pieces_of_any_size(size: int):
 def test_trickling_bytes_do_not_count_as_tokens():
     async def case():
         chatter = Act(edit=lambda events: [*events[:4], *[b": still here\n\n"] * 1_000_000])
-        async with FakeVllm([chatter]) as server, engine_over(server, timers=SHORT) as engine:
+        async with FakeVllm([chatter]) as server, engine_over(server, timeouts=SHORT) as engine:
             ids, error = await partial(engine)
         assert len(ids) == 4
         assert "silent for 0.2 s" in str(error)
@@ -238,7 +238,7 @@ def test_closing_the_reply_hangs_up_at_once(place: int):
             async with asyncio.timeout(1):
                 await server.gone.wait()
             await server.until_running(0)
-            assert engine.upstream.fleet.addresses[0].load == 0
+            assert engine.client.fleet.servers[0].load == 0
 
     run(case())
 
@@ -281,7 +281,7 @@ def test_one_of_two_servers_is_killed_under_load_and_no_caller_notices():
                 other.release()
                 load += [group.create_task(read(engine, rollout_id=f"train-{n}.0.1")) for n in range(80)]
             assert Counter(len(task.result().ids) for task in load) == {12: 120}
-            assert not engine.upstream.fleet.addresses[0].up.is_set()
+            assert not engine.client.fleet.servers[0].up.is_set()
 
     run(case())
 
@@ -289,20 +289,20 @@ def test_one_of_two_servers_is_killed_under_load_and_no_caller_notices():
 def test_a_server_that_fails_or_is_busy_moves_the_request_to_another_without_a_wait():
     async def case():
         one, other = FakeVllm([Act(status=500)]), FakeVllm([Act(), Act(status=429)])
-        async with one, other, engine_over(one, other, patience=RetryPolicy(retries=0)) as engine:
+        async with one, other, engine_over(one, other, policy=RetryPolicy(retries=0)) as engine:
             for _ in range(3):
                 assert len((await read(engine)).ids) == 12
-            assert engine.upstream.counts == {"retried_broken": 1, "retried_busy": 1}
+            assert engine.client.counts == {"retried_broken": 1, "retried_busy": 1}
 
     run(case())
 
 
 def test_a_server_rests_after_failures_in_a_row_and_serves_again_once_it_is_well():
     async def case():
-        patience = RetryPolicy(first_wait_s=0.0, rest_s=0.0, failures=3)
+        policy = RetryPolicy(first_wait_s=0.0, recheck_s=0.0, failures=3)
         one, other = FakeVllm([Act(status=500)] * 3), FakeVllm()
-        async with one, other, engine_over(one, other, patience=patience) as engine:
-            address = engine.upstream.fleet.addresses[0]
+        async with one, other, engine_over(one, other, policy=policy) as engine:
+            address = engine.client.fleet.servers[0]
             one.healthy = False
             for _ in range(8):
                 await read(engine)
@@ -321,21 +321,21 @@ def test_a_server_rests_after_failures_in_a_row_and_serves_again_once_it_is_well
 def test_failures_with_successes_between_them_send_no_server_to_rest():
     async def case():
         acts = [Act(status=500), Act(), Act(status=500), Act(), Act(status=500), Act()]
-        async with FakeVllm(acts) as server, engine_over(server, patience=RetryPolicy(first_wait_s=0.0, failures=2)) as engine:
+        async with FakeVllm(acts) as server, engine_over(server, policy=RetryPolicy(first_wait_s=0.0, failures=2)) as engine:
             for _ in range(3):
                 async with aclosing(engine.generate(PROMPT, SAMPLING)) as reply:
                     while (await anext(reply)).finish is None:  # and no further, as the gateway reads
                         pass
             assert len(server.requests) == 6
-            assert engine.upstream.fleet.addresses[0].up.is_set()
+            assert engine.client.fleet.servers[0].up.is_set()
 
     run(case())
 
 
 def test_a_server_that_comes_back_as_another_model_is_left_out():
     async def case():
-        patience = RetryPolicy(first_wait_s=0.0, rest_s=0.0, failures=1)
-        async with FakeVllm() as one, FakeVllm() as other, engine_over(one, other, patience=patience) as engine:
+        policy = RetryPolicy(first_wait_s=0.0, recheck_s=0.0, failures=1)
+        async with FakeVllm() as one, FakeVllm() as other, engine_over(one, other, policy=policy) as engine:
             one.acts.append(Act(status=500))
             one.processed = False
             await read(engine)
@@ -343,21 +343,21 @@ def test_a_server_that_comes_back_as_another_model_is_left_out():
             await one.asked.wait()
             one.asked.clear()
             await one.asked.wait()  # a second time: the first answer was not good enough
-            assert not engine.upstream.fleet.addresses[0].up.is_set()
+            assert not engine.client.fleet.servers[0].up.is_set()
 
     run(case())
 
 
 def test_a_lone_server_that_restarts_is_used_again():
     async def case():
-        patience = RetryPolicy(first_wait_s=0.0, rest_s=0.0, retries=1, failures=1)
-        async with FakeVllm() as server, engine_over(server, patience=patience) as engine:
+        policy = RetryPolicy(first_wait_s=0.0, recheck_s=0.0, retries=1, failures=1)
+        async with FakeVllm() as server, engine_over(server, policy=policy) as engine:
             await read(engine)
             await server.kill()
             with pytest.raises(EngineError, match=r"no server is up: .*Connect call failed"):
                 await read(engine)
             await server.start()
-            await engine.upstream.fleet.addresses[0].up.wait()
+            await engine.client.fleet.servers[0].up.wait()
             assert len((await read(engine)).ids) == 12
 
     run(case())
@@ -366,15 +366,15 @@ def test_a_lone_server_that_restarts_is_used_again():
 def test_a_rollout_stays_with_its_server_and_others_go_to_the_least_loaded():
     async def case():
         fleet = Fleet(["a", "b", "c"], never)
-        with fleet.lend("r1") as first, fleet.lend("r2") as second, fleet.lend("") as third:
-            assert {first.address.url, second.address.url, third.address.url} == {"a", "b", "c"}
-            with fleet.lend("r1") as again, fleet.lend("r3") as new:
-                assert again.address is first.address
-                assert new.address is not first.address
-        with fleet.lend("r2", avoid={second.address}) as moved:
-            assert moved.address is not second.address
-        with fleet.lend("r2") as home:
-            assert home.address is moved.address
+        with fleet.route("r1") as first, fleet.route("r2") as second, fleet.route("") as third:
+            assert {first.server.url, second.server.url, third.server.url} == {"a", "b", "c"}
+            with fleet.route("r1") as again, fleet.route("r3") as new:
+                assert again.server is first.server
+                assert new.server is not first.server
+        with fleet.route("r2", avoid={second.server}) as moved:
+            assert moved.server is not second.server
+        with fleet.route("r2") as home:
+            assert home.server is moved.server
 
     run(case())
 
@@ -383,10 +383,10 @@ def test_only_broken_servers_count_as_failing():
     async def case():
         fleet = Fleet(["a"], never, failures=1)
         for kind in ("busy", "refused", "garbled"):
-            with pytest.raises(UpstreamError), fleet.lend(""):
+            with pytest.raises(UpstreamError), fleet.route(""):
                 raise UpstreamError("no", kind=kind)
-        assert fleet.addresses[0].up.is_set()
-        assert fleet.addresses[0].load == 0
+        assert fleet.servers[0].up.is_set()
+        assert fleet.servers[0].load == 0
 
     run(case())
 

@@ -45,8 +45,8 @@ def test_a_busy_server_costs_the_agent_nothing_and_one_step_is_recorded(renderer
 
 def test_a_reply_cut_at_any_event_is_recorded_as_an_error(renderer: Renderer):
     async def case():
-        server, patience = FakeVllm(), RetryPolicy(failures=100)
-        async with server, engine_over(server, patience=patience) as engine, workbench(engine, renderer, serves=True) as bench:
+        server, policy = FakeVllm(), RetryPolicy(failures=100)
+        async with server, engine_over(server, policy=policy) as engine, workbench(engine, renderer, serves=True) as bench:
             session = await bench.rollout()
             for cut in range(1, 12):
                 server.acts.append(Act(cut_after=cut))

@@ -19,12 +19,13 @@ from typing import Any, Self
 from aiohttp import web
 
 from penstock.engines.retry import RetryPolicy
-from penstock.engines.servers.vllm import Served, VllmEngine, VllmSection, open_engine
+from penstock.engines.servers.base import ServedModel
+from penstock.engines.servers.vllm import VllmEngine, VllmSection, open_engine
 from penstock.http.client import RequestTimeouts
 
 CONTEXT = 4096
 MODEL = "made-up"
-QUICK = RetryPolicy(first_wait_s=0.0, rest_s=0.0)
+QUICK = RetryPolicy(first_wait_s=0.0, recheck_s=0.0)
 """Waits for nothing."""
 
 Edit = Callable[[list[bytes]], list[bytes]]
@@ -251,11 +252,11 @@ class FakeVllm:
 
 @asynccontextmanager
 async def engine_over(
-    *servers: FakeVllm, patience: RetryPolicy = QUICK, timers: RequestTimeouts | None = None, key: str = "", folder: Path = Path()
+    *servers: FakeVllm, policy: RetryPolicy = QUICK, timeouts: RequestTimeouts | None = None, key: str = "", folder: Path = Path()
 ) -> AsyncIterator[VllmEngine]:
     """An engine whose servers are believed to be well."""
-    urls, served = [server.url for server in servers], Served(MODEL, servers[0].context, servers[0].processed)
-    engine = VllmEngine(urls, name=MODEL, served=served, folder=folder, timers=timers, patience=patience, key=key)
+    urls, served = [server.url for server in servers], ServedModel(MODEL, servers[0].context, servers[0].processed)
+    engine = VllmEngine(urls, name=MODEL, served=served, folder=folder, timeouts=timeouts, policy=policy, key=key)
     try:
         yield engine
     finally:

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 from penstock import AgentWorkflow, AgentWorkflowConfig, Grader, GraderConfig, get_rollout_context
 from penstock.config import RolloutSection
 from penstock.events import Events
-from penstock.pool.memory import open_pool
+from penstock.pool.memory import MemoryPool
 from penstock.records import Node, Sampling, Step, Task, make_rollout
 from penstock.rollout.author_tasks import AuthorTasks
-from penstock.rollout.executors.base import Given
+from penstock.rollout.executors.base import ExecutorContext
 from penstock.rollout.executors.inline import InlineExecutor
 from penstock.rollout.runner import Runner
 from penstock.sdk.discovery import Agent
@@ -89,7 +89,7 @@ class Bench:
     """One runner on a memory pool, with everything it tells."""
 
     def __init__(self, run, grade=good_grade, *, pool=None, grace_s=0.05, most_agents=None, most_graders=None, **limits):
-        self.pool = pool or open_pool(Path())
+        self.pool = pool or MemoryPool(Path())
         self.gateway = FakeGateway(self.pool)
         self.told = []
         events = Events()
@@ -104,9 +104,11 @@ class Bench:
             AgentWorkflowConfig(name="w", concurrency={"max_concurrent": most_agents}),
             GraderConfig(name="check", concurrency={"max_concurrent": most_graders}),
         )
-        self.guests = AuthorTasks(agent.entry.parent, events, grace_s=grace_s)
+        self.author_tasks = AuthorTasks(agent.entry.parent, events, grace_s=grace_s)
         section = RolloutSection(**{"agent_timeout_s": DEADLINE_S, "grader_timeout_s": DEADLINE_S, **limits})
-        self.executor = InlineExecutor(Given(agent=agent, guests=self.guests, section=None, recorded=None))
+        self.executor = InlineExecutor(
+            ExecutorContext(agent=agent, author_tasks=self.author_tasks, section=None, load_transcripts=None)
+        )
         self.runner = Runner(
             executor=self.executor,
             grader=agent.grader_name,

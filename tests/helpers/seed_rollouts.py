@@ -114,7 +114,7 @@ async def _run_rollouts(renderer, agent: Agent, script, count: int, task: Task) 
         await bench.pool.open_group(task, rollouts, seq=0)
         opened = open_runner(agent, gateway=bench.gateway, pool=bench.pool, events=Events(), limits=limits)
         async with opened as runner, asyncio.TaskGroup() as group:
-            bench.gateway.reward_function = runner.judge
+            bench.gateway.reward_function = runner.compute_reward
             for rollout in rollouts:
                 group.create_task(runner.run(rollout, task, Sampling(max_tokens=200)))
         attempts = [await bench.pool.attempt(rollout.id) for rollout in rollouts]

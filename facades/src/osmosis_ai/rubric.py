@@ -53,20 +53,20 @@ async def evaluate_rubric(
 
     A score that is not between the two bounds is refused, never moved. OPENAI_BASE_URL leads models of OpenAI's elsewhere.
     """
-    from penstock.graders.judge import Case, Judge, JudgeError, Scale
-    from penstock.graders.rubric import conversation
+    from penstock.graders.judge import Case, JudgeError, LlmJudge, Scale
+    from penstock.graders.rubric import format_conversation
 
     if not rubric.strip() or score_min >= score_max:
         raise ValueError("give a rubric, and a score_min below score_max")
     case = Case(
-        solution_str if isinstance(solution_str, str) else conversation(solution_str),
+        solution_str if isinstance(solution_str, str) else format_conversation(solution_str),
         task=original_input or "",
         reference=ground_truth or "",
         context=json.dumps(metadata, default=str) if metadata else "",
     )
     endpoint = _endpoint(model, api_key or "", timeout or 60.0)
     try:
-        async with Judge(endpoint, rubric, Scale(score_min, score_max)) as judge:
+        async with LlmJudge(endpoint, rubric, Scale(score_min, score_max)) as judge:
             verdict = await judge.verdict(case)
     except JudgeError as error:
         kind = ModelNotFoundError if error.status == 404 else ProviderRequestError

@@ -1,4 +1,4 @@
-"""One model's renderer: messages to prompt ids, what a reply adds to them, and the reply's text, reasoning and tool calls."""
+"""Renderer of one model: messages to prompt ids, and sampled ids to text, reasoning and tool calls."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,21 +13,21 @@ from penstock.chat.tokenizer import TextDecoder, Tokenizer
 from penstock.errors import ModelError, RenderError
 from penstock.records import Message
 
-TAIL = 16
-"""Tokens at a prompt's end that tell whether it opens the reasoning; a mark spelled out byte by byte has fewer."""
+PROMPT_TAIL_TOKENS = 16
+"""Tokens at a prompt's end that are decoded to see whether it opens reasoning; even a tag spelled in bytes has fewer."""
 
 
 class RenderedPrompt(NamedTuple):
-    """The beginning of a reply that stands in the prompt already."""
+    """The beginning of a reply that is appended to the prompt, to force a tool call."""
 
     ids: tuple[int, ...]
     text: str
 
 
 class Renderer:
-    """How one model is spoken to.
+    """Chat template, tokenizer, bridge and tool format of one model.
 
-    A template that renders tools in a form we can read back keeps them; any other model gets them in the Hermes form.
+    If the template renders tools in a known format, that is used; any other model gets tools in the Hermes format.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -39,28 +39,28 @@ class Renderer:
         self._takes_system = self._renders([{"role": "system", "content": "Be brief."}, PROBE_USER])
         native = self._native_format()
         self.native_tools = native is not None
-        """Whether the template renders tools itself, in a form that we can read back."""
+        """Whether the template renders tools itself, in a format that we can parse."""
         self._format: ToolFormat = native or self._hermes
-        self._marks = find_reasoning_tags(self.template.source)
-        self._thinking = opens_reasoning(self.template.render([PROBE_USER], generate=True), self._marks)
+        self._tags = find_reasoning_tags(self.template.source)
+        self._starts_reasoning = opens_reasoning(self.template.render([PROBE_USER], generate=True), self._tags)
         self.bridge = Bridge(self.template, tokenizer, native_tools=self.native_tools)
-        self.stop_ids = self._find_stops()
+        self.stop_ids = self._find_stop_ids()
         """Ids that end a reply."""
-        self._hidden = self._find_hidden()
+        self._hidden_ids = self._find_hidden_ids()
 
     @classmethod
     def load(cls, folder: Path) -> "Renderer":
-        """The renderer of the model in `folder`; runs the bridge's check."""
+        """Load the renderer of a model folder and run the bridge's check."""
         return cls(Tokenizer.load(folder))
 
     def root(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> tuple[int, ...]:
-        """Prompt ids of a whole conversation, rendered from scratch; one that the template refuses is told in a milder form."""
+        """Prompt ids of a whole conversation. If the template refuses it, simpler forms of it are tried."""
         plain: list[Message] = self.tokenizer.shield(messages)
         schemas: list[Tool] = self.tokenizer.shield(tools)
         try:
-            text = self._whole(plain, schemas)
+            text = self._render_whole(plain, schemas)
         except RenderError as refusal:
-            text = self._told_mildly(plain, schemas, refusal)
+            text = self._render_simpler(plain, schemas, refusal)
         return tuple(self.tokenizer.encode(text))
 
     def extend(
@@ -73,9 +73,9 @@ class Renderer:
         system: bool | None = None,
         thought: bool | None = None,
     ) -> tuple[int, ...] | None:
-        """Ids that `new` messages add after a sampled `reply`; None where the template may have rewritten what came before.
+        """Ids that `new` messages add after a sampled `reply`; None if the template may rewrite what came before.
 
-        `system` and `thought` tell of the path before the reply, as in `Bridge.glue`.
+        `system` and `thought` describe the path before the reply; see `Bridge.glue`.
         """
         messages: list[Message] = self.tokenizer.shield([reply, *new])
         if has_reasoning(reply):
@@ -90,41 +90,41 @@ class Renderer:
         return self.bridge.glue(plain[0], plain[1:], last_id=last_id, tools=tools, system=system, thought=thought)
 
     def encode_raw(self, text: str) -> tuple[int, ...]:
-        """Ids of text that no template touches: nothing is added, and special tokens in it are plain text."""
+        """Ids of text without a template. Nothing is added, and special tokens in it are plain text."""
         return tuple(self.tokenizer.encode(self.tokenizer.shield(text)))
 
     def begin(self, name: str, *, prompt: Sequence[int] | None = None) -> RenderedPrompt | None:
-        """How a reply begins that must call this tool, or any where the name is empty; None where that cannot be forced."""
+        """The beginning of a reply that must call this tool, or any tool if the name is empty; None if that cannot be forced."""
         begin = self._format.begin
         if begin(name) is None:
             return None
-        close = close_reasoning(self._marks) if self._marks and self._thinks(prompt) else ""
+        close = close_reasoning(self._tags) if self._tags and self._opens_reasoning(prompt) else ""
         shielded = begin(self.tokenizer.shield(name))
         return RenderedPrompt(tuple(self.tokenizer.encode(f"{close}{shielded}")), f"{close}{begin(name)}")
 
     def parser(self, *, calls: bool, eager: bool, tools: Sequence[Tool] = (), prompt: Sequence[int] | None = None) -> ReplyParser:
-        """Reads one reply; see `Reading`. `prompt` tells whether its own end opens the reasoning, where prompts differ in that."""
-        return self._format.parser(ParseOptions(calls, eager, self._marks, self._thinks(prompt), tools))
+        """A parser for one reply; see `ParseOptions`. `prompt` shows whether the reply begins inside reasoning."""
+        return self._format.parser(ParseOptions(calls, eager, self._tags, self._opens_reasoning(prompt), tools))
 
     def decoder(self) -> TextDecoder:
-        """Ids to the text that `parser` reads: markup is shown, what ends a reply and other special tokens are not."""
-        return self.tokenizer.decoder(hidden=self._hidden)
+        """A decoder of ids to the text that `parser` reads: with tool markup, without other special tokens."""
+        return self.tokenizer.decoder(hidden=self._hidden_ids)
 
-    def _thinks(self, prompt: Sequence[int] | None) -> bool:
-        if prompt is None or self._marks is None:
-            return self._thinking
+    def _opens_reasoning(self, prompt: Sequence[int] | None) -> bool:
+        if prompt is None or self._tags is None:
+            return self._starts_reasoning
         decoder = self.tokenizer.decoder(hidden=frozenset())
-        return opens_reasoning(decoder.push(prompt[-TAIL:]) + decoder.finish(), self._marks)
+        return opens_reasoning(decoder.push(prompt[-PROMPT_TAIL_TOKENS:]) + decoder.finish(), self._tags)
 
-    def _whole(self, messages: list[Message], tools: list[Tool]) -> str:
+    def _render_whole(self, messages: list[Message], tools: list[Tool]) -> str:
         if self.native_tools:
             return self.template.render(self._format.prepare(messages), tools, generate=True)
         return self.template.render(self._hermes.offer(messages, tools, system=self._takes_system), generate=True)
 
-    def _told_mildly(self, messages: list[Message], tools: list[Tool], refusal: RenderError) -> str:
-        for milder_one in simpler_forms(messages):
+    def _render_simpler(self, messages: list[Message], tools: list[Tool], refusal: RenderError) -> str:
+        for form in simpler_forms(messages):
             try:
-                return self._whole(milder_one, tools)
+                return self._render_whole(form, tools)
             except RenderError:
                 continue
         raise refusal
@@ -143,12 +143,12 @@ class Renderer:
         forms: list[ToolFormat] = [TOOL_FORMATS.load(name)() for name in TOOL_FORMATS]
         return next((form for form in forms if form.matches(self.template.source)), None)
 
-    def _find_stops(self) -> tuple[int, ...]:
+    def _find_stop_ids(self) -> tuple[int, ...]:
         ends = self._ids_of(self._format.ends) or self.bridge.close_ids
         return tuple(dict.fromkeys([*self.tokenizer.eos_ids, *ends]))
 
-    def _find_hidden(self) -> frozenset[int]:
-        shown = {*self._ids_of(self._format.special), *self._ids_of(self._marks or ())}
+    def _find_hidden_ids(self) -> frozenset[int]:
+        shown = {*self._ids_of(self._format.special), *self._ids_of(self._tags or ())}
         return (self.tokenizer.special_ids - shown) | {*self.stop_ids}
 
     def _ids_of(self, tokens: Sequence[str]) -> list[int]:

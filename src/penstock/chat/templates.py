@@ -1,4 +1,4 @@
-"""Messages to text by the model's own chat template, and the canonical form by which a message is known again."""
+"""Chat templates: messages to text, and canonical digests by which the gateway recognizes a message."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +21,7 @@ Tool = dict[str, Any]
 
 
 class ChatTemplate:
-    """A compiled chat template, run in a sandbox: it came with the model, from anywhere."""
+    """A compiled chat template. It runs in a sandbox, because it comes with the model and cannot be trusted."""
 
     def __init__(self, source: str, named: Mapping[str, str]) -> None:
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
@@ -35,9 +35,9 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, generate: bool, now: datetime | None = None
     ) -> str:
-        """The prompt's text; with `generate`, up to where the reply begins. RenderError where the template refuses.
+        """The prompt's text; with `generate`, up to where the reply begins. RenderError if the template refuses.
 
-        `now` is the time for templates that write the date; None is the clock's.
+        `now` is the time for templates that write the date; None is the current time.
         """
         clock = {} if now is None else {"strftime_now": now.strftime}
         with boundary(RenderError, "the chat template does not take these messages"):
@@ -51,102 +51,8 @@ class ChatTemplate:
             )
 
 
-def flatten(content: Any) -> str:
-    """Message content as one string: None is empty, the text parts of a list stand on lines of their own."""
-    if isinstance(content, str) or content is None:
-        return content or ""
-    parts: list[dict[str, str]] = content
-    return "\n".join(part["text"] for part in parts)
-
-
-def has_reasoning(message: Message) -> bool:
-    """Whether a reply holds reasoning, parsed out of its text or still in it."""
-    return bool(message.get("reasoning_content")) or "</think>" in flatten(message.get("content"))
-
-
-def message_digest(message: Message) -> str:
-    """Equal for messages that mean the same: role, text, tool calls with canonical arguments.
-
-    Ids of tool calls do not count, since agents make their own. Nor does a reply's reasoning, white space around it, or a name
-    given to its author: many agents drop the first, strip the second and add the third when they send the history back. The
-    tokens are the recorded ones all the same.
-    """
-    role, text = message["role"], flatten(message.get("content"))
-    if role == "assistant":
-        calls = [
-            [call["function"]["name"], canonical_json(call["function"]["arguments"])] for call in message.get("tool_calls") or ()
-        ]
-        plain = [role, text.strip(), calls]
-    else:
-        plain = [role, text, message.get("name")]
-    return blake2b(orjson.dumps(plain), digest_size=16).hexdigest()
-
-
-def tools_digest(tools: Sequence[Tool]) -> str:
-    """What a path's tools are known by."""
-    return blake2b(orjson.dumps(tools, option=orjson.OPT_SORT_KEYS), digest_size=16).hexdigest()
-
-
-def chain_digest(chain: str, digest: str) -> str:
-    """The chain digest of a path after one more message."""
-    return blake2b((chain + digest).encode(), digest_size=16).hexdigest()
-
-
-def canonical_json(arguments: Any) -> str:
-    """Tool arguments (JSON text, or the value itself) with sorted keys and no spaces; text that is no JSON stays as it is.
-
-    Numbers are what JavaScript clients make of them: 6.0 is 6, and whole numbers beyond 2^53 are doubles. No text at all is an
-    object without members: that is what clients make of it.
-    """
-    if arguments == "":
-        return "{}"
-    try:
-        return json.dumps(_as_doubles(json_value(arguments)), sort_keys=True, separators=(",", ":"))
-    except (ValueError, OverflowError, RecursionError):
-        return str(arguments)
-
-
-def _as_doubles(value: Any) -> Any:
-    if isinstance(value, float):
-        return int(value) if value.is_integer() and abs(value) < EXACT else value
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value if abs(value) < EXACT else float(value)
-    if isinstance(value, dict):
-        return {key: _as_doubles(item) for key, item in value.items()}  # pyright: ignore[reportUnknownVariableType]
-    return [_as_doubles(item) for item in value] if isinstance(value, list) else value  # pyright: ignore[reportUnknownVariableType]
-
-
-EXACT = 2**53
-"""Whole numbers up to which doubles are exact."""
-
-
-def _for_template(message: Message) -> Message:
-    """As templates expect it: plain text content, tool arguments as a value, not as JSON text, reasoning by both its names."""
-    if isinstance(message.get("content"), str) and "tool_calls" not in message and "reasoning_content" not in message:
-        return message
-    plain: Message = {**message, "content": flatten(message.get("content"))}
-    if plain.get("reasoning_content"):
-        plain["thinking"] = plain["reasoning_content"]
-    calls: list[dict[str, Any]] = plain.pop("tool_calls", None) or []
-    if calls:
-        plain["tool_calls"] = [{**call, "function": _with_value(call["function"])} for call in calls]
-    return plain
-
-
-def _with_value(function: dict[str, Any]) -> dict[str, Any]:
-    return {**function, "arguments": json_value(function["arguments"])}
-
-
-def json_value(arguments: Any) -> Any:
-    """Tool arguments as a value; text that is no JSON stays text."""
-    try:
-        return json.loads(arguments) if isinstance(arguments, str) else arguments
-    except (ValueError, RecursionError):
-        return arguments
-
-
 class _Generation(Extension):
-    """`{% generation %}` marks what the model writes, for those who train from templates; here it is plain text."""
+    """Accepts `{% generation %}` blocks, which mark the model's text for trainers, and renders their content."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
 
@@ -167,22 +73,117 @@ def _strftime_now(pattern: str) -> str:
 def _tojson(
     value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """Unlike jinja2's own, it escapes no HTML."""
+    """Replaces jinja2's filter, which escapes HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-BETWEEN = "\n\n"
+def _for_template(message: Message) -> Message:
+    """The message as templates expect it: content as text, tool arguments as a value, reasoning under both of its names."""
+    if isinstance(message.get("content"), str) and "tool_calls" not in message and "reasoning_content" not in message:
+        return message
+    plain: Message = {**message, "content": flatten(message.get("content"))}
+    if plain.get("reasoning_content"):
+        plain["thinking"] = plain["reasoning_content"]
+    calls: list[dict[str, Any]] = plain.pop("tool_calls", None) or []
+    if calls:
+        plain["tool_calls"] = [{**call, "function": _with_value(call["function"])} for call in calls]
+    return plain
+
+
+def _with_value(function: dict[str, Any]) -> dict[str, Any]:
+    return {**function, "arguments": json_value(function["arguments"])}
+
+
+def flatten(content: Any) -> str:
+    """Message content as one string. None is empty; the text parts of a list are joined by newlines."""
+    if isinstance(content, str) or content is None:
+        return content or ""
+    parts: list[dict[str, str]] = content
+    return "\n".join(part["text"] for part in parts)
+
+
+def has_reasoning(message: Message) -> bool:
+    """Whether a reply has reasoning, parsed out of its text or still in it."""
+    return bool(message.get("reasoning_content")) or "</think>" in flatten(message.get("content"))
+
+
+def json_value(arguments: Any) -> Any:
+    """Tool arguments as a value; text that is not JSON stays text."""
+    try:
+        return json.loads(arguments) if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError):
+        return arguments
+
+
+# Canonical forms
+
+
+EXACT = 2**53
+"""Integers up to this are exact as doubles."""
+
+
+def message_digest(message: Message) -> str:
+    """Digest of role, text and tool calls with canonical arguments; equal for messages that mean the same.
+
+    It ignores ids of tool calls, because agents make their own, and a reply's reasoning, surrounding white space and author
+    name, because agents drop, strip or add them when they send the history back. The recorded tokens are used all the same.
+    """
+    role, text = message["role"], flatten(message.get("content"))
+    if role == "assistant":
+        calls = [
+            [call["function"]["name"], canonical_json(call["function"]["arguments"])] for call in message.get("tool_calls") or ()
+        ]
+        plain = [role, text.strip(), calls]
+    else:
+        plain = [role, text, message.get("name")]
+    return blake2b(orjson.dumps(plain), digest_size=16).hexdigest()
+
+
+def tools_digest(tools: Sequence[Tool]) -> str:
+    return blake2b(orjson.dumps(tools, option=orjson.OPT_SORT_KEYS), digest_size=16).hexdigest()
+
+
+def chain_digest(chain: str, digest: str) -> str:
+    """The digest of a path after one more message."""
+    return blake2b((chain + digest).encode(), digest_size=16).hexdigest()
+
+
+def canonical_json(arguments: Any) -> str:
+    """Tool arguments (JSON text, or the value itself) with sorted keys and no spaces; text that is not JSON is unchanged.
+
+    Numbers are normalized as JavaScript clients do: 6.0 is 6, and integers beyond 2^53 are doubles. Empty text is an empty object,
+    as clients read it.
+    """
+    if arguments == "":
+        return "{}"
+    try:
+        return json.dumps(_as_doubles(json_value(arguments)), sort_keys=True, separators=(",", ":"))
+    except (ValueError, OverflowError, RecursionError):
+        return str(arguments)
+
+
+def _as_doubles(value: Any) -> Any:
+    if isinstance(value, float):
+        return int(value) if value.is_integer() and abs(value) < EXACT else value
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value if abs(value) < EXACT else float(value)
+    if isinstance(value, dict):
+        return {key: _as_doubles(item) for key, item in value.items()}  # pyright: ignore[reportUnknownVariableType]
+    return [_as_doubles(item) for item in value] if isinstance(value, list) else value  # pyright: ignore[reportUnknownVariableType]
+
+
+# Conversations that a template refuses
 
 
 def simpler_forms(messages: Sequence[Message]) -> Iterator[list[Message]]:
-    """Forms of the conversation that a strict template may take: first with one system message, then with none."""
-    yield _joined(_one_system(messages))
-    yield _joined([_as_user(message) for message in messages])
+    """Forms of the conversation that a strict template may accept: with one system message, then with none."""
+    yield _join_same_role(_one_system(messages))
+    yield _join_same_role([_as_user(message) for message in messages])
 
 
 def _one_system(messages: Sequence[Message]) -> list[Message]:
-    """System messages at the head as they are, later ones as the user's."""
-    head = next((place for place, message in enumerate(messages) if message["role"] != "system"), len(messages))
+    """Keep leading system messages; later ones become user messages."""
+    head = next((index for index, message in enumerate(messages) if message["role"] != "system"), len(messages))
     return [*messages[:head], *map(_as_user, messages[head:])]
 
 
@@ -190,12 +191,12 @@ def _as_user(message: Message) -> Message:
     return {**message, "role": "user"} if message["role"] == "system" else message
 
 
-def _joined(messages: Sequence[Message]) -> list[Message]:
-    """Several messages of the system or of the user in a row as one."""
+def _join_same_role(messages: Sequence[Message]) -> list[Message]:
+    """Join consecutive messages of the system, and of the user."""
     joined: list[Message] = []
     for message in messages:
         if joined and message["role"] == joined[-1]["role"] and message["role"] in ("system", "user"):
-            text = BETWEEN.join([flatten(joined[-1].get("content")), flatten(message.get("content"))])
+            text = "\n\n".join([flatten(joined[-1].get("content")), flatten(message.get("content"))])
             joined[-1] = {**joined[-1], "content": text}
         else:
             joined.append(message)

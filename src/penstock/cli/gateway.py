@@ -110,9 +110,11 @@ def get_model(settings: "Settings") -> "ModelFiles":
 
 def refuse_crowd(settings: "Settings", workers: int) -> None:
     """Refuse several workers where each would have what they must share."""
+    from penstock.pool import POOLS
+
     if workers > 1 and settings.engine.in_process:
         raise ConfigError("--workers: each process would hold weights of its own; use one, or --engine vllm --url …")
-    if workers > 1 and settings.pool.name == "memory":
+    if workers > 1 and not POOLS.load(settings.pool.name).shareable:
         raise ConfigError("--workers: a pool in memory cannot be shared; use --pool sqlite")
 
 

@@ -14,14 +14,12 @@ import typer
 from penstock.cli.output import counts, ranges, stage_progress
 from penstock.cli.output import reward as reward_text
 from penstock.pool.base import PoolStats
-from penstock.pool.check import Checked
-from penstock.pool.location import PoolLocation
 from penstock.records import Attempt, Group, Message, Step, Task
 from penstock.rollout.transcripts import transcripts
 
 if TYPE_CHECKING:
     from penstock.pool.base import Pool
-    from penstock.pool.check import Checked
+    from penstock.pool.check import PoolCheck
     from penstock.pool.location import PoolLocation
 
 
@@ -29,7 +27,7 @@ SHOWN = 20
 """Findings that are named where a person reads; JSON has them all."""
 
 
-def stats_object(place: PoolLocation, channels: dict[str, PoolStats], size_bytes: int | None) -> dict[str, Any]:
+def stats_object(place: "PoolLocation", channels: dict[str, PoolStats], size_bytes: int | None) -> dict[str, Any]:
     """Counts of each channel, and the size of all."""
     steps = sum(stats.steps for stats in channels.values())
     return {
@@ -143,7 +141,7 @@ def rollout_text(task: Task, attempt: Attempt) -> str:
     return "\n".join([*lines, "", *_steps(attempt)])
 
 
-def checked_text(run: str, checked: Checked) -> str:
+def checked_text(run: str, checked: "PoolCheck") -> str:
     """The verdict, and what is damaged."""
     read = f"{checked.groups:,} groups, {checked.rollouts:,} rollouts, {checked.steps:,} steps read"
     if not checked.findings:
@@ -275,15 +273,14 @@ Channels = Annotated[list[str] | None, typer.Option("--channel", help="This chan
 @app.command()
 def stats(folder: Run, as_json: AsJson = False) -> None:
     """Count groups, rollouts, steps and tokens by channel, and what they take on disk."""
-    pass
-    from penstock.pool.location import find_pool, open_pool_at, size_bytes
+    from penstock.pool.location import find_pool, open_pool_at
 
     async def read(place: "PoolLocation") -> dict[str, Any]:
         async with open_pool_at(place) as pool:
             return {name: await pool.stats(name) for name in await pool.channels()}
 
     place = find_pool(folder)
-    told = stats_object(place, asyncio.run(read(place)), size_bytes(place))
+    told = stats_object(place, asyncio.run(read(place)), place.kind.size_bytes(place.folder, place.url))
     typer.echo(_json(told) if as_json else stats_text(told))
 
 
@@ -299,7 +296,6 @@ def show(
     as_json: AsJson = False,
 ) -> None:
     """List the newest groups, or show one rollout with its messages, tools, steps and grades."""
-    pass
     from penstock.pool.location import find_pool, open_pool_at
 
     async def read(place: "PoolLocation") -> tuple[dict[str, Any], str]:
@@ -322,12 +318,11 @@ def verify(folder: Run, as_json: AsJson = False) -> None:
 
     Reads only, so it may run beside a training run. Exit code 1 where something is damaged: what is hit is named.
     """
-    pass
-    from penstock.pool.location import check, find_pool
+    from penstock.pool.location import find_pool
 
     place = find_pool(folder)
     with stage_progress() as progress:
-        checked = check(place, lambda done, total: progress(f"verifying {folder}", done, total))
+        checked = place.kind.verify(place.folder, place.url, lambda done, total: progress(f"verifying {folder}", done, total))
     typer.echo(_json(_checked_object(folder, checked)) if as_json else checked_text(str(folder), checked))
     raise typer.Exit(1 if checked.findings else 0)
 
@@ -352,9 +347,9 @@ def export(
         async with open_pool_at(place) as pool:
             wanted = await _known_channels(pool, channels)
             total = sum([(await pool.stats(name)).groups for name in wanted])
-            with stage_progress() as progress:
+            with stage_progress() as stage:
                 moved = await export_pool(
-                    pool, out, name=form, channels=wanted, told=lambda done: progress(f"exporting {folder}", done, total)
+                    pool, out, name=form, channels=wanted, progress=lambda done: stage(f"exporting {folder}", done, total)
                 )
         return {"out": str(out), "format": form, "channels": wanted, **asdict(moved)}
 
@@ -372,6 +367,7 @@ def import_(
     as_json: AsJson = False,
 ) -> None:
     """Read an export into a pool. Doing it again, or going on after Ctrl-C, adds what is missing."""
+    from penstock.config import PoolSection
     from penstock.errors import ConfigError
     from penstock.pool.export.transfer import import_pool, read_export
     from penstock.pool.location import PoolLocation, find_pool, open_pool_at
@@ -379,13 +375,14 @@ def import_(
     read_export(path)
     if into.exists() and not into.is_dir():
         raise ConfigError(f"{into} is no folder; give another one with --into")
-    known = (into / "config.json").exists() or (into / "pool.db").exists()
-    place = find_pool(into) if known else PoolLocation("sqlite", into)
+    default = PoolLocation(PoolSection().name, into)
+    is_new = not (into / "config.json").exists() and default.kind.why_unreadable(into)
+    place = default if is_new else find_pool(into)
 
     async def read() -> dict[str, Any]:
         async with open_pool_at(place) as pool:
-            with stage_progress() as progress:
-                moved = await import_pool(path, pool, told=lambda done: progress(f"importing {path}", done, None))
+            with stage_progress() as stage:
+                moved = await import_pool(path, pool, progress=lambda done: stage(f"importing {path}", done, None))
         return {"into": str(into), "pool": place.name, **asdict(moved)}
 
     told = asyncio.run(read())
@@ -398,11 +395,12 @@ def import_(
 @app.command()
 def compact(folder: Run, as_json: AsJson = False) -> None:
     """Rewrite a SQLite pool without its gaps; nothing else may have it open."""
-    pass
-    from penstock.pool.location import compact as rewrite
     from penstock.pool.location import find_pool
 
-    before, after = rewrite(find_pool(folder))
+    place = find_pool(folder)
+    before = place.kind.size_bytes(place.folder, place.url)
+    place.kind.compact(place.folder)
+    after = place.kind.size_bytes(place.folder, place.url)
     told = {"run": str(folder), "bytes_before": before, "bytes_after": after}
     typer.echo(_json(told) if as_json else f"{folder}: {size(before)} before, {size(after)} after")
 
@@ -442,7 +440,7 @@ async def _found(pool: "Pool", name: str) -> tuple[Any, list[Any], Any]:
     return await pool.task(name), [], attempt
 
 
-def _checked_object(folder: Path, checked: "Checked") -> dict[str, Any]:
+def _checked_object(folder: Path, checked: "PoolCheck") -> dict[str, Any]:
     return {
         "run": str(folder),
         "status": "damaged" if checked.findings else "sound",

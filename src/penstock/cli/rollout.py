@@ -127,7 +127,7 @@ def _make(
     from penstock.config import AgentSection
     from penstock.rollout.server.app import create_rollout_server
     from penstock.rollout.server.backend import LocalBackend
-    from penstock.rollout.server.rollouts import Limits
+    from penstock.rollout.server.rollouts import ServerLimits
     from penstock.run.agent_preflight import preflight
     from penstock.sdk.discovery import load_agent
 
@@ -145,7 +145,7 @@ def _make(
         token=token,
         hosts=[name.strip() for name in hosts.split(",") if name.strip()] or None,
         journal=journal,
-        limits=Limits(max_accepted=max_accepted, drain_s=drain_s),
+        limits=ServerLimits(max_accepted=max_accepted, drain_s=drain_s),
         configure_logging=not quiet,
     )
 

@@ -21,7 +21,7 @@ from penstock.cli.interrupts import INTERRUPTED, Interrupts
 from penstock.cli.output import clock, counts, percent
 from penstock.errors import ConfigError
 from penstock.records import Attempt, End
-from penstock.sdk.environment import routes
+from penstock.sdk.environment import rollout_environment
 from penstock.system.process_group import end_group, signal_group
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ async def _record(command: list[str], settings: "Settings", model: "ModelFiles",
         async with open_gateway(settings, model, folder=folder, secret=secret, sock=sock) as opened:
             rollout = await open_adhoc(opened.pool, task_id=shlex.join(command)[:200], sampling={})
             session = opened.gateway.open(rollout, settings.defaults())
-            environment = os.environ | routes(session.base_url, session.token, session.rollout_id)
+            environment = os.environ | rollout_environment(session.base_url, session.token, session.rollout_id)
             try:
                 ended = await run_command(command, environment, stop, timeout_s)
             except BaseException:

@@ -130,21 +130,10 @@ ORPHAN_EXIT_S = 10.0
 """How long it may take to end once its controller is gone."""
 
 
-class EphemeralPool(MemoryPool):
-    """A pool that forgets each rollout when it is told to."""
-
-    def forget(self, rollout: Rollout) -> None:
-        """As if it had never been."""
-        del self._entries[rollout.id]
-        self._shelves[rollout.channel].remove(self._groups.pop(rollout.group_id))
-        self._changes.clear()
-        self._tallies.clear()
-
-
 class DeploymentApp:
     """Lets callers with the token in, each call to the gateway as a rollout of its own."""
 
-    def __init__(self, gateway: Gateway, pool: EphemeralPool, *, token: str, sampling: Sampling) -> None:
+    def __init__(self, gateway: Gateway, pool: MemoryPool, *, token: str, sampling: Sampling) -> None:
         self._gateway, self._pool, self._sampling = gateway, pool, sampling
         self._token = token.encode()
 
@@ -189,7 +178,7 @@ async def serve_embedded(orders: ModelServerSpec) -> AsyncGenerator[str]:
         seed=secrets.randbits(31),
         decode=renderer.tokenizer.decode,
     )
-    limits, pool = GatewayLimits(), EphemeralPool(time.monotonic)
+    limits, pool = GatewayLimits(), MemoryPool(folder)
     try:
         gateway = Gateway(engine, renderer, pool, secret=secrets.token_bytes(32), limits=limits)
         front = DeploymentApp(gateway, pool, token=orders.token, sampling=Sampling(max_tokens=engine.context_length))

@@ -14,7 +14,7 @@ from penstock.config import RunConfig, make_config, validate
 from penstock.controller.context import Controller
 from penstock.controller.datasets import Dataset
 from penstock.controller.runs import RunFiles, RunKind
-from penstock.errors import ConfigError, ControllerError, DatasetError, Issue, several
+from penstock.errors import ConfigError, ControllerError, DatasetError, Issue, combine_issues
 from penstock.sdk.dataset import count_rows
 from penstock.system.files import replacing
 from penstock.workspace.experiment import read_experiment, to_tables
@@ -59,7 +59,7 @@ def resolve_submission(controller: Controller, kind: RunKind, body: Mapping[str,
         raise ConfigError(f"{WHERE} needs one of experiment_config and run_config")
     name = body.get("name")
     if name is not None and not (isinstance(name, str) and name.strip()):
-        raise several(WHERE, [Issue("name", "name is no text; write what the run is to be called, or leave it out")])
+        raise combine_issues(WHERE, [Issue("name", "name is no text; write what the run is to be called, or leave it out")])
     found = (_resolve_experiment if "experiment_config" in body else _resolve_run_config)(controller, kind, body, files)
     return replace(found, name=name) if name else found
 
@@ -140,7 +140,7 @@ def _with_absolute_paths(controller: Controller, config: RunConfig, base: Path, 
     flows = agent.flows and place("agent.flows", agent.flows)
     train, heldout = tasks("dataset.train", dataset.train), dataset.eval and tasks("dataset.eval", dataset.eval)
     if issues:
-        raise several(WHERE, issues)
+        raise combine_issues(WHERE, issues)
     model = config.model.name if config.engine.text_only else _model(controller, config.model.name, [base, files.code])
     return config.model_copy(
         update={
@@ -177,14 +177,14 @@ def _named_dataset(controller: Controller, name: str, files: RunFiles, *, is_own
         file = None
     if known is not None and file is not None and is_own and _file_digest(file) != known.digest:
         text = f"experiment.dataset = {name!r}: the uploaded dataset is not what {file.name} in the workspace holds now"
-        raise several(
+        raise combine_issues(
             WHERE, [Issue("experiment.dataset", f"{text}; upload it again (penstock dataset upload), or rename one of them")]
         )
     if known is not None:
         return ResolvedDataset(known.name, _link_dataset(known, files), str(known.digest), known.rows or count_rows(known.path))
     if file is None:
         text = f"experiment.dataset = {name!r}: no such dataset, neither uploaded nor as data/{name}.jsonl in the workspace"
-        raise several(WHERE, [Issue("experiment.dataset", f"{text}; upload it with: penstock dataset upload FILE")])
+        raise combine_issues(WHERE, [Issue("experiment.dataset", f"{text}; upload it with: penstock dataset upload FILE")])
     return ResolvedDataset(name, file, _file_digest(file), count_rows(file))
 
 
@@ -246,7 +246,9 @@ def _has_secret(controller: Controller, name: str) -> bool:
 
 def _check_variables(env: Mapping[str, str]) -> None:
     if wrong := [name for name in env if not VARIABLE.fullmatch(name)]:
-        raise several(WHERE, [Issue(f"env.{name}", f"{name!r} is no name of a variable; use A-Z, 0-9 and _") for name in wrong])
+        raise combine_issues(
+            WHERE, [Issue(f"env.{name}", f"{name!r} is no name of a variable; use A-Z, 0-9 and _") for name in wrong]
+        )
 
 
 def is_inside_snapshot(path: str) -> bool:

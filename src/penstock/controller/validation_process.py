@@ -19,7 +19,7 @@ from penstock.controller.jobs import process_environment
 from penstock.controller.runlog import SecretRedactor
 from penstock.controller.runs import RunKind
 from penstock.errors import ConfigError, DatasetError, Issue, ModelError
-from penstock.sdk.agent_spec import command
+from penstock.sdk.agent_spec import module_command
 from penstock.system.process_group import how_ended
 
 TIMEOUT_S = 240.0
@@ -55,7 +55,7 @@ def validate_submission(
 def _run_process(task: bytes, verdict: int, output: int, code: Path, env: Mapping[str, str]) -> int | None:
     """The exit code; None where it had to be killed. Nothing of it is left."""
     process = subprocess.Popen(
-        [*command(__name__), str(verdict)],
+        [*module_command(__name__), str(verdict)],
         cwd=code,
         env=env,
         stdin=subprocess.PIPE,

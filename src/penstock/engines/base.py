@@ -1,4 +1,4 @@
-"""What every engine offers: token ids in; ids, log-probabilities and policy versions out, as they are sampled."""
+"""The interface of engines: token ids in; sampled ids, log-probabilities and policy versions out, streamed."""
 
 from bisect import bisect_right
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
@@ -12,19 +12,19 @@ from penstock.records import Finish, Sampling
 
 @dataclass(frozen=True, slots=True)
 class SampledChunk:
-    """Tokens sampled since the last chunk of the same request; the last chunk says how it finished."""
+    """Tokens sampled since the last chunk of the same request; the last chunk has the finish reason."""
 
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     """Under the distribution actually sampled from: after temperature, top-k, top-p and min-p."""
     full_logprobs: tuple[float, ...]
-    """Under the plain softmax of the logits; empty where they differ from `logprobs` and the engine cannot tell."""
+    """Under the plain softmax of the logits; empty if they differ from `logprobs` and the engine does not know them."""
     versions: tuple[int, ...]
     finish: Finish | None = None
 
 
 class Engine(Protocol):
-    """A policy that can be sampled from and replaced while it is."""
+    """A policy that can be sampled from, and replaced while requests run."""
 
     @property
     def model(self) -> str:
@@ -46,21 +46,21 @@ class Engine(Protocol):
     ) -> AsyncGenerator[SampledChunk, None]:
         """Sample one reply. Closing the generator cancels the request: its slot is free at the next step.
 
-        Raises EngineBusy where the queue is full and EngineError where the request cannot be served, both before the first chunk.
+        Raises EngineBusy if the queue is full and EngineError if the request cannot be served, both before the first chunk.
         """
         ...
 
     async def swap(self, version: int, change: Callable[[], None]) -> None:
         """Between two steps, run `change` (which rewrites the weights in place) and serve `version` from then on.
 
-        Running requests go on; whatever the engine had computed from the old weights is computed again.
+        Running requests continue; everything computed from the old weights is computed again.
         """
         ...
 
     async def load(self, version: int, folder: Path) -> None:
-        """Serve the weights of a model folder as `version`, from the next token on; running requests go on.
+        """Serve the weights of a model folder as `version` from the next token on; running requests continue.
 
-        It must be of the same shape. EngineError where the weights cannot be taken; the version before is then served on.
+        The model must have the same shape. EngineError if the weights cannot be loaded; the old version then stays.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""Whether this CPU runs the AMX instructions that it claims; where it does not, oneDNN is told to do without them.
+"""Detection of CPUs that claim AMX instructions but cannot run them; oneDNN is then told not to use them.
 
 Some virtual machines and sandboxes list AMX among the CPU's features and refuse to run it. oneDNN computes torch's bfloat16
 products on a CPU, and there the first one ends the process with SIGILL. oneDNN reads $ONEDNN_MAX_CPU_ISA once, at its first
@@ -40,32 +40,32 @@ log = logging.getLogger(__name__)
 
 
 def limit_onednn(child: Sequence[str] = CHILD, cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Keep oneDNN from AMX where this CPU cannot run it, in this process and those it starts; whether it is kept from it.
+    """Disable AMX in oneDNN if this CPU cannot run it, for this process and its children; returns whether it is disabled.
 
-    A CPU that claims AMX is tried by the command `child`, once per boot. $ONEDNN_MAX_CPU_ISA stays as it is if it is set.
+    A CPU that claims AMX is tested by the command `child`, once per boot. $ONEDNN_MAX_CPU_ISA is left alone if it is set.
     """
-    if VARIABLE not in os.environ and not _runs_what_it_claims(child, cpuinfo):
+    if VARIABLE not in os.environ and not _runs_claimed_amx(child, cpuinfo):
         log.warning("this CPU claims AMX and cannot run it: bfloat16 is computed without (%s=%s)", VARIABLE, WITHOUT_AMX)
         os.environ[VARIABLE] = WITHOUT_AMX
     return os.environ.get(VARIABLE) == WITHOUT_AMX
 
 
-def _runs_what_it_claims(child: Sequence[str], cpuinfo: Path) -> bool:
+def _runs_claimed_amx(child: Sequence[str], cpuinfo: Path) -> bool:
     cpu = _first_cpu(cpuinfo)
     if not any(flag.startswith("amx") for flag in cpu.get("flags", "").split()):
         return True
     machine = {"cpu": cpu.get("model name", ""), "boot": _boot(), "torch": metadata.version("torch")}
     if (known := _recall(machine)) is not None:
         return known
-    able = _try(child, os.environ) == 0
-    if not able and (status := _try(child, {**os.environ, VARIABLE: WITHOUT_AMX})) != 0:
+    works = _try(child, os.environ) == 0
+    if not works and (status := _try(child, {**os.environ, VARIABLE: WITHOUT_AMX})) != 0:
         raise ConfigError(f"bfloat16 cannot be computed on this CPU (a trial {_end(status)}); set engine.dtype = 'float32'")
-    _remember(machine, able)
-    return able
+    _remember(machine, works)
+    return works
 
 
 def _first_cpu(cpuinfo: Path) -> dict[str, str]:
-    """The fields of the first processor listed; empty where the system keeps no such list."""
+    """The fields of the first processor listed; empty if the system has no such list."""
     try:
         first = cpuinfo.read_text(encoding="utf-8").partition("\n\n")[0]
     except OSError:
@@ -75,7 +75,7 @@ def _first_cpu(cpuinfo: Path) -> dict[str, str]:
 
 
 def _boot() -> str:
-    """Differs between machines that share a home folder, and between two starts of one whose hypervisor may have changed."""
+    """Differs between machines that share a home folder, and between boots, as the hypervisor may have changed."""
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return os.uname().nodename
@@ -99,19 +99,19 @@ def _end(status: int | None) -> str:
 
 
 def _recall(machine: dict[str, str]) -> bool | None:
-    """What a trial on this very machine found since it was started; None if there was none."""
+    """The result of an earlier trial on this machine since its last boot; None if there was none."""
     try:
-        kept = orjson.loads(_kept().read_bytes())
-        return kept["runs_amx"] if kept["machine"] == machine else None
+        saved = orjson.loads(_cache_file().read_bytes())
+        return saved["runs_amx"] if saved["machine"] == machine else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def _remember(machine: dict[str, str], able: bool) -> None:
-    with suppress(OSError):  # a cache that cannot be written costs another trial, no more
-        _kept().parent.mkdir(parents=True, exist_ok=True)
-        write_file(_kept(), orjson.dumps({"machine": machine, "runs_amx": able}))
+def _remember(machine: dict[str, str], works: bool) -> None:
+    with suppress(OSError):  # without the cache file, the next process only repeats the trial
+        _cache_file().parent.mkdir(parents=True, exist_ok=True)
+        write_file(_cache_file(), orjson.dumps({"machine": machine, "runs_amx": works}))
 
 
-def _kept() -> Path:
+def _cache_file() -> Path:
     return cache_folder() / "cpu_features.json"

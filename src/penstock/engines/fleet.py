@@ -1,9 +1,9 @@
-"""Which of several addresses serves a request: the one that holds its rollout's prefix, else the least loaded.
+"""Fleet of engine servers: which one serves a request, and which ones are up.
 
-Every address is looked at now and then. One that does not pass, or that fails a few times in a row, rests: it gets no requests
-until it has passed its check, tried again at growing intervals. While an address takes new weights it gets no requests either, and
-those under way are called back first: what was sampled there before carries the version before, whatever is sampled after it the
-new one. Only configured addresses are ever used.
+A request goes to the server that holds its rollout's prefix in its cache, else to the least loaded one. Every server is probed
+now and then. One that fails its probe, or fails several requests in a row, is down: it gets no requests until it passes a
+thorough check, repeated at growing intervals. A server that loads new weights gets no requests either, and its running requests
+are cancelled first: tokens sampled before carry the old version, tokens sampled after it the new one.
 """
 
 import asyncio
@@ -15,64 +15,59 @@ from typing import NamedTuple
 from penstock.http.client import CancelHandle, UpstreamError
 
 MAX_FAILURES = 3
-"""In a row, before an address rests."""
+"""Failures in a row after which a server is down."""
 MAX_RECHECK_S = 10.0
 PROBE_EVERY_S = 2.0
-"""Less than a server needs to start again: one that did so has been seen missing."""
+"""Shorter than a server needs to restart, so that no restart, which loses the loaded weights, goes unnoticed."""
 MAX_STICKY_ROLLOUTS = 65_536
-"""Rollouts whose address is known; the longest unused are forgotten first."""
+"""Rollouts whose server is remembered; the least recently used are forgotten first."""
 
 
 class EngineServer:
     def __init__(self, url: str) -> None:
         self.url = url
         self.version = 0
-        """The policy version that it holds; stamped on what it samples."""
-        self.leashes: set[CancelHandle] = set()
-        """Of the requests under way from here."""
+        """The policy version that it holds; recorded with the tokens that it samples."""
+        self.running: set[CancelHandle] = set()
+        """Requests from this process that it is serving."""
         self.up = asyncio.Event()
-        """Cleared while it rests or takes new weights."""
+        """Cleared while it is down or loads new weights."""
         self.up.set()
         self.switching = False
-        """Whether it is taking new weights: worth waiting for."""
+        """Whether it is loading new weights, so that callers wait for it."""
         self.lock = asyncio.Lock()
-        """Held while it is checked or takes new weights: the two do not mix."""
+        """Held during a check and while it loads weights, so that the two never overlap."""
         self.failures = 0
-        """In a row."""
-        self.trouble = f"{url} has not been well since the start"
-        """What was wrong with it last."""
+        """Failures in a row."""
+        self.last_error = f"{url} has not been well since the start"
         self.served = 0
-        """Requests given to it in all."""
+        """Requests sent to it in all."""
 
     @property
     def load(self) -> int:
-        """Requests under way from here."""
-        return len(self.leashes)
+        return len(self.running)
 
-    def call_back(self) -> None:
-        """Hang up on what runs there."""
-        for leash in self.leashes:
-            leash.pull()
+    def cancel_requests(self) -> None:
+        for handle in self.running:
+            handle.cancel()
 
     def __repr__(self) -> str:
         return f"<{self.url}, {'up' if self.up.is_set() else 'resting'}, version {self.version}, load {self.load}>"
 
 
 ServerCheck = Callable[[EngineServer], Awaitable[None]]
-"""Asks a server whether it can serve; Fault where it cannot."""
+"""Asks a server whether it can serve; UpstreamError if it cannot."""
 
 
 class RoutedRequest(NamedTuple):
-    """An address for one request."""
-
-    address: EngineServer
-    leash: CancelHandle
+    server: EngineServer
+    handle: CancelHandle
 
 
 class Fleet:
-    """All addresses. `probe` is the cheap question to one that serves; `check` the thorough one to one that rests.
+    """All servers of an engine. `probe` is the cheap question to a server that is up, `check` the thorough one to one that is down.
 
-    They are asked in tasks that `close` ends.
+    Both run in tasks of their own, which `close` cancels.
     """
 
     def __init__(
@@ -82,67 +77,68 @@ class Fleet:
         *,
         probe: ServerCheck | None = None,
         failures: int = MAX_FAILURES,
-        rest_s: float = 0.5,
+        recheck_s: float = 0.5,
         probe_s: float = PROBE_EVERY_S,
     ) -> None:
-        self.addresses = [EngineServer(url) for url in urls]
+        self.servers = [EngineServer(url) for url in urls]
         self._check, self._probe = check, probe
         self._failures = failures
-        self._rest_s, self._probe_s = rest_s, probe_s
-        self._homes: OrderedDict[str, EngineServer] = OrderedDict()
+        self._recheck_s, self._probe_s = recheck_s, probe_s
+        self._sticky: OrderedDict[str, EngineServer] = OrderedDict()
+        """The server of each rollout, least recently used first."""
         self._tasks: dict[EngineServer | None, asyncio.Task[None]] = {}
-        """Revivals by their address; under None the one that looks at all of them."""
+        """Recheck tasks by server; under None the task that probes all of them."""
         self._changed = asyncio.Event()
 
-    async def settled(self) -> None:
-        """Wait while no address is up, but one takes new weights; that has a deadline of its own."""
-        while not any(one.up.is_set() for one in self.addresses) and any(one.switching for one in self.addresses):
+    async def wait_for_switch(self) -> None:
+        """Wait while no server is up but one is loading weights. Loading has a deadline of its own."""
+        while not any(server.up.is_set() for server in self.servers) and any(server.switching for server in self.servers):
             self._changed.clear()
             await self._changed.wait()
 
     @contextmanager
-    def lend(self, rollout_id: str, avoid: Collection[EngineServer] = ()) -> Generator[RoutedRequest]:
-        """An address for one request, outside `avoid` where there is another. A fault inside may send it to rest."""
-        self._tend()
-        loan = RoutedRequest(self._pick(rollout_id, avoid), CancelHandle())
-        loan.address.leashes.add(loan.leash)
-        loan.address.served += 1
+    def route(self, rollout_id: str, avoid: Collection[EngineServer] = ()) -> Generator[RoutedRequest]:
+        """Choose a server for one request, outside `avoid` if possible. An UpstreamError inside counts against the server."""
+        self._start_tasks()
+        request = RoutedRequest(self._choose(rollout_id, avoid), CancelHandle())
+        server, handle = request
+        server.running.add(handle)
+        server.served += 1
         try:
-            yield loan
-        except UpstreamError as fault:
-            if not loan.leash.pulled:
-                self._judge(loan.address, fault)
+            yield request
+        except UpstreamError as error:
+            if not handle.cancelled:
+                self._count_failure(server, error)
             raise
         finally:
-            loan.address.leashes.discard(loan.leash)
+            server.running.discard(handle)
 
-    def others(self, tried: Collection[EngineServer]) -> bool:
-        """Whether some address that is up has not been tried."""
-        return any(address.up.is_set() and address not in tried for address in self.addresses)
+    def has_untried(self, tried: Collection[EngineServer]) -> bool:
+        """Whether some server that is up has not been tried."""
+        return any(server.up.is_set() and server not in tried for server in self.servers)
 
-    async def switch(self, address: EngineServer, version: int, take: Callable[[], Awaitable[None]]) -> None:
-        """Call back what runs there, let it take other weights, and use it again as one that holds `version`.
+    async def switch(self, server: EngineServer, version: int, load: Callable[[], Awaitable[None]]) -> None:
+        """Cancel what runs on a server, let it `load` other weights, and use it again with `version`.
 
-        The Fault of `take` is raised, and the address rests.
+        If `load` raises UpstreamError, it is raised again and the server is down.
         """
-        async with address.lock:
-            address.up.clear()
-            address.call_back()
-            address.switching = True
+        async with server.lock:
+            server.up.clear()
+            server.cancel_requests()
+            server.switching = True
             try:
-                await take()
-                address.version, address.failures = version, 0
-                address.up.set()
-            except UpstreamError as fault:
-                address.trouble = str(fault)
+                await load()
+                server.version, server.failures = version, 0
+                server.up.set()
+            except UpstreamError as error:
+                server.last_error = str(error)
                 raise
             finally:
-                address.switching = False
+                server.switching = False
                 self._changed.set()
-                self._tend()
+                self._start_tasks()
 
     async def close(self) -> None:
-        """Stop looking after addresses."""
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
@@ -150,78 +146,78 @@ class Fleet:
             with suppress(asyncio.CancelledError):
                 await task
 
-    def _pick(self, rollout_id: str, avoid: Collection[EngineServer]) -> EngineServer:
-        up = [address for address in self.addresses if address.up.is_set()]
+    def _choose(self, rollout_id: str, avoid: Collection[EngineServer]) -> EngineServer:
+        up = [server for server in self.servers if server.up.is_set()]
         if not up:
-            troubles = "; ".join(address.trouble for address in self.addresses)
-            raise UpstreamError(f"no server is up: {troubles}", kind="broken")
-        fresh = [address for address in up if address not in avoid] or up
-        home = self._homes.get(rollout_id)
-        address = home if home in fresh else min(fresh, key=lambda one: (one.load, one.served))
+            raise UpstreamError(f"no server is up: {'; '.join(server.last_error for server in self.servers)}", kind="broken")
+        fresh = [server for server in up if server not in avoid] or up
+        sticky = self._sticky.get(rollout_id)
+        # `served` breaks ties, so that idle servers take turns.
+        chosen = sticky if sticky in fresh else min(fresh, key=lambda server: (server.load, server.served))
         if rollout_id:
-            self._homes[rollout_id] = address
-            self._homes.move_to_end(rollout_id)
-            if len(self._homes) > MAX_STICKY_ROLLOUTS:
-                self._homes.popitem(last=False)
-        return address
+            self._sticky[rollout_id] = chosen
+            self._sticky.move_to_end(rollout_id)
+            if len(self._sticky) > MAX_STICKY_ROLLOUTS:
+                self._sticky.popitem(last=False)
+        return chosen
 
-    def _judge(self, address: EngineServer, fault: UpstreamError) -> None:
-        if fault.kind != "broken":
+    def _count_failure(self, server: EngineServer, error: UpstreamError) -> None:
+        if error.kind != "broken":
             return
-        address.failures += 1
-        address.trouble = str(fault)
-        if address.failures >= self._failures:
-            self._rest(address, fault)
+        server.failures += 1
+        server.last_error = str(error)
+        if server.failures >= self._failures:
+            self._mark_down(server, error)
 
-    def _rest(self, address: EngineServer, fault: UpstreamError) -> None:
-        """No requests until it has passed its check. Those under way may end: they fail by themselves where they must."""
-        address.trouble = str(fault)
-        address.up.clear()
-        self._tend()
+    def _mark_down(self, server: EngineServer, error: UpstreamError) -> None:
+        """Send no requests until the server passes its check. Running ones are left alone: they may still succeed."""
+        server.last_error = str(error)
+        server.up.clear()
+        self._start_tasks()
 
-    def _tend(self) -> None:
-        """See that every resting address is looked after, and every other one looked at."""
-        for address in self.addresses:
-            if not address.up.is_set() and not address.switching and address not in self._tasks:
-                self._tasks[address] = asyncio.create_task(self._revive(address), name=f"penstock-check-{address.url}")
+    def _start_tasks(self) -> None:
+        """Start a recheck task for every server that is down, and the probe task."""
+        for server in self.servers:
+            if not server.up.is_set() and not server.switching and server not in self._tasks:
+                self._tasks[server] = asyncio.create_task(self._recheck_until_up(server), name=f"penstock-check-{server.url}")
         if self._probe is not None and None not in self._tasks:
-            self._tasks[None] = asyncio.create_task(self._watch(self._probe), name="penstock-probe")
+            self._tasks[None] = asyncio.create_task(self._probe_all(self._probe), name="penstock-probe")
 
-    async def _revive(self, address: EngineServer) -> None:
-        pause_s = self._rest_s
+    async def _recheck_until_up(self, server: EngineServer) -> None:
+        pause_s = self._recheck_s
         try:
-            while not address.up.is_set():
+            while not server.up.is_set():
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, MAX_RECHECK_S)
-                async with address.lock:
-                    if not address.up.is_set():
-                        await self._try(address)
+                async with server.lock:
+                    if not server.up.is_set():
+                        await self._recheck(server)
         finally:
-            del self._tasks[address]
+            del self._tasks[server]
 
-    async def _try(self, address: EngineServer) -> None:
+    async def _recheck(self, server: EngineServer) -> None:
         try:
-            await self._check(address)
-        except UpstreamError as fault:
-            address.trouble = str(fault)
+            await self._check(server)
+        except UpstreamError as error:
+            server.last_error = str(error)
         else:
-            address.failures = 0
-            address.up.set()
+            server.failures = 0
+            server.up.set()
             self._changed.set()
 
-    async def _watch(self, probe: ServerCheck) -> None:
+    async def _probe_all(self, probe: ServerCheck) -> None:
         while True:
             await asyncio.sleep(self._probe_s)
             async with asyncio.TaskGroup() as group:
-                for address in self.addresses:
-                    if address.up.is_set():
-                        group.create_task(self._look(address, probe))
-            self._tend()
+                for server in self.servers:
+                    if server.up.is_set():
+                        group.create_task(self._probe_server(server, probe))
+            self._start_tasks()
 
-    async def _look(self, address: EngineServer, probe: ServerCheck) -> None:
-        before = address.version
+    async def _probe_server(self, server: EngineServer, probe: ServerCheck) -> None:
+        before = server.version
         try:
-            await probe(address)
-        except UpstreamError as fault:
-            if address.up.is_set() and address.version == before:  # it has taken no other weights meanwhile
-                self._rest(address, fault)
+            await probe(server)
+        except UpstreamError as error:
+            if server.up.is_set() and server.version == before:  # else the answer is about weights that it no longer holds
+                self._mark_down(server, error)

@@ -1,4 +1,4 @@
-"""Requests to a fleet of engines: sent again, there or elsewhere, while no token has come; never after the first one."""
+"""Requests to a fleet of servers. A request is sent again, there or to another server, until its first token has come."""
 
 import asyncio
 import random
@@ -21,37 +21,72 @@ LONGEST_WAIT_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryPolicy:
-    """How much is borne before a caller hears of it."""
+    """What is tolerated before a caller sees an error."""
 
     retries: int = 4
-    """How often a request that no address would take is sent again after a wait."""
+    """How often a request that no server would take is sent again after a wait."""
     retry_s: float = 600.0
     """No attempt begins later than this after the first."""
     first_wait_s: float = FIRST_WAIT_S
-    """Bound of the first wait; each further one is twice as long."""
+    """Upper bound of the first wait; it doubles with each further one."""
     failures: int = MAX_FAILURES
-    """In a row, before an address rests."""
-    rest_s: float = 0.5
-    """How long it rests at first."""
+    """Failures in a row after which a server is down."""
+    recheck_s: float = 0.5
+    """How long a server is down before its first check."""
     probe_s: float = PROBE_EVERY_S
-    """Between two looks at an address that serves."""
+    """Time between two probes of a server that is up."""
+
+
+class RetryState:
+    """The attempts at one request."""
+
+    def __init__(self, policy: RetryPolicy) -> None:
+        self.attempts = 0
+        self.tried: set[EngineServer] = set()
+        """Servers tried since the last wait."""
+        self._rounds = 0
+        self._policy = policy
+        self._deadline = time.monotonic() + policy.retry_s
+
+    def begin(self, server: EngineServer) -> None:
+        self.attempts += 1
+        self.tried.add(server)
+
+    def wait_s(self, error: UpstreamError, *, others: bool) -> float | None:
+        """How long to wait before the next attempt: 0 if there are other servers to try; None to give up."""
+        left_s = self._deadline - time.monotonic()
+        if left_s <= 0.0:
+            return None
+        if others:
+            return 0.0
+        if self._rounds == self._policy.retries:
+            return None
+        wait_s = backoff_s(self._rounds, first_s=self._policy.first_wait_s, retry_after_s=error.retry_after_s)
+        self._rounds += 1
+        self.tried.clear()
+        return wait_s if wait_s < left_s else None
+
+
+def backoff_s(rounds: int, *, first_s: float = FIRST_WAIT_S, retry_after_s: float = 0.0) -> float:
+    """Exponential backoff with full jitter, added to what the server asked for."""
+    return retry_after_s + random.uniform(0.0, min(LONGEST_WAIT_S, first_s * 2.0**rounds))
 
 
 class ServerRequest(NamedTuple, Generic[T]):
-    """One try at a request."""
+    """One attempt at a request."""
 
     body: bytes
     reader: EventReader[T]
     key: str
-    """What the server may know it by."""
+    """The server's id for it, where it takes one."""
 
 
 AbortRequest = Callable[[str, str], Coroutine[Any, Any, None]]
-"""Tells the server at a URL that nobody reads the reply to the attempt of a key any more."""
+"""Called with a URL and a request key: tells that server to stop generating."""
 
 
 class FleetClient:
-    """A fleet of servers, as one."""
+    """Streams replies from whichever server of a fleet answers."""
 
     def __init__(
         self,
@@ -59,129 +94,96 @@ class FleetClient:
         check: ServerCheck,
         *,
         probe: ServerCheck | None = None,
-        leave: AbortRequest | None = None,
-        timers: RequestTimeouts,
-        patience: RetryPolicy,
+        abort: AbortRequest | None = None,
+        timeouts: RequestTimeouts,
+        policy: RetryPolicy,
         key: str = "",
     ) -> None:
-        self.wire = HttpClient(timers, key=key)
-        self.fleet = Fleet(urls, check, probe=probe, failures=patience.failures, rest_s=patience.rest_s, probe_s=patience.probe_s)
+        self.http = HttpClient(timeouts, key=key)
+        self.fleet = Fleet(urls, check, probe=probe, failures=policy.failures, recheck_s=policy.recheck_s, probe_s=policy.probe_s)
         self.counts: Counter[str] = Counter()
-        """What was borne, by its kind: `retried_busy`, `retried_broken`; `cut_over`: interrupted for new weights."""
-        self._patience = patience
-        self._leave = leave
-        self._farewells: set[asyncio.Task[None]] = set()
+        """Events by kind: `retried_busy`, `retried_broken`; `cut_over` is a reply interrupted for new weights."""
+        self._policy = policy
+        self._abort = abort
+        self._aborts: set[asyncio.Task[None]] = set()
         self._closed = False
 
     async def stream(
-        self, path: str, begin: Callable[[EngineServer], ServerRequest[T]], *, rollout_id: str = ""
+        self, path: str, prepare: Callable[[EngineServer], ServerRequest[T]], *, rollout_id: str = ""
     ) -> AsyncGenerator[T, None]:
-        """Post what `begin` makes of an address to `path` there, and give the reply's chunks.
+        """POST what `prepare` makes for a server to `path` there, and yield the reply's chunks.
 
-        It ends early, without a fault, where the address takes other weights: the caller then asks for the rest of the reply.
+        It ends early and without an error if the server loads other weights; the caller then requests the rest of the reply.
         """
-        trial, begun = RetryState(self._patience), False
+        state, begun = RetryState(self._policy), False
         while not self._closed:
-            await self.fleet.settled()
+            await self.fleet.wait_for_switch()
             try:
-                with self.fleet.lend(rollout_id, trial.tried) as loan:
-                    trial.begin(loan.address)
-                    attempt = begin(loan.address)
-                    async with aclosing(self._read(loan, path, attempt)) as chunks:
+                with self.fleet.route(rollout_id, state.tried) as routed:
+                    state.begin(routed.server)
+                    request = prepare(routed.server)
+                    async with aclosing(self._read(routed, path, request)) as chunks:
                         async for chunk in chunks:
                             begun = True
-                            if attempt.reader.done:  # a caller need not read on after this one
-                                loan.address.failures = 0
+                            if request.reader.done:  # before the yield: a caller need not read on after the last chunk
+                                routed.server.failures = 0
                             yield chunk
                 return
-            except UpstreamError as fault:
+            except UpstreamError as error:
                 if self._closed:
                     break
-                if begun or fault.kind in ("refused", "garbled"):
-                    raise self._error(fault, trial, rollout_id) from fault
-                wait_s = trial.wait_s(fault, others=self.fleet.others(trial.tried))
+                if begun or error.kind in ("refused", "garbled"):
+                    raise self._engine_error(error, state, rollout_id) from error
+                wait_s = state.wait_s(error, others=self.fleet.has_untried(state.tried))
                 if wait_s is None:
-                    raise self._error(fault, trial, rollout_id) from fault
-                self.counts[f"retried_{fault.kind}"] += 1
+                    raise self._engine_error(error, state, rollout_id) from error
+                self.counts[f"retried_{error.kind}"] += 1
                 await asyncio.sleep(wait_s)
         raise EngineError("the engine is closed")
 
-    async def _read(self, loan: RoutedRequest, path: str, attempt: ServerRequest[T]) -> AsyncGenerator[T, None]:
-        """The chunks of one attempt, up to where it is called back."""
-        try:
-            async with aclosing(self.wire.stream(loan.address.url + path, attempt.body, attempt.reader, loan.leash)) as chunks:
-                async for chunk in chunks:
-                    yield chunk
-                    if loan.leash.pulled:
-                        break
-        except UpstreamError:
-            if not loan.leash.pulled:
-                raise
-        finally:
-            if not attempt.reader.done:
-                if loan.leash.pulled:
-                    self.counts["cut_over"] += 1
-                self._say_farewell(loan.address.url, attempt.key)
-
-    def _say_farewell(self, url: str, key: str) -> None:
-        if self._leave is None or self._closed:
-            return
-        task = asyncio.create_task(self._bid(self._leave, url, key), name=f"penstock-leave-{key}")
-        self._farewells.add(task)
-        task.add_done_callback(self._farewells.discard)
-
-    async def _bid(self, leave: AbortRequest, url: str, key: str) -> None:
-        with suppress(UpstreamError):  # the server is gone, and the request with it
-            await leave(url, key)
-
     async def close(self) -> None:
-        """Fail what is running and let go of all connections."""
+        """Fail what is running and close all connections."""
         self._closed = True
-        for address in self.fleet.addresses:
-            address.call_back()
-        for task in list(self._farewells):
+        for server in self.fleet.servers:
+            server.cancel_requests()
+        for task in list(self._aborts):
             task.cancel()
         await self.fleet.close()
-        await self.wire.close()
+        await self.http.close()
 
-    def _error(self, fault: UpstreamError, trial: "RetryState", rollout_id: str) -> EngineError:
-        whose = f"rollout {rollout_id}: " if rollout_id else ""
-        often = f"; given up after {trial.attempts} attempts" if trial.attempts > 1 else ""
-        if fault.kind == "busy":
-            return EngineBusy(f"{whose}{fault}{often}; try again later, or give engine.url more addresses")
-        return EngineError(f"{whose}{fault}{often}")
+    async def _read(self, routed: RoutedRequest, path: str, request: ServerRequest[T]) -> AsyncGenerator[T, None]:
+        """Yield the chunks of one attempt, up to where it is cancelled."""
+        (server, handle), reader = routed, request.reader
+        try:
+            async with aclosing(self.http.stream(server.url + path, request.body, reader, handle)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+                    if handle.cancelled:
+                        break
+        except UpstreamError:
+            if not handle.cancelled:
+                raise
+        finally:
+            if not reader.done:
+                if handle.cancelled:
+                    self.counts["cut_over"] += 1
+                self._start_abort(server.url, request.key)
 
+    def _start_abort(self, url: str, key: str) -> None:
+        """Tell the server in a task of its own: this runs while a generator closes, perhaps because its task was cancelled."""
+        if self._abort is None or self._closed:
+            return
+        task = asyncio.create_task(self._send_abort(self._abort, url, key), name=f"penstock-leave-{key}")
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)
 
-class RetryState:
-    """The attempts at one request."""
+    async def _send_abort(self, abort: AbortRequest, url: str, key: str) -> None:
+        with suppress(UpstreamError):  # the server is gone, and the request with it
+            await abort(url, key)
 
-    def __init__(self, patience: RetryPolicy) -> None:
-        self.attempts = 0
-        self.tried: set[EngineServer] = set()
-        """Addresses that this round has been to."""
-        self._rounds = 0
-        self._patience = patience
-        self._end = time.monotonic() + patience.retry_s
-
-    def begin(self, address: EngineServer) -> None:
-        self.attempts += 1
-        self.tried.add(address)
-
-    def wait_s(self, fault: UpstreamError, *, others: bool) -> float | None:
-        """How long to wait before the next attempt, 0 where another address is left; None where enough was tried."""
-        left_s = self._end - time.monotonic()
-        if left_s <= 0.0:
-            return None
-        if others:
-            return 0.0
-        if self._rounds == self._patience.retries:
-            return None
-        wait_s = backoff_s(self._rounds, first_s=self._patience.first_wait_s, retry_after_s=fault.retry_after_s)
-        self._rounds += 1
-        self.tried.clear()
-        return wait_s if wait_s < left_s else None
-
-
-def backoff_s(rounds: int, *, first_s: float = FIRST_WAIT_S, retry_after_s: float = 0.0) -> float:
-    """Anything up to a bound that doubles with every round, so that callers spread; on top of what the server asked for."""
-    return retry_after_s + random.uniform(0.0, min(LONGEST_WAIT_S, first_s * 2.0**rounds))
+    def _engine_error(self, error: UpstreamError, state: RetryState, rollout_id: str) -> EngineError:
+        where = f"rollout {rollout_id}: " if rollout_id else ""
+        attempts = f"; given up after {state.attempts} attempts" if state.attempts > 1 else ""
+        if error.kind == "busy":
+            return EngineBusy(f"{where}{error}{attempts}; try again later, or give engine.url more addresses")
+        return EngineError(f"{where}{error}{attempts}")

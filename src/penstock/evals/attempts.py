@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from penstock.pool.base import Pool
 from penstock.records import Attempt, End, Group, Rollout, Sampling, Task, make_rollout
-from penstock.rollout.scheduler import LOST, Runs, run_to_end
+from penstock.rollout.scheduler import LOST, RunnerPort, run_to_end
 
 CHANNEL = "eval"
 PAGE_GROUPS = 4

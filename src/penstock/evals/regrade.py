@@ -17,7 +17,7 @@ from penstock.events import Events
 from penstock.pool.base import Pool
 from penstock.records import Attempt, End, Grade, Group
 from penstock.rollout.author_tasks import AuthorTasks
-from penstock.rollout.execution import Work
+from penstock.rollout.in_process import InProcessAgent
 from penstock.rollout.transcripts import make_samples, transcripts
 from penstock.run.agent_preflight import preflight
 from penstock.run.folder import RunFolder, locked, open_run_folder
@@ -64,7 +64,7 @@ class _Regrader:
 
     def __init__(self, pool: Pool, agent: Agent, config: RunConfig, artifacts: Path) -> None:
         self._pool, self._agent, self._artifacts = pool, agent, artifacts
-        self._work = Work(agent, AuthorTasks(agent.entry.parent, Events()))
+        self._work = InProcessAgent(agent, AuthorTasks(agent.entry.parent, Events()))
         self._slots, self._timeout_s = asyncio.Semaphore(config.rollout.concurrency), config.rollout.grader_timeout_s
 
     async def copy(self, groups: AsyncIterable[Group]) -> None:

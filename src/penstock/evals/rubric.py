@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, cast
 import orjson
 
 from penstock.errors import ConfigError, DatasetError, GraderError
-from penstock.graders.judge import Case, Endpoint, Judge, Scale, Verdict
-from penstock.graders.rubric import conversation
+from penstock.graders.judge import Case, Endpoint, LlmJudge, Scale, Verdict
+from penstock.graders.rubric import format_conversation
 from penstock.system.files import write_file
 
 ANSWERS = ("solution", "solution_str", "messages")
@@ -181,7 +181,7 @@ def _text(row: Mapping[str, Any], keys: Sequence[str]) -> str:
     if isinstance(value, str):
         return value
     if isinstance(value, list) and all(isinstance(each, dict) for each in cast("list[Any]", value)):
-        return conversation(cast("list[Any]", value))
+        return format_conversation(cast("list[Any]", value))
     return orjson.dumps(value).decode()
 
 

@@ -18,9 +18,10 @@ from penstock.evals.processes import check_limits, check_processes, open_process
 from penstock.evals.spending import Prices, prices_of, rollout_seconds
 from penstock.evals.worker_process import wait_for_processes
 from penstock.events import Events, Listener
+from penstock.pool import POOLS
 from penstock.pool.base import Pool
 from penstock.records import Sampling
-from penstock.rollout.scheduler import Runs
+from penstock.rollout.scheduler import RunnerPort
 from penstock.run.folder import RunFolder, locked, open_run_folder
 from penstock.run.inputs import Inputs
 from penstock.run.opening import open_pool, open_rollout_runner, sampling
@@ -57,8 +58,8 @@ def evaluation_config(config: RunConfig) -> RunConfig:
     """Returns the checked settings of an evaluation, in a folder apart from training runs of the same name."""
     if too_many := [k for k in config.eval.k if not 1 <= k <= config.eval.samples]:
         raise ConfigError(f"eval.k = {too_many[0]}: pass@{too_many[0]} needs as many attempts; raise eval.samples, or leave it out")
-    if config.pool.name == "memory":
-        raise ConfigError("pool.name = 'memory' forgets: an evaluation that is stopped could not go on; use 'sqlite'")
+    if not POOLS.load(config.pool.name).durable:
+        raise ConfigError(f"pool.name = {config.pool.name!r} forgets: an evaluation that is stopped could not go on; use 'sqlite'")
     check_processes(config)
     return config.model_copy(update={"run": config.run.model_copy(update={"folder": config.run.folder / "evals"})})
 

@@ -25,10 +25,9 @@ from penstock.errors import ConfigError, PenstockError
 from penstock.events import Events, json_line
 from penstock.pool import POOLS
 from penstock.pool.base import Pool
-from penstock.pool.sqlite import open_pool
 from penstock.records import Rollout, Sampling, Task
 from penstock.rollout.executors.base import read_section
-from penstock.rollout.runner import Room, Runner
+from penstock.rollout.runner import Runner, Slot
 from penstock.run.folder import RunFolder
 from penstock.run.inputs import Inputs
 from penstock.run.opening import open_rollout_runner

@@ -23,7 +23,7 @@ from penstock.gateway.model_routes import PROMPT_UID
 from penstock.gateway.routes import DEFAULT_PROMPT, json_response
 from penstock.gateway.session import RESERVED_PREFIX, Sessions
 from penstock.gateway.trajectories import FLOW_SOURCE, Registration, Trajectories
-from penstock.graders.rule import rule_reward, said
+from penstock.graders.rule import assistant_text, rule_reward
 from penstock.http.asgi import header, parse_json, read_body
 from penstock.http.listen import root_url
 from penstock.pool.base import Pool
@@ -281,7 +281,7 @@ def _alike(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 async def reward_by_rule(rollout_id: str, messages: list[Message], fields: Mapping[str, Any]) -> float:
-    return rule_reward(said(messages), fields)
+    return rule_reward(assistant_text(messages), fields)
 
 
 class RewardFunction(Protocol):

@@ -9,7 +9,7 @@ from itertools import chain, takewhile
 from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.chat.templates import Tool, flatten, has_reasoning, message_digest, tools_digest
-from penstock.codec import ids_hash
+from penstock.codec import extend_ids_hash
 from penstock.engines.base import TokenPath
 from penstock.records import Attempt, Message, Node, Step
 
@@ -194,7 +194,7 @@ class TokenGraph:
     def context_hash(self, node: Node, completion_ids: Sequence[int]) -> "blake2b":
         """The running hash of all tokens up to the end of a reply to `node`; only the tokens that the two add are hashed."""
         before = None if node.parent is None else self._hashes[node.parent]
-        return ids_hash(ids_hash(before, node.token_ids), completion_ids)
+        return extend_ids_hash(extend_ids_hash(before, node.token_ids), completion_ids)
 
     def prompt(self, node: int) -> tuple[int, ...]:
         """The prompt that ends with `node`, as the engine got it."""

@@ -16,7 +16,7 @@ from penstock.gateway.graph import TokenGraph
 from penstock.gateway.routes import json_response
 from penstock.gateway.trajectories import AFTER_ALL
 from penstock.pool.base import Change, Pool, PoolStats
-from penstock.pool.paging import every_group
+from penstock.pool.paging import iterate_groups
 from penstock.records import Attempt, Group, Mark, Step
 
 MAX_ENTRIES = 200
@@ -356,7 +356,7 @@ class ReadApi:
     async def _read(self, channel: str, place: ChannelCursor, entries: Entries, *, limit: int, skip: int) -> "_EntryPage":
         """Entries of one channel from a place on; the place behind them."""
         page, before, scanned = _EntryPage(place, skip), place.told, 0
-        async for group in every_group(self._pool, channel, first_seq=place.seq):
+        async for group in iterate_groups(self._pool, channel, first_seq=place.seq):
             scanned += 1
             if scanned > MAX_SCANNED_GROUPS:
                 page.more = True

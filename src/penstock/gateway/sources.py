@@ -159,7 +159,7 @@ class TextEndpointSource:
         asked = TextRequest(
             messages=call.messages, sampling=sampling, tools=call.tools, may_call=call.reads_calls, forced=call.forced
         )
-        return self.engine.ask(asked, rollout_id=rollout_id)
+        return self.engine.complete(asked, rollout_id=rollout_id)
 
     def facts(self) -> dict[str, object]:
         return {"relayed": True}

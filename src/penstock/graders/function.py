@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from penstock.errors import ConfigError, GraderError
-from penstock.graders.rule import said
+from penstock.graders.rule import assistant_text
 from penstock.records import Message
 from penstock.sdk.context import GraderContext
 from penstock.sdk.discovery import import_entry
@@ -44,9 +44,9 @@ class FunctionGrader(Grader):
         extra: Any = fields.get("extra_info") if isinstance(fields.get("extra_info"), Mapping) else {}
         given: dict[str, Any] = {
             "data_source": fields.get("data_source"),
-            "solution_str": said(messages),
+            "solution_str": assistant_text(messages),
             "ground_truth": ctx.label,
-            "extra_info": {**extra, "num_turns": turns(messages), "messages": messages},
+            "extra_info": {**extra, "num_turns": count_turns(messages), "messages": messages},
         }
         score = await asyncio.to_thread(self._function, **given)  # whatever it waits for, others are graded meanwhile
         if inspect.isawaitable(score):
@@ -63,7 +63,7 @@ def load_function(path: Path, name: str) -> Callable[..., Any]:
     return cast("Callable[..., Any]", found)
 
 
-def turns(messages: list[Message]) -> int:
+def count_turns(messages: list[Message]) -> int:
     """How often the word passed: messages of one side in a row are one turn, and the system prompt is none.
 
     >>> turns([{"role": "user"}, {"role": "assistant"}, {"role": "tool"}, {"role": "tool"}, {"role": "assistant"}])

@@ -15,15 +15,15 @@ import orjson
 
 from penstock.config import secret
 from penstock.errors import ConfigError, GraderError
-from penstock.graders.rule import said
+from penstock.graders.rule import assistant_text
 from penstock.records import Message
 
 _DECODER = json.JSONDecoder()
 _NUMBER = re.compile(r"\s*[-+]?\d+(\.\d+)?\s*")
 _OBJECT = re.compile(r'\{\s*"')
-TRIED = 1000
+MAX_OBJECTS = 1000
 """Places of an answer where an object may begin; no verdict stands behind so many."""
-QUOTED = 2000
+MAX_QUOTED_ANSWER = 2000
 """Characters of an unusable answer that are sent back with the reason."""
 
 
@@ -54,11 +54,11 @@ class Verdict(NamedTuple):
     explanation: str
 
 
-class Unusable(ValueError):
+class UnusableAnswer(ValueError):
     """An answer that holds no verdict, or none that the scale has."""
 
 
-def questions(rubric: str, case: Case, scale: Scale) -> list[Message]:
+def judge_messages(rubric: str, case: Case, scale: Scale) -> list[Message]:
     """The request: the rubric, and the case between marks that whoever wrote it could not know."""
     word = _word("".join(case))
     parts = {"task": case.task, "answer": case.answer, "reference": case.reference, "context": case.context}
@@ -75,10 +75,10 @@ def questions(rubric: str, case: Case, scale: Scale) -> list[Message]:
     return [{"role": "system", "content": rules}, {"role": "user", "content": asked}]
 
 
-def again(asked: list[Message], answer: str, why: str) -> list[Message]:
+def retry_messages(asked: list[Message], answer: str, why: str) -> list[Message]:
     """The request once more, after an answer that could not be used."""
     remedy = f"That cannot be used: {why}. Answer with the JSON object alone."
-    return [*asked, {"role": "assistant", "content": answer[:QUOTED] or "-"}, {"role": "user", "content": remedy}]
+    return [*asked, {"role": "assistant", "content": answer[:MAX_QUOTED_ANSWER] or "-"}, {"role": "user", "content": remedy}]
 
 
 def read_verdict(answer: str, scale: Scale) -> Verdict:
@@ -89,13 +89,13 @@ def read_verdict(answer: str, scale: Scale) -> Verdict:
     """
     found = [each for each in _objects(answer.rpartition("</think>")[2]) if "score" in each]
     if not found:
-        raise Unusable("there is no JSON object with a score")
+        raise UnusableAnswer("there is no JSON object with a score")
     scores = {_score(each["score"]) for each in found}
     if len(scores) > 1:
-        raise Unusable(f"it gives several scores: {', '.join(f'{score:g}' for score in sorted(scores))}")
+        raise UnusableAnswer(f"it gives several scores: {', '.join(f'{score:g}' for score in sorted(scores))}")
     score = scores.pop()
     if not scale.low <= score <= scale.high:
-        raise Unusable(f"the score {score:g} is not in {scale}")
+        raise UnusableAnswer(f"the score {score:g} is not in {scale}")
     explanation = found[-1].get("explanation")
     return Verdict(score, explanation if isinstance(explanation, str) else "")
 
@@ -109,7 +109,7 @@ def _word(text: str) -> str:
 def _objects(text: str) -> Iterator[dict[str, Any]]:
     """The JSON objects of a text, one after the other."""
     end, tried = 0, 0
-    while tried < TRIED and (brace := _OBJECT.search(text, end)):
+    while tried < MAX_OBJECTS and (brace := _OBJECT.search(text, end)):
         tried += 1
         try:
             value, end = _DECODER.raw_decode(text, brace.start())
@@ -123,9 +123,9 @@ def _score(value: Any) -> float:
     if isinstance(value, str) and _NUMBER.fullmatch(value):
         value = float(value)
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise Unusable(f"the score {str(value)[:40]!r} is not a number")
+        raise UnusableAnswer(f"the score {str(value)[:40]!r} is not a number")
     if not math.isfinite(value):
-        raise Unusable(f"the score {value} is not finite")
+        raise UnusableAnswer(f"the score {value} is not finite")
     return float(value)
 
 
@@ -205,7 +205,7 @@ def find_endpoint(
     )
 
 
-class Judge:
+class LlmJudge:
     """Asks one endpoint by one rubric. A context manager: leaving it closes its connections."""
 
     def __init__(self, endpoint: Endpoint, rubric: str, scale: Scale) -> None:
@@ -229,15 +229,15 @@ class Judge:
 
     async def verdict(self, case: Case) -> Verdict:
         """What the judge says of `case`. An answer that cannot be used is told so, and the second such one is a JudgeError."""
-        asked = questions(self._rubric, case, self._scale)
+        asked = judge_messages(self._rubric, case, self._scale)
         answer = await self._answer(asked)
         try:
             return read_verdict(answer, self._scale)
-        except Unusable as fault:
-            answer = await self._answer(again(asked, answer, str(fault)))
+        except UnusableAnswer as fault:
+            answer = await self._answer(retry_messages(asked, answer, str(fault)))
         try:
             return read_verdict(answer, self._scale)
-        except Unusable as fault:
+        except UnusableAnswer as fault:
             told = f"judge {self._endpoint.model!r} gave no usable verdict, twice: {fault}"
             raise JudgeError(f"{told}; it said: {self._quote(answer) or '-'}") from fault
 
@@ -267,7 +267,7 @@ class Judge:
         if response.status != 200:
             raise self._refusal(url, response, text)
         try:
-            return said([{**orjson.loads(text)["choices"][0]["message"], "role": "assistant"}])
+            return assistant_text([{**orjson.loads(text)["choices"][0]["message"], "role": "assistant"}])
         except (ValueError, LookupError, TypeError) as cause:
             raise JudgeError(f"{url} answered with no chat completion: {self._quote(text)}") from cause
 

@@ -15,12 +15,12 @@ import orjson
 from pydantic import Field, model_validator
 
 from penstock.errors import ConfigError
-from penstock.graders.judge import Case, Judge, Scale, Verdict, find_endpoint
+from penstock.graders.judge import Case, LlmJudge, Scale, Verdict, find_endpoint
 from penstock.records import Message
 from penstock.sdk.context import GraderContext
 from penstock.sdk.workflow import Grader, GraderConfig
 
-FILE = "verdict.json"
+VERDICT_FILE = "verdict.json"
 """In the rollout's artifacts: what the judge said."""
 
 
@@ -69,14 +69,14 @@ class RubricGrader(Grader):
             timeout_s=config.timeout_s,
             temperature=config.temperature,
         )
-        self._judge = Judge(endpoint, rubric, Scale(config.score_min, config.score_max))
+        self._judge = LlmJudge(endpoint, rubric, Scale(config.score_min, config.score_max))
 
     async def grade(self, ctx: GraderContext) -> None:
         async with self._judge as judge:
-            verdict = await judge.verdict(case_of(ctx))
+            verdict = await judge.verdict(judge_case(ctx))
         ctx.set_reward(verdict.score)
         if ctx.artifacts_dir is not None:
-            (ctx.artifacts_dir / FILE).write_bytes(orjson.dumps({**verdict._asdict(), "judge": self.config.model}))
+            (ctx.artifacts_dir / VERDICT_FILE).write_bytes(orjson.dumps({**verdict._asdict(), "judge": self.config.model}))
 
 
 def read_rubric(path: Path) -> str:
@@ -93,13 +93,13 @@ def read_rubric(path: Path) -> str:
 def read_verdict_file(folder: Path) -> Verdict | None:
     """What a judge said of the rollout whose artifacts are in `folder`; None where none did."""
     try:
-        found: Any = orjson.loads((folder / FILE).read_bytes())
+        found: Any = orjson.loads((folder / VERDICT_FILE).read_bytes())
         return Verdict(float(found["score"]), str(found["explanation"]))
     except (OSError, ValueError, LookupError, TypeError):
         return None
 
 
-def case_of(ctx: GraderContext) -> Case:
+def judge_case(ctx: GraderContext) -> Case:
     """A rollout as a judge reads it: what was asked, then all that was said and done."""
     asked: list[str] = []
     said: list[str] = []
@@ -107,12 +107,12 @@ def case_of(ctx: GraderContext) -> Case:
         messages = sample.transcript or sample.messages
         first = next((place for place, each in enumerate(messages) if each.get("role") == "assistant"), len(messages))
         head = f"[transcript {name}]\n" if len(ctx.samples) > 1 else ""
-        asked.append(head + conversation(messages[:first]))
-        said.append(head + conversation(messages[first:]))
+        asked.append(head + format_conversation(messages[:first]))
+        said.append(head + format_conversation(messages[first:]))
     return Case("\n\n".join(said), task="\n\n".join(asked), reference=ctx.label or "")
 
 
-def conversation(messages: Sequence[Message]) -> str:
+def format_conversation(messages: Sequence[Message]) -> str:
     """Messages as text, tool calls included."""
     return "\n".join(_line(message) for message in messages)
 

@@ -17,7 +17,7 @@ class RuleGrader(Grader):
     async def grade(self, ctx: GraderContext) -> None:
         sample = ctx.samples.get(MAIN) or ctx.sample
         fields = {**(ctx.metadata or {}), "ground_truth": ctx.label}
-        ctx.set_reward(rule_reward(said(sample.transcript or sample.messages), fields))
+        ctx.set_reward(rule_reward(assistant_text(sample.transcript or sample.messages), fields))
 
 
 def rule_reward(text: str, fields: Mapping[str, Any]) -> float:
@@ -40,7 +40,7 @@ def rule_reward(text: str, fields: Mapping[str, Any]) -> float:
     return float(rule(text, truth))
 
 
-def said(messages: Iterable[Message]) -> str:
+def assistant_text(messages: Iterable[Message]) -> str:
     """All that the policy said, in order: a rule judges the whole, so that neither an early guess nor a late call decides alone."""
     return "\n".join(filter(None, (_text(message.get("content")) for message in messages if message.get("role") == "assistant")))
 

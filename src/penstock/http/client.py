@@ -1,4 +1,4 @@
-"""One request to an engine over HTTP: what it answers, or the fault that kept it from answering."""
+"""HTTP client for engines: JSON requests, streamed replies, and one exception for everything that goes wrong."""
 
 import asyncio
 import io
@@ -20,99 +20,98 @@ T = TypeVar("T")
 
 CONNECT_S = 5.0
 PROBE_S = 10.0
-"""For a question that needs no token sampled."""
+"""Timeout of a GET, which samples no token."""
 DRAIN_S = 1.0
-"""For what a server sends after the end of a reply; past it the connection is given up."""
+"""How long to read what a server sends after the end of a reply before the connection is closed."""
 KEEPALIVE_S = 4.0
 """How long an idle connection is kept: less than the 5 s after which uvicorn closes its end."""
 LARGE_BODY_BYTES = 1 << 20
-"""Bytes of a request that are sent piece by piece."""
+"""Larger request bodies are sent in pieces: aiohttp would write the whole of it in one blocking call."""
 QUOTED_CHARS = 300
-"""Characters of a server's own words that a message quotes."""
+"""At most this many characters of a server's answer appear in an error message."""
 
 ErrorKind = Literal["busy", "broken", "refused", "garbled"]
-"""Try later; try elsewhere; the request is at fault; the answer makes no sense."""
+"""`busy`: try later. `broken`: try another server. `refused`: the request is wrong. `garbled`: the answer cannot be understood."""
 
 _TOO_LONG = re.compile(r"context length|max_model_len|maximum.{0,20}length|too long", re.IGNORECASE)
 _BEARER = re.compile(r"(bearer\s+|sk-)[^\s\"',;]+", re.IGNORECASE)
 
 
 class UpstreamError(Exception):
-    """Why one attempt gave no reply, or not all of it. Never leaves the engines."""
+    """A request got no reply, or only a part of one. Engines catch it; it is not part of the public error tree."""
 
-    def __init__(self, words: str, *, kind: ErrorKind, retry_after_s: float = 0.0, status: int = 0) -> None:
-        super().__init__(words)
+    def __init__(self, text: str, *, kind: ErrorKind, retry_after_s: float = 0.0, status: int = 0) -> None:
+        super().__init__(text)
         self.kind: ErrorKind = kind
         self.retry_after_s = retry_after_s
-        """What the server asked for."""
+        """From the Retry-After header."""
         self.status = status
-        """Of the answer; 0 where there was none."""
+        """HTTP status; 0 if there was no answer."""
 
 
 class EventReader(Protocol[T_co]):
-    """Makes chunks of the events of one reply."""
+    """Turns the events of one reply into chunks."""
 
     done: bool
     """Whether the reply has said how it finished."""
 
-    def take(self, event: bytes) -> None:
-        """Add an event; Fault where it makes no sense."""
+    def feed(self, event: bytes) -> None:
+        """Add an event; UpstreamError if it cannot be understood."""
         ...
 
-    def drain(self) -> T_co | None:
-        """What was added since the last call; None where that is nothing."""
+    def take_chunk(self) -> T_co | None:
+        """Return what was added since the last call, or None if that is nothing."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestTimeouts:
-    """How long an engine may be silent."""
-
     first_token_s: float = 300.0
-    """Before the first token, waiting in the engine's queue included."""
+    """Longest wait for the first token, including the time in the engine's queue."""
     stall_s: float = 120.0
-    """Between two tokens."""
+    """Longest silence between two tokens."""
 
 
 class CancelHandle:
-    """By which a request is called back from outside. What was read before is kept; nothing that comes later is."""
+    """Cancels one streamed request from outside its task. Chunks already read are kept; nothing more is read."""
 
     def __init__(self) -> None:
-        self.pulled = False
-        self._clock: asyncio.Timeout | None = None
+        self.cancelled = False
+        self._timeout: asyncio.Timeout | None = None
         self._response: aiohttp.ClientResponse | None = None
 
-    def pull(self) -> None:
-        """Hang up, now: whoever waits for the request's next event waits no longer."""
-        self.pulled = True
+    def cancel(self) -> None:
+        """Close the connection and wake whoever waits for the next event."""
+        self.cancelled = True
         if self._response is not None:
             self._response.close()
-        if self._clock is not None and not self._clock.expired():
-            self._clock.reschedule(asyncio.get_running_loop().time())
+        # Until the headers have come there is no response to close: an expired timeout wakes the waiting task in either case.
+        if self._timeout is not None and not self._timeout.expired():
+            self._timeout.reschedule(asyncio.get_running_loop().time())
 
-    def hold(self, response: aiohttp.ClientResponse) -> None:
-        """The connection that is to be closed."""
+    def attach(self, response: aiohttp.ClientResponse) -> None:
+        """Set the connection that `cancel` closes."""
         self._response = response
 
     @asynccontextmanager
-    async def wait(self, limit_s: float) -> AsyncGenerator[None]:
-        """TimeoutError after so long, or once the leash is pulled."""
+    async def timeout(self, limit_s: float) -> AsyncGenerator[None]:
+        """Raise TimeoutError after `limit_s`, or at once when the request is cancelled."""
         try:
-            async with asyncio.timeout(0.0 if self.pulled else limit_s) as self._clock:
+            async with asyncio.timeout(0.0 if self.cancelled else limit_s) as self._timeout:
                 yield
         finally:
-            self._clock = None
+            self._timeout = None
 
 
 class HttpClient:
-    """The connections to all engines of a fleet. Opened by the first request, in its event loop."""
+    """The connection pool of one engine. The session is opened by the first request, in that request's event loop."""
 
-    def __init__(self, timers: RequestTimeouts, *, key: str = "", headers: Mapping[str, str] | None = None) -> None:
-        self._timers = timers
+    def __init__(self, timeouts: RequestTimeouts, *, key: str = "", headers: Mapping[str, str] | None = None) -> None:
+        self._timeouts = timeouts
         self._key = key
         bearer = {"authorization": f"Bearer {key}"} if key else {}
         self._headers = {"content-type": "application/json", **(bearer if headers is None else headers)}
-        """Of every request; the key goes as a bearer token where nothing else is said."""
+        """Of every request. Without `headers`, the key is sent as a bearer token."""
         self._session: aiohttp.ClientSession | None = None
 
     async def close(self) -> None:
@@ -121,10 +120,10 @@ class HttpClient:
         if session is not None:
             await session.close()
 
-    async def ask(self, url: str, body: dict[str, Any] | None = None, *, limit_s: float | None = None) -> Any:
-        """A short question, by GET, or by POST where it has a body; the answer as JSON, None where it is empty."""
-        limit = limit_s or (PROBE_S if body is None else self._timers.first_token_s)
-        with self._faults(url, limit):
+    async def request_json(self, url: str, body: dict[str, Any] | None = None, *, limit_s: float | None = None) -> Any:
+        """GET `url`, or POST `body` to it; return the answer parsed as JSON, or None if it is empty."""
+        limit = limit_s or (PROBE_S if body is None else self._timeouts.first_token_s)
+        with self._errors(url, limit):
             async with asyncio.timeout(limit):
                 response = await self._send(url, None if body is None else orjson.dumps(body))
                 text = await response.read()
@@ -133,24 +132,25 @@ class HttpClient:
         except orjson.JSONDecodeError as cause:
             raise UpstreamError(f"{url} answered with something that is not JSON: {self._quote(text)}", kind="garbled") from cause
 
-    async def stream(self, url: str, body: bytes, reader: EventReader[T], leash: CancelHandle) -> AsyncGenerator[T, None]:
-        """Post `body` and give the reply's chunks as they come. Closing the generator closes the connection at once.
+    async def stream(self, url: str, body: bytes, reader: EventReader[T], handle: CancelHandle) -> AsyncGenerator[T, None]:
+        """POST `body` and yield the reply's chunks as they come. Closing the generator closes the connection.
 
-        A Fault ends it where the leash was pulled: which one says nothing.
+        A cancelled request ends with an UpstreamError whose text and kind mean nothing; check `handle.cancelled`.
         """
-        limit, response = self._timers.first_token_s, None
+        limit, response = self._timeouts.first_token_s, None
         try:
-            with self._faults(url, limit):
-                async with leash.wait(limit):
+            with self._errors(url, limit):
+                async with handle.timeout(limit):
                     response = await self._send(url, body)
-                    leash.hold(response)
+                    handle.attach(response)
                     incoming = ResponseStream(response, reader)
                     chunk = await incoming.next()
             while not reader.done:
                 yield chunk
-                with self._faults(url, self._timers.stall_s):
-                    async with leash.wait(self._timers.stall_s):
+                with self._errors(url, self._timeouts.stall_s):
+                    async with handle.timeout(self._timeouts.stall_s):
                         chunk = await incoming.next()
+            # Before the last chunk is given out: the caller may close this generator as soon as it has it.
             await incoming.drain()
             yield chunk
         finally:
@@ -165,7 +165,7 @@ class HttpClient:
         response = await self._session.request(method, url, data=data, allow_redirects=False)
         if response.status != 200:
             try:
-                raise self._refusal(url, response, await _beginning(response))
+                raise self._status_error(url, response, await _read_error_body(response))
             finally:
                 response.close()
         return response
@@ -178,20 +178,22 @@ class HttpClient:
             headers=self._headers,
         )
 
-    def _refusal(self, url: str, response: aiohttp.ClientResponse, body: bytes) -> UpstreamError:
-        status, words = response.status, self._quote(_message(body))
-        said = f"{url} answered {status} {response.reason}{f': {words}' if words else ''}"
+    def _status_error(self, url: str, response: aiohttp.ClientResponse, body: bytes) -> UpstreamError:
+        status, quoted = response.status, self._quote(_error_message(body))
+        text = f"{url} answered {status} {response.reason}{f': {quoted}' if quoted else ''}"
         if status in (429, 503):
-            return UpstreamError(said, kind="busy", retry_after_s=retry_after_s(response.headers.get("retry-after")), status=status)
-        if status >= 500 or status in (401, 403, 404):  # it served us before: these say that it is another server now
-            return UpstreamError(said, kind="broken", status=status)
-        if status == 400 and _TOO_LONG.search(words):
-            said += "; the prompt and max_tokens do not fit into this server's context: shorten one of them"
-        return UpstreamError(said, kind="refused", status=status)
+            wait_s = retry_after_s(response.headers.get("retry-after"))
+            return UpstreamError(text, kind="busy", retry_after_s=wait_s, status=status)
+        # 401, 403, 404: this URL and key worked when the engine was opened, so another server must be there now.
+        if status >= 500 or status in (401, 403, 404):
+            return UpstreamError(text, kind="broken", status=status)
+        if status == 400 and _TOO_LONG.search(quoted):
+            text += "; the prompt and max_tokens do not fit into this server's context: shorten one of them"
+        return UpstreamError(text, kind="refused", status=status)
 
     @contextmanager
-    def _faults(self, url: str, limit_s: float) -> Generator[None]:
-        """Name the address in whatever goes wrong inside."""
+    def _errors(self, url: str, limit_s: float) -> Generator[None]:
+        """Turn what aiohttp, asyncio and the system raise into an UpstreamError that names `url`."""
         try:
             yield
         except aiohttp.ClientError as cause:
@@ -200,13 +202,13 @@ class HttpClient:
             raise UpstreamError(f"{url} was silent for {limit_s:g} s", kind="broken") from cause
         except OSError as cause:
             raise UpstreamError(f"{url}: {cause}", kind="broken") from cause
-        except UpstreamError as fault:
-            if str(fault).startswith(url):
+        except UpstreamError as error:
+            if str(error).startswith(url):
                 raise
-            raise UpstreamError(f"{url} {self._quote(str(fault))}", kind=fault.kind, status=fault.status) from fault
+            raise UpstreamError(f"{url} {self._quote(str(error))}", kind=error.kind, status=error.status) from error
 
     def _quote(self, text: str | bytes) -> str:
-        """A server's words on one line, without our key, and not too many."""
+        """A server's text on one line, shortened, with our key and anything like a key removed."""
         text = text.decode("utf-8", "replace") if isinstance(text, bytes) else text
         plain = _BEARER.sub(r"\1…", text.replace(self._key, "…") if self._key else text)
         line = " ".join(plain.split())
@@ -214,24 +216,24 @@ class HttpClient:
 
 
 class ResponseStream(Generic[T]):
-    """The reply on an open connection. What came before a fault is given out before the fault is."""
+    """The chunks on an open connection. An error is raised only after all chunks that came before it were returned."""
 
     def __init__(self, response: aiohttp.ClientResponse, reader: EventReader[T]) -> None:
         self._response = response
         self._reader = reader
-        self._events = SseDecoder()
-        self._fault: UpstreamError | None = None
+        self._decoder = SseDecoder()
+        self._error: UpstreamError | None = None
 
     async def next(self) -> T:
-        """All that has come since the last call, at least one token or the end."""
-        while (chunk := self._reader.drain()) is None:
-            if self._fault is not None:
-                raise self._fault
+        """Return all that has come since the last call, at least one token or the end."""
+        while (chunk := self._reader.take_chunk()) is None:
+            if self._error is not None:
+                raise self._error
             await self._fill()
         return chunk
 
     async def drain(self) -> None:
-        """Read what follows the end, so that the connection can serve again."""
+        """Read what follows the end of the reply: aiohttp reuses a connection only if its response was read to the end."""
         with suppress(aiohttp.ClientError, OSError, RuntimeError):
             async with asyncio.timeout(DRAIN_S):
                 while await self._response.content.readany():
@@ -239,24 +241,24 @@ class ResponseStream(Generic[T]):
 
     async def _fill(self) -> None:
         try:
-            if self._response.content_type == "application/json":  # no stream after all: the reply is one event
-                self._reader.take(await self._response.content.read())
+            if self._response.content_type == "application/json":  # not streamed: the whole reply is one event
+                self._reader.feed(await self._response.content.read())
                 return
             piece = await self._response.content.readany()
             if not piece:
                 raise UpstreamError("ended without saying how the reply finished", kind="broken")
-            for event in self._events.feed(piece):
-                self._reader.take(event)
-        except RuntimeError:  # how aiohttp says that the connection was lost between two of its own waits
-            self._fault = UpstreamError("hung up in the middle of the reply", kind="broken")
+            for event in self._decoder.feed(piece):
+                self._reader.feed(event)
+        except RuntimeError:  # raised by aiohttp if the connection was lost between two reads
+            self._error = UpstreamError("hung up in the middle of the reply", kind="broken")
         except ValueError as cause:
-            self._fault = UpstreamError(str(cause), kind="garbled")
-        except UpstreamError as fault:
-            self._fault = fault
+            self._error = UpstreamError(str(cause), kind="garbled")
+        except UpstreamError as error:
+            self._error = error
 
 
 def retry_after_s(header: str | None) -> float:
-    """Seconds that a Retry-After header asks for, given as a number or as a date; 0 where it says nothing."""
+    """Seconds that a Retry-After header asks for, given as a number or as a date; 0 if it is missing or invalid."""
     if not header:
         return 0.0
     with suppress(ValueError):
@@ -267,16 +269,15 @@ def retry_after_s(header: str | None) -> float:
     return 0.0
 
 
-async def _beginning(response: aiohttp.ClientResponse) -> bytes:
-    """As much of an error's body as is worth reading."""
+async def _read_error_body(response: aiohttp.ClientResponse) -> bytes:
     body = b""
     while len(body) < 1 << 14 and (piece := await response.content.readany()):
         body += piece
     return body
 
 
-def _message(body: bytes) -> str | bytes:
-    """The sentence in an OpenAI-style error body; the whole body where it has another form."""
+def _error_message(body: bytes) -> str | bytes:
+    """The message of an OpenAI-style error body; the whole body if it has another form."""
     with suppress(orjson.JSONDecodeError, KeyError, TypeError):
         error: dict[str, Any] | str = orjson.loads(body)["error"]
         text = error if isinstance(error, str) else error["message"]

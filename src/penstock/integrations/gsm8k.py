@@ -26,7 +26,7 @@ UNREADABLE = "The call has no answer; call check_answer with a number."
 _WRITTEN = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 
 
-class Call(NamedTuple):
+class AnswerCall(NamedTuple):
     """A call of the tool, however the model made it."""
 
     id: str
@@ -55,14 +55,14 @@ class GSM8KAgent:
             for turn in range(1, self._max_turns + 1):
                 answer = await client.chat.completions.create(model="default", messages=messages, tools=tools)
                 reply = answer.choices[0].message.model_dump(exclude_none=True)
-                calls = calls_of(reply)
+                calls = answer_calls(reply)
                 if not calls:
                     return turn
                 messages.append(reply)
                 messages += [{"role": "tool", "tool_call_id": call.id, "content": self._checked(call)} for call in calls]
         return self._max_turns
 
-    def _checked(self, call: Call) -> str:
+    def _checked(self, call: AnswerCall) -> str:
         if call.answer is None:
             return UNREADABLE
         if self._truth is None:
@@ -83,7 +83,7 @@ class BlackBoxGSM8KAgentFlow(BlackBoxAgentFlowBase):
     async def _run_agent(self, base_url: str, kwargs: dict[str, Any]) -> int:
         truth = None if self._validates else _truth(kwargs.get("reward_model"))
         agent = GSM8KAgent(base_url, truth=truth, max_turns=self._max_turns())
-        return await agent.solve(question_of(kwargs["raw_prompt"]))
+        return await agent.solve(last_question(kwargs["raw_prompt"]))
 
     def _max_turns(self) -> int:
         """`actor_rollout_ref.rollout.max_turns` of the config, where it says one."""
@@ -93,7 +93,7 @@ class BlackBoxGSM8KAgentFlow(BlackBoxAgentFlowBase):
         return int(found) if found else MAX_TURNS
 
 
-def question_of(prompt: Any) -> str:
+def last_question(prompt: Any) -> str:
     """The last thing that the user asks, in a list of messages or as text."""
     if isinstance(prompt, str):
         return prompt
@@ -103,12 +103,12 @@ def question_of(prompt: Any) -> str:
     return str(asked[-1])
 
 
-def calls_of(reply: Mapping[str, Any]) -> list[Call]:
+def answer_calls(reply: Mapping[str, Any]) -> list[AnswerCall]:
     """The calls in a reply: as such where the endpoint reads them, else out of the text."""
     if made := reply.get("tool_calls"):
-        return [Call(call["id"], _answer(call["function"]["arguments"])) for call in made]
+        return [AnswerCall(call["id"], _answer(call["function"]["arguments"])) for call in made]
     written = _WRITTEN.findall(reply.get("content") or "")
-    return [Call(f"call_{place}", _answer(text)) for place, text in enumerate(written)]
+    return [AnswerCall(f"call_{place}", _answer(text)) for place, text in enumerate(written)]
 
 
 def _answer(text: str) -> str | None:

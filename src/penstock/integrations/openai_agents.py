@@ -41,7 +41,7 @@ from agents.tracing import get_trace_provider
 from openai.types.responses.response_prompt_param import ResponsePromptParam
 
 from penstock.sdk.routing import RolloutContext, get_rollout_context
-from penstock.sdk.samples import RolloutSample, plain
+from penstock.sdk.samples import RolloutSample, to_json_values
 
 MODEL = "rollout"
 """The model's name on the wire; the gateway serves the policy whatever the name is."""
@@ -206,12 +206,12 @@ class RolloutSession(SessionABC):
         """The conversation so far, or its last `limit` items, as copies."""
         self._check()
         start = 0 if limit is None else max(len(self._items) - max(limit, 0), 0)
-        return cast(list[TResponseInputItem], plain(self._items[start:]))
+        return cast(list[TResponseInputItem], to_json_values(self._items[start:]))
 
     async def add_items(self, items: list[TResponseInputItem]) -> None:
         """Keep copies of `items`."""
         self._check()
-        self._items += cast(list[TResponseInputItem], plain(items))
+        self._items += cast(list[TResponseInputItem], to_json_values(items))
 
     async def pop_item(self) -> TResponseInputItem | None:
         """Take the last item away."""
@@ -224,7 +224,7 @@ class RolloutSession(SessionABC):
 
     async def get_sample(self, name: str) -> RolloutSample:
         """See `SampleSource.get_sample`: the items as the runner persisted them."""
-        return RolloutSample(id=name, messages=plain(self._items))
+        return RolloutSample(id=name, messages=to_json_values(self._items))
 
     def _check(self) -> None:
         context = get_rollout_context()

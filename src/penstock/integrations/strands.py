@@ -24,7 +24,7 @@ from strands.types.streaming import StreamEvent
 
 from penstock.sdk.clients import refuse_to_block
 from penstock.sdk.routing import RolloutContext, get_rollout_context
-from penstock.sdk.samples import RolloutSample, plain
+from penstock.sdk.samples import RolloutSample, to_json_values
 
 T = TypeVar("T", bound=BaseModel)
 
@@ -131,7 +131,7 @@ class RolloutAgent(Agent):
         model = _bound(model, sample_id, type(self).__name__)
         if "aux_model" in settings:
             settings["aux_model"] = _bound(settings["aux_model"], sample_id, type(self).__name__)
-        super().__init__(model, None if messages is None else blocks(messages), *args, **settings)
+        super().__init__(model, None if messages is None else strands_messages(messages), *args, **settings)
         self.sample_id = sample_id
         """The transcript that its calls are recorded as."""
         if isinstance(model, BoundModel):
@@ -139,7 +139,7 @@ class RolloutAgent(Agent):
 
     async def get_sample(self, name: str) -> RolloutSample:
         """Its history so far, as Strands keeps it."""
-        return RolloutSample(id=name, messages=plain(self.messages))
+        return RolloutSample(id=name, messages=to_json_values(self.messages))
 
     def __call__(self, *args: Any, **kwargs: Any) -> AgentResult:
         """See `Agent.__call__`; refused where it would stop the event loop, on which the gateway may have to answer it."""
@@ -154,7 +154,7 @@ class RolloutAgent(Agent):
     def stream_async(self, prompt: Any = None, **options: Any) -> AsyncIterator[Any]:
         """See `Agent.stream_async`; a prompt that is a list of messages may have the OpenAI form."""
         given = _rows(prompt)
-        return super().stream_async(blocks(given) if given else prompt, **options)
+        return super().stream_async(strands_messages(given) if given else prompt, **options)
 
     def _refuse_to_block(self) -> None:
         if isinstance(self.model, BoundModel):
@@ -202,7 +202,7 @@ def _rows(prompt: Any) -> list[Any] | None:
     return rows if rows and all(isinstance(row, dict) and "role" in row for row in rows) else None
 
 
-def blocks(messages: Sequence[Mapping[str, Any]]) -> Messages:
+def strands_messages(messages: Sequence[Mapping[str, Any]]) -> Messages:
     """Messages as Strands keeps them, from the OpenAI form or its own. System messages are pinned, so that none is trimmed away."""
     made: list[dict[str, Any]] = []
     for place, row in enumerate(messages):

@@ -1,4 +1,4 @@
-"""A model on disk: config, safetensors weights, tokenizer and chat template in one folder, as Hugging Face tools lay it out."""
+"""The model cache: model folders in the Hugging Face layout, checked when they are found and stored atomically."""
 
 import errno
 import shutil
@@ -18,29 +18,150 @@ from penstock.system.locks import FileLock
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
+MANIFEST = "penstock.json"
+"""A file in the model folder: its name, and its recipe. If the recipe has changed, the model is made again."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFolder:
-    """A model that can be loaded without a network: `flaw` found nothing to say about its folder."""
+    """A complete model on disk; `folder_problem` returned None for it."""
 
     name: str
     path: Path
 
     @property
     def size_bytes(self) -> int:
-        """Of all its files."""
         return sum(file.stat().st_size for file in self.path.rglob("*") if file.is_file())
 
 
-def folder_problem(folder: Path) -> str | None:
-    """What keeps `folder` from being a model, as the end of a sentence about it; None where it is whole."""
+class PullProgress(Protocol):
+    def __call__(self, stage: str, done: int = 0, total: int | None = None) -> None:
+        """`stage` is a short phrase that names the current stage. `total` is None if the amount of work is unknown."""
+        ...
+
+
+def find(key: str, recipe: str) -> ModelFolder | None:
+    """The model stored as `key`, if it is complete and of this recipe. Reads only a few small files."""
+    path = _models_folder() / key
+    manifest = _read_manifest(path)
+    if manifest is None or manifest.get("recipe") != recipe or folder_problem(path):
+        return None
+    return ModelFolder(name=manifest["name"], path=path)
+
+
+def list_cached() -> list[ModelFolder]:
+    """All models in the cache, sorted by name."""
+    folders = [path for path in _models_folder().glob("[!.]*") if not folder_problem(path)] if _models_folder().is_dir() else []
+    named = [ModelFolder(name=manifest["name"], path=path) for path in folders if (manifest := _read_manifest(path))]
+    return sorted(named, key=lambda model: model.name)
+
+
+def store(
+    key: str, *, name: str, recipe: str, make: Callable[[Path], None], space_bytes: int, progress: PullProgress
+) -> ModelFolder:
+    """Let `make` fill an empty folder, and store it as `key`; if it raises, or is killed, nothing is stored.
+
+    `space_bytes` must be free on the disk. If another process is making the same model, wait for it and return its result.
+    """
+    with _storage_errors(name), _lock(key, name, progress):
+        if found := find(key, recipe):
+            return found
+        _check_space(name, space_bytes)
+        with _staging_folder(key) as folder:
+            make(folder)
+            if problem := folder_problem(folder):
+                raise ModelError(f"{name} {problem}")
+            (folder / MANIFEST).write_bytes(orjson.dumps({"name": name, "recipe": recipe}))
+            progress(f"keeping {name}")
+            _publish(folder, _models_folder() / key)
+    return ModelFolder(name=name, path=_models_folder() / key)
+
+
+@contextmanager
+def _lock(key: str, name: str, progress: PullProgress) -> Generator[None]:
+    path = _models_folder() / ".locks" / key
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(path) as lock:
+        if not lock.try_acquire():
+            progress(f"waiting for another pull of {name}")
+            lock.acquire()
+        yield
+
+
+@contextmanager
+def _staging_folder(key: str) -> Generator[Path]:
+    """A temporary, empty folder on the cache's disk. The caller holds the lock: anything there is from a killed pull."""
+    parent = _models_folder() / ".making" / key
+    shutil.rmtree(parent, ignore_errors=True)
+    folder = parent / uuid.uuid4().hex
+    folder.mkdir(parents=True)
     try:
-        return _flaw(folder)
+        yield folder
+    finally:
+        shutil.rmtree(parent, ignore_errors=True)
+
+
+def _publish(folder: Path, target: Path) -> None:
+    """Sync the files before the rename, so that no crash leaves a broken model. An old model goes with the staging folder."""
+    for file in folder.iterdir():
+        if not file.is_symlink():
+            shutil.copymode(folder / MANIFEST, file)  # some writers make private files, but the cache may be shared
+    sync_tree(folder)
+    if target.exists():
+        target.rename(folder.with_name("replaced"))
+    folder.rename(target)
+    sync(target.parent)
+
+
+def _check_space(name: str, space_bytes: int) -> None:
+    free = shutil.disk_usage(_models_folder()).free
+    if free < space_bytes:
+        raise ModelError(
+            f"{name} needs {_mb(space_bytes)} in {_models_folder()}, {_mb(free)} are free; free some, or set PENSTOCK_CACHE"
+        )
+
+
+@contextmanager
+def _storage_errors(name: str) -> Generator[None]:
+    try:
+        yield
+    except OSError as cause:
+        full = cause.errno in (errno.ENOSPC, errno.EDQUOT)
+        reason = (
+            f"the disk of {_models_folder()} is full"
+            if full
+            else f"{cause.filename or _models_folder()}: {cause.strerror or cause}"
+        )
+        raise ModelError(f"{name} cannot be kept: {reason}; free some space, or set PENSTOCK_CACHE to another folder") from cause
+
+
+def _models_folder() -> Path:
+    return cache_folder() / "models"
+
+
+def _read_manifest(path: Path) -> dict[str, Any] | None:
+    try:
+        return orjson.loads((path / MANIFEST).read_bytes())
+    except (OSError, ValueError):
+        return None
+
+
+def _mb(size: int) -> str:
+    return f"{size / 1e6:,.0f} MB"
+
+
+# Is a folder a model?
+
+
+def folder_problem(folder: Path) -> str | None:
+    """Why `folder` is not a usable model, as the end of a sentence about it; None if it is one."""
+    try:
+        return _find_problem(folder)
     except (OSError, ValueError, LookupError, AttributeError) as cause:
         return f"cannot be read as a model: {cause}"
 
 
-def _flaw(folder: Path) -> str | None:
+def _find_problem(folder: Path) -> str | None:
     if not (folder / "config.json").is_file():
         return "has no config.json: it must be a model folder in the Hugging Face layout"
     if missing := [shard for shard in _shards(folder) if not (folder / shard).is_file()]:
@@ -54,7 +175,7 @@ def _flaw(folder: Path) -> str | None:
 
 def _shards(folder: Path) -> list[str]:
     index = folder / INDEX
-    return sorted(set(_read(index)["weight_map"].values())) if index.is_file() else [WEIGHTS]
+    return sorted(set(_read_json(index)["weight_map"].values())) if index.is_file() else [WEIGHTS]
 
 
 def _other_weights(folder: Path) -> str:
@@ -67,124 +188,8 @@ def _other_weights(folder: Path) -> str:
 
 def _has_chat_template(folder: Path) -> bool:
     settings = folder / "tokenizer_config.json"
-    return (folder / "chat_template.jinja").is_file() or bool(settings.is_file() and _read(settings).get("chat_template"))
+    return (folder / "chat_template.jinja").is_file() or bool(settings.is_file() and _read_json(settings).get("chat_template"))
 
 
-def _read(file: Path) -> dict[str, Any]:
+def _read_json(file: Path) -> dict[str, Any]:
     return orjson.loads(file.read_bytes())
-
-
-MANIFEST = "penstock.json"
-"""Beside the model: its name, and the recipe that it was made by. A model of another recipe is made again."""
-
-
-class PullProgress(Protocol):
-    """Hears how a pull goes."""
-
-    def __call__(self, stage: str, done: int = 0, total: int | None = None) -> None:
-        """`stage` is a short phrase; a new one begins a new stage. `total` None: nobody knows how long it takes."""
-        ...
-
-
-def find(key: str, recipe: str) -> ModelFolder | None:
-    """The model kept as `key`, if it is there, whole, and of this recipe. Reads a few small files only."""
-    path = _models() / key
-    manifest = _manifest(path)
-    if manifest is None or manifest.get("recipe") != recipe or folder_problem(path):
-        return None
-    return ModelFolder(name=manifest["name"], path=path)
-
-
-def store(
-    key: str, *, name: str, recipe: str, make: Callable[[Path], None], space_bytes: int, progress: PullProgress
-) -> ModelFolder:
-    """Have `make` fill an empty folder, and keep that as `key`; if it raises, or is killed, nothing is kept.
-
-    `space_bytes` must be free on the disk. Where another process makes the same model, wait for it and take what it made.
-    """
-    with _storage_errors(name), _lock(key, name, progress):
-        if found := find(key, recipe):
-            return found
-        _check_space(name, space_bytes)
-        with _workplace(key) as folder:
-            make(folder)
-            if wrong := folder_problem(folder):
-                raise ModelError(f"{name} {wrong}")
-            (folder / MANIFEST).write_bytes(orjson.dumps({"name": name, "recipe": recipe}))
-            progress(f"keeping {name}")
-            _publish(folder, _models() / key)
-    return ModelFolder(name=name, path=_models() / key)
-
-
-def list_cached() -> list[ModelFolder]:
-    """All models in the cache, by name."""
-    folders = [path for path in _models().glob("[!.]*") if not folder_problem(path)] if _models().is_dir() else []
-    named = [ModelFolder(name=manifest["name"], path=path) for path in folders if (manifest := _manifest(path))]
-    return sorted(named, key=lambda model: model.name)
-
-
-def _models() -> Path:
-    return cache_folder() / "models"
-
-
-def _manifest(path: Path) -> dict[str, Any] | None:
-    try:
-        return orjson.loads((path / MANIFEST).read_bytes())
-    except (OSError, ValueError):
-        return None
-
-
-@contextmanager
-def _lock(key: str, name: str, progress: PullProgress) -> Generator[None]:
-    path = _models() / ".locks" / key
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(path) as lock:
-        if not lock.try_acquire():
-            progress(f"waiting for another pull of {name}")
-            lock.acquire()
-        yield
-
-
-@contextmanager
-def _workplace(key: str) -> Generator[Path]:
-    """An empty folder on the cache's disk, gone afterwards; holds the lock's owner only, so what lies there is a dead pull's."""
-    place = _models() / ".making" / key
-    shutil.rmtree(place, ignore_errors=True)
-    folder = place / uuid.uuid4().hex
-    folder.mkdir(parents=True)
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(place, ignore_errors=True)
-
-
-def _publish(folder: Path, target: Path) -> None:
-    """Sync every file, then show the folder under its name; what was there before is removed with the workplace."""
-    for file in folder.iterdir():
-        if not file.is_symlink():
-            shutil.copymode(folder / MANIFEST, file)  # some writers make private files; a cache may be shared
-    sync_tree(folder)
-    if target.exists():
-        target.rename(folder.with_name("replaced"))
-    folder.rename(target)
-    sync(target.parent)
-
-
-def _check_space(name: str, space_bytes: int) -> None:
-    free = shutil.disk_usage(_models()).free
-    if free < space_bytes:
-        raise ModelError(f"{name} needs {_mb(space_bytes)} in {_models()}, {_mb(free)} are free; free some, or set PENSTOCK_CACHE")
-
-
-@contextmanager
-def _storage_errors(name: str) -> Generator[None]:
-    try:
-        yield
-    except OSError as cause:
-        full = cause.errno in (errno.ENOSPC, errno.EDQUOT)
-        what = f"the disk of {_models()} is full" if full else f"{cause.filename or _models()}: {cause.strerror or cause}"
-        raise ModelError(f"{name} cannot be kept: {what}; free some space, or set PENSTOCK_CACHE to another folder") from cause
-
-
-def _mb(size: int) -> str:
-    return f"{size / 1e6:,.0f} MB"

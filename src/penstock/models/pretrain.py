@@ -1,8 +1,8 @@
-"""Makes the weights of the tiny policy: first it learns the task, then to make mistakes at known rates.
+"""Training of the tiny policy: first it learns the task, then to make mistakes at known rates.
 
-Learning from clean conversations first is several times faster than from mistaken ones: the copying of operands and results,
-which takes most of the time, is then never contradicted. Both phases end by measure, so that another CPU's rounding, which
-leads to other weights, leads to the same skill.
+Learning from correct conversations first is several times faster than from mistaken ones: copying operands and results takes most
+of the time, and is then never contradicted. Both phases end when a measured skill is reached, so that other rounding on another
+CPU gives other weights but the same skill.
 """
 
 import random
@@ -26,18 +26,18 @@ from penstock.records import Message
 SEED = 0
 WIDTH, INNER, LAYERS, HEADS, KV_HEADS = 128, 256, 3, 4, 2
 ANSWER_WEIGHT = 2.0
-"""Of the answer's three tokens in the loss, against the call's thirteen."""
+"""Weight of the answer's three tokens in the loss, to balance the call's thirteen."""
 CLEAN_BATCH, CLEAN_STEPS, CLEAN_LR = 4, 600, 2.5e-3
 MISTAKEN_BATCH, MISTAKEN_STEPS, MISTAKEN_LR = 8, 400, 1e-3
 WRONG_CALL, WRONG_ANSWER = 0.5, 0.3
 LEARNT = 0.97
-"""Chance of solving a task, at temperature 1, that ends the first phase."""
+"""Probability of solving a task, at temperature 1, at which the first phase ends."""
 SKILL = (0.2, 0.35)
-"""The same that ends the second: low enough to be improved, high enough that a group of eight seldom fails as one."""
+"""The range at which the second ends: low enough to be improved, high enough that a whole group of eight rarely fails."""
 
 
 def pretrain(folder: Path, progress: PullProgress) -> None:
-    """Write `config.json` and `model.safetensors` into `folder`. The same weights each time, on the same kind of machine."""
+    """Write `config.json` and `model.safetensors` into `folder`. Deterministic on the same kind of machine."""
     with _one_thread(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
         model = _new_model()
@@ -51,7 +51,7 @@ def pretrain(folder: Path, progress: PullProgress) -> None:
 
 
 def skill(logits: Callable[[Tensor], Tensor]) -> float:
-    """Mean chance of solving a task with the tool at temperature 1: exact, from one pass over the right conversations."""
+    """Mean probability of solving a task with the tool at temperature 1; exact, from one pass over the right conversations."""
     ids, weights = _batch([tiny.conversation(a, b) for a, b in tiny.TASKS for _ in range(2)])
     with torch.no_grad():
         chosen = logits(ids)[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]  # [task, time]
@@ -91,13 +91,13 @@ def _update(model: Any, optimizer: torch.optim.Optimizer, lessons: list[list[Mes
 
 
 def _batch(lessons: list[list[Message]]) -> tuple[Tensor, Tensor]:
-    """Ids [lesson, time], padded at the end, and the weight of each token but the first in the loss: 0 where it was not written.
+    """Ids [lesson, time], padded at the end, and the loss weight of each token but the first: 0 for tokens not of the assistant.
 
-    In every other lesson tools are offered.
+    Every other lesson offers tools.
     """
-    coded = [tiny.encode(lesson, tools=place % 2 == 1) for place, lesson in enumerate(lessons)]
+    coded = [tiny.encode(lesson, tools=index % 2 == 1) for index, lesson in enumerate(lessons)]
     size = max(len(ids) for ids, _ in coded)
-    answers = [len(tiny.encode(lesson[:-1], tools=place % 2 == 1)[0]) for place, lesson in enumerate(lessons)]
+    answers = [len(tiny.encode(lesson[:-1], tools=index % 2 == 1)[0]) for index, lesson in enumerate(lessons)]
     ids = torch.tensor([ids + [tiny.PAD] * (size - len(ids)) for ids, _ in coded])
     written = torch.tensor([own + [False] * (size - len(own)) for _, own in coded])
     answer = torch.arange(size)[None] >= torch.tensor(answers)[:, None]
@@ -109,7 +109,7 @@ def _logits(model: Any, ids: Tensor) -> Tensor:
 
 
 def _new_model() -> LlamaForCausalLM:
-    """Random weights, except that what a head reads of a token it writes back as that token: copying is half learnt."""
+    """Random weights, except that each head writes back what it reads of a token: copying is then half learnt."""
     config = LlamaConfig(
         vocab_size=256 + len(tiny.SPECIAL) + len(tiny.WORDS),
         hidden_size=WIDTH,
@@ -128,12 +128,12 @@ def _new_model() -> LlamaForCausalLM:
     )
     model = LlamaForCausalLM(config)
     for layer in model.model.layers:
-        _copy_what_is_read(layer.self_attn)
+        _init_copying(layer.self_attn)
     return model
 
 
 @torch.no_grad()
-def _copy_what_is_read(attention: Any) -> None:
+def _init_copying(attention: Any) -> None:
     read = torch.nn.init.orthogonal_(attention.v_proj.weight)  # [kv_heads * head_dim, width]
     heads = read.view(KV_HEADS, -1, WIDTH).repeat_interleave(HEADS // KV_HEADS, dim=0)
     attention.o_proj.weight.copy_(heads.reshape(WIDTH, WIDTH).T)
@@ -141,7 +141,7 @@ def _copy_what_is_read(attention: Any) -> None:
 
 @contextmanager
 def _one_thread() -> Generator[None]:
-    """On matrices this small threads only wait for each other, badly on a busy machine; and one thread always rounds alike."""
+    """With matrices this small, threads mostly wait for each other; and one thread always rounds the same way."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,4 +1,4 @@
-"""The tiny policy: half a million weights that call a multiply tool and are often wrong, for fast tests.
+"""The tiny policy for fast tests: half a million weights that call a multiply tool and are often wrong.
 
 Its tokens are bytes and the dozen words of its task, which takes two turns and fifteen sampled tokens:
 
@@ -11,9 +11,9 @@ Its tokens are bytes and the dozen words of its task, which takes two turns and 
                </tool_response>
     assistant  21
 
-Calls may be text or `tool_calls`, results text or messages of role `tool`: the chat template renders both alike. Of the tools
-that a caller offers the policy is told that there are some, and a system text it never sees: either would be noise to it.
-Everything here is plain text and numbers; `pretrain` makes the weights. Operands are such that every product has two digits.
+Calls may be text or `tool_calls`, results text or messages of role `tool`: the chat template renders both the same way. The prompt
+says only whether tools are offered, and leaves out system texts: their content would be noise to so small a model. `pretrain`
+makes the weights. The operands are chosen so that every product has two digits.
 """
 
 import json
@@ -30,7 +30,7 @@ from penstock.models.cache import PullProgress
 from penstock.records import Message
 
 VERSION = "4"
-"""Raise it with every change that makes other weights or another tokenizer."""
+"""Increase it with every change of the weights or the tokenizer."""
 
 START, END, PAD = 256, 257, 258
 """Ids of the special tokens; a byte's id is its value."""
@@ -43,7 +43,7 @@ WORDS = (
     *('{"name": "', '", "arguments":', ' {"a": ', ', "b": ', "}}"),
     *("multiply", "subtract", "division"),
 )
-"""Tokens of more than a byte; their ids come after the special ones."""
+"""Tokens of more than one byte; their ids follow the special ones."""
 
 CHAT_TEMPLATE = """
 {%- if tools %}{{ '<|im_start|>tools<|im_end|>\\n' }}{% endif %}
@@ -65,13 +65,13 @@ CHAT_TEMPLATE = """
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 
 TASKS = tuple(product(range(2, 10), range(5, 10)))
-"""All pairs (a, b) that the policy is asked for."""
+"""All operand pairs (a, b)."""
 
 TOOL_NAMES = ("multiply", "subtract", "division")
-"""The right one, and those that the policy mistakes for it; of one length, since a model this small counts places."""
+"""The right tool, and those that the policy confuses with it; of equal length, since so small a model counts positions."""
 
 REFUSED = "no"
-"""What the tool says to a call that it cannot take."""
+"""The tool's answer to an invalid call."""
 
 
 def tiny_task(a: int, b: int) -> list[Message]:
@@ -85,7 +85,7 @@ def tiny_call(a: int, b: int, name: str = "multiply") -> Message:
 
 
 def tiny_tool(name: str, arguments: Any) -> str:
-    """What the tool says to a call: the product, or REFUSED. Arguments are JSON text or its value."""
+    """The tool's answer to a call: the product, or REFUSED. Arguments are JSON text or its value."""
     try:
         values = json.loads(arguments) if isinstance(arguments, str) else arguments
         return str(int(values["a"]) * int(values["b"])) if name == "multiply" else REFUSED
@@ -94,12 +94,12 @@ def tiny_tool(name: str, arguments: Any) -> str:
 
 
 def tiny_result(result: str) -> Message:
-    """The tool's answer as the model reads it: what a message of role `tool` becomes."""
+    """The tool's answer as the model reads it; the chat template renders a message of role `tool` the same way."""
     return {"role": "user", "content": f"<tool_response>\n{result}\n</tool_response>"}
 
 
 def tiny_reward(answer: str | None, a: int, b: int) -> float:
-    """1 where the last reply is the product and nothing else."""
+    """1 if the last reply is the product and nothing else, else 0."""
     return float(answer is not None and answer.strip() == str(a * b))
 
 
@@ -109,14 +109,14 @@ def conversation(a: int, b: int) -> list[Message]:
 
 
 def copy_conversation(rng: random.Random) -> list[Message]:
-    """Call and answer right, with any number as the result: what is to be learnt is to copy it."""
+    """A right call and answer, with a random number as the result: the model must learn to copy it."""
     a, b = rng.choice(TASKS)
     number = str(rng.randrange(10, 100))
     return [*tiny_task(a, b), tiny_call(a, b), tiny_result(number), {"role": "assistant", "content": number}]
 
 
 def mistaken_conversation(rng: random.Random, *, wrong_call: float, wrong_answer: float) -> list[Message]:
-    """A conversation that goes wrong with these probabilities: another tool, another operand; any number as the answer."""
+    """A conversation with errors at these rates: another tool or operand in the call; a random number as the answer."""
     a, b = rng.choice(TASKS)
     name, x, y = "multiply", a, b
     if rng.random() < wrong_call:
@@ -179,7 +179,7 @@ def _ids(text: str) -> list[int]:
 
 
 def _alphabet() -> list[str]:
-    """The printable character that a byte-level tokenizer writes each byte as, in byte order."""
+    """The printable characters by which a byte-level tokenizer writes bytes, in byte order."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]

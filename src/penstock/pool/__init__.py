@@ -1,12 +1,12 @@
-"""Pools: where steps, grades and leases are kept. Each name stands for `open_pool(folder, *, url="", clock=…) -> Pool`."""
+"""Pools: where steps, grades and leases are kept. Each name stands for a `PoolClass`; calling it opens the pool of a folder."""
 
 from penstock.registry import Registry
 
 POOLS = Registry(
     "pool",
     {
-        "sqlite": "penstock.pool.sqlite:open_pool",
-        "memory": "penstock.pool.memory:open_pool",
-        "postgres": "penstock.pool.postgres:open_pool",
+        "sqlite": "penstock.pool.sqlite:SqlitePool",
+        "memory": "penstock.pool.memory:MemoryPool",
+        "postgres": "penstock.pool.postgres:PostgresPool",
     },
 )

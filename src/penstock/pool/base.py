@@ -1,10 +1,18 @@
-"""The contract of every pool: what was sampled, graded and trained, each acknowledged write durable."""
+"""The contract of every pool: it records what was sampled, graded and trained, and each acknowledged write is durable."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, Protocol
 
+from penstock.errors import ConfigError
 from penstock.records import Attempt, End, Grade, Group, Lease, Mark, Node, Rollout, Step, Task
+
+if TYPE_CHECKING:
+    from penstock.pool.check import PoolCheck
+
+CheckProgress = Callable[[int, int], None]
+"""Called with the number of rollouts checked so far and in all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,179 +21,228 @@ class PoolStats:
 
     groups: int = 0
     groups_complete: int = 0
-    """All of whose places have ended, whether claimed or not."""
+    """Groups in which every place has ended, claimed or not."""
     groups_leased: int = 0
     groups_trained: int = 0
     groups_stale: int = 0
     """Complete, but dropped because their tokens were too old."""
     groups_short: int = 0
-    """Ended with fewer graded rollouts than their `min_size`: to be topped up or dropped."""
+    """Ended with fewer completed rollouts than `min_size`; to be topped up or dropped."""
     groups_dropped: int = 0
     rollouts: int = 0
     steps: int = 0
     tokens: int = 0
     """Sampled tokens."""
     prompt_tokens: int = 0
-    """Tokens of nodes, each shared prefix counted once."""
+    """Tokens of nodes; a shared prefix counts once."""
     ends: dict[str, int] = field(default_factory=dict[str, int])
-    """How many rollouts ended in each way."""
+    """Number of rollouts by `End`."""
     drops: dict[str, int] = field(default_factory=dict[str, int])
-    """How many groups were dropped, by reason."""
+    """Number of dropped groups by reason."""
     breaks: dict[str, int] = field(default_factory=dict[str, int])
-    """How many nodes opened a new root, by reason."""
+    """Number of nodes that opened a new root, by reason."""
     last_seq: int = -1
-    """Of the newest group; -1 where there is none."""
+    """`seq` of the newest group; -1 without groups."""
     last_version: int = 0
     """The highest policy version on any token or acknowledgement."""
 
 
-class Bound(NamedTuple):
+class GroupLimit(NamedTuple):
     """How many groups of a channel may wait to be trained, and what happens to one more."""
 
     groups: int
     overflow: Literal["refuse", "drop"]
-    """`refuse` it with PoolFull, or `drop` the oldest complete group for it; where none is complete, it is refused all the same."""
+    """`refuse` raises PoolFull. `drop` drops the oldest complete group to make room, and refuses if none is complete."""
 
 
-Kind = Literal["opened", "ended", "graded", "marked", "lent", "returned", "trained", "stale", "dropped"]
+ChangeKind = Literal["opened", "ended", "graded", "marked", "lent", "returned", "trained", "stale", "dropped"]
 
 
 class Change(NamedTuple):
-    """One line of what happened to a pool, in order."""
+    """One entry of a pool's change log."""
 
     position: int
-    kind: Kind
+    kind: ChangeKind
     channel: str
     id: str
-    """Of the rollout that ended or was graded or marked, else of the group."""
+    """The rollout's id for `ended`, `graded` and `marked`, otherwise the group's."""
 
 
 class Pool(Protocol):
     """Every write returns once it is durable.
 
-    Writes are idempotent by id; a different value under the same id is refused (PoolConflict). A write whose caller is cancelled is
-    finished or refused before the cancellation goes on.
+    Writes are idempotent by id; a different value under the same id is refused (PoolConflict). If the caller of a write is
+    cancelled, the write is finished or refused before the cancellation propagates.
     """
 
     async def open_group(
-        self, task: Task, rollouts: Sequence[Rollout], *, seq: int | None, min_size: int = 0, bound: Bound | None = None
+        self, task: Task, rollouts: Sequence[Rollout], *, seq: int | None, min_size: int = 0, limit: GroupLimit | None = None
     ) -> None:
-        """Make a group whose places are these rollouts; a group id that exists is left as it is.
+        """Create a group with one place per rollout; do nothing if its id exists.
 
-        `seq` None takes the number after the channel's highest, whoever else opens groups there at the same time. The group is
-        complete once all its places have ended with at least `min_size` of them completed; short of that it waits for `replace` or
+        `seq` None takes the number after the channel's highest, also while other processes open groups there. The group is
+        complete once every place has ended and at least `min_size` of them completed. With fewer it waits for `replace` or
         `drop`.
         """
         ...
 
     async def replace(self, lost: Rollout, reason: str) -> Rollout:
-        """End `lost` as LOST, if it has no end yet, and open its successor in the same place. Repeating it is harmless.
+        """End `lost` as LOST if it has no end yet, and open its successor in the same place. Idempotent.
 
-        Refused for a rollout that completed, and once its group was lent or dropped: what a trainer saw does not change.
+        Refused for a completed rollout, and once its group was leased or dropped: data that a trainer saw does not change.
         """
         ...
 
     async def append(self, step: Step, node: Node | None) -> None:
-        """Store a step and the node it added (None where the node was there). Refused once the rollout has ended.
+        """Store a step and the node that it added (None if that node is stored). Refused once the rollout has ended.
 
-        Also refused: token columns of different lengths, a log-probability that is not finite, a node or parent that is not there.
+        Also refused: token columns of different lengths, a log-probability that is not finite, a missing node or parent.
         """
         ...
 
     async def grade(self, grade: Grade) -> None:
         """Store a grade: one per source, transcript and step.
 
-        Refused for an unknown rollout, one that has ended, or a reward that is not finite.
+        Refused for an unknown or ended rollout, or a reward that is not finite.
         """
         ...
 
     async def end(self, rollout_id: str, end: End, message: str = "", grades: Sequence[Grade] = ()) -> bool:
-        """Give the rollout its one end. False where it had one already: the first stays.
+        """End the rollout. Returns False if it had ended before: the first end stays.
 
-        With `grades` of it, as if `grade` had stored each of them just before, all or nothing: where one is refused, as all are
-        once the rollout has ended, nothing is written.
+        Stores `grades` in the same transaction, as if by `grade` just before. If one is refused, and all are once the rollout
+        has ended, nothing is written.
         """
         ...
 
     async def mark(self, mark: Mark) -> bool:
-        """Store a curator's word, over an earlier one. False where it comes too late: its group was lent or is done with.
+        """Store a curator's mark, replacing an earlier one. Returns False if its group was already leased, trained or dropped.
 
-        Refused for an unknown rollout or step, or a quality that is no weight.
+        Refused for an unknown rollout or step, or a quality that is not a valid weight.
         """
         ...
 
     async def drop(self, group_id: str, reason: str) -> bool:
-        """Take a group whose places have all ended out of training, counted by reason; False where it is out or trained already.
+        """Take an ended group out of training, counted by reason. Returns False if it is dropped, stale or trained already.
 
-        Refused while some place runs, or a trainer has the group.
+        Refused while a rollout of it runs or a trainer holds it.
         """
         ...
 
     async def claim(self, count: int, *, channel: str = "train", version: int, max_staleness: int, lease_s: float) -> Lease | None:
-        """Lend the `count` oldest complete groups that are neither lent nor trained; None where fewer are ready.
+        """Lease the `count` oldest complete groups that are neither leased nor trained. Returns None if fewer are ready.
 
-        A group with a token older than `version - max_staleness` is dropped for good and counted as stale, even where None is
-        returned: the lease that comes next tells of it.
+        A group with a token older than `version - max_staleness` is dropped for good and counted as stale, even if None is
+        returned: the next lease reports it.
         """
         ...
 
     async def renew(self, lease_id: str, lease_s: float) -> None:
-        """Keep the lease for `lease_s` more seconds; PoolError where it expired."""
+        """Keep the lease for `lease_s` more seconds; PoolError if it has expired."""
         ...
 
     async def release(self, lease_id: str | None = None) -> None:
-        """Give the groups of a lease back; of every open lease where None (a trainer that starts)."""
+        """Return the groups of a lease; of every open lease if None (a trainer that starts)."""
         ...
 
     async def ack(self, lease_id: str, policy_version: int) -> None:
-        """Mark the lease's groups as trained into `policy_version`, for good. Repeating it is harmless.
+        """Mark the lease's groups as trained into `policy_version`, for good. Idempotent.
 
-        Works on an expired or released lease as long as no one else holds its groups; PoolError otherwise.
+        Works on an expired or released lease unless another lease holds one of its groups: then PoolError.
         """
         ...
 
     async def attempt(self, rollout_id: str, *, first_step: int = 0, first_node: int = 0) -> Attempt:
-        """Everything recorded of one rollout, or only its steps and nodes from these numbers on; PoolError for an unknown one."""
+        """Return everything recorded of a rollout, or only its steps and nodes from these numbers on; PoolError if unknown."""
         ...
 
     async def task(self, rollout_id: str) -> Task:
-        """The task that the rollout is an attempt at; PoolError for an unknown one."""
+        """Return the rollout's task; PoolError for an unknown rollout."""
         ...
 
     async def groups(self, channel: str, *, first_seq: int = 0, limit: int = 100) -> list[Group]:
-        """Groups by number, from `first_seq` on."""
+        """List groups in the order of `seq`, from `first_seq` on."""
         ...
 
     async def rollouts(self, group_id: str) -> list[Rollout]:
-        """All attempts at the places of a group, replaced ones included, by place and attempt; empty for an unknown group."""
+        """List all rollouts of a group, replaced ones included, by place and attempt; empty for an unknown group."""
         ...
 
     async def channels(self) -> list[str]:
-        """The names of all channels that a group was opened in, sorted."""
+        """List the channels with a group, sorted."""
         ...
 
     async def unfinished(self, channel: str) -> list[Group]:
-        """Groups in which some place has not ended, and short ones: what a killed process left behind."""
+        """List groups with a running place, and short ones: what a killed process left behind."""
         ...
 
     async def trained(self) -> list[tuple[str, int]]:
-        """The ledger: each trained group with its policy version, in the order of acknowledgement."""
+        """Return the ledger: each trained group with its policy version, in the order of acknowledgement."""
         ...
 
     async def stats(self, channel: str | None = None) -> PoolStats: ...
 
     async def changes(self, after: int = 0, *, limit: int = 1000) -> list[Change]:
-        """What happened after this position, in order: the last one's position is where to go on."""
+        """Return the changes after this position, in order. Continue from the last one's position."""
         ...
 
     async def position(self) -> int:
-        """Of the last change: from where to wait for the next."""
+        """Return the position of the last change."""
         ...
 
     async def wait(self, after: int, *, timeout_s: float) -> bool:
-        """Wait until something has happened after this position, in whatever process; False where the time was up first."""
+        """Wait for a change after this position, made by any process. Returns False on a timeout."""
         ...
 
     async def close(self) -> None:
-        """Finish pending writes and let go of the files."""
+        """Finish pending writes and close all connections."""
         ...
+
+
+class PoolClass:
+    """Base of the classes in `POOLS`: what is known of a kind of pool without opening one.
+
+    A subclass implements `Pool`; calling it as `(folder, *, url="", clock=…)` opens the pool of that run folder. It overrides what
+    differs from a database that several processes share.
+    """
+
+    name: ClassVar[str] = ""
+    """Its name in `POOLS`."""
+    durable: ClassVar[bool] = True
+    """Whether a later process can read what was written."""
+    shareable: ClassVar[bool] = True
+    """Whether several processes can have the same pool open."""
+    has_writer_process: ClassVar[bool] = False
+    """Whether processes that share it should send their writes to one (`open_writer_process`). It then takes `writer_address`."""
+
+    @classmethod
+    def check_url(cls, url: str) -> None:
+        """Refuse a `pool.url` that this pool cannot use."""
+        if url:
+            raise ConfigError(f"pool.url has no meaning for pool.name = {cls.name!r}; leave it out, or name 'postgres'")
+
+    @classmethod
+    def why_unreadable(cls, folder: Path) -> str | None:
+        """Say why the run in `folder` has no pool to read; None if it may have one."""
+        return None
+
+    @classmethod
+    def size_bytes(cls, folder: Path, url: str) -> int | None:
+        """Return its size on disk; None if unknown."""
+        return None
+
+    @classmethod
+    def verify(cls, folder: Path, url: str, progress: CheckProgress) -> "PoolCheck":
+        """Read every row with its checksum and compare the tables with each other."""
+        raise ConfigError(f"pool.name = {cls.name!r}: only sqlite and postgres can be verified")
+
+    @classmethod
+    def compact(cls, folder: Path) -> None:
+        """Rewrite its files without gaps; refused while another process has them open."""
+        raise ConfigError(
+            f"pool.name = {cls.name!r}: only a SQLite file is compacted by hand; PostgreSQL does it by itself (autovacuum)"
+        )
+
+    @classmethod
+    def rename_run(cls, url: str, before: str, after: str) -> None:
+        """Follow a run folder that gets another name; nothing to do for data inside the folder."""

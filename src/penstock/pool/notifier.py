@@ -1,4 +1,4 @@
-"""Wakes those who wait for a change, in whatever event loop they wait."""
+"""Wakes coroutines that wait for a change, in whatever event loop they run."""
 
 import asyncio
 import threading
@@ -6,41 +6,43 @@ from contextlib import suppress
 
 
 class Notifier:
-    """Anyone may ring it, from any thread; whoever waits hears the next ring."""
+    """Counts notifications and wakes all waiters with each one. Any thread may notify."""
 
     def __init__(self) -> None:
-        self.heard = 0
-        """How often it rang: what `ring_after` is asked to get past."""
+        self.count = 0
+        """Notifications so far; pass it to `wait_after`."""
         self._lock = threading.Lock()
-        self._waiting: set[asyncio.Future[None]] = set()
+        self._waiters: set[asyncio.Future[None]] = set()
 
-    def ring(self) -> None:
+    def notify(self) -> None:
         with self._lock:
-            self.heard += 1
-            waiting, self._waiting = self._waiting, set()
-        for each in waiting:
-            with suppress(RuntimeError):  # its loop is closed: nobody waits there any more
-                each.get_loop().call_soon_threadsafe(_wake, each)
+            self.count += 1
+            waiters, self._waiters = self._waiters, set()
+        for waiter in waiters:
+            with suppress(RuntimeError):  # its loop is closed, so nobody waits there any more
+                waiter.get_loop().call_soon_threadsafe(_wake, waiter)
 
-    async def ring_after(self, heard: int, timeout_s: float) -> None:
-        """Wait until it has rung more often than `heard`, but not longer than that."""
-        waiting = asyncio.get_running_loop().create_future()
+    async def wait_after(self, count: int, timeout_s: float) -> None:
+        """Wait for a notification after the first `count`, at most `timeout_s` seconds.
+
+        A caller reads `count` before it looks for changes, so that one in between is not missed.
+        """
+        waiter = asyncio.get_running_loop().create_future()
         with self._lock:
-            if self.heard > heard:
+            if self.count > count:
                 return
-            self._waiting.add(waiting)
+            self._waiters.add(waiter)
         try:
             with suppress(TimeoutError):
                 async with asyncio.timeout(timeout_s):
-                    await waiting
+                    await waiter
         finally:
             with self._lock:
-                self._waiting.discard(waiting)
+                self._waiters.discard(waiter)
 
-    def close(self) -> None:
-        """Ring no more on its own."""
+    def close(self) -> None: ...
 
 
-def _wake(waiting: "asyncio.Future[None]") -> None:
-    if not waiting.done():
-        waiting.set_result(None)
+def _wake(waiter: "asyncio.Future[None]") -> None:
+    if not waiter.done():
+        waiter.set_result(None)

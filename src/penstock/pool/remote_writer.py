@@ -1,4 +1,4 @@
-"""A process that has its writes written by another: see `scribe.py`."""
+"""The client of a writer process: sends it the steps and ends of this process. Also starts one."""
 
 import asyncio
 import tempfile
@@ -11,54 +11,54 @@ from typing import Any, TypeVar, cast
 import orjson
 
 from penstock.errors import PoolError, PoolFailed
-from penstock.pool.sql.database import Database
-from penstock.pool.writer import Bulk, Waiting, Writer
-from penstock.pool.writer_process import OUTLIVES_S, WriterSettings
-from penstock.pool.writer_protocol import encode_request, read_answers
-from penstock.sdk.agent_spec import command
+from penstock.pool.sql.database import PoolDatabase
+from penstock.pool.writer import AwaitedWrite, BatchOperation, Writer
+from penstock.pool.writer_process import DRAIN_S, WriterSettings
+from penstock.pool.writer_protocol import decode_answers, encode_request
+from penstock.sdk.agent_spec import module_command
 
 T = TypeVar("T")
 
-GONE = "the process that writes to the pool has ended; what it acknowledged is stored, the same command goes on"
+WRITER_GONE = "the process that writes to the pool has ended; what it acknowledged is stored, the same command goes on"
 
 
 class RemoteWriter(asyncio.Protocol):
-    """Stands before a `Writer`: values of a kind go to the scribe that listens at `address`, other writes to the writer."""
+    """Sends batch operations to the writer process at `address`, and leaves other writes to a local `Writer`."""
 
     def __init__(self, address: str, writer: Writer) -> None:
         self._address, self._writer = address, writer
         self._connecting: asyncio.Task[None] | None = None
         self._transport: asyncio.WriteTransport | None = None
-        self._waiting: dict[int, Waiting] = {}
-        self._count = 0
-        self._letters: list[bytes] = []
-        self._rest = b""
+        self._waiting: dict[int, AwaitedWrite] = {}
+        self._last_number = 0
+        self._outgoing: list[bytes] = []
+        self._partial_line = b""
         self._closed = False
 
-    async def submit(self, write: Callable[[Database], T]) -> T:
+    async def submit(self, write: Callable[[PoolDatabase], T]) -> T:
         return await self._writer.submit(write)
 
-    async def store(self, bulk: Bulk, value: Any) -> Any:
-        """See `Writer.store`; PoolFailed where the scribe is gone, and then it is not known whether the value was stored."""
+    async def store(self, operation: BatchOperation, value: Any) -> Any:
+        """Do as `Writer.store`. PoolFailed if the writer process is gone: the value may or may not have been stored."""
         if self._transport is None:
             await self._connect()
-        job = Waiting()
-        self._count += 1
-        self._send(encode_request(self._count, bulk, value))
-        self._waiting[self._count] = job
-        return await job.outcome()
+        write = AwaitedWrite()
+        self._last_number += 1
+        self._send(encode_request(self._last_number, operation, value))
+        self._waiting[self._last_number] = write
+        return await write.outcome()
 
     async def close(self) -> None:
-        """Finish what waits, then let go of both."""
+        """Finish all writes, then close the connection and the local writer."""
         self._closed = True
         while self._waiting:
-            await asyncio.wait({job.done for job in self._waiting.values()})
+            await asyncio.wait({write.done for write in self._waiting.values()})
         if self._transport is not None:
             self._transport.close()
         await self._writer.close()
 
     async def _connect(self) -> None:
-        """The first to write connects for all."""
+        # the first to write connects for all; shielded, so that its cancellation does not fail the others
         if self._connecting is None:
             self._connecting = asyncio.ensure_future(self._open())
         await asyncio.shield(self._connecting)
@@ -67,72 +67,73 @@ class RemoteWriter(asyncio.Protocol):
         try:
             transport, _ = await asyncio.get_running_loop().create_unix_connection(lambda: self, self._address)
         except OSError as cause:
-            raise PoolFailed(GONE) from cause
+            raise PoolFailed(WRITER_GONE) from cause
         self._transport = cast("asyncio.WriteTransport", transport)
 
-    def _send(self, letter: bytes) -> None:
-        """Send a letter; those of one turn of the loop go together."""
+    def _send(self, request: bytes) -> None:
+        """Send a request; those of one turn of the event loop go together."""
         if self._closed:
             raise PoolError("the pool is closed; open it again")
         if self._transport is None or self._transport.is_closing():
-            raise PoolFailed(GONE)
-        if not self._letters:
+            raise PoolFailed(WRITER_GONE)
+        if not self._outgoing:
             asyncio.get_running_loop().call_soon(self._flush)
-        self._letters.append(letter)
+        self._outgoing.append(request)
 
     def _flush(self) -> None:
-        letters, self._letters = self._letters, []
+        outgoing, self._outgoing = self._outgoing, []
         if self._transport is not None:
-            self._transport.writelines(letters)
+            self._transport.writelines(outgoing)
 
     def data_received(self, data: bytes) -> None:
-        *lines, self._rest = (self._rest + data).split(b"\n")
+        *lines, self._partial_line = (self._partial_line + data).split(b"\n")
         for line in lines:
-            for number, result, error in read_answers(line):
+            for number, result, error in decode_answers(line):
                 self._settle([self._waiting.pop(number)], result, error)
 
     def connection_lost(self, exc: Exception | None) -> None:
         lost, self._waiting = list(self._waiting.values()), {}
-        self._settle(lost, None, PoolFailed(GONE))
+        self._settle(lost, None, PoolFailed(WRITER_GONE))
 
-    def _settle(self, jobs: Sequence[Waiting], result: Any, error: Exception | None) -> None:
-        for job in jobs:
-            job.result, job.error = result, error
-            job.settle()
+    def _settle(self, writes: Sequence[AwaitedWrite], result: Any, error: Exception | None) -> None:
+        for write in writes:
+            write.result, write.error = result, error
+            write.settle()
 
 
 @asynccontextmanager
 async def open_writer_process(folder: Path, *, keeps: Sequence[int] = ()) -> AsyncGenerator[str]:
-    """Start the process that writes to the pool in `folder`, which is there, and give its address; leaving ends it.
+    """Start a writer process for the pool in `folder`, which must exist, and yield its address. Leaving ends it.
 
-    It holds the descriptors in `keeps` open for as long as it lives, which may be longer than this process.
+    It keeps the descriptors in `keeps` open while it lives, which may be longer than this process.
     """
-    with tempfile.TemporaryDirectory(prefix="penstock-", ignore_cleanup_errors=True) as place:  # a socket's path must be short
+    # not in the run folder: the path of a socket must be short
+    with tempfile.TemporaryDirectory(prefix="penstock-", ignore_cleanup_errors=True) as scratch:
         process = await asyncio.create_subprocess_exec(
-            *command("penstock.pool.writer_process"), stdin=PIPE, stdout=PIPE, start_new_session=True, pass_fds=keeps
+            *module_command("penstock.pool.writer_process"), stdin=PIPE, stdout=PIPE, start_new_session=True, pass_fds=keeps
         )
         try:
-            yield await _await_ready(process, WriterSettings(str(folder), f"{place}/scribe"))
+            yield await _await_ready(process, WriterSettings(str(folder), f"{scratch}/writer"))
         finally:
-            await _end(process)
+            await _stop(process)
 
 
-async def _await_ready(process: Process, orders: WriterSettings) -> str:
+async def _await_ready(process: Process, settings: WriterSettings) -> str:
     assert process.stdin is not None and process.stdout is not None, "they are pipes"
-    process.stdin.write(orjson.dumps(orders._asdict()) + b"\n")
+    process.stdin.write(orjson.dumps(settings._asdict()) + b"\n")
     line = await process.stdout.readline()
-    found: dict[str, Any] = orjson.loads(line) if line else {"error": "the process that writes to the pool died as it started"}
-    if "error" in found:
-        raise PoolFailed(found["error"])
-    return orders.socket
+    answer: dict[str, Any] = orjson.loads(line) if line else {"error": "the process that writes to the pool died as it started"}
+    if "error" in answer:
+        raise PoolFailed(answer["error"])
+    return settings.socket
 
 
-async def _end(process: Process) -> None:
+async def _stop(process: Process) -> None:
     assert process.stdin is not None, "it is a pipe"
     process.stdin.close()
     try:
         with suppress(TimeoutError):
-            async with asyncio.timeout(OUTLIVES_S + 1):
+            async with asyncio.timeout(DRAIN_S + 1):
                 await process.wait()
     finally:
         if process.returncode is None:

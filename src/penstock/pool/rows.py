@@ -1,4 +1,8 @@
-"""Records as rows: JSON for plain fields, raw columns for tokens, and a checksum over both that every read verifies."""
+"""Records as table rows, and the checksums that every read verifies.
+
+A row holds a record's plain fields as JSON, its token columns as raw arrays, and a CRC over both. A second kind of checksum, in the
+column `seal`, covers what no single row can show: how many rows a rollout or a group has, and the columns beside the record.
+"""
 
 import struct
 import zlib
@@ -13,18 +17,18 @@ from penstock.records import Attempt, End, Grade, Mark, Node, Rollout, Step, Tas
 T = TypeVar("T")
 
 
-class Row(NamedTuple):
-    """One sealed record. Two records are the same exactly where their rows are."""
+class RecordRow(NamedTuple):
+    """One encoded record. Two records are equal exactly if their rows are."""
 
     record: bytes
     """The record as JSON, its token columns emptied."""
     columns: tuple[bytes | None, ...]
-    """In the order of `COLUMNS`; None where the record has None."""
+    """In the order of `COLUMNS`; None if the record has None."""
     crc: int
 
 
-class Column(NamedTuple):
-    """A field that is kept as a raw array."""
+class ArrayColumn(NamedTuple):
+    """A field that is stored as a raw array."""
 
     name: str
     empty: tuple[()] | None
@@ -32,33 +36,33 @@ class Column(NamedTuple):
     unpack: Callable[[bytes], tuple[Any, ...]]
 
 
-COLUMNS: dict[type[Any], tuple[Column, ...]] = {
-    Node: (Column("token_ids", (), pack_ints, unpack_ints),),
+COLUMNS: dict[type[Any], tuple[ArrayColumn, ...]] = {
+    Node: (ArrayColumn("token_ids", (), pack_ints, unpack_ints),),
     Step: (
-        Column("completion_ids", (), pack_ints, unpack_ints),
-        Column("logprobs", (), pack_floats, unpack_floats),
-        Column("full_logprobs", None, pack_floats, unpack_floats),
-        Column("versions", (), pack_ints, unpack_ints),
+        ArrayColumn("completion_ids", (), pack_ints, unpack_ints),
+        ArrayColumn("logprobs", (), pack_floats, unpack_floats),
+        ArrayColumn("full_logprobs", None, pack_floats, unpack_floats),
+        ArrayColumn("versions", (), pack_ints, unpack_ints),
     ),
 }
 
 
 def column_names(kind: type[Any]) -> list[str]:
-    """What the columns of a table for `kind` are called, in the order of a `Row`."""
+    """Return the column names of a `RecordRow` of this kind, in order."""
     return ["record", *(column.name for column in COLUMNS.get(kind, ())), "crc"]
 
 
-def seal(record: Any, name: str) -> Row:
-    """Write `record` down; PoolError where it holds something that could not be read back the same."""
+def encode_row(record: Any, name: str) -> RecordRow:
+    """Encode `record`; PoolError if it holds a value that would not be read back the same."""
     with boundary(PoolError, f"{name} cannot be stored"):
         columns = COLUMNS.get(record.__class__, ())
         packed = tuple(_pack(column, getattr(record, column.name)) for column in columns)
         text = to_json(_without(record, columns) if columns else record)
-        return Row(text, packed, _checksum(text, packed))
+        return RecordRow(text, packed, _checksum(text, packed))
 
 
-def unseal(kind: type[T], row: Row, name: str) -> T:
-    """The record that `seal` wrote; PoolError where a bit of it has changed since."""
+def decode_row(kind: type[T], row: RecordRow, name: str) -> T:
+    """Decode a row; PoolError if its checksum does not match."""
     with boundary(PoolError, f"{name} cannot be read back"):
         if _checksum(row.record, row.columns) != row.crc:
             raise PoolError(f"{name} is damaged on disk: its checksum does not match; restore the pool from a copy")
@@ -70,63 +74,63 @@ def unseal(kind: type[T], row: Row, name: str) -> T:
 
 
 def grade_key(grade: Grade) -> bytes:
-    """What a grade is about and who gave it: one reward per key."""
+    """Return the identity of a grade: its source, transcript and step."""
     with boundary(PoolError, f"a grade of rollout {grade.rollout_id!r} cannot be stored"):
         return to_json((grade.source, grade.transcript, grade.step))
 
 
 def mark_key(mark: Mark) -> int:
-    """What a mark is about: the step's index, -1 for the whole rollout."""
+    """Return the index of the marked step; -1 for the whole rollout."""
     return -1 if mark.step is None else mark.step
 
 
-class Ending(NamedTuple):
-    """How a rollout ended, as stored; `end` is None while it runs."""
+class StoredEnd(NamedTuple):
+    """The end of a rollout, as stored; `end` is None while it runs."""
 
     end: str | None
     message: bytes
 
 
 def pack_message(message: str) -> bytes:
-    """Text of any kind, lone surrogates included: an agent's error must not keep its rollout from ending."""
+    """Encode any text, also lone surrogates: an agent's error message must not keep its rollout from ending."""
     return message.encode("utf-8", "surrogatepass")
 
 
 class AttemptRows(NamedTuple):
-    """All that is stored of one rollout, each kind in its order."""
+    """All rows of one rollout, each kind in its order."""
 
-    rollout: Row
-    ending: Ending
-    nodes: Iterable[Row]
-    steps: Iterable[Row]
-    grades: Iterable[Row]
-    marks: Iterable[Row] = ()
+    rollout: RecordRow
+    end: StoredEnd
+    nodes: Iterable[RecordRow]
+    steps: Iterable[RecordRow]
+    grades: Iterable[RecordRow]
+    marks: Iterable[RecordRow] = ()
 
 
 def build_attempt(rollout_id: str, rows: AttemptRows) -> Attempt:
-    """An attempt from its rows; PoolError names the rollout where one of them is damaged."""
+    """Decode an attempt; PoolError names the rollout if a row is damaged."""
     name = f"of rollout {rollout_id!r}"
-    rollout, ending, nodes, steps, grades, marks = rows
+    rollout, stored, nodes, steps, grades, marks = rows
     with boundary(PoolError, f"the end {name} cannot be read back"):
-        end, message = None if ending.end is None else End(ending.end), ending.message.decode("utf-8", "surrogatepass")
+        end = None if stored.end is None else End(stored.end)
+        message = stored.message.decode("utf-8", "surrogatepass")
     return Attempt(
-        rollout=unseal(Rollout, rollout, f"the record {name}"),
+        rollout=decode_row(Rollout, rollout, f"the record {name}"),
         end=end,
         message=message,
-        nodes=tuple(unseal(Node, row, f"a node {name}") for row in nodes),
-        steps=tuple(unseal(Step, row, f"a step {name}") for row in steps),
-        grades=tuple(unseal(Grade, row, f"a grade {name}") for row in grades),
-        marks=tuple(unseal(Mark, row, f"a mark {name}") for row in marks),
+        nodes=tuple(decode_row(Node, row, f"a node {name}") for row in nodes),
+        steps=tuple(decode_row(Step, row, f"a step {name}") for row in steps),
+        grades=tuple(decode_row(Grade, row, f"a grade {name}") for row in grades),
+        marks=tuple(decode_row(Mark, row, f"a mark {name}") for row in marks),
     )
 
 
-def _without(record: Any, columns: tuple[Column, ...]) -> dict[str, Any]:
-    """The record's fields, those of `columns` emptied."""
+def _without(record: Any, columns: tuple[ArrayColumn, ...]) -> dict[str, Any]:
     empty = {column.name: column.empty for column in columns}
     return {name: empty[name] if name in empty else getattr(record, name) for name in field_names(record.__class__)}
 
 
-def _pack(column: Column, values: Sequence[Any] | None) -> bytes | None:
+def _pack(column: ArrayColumn, values: Sequence[Any] | None) -> bytes | None:
     return None if values is None else column.pack(values)
 
 
@@ -145,14 +149,16 @@ def _crc32(blob: bytes, crc: int) -> int:
 
 
 UNLOCKED = 5 * 1024
-"""Up to so many bytes, zlib keeps the interpreter's lock."""
+"""zlib keeps the interpreter's lock for up to this many bytes."""
 
 
-_PARTS, _SIZE, _LINE = struct.Struct("<iiiiI"), struct.Struct("<iI"), struct.Struct("<I")
+# Checksums over several rows and columns
+
+_PARTS, _SIZE, _CRC = struct.Struct("<iiiiI"), struct.Struct("<iI"), struct.Struct("<I")
 
 
-class Parts(NamedTuple):
-    """How many rows a rollout has in each table; -1 where more may come."""
+class PartCounts(NamedTuple):
+    """How many rows a rollout has in each table; -1 while more may come."""
 
     nodes: int
     steps: int
@@ -160,8 +166,8 @@ class Parts(NamedTuple):
     marks: int
 
 
-class Opened(NamedTuple):
-    """What a group was opened with."""
+class GroupHeader(NamedTuple):
+    """The columns of a group that never change."""
 
     id: str
     channel: str
@@ -169,35 +175,35 @@ class Opened(NamedTuple):
     min_size: int
 
 
-def seal_rollout(rollout_id: str, ending: Ending, parts: Parts) -> bytes:
-    """What is kept beside the end of a rollout."""
-    return _PARTS.pack(*parts, _combined_checksum(rollout_id, ending.end, ending.message, *parts))
+def rollout_checksum(rollout_id: str, end: StoredEnd, parts: PartCounts) -> bytes:
+    """Pack a rollout's row counts with a checksum over them and its end."""
+    return _PARTS.pack(*parts, _checksum_values(rollout_id, *end, *parts))
 
 
-def seal_group(opened: Opened, size: int) -> bytes:
-    """What is kept of a group's places."""
-    return _SIZE.pack(size, _combined_checksum(*opened, size))
+def group_checksum(header: GroupHeader, size: int) -> bytes:
+    """Pack a group's number of places with a checksum over it and the header."""
+    return _SIZE.pack(size, _checksum_values(*header, size))
 
 
-def seal_line(group_id: str, lease_id: str, version: int) -> bytes:
-    """What is kept beside a line of the ledger."""
-    return _LINE.pack(_combined_checksum(group_id, lease_id, version))
+def ledger_checksum(group_id: str, lease_id: str, version: int) -> bytes:
+    return _CRC.pack(_checksum_values(group_id, lease_id, version))
 
 
-def check_rollout(rollout_id: str, ending: Ending, seal: bytes | None, parts: Parts | None) -> None:
-    """PoolError where the end is not what was sealed or, unless `parts` is None, rows are missing. Old rollouts have no seal."""
-    if seal is None:
+def verify_rollout(rollout_id: str, end: StoredEnd, checksum: bytes | None, parts: PartCounts | None) -> None:
+    """Compare an end, and the row counts unless `parts` is None, with the checksum. Rollouts of old formats have none."""
+    if checksum is None:
         return
-    *numbers, crc = _unpack(_PARTS, seal, f"the end of rollout {rollout_id!r}")
-    if crc != _combined_checksum(rollout_id, ending.end, ending.message, *numbers):
-        raise damaged(f"the end of rollout {rollout_id!r}", "its checksum does not match")
-    for name, stored, read in zip(Parts._fields, numbers, parts or (), strict=False):
-        if stored not in (-1, read):
-            raise damaged(f"rollout {rollout_id!r}", f"it has {stored} {name}, but {read} are found")
+    name = f"the end of rollout {rollout_id!r}"
+    *counts, crc = _unpack(_PARTS, checksum, name)
+    if crc != _checksum_values(rollout_id, *end, *counts):
+        raise damaged(name, "its checksum does not match")
+    for table, stored, found in zip(PartCounts._fields, counts, parts or (), strict=False):
+        if stored not in (-1, found):
+            raise damaged(f"rollout {rollout_id!r}", f"it has {stored} {table}, but {found} are found")
 
 
-def check_attempt(rollout_id: str, attempt: Attempt) -> None:
-    """PoolError where a record is another rollout's, comes twice, or what it continues is missing."""
+def verify_attempt(rollout_id: str, attempt: Attempt) -> None:
+    """PoolError if a record belongs to another rollout or is there twice."""
     parts: Iterable[Any] = (*attempt.nodes, *attempt.steps, *attempt.grades, *attempt.marks)
     if attempt.rollout.id != rollout_id or any(part.rollout_id != rollout_id for part in parts):
         raise damaged(f"rollout {rollout_id!r}", "it leads to another one's records")
@@ -207,50 +213,49 @@ def check_attempt(rollout_id: str, attempt: Attempt) -> None:
             raise damaged(f"rollout {rollout_id!r}", "a record is found twice")
 
 
-def check_graph(rollout_id: str, attempt: Attempt) -> None:
-    """PoolError where a step's node or a node's step is missing: each node came with a step."""
+def verify_graph(rollout_id: str, attempt: Attempt) -> None:
+    """PoolError if a step or node is missing: every node was stored with a step, and every parent is a step."""
     steps, nodes = {step.index for step in attempt.steps}, {node.id for node in attempt.nodes}
     parents = {node.parent for node in attempt.nodes if node.parent is not None}
     if {step.node for step in attempt.steps} != nodes or not parents <= steps:
         raise damaged(f"rollout {rollout_id!r}", "a step or a node of it is missing")
 
 
-def check_group(opened: Opened, seal: bytes | None, task: Task, rollouts: Collection[Rollout]) -> None:
-    """PoolError where a place is missing, or a rollout belongs elsewhere. Old groups have no seal."""
-    name = f"group {opened.id!r}"
-    if any((rollout.group_id, rollout.channel, rollout.task_id) != (opened.id, opened.channel, task.id) for rollout in rollouts):
+def verify_group(header: GroupHeader, checksum: bytes | None, task: Task, rollouts: Collection[Rollout]) -> None:
+    """PoolError if a place is missing or a rollout belongs to another group. Groups of old formats have no checksum."""
+    name = f"group {header.id!r}"
+    if any((rollout.group_id, rollout.channel, rollout.task_id) != (header.id, header.channel, task.id) for rollout in rollouts):
         raise damaged(name, "it leads to another one's rollouts or task")
     if len({rollout.place for rollout in rollouts}) < len(rollouts):
         raise damaged(name, "a place of it is found twice")
-    if seal is None:
+    if checksum is None:
         return
-    size, crc = _unpack(_SIZE, seal, name)
-    if crc != _combined_checksum(*opened, size):
+    size, crc = _unpack(_SIZE, checksum, name)
+    if crc != _checksum_values(*header, size):
         raise damaged(name, "its checksum does not match")
     if size != len(rollouts):
         raise damaged(name, f"it has {size} places, but {len(rollouts)} are found")
 
 
-def check_ledger(lines: Sequence[tuple[str, str, int, bytes | None]], trained: int) -> None:
-    """PoolError where a line was changed, comes twice or is missing: there are as many as groups were `trained`."""
-    for group_id, lease_id, version, seal in lines:
-        if seal is not None and _unpack(_LINE, seal, "the ledger") != (_combined_checksum(group_id, lease_id, version),):
+def verify_ledger(lines: Sequence[tuple[str, str, int, bytes | None]], trained: int) -> None:
+    """PoolError if a line was changed, is there twice or is missing: there must be one per `trained` group."""
+    for group_id, lease_id, version, checksum in lines:
+        if checksum is not None and _unpack(_CRC, checksum, "the ledger") != (_checksum_values(group_id, lease_id, version),):
             raise damaged("the ledger", f"the line of group {group_id!r} does not match its checksum")
     if len({line[0] for line in lines}) != len(lines) or len(lines) != trained:
         raise damaged("the ledger", f"{trained} groups were trained, but it has {len(lines)} lines")
 
 
-def damaged(name: str, what: str) -> PoolError:
-    """Something that was stored is not there any more, or not as it was."""
-    return PoolError(f"{name} is damaged on disk: {what}; `penstock pool verify` names all that is hit, then restore a copy")
+def damaged(name: str, problem: str) -> PoolError:
+    return PoolError(f"{name} is damaged on disk: {problem}; `penstock pool verify` names all that is hit, then restore a copy")
 
 
-def _combined_checksum(*values: str | int | bytes | None) -> int:
+def _checksum_values(*values: str | int | bytes | None) -> int:
     return zlib.crc32(repr(values).encode("utf-8", "surrogatepass"))
 
 
-def _unpack(form: struct.Struct, seal: bytes, name: str) -> tuple[int, ...]:
+def _unpack(form: struct.Struct, packed: bytes, name: str) -> tuple[int, ...]:
     try:
-        return form.unpack(seal)
+        return form.unpack(packed)
     except (struct.error, TypeError) as cause:
-        raise damaged(name, "its seal cannot be read") from cause
+        raise damaged(name, "its checksum cannot be read") from cause

@@ -1,8 +1,9 @@
-"""One process that writes for several: `python -m penstock.pool.writer_process`, started by `open_scribe`.
+"""The writer process, which writes for several: `python -m penstock.pool.writer_process`, started by `open_writer_process`.
 
 Processes that share a SQLite file wait for each other's commits, and each has other threads that want the interpreter. This one
-does nothing but write: what waits when it is free becomes one transaction, whoever sent it. By stdin it is told the pool's folder
-and where to listen; by stdout it says that it does, or why it cannot. It ends once stdin has ended and its last sender is gone.
+only writes: what waits when it is free becomes one transaction, whichever client sent it. It reads its settings, the pool's folder
+and the socket to listen on, from stdin, and says on stdout that it listens or why it cannot. It ends once stdin is closed and the
+last client is gone.
 """
 
 import os
@@ -20,144 +21,141 @@ from typing import Any, NamedTuple
 import orjson
 
 from penstock.errors import PenstockError
-from penstock.pool.sqlite_file import FAULTS, explain, open_database
-from penstock.pool.writer import TOGETHER, Committer, Job
-from penstock.pool.writer_protocol import WriteRequests, write_answers
+from penstock.pool.sql.sqlite import FAULTS, explain, open_database
+from penstock.pool.writer import MAX_BATCH, BatchWriter, PendingWrite
+from penstock.pool.writer_protocol import RequestDecoder, encode_answers
 from penstock.system.garbage import collect_seldom
 
-OUTLIVES_S = 20.0
-"""How long senders may go on once the one who started this is gone: they undo what they run."""
-RECEIVED = 1 << 20
-"""Bytes that are taken from one sender before the next has its turn."""
-SENT_S = 5.0
-"""For a sender to take its answers, which are short; one that does not is given up."""
+DRAIN_S = 20.0
+"""How long clients may go on after the starter is gone: they cancel their rollouts and record that."""
+RECEIVE_BYTES = 1 << 20
+"""Taken from one client before the next has its turn."""
+SEND_TIMEOUT_S = 5.0
+"""For a client to take its answers, which are short."""
 
 
 class WriterSettings(NamedTuple):
-    """What it is told."""
-
     folder: str
     socket: str
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class _Sent(Job):
-    sender: "_Sender"
+class _ClientWrite(PendingWrite):
+    client: "_Client"
     number: int
 
 
-class _Sender:
+class _Client:
     """A process that sends writes."""
 
     def __init__(self, connection: socket.socket) -> None:
-        connection.settimeout(SENT_S)
+        connection.settimeout(SEND_TIMEOUT_S)
         self.connection = connection
-        self._letters = WriteRequests()
+        self._decoder = RequestDecoder()
 
-    def receive(self) -> list[_Sent] | None:
-        """What came; None once it is gone."""
+    def receive(self) -> list[_ClientWrite] | None:
+        """Return the writes that arrived; None once the client is gone."""
         try:
-            received = self.connection.recv(RECEIVED)
+            received = self.connection.recv(RECEIVE_BYTES)
         except OSError:
             return None
         if not received:
             return None
-        letters = self._letters.read(received)
-        return [_Sent(bulk=bulk, value=value, sender=self, number=number) for number, bulk, value in letters]
+        requests = self._decoder.feed(received)
+        return [_ClientWrite(operation=operation, value=value, client=self, number=number) for number, operation, value in requests]
 
-    def answer(self, jobs: list[_Sent]) -> None:
-        """Say what came of them; one that is gone or stuck is heard of no more."""
+    def answer(self, writes: list[_ClientWrite]) -> None:
+        """Send the outcomes. A client that is gone or stuck is disconnected."""
         try:
-            self.connection.sendall(write_answers([(job.number, job) for job in jobs]))
+            self.connection.sendall(encode_answers([(write.number, write) for write in writes]))
         except OSError:
             with suppress(OSError):
                 self.connection.shutdown(socket.SHUT_RDWR)
 
 
 class WriterProcess:
-    """Serves until nobody is left to write for."""
+    """Serves until no client is left."""
 
-    def __init__(self, listener: socket.socket, committer: Committer) -> None:
-        self._listener, self._committer = listener, committer
-        self._waiting: list[_Sent] = []
-        self._senders: set[_Sender] = set()
-        self._until: float | None = None
+    def __init__(self, listener: socket.socket, writer: BatchWriter) -> None:
+        self._listener, self._writer = listener, writer
+        self._queue: list[_ClientWrite] = []
+        self._clients: set[_Client] = set()
+        self._deadline: float | None = None
         """When it ends at the latest; None as long as its starter lives."""
-        self._ready = selectors.DefaultSelector()
-        self._ready.register(listener, selectors.EVENT_READ, self._accept)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ, self._accept)
 
-    def serve(self, orders: int) -> None:
-        """Write until `orders`, a pipe of whoever started this, has ended and all senders are gone."""
-        self._ready.register(orders, selectors.EVENT_READ, partial(self._look, orders))
-        with closing(self._ready):
-            while self._until is None or (self._senders and time.monotonic() < self._until):
-                timeout = None if self._until is None else self._until - time.monotonic()
-                for key, _ in self._ready.select(0 if self._waiting else timeout):
-                    take: Callable[[], None] = key.data
-                    take()
-                self._write()
+    def serve(self, starter_pipe: int) -> None:
+        """Write until `starter_pipe` is closed and all clients are gone."""
+        self._selector.register(starter_pipe, selectors.EVENT_READ, partial(self._check_starter, starter_pipe))
+        with closing(self._selector):
+            while self._deadline is None or (self._clients and time.monotonic() < self._deadline):
+                timeout = None if self._deadline is None else self._deadline - time.monotonic()
+                for key, _ in self._selector.select(0 if self._queue else timeout):
+                    callback: Callable[[], None] = key.data
+                    callback()
+                self._write_batch()
 
-    def _look(self, orders: int) -> None:
-        if not os.read(orders, 4096):
-            self._until = time.monotonic() + OUTLIVES_S
-            self._ready.unregister(orders)
+    def _check_starter(self, starter_pipe: int) -> None:
+        if not os.read(starter_pipe, 4096):
+            self._deadline = time.monotonic() + DRAIN_S
+            self._selector.unregister(starter_pipe)
 
     def _accept(self) -> None:
         connection, _ = self._listener.accept()
-        sender = _Sender(connection)
-        self._senders.add(sender)
-        self._ready.register(connection, selectors.EVENT_READ, partial(self._receive, sender))
+        client = _Client(connection)
+        self._clients.add(client)
+        self._selector.register(connection, selectors.EVENT_READ, partial(self._receive, client))
 
-    def _receive(self, sender: _Sender) -> None:
-        received = sender.receive()
+    def _receive(self, client: _Client) -> None:
+        received = client.receive()
         if received is not None:
-            self._waiting += received
+            self._queue += received
             return
-        self._senders.remove(sender)
-        self._ready.unregister(sender.connection)
-        sender.connection.close()
+        self._clients.remove(client)
+        self._selector.unregister(client.connection)
+        client.connection.close()
 
-    def _write(self) -> None:
-        """One batch of what waits."""
-        batch, self._waiting = self._waiting[:TOGETHER], self._waiting[TOGETHER:]
+    def _write_batch(self) -> None:
+        batch, self._queue = self._queue[:MAX_BATCH], self._queue[MAX_BATCH:]
         if not batch:
             return
-        self._committer.commit(batch)
-        for sender in {job.sender: None for job in batch}:
-            sender.answer([job for job in batch if job.sender is sender])
+        self._writer.commit(batch)
+        for client in {write.client: None for write in batch}:
+            client.answer([write for write in batch if write.client is client])
 
 
 def main() -> int:
-    """Read the orders, listen, serve."""
-    with open(0, "rb", buffering=0, closefd=False) as orders:
-        line = orders.readline()
-    if not line:  # whoever started this was killed before it could say anything
+    with open(0, "rb", buffering=0, closefd=False) as stdin:  # unbuffered: the rest of the pipe is left to `serve`
+        line = stdin.readline()
+    if not line:  # the starter was killed before it sent the settings
         return 1
-    given = WriterSettings(**orjson.loads(line))
-    where, path = Path(given.socket), Path(given.folder) / "pool.db"
+    settings = WriterSettings(**orjson.loads(line))
+    address, path = Path(settings.socket), Path(settings.folder) / "pool.db"
     try:
         database = open_database(path)
     except FAULTS as cause:
-        return _say(1, error=str(explain(cause, path)))
+        return _report(1, error=str(explain(cause, path)))
     except PenstockError as error:
-        return _say(1, error=str(error))
-    with closing(Committer(database, partial(explain, path=path))) as committer, socket.socket(socket.AF_UNIX) as listener:
+        return _report(1, error=str(error))
+    with closing(BatchWriter(database, partial(explain, path=path))) as writer, socket.socket(socket.AF_UNIX) as listener:
         try:
-            listener.bind(given.socket)
+            listener.bind(settings.socket)
             listener.listen()
         except OSError as cause:
-            return _say(1, error=f"{given.socket}: cannot listen there ({cause}); set TMPDIR to a folder with a short path")
+            return _report(1, error=f"{settings.socket}: cannot listen there ({cause}); set TMPDIR to a folder with a short path")
         try:
-            _say(0, ready=True)
-            WriterProcess(listener, committer).serve(0)
+            _report(0, ready=True)
+            WriterProcess(listener, writer).serve(0)
         finally:
-            where.unlink(missing_ok=True)
+            address.unlink(missing_ok=True)
             with suppress(OSError):
-                where.parent.rmdir()
+                address.parent.rmdir()
     return 0
 
 
-def _say(code: int, **line: Any) -> int:
+def _report(code: int, **line: Any) -> int:
+    """Write a line of JSON to stdout; returns `code`."""
     with suppress(BrokenPipeError):
         os.write(1, orjson.dumps(line) + b"\n")
     return code

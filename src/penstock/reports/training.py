@@ -204,7 +204,7 @@ async def _read_pool(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
     name = config["pool"]["name"]
     if name == "memory" or (name == "sqlite" and not (folder / "pool.db").exists()):
         return {"picked_from": "This run kept no transcripts."}
-    pool: Pool = POOLS.load(name)(folder, url=config["pool"].get("url", ""))
+    pool: Pool = kind(folder, url=config["pool"].get("url", ""))
     try:
         stats = await pool.stats("train")
         groups = await pool.groups("train", limit=SCANNED_GROUPS)

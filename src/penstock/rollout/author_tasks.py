@@ -1,4 +1,4 @@
-"""Authors' coroutines as guests of our event loop: none outlives its deadline, hangs the run or takes it down."""
+"""Runs authors' coroutines in our event loop: none outlives its deadline, hangs the run or takes it down."""
 
 import asyncio
 import reprlib
@@ -15,43 +15,45 @@ from penstock.sdk.workflow import ConcurrencyConfig
 
 T = TypeVar("T")
 
-OUR_CODES = frozenset({"engine_error", "engine_busy", "not_recorded", "internal_error"})
-"""Codes by which the gateway says that a call failed on its side, not the caller's."""
+GATEWAY_FAULT_CODES = frozenset({"engine_error", "engine_busy", "not_recorded", "internal_error"})
+"""Error codes that say that a call failed on the gateway's side, not the caller's."""
 
-_LONGEST = 500
+_MAX_MESSAGE_CHARS = 500
 
 
 class AuthorTasks:
-    """Runs what an author wrote. `home` is the author's folder: an error is reported with the last line in it."""
+    """Runs the author's coroutines. `home` is the author's folder: an error is reported with the last line in it."""
 
     def __init__(self, home: Path, events: Events, *, grace_s: float = 5.0) -> None:
         self.abandoned = 0
-        """How many would not leave when asked to."""
+        """How many did not end after their cancellation."""
         self._home = home.resolve()
         self._events = events
         self._grace_s = grace_s
-        self._left: set[asyncio.Task[Any]] = set()
+        self._abandoned_tasks: set[asyncio.Task[Any]] = set()
 
     async def run(self, work: Coroutine[Any, Any, T], *, error: type[PenstockError], what: str, timeout_s: float) -> T:
-        """What `work` gives. Whatever it raises becomes `error`, or EngineError where the gateway took the blame.
+        """Returns what `work` returns. Whatever it raises becomes `error`, or EngineError if the gateway was at fault.
 
-        Raises TimeoutError past the deadline. Late or cancelled work gets `grace_s` to leave and is then abandoned.
+        Raises TimeoutError past the deadline. Late or cancelled work gets `grace_s` to end and is then abandoned. `what` names
+        the work in error messages.
         """
-        guest = asyncio.create_task(self._named(work, error, what))
-        guest.add_done_callback(_noted)
+        # `asyncio.wait` instead of `asyncio.timeout`: the author's code may swallow its cancellation, and we must not wait on.
+        task = asyncio.create_task(self._run_named(work, error, what))
+        task.add_done_callback(_retrieve_exception)
         try:
-            await asyncio.wait({guest}, timeout=timeout_s)
-            late = not guest.done()
+            await asyncio.wait({task}, timeout=timeout_s)
+            late = not task.done()
         finally:
-            if not guest.done():
-                await self._dismiss(guest, what)
+            if not task.done():
+                await self._cancel(task, what)
         if late:
             raise TimeoutError
-        if guest.cancelled():
+        if task.cancelled():
             raise error(f"{what}: cancelled itself; let it raise an error or return")
-        return guest.result()
+        return task.result()
 
-    async def _named(self, work: Coroutine[Any, Any, T], error: type[PenstockError], what: str) -> T:
+    async def _run_named(self, work: Coroutine[Any, Any, T], error: type[PenstockError], what: str) -> T:
         try:
             return await work
         except (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt):
@@ -60,47 +62,47 @@ class AuthorTasks:
             raise error(f"{what}: called sys.exit({reprlib.repr(cause.code)}); return or raise an error instead") from cause
         except BaseException as cause:  # the author's code: anything may come, and it ends this rollout alone
             leaf = next(leaves(cause))
-            kind = EngineError if any(map(_is_ours, _chain(leaf))) else error
-            raise kind(f"{what}: {self._told(leaf)}") from cause
+            kind = EngineError if any(map(_is_gateway_fault, _chain(leaf))) else error
+            raise kind(f"{what}: {self._describe(leaf)}") from cause
 
-    def _told(self, cause: BaseException) -> str:
+    def _describe(self, cause: BaseException) -> str:
         lines = [(Path(frame.f_code.co_filename), number) for frame, number in traceback.walk_tb(cause.__traceback__)]
         own = [(file.name, number) for file, number in lines if self._home in file.parents and "site-packages" not in file.parts]
         return one_line(cause) + (f" ({own[-1][0]}, line {own[-1][1]})" if own else "")
 
-    async def _dismiss(self, guest: asyncio.Task[Any], what: str) -> None:
-        guest.cancel()
+    async def _cancel(self, task: asyncio.Task[Any], what: str) -> None:
+        task.cancel()
         try:
-            await asyncio.wait({guest}, timeout=self._grace_s)
+            await asyncio.wait({task}, timeout=self._grace_s)
         finally:
-            if not guest.done():
-                self._abandon(guest, what)
+            if not task.done():
+                self._abandon(task, what)
 
-    def _abandon(self, guest: asyncio.Task[Any], what: str) -> None:
-        """Break off a guest that swallowed its cancellation, so that neither this run nor the loop's shutdown waits for it."""
+    def _abandon(self, task: asyncio.Task[Any], what: str) -> None:
+        """Breaks off a task that swallowed its cancellation, so that neither this run nor the loop's shutdown waits for it."""
         self.abandoned += 1
         self._events.emit("guest.abandoned", what=what, grace_s=self._grace_s)
-        self._left.add(guest)
-        guest.add_done_callback(self._left.discard)
+        self._abandoned_tasks.add(task)  # asyncio itself holds tasks by weak references only
+        task.add_done_callback(self._abandoned_tasks.discard)
         try:
-            guest.get_coro().close()  # GeneratorExit, which only a bare `except` swallows too
-        except Exception:  # it did, or raised on its way out: the loop must forget it, or `asyncio.run` waits for it at the end
-            asyncio.tasks._unregister_task(guest)  # pyright: ignore[reportPrivateUsage]
-        guest.cancel()
+            task.get_coro().close()  # raises GeneratorExit inside, which only a bare `except` swallows
+        except Exception:  # it did, or raised another error: unregister it, or `asyncio.run` waits for it at the end
+            asyncio.tasks._unregister_task(task)  # pyright: ignore[reportPrivateUsage]
+        task.cancel()
 
 
-def _noted(guest: asyncio.Task[Any]) -> None:
-    """Look at what a guest raised, so that asyncio does not complain about one that was cancelled while it failed."""
-    _ = guest.cancelled() or guest.exception()
+def _retrieve_exception(task: asyncio.Task[Any]) -> None:
+    # asyncio logs "exception was never retrieved" for a task that failed while it was cancelled.
+    _ = task.cancelled() or task.exception()
 
 
 class Slots:
-    """Places for those that may run at once, `limit` of them, or any number; `async with` takes one."""
+    """At most `limit` slots to run in, or any number if None; `async with` takes one."""
 
     def __init__(self, limit: int | None) -> None:
         self.limit = limit
         self.queued = 0
-        """How many wait for one."""
+        """How many wait for a slot."""
         self.running = 0
         self._free = asyncio.Semaphore(limit) if limit else nullcontext()
 
@@ -117,13 +119,12 @@ class Slots:
         await self._free.__aexit__(kind, error, trace)
 
 
-def slots(limit: ConcurrencyConfig | None) -> Slots:
-    """Places for as many as an author's config allows."""
-    return Slots(limit.max_concurrent if limit else None)
+def make_slots(config: ConcurrencyConfig | None) -> Slots:
+    return Slots(config.max_concurrent if config else None)
 
 
 def one_line(cause: BaseException) -> str:
-    """An error as one short line that any store and terminal can take."""
+    """Returns an error as one short line of valid UTF-8, for any store and terminal."""
     if isinstance(cause, PenstockError):
         text = str(cause)
     else:
@@ -132,11 +133,11 @@ def one_line(cause: BaseException) -> str:
         except Exception:  # an author's error may fail even at this
             text = f"{type(cause).__name__}: its message cannot be shown"
     text = " ".join(text.split()).encode("utf-8", "backslashreplace").decode()
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
+    return text if len(text) <= _MAX_MESSAGE_CHARS else f"{text[:_MAX_MESSAGE_CHARS]}…"
 
 
 def leaves(error: BaseException) -> Iterator[BaseException]:
-    """The errors inside nested groups, first come first."""
+    """Yields the errors inside nested exception groups, in order."""
     if isinstance(error, BaseExceptionGroup):
         for inner in error.exceptions:  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
             yield from leaves(inner)  # pyright: ignore[reportUnknownArgumentType]
@@ -144,17 +145,16 @@ def leaves(error: BaseException) -> Iterator[BaseException]:
         yield error
 
 
-def _is_ours(error: BaseException) -> bool:
-    """OpenAI's clients have the code at hand; Anthropic's leave it in the body, where its dialect puts it."""
+def _is_gateway_fault(error: BaseException) -> bool:
     try:
+        # OpenAI's client has the code as an attribute; Anthropic's leaves it in the body, where its dialect puts it.
         code = getattr(error, "code", None) or getattr(error, "body", {})["error"]["details"]["error_code"]
-        return str(code) in OUR_CODES
+        return str(code) in GATEWAY_FAULT_CODES
     except Exception:  # an author's error may have any attributes
         return False
 
 
-def _chain(error: BaseException | None, longest: int = 16) -> Iterator[BaseException]:
-    """An error and what led to it."""
-    while error is not None and longest:
+def _chain(error: BaseException | None, max_length: int = 16) -> Iterator[BaseException]:
+    while error is not None and max_length:
         yield error
-        error, longest = error.__cause__ or error.__context__, longest - 1
+        error, max_length = error.__cause__ or error.__context__, max_length - 1

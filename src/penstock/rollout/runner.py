@@ -1,4 +1,4 @@
-"""One rollout from start to end: a session on the gateway, the workflow, the grader, and exactly one end."""
+"""Runs one rollout from start to end: a session on the gateway, the workflow, the grader, and exactly one end."""
 
 import asyncio
 import time
@@ -15,9 +15,9 @@ from penstock.events import Events
 from penstock.pool.base import Pool
 from penstock.records import Attempt, End, Grade, Message, Rollout, Sampling, Task
 from penstock.rollout.author_tasks import AuthorTasks
-from penstock.rollout.execution import Reward, WorkflowResult
 from penstock.rollout.executors import EXECUTORS
-from penstock.rollout.executors.base import Executor, Given, Session
+from penstock.rollout.executors.base import Executor, ExecutorContext, GatewaySession
+from penstock.rollout.in_process import Reward, WorkflowResult
 from penstock.rollout.transcripts import Transcript, make_samples, transcripts
 from penstock.sdk.discovery import Agent
 from penstock.sdk.routing import MAIN
@@ -29,24 +29,24 @@ NO_CALL = "the workflow made no model call through penstock"
 REMEDY = "use ctx.openai() or ctx.anthropic(), an integration, or ctx.base_url and ctx.api_key with another client"
 STOPPED = "stopped before it ended"
 
-Room = AbstractAsyncContextManager[Any]
-"""A place among those that run at once, such as a semaphore: held while the agent and its grader run."""
+Slot = AbstractAsyncContextManager[Any]
+"""A concurrency limit, such as a semaphore: held while the agent and its grader run."""
 
 
-class Gateway(Protocol):
-    """What the runner needs of the gateway."""
+class GatewayPort(Protocol):
+    """The part of the gateway that the runner calls."""
 
-    def open(self, rollout: Rollout, sampling: Sampling, *, fresh: bool) -> Session:
-        """Let it call the model; `sampling` holds for calls that do not say otherwise. Nothing is stored of a `fresh` one yet."""
+    def open(self, rollout: Rollout, sampling: Sampling, *, fresh: bool) -> GatewaySession:
+        """Lets the rollout call the model. `sampling` holds the defaults of its calls. `fresh`: nothing is stored of it yet."""
         ...
 
     def close(self, rollout_id: str) -> Attempt | None:
-        """Refuse its calls from now on. The nodes and steps that are stored of it, where the gateway knows them all."""
+        """Refuses its calls from now on. Returns its stored nodes and steps, or None if the gateway does not have them all."""
         ...
 
 
-class Verdict(NamedTuple):
-    """How a rollout ended, before it is written down."""
+class RolloutOutcome(NamedTuple):
+    """How a rollout ended, before it is stored."""
 
     end: End
     message: str = ""
@@ -55,45 +55,45 @@ class Verdict(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runner:
-    """Runs rollouts of one agent. A failed rollout comes back ended, it does not raise; a failing pool does."""
+    """Runs rollouts of one agent. A failed rollout is stored with its end and does not raise; a failing pool does."""
 
     executor: Executor
     grader: str
     """The grader's name, as its grades carry it."""
-    gateway: Gateway
+    gateway: GatewayPort
     pool: Pool
     events: Events
     limits: RolloutSection
     redactor: Redactor = field(default_factory=lambda: Redactor(run_secrets()))
-    """What an author's error says is written down without secrets."""
+    """Removes secrets from authors' error messages before they are stored."""
 
-    async def run(self, rollout: Rollout, task: Task, sampling: Sampling, *, room: Room | None = None) -> End | None:
-        """Run an opened rollout to its one end, and tell it. Cancelled, it ends as CANCELLED before the cancellation goes on.
+    async def run(self, rollout: Rollout, task: Task, sampling: Sampling, *, slot: Slot | None = None) -> End | None:
+        """Runs an opened rollout and returns its end. If cancelled, it ends as CANCELLED before the cancellation goes on.
 
-        It waits for `room`, and is left as it was where it is cancelled there; the next one has the room as soon as the agent and
-        its grader are done, while the end is written down. WorkerLost goes on to the caller, who gives the rollout a successor or
-        an end: between the two, its group would count as complete.
+        It waits for `slot`, and stays as it was if it is cancelled there. The slot is free as soon as the agent and its grader
+        are done, while the end is being stored. WorkerLost goes on to the caller, who either replaces the rollout or ends it: if
+        it were ended here and replaced later, its group would count as complete in between.
         """
-        async with room or nullcontext():
+        async with slot or nullcontext():
             started = time.perf_counter()
             self.events.emit(
                 "rollout.start", rollout_id=rollout.id, group_id=rollout.group_id, channel=rollout.channel, task_id=task.id
             )
             try:
-                verdict = await self._attempt(rollout, task, sampling)
+                outcome = await self._attempt(rollout, task, sampling)
             except asyncio.CancelledError:
-                await settled(self._end(rollout, Verdict(End.CANCELLED, STOPPED), started))
+                await settled(self._end(rollout, RolloutOutcome(End.CANCELLED, STOPPED), started))
                 raise
             except WorkerLost as lost:
-                self._tell(rollout, Attempt(rollout=rollout, end=End.LOST, message=str(lost)), started)
+                self._emit_end(rollout, Attempt(rollout=rollout, end=End.LOST, message=str(lost)), started)
                 raise
-        return await settled(self._end(rollout, verdict, started))
+        return await settled(self._end(rollout, outcome, started))
 
-    async def judge(self, rollout_id: str, messages: list[Message], fields: Mapping[str, Any]) -> float:
-        """The grader's reward for a conversation that a running rollout tells; nothing is recorded.
+    async def compute_reward(self, rollout_id: str, messages: list[Message], fields: Mapping[str, Any]) -> float:
+        """Returns the grader's reward for a conversation of a running rollout; nothing is recorded.
 
-        `fields` go beside the task's own metadata, and give the label where the task has none. GraderError or TimeoutError where
-        there is no reward.
+        `fields` are added to the task's metadata; `ground_truth` among them is the label if the task has none. Raises GraderError
+        or TimeoutError if there is no reward.
         """
         if not rollout_id:
             raise GraderError("nothing says whose conversation it is; name the rollout")
@@ -101,9 +101,9 @@ class Runner:
         steps = tuple(step.index for step in attempt.steps)
         sample = RolloutSample(id=MAIN, messages=messages, transcript=deepcopy(messages), steps=steps)
         label = task.label if task.label is not None else fields.get("ground_truth")
-        asked = replace(task, label=None if label is None else str(label), metadata={**fields, **(task.metadata or {})})
-        name, limit_s = f"{rollout_id}.judge", self.limits.grader_timeout_s  # its own folder for what the grader leaves
-        rewards = await self.executor.grade(asked, {MAIN: sample}, rollout_id=name, timeout_s=limit_s)
+        task = replace(task, label=None if label is None else str(label), metadata={**fields, **(task.metadata or {})})
+        name = f"{rollout_id}.judge"  # its artifacts must not mix with those of the rollout's own grading
+        rewards = await self.executor.grade(task, {MAIN: sample}, rollout_id=name, timeout_s=self.limits.grader_timeout_s)
         reward = Attempt(rollout=attempt.rollout, end=End.COMPLETED, grades=self._grades(rollout_id, rewards)).reward
         if reward is None:
             raise GraderError(f"grader {self.grader!r} gave no reward for rollout {rollout_id}")
@@ -115,51 +115,53 @@ class Runner:
             for transcript, value, step in rewards
         )
 
-    async def _attempt(self, rollout: Rollout, task: Task, sampling: Sampling) -> Verdict:
+    async def _attempt(self, rollout: Rollout, task: Task, sampling: Sampling) -> RolloutOutcome:
         session, limit_s = self.gateway.open(rollout, sampling, fresh=True), self.limits.agent_timeout_s
         try:
-            told = await self.executor.run(task, session, rollout_id=rollout.id, timeout_s=limit_s)
+            result = await self.executor.run(task, session, rollout_id=rollout.id, timeout_s=limit_s)
         except TimeoutError:
-            return Verdict(End.TIMEOUT, f"the workflow ran longer than rollout.agent_timeout_s = {limit_s:g}; raise it or do less")
+            return RolloutOutcome(
+                End.TIMEOUT, f"the workflow ran longer than rollout.agent_timeout_s = {limit_s:g}; raise it or do less"
+            )
         except EngineError as error:
-            return Verdict(End.ENGINE_ERROR, str(error))
+            return RolloutOutcome(End.ENGINE_ERROR, str(error))
         except WorkflowError as error:
-            return Verdict(End.AGENT_ERROR, str(error))
+            return RolloutOutcome(End.AGENT_ERROR, str(error))
         finally:
             recorded = self.gateway.close(rollout.id)
-        if told.strays:
-            self.events.emit("rollout.strays", rollout_id=rollout.id, providers=list(told.strays))
+        if result.direct_calls:
+            self.events.emit("rollout.strays", rollout_id=rollout.id, providers=list(result.direct_calls))
         if recorded is None:
             recorded = await self.pool.attempt(rollout.id)
-        return await self._judge(rollout, task, told, recorded)
+        return await self._grade(rollout, task, result, recorded)
 
-    async def _judge(self, rollout: Rollout, task: Task, told: WorkflowResult, attempt: Attempt) -> Verdict:
+    async def _grade(self, rollout: Rollout, task: Task, result: WorkflowResult, attempt: Attempt) -> RolloutOutcome:
         recorded, limit_s = transcripts(attempt), self.limits.grader_timeout_s
         if not recorded:
-            return Verdict(End.AGENT_ERROR, no_call(told))
-        if attempt.grades:  # a flow has graded itself through the gateway
-            return Verdict(End.COMPLETED)
-        samples = make_samples(recorded, told.samples)
+            return RolloutOutcome(End.AGENT_ERROR, no_call_message(result))
+        if attempt.grades:  # a flow has submitted its own rewards to the gateway
+            return RolloutOutcome(End.COMPLETED)
+        samples = make_samples(recorded, result.samples)
         try:
             rewards = await self.executor.grade(task, samples, rollout_id=rollout.id, timeout_s=limit_s)
         except TimeoutError:
-            return Verdict(
+            return RolloutOutcome(
                 End.GRADER_ERROR, f"the grader ran longer than rollout.grader_timeout_s = {limit_s:g}; raise it or do less"
             )
         except (GraderError, EngineError) as error:
-            return Verdict(End.GRADER_ERROR, str(error))
-        return Verdict(End.COMPLETED, rewards=tuple(rewards))
+            return RolloutOutcome(End.GRADER_ERROR, str(error))
+        return RolloutOutcome(End.COMPLETED, rewards=tuple(rewards))
 
-    async def _end(self, rollout: Rollout, verdict: Verdict, started: float) -> End | None:
-        grades, message = self._grades(rollout.id, verdict.rewards), self.redactor.text(verdict.message)
-        attempt = Attempt(rollout=rollout, end=verdict.end, message=message, grades=grades)
-        first = await self.pool.end(rollout.id, verdict.end, message, grades)
-        if not first or (not grades and verdict.end is End.COMPLETED):
+    async def _end(self, rollout: Rollout, outcome: RolloutOutcome, started: float) -> End | None:
+        grades, message = self._grades(rollout.id, outcome.rewards), self.redactor.text(outcome.message)
+        attempt = Attempt(rollout=rollout, end=outcome.end, message=message, grades=grades)
+        stored = await self.pool.end(rollout.id, outcome.end, message, grades)
+        if not stored or (not grades and outcome.end is End.COMPLETED):  # ended before, or graded through the gateway
             attempt = await self.pool.attempt(rollout.id)
-        self._tell(rollout, attempt, started)
+        self._emit_end(rollout, attempt, started)
         return attempt.end
 
-    def _tell(self, rollout: Rollout, attempt: Attempt, started: float) -> None:
+    def _emit_end(self, rollout: Rollout, attempt: Attempt, started: float) -> None:
         self.events.emit(
             "rollout.end",
             rollout_id=rollout.id,
@@ -172,37 +174,36 @@ class Runner:
         )
 
 
-def no_call(told: WorkflowResult) -> str:
-    """Why there is nothing to grade or train on, and what to do about it."""
-    past = f", but called {', '.join(told.strays)} directly" if told.strays else ""
-    return f"{NO_CALL}{past}; {REMEDY}"
+def no_call_message(result: WorkflowResult) -> str:
+    """Says why there is nothing to grade or train on, and what to do about it."""
+    direct = f", but called {', '.join(result.direct_calls)} directly" if result.direct_calls else ""
+    return f"{NO_CALL}{direct}; {REMEDY}"
 
 
 @asynccontextmanager
 async def open_runner(
     agent: Agent,
     *,
-    gateway: Gateway,
+    gateway: GatewayPort,
     pool: Pool,
     events: Events,
     limits: RolloutSection,
     section: Any = None,
     artifacts: Path | None = None,
 ) -> AsyncGenerator[Runner, None]:
-    """A runner for `agent` on the executor that `limits` names, with its `section`; leaving lets go of what it holds."""
+    """Yields a runner for `agent` on the executor that `limits` names; `section` holds that executor's settings."""
 
-    async def recorded(rollout_id: str) -> dict[str, Transcript]:
+    async def load_transcripts(rollout_id: str) -> dict[str, Transcript]:
         return transcripts(await pool.attempt(rollout_id))
 
-    guests = AuthorTasks(agent.entry.parent, events)
-    given = Given(
+    context = ExecutorContext(
         agent=agent,
-        guests=guests,
+        author_tasks=AuthorTasks(agent.entry.parent, events),
         section=section,
-        recorded=recorded,
+        load_transcripts=load_transcripts,
         artifacts=artifacts,
         grader_timeout_s=limits.grader_timeout_s,
         events=events,
     )
-    async with EXECUTORS.load(limits.executor)(given) as executor:
+    async with EXECUTORS.load(limits.executor)(context) as executor:
         yield Runner(executor=executor, grader=agent.grader_name, gateway=gateway, pool=pool, events=events, limits=limits)

@@ -1,4 +1,9 @@
-"""The group of rollouts that runs: its deadline, and what becomes of it if too many of its attempts fail."""
+"""Opens groups of rollouts in order and runs them: admission by staleness, deadlines, top-ups, and replacement of lost attempts.
+
+Scheduler      opens groups while the staleness bound admits them, and runs their rollouts
+GroupPolicy    tops up, drops or expires a group
+run_once       one attempt at each task, for a held-out evaluation
+"""
 
 import asyncio
 import hashlib
@@ -11,7 +16,7 @@ from typing import Protocol
 from penstock.config import RolloutSection
 from penstock.errors import PoolFull, WorkerLost
 from penstock.events import Events
-from penstock.pool.base import Bound, Pool
+from penstock.pool.base import GroupLimit, Pool
 from penstock.records import End, Group, Rollout, Sampling, Task, make_rollout
 from penstock.rollout.author_tasks import leaves
 from penstock.rollout.runner import Runner
@@ -19,42 +24,63 @@ from penstock.system.async_tools import settled
 
 TOPPED_UP = "too few of its group completed"
 TOO_FEW = "too few rollouts completed"
+LOST = "the process that ran it ended first"
+REOPENED = "the run stopped first"
+
+_RECHECK_S = 5.0
+"""How often a waiting scheduler asks the pool whether groups were dropped, which must then be made up for."""
+
+
+class RunnerPort(Protocol):
+    """Runs rollouts: a Runner, or a stand-in for the runners of several processes."""
+
+    async def run(self, rollout: Rollout, task: Task, sampling: Sampling) -> End | None: ...
+
+
+def task_at(tasks: Sequence[Task], seq: int, *, seed: int, shuffle: bool = True) -> Task:
+    """Returns the task of group `seq`. Every epoch takes each task once, in an order that depends on `seed` and epoch alone."""
+    epoch, index = divmod(seq, len(tasks))
+    return tasks[_order(len(tasks), seed, epoch)[index] if shuffle else index]
+
+
+@lru_cache(maxsize=4)
+def _order(count: int, seed: int, epoch: int) -> tuple[int, ...]:
+    # A permutation by hash, not `random.shuffle`: the same in every process and in every version of Python.
+    return tuple(sorted(range(count), key=lambda index: hashlib.sha256(f"{seed}/{epoch}/{index}".encode()).digest()))
 
 
 @dataclass(slots=True, eq=False)
 class LiveGroup:
-    """What the scheduler knows of a group whose places have not all ended."""
+    """A group that runs. A place is one of its rollout slots: the attempts at a place replace each other."""
 
     id: str
     task: Task
     ends: dict[int, End | None]
-    """By place, of the attempt that counts; None while it runs."""
+    """By place, of its latest attempt; None while that runs."""
     rollouts: dict[int, Rollout]
     tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict[str, asyncio.Task[None]])
-    """Of the attempts that run, by rollout."""
+    """Of the attempts that run, by rollout id."""
     topped_up: int = 0
-    late: bool = False
+    expired: bool = False
     timer: asyncio.TimerHandle | None = None
 
     @property
-    def over(self) -> bool:
-        """Whether every place has ended."""
+    def ended(self) -> bool:
         return all(end is not None for end in self.ends.values())
 
-    def short_of(self, min_size: int) -> list[Rollout]:
-        """The attempts that failed, where too few completed; else none."""
+    def failed_below(self, min_size: int) -> list[Rollout]:
+        """Returns the failed attempts if fewer than `min_size` completed, else none."""
         failed = [self.rollouts[place] for place, end in self.ends.items() if end is not End.COMPLETED]
         return failed if len(self.ends) - len(failed) < min_size else []
 
 
-def live_group(task: Task, rollouts: list[Rollout]) -> LiveGroup:
-    """A group that was opened just now."""
+def new_group(task: Task, rollouts: list[Rollout]) -> LiveGroup:
     places = {rollout.place: rollout for rollout in rollouts}
     return LiveGroup(rollouts[0].group_id, task, dict.fromkeys(places), places)
 
 
-def left_behind(group: Group) -> LiveGroup:
-    """A group that an earlier process left."""
+def resumed_group(group: Group) -> LiveGroup:
+    """Makes the state of a group that an earlier process left unfinished."""
     places = {attempt.rollout.place: attempt.rollout for attempt in group.attempts}
     ends = {attempt.rollout.place: attempt.end for attempt in group.attempts}
     return LiveGroup(group.id, group.task, ends, places)
@@ -62,18 +88,18 @@ def left_behind(group: Group) -> LiveGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupPolicy:
-    """What `[rollout]` says about groups."""
+    """Applies the group settings of `[rollout]`: minimum size, top-ups, deadline."""
 
     pool: Pool
     events: Events
     limits: RolloutSection
 
-    async def make_up(self, group: LiveGroup) -> list[Rollout]:
-        """New attempts for a group that ended short; none where it is complete or was dropped."""
-        failed = group.short_of(self.limits.min_size)
+    async def top_up(self, group: LiveGroup) -> list[Rollout]:
+        """Opens new attempts for a group of which too few completed. Returns none if it is complete or was dropped."""
+        failed = group.failed_below(self.limits.min_size)
         if not failed:
             return []
-        if group.late or group.topped_up >= self.limits.top_up:
+        if group.expired or group.topped_up >= self.limits.top_up:
             await self.pool.drop(group.id, TOO_FEW)
             self.events.emit("group.drop", group_id=group.id, reason=TOO_FEW, failed=len(failed))
             return []
@@ -85,45 +111,20 @@ class GroupPolicy:
         return fresh
 
     async def expire(self, group: LiveGroup) -> None:
-        """End what still runs of a group whose time is up, so that what completed can be trained."""
-        group.late = True
+        """Ends what still runs of a group past its deadline, so that its completed rollouts can be trained."""
+        group.expired = True
         message = f"its group took longer than rollout.group_timeout_s = {self.limits.group_timeout_s:g}; raise it or do less"
         for place, end in group.ends.items():
             if end is None:
                 await self.pool.end(group.rollouts[place].id, End.TIMEOUT, message)
-        for task in list(group.tasks.values()):
+        for task in list(group.tasks.values()):  # after the ends are stored, so that a cancelled one does not end as CANCELLED
             task.cancel()
-
-
-LOST = "the process that ran it ended first"
-REOPENED = "the run stopped first"
-
-_RECHECK_S = 5.0
-"""How often a waiting scheduler asks whether groups were dropped, which must then be made up for."""
-
-
-class Runs(Protocol):
-    """What runs rollouts: a Runner, or what stands for those of several processes."""
-
-    async def run(self, rollout: Rollout, task: Task, sampling: Sampling) -> End | None: ...
-
-
-def task_at(tasks: Sequence[Task], seq: int, *, seed: int, shuffle: bool = True) -> Task:
-    """The task of group `seq`: every epoch takes each task once, in an order that only `seed` and the epoch decide."""
-    epoch, index = divmod(seq, len(tasks))
-    return tasks[_order(len(tasks), seed, epoch)[index] if shuffle else index]
-
-
-@lru_cache(maxsize=4)
-def _order(count: int, seed: int, epoch: int) -> tuple[int, ...]:
-    """A permutation by hash: the same in every process, and in every version of Python."""
-    return tuple(sorted(range(count), key=lambda index: hashlib.sha256(f"{seed}/{epoch}/{index}".encode()).digest()))
 
 
 class Scheduler:
     """Opens groups in the order of their numbers and runs their rollouts, at most `limits.concurrency` at once.
 
-    Group `seq` may start while `seq // groups_per_step - steps_trained <= max_staleness`; the loop moves that on with `advance`.
+    Group `seq` may start while `seq // groups_per_step - steps_trained <= max_staleness`; the training loop calls `advance`.
     """
 
     def __init__(
@@ -145,67 +146,66 @@ class Scheduler:
         self._limits, self._sampling, self._channel = limits, sampling, channel
         self._seed, self._shuffle = seed, shuffle
         self._steps = steps
-        """Groups for no more than these are made; None goes on until `stop`."""
+        """Training steps to make groups for; None goes on until `stop`."""
         self._trained, self._lost = steps_trained, 0
         self._policy = GroupPolicy(pool=pool, events=events, limits=limits)
-        self._moved, self._over = asyncio.Event(), asyncio.Event()
+        self._progress, self._stopped = asyncio.Event(), asyncio.Event()
         self._slots = asyncio.Semaphore(limits.concurrency)
 
     def advance(self, steps_trained: int) -> None:
-        """Say how many steps have been trained; after the last one, `run` returns."""
+        """Sets how many steps have been trained; after the last one, `run` returns."""
         self._trained = steps_trained
-        self._moved.set()
+        self._progress.set()
         if self._steps is not None and steps_trained >= self._steps:
-            self._over.set()
+            self._stopped.set()
 
     def stop(self) -> None:
-        """Let `run` return: what still runs is cancelled and opened again, for a later run to take up."""
-        self._over.set()
+        """Makes `run` return. What still runs is cancelled and reopened, for a later run to resume."""
+        self._stopped.set()
 
     async def run(self) -> None:
-        """Take up what an earlier process left, then make groups until all steps are trained or `stop` is called."""
+        """Resumes the groups that an earlier process left, then makes groups until all steps are trained or `stop` is called."""
         self.advance(self._trained)
         try:
-            async with asyncio.TaskGroup() as both:
-                work = both.create_task(self._make_groups())
-                await self._over.wait()
-                work.cancel()
-        except BaseExceptionGroup as group:  # one reason is enough to stop, and reads better alone
+            async with asyncio.TaskGroup() as tasks:
+                maker = tasks.create_task(self._make_groups())
+                await self._stopped.wait()
+                maker.cancel()
+        except BaseExceptionGroup as group:  # the first error says enough, and reads better alone
             raise next(leaves(group)) from None
 
     async def _make_groups(self) -> None:
         await self._count_lost()
         async with asyncio.TaskGroup() as self._running:
             for group in sorted(await self._pool.unfinished(self._channel), key=lambda group: group.seq):
-                await self._admission(group.seq)
-                await self._take_up(left_behind(group))
+                await self._wait_for_admission(group.seq)
+                await self._resume(resumed_group(group))
             seq = (await self._pool.stats(self._channel)).last_seq + 1
             while True:
-                await self._admission(seq)
+                await self._wait_for_admission(seq)
                 task = task_at(self._tasks, seq, seed=self._seed, shuffle=self._shuffle)
-                group = live_group(task, await self._open(seq, task))
+                group = new_group(task, await self._open(seq, task))
                 await self._start(group, list(group.rollouts.values()))
                 seq += 1
 
-    async def _take_up(self, group: LiveGroup) -> None:
-        """Go on with what an earlier process left: new attempts for those that it did not end, and for failed ones where short."""
+    async def _resume(self, group: LiveGroup) -> None:
+        """Replaces the attempts that an earlier process did not end; if there are none, tops the group up."""
         running = [group.rollouts[place] for place, end in group.ends.items() if end is None]
         fresh = [await self._pool.replace(rollout, LOST) for rollout in running]
         for rollout in fresh:
             group.rollouts[rollout.place] = rollout
-        await self._start(group, fresh or await self._policy.make_up(group))
+        await self._start(group, fresh or await self._policy.top_up(group))
 
-    async def _admission(self, seq: int) -> None:
-        """Wait until group `seq` may start."""
+    async def _wait_for_admission(self, seq: int) -> None:
         while not self._admits(seq):
-            self._moved.clear()
+            self._progress.clear()
             with suppress(TimeoutError):
                 async with asyncio.timeout(_RECHECK_S):
-                    await self._moved.wait()
+                    await self._progress.wait()
             await self._count_lost()
 
     async def _count_lost(self) -> None:
-        """Groups that will never be trained must be made up for."""
+        # Stale and dropped groups will never be trained: each admits one more group in its place.
         stats = await self._pool.stats(self._channel)
         self._lost = stats.groups_stale + stats.groups_dropped
 
@@ -216,11 +216,11 @@ class Scheduler:
     async def _open(self, seq: int, task: Task) -> list[Rollout]:
         name, channel, limits = f"{self._channel}-{seq}", self._channel, self._limits
         rollouts = [make_rollout(name, task.id, place, channel=channel) for place in range(limits.group_size)]
-        bound = limits.max_waiting and Bound(limits.max_waiting, limits.overflow)
+        limit = limits.max_waiting and GroupLimit(limits.max_waiting, limits.overflow)
         while True:
-            position = await self._pool.position() if bound else 0
+            position = await self._pool.position() if limit else 0
             try:
-                await self._pool.open_group(task, rollouts, seq=seq, min_size=limits.min_size, bound=bound or None)
+                await self._pool.open_group(task, rollouts, seq=seq, min_size=limits.min_size, limit=limit or None)
                 break
             except PoolFull as full:
                 self._events.emit("pool.full", channel=channel, seq=seq, message=str(full))
@@ -229,19 +229,19 @@ class Scheduler:
         return rollouts
 
     async def _start(self, group: LiveGroup, rollouts: Sequence[Rollout]) -> None:
-        """Run rollouts of a group as soon as there are slots."""
+        """Runs rollouts of a group as slots become free."""
         if group.timer is None and self._limits.group_timeout_s is not None:
             loop = asyncio.get_running_loop()
             group.timer = loop.call_later(self._limits.group_timeout_s, self._expire, group)
         for rollout in rollouts:
             await self._slots.acquire()
-            if group.late:
+            if group.expired:
                 self._slots.release()
             else:
                 group.tasks[rollout.id] = self._running.create_task(self._run(group, rollout))
 
     def _expire(self, group: LiveGroup) -> None:
-        if not group.over:
+        if not group.ended:
             self._running.create_task(self._policy.expire(group))
 
     async def _run(self, group: LiveGroup, rollout: Rollout) -> None:
@@ -250,10 +250,10 @@ class Scheduler:
         try:
             end = await self._runner.run(rollout, group.task, self._sampling)
         except WorkerLost as lost:
-            fresh = None if group.late else await after_loss(self._pool, rollout, lost, self._limits.retries)
+            fresh = None if group.expired else await retry_lost(self._pool, rollout, lost, self._limits.retries)
             end = End.LOST
         except asyncio.CancelledError:
-            if not group.late:
+            if not group.expired:  # else `GroupPolicy.expire` cancelled it, and the group goes on to its end
                 await settled(self._reopen(rollout))
                 raise
         finally:
@@ -264,35 +264,35 @@ class Scheduler:
             await self._start(group, [fresh])
             return
         group.ends[rollout.place] = end
-        if group.over:
-            fresh = await self._policy.make_up(group)
+        if group.ended:
+            fresh = await self._policy.top_up(group)
             await self._start(group, fresh)
-            self._moved.set()
+            self._progress.set()
             if not fresh and group.timer is not None:
                 group.timer.cancel()
 
     async def _reopen(self, rollout: Rollout) -> None:
-        """Keep a stopped run's group incomplete: the place gets a new attempt, which a later run finds unfinished."""
+        """Keeps a stopped run's group incomplete: the place gets a new attempt, which a later run finds unfinished."""
         if (await self._pool.attempt(rollout.id)).end is End.CANCELLED:
             await self._pool.replace(rollout, REOPENED)
 
 
-async def after_loss(pool: Pool, rollout: Rollout, lost: WorkerLost, retries: int) -> Rollout | None:
-    """The next attempt at the place of one whose worker died, in the same transaction as its end; None after too many."""
+async def retry_lost(pool: Pool, rollout: Rollout, lost: WorkerLost, retries: int) -> Rollout | None:
+    """Replaces an attempt whose worker died, in the same transaction as its end. Returns None after `retries` replacements."""
     if rollout.attempt <= retries:
         return await pool.replace(rollout, str(lost))
     await pool.end(rollout.id, End.LOST, str(lost))
     return None
 
 
-async def run_to_end(rollout: Rollout, task: Task, runner: Runs, *, pool: Pool, sampling: Sampling, retries: int) -> Rollout:
-    """Run an opened rollout, and again where it is lost with its worker; the attempt that counts."""
+async def run_to_end(rollout: Rollout, task: Task, runner: RunnerPort, *, pool: Pool, sampling: Sampling, retries: int) -> Rollout:
+    """Runs an opened rollout, again after each loss of its worker. Returns the last attempt."""
     while True:
         try:
             await runner.run(rollout, task, sampling)
             return rollout
         except WorkerLost as lost:
-            fresh = await after_loss(pool, rollout, lost, retries)
+            fresh = await retry_lost(pool, rollout, lost, retries)
             if fresh is None:
                 return rollout
             rollout = fresh
@@ -301,10 +301,10 @@ async def run_to_end(rollout: Rollout, task: Task, runner: Runs, *, pool: Pool, 
 async def run_once(
     tasks: Sequence[Task], runner: Runner, *, pool: Pool, sampling: Sampling, limits: RolloutSection, channel: str = "val"
 ) -> list[str]:
-    """Try each task once, in groups of one: a held-out evaluation. The ids of the rollouts, in the order of the tasks.
+    """Runs one rollout of each task, in groups of one: a held-out evaluation. Returns the rollouts' ids in the order of the tasks.
 
-    An attempt that is lost with its worker is made again. One at a time per channel: what an earlier, killed one left without an
-    end is ended as LOST.
+    An attempt that is lost with its worker is repeated. Only one call at a time per channel: rollouts that an earlier, killed one
+    left unfinished are ended as LOST.
     """
     for group in await pool.unfinished(channel):
         for attempt in group.attempts:

@@ -17,8 +17,8 @@ from typing import IO, Any, NamedTuple
 
 from penstock.config import AgentSection
 from penstock.errors import ConfigError
-from penstock.sdk.agent_spec import AgentSpec, command
-from penstock.sdk.discovery import construct
+from penstock.sdk.agent_spec import AgentSpec, module_command
+from penstock.sdk.discovery import check_constructors
 from penstock.system.process_group import how_ended
 
 STARTUP_S = 30.0
@@ -61,7 +61,7 @@ def _run_child(spec: AgentSpec, files: tuple[IO[bytes], IO[bytes], IO[bytes]], t
     """Returns the child's exit code, None if it timed out; its whole process group is killed afterwards."""
     verdict, stack, output = (file.fileno() for file in files)
     process = subprocess.Popen(
-        [*command(__name__), str(verdict), str(stack), str(timeout_s)],
+        [*module_command(__name__), str(verdict), str(stack), str(timeout_s)],
         stdin=subprocess.PIPE,
         stdout=output,
         stderr=output,

@@ -12,6 +12,7 @@ import orjson
 
 from penstock.config import RunConfig, make_config
 from penstock.errors import ConfigError
+from penstock.pool import POOLS
 from penstock.system.files import create_private, write_file
 from penstock.system.locks import exclusive_lock
 
@@ -158,10 +159,8 @@ def _archive(path: Path) -> None:
     kept, pool = _archive_name(path), dict[str, Any]()
     if (file := path / "config.json").exists():
         pool = orjson.loads(file.read_bytes())["config"]["pool"]
-    if pool.get("name") == "postgres":
-        from penstock.pool.postgres import rename_run
-
-        rename_run(pool["url"], path.name, kept.name)
+    if pool:
+        POOLS.load(pool["name"]).rename_run(pool.get("url", ""), path.name, kept.name)
     path.rename(kept)
 
 

@@ -21,9 +21,9 @@ from penstock.rollout.executors.base import read_section
 from penstock.run.agent_preflight import AgentTraits, preflight
 from penstock.sdk.dataset import check_tasks, load_tasks
 from penstock.sdk.discovery import Agent, open_agent
-from penstock.sdk.flows.agent import check_rows, is_flow_agent, told_of_run
+from penstock.sdk.flows.agent import check_rows, is_flow_agent, with_run_settings
 
-REGISTRIES = {"engine.name": ENGINES, "pool.name": POOLS, "rollout.executor": EXECUTORS}
+REGISTRIES = {"engine.name": ENGINES, "pool.name": POOLS}
 """By the config key that names one of their entries."""
 NO_REGISTRIES: Mapping[str, Registry] = MappingProxyType({})
 
@@ -64,7 +64,7 @@ def read_inputs(
     problems.refuse(_name(config))
     model = _start_policy(config, listener)
     config.engine.preflight(model.name)
-    agent = told_of_run(agent, model=model.path, group_size=config.rollout.group_size)
+    agent = with_run_settings(agent, model=model.path, group_size=config.rollout.group_size)
     return Inputs(tasks=tasks, heldout=heldout, agent=agent, executor=checked.executor, model=model.name, folder=model.path)
 
 
@@ -81,8 +81,10 @@ def check_inputs(config: RunConfig, problems: Problems, registries: Mapping[str,
     with problems.noting("gateway.port"):
         _check_port(config.gateway.host, config.gateway.port)
     executor = agent = None
-    with problems.noting("executor", table=True):
-        executor = read_section(config.rollout.executor, config.executor)
+    with problems.noting("rollout.executor"):
+        EXECUTORS.check(config.rollout.executor)
+        with problems.noting("executor", table=True):
+            executor = read_section(config.rollout.executor, config.executor)
     with problems.noting("agent"):
         agent = preflight(config.agent, config.workflow, config.grader)
     if not config.engine.text_only:
@@ -124,16 +126,8 @@ def _check_names(config: RunConfig, problems: Problems, registries: Mapping[str,
         if config.scale.address and config.scale.name == "none":
             raise ConfigError("scale.address has no meaning for scale.name = 'none'; leave it out, or name 'ray'")
     with problems.noting("pool.url"):
-        _check_pool(config)
-
-
-def _check_pool(config: RunConfig) -> None:
-    if config.pool.name == "postgres":
-        from penstock.pool.postgres import check_url
-
-        check_url(config.pool.url)
-    elif config.pool.url and config.pool.name in ("sqlite", "memory"):  # a plug-in may take one
-        raise ConfigError(f"pool.url has no meaning for pool.name = {config.pool.name!r}; leave it out, or name 'postgres'")
+        if "pool.name" not in dict(problems.errors):
+            POOLS.load(config.pool.name).check_url(config.pool.url)
 
 
 def _start_policy(config: RunConfig, listener: Listener) -> ModelFolder:

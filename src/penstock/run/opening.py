@@ -67,7 +67,7 @@ async def open_rollout_runner(
                 artifacts=folder.path / "artifacts",
             )
         )
-        gateway.reward_function = runner.judge
+        gateway.reward_function = runner.compute_reward
         yield RolloutRunner(engine, runner)
 
 

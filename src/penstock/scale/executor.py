@@ -44,7 +44,7 @@ class RaySection(Section):
     """Longest time in which a worker must have started and imported the agent."""
 
 
-class RayExecutor:
+class RayExecutor(Executor):
     """One agent, loaded in every worker; jobs go to whichever worker has room."""
 
     def __init__(self, given: Given) -> None:
@@ -79,13 +79,13 @@ class RayExecutor:
         with self._stack:
             await self._manager.close()
 
-    async def run(self, task: Task, session: Session, *, rollout_id: str, timeout_s: float) -> WorkflowResult:
-        seat = Seat.of(session, self._given.agent)
-        seat = replace(seat, base_url=await self._url(seat.base_url))
+    async def run(self, task: Task, session: GatewaySession, *, rollout_id: str, timeout_s: float) -> WorkflowResult:
+        spec = SessionSpec.of(session, self._context.agent)
+        spec = replace(spec, base_url=await self._url(spec.base_url))
         async with self._workflow_slots:
             task = replace(task, label=None)  # it does not even get where the agent is
-            answer = await self._done(self._job("workflow", task, rollout_id, timeout_s, seat), {})
-        return WorkflowResult(answer.samples, answer.strays)
+            answer = await self._done(self._job("workflow", task, rollout_id, timeout_s, spec), {})
+        return WorkflowResult(answer.samples, answer.direct_calls)
 
     async def grade(self, task: Task, samples: Mapping[str, RolloutSample], *, rollout_id: str, timeout_s: float) -> list[Reward]:
         async with self._grader_slots:
@@ -111,12 +111,12 @@ class RayExecutor:
         nodes = sorted(node["NodeID"] for node in live_nodes())  # Ray does not spread what asks for no processor
         return on_node(nodes[next(self._started) % len(nodes)])
 
-    def _job(self, kind: Kind, task: Task, rollout_id: str, timeout_s: float, seat: Seat | None) -> Job:
-        folder = self._given.artifacts and self._given.artifacts.resolve() / rollout_id
-        return Job(
+    def _job(self, kind: JobKind, task: Task, rollout_id: str, timeout_s: float, session: SessionSpec | None) -> AgentJob:
+        folder = self._context.artifacts and self._context.artifacts.resolve() / rollout_id
+        return AgentJob(
             kind=kind,
             task=task,
-            seat=seat,
+            session=session,
             timeout_s=timeout_s,
             grace_s=self._section.grace_s,
             memory_mb=None,
@@ -124,7 +124,7 @@ class RayExecutor:
             log=None,
         )
 
-    async def _done(self, job: Job, samples: Mapping[str, RolloutSample]) -> Answer:
+    async def _done(self, job: AgentJob, samples: Mapping[str, RolloutSample]) -> JobResult:
         try:
             frame = to_json(job)
         except ValueError as cause:
@@ -135,8 +135,8 @@ class RayExecutor:
             raise error
         return answer
 
-    def _unsent(self, job: Job, cause: ValueError) -> WorkflowError | GraderError:
-        agent, text = self._given.agent, f"task {job.task.id!r} cannot be sent to a Ray worker: {cause}"
+    def _unsent(self, job: AgentJob, cause: ValueError) -> WorkflowError | GraderError:
+        agent, text = self._context.agent, f"task {job.task.id!r} cannot be sent to a Ray worker: {cause}"
         if job.kind == "workflow":
             return WorkflowError(f"workflow {agent.workflow.__name__!r}: {text}")
         return GraderError(f"grader {agent.grader_name!r}: {text}")

@@ -205,7 +205,7 @@ class AgentFlowManager:
             job.timer.cancel()
         if not job.answer.done():
             try:
-                job.answer.set_result(Answer.read(frame))
+                job.answer.set_result(JobResult.read(frame))
             except ValueError as cause:
                 job.answer.set_exception(WorkerLost(f"the Ray worker {worker.location.pid} gave an answer that is none: {cause}"))
 

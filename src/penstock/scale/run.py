@@ -13,6 +13,7 @@ from penstock.codec import from_json, to_json
 from penstock.config import RunConfig
 from penstock.errors import ConfigError, TrainError
 from penstock.events import Events, Listener
+from penstock.pool import POOLS
 from penstock.rollout.author_tasks import leaves
 from penstock.run.folder import RunFolder, locked, open_run_folder
 from penstock.run.inputs import Inputs, refuse_untrainable
@@ -59,9 +60,11 @@ async def train_on_ray(
 def refuse_unscalable(config: RunConfig, inputs: Inputs) -> None:
     """ConfigError for what has no meaning in several processes: a pool that one of them sees, an executor's own cluster."""
     refuse_untrainable(config)
-    if config.pool.name == "memory":
-        raise ConfigError("pool.name = 'memory' is for one process, and scale.name = 'ray' has several; use 'sqlite' or 'postgres'")
-    if config.rollout.executor == "ray" and inputs.executor.address:
+    if not POOLS.load(config.pool.name).shareable:
+        raise ConfigError(
+            f"pool.name = {config.pool.name!r} is for one process, and scale.name = 'ray' has several; use 'sqlite' or 'postgres'"
+        )
+    if isinstance(inputs.executor, RaySection) and inputs.executor.address:
         raise ConfigError(
             "executor.address has no meaning with scale.name = 'ray': agents are on the run's cluster; set scale.address"
         )

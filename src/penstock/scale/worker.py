@@ -10,7 +10,6 @@ from penstock.codec import from_json
 from penstock.errors import PenstockError, WorkflowError
 from penstock.events import Events
 from penstock.rollout.author_tasks import AuthorTasks, one_line
-from penstock.rollout.execution import Work
 from penstock.rollout.executors.base import artifacts_dir
 from penstock.rollout.processes.job_protocol import Job, failed, read_samples
 from penstock.rollout.processes.preload import warm
@@ -88,11 +87,11 @@ class AgentFlowWorker:
             result = failed(error, parsed.kind)
         self._done.put((number, json.dumps(result, default=str).encode()))
 
-    async def _outcome(self, job: Job, samples: bytes) -> dict[str, Any]:
+    async def _outcome(self, job: AgentJob, samples: bytes) -> dict[str, Any]:
         assert self._work is not None  # a worker without an agent gets no jobs
         root, rollout_id = (Path(job.artifacts_dir).parent, Path(job.artifacts_dir).name) if job.artifacts_dir else (None, "")
         with artifacts_dir(root, rollout_id) as folder:
-            if job.seat is None:
+            if job.session is None:
                 rewards = self._work.grade(job.task, read_samples(samples), timeout_s=job.timeout_s, artifacts_dir=folder)
                 return {"rewards": await rewards}
             context = job.seat.context(self._clients)

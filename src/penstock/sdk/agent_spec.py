@@ -47,6 +47,6 @@ class AgentSpec:
         return open_agent(AgentSection.model_validate(self.agent), self.workflow, self.grader)
 
 
-def command(module: str) -> list[str]:
+def module_command(module: str) -> list[str]:
     """The command that runs a module of ours in an interpreter like this one, whatever files lie in the current folder."""
     return [sys.executable, "-P", "-u", "-m", module]  # unbuffered: what was printed before a crash is seen

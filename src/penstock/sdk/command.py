@@ -20,8 +20,8 @@ from typing import IO, Any, cast
 from penstock.config import AgentSection, validate
 from penstock.errors import ConfigError, WorkflowError
 from penstock.sdk.context import AgentWorkflowContext
-from penstock.sdk.discovery import Agent, Judge, find_judge, import_entry, is_ready_made, ready_judge
-from penstock.sdk.environment import routes, without_secrets
+from penstock.sdk.discovery import Agent, LoadedGrader, find_grader, import_entry, load_built_in_grader, names_built_in_grader
+from penstock.sdk.environment import rollout_environment, without_secrets
 from penstock.sdk.routing import running_rollout
 from penstock.sdk.workflow import AgentWorkflow, AgentWorkflowConfig
 from penstock.system.process_group import end_group, how_ended
@@ -83,8 +83,12 @@ def command_agent(source: AgentSection, workflow: Mapping[str, Any], grader: Map
     )
 
 
-def _judge(entry: Path, table: Mapping[str, Any]) -> Judge:
-    return ready_judge(table["name"], table, entry) if is_ready_made(table) else find_judge(import_entry(entry), table, entry)
+def _judge(entry: Path, table: Mapping[str, Any]) -> LoadedGrader:
+    return (
+        load_built_in_grader(table["name"], table, entry)
+        if names_built_in_grader(table)
+        else find_grader(import_entry(entry), table, entry)
+    )
 
 
 def _check_program(command: Sequence[str], folder: Path) -> None:
@@ -122,7 +126,7 @@ def _task(ctx: AgentWorkflowContext[CommandConfig], config: CommandConfig) -> st
 
 def _environment(task: str, artifacts: Path | None) -> dict[str, str]:
     context = running_rollout("agent.command")
-    own = routes(context.base_url, context.api_key, context.rollout_id)
+    own = rollout_environment(context.base_url, context.api_key, context.rollout_id)
     own |= {"PENSTOCK_TASK": task} if len(task) <= LARGEST_VARIABLE else {}
     own |= {"PENSTOCK_ARTIFACTS": str(artifacts.resolve())} if artifacts else {}
     return without_secrets(os.environ) | own

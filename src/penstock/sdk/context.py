@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 from penstock.errors import GraderError
 from penstock.records import Message
 from penstock.sdk.routing import MAIN, running_rollout
-from penstock.sdk.samples import RolloutSample, copied
+from penstock.sdk.samples import RolloutSample, fast_copy
 
 if TYPE_CHECKING:
     from anthropic import AsyncAnthropic
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 C = TypeVar("C")
 
 
-class Folder:
+class ArtifactsDir:
     """A field for a path, whose folder is made when the field is read: most rollouts never do. None where it cannot be made."""
 
     def __get__(self, owner: Any, kind: Any = None) -> Path | None:
@@ -37,7 +37,7 @@ class Folder:
         vars(owner)["_artifacts_dir"] = path
 
 
-def leave_folder(context: Any) -> None:
+def remove_empty_artifacts_dir(context: Any) -> None:
     """Remove the folder that was made for a context, if nothing was put there."""
     made = cast("Path | None", vars(context).get("_made"))
     if made is not None:
@@ -53,7 +53,7 @@ class AgentWorkflowContext(Generic[C]):
     config: C | None = None
     _: KW_ONLY
     metadata: dict[str, Any] | None = None
-    artifacts_dir: Folder = Folder()  # a descriptor: what is read and set is a path or None
+    artifacts_dir: ArtifactsDir = ArtifactsDir()  # a descriptor: what is read and set is a path or None
 
     def openai(self, transcript: str = MAIN) -> "AsyncOpenAI":
         """An `openai` client for the running rollout; the model's name may be anything."""
@@ -82,7 +82,7 @@ class GraderContext:
     samples: dict[str, RolloutSample] = field(default_factory=dict[str, RolloutSample])
     _: KW_ONLY
     metadata: dict[str, Any] | None = None
-    artifacts_dir: Folder = Folder()  # a descriptor: what is read and set is a path or None
+    artifacts_dir: ArtifactsDir = ArtifactsDir()  # a descriptor: what is read and set is a path or None
     project_path: Path | None = None
     """The folder of the file that holds the grader."""
     reward: float | None = None
@@ -91,7 +91,7 @@ class GraderContext:
     """By the index of the call."""
 
     def __post_init__(self) -> None:
-        self.metadata = copied(self.metadata)
+        self.metadata = fast_copy(self.metadata)
 
     def get_samples(self) -> dict[str, RolloutSample]:
         """The transcripts by id."""

@@ -22,18 +22,18 @@ from penstock.records import Message, Task
 _BOMS = (b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")
 
 
-class Row(NamedTuple):
+class DatasetRow(NamedTuple):
     """One row and where it stands, for error messages."""
 
     where: str
     columns: dict[str, Any]
 
 
-Found = Row | DatasetError
+RowOrError = DatasetRow | DatasetError
 """A row, or what is wrong with it: the next one can be read all the same."""
 
 
-def read_rows(path: Path) -> Generator[Row, None, None]:
+def read_rows(path: Path) -> Generator[DatasetRow, None, None]:
     """The rows of `path`, read as they are asked for; DatasetError at the first that is none."""
     for found in each_row(path):
         if isinstance(found, DatasetError):
@@ -41,7 +41,7 @@ def read_rows(path: Path) -> Generator[Row, None, None]:
         yield found
 
 
-def each_row(path: Path) -> Generator[Found, None, None]:
+def each_row(path: Path) -> Generator[RowOrError, None, None]:
     """The same with bad rows among the others; the file's ending says how it is read. DatasetError where nothing more can be."""
     readers = {".jsonl": _read_jsonl, ".csv": _read_csv, ".parquet": _read_parquet}
     reader = readers.get(path.suffix.lower())
@@ -77,7 +77,7 @@ def parse_json(text: str, where: str) -> Any:
         raise DatasetError(f"{where}: JSON that cannot be read: {cause}; make it simpler") from cause
 
 
-def _read_jsonl(path: Path) -> Iterator[Found]:
+def _read_jsonl(path: Path) -> Iterator[RowOrError]:
     with path.open("rb") as file:
         _check_mark(path, file)
         for number, line in enumerate(file, 1):
@@ -87,16 +87,16 @@ def _read_jsonl(path: Path) -> Iterator[Found]:
                 yield flaw
 
 
-def _object(text: str, where: str) -> Row:
+def _object(text: str, where: str) -> DatasetRow:
     if not text.strip():
         raise DatasetError(f"{where}: blank line; remove it")
     columns = parse_json(text, where)
     if not isinstance(columns, dict):
         raise DatasetError(f"{where}: {type(columns).__name__} instead of an object; write one JSON object per line")
-    return Row(where, columns)  # pyright: ignore[reportUnknownArgumentType]
+    return DatasetRow(where, columns)  # pyright: ignore[reportUnknownArgumentType]
 
 
-def _read_csv(path: Path) -> Iterator[Found]:
+def _read_csv(path: Path) -> Iterator[RowOrError]:
     with path.open("rb") as file:
         _check_mark(path, file)
         reader = csv.reader((_decoded(path, number, line) for number, line in enumerate(file, 1)), strict=True)
@@ -109,7 +109,7 @@ def _read_csv(path: Path) -> Iterator[Found]:
                 text = f"{len(cells)} cells under {len(header)} columns; quote cells that hold commas or quotes"
                 yield DatasetError(f"{where}: {text}")
             else:
-                yield Row(where, {name: cell or None for name, cell in zip(header, cells, strict=True)})
+                yield DatasetRow(where, {name: cell or None for name, cell in zip(header, cells, strict=True)})
 
 
 def _records(path: Path, reader: Any) -> Iterator[tuple[int, list[str]]]:
@@ -130,7 +130,7 @@ def _header(names: list[str], where: str) -> list[str]:
     return names
 
 
-def _read_parquet(path: Path) -> Iterator[Row]:
+def _read_parquet(path: Path) -> Iterator[DatasetRow]:
     try:
         arrow: Any = importlib.import_module("pyarrow")
         parquet: Any = importlib.import_module("pyarrow.parquet")
@@ -145,12 +145,12 @@ def _read_parquet(path: Path) -> Iterator[Row]:
         raise DatasetError(f"{path}: not a parquet file that can be read: {reason}; write it again") from cause
 
 
-def _parquet_rows(path: Path, batches: Iterable[Any]) -> Iterator[Row]:
+def _parquet_rows(path: Path, batches: Iterable[Any]) -> Iterator[DatasetRow]:
     number = 0
     for batch in batches:
         for columns in batch.to_pylist():
             number += 1
-            yield Row(f"{path}, row {number}", columns)
+            yield DatasetRow(f"{path}, row {number}", columns)
 
 
 def _check_mark(path: Path, file: BinaryIO) -> None:
@@ -171,7 +171,7 @@ T = TypeVar("T")
 COLUMNS = ("system_prompt", "user_prompt", "prompt", "ground_truth", "label", "metadata")
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
-LISTED = 20
+MAX_LISTED_ROWS = 20
 """Bad rows of a file that are named; more are only counted."""
 _DEEPEST = 64
 """Levels of nesting in metadata and messages; the JSON writer stops a little above that."""
@@ -194,7 +194,7 @@ def check_tasks(path: Path, *, columns: bool | None = False) -> int:
 
     With `columns` None, where it is not known what an agent takes, only rows that nobody could read are bad.
     """
-    make: Callable[[Row], object] = (lambda row: row) if columns is None else _task_maker(columns)
+    make: Callable[[DatasetRow], object] = (lambda row: row) if columns is None else _task_maker(columns)
     return sum(1 for _ in _made(path, make))
 
 
@@ -204,7 +204,7 @@ def count_rows(path: Path) -> int:
         return sum(1 for _ in rows)
 
 
-def _made(path: Path, make: Callable[[Row], T], *, limit: int | None = None) -> Generator[T, None, None]:
+def _made(path: Path, make: Callable[[DatasetRow], T], *, limit: int | None = None) -> Generator[T, None, None]:
     """What `make` makes of each row, as they are read; after the last one, DatasetError where any row is bad or there is none."""
     flaws: list[Issue] = []
     bad, empty = 0, True
@@ -213,20 +213,20 @@ def _made(path: Path, make: Callable[[Row], T], *, limit: int | None = None) -> 
             empty = False
             flaw = row if isinstance(row, DatasetError) else None
             try:
-                if isinstance(row, Row):
+                if isinstance(row, DatasetRow):
                     yield make(row)
             except DatasetError as error:
                 flaw = error
             if flaw is not None:
                 bad += 1
-                flaws += [Issue(str(flaw).removeprefix(f"{path}, ").partition(":")[0], str(flaw))] if bad <= LISTED else []
+                flaws += [Issue(str(flaw).removeprefix(f"{path}, ").partition(":")[0], str(flaw))] if bad <= MAX_LISTED_ROWS else []
     if bad:
         raise _bad_rows(path, flaws, bad)
     if empty:
         raise DatasetError(f"{path}: has no rows; add at least one task")
 
 
-def _task_maker(columns: bool) -> Callable[[Row], Task]:
+def _task_maker(columns: bool) -> Callable[[DatasetRow], Task]:
     seen: Counter[str] = Counter()
     return lambda row: _task(row, seen, columns)
 
@@ -234,11 +234,11 @@ def _task_maker(columns: bool) -> Callable[[Row], Task]:
 def _bad_rows(path: Path, flaws: list[Issue], bad: int) -> DatasetError:
     if bad == 1:
         return DatasetError(flaws[0].message, flaws)
-    first = f", the first {LISTED} of them" if bad > LISTED else ""
+    first = f", the first {MAX_LISTED_ROWS} of them" if bad > MAX_LISTED_ROWS else ""
     return DatasetError("\n  ".join([f"{path}: {bad} rows cannot be tasks{first}", *(flaw.message for flaw in flaws)]), flaws)
 
 
-def _task(row: Row, seen: Counter[str], columns: bool) -> Task:
+def _task(row: DatasetRow, seen: Counter[str], columns: bool) -> Task:
     if not (columns and _asks(row)) and (miss := _near_miss(tuple(row.columns))):
         raise DatasetError(f"{row.where}: unknown column {miss[0]!r}; did you mean {miss[1]!r}?")
     prompt = () if columns and not _asks(row) else _prompt(row)
@@ -254,17 +254,17 @@ def _task(row: Row, seen: Counter[str], columns: bool) -> Task:
     return Task(id=name, prompt=prompt, label=label, metadata=metadata)
 
 
-def _asks(row: Row) -> bool:
+def _asks(row: DatasetRow) -> bool:
     """Whether a row has a prompt at all, good or bad."""
     return any(row.columns.get(name) is not None for name in ("prompt", "user_prompt", "system_prompt"))
 
 
-def _all_columns(row: Row, metadata: dict[str, Any] | None) -> dict[str, Any]:
+def _all_columns(row: DatasetRow, metadata: dict[str, Any] | None) -> dict[str, Any]:
     told = {name: value for name, value in row.columns.items() if name != "prompt"}
     return {**(metadata or {}), **told, **({"metadata": metadata} if metadata is not None else {})}
 
 
-def _rule_label(row: Row, label: str | None) -> str | None:
+def _rule_label(row: DatasetRow, label: str | None) -> str | None:
     """What the row's `reward_model` says is right, as text; a label of the row's own must not say otherwise."""
     model = row.columns.get("reward_model")
     truth: Any = cast("dict[str, Any]", model).get("ground_truth") if isinstance(model, dict) else None
@@ -287,7 +287,7 @@ def _near_miss(names: tuple[str, ...]) -> tuple[str, str] | None:
     return None
 
 
-def _prompt(row: Row) -> tuple[Message, ...]:
+def _prompt(row: DatasetRow) -> tuple[Message, ...]:
     prompt, user, system = (row.columns.get(name) for name in ("prompt", "user_prompt", "system_prompt"))
     if prompt is not None and (user is not None or system is not None):
         raise DatasetError(f"{row.where}: has both 'prompt' and 'user_prompt' or 'system_prompt'; keep one way of asking")
@@ -319,7 +319,7 @@ def _messages(prompt: list[Any], where: str) -> tuple[Message, ...]:
     return tuple(messages)
 
 
-def _label(row: Row) -> str | None:
+def _label(row: DatasetRow) -> str | None:
     truth, label = row.columns.get("ground_truth"), row.columns.get("label")
     if truth is not None and label is not None:
         raise DatasetError(f"{row.where}: has both 'ground_truth' and 'label'; keep one")
@@ -327,7 +327,7 @@ def _label(row: Row) -> str | None:
     return None if value is None else _text(row, name, value)
 
 
-def _metadata(row: Row) -> dict[str, Any] | None:
+def _metadata(row: DatasetRow) -> dict[str, Any] | None:
     value = row.columns.get("metadata")
     if isinstance(value, str):
         value = parse_json(value, f"{row.where}: metadata") if value.strip() else None
@@ -336,7 +336,7 @@ def _metadata(row: Row) -> dict[str, Any] | None:
     raise DatasetError(f"{row.where}: metadata is {type(value).__name__}; write an object, or one as JSON text")
 
 
-def _text(row: Row, name: str, value: object) -> str:
+def _text(row: DatasetRow, name: str, value: object) -> str:
     if isinstance(value, str):
         return value
     raise DatasetError(f"{row.where}: {name} is {reprlib.repr(value)} ({type(value).__name__}); write it as text, in quotes")

@@ -22,7 +22,7 @@ from penstock.sdk.workflow import AgentWorkflow, AgentWorkflowConfig, BaseConfig
 
 T = TypeVar("T")
 
-PACKAGES = {
+PACKAGE_OF_MODULE = {
     "agents": "openai-agents",
     "claw_r1": "penstock-facades",
     "langchain_openai": "langchain-openai",
@@ -81,7 +81,7 @@ def find_agent(module: ModuleType, source: AgentSection, workflow: Mapping[str, 
     entry = source.entry
     agent_class = _one_class(module, AgentWorkflow, entry)
     _check_async(agent_class, "run", entry)
-    judge = find_judge(module, grader, entry)
+    judge = find_grader(module, grader, entry)
     return Agent(
         entry=entry,
         workflow=agent_class,
@@ -93,36 +93,36 @@ def find_agent(module: ModuleType, source: AgentSection, workflow: Mapping[str, 
     )
 
 
-class Judge(NamedTuple):
+class LoadedGrader(NamedTuple):
     """A grader as a file holds it."""
 
     grader: type[Grader]
     config: GraderConfig | None
 
 
-def find_judge(module: ModuleType, table: Mapping[str, Any], entry: Path) -> Judge:
+def find_grader(module: ModuleType, table: Mapping[str, Any], entry: Path) -> LoadedGrader:
     """The ready-made grader that `[grader]` names, else the one of an imported entry file, with `[grader]` applied."""
-    if is_ready_made(table):
-        return ready_judge(table["name"], table, entry)
+    if names_built_in_grader(table):
+        return load_built_in_grader(table["name"], table, entry)
     grader = _one_class(module, Grader, entry)
     _check_async(grader, "grade", entry)
-    return Judge(grader, _config(module, GraderConfig, grader, "grader", table, entry))
+    return LoadedGrader(grader, _config(module, GraderConfig, grader, "grader", table, entry))
 
 
-def is_ready_made(table: Mapping[str, Any]) -> bool:
+def names_built_in_grader(table: Mapping[str, Any]) -> bool:
     """Whether `[grader]` names a grader of ours: the entry file need not hold one."""
     return table.get("name", "") in GRADERS
 
 
-def ready_judge(name: str, table: Mapping[str, Any], entry: Path) -> Judge:
+def load_built_in_grader(name: str, table: Mapping[str, Any], entry: Path) -> LoadedGrader:
     """A ready-made grader with `[grader]` applied; its files are taken from the entry file's folder."""
     grader = GRADERS.load(name)
     config = _apply(getattr(grader, "settings", GraderConfig), None, {"name": name, **table}, name, "grader")
     files = {key: entry.parent / value for key, value in config if isinstance(value, Path)}
-    return Judge(grader, config.model_copy(update=files))
+    return LoadedGrader(grader, config.model_copy(update=files))
 
 
-def construct(agent: Agent) -> None:
+def check_constructors(agent: Agent) -> None:
     """Make one workflow and one grader, as every rollout does; ConfigError names the one that cannot be made."""
     for cls, config in ((agent.workflow, agent.workflow_config), (agent.grader, agent.grader_config)):
         try:
@@ -185,7 +185,7 @@ def _install(module: str, package: str, entry: Path) -> str:
         return f"put {below.partition('.')[0]}.py next to {entry.name}"
     if top in sys.modules or not top:
         return "check the name, or install a release of its package that has it"
-    return f"pip install {PACKAGES.get(top, top.replace('_', '-'))}, or put {top}.py next to {entry.name}"
+    return f"pip install {PACKAGE_OF_MODULE.get(top, top.replace('_', '-'))}, or put {top}.py next to {entry.name}"
 
 
 def _members(module: ModuleType) -> Iterator[Any]:
@@ -294,14 +294,14 @@ def _check_copy(config: BaseConfig, entry: Path) -> None:
         ) from cause
 
 
-KINDS = Registry(
+AGENT_KINDS = Registry(
     "kind of agent",
     {
         "command": "penstock.sdk.command:command_agent",
         "flow": "penstock.sdk.flows.agent:flow_agent",
     },
 )
-FLOWS = "penstock.sdk.flows.base"
+FLOW_BASE_MODULE = "penstock.sdk.flows.base"
 """Where the base of all flows is: a file without flows has not imported it, and need not wait for it."""
 
 
@@ -310,12 +310,12 @@ def open_agent(source: AgentSection, workflow: Mapping[str, Any], grader: Mappin
     if source.command and (source.flow or source.flows):
         raise ConfigError("[agent] has both a command and flows; keep one of them")
     if source.command:
-        return KINDS.load("command")(source, workflow, grader)
+        return AGENT_KINDS.load("command")(source, workflow, grader)
     if source.flow or source.flows:
-        return KINDS.load("flow")(source, workflow, grader)
+        return AGENT_KINDS.load("flow")(source, workflow, grader)
     module = import_entry(source.entry)
     if _is_of_flows(module):
-        return KINDS.load("flow")(source, workflow, grader, module)
+        return AGENT_KINDS.load("flow")(source, workflow, grader, module)
     return find_agent(module, source, workflow, grader)
 
 
@@ -323,4 +323,4 @@ def _is_of_flows(module: ModuleType) -> bool:
     """Whether an entry file is written with flows, and without a workflow."""
     if any(True for _ in subclasses(module, AgentWorkflow)):
         return False
-    return any(base.__module__ == FLOWS for member in subclasses(module, object) for base in member.__mro__)
+    return any(base.__module__ == FLOW_BASE_MODULE for member in subclasses(module, object) for base in member.__mro__)

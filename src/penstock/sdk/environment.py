@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
-OURS = ("ANTHROPIC_", "AZURE_OPENAI_", "OPENAI_", "PENSTOCK_")
+OWN_PREFIXES = ("ANTHROPIC_", "AZURE_OPENAI_", "OPENAI_", "PENSTOCK_")
 """How the names of variables begin that a program gets from its rollout or not at all: keys of the user's own, and our tokens."""
 SECRETS = frozenset(
     {"HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "PGPASSFILE", "PGPASSWORD", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} | {"WANDB_API_KEY"}
@@ -12,7 +12,7 @@ SECRETS = frozenset(
 """Others that open what a run uses: models, the pool, the cluster, its reports."""
 
 
-def routes(base_url: str, token: str, rollout_id: str) -> dict[str, str]:
+def rollout_environment(base_url: str, token: str, rollout_id: str) -> dict[str, str]:
     """To be put over the variables that a process has: they hold none of the tokens that open more than this session."""
     anthropic = base_url.removesuffix("/").removesuffix("/v1")
     known = os.environ.get("NO_PROXY") or os.environ.get("no_proxy") or ""
@@ -33,4 +33,4 @@ def routes(base_url: str, token: str, rollout_id: str) -> dict[str, str]:
 
 def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
     """What a program may inherit that must open nothing but its own session."""
-    return {name: value for name, value in environment.items() if not name.startswith(OURS) and name not in SECRETS}
+    return {name: value for name, value in environment.items() if not name.startswith(OWN_PREFIXES) and name not in SECRETS}

@@ -1,6 +1,6 @@
 """Agent Flow, as an author imports it."""
 
-from penstock.sdk.flows.base import AgentFlowBase, Generated, Judged
+from penstock.sdk.flows.base import AgentFlowBase, ComputedReward, GeneratedReply
 from penstock.sdk.flows.blackbox import BlackBoxAgentFlowBase
 from penstock.sdk.flows.builtin import MultiStepAgentFlow, SingleStepSingleTurnAgentFlow
 from penstock.sdk.flows.step import SubmittedStep
@@ -9,8 +9,8 @@ from penstock.sdk.flows.table import register
 __all__ = [
     "AgentFlowBase",
     "BlackBoxAgentFlowBase",
-    "Generated",
-    "Judged",
+    "ComputedReward",
+    "GeneratedReply",
     "MultiStepAgentFlow",
     "SingleStepSingleTurnAgentFlow",
     "SubmittedStep",

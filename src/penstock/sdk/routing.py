@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from penstock.sdk.clients import Clients
 
 
-def carry_contexts() -> None:
+def propagate_contexts_to_threads() -> None:
     """From now on, threads and thread pools of this process run their work in the context of whoever asked for it."""
     if threading.Thread.start.__module__ != __name__:
         setattr(threading.Thread, "start", _carrying_start(threading.Thread.start))  # noqa: B010
@@ -92,7 +92,7 @@ class RolloutContext:
     """What holds for calls that do not say otherwise; None where it is not known here."""
     sample_sources: dict[str, SampleSource] = field(default_factory=dict[str, SampleSource])
     """By transcript, in the order in which they were registered."""
-    strays: set[str] = field(default_factory=set[str])
+    direct_calls: set[str] = field(default_factory=set[str])
     """Providers that were called directly, past the gateway."""
     clients: "Clients | None" = field(default=None, repr=False)
     """Connections shared with other rollouts; None opens new ones."""
@@ -101,8 +101,8 @@ class RolloutContext:
     def __enter__(self) -> Self:
         pass
 
-        carry_contexts()
-        watch()
+        propagate_contexts_to_threads()
+        watch_direct_calls()
         self._tokens.append(_active.set(self))
         return self
 
@@ -185,7 +185,7 @@ PROVIDERS = (
 
 
 @cache
-def watch() -> None:
+def watch_direct_calls() -> None:
     """Note on the running rollout's context each provider whose address is looked up. Python offers no way to stop watching."""
     sys.addaudithook(_noticed)
 
@@ -203,4 +203,4 @@ def _noticed(event: str, args: tuple[Any, ...]) -> None:
     host: str = args[0].decode("ascii", "replace") if isinstance(args[0], bytes) else str(args[0])
     context = get_rollout_context()
     if context is not None and is_provider(host):
-        context.strays.add(host)
+        context.direct_calls.add(host)

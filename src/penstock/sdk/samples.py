@@ -45,20 +45,20 @@ def _adapter(cls: type[RolloutSample]) -> TypeAdapter[RolloutSample]:
     return TypeAdapter(cls)
 
 
-def copied(value: Any) -> Any:
+def fast_copy(value: Any) -> Any:
     """A deep copy, at a fraction of `deepcopy`'s cost for what comes from JSON."""
     kind = value.__class__
     if kind is dict:
-        return {key: copied(item) for key, item in value.items()}
+        return {key: fast_copy(item) for key, item in value.items()}
     if kind is list:
-        return [copied(item) for item in value]
+        return [fast_copy(item) for item in value]
     return value if kind in _FIXED else deepcopy(value)
 
 
 _FIXED = frozenset({str, int, float, bool, type(None)})
 
 
-def plain(messages: Any) -> list[Message]:
+def to_json_values(messages: Any) -> list[Message]:
     """`messages` as JSON values of our own, whatever objects a framework put in: every executor hands the grader the same."""
     option = orjson.OPT_NON_STR_KEYS | orjson.OPT_PASSTHROUGH_DATACLASS
     try:

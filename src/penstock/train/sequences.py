@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from hashlib import blake2b
 from typing import NamedTuple
 
-from penstock.codec import ids_hash
+from penstock.codec import extend_ids_hash
 from penstock.errors import TrainError
 from penstock.records import Attempt, Group, Node, Sequence, Step
 
@@ -130,8 +130,8 @@ class _ContextHashes:
         """Returns the digest of the path up to the end of this step's reply."""
         if node.id not in self._prompts:
             before = None if node.parent is None else self._replies[node.parent]
-            self._prompts[node.id] = ids_hash(before, node.token_ids)
-        self._replies[step.index] = ids_hash(self._prompts[node.id], step.completion_ids)
+            self._prompts[node.id] = extend_ids_hash(before, node.token_ids)
+        self._replies[step.index] = extend_ids_hash(self._prompts[node.id], step.completion_ids)
         return self._replies[step.index].hexdigest()
 
 

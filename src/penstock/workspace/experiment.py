@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, cast
 
 from pydantic import BaseModel
 
-from penstock.config import EngineSection, RunConfig, engine_section, flaws
+from penstock.config import EngineSection, RunConfig, engine_section, find_issues
 from penstock.engines import ENGINES, SECTIONS
-from penstock.errors import ConfigError, Issue, several
+from penstock.errors import ConfigError, Issue, combine_issues
 from penstock.workspace.layout import ROLLOUTS
 from penstock.workspace.sections import FILE_MODELS, EvalFile, RunKind, TrainFile
 
@@ -113,7 +113,7 @@ def _check_engine(name: str, model_path: str, where: str) -> None:
         ENGINES.check(name)
     except ConfigError as cause:
         text = f"experiment.model_path = {model_path!r}: no engine {name!r} is installed; name weights, such as smollm2-135m"
-        raise several(where, [Issue("experiment.model_path", text)]) from cause
+        raise combine_issues(where, [Issue("experiment.model_path", text)]) from cause
 
 
 BODY_KEYS = {
@@ -232,10 +232,10 @@ class Experiment:
         if not folder.is_dir():
             there = sorted(path.name for path in (code / ROLLOUTS).glob("*") if path.is_dir())
             known = f"there are {', '.join(there)}" if there else f"make it with: penstock rollout init {self.rollout}"
-            raise several(where, [Issue("experiment.rollout", f"no folder {ROLLOUTS}/{self.rollout}; {known}")])
+            raise combine_issues(where, [Issue("experiment.rollout", f"no folder {ROLLOUTS}/{self.rollout}; {known}")])
         if not (folder / self.entrypoint).is_file():
             text = f"no file {ROLLOUTS}/{self.rollout}/{self.entrypoint}; check experiment.entrypoint"
-            raise several(where, [Issue("experiment.entrypoint", text)])
+            raise combine_issues(where, [Issue("experiment.entrypoint", text)])
         return folder
 
 
@@ -249,7 +249,7 @@ def read_experiment(tables: Mapping[str, Any], kind: RunKind, where: str) -> Exp
     kinds = FILE_MODELS[kind]
     issues = [*_other_kind_tables(tables, kind), *_conflicts(tables)]
     ours = {name: values for name, values in tables.items() if name not in KIND_TABLES["train" if kind == "eval" else "eval"]}
-    issues += flaws(kinds, ours)
+    issues += find_issues(kinds, ours)
     path = _table(tables, "experiment").get("model_path")
     engine = endpoint_engine(path) if isinstance(path, str) else None
     advanced = read_advanced(_table(tables, "advanced"), engine=engine)
@@ -258,7 +258,7 @@ def read_experiment(tables: Mapping[str, Any], kind: RunKind, where: str) -> Exp
         text = f"experiment.model_path = {path!r}: others hold its weights, so it cannot be trained"
         issues.append(Issue("experiment.model_path", f"{text}; name weights, such as smollm2-135m or hf:ORG/NAME"))
     if issues:
-        raise several(where, issues)
+        raise combine_issues(where, issues)
     file = kinds.model_validate(ours)
     warnings = (*advanced.unknown, *_unused_keys(file, advanced.tree))
     return Experiment(kind=kind, file=file, tables=dict(tables), advanced=advanced.tree, warnings=warnings)

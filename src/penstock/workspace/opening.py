@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from penstock.config import RunConfig, load_config, make_config, override, read_toml
-from penstock.errors import Issue, Problems, several
+from penstock.errors import Issue, Problems, combine_issues
 from penstock.run.inputs import refuse_untrainable
 from penstock.sdk.dataset import count_rows
 from penstock.workspace.experiment import Experiment, is_experiment, read_experiment
@@ -61,4 +61,4 @@ def _check_secrets(experiment: Experiment, where: str) -> None:
     missing = [name for name in experiment.secrets if not os.environ.get(name)]
     if missing:
         told = "the environment has none; set it, or keep it with `penstock secret set` and submit the run"
-        raise several(where, [Issue("secrets.required", f"{name}: {told}") for name in missing])
+        raise combine_issues(where, [Issue("secrets.required", f"{name}: {told}") for name in missing])

@@ -15,7 +15,7 @@ import pytest
 from cli_cases import ENGINE, USER, environment, ran, served
 from prometheus_text import read
 
-from penstock.pool.sqlite import open_pool
+from penstock.pool.sqlite import SqlitePool
 from penstock.records import Attempt, End
 
 CLIENT = """
@@ -34,7 +34,7 @@ print(client.responses.create(model="any", input="Hello").output_text)
 
 def recorded(folder: Path, rollout_id: str) -> Attempt:
     async def look() -> Attempt:
-        pool = open_pool(folder / "run")
+        pool = SqlitePool(folder / "run")
         try:
             return await pool.attempt(rollout_id)
         finally:

@@ -16,7 +16,7 @@ from cli_cases import USER, ran, served
 from penstock.cli.app import run
 from penstock.cli.pool import app
 from penstock.pool.base import Pool
-from penstock.pool.sqlite import open_pool
+from penstock.pool.sqlite import SqlitePool
 from penstock.records import End, Grade, Mark, Node, Sampling, Step, Task, make_rollout
 
 TASK = Task(id="t1", prompt=({"role": "user", "content": "6 · 7?"},), label="42")
@@ -24,7 +24,7 @@ TASK = Task(id="t1", prompt=({"role": "user", "content": "6 · 7?"},), label="42
 
 def act(folder: Path, work: Callable[[Pool], Awaitable[None]]) -> None:
     async def whole() -> None:
-        pool = open_pool(folder)
+        pool = SqlitePool(folder)
         try:
             await work(pool)
         finally:

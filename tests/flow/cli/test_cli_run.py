@@ -17,7 +17,7 @@ import psutil
 import pytest
 from cli_cases import ENGINE, environment, penstock
 
-from penstock.pool.sqlite import open_pool
+from penstock.pool.sqlite import SqlitePool
 from penstock.records import Attempt
 from penstock.testing import write_tokenizer
 
@@ -45,7 +45,7 @@ def ran(tmp_path: Path, code: str, *options: Any, **more: Any) -> subprocess.Com
 
 def attempts(tmp_path: Path) -> list[Attempt]:
     async def look() -> list[Attempt]:
-        pool = open_pool(tmp_path / "run")
+        pool = SqlitePool(tmp_path / "run")
         try:
             return [attempt for group in await pool.groups("adhoc") for attempt in group.attempts]
         finally:

@@ -159,6 +159,6 @@ async def heard(relay: TextEndpoint, **asked: Any) -> list[TextChunk]:
     """All that comes of one request; the relay is closed."""
     try:
         request = TextRequest(messages=[{"role": "user", "content": "6 times 7?"}], sampling=Sampling(max_tokens=9), **asked)
-        return [chunk async for chunk in relay.ask(request)]
+        return [chunk async for chunk in relay.complete(request)]
     finally:
         await relay.close()

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from test_cli_eval import AGENT, CONFIG, result, write_tasks
 
-from penstock.pool.sqlite import open_pool
+from penstock.pool.sqlite import SqlitePool
 from penstock.records import Group
 
 ROWS, FEW = 24, 10
@@ -15,7 +15,7 @@ held: list[int] = []
 
 def open_watched(folder: Path, **options):
     """A pool that counts, whenever all of it was read, how many groups are still in memory."""
-    pool = open_pool(folder, **options)
+    pool = SqlitePool(folder, **options)
     read = pool.groups
 
     async def groups(channel: str, *, first_seq: int = 0, limit: int = 100) -> list[Group]:

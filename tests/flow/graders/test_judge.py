@@ -7,7 +7,7 @@ import pytest
 from judge_double import judge_double, says
 
 from penstock.errors import ConfigError
-from penstock.graders.judge import Case, Judge, JudgeError, Scale, find_endpoint
+from penstock.graders.judge import Case, JudgeError, LlmJudge, Scale, find_endpoint
 
 KEY = "a-key-that-nobody-may-see"
 GOOD = says('{"score": 0.5, "explanation": "half of it"}')
@@ -15,7 +15,7 @@ GOOD = says('{"score": 0.5, "explanation": "half of it"}')
 
 def verdict(url, **settings):
     async def ask():
-        async with Judge(find_endpoint("any", url=url, key=KEY, **settings), "Be right.", Scale(0, 1)) as judge:
+        async with LlmJudge(find_endpoint("any", url=url, key=KEY, **settings), "Be right.", Scale(0, 1)) as judge:
             return await judge.verdict(Case("42"))
 
     return asyncio.run(ask())

@@ -223,10 +223,10 @@ def test_rollout_traces_nothing_whoever_started_the_trace(tracer):
         streamed = Runner.run_streamed(agent(), "hi", session=RolloutSession("b"), run_config=RunConfig(tracing_disabled=False))
         async for _ in streamed.stream_events():
             pass
-        return await on.steps(context), context.strays
+        return await on.steps(context), context.direct_calls
 
-    steps, strays = run_in_rollout([calls("multiply", a=1, b=2), "done", "done"], play)
-    assert (len(steps), tracer.seen, strays) == (3, [], set())
+    steps, direct_calls = run_in_rollout([calls("multiply", a=1, b=2), "done", "done"], play)
+    assert (len(steps), tracer.seen, direct_calls) == (3, [], set())
 
 
 def test_trace_that_was_open_before_the_rollout_sees_nothing_of_it(tracer):

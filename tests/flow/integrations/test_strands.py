@@ -16,7 +16,7 @@ from strands.multiagent import GraphBuilder, Swarm
 from strands.types.exceptions import MaxTokensReachedException
 
 from penstock import AgentWorkflowConfig
-from penstock.integrations.strands import RolloutAgent, RolloutModel, blocks
+from penstock.integrations.strands import RolloutAgent, RolloutModel, strands_messages
 from penstock.records import End
 from penstock.testing import ScriptedReply
 
@@ -396,7 +396,7 @@ def test_messages_in_the_openai_form_become_blocks():
         {"role": "tool", "tool_call_id": "2", "content": "42"},
         {"role": "assistant", "content": "42"},
     ]
-    system, user, use, results, last = blocks(rows)
+    system, user, use, results, last = strands_messages(rows)
     assert (system["role"], system["content"], user["content"]) == (
         "system",
         [{"text": "Be brief."}],
@@ -406,7 +406,7 @@ def test_messages_in_the_openai_form_become_blocks():
     assert use["content"][1] == {"toolUse": {"toolUseId": "1", "name": "multiply", "input": {"a": 6}}}
     assert [block["toolResult"]["toolUseId"] for block in results["content"]] == ["1", "2"]
     assert (results["role"], last) == ("user", {"role": "assistant", "content": [{"text": "42"}]})
-    assert blocks([user, use, results, last]) == [user, use, results, last]
+    assert strands_messages([user, use, results, last]) == [user, use, results, last]
 
 
 def test_a_conversation_given_with_calls_and_results_reaches_the_policy():
@@ -442,4 +442,4 @@ def test_a_conversation_given_with_calls_and_results_reaches_the_policy():
 )
 def test_messages_that_would_lose_something_are_refused(row, told):
     with pytest.raises(ValueError, match=told):
-        blocks([row])
+        strands_messages([row])

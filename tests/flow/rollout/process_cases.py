@@ -12,7 +12,7 @@ import psutil
 from penstock.events import Events
 from penstock.records import Sampling, Task, make_rollout
 from penstock.rollout.author_tasks import AuthorTasks
-from penstock.rollout.executors.base import Given
+from penstock.rollout.executors.base import ExecutorContext
 from penstock.rollout.executors.process import ProcessExecutor, ProcessSection
 from penstock.sdk.discovery import load_agent
 
@@ -84,7 +84,9 @@ async def opened(folder, run="pass", grade="return 1.0", top="", tables=({}, {})
     """The executor of such an agent, and its bell."""
     agent = load_agent(write_agent(folder, run, grade, top), *tables)
     settings = ProcessSection(**{"grace_s": 0.5, **section})
-    given = Given(agent=agent, guests=AuthorTasks(Path(folder), Events()), section=settings, recorded=None, artifacts=artifacts)
+    given = ExecutorContext(
+        agent=agent, author_tasks=AuthorTasks(Path(folder), Events()), section=settings, load_transcripts=None, artifacts=artifacts
+    )
     bell = Bell(Path(folder))
     with contextlib.closing(bell):
         async with asyncio.timeout(DEADLINE_S), ProcessExecutor(given) as executor:

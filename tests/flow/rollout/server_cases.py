@@ -12,10 +12,10 @@ from penstock.http.listen import bind
 from penstock.http.server import HttpServer
 from penstock.rollout.server.app import create_rollout_server, serving
 from penstock.rollout.server.backend import LocalBackend
-from penstock.rollout.server.delivery import Patience
-from penstock.rollout.server.rollouts import Limits
+from penstock.rollout.server.delivery import DeliveryPolicy
+from penstock.rollout.server.rollouts import ServerLimits
 
-QUICK = Patience(attempt_s=5, first_wait_s=0.01, longest_wait_s=0.02, deadline_s=20)
+QUICK = DeliveryPolicy(attempt_s=5, first_wait_s=0.01, longest_wait_s=0.02, deadline_s=20)
 PROMPT = [{"role": "user", "content": "2 times 3?"}]
 
 
@@ -97,7 +97,7 @@ def backend_of(run, grade=None, *, most=None, **options):
 @contextlib.asynccontextmanager
 async def served(backend, *, journal=None, **options):
     """The server of a back end."""
-    limits = options.pop("limits", None) or Limits(patience=QUICK, drain_s=0.01)
+    limits = options.pop("limits", None) or ServerLimits(delivery=QUICK, drain_s=0.01)
     app = create_rollout_server(backend=backend, journal=journal, limits=limits, configure_logging=False, **options)
     with bind("127.0.0.1", 0) as sock:
         url = f"http://127.0.0.1:{sock.getsockname()[1]}"

@@ -11,7 +11,7 @@ from rollout_cases import TASK, Bench, EngineDown, good_grade
 
 from penstock.gateway.control import EndBody
 from penstock.pool.base import Pool
-from penstock.pool.sqlite import open_pool
+from penstock.pool.sqlite import SqlitePool
 from penstock.records import End, Rollout, Sampling
 from penstock.reports.training import write_report
 from penstock.rollout.scheduler import LOST
@@ -83,7 +83,7 @@ def test_every_end_is_reached_counted_and_shown_with_its_message_and_transcript(
     (tmp_path / "config.json").write_text(json.dumps({"config": config, "datasets": {}}))
 
     async def main() -> str:
-        pool = open_pool(tmp_path)
+        pool = SqlitePool(tmp_path)
         await reach(pool)
         attempt, stats = await pool.attempt("train-0.0.1"), await pool.stats("train")
         await pool.close()

@@ -17,9 +17,9 @@ from penstock.errors import ConfigError, EngineError, GraderError, PoolError, Wo
 from penstock.events import Events
 from penstock.records import Task
 from penstock.rollout.author_tasks import AuthorTasks
-from penstock.rollout.execution import Reward, WorkflowResult
-from penstock.rollout.executors.base import Given, read_section
+from penstock.rollout.executors.base import ExecutorContext, read_section
 from penstock.rollout.executors.server import ServerExecutor, ServerSection
+from penstock.rollout.in_process import Reward, WorkflowResult
 from penstock.rollout.transcripts import Transcript
 from penstock.sdk.samples import RolloutSample
 
@@ -64,11 +64,11 @@ async def stage(*doubles, grace_s=0.05, **settings):
         events.listen(lambda kind, fields: told.append((kind, fields)))
         section = read_section("server", {"urls": [double.url for double in doubles], **settings})
         agent = make_agent(None, good_grade)
-        given = Given(
+        given = ExecutorContext(
             agent=agent,
-            guests=AuthorTasks(Path(), events),
+            author_tasks=AuthorTasks(Path(), events),
             section=section,
-            recorded=recorded,
+            load_transcripts=recorded,
             grader_timeout_s=7.0,
             events=events,
         )
@@ -419,7 +419,7 @@ def test_ten_thousand_rollouts_leave_nothing_behind():
             for number in range(10_000):
                 callbacks.expect(f"val-{number}.0.1")
                 callbacks.forget(f"val-{number}.0.1")
-            assert (len(callbacks), len(on.executor._ungraded), len(callbacks._over)) == (0, 0, 4096)
+            assert (len(callbacks), len(on.executor._pending_grades), len(callbacks._finished)) == (0, 0, 4096)
 
     asyncio.run(main())
 
@@ -454,7 +454,9 @@ def test_tables_that_would_not_reach_the_agent_are_refused(tables, words):
     agent = replace(make_agent(None, good_grade), tables=tables)
     section = read_section("server", {"urls": "http://127.0.0.1:1"})
     with pytest.raises(ConfigError, match=rf"^{words} would change nothing: .*; set the fields there"):
-        ServerExecutor(Given(agent=agent, guests=AuthorTasks(Path(), Events()), section=section, recorded=recorded))
+        ServerExecutor(
+            ExecutorContext(agent=agent, author_tasks=AuthorTasks(Path(), Events()), section=section, load_transcripts=recorded)
+        )
 
 
 def test_taken_callback_port_is_named():

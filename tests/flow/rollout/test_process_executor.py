@@ -16,7 +16,7 @@ from process_cases import DEADLINE_S, SESSION, TASK, below, gone, named, opened
 from penstock.errors import EngineError, GraderError, WorkflowError
 from penstock.events import Events
 from penstock.rollout.author_tasks import AuthorTasks
-from penstock.rollout.executors.base import Given
+from penstock.rollout.executors.base import ExecutorContext
 from penstock.rollout.executors.inline import InlineExecutor
 from penstock.sdk.discovery import load_agent
 from penstock.sdk.samples import RolloutSample
@@ -165,7 +165,7 @@ def test_error_has_the_category_and_the_words_that_inline_gives_it(tmp_path, fla
     run, error = FAILURES[flaw]
     message = failure(tmp_path, run, error=error)
     agent = load_agent(tmp_path / "agent.py", {}, {})
-    given = Given(agent=agent, guests=AuthorTasks(tmp_path, Events()), section=None, recorded=None)
+    given = ExecutorContext(agent=agent, author_tasks=AuthorTasks(tmp_path, Events()), section=None, load_transcripts=None)
     with pytest.raises(error) as inline:
         asyncio.run(InlineExecutor(given).run(TASK, SESSION, rollout_id="r", timeout_s=DEADLINE_S))
     assert str(inline.value) == message

@@ -10,7 +10,7 @@ from process_cases import SESSION, TASK, opened, write_agent
 from penstock.errors import ConfigError, WorkflowError
 from penstock.events import Events
 from penstock.rollout.author_tasks import AuthorTasks
-from penstock.rollout.executors.base import Given, read_section
+from penstock.rollout.executors.base import ExecutorContext, read_section
 from penstock.rollout.executors.process import ProcessExecutor, ProcessSection
 from penstock.sdk.discovery import load_agent
 
@@ -162,7 +162,7 @@ def test_file_that_loads_here_but_not_there_is_refused_at_the_start(tmp_path, to
 def test_agent_put_together_by_hand_is_refused(tmp_path):
     agent = load_agent(write_agent(tmp_path), {}, {})
     other = replace(agent, workflow=type("Other", (agent.workflow,), {}))
-    given = Given(agent=other, guests=AuthorTasks(tmp_path, Events()), section=None, recorded=None)
+    given = ExecutorContext(agent=other, author_tasks=AuthorTasks(tmp_path, Events()), section=None, load_transcripts=None)
     with pytest.raises(
         ConfigError, match="holds Work and Check, not Other and Check; the process executor runs what is in that file"
     ):

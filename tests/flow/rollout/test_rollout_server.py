@@ -16,11 +16,11 @@ from penstock.chat.renderer import Renderer
 from penstock.errors import ConfigError
 from penstock.http.listen import bind
 from penstock.records import Sampling, make_rollout
-from penstock.rollout.server.app import admit, create_rollout_server
+from penstock.rollout.server.app import authorize, create_rollout_server
 from penstock.rollout.server.backend import ExecutionBackend, ExecutionResult
-from penstock.rollout.server.delivery import Patience
+from penstock.rollout.server.delivery import DeliveryPolicy
 from penstock.rollout.server.journal import open_journal
-from penstock.rollout.server.rollouts import Limits
+from penstock.rollout.server.rollouts import ServerLimits
 from penstock.testing import ScriptedEngine, workbench, write_tokenizer
 
 
@@ -385,7 +385,7 @@ def test_stopping_server_takes_no_rollout_gives_grace_and_then_fails_what_runs()
         told = {body["rollout_id"]: body["err_message"] for _, body in listener.taken()}
         assert told == {"ends": None, "hangs": "the server was stopped while it ran"}
 
-    with_server(play, backend_of(run), limits=Limits(patience=QUICK, drain_s=1.5))
+    with_server(play, backend_of(run), limits=ServerLimits(delivery=QUICK, drain_s=1.5))
 
 
 def test_results_that_nobody_took_and_rollouts_that_waited_are_there_after_a_restart(tmp_path):
@@ -397,7 +397,7 @@ def test_results_that_nobody_took_and_rollouts_that_waited_are_there_after_a_res
 
     async def main():
         async with Listener([503] * 1000).listening() as listener:
-            impatient = Limits(patience=QUICK, drain_s=0, last_words_s=0.1)
+            impatient = ServerLimits(delivery=QUICK, drain_s=0, final_delivery_s=0.1)
             async with served(backend_of(wait, most=1), journal=tmp_path / "j.db", limits=impatient) as server:
                 await server.post(request(listener, "broken-off"))
                 await server.post(request(listener, "waits"))
@@ -415,7 +415,7 @@ def test_results_that_nobody_took_and_rollouts_that_waited_are_there_after_a_res
 def test_result_is_kept_past_the_deadline_of_its_delivery_and_delivered_by_the_next_server(tmp_path):
     async def main():
         async with Listener([503]).listening() as listener:
-            hasty = Limits(patience=Patience(first_wait_s=1, deadline_s=0.5), drain_s=0)
+            hasty = ServerLimits(delivery=DeliveryPolicy(first_wait_s=1, deadline_s=0.5), drain_s=0)
             async with served(backend_of(said, good_grade), journal=tmp_path / "j.db", limits=hasty) as server:
                 await server.post(graded(listener))
                 while (await server.ask("GET", "/health"))[1]["accepted"]:
@@ -520,7 +520,7 @@ def test_body_that_is_no_json_object_is_one_clear_line(body):
 
 
 def test_larger_body_than_the_limit_is_refused_before_it_is_parsed(monkeypatch):
-    monkeypatch.setattr("penstock.rollout.server.app.LARGEST", 1000)  # 64 MB would make a slow test
+    monkeypatch.setattr("penstock.rollout.server.app.MAX_REQUEST_BYTES", 1000)  # 64 MB would make a slow test
 
     async def play(server, listener):
         status, body, _ = await server.post(request(listener, metadata={"x": "y" * 1000}))
@@ -577,10 +577,10 @@ def test_token_opens_all_routes_and_nothing_else_does():
 def test_without_a_token_only_this_machine_is_served(client, headers, admitted):
     asked = SimpleNamespace(client=client and SimpleNamespace(host=client[0]), headers=headers)
     if admitted:
-        admit(asked, None)
+        authorize(asked, None)
     else:
         with pytest.raises(Exception, match="PENSTOCK_ROLLOUT_TOKEN") as refused:
-            admit(asked, None)
+            authorize(asked, None)
         assert refused.value.status == 403
 
 

@@ -137,14 +137,14 @@ def test_hanging_workflow_ends_as_timeout_and_keeps_its_steps():
 def test_workflow_that_swallows_its_cancellation_is_abandoned_and_nothing_waits_for_it(guest):
     bench = Bench(guest, agent_timeout_s=0.05)
     assert outcome(bench).end is End.TIMEOUT  # and asyncio.run came back, although it waits for all tasks it knows
-    assert bench.guests.abandoned == 1
+    assert bench.author_tasks.abandoned == 1
     assert "guest.abandoned" in [kind for kind, _ in bench.told]
 
 
 def test_late_workflow_that_leaves_in_time_is_not_abandoned():
     bench = Bench(hang, agent_timeout_s=0.05)
     assert outcome(bench).end is End.TIMEOUT
-    assert bench.guests.abandoned == 0
+    assert bench.author_tasks.abandoned == 0
 
 
 def grading(give):

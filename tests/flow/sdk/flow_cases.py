@@ -71,7 +71,7 @@ def ran(agent, replies, *, task=None, channel="train", executor="inline", sampli
             limits = RolloutSection(executor=executor)
             options = {"events": Events(), "limits": limits, "section": read_section(executor, settings)}
             async with open_runner(agent, gateway=bench.gateway, pool=bench.pool, **options) as runner:
-                bench.gateway.reward_function = runner.judge
+                bench.gateway.reward_function = runner.compute_reward
                 await runner.run(rollout, task_, replace(sampling))
             return Ran(await bench.pool.attempt(rollout.id), engine)
 

@@ -5,7 +5,7 @@ from flow_cases import ASK, make_task, project, ran
 from gateway_cases import CORPUS
 
 from penstock.records import End
-from penstock.sdk.flows.agent import told_of_run
+from penstock.sdk.flows.agent import with_run_settings
 from penstock.testing import ScriptedReply, write_tokenizer
 
 SINGLE = """
@@ -204,5 +204,5 @@ class Render(AgentFlowBase):
 """
     folder = write_tokenizer(tmp_path / "model", corpus=CORPUS, vocab_size=420)
     with project(tmp_path, text) as agent:
-        attempt = ran(told_of_run(agent, model=folder, group_size=4), ["It is 42."]).attempt
+        attempt = ran(with_run_settings(agent, model=folder, group_size=4), ["It is 42."]).attempt
     assert (attempt.end, attempt.message, attempt.reward) == (End.COMPLETED, "", 1.0)

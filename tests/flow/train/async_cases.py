@@ -21,7 +21,7 @@ from penstock.config import EngineSection, RunConfig, TrainSection, load_config
 from penstock.engines.base import SampledChunk
 from penstock.engines.embedded.decoder import Decoder, read_decoder_shape
 from penstock.engines.embedded.weights import save_decoder
-from penstock.pool.sqlite import open_pool
+from penstock.pool.sqlite import SqlitePool
 from penstock.records import Attempt, Sampling
 from penstock.run.inputs import read_inputs
 from penstock.testing import ScriptedEngine, write_tokenizer
@@ -150,7 +150,7 @@ class Watched:
 
     def attempts(self, channel: str = "train") -> list[Attempt]:
         async def read() -> list[Attempt]:
-            pool = open_pool(self.folder / "runs/run")
+            pool = SqlitePool(self.folder / "runs/run")
             try:
                 return [attempt for group in await pool.groups(channel) for attempt in group.attempts]
             finally:

@@ -18,7 +18,7 @@ from penstock.cli import app as edge
 from penstock.cli.verify import as_object
 from penstock.config import EngineSection, load_config
 from penstock.engines.embedded.engine import open_engine
-from penstock.pool.sqlite import open_pool
+from penstock.pool.sqlite import SqlitePool
 from penstock.records import Group, PolicyVersion, Step
 from penstock.run.inputs import read_inputs
 from penstock.run.recorded_run import open_recorded_run
@@ -202,7 +202,7 @@ def test_a_checkpoint_that_training_removes_meanwhile_is_gone_not_an_error(run):
 def test_a_run_that_goes_on_is_read_as_far_as_it_was_and_left_alone(made, run):
     async def audit() -> tuple[int, int]:
         engine = open_engine(made.parent / "model", name="small", section=EngineSection(device="cpu"), seed=1)
-        pool = open_pool(run)
+        pool = SqlitePool(run)
         try:
             async with open_recorded_run(run, channel="train") as recorded:
                 await add_group(pool, engine, 3)
@@ -260,7 +260,7 @@ def test_a_run_with_a_pool_in_memory_is_refused_in_one_line(capsys, run):
 
 
 async def groups(run: Path, seq: int) -> list[Group]:
-    pool = open_pool(run)
+    pool = SqlitePool(run)
     try:
         return await pool.groups("train", first_seq=seq, limit=1)
     finally:

@@ -16,8 +16,8 @@ from penstock.engines.base import Engine
 from penstock.engines.embedded.engine import open_engine
 from penstock.engines.embedded.weights import save_decoder
 from penstock.pool.base import Pool
-from penstock.pool.rows import column_names, seal
-from penstock.pool.sqlite import open_pool
+from penstock.pool.rows import column_names, encode_row
+from penstock.pool.sqlite import SqlitePool
 from penstock.records import End, Grade, Node, PolicyVersion, Sampling, Step, Task, make_rollout
 from penstock.train import policy
 from penstock.train.batches import pack
@@ -48,7 +48,7 @@ def make_run(folder: Path) -> Path:
 def alter(run: Path, rollout_id: str, index: int, change: Callable[[Step], Step]) -> None:
     """Rewrite one stored step behind the pool's back, with a checksum that fits."""
     [step] = [step for step in asyncio.run(_steps(run, rollout_id)) if step.index == index]
-    row = seal(change(step), "a step")
+    row = encode_row(change(step), "a step")
     names = ", ".join(f"{name} = ?" for name in column_names(Step))
     with closing(sqlite3.connect(run / "pool.db")) as database, database:
         changed = database.execute(
@@ -97,7 +97,7 @@ def _write_model(folder: Path) -> None:
 
 async def _sample(model: Path, run: Path) -> None:
     engine = open_engine(model, name="small", section=EngineSection(device="cpu"), seed=0)
-    pool = open_pool(run)
+    pool = SqlitePool(run)
     try:
         await add_group(pool, engine, 0)
         await add_group(pool, engine, 1)
@@ -141,7 +141,7 @@ async def _reply(engine: Engine, node: Node, sampling: Sampling, *, index: int, 
 
 
 async def _steps(run: Path, rollout_id: str) -> tuple[Step, ...]:
-    pool = open_pool(run)
+    pool = SqlitePool(run)
     try:
         return (await pool.attempt(rollout_id)).steps
     finally:

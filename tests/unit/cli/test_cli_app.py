@@ -7,7 +7,7 @@ import typer
 
 from penstock import __version__
 from penstock.cli import app as edge
-from penstock.errors import ControllerError, DatasetError, EngineError, Issue, TrainError, several
+from penstock.errors import ControllerError, DatasetError, EngineError, Issue, TrainError, combine_issues
 
 
 def run(capsys, *arguments: str) -> tuple[int, str, str]:
@@ -98,7 +98,7 @@ def test_with_json_a_usage_error_is_an_object_too(capsys):
 
 
 def test_several_problems_are_a_line_each_and_a_list_in_json(capsys, failing):
-    failing(several("a.toml", [Issue("train.lr", "train.lr is too large"), Issue("line 3", "no prompt", "prompt")]))
+    failing(combine_issues("a.toml", [Issue("train.lr", "train.lr is too large"), Issue("line 3", "no prompt", "prompt")]))
     code, out, err = run(capsys, "fail")
     assert (code, out) == (2, "")
     assert err == "penstock: a.toml: 2 problems\n  train.lr is too large\n  line 3: no prompt; did you mean 'prompt'?\n"

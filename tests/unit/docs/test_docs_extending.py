@@ -1,5 +1,6 @@
 """Every extension of docs/extending.md is made on a copy of the source, in the files that the page names, and its commands run."""
 
+import ast
 import os
 import re
 import shutil
@@ -84,13 +85,38 @@ def run_commands(commands: str, folder: Path) -> str:
     return done.stdout + done.stderr
 
 
+def make_extension(name: str, folder: Path) -> None:
+    """A checkout with a project to try things with, and the extension's files in both."""
+    make_checkout(folder)
+    for block in (*SECTIONS[PROJECT], *SECTIONS[name]):
+        if block.title:
+            write_block(block, folder)
+
+
+def names_of(file: Path) -> set[str]:
+    """What can be imported from a module: what its top level defines or imports."""
+    tree = ast.parse(file.read_text())
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)]
+    imported = [alias.asname or alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names]
+    assigned = [node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+    return {*(node.name for node in nodes), *imported, *assigned}
+
+
+@pytest.mark.parametrize("name", EXTENSIONS)
+def test_an_extension_fits_the_source(name: str, tmp_path: Path) -> None:
+    make_extension(name, tmp_path)
+    for block in SECTIONS[name]:
+        for node in ast.walk(ast.parse(block.text if block.language == "python" else "")):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("penstock."):
+                module = tmp_path / "src" / node.module.replace(".", "/")
+                source = module / "__init__.py" if module.is_dir() else module.with_suffix(".py")
+                assert {alias.name for alias in node.names} <= names_of(source), f"{node.module} has other names"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXTENSIONS)
 def test_an_extension_works_as_the_page_says(name: str, tmp_path: Path) -> None:
-    make_checkout(tmp_path)
-    for block in (*SECTIONS[PROJECT], *SECTIONS[name]):
-        if block.title:
-            write_block(block, tmp_path)
+    make_extension(name, tmp_path)
     if (tmp_path / "plugin").exists():
         install_plugin(tmp_path / "plugin")
     output = "".join(run_commands(block.text, tmp_path) for block in SECTIONS[name] if block.language == "sh")

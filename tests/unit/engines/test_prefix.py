@@ -16,7 +16,7 @@ def computed(tokens: list[int] | tuple[int, ...]) -> KeyValues:
 def compute(tree: PrefixTree, leaf: Segment) -> None:
     for segment in leaf.path():
         if not segment.ready:
-            segment.cached = computed(segment.tokens)
+            segment.kv = computed(segment.tokens)
 
 
 def texts(leaf: Segment | None) -> list[tuple[int, ...]]:
@@ -45,8 +45,8 @@ def test_a_split_divides_keys_and_values():
     compute(tree, first)
     second = planned(tree, 1, 2, 5)
     upper, lower = first.path()
-    assert upper.cached is not None and lower.cached is not None
-    assert (upper.cached.keys.flatten().tolist(), lower.cached.values.flatten().tolist()) == ([1, 2], [3, 4])
+    assert upper.kv is not None and lower.kv is not None
+    assert (upper.kv.keys.flatten().tolist(), lower.kv.values.flatten().tolist()) == ([1, 2], [3, 4])
     assert [segment.ready for segment in second.path()] == [True, False]
 
 
@@ -149,8 +149,8 @@ def check(tree: PrefixTree, held: list[tuple[list[int], Segment]]) -> None:
         total += len(segment.tokens)
         ahead += segment.children.values()
         assert len(segment.tokens) <= tree.longest
-        if segment.cached is not None:
-            assert segment.cached.keys.flatten().tolist() == list(segment.tokens)
+        if segment.kv is not None:
+            assert segment.kv.keys.flatten().tolist() == list(segment.tokens)
     assert total == tree.tokens <= tree.capacity
     for tokens, leaf in held:
         assert [token for segment in leaf.path() for token in segment.tokens] == tokens

@@ -112,8 +112,8 @@ def test_what_is_no_plain_address_is_refused(url):
 
 def events(reader, *given: dict) -> list:
     for each in given:
-        reader.take(json.dumps(each).encode())
-    heard = reader.drain()
+        reader.feed(json.dumps(each).encode())
+    heard = reader.take_chunk()
     return [] if heard is None else list(heard.parts)
 
 
@@ -141,12 +141,12 @@ def test_calls_of_a_chat_are_told_apart_by_place_or_id():
 def test_a_chat_ends_after_its_counts_whatever_comes_later():
     reader = OpenAIReader()
     assert events(reader, delta(reasoning="hm", content="4")) == [ReasoningPart("hm"), TextPart("4")]
-    reader.take(json.dumps({"choices": [{"delta": {}, "finish_reason": "length"}]}).encode())
+    reader.feed(json.dumps({"choices": [{"delta": {}, "finish_reason": "length"}]}).encode())
     assert not reader.done
-    reader.take(json.dumps({"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 1}}).encode())
-    reader.take(b"[DONE]")
-    reader.take(b"nonsense")
-    heard = reader.drain()
+    reader.feed(json.dumps({"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 1}}).encode())
+    reader.feed(b"[DONE]")
+    reader.feed(b"nonsense")
+    heard = reader.take_chunk()
     assert heard is not None and (heard.finish, heard.usage) == ("length", Usage(prompt_tokens=3, completion_tokens=1))
 
 
@@ -170,14 +170,14 @@ def test_a_message_is_read_block_by_block_and_cached_tokens_count():
         {"type": "message_delta", "delta": {"stop_reason": "tool_use"}, "usage": {"output_tokens": 9}},
         {"type": "message_stop"},
     ):
-        reader.take(json.dumps(event).encode())
-    heard = reader.drain()
+        reader.feed(json.dumps(event).encode())
+    heard = reader.take_chunk()
     assert heard is not None and (heard.finish, heard.usage) == ("stop", Usage(prompt_tokens=7, completion_tokens=9))
 
 
 def test_a_refusal_breaks_a_message_off():
     with pytest.raises(UpstreamError, match=r"broke the reply off \(refusal\)"):
-        AnthropicReader().take(json.dumps({"type": "message_delta", "delta": {"stop_reason": "refusal"}}).encode())
+        AnthropicReader().feed(json.dumps({"type": "message_delta", "delta": {"stop_reason": "refusal"}}).encode())
 
 
 @pytest.mark.parametrize("name", ["openai", "anthropic", "litellm"])
@@ -224,7 +224,7 @@ def test_litellm_is_called_as_its_documents_say(tmp_path, monkeypatch):
 
     async def ask(name: str) -> list:
         relay = ENGINES.load("litellm")(Path(), name=name, section=section, seed=0)
-        return [chunk async for chunk in relay.ask(asked())]
+        return [chunk async for chunk in relay.complete(asked())]
 
     try:
         found = asyncio.run(ask("groq/open"))

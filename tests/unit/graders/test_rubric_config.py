@@ -5,7 +5,7 @@ import pytest
 from penstock.config import AgentSection
 from penstock.errors import ConfigError
 from penstock.graders.rubric import RubricGrader
-from penstock.sdk.discovery import construct, open_agent
+from penstock.sdk.discovery import check_constructors, open_agent
 
 WORKFLOW = "from penstock import AgentWorkflow, Grader\nclass W(AgentWorkflow):\n    async def run(self, ctx): ...\n"
 GRADER = "class G(Grader):\n    async def grade(self, ctx): ...\n"
@@ -15,7 +15,7 @@ TABLE = {"name": "rubric", "rubric": "Be right.", "model": "m", "url": "http://1
 def opened(place, table, code=WORKFLOW, **source):
     (place / "agent.py").write_text(code)
     agent = open_agent(AgentSection(entry=place / "agent.py", **source), {}, table)
-    construct(agent)
+    check_constructors(agent)
     return agent
 
 

@@ -7,7 +7,7 @@ import pytest
 from penstock import GraderContext
 from penstock.errors import DatasetError, GraderError
 from penstock.graders import gsm8k
-from penstock.graders.rule import RuleGrader, rule_reward, said
+from penstock.graders.rule import RuleGrader, assistant_text, rule_reward
 from penstock.sdk.samples import RolloutSample
 
 ROW = {"data_source": "openai/gsm8k", "reward_model": {"style": "rule", "ground_truth": "72"}}
@@ -95,4 +95,4 @@ def test_label_counts_even_where_the_row_says_another_truth():
 def test_what_was_said_leaves_out_everyone_else_and_reads_parts():
     parts = [{"type": "text", "text": "a"}, {"type": "image_url"}, {"type": "text", "text": "b"}]
     talk = [{"role": "user", "content": "x"}, {"role": "assistant", "content": parts}, {"role": "assistant", "content": "c"}]
-    assert said(talk) == "a\nb\nc"
+    assert assistant_text(talk) == "a\nb\nc"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import DatasetError
-from penstock.integrations.gsm8k import Call, calls_of, question_of
+from penstock.integrations.gsm8k import AnswerCall, answer_calls, last_question
 from penstock.sdk.dataset import load_tasks, read_rows
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "gsm8k"
@@ -39,21 +39,25 @@ def said(*calls):
     ],
 )
 def test_call_hands_in_a_number_or_nothing(arguments, answer):
-    assert calls_of(made(arguments)) == [Call("c", answer)]
+    assert answer_calls(made(arguments)) == [AnswerCall("c", answer)]
 
 
 def test_calls_are_read_out_of_the_text_where_the_endpoint_does_not_read_them():
     whole = json.dumps({"name": "check_answer", "arguments": {"answer": "42"}})
     nested = json.dumps({"name": "check_answer", "arguments": '{"answer": "43"}'})
-    assert calls_of(said(whole, nested, "{oh}")) == [Call("call_0", "42"), Call("call_1", "43"), Call("call_2", None)]
-    assert calls_of({"content": "#### 42"}) == calls_of({"content": None}) == calls_of({"content": "<tool_call>"}) == []
+    assert answer_calls(said(whole, nested, "{oh}")) == [
+        AnswerCall("call_0", "42"),
+        AnswerCall("call_1", "43"),
+        AnswerCall("call_2", None),
+    ]
+    assert answer_calls({"content": "#### 42"}) == answer_calls({"content": None}) == answer_calls({"content": "<tool_call>"}) == []
 
 
 def test_question_is_the_last_thing_that_the_user_asks():
     talk = [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
-    assert (question_of(talk), question_of("c")) == ("b", "c")
+    assert (last_question(talk), last_question("c")) == ("b", "c")
     with pytest.raises(ValueError, match="no message of the user"):
-        question_of(talk[:1])
+        last_question(talk[:1])
 
 
 def test_rows_are_made_with_question_truth_and_all_that_the_file_said(tmp_path):

@@ -12,8 +12,8 @@ import pytest
 
 from penstock.errors import PoolFailed
 from penstock.pool.sql.pool import ReaderThreads
-from penstock.pool.sqlite_file import open_database
-from penstock.pool.writer import Bulk, Writer
+from penstock.pool.sql.sqlite import open_database
+from penstock.pool.writer import BatchOperation, Writer
 
 
 class Broken(Exception):
@@ -99,7 +99,7 @@ def test_a_batch_whose_connection_is_gone_asks_for_a_new_one_once_and_not_for_ea
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(writer.submit(lambda _: asyncio.run_coroutine_threadsafe(held(), loop).result()))
             await begun.wait()
-            lost = [tasks.create_task(fails(writer.store(Bulk("any", break_off, break_off), None))) for _ in range(20)]
+            lost = [tasks.create_task(fails(writer.store(BatchOperation("any", break_off, break_off), None))) for _ in range(20)]
             await asyncio.sleep(0)
             block.set()
         assert [task.result() for task in lost] == [True] * 20
@@ -131,7 +131,7 @@ def test_writes_of_one_kind_that_wait_together_are_carried_out_together_and_the_
         def last(_: object, values: list[str]) -> bool:
             return first(_, values)
 
-        kinds = {"a": Bulk("a", first, first), "b": Bulk("b", last, last, result="b", last=True)}
+        kinds = {"a": BatchOperation("a", first, first), "b": BatchOperation("b", last, last, result="b", last=True)}
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(writer.submit(lambda _: asyncio.run_coroutine_threadsafe(held(), loop).result()))
             await begun.wait()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.pool.sqlite import open_pool
+from penstock.pool.sqlite import SqlitePool
 from penstock.records import Attempt, End, Grade, Group, Node, Sampling, Step, Task, make_rollout
 from penstock.reports.html import CurvePoint, reward_curve
 from penstock.reports.training import choose_transcripts, write_report
@@ -36,7 +36,7 @@ def run_folder(folder: Path, *entries: dict[str, Any], **summary: Any) -> Path:
 
 async def record(folder: Path, seq: int, reply: str, *, reward: float | None, reason: str | None = None) -> None:
     """One group of one rollout: a reply and its reward, or a failure where the reward is None."""
-    pool = open_pool(folder)
+    pool = SqlitePool(folder)
     rollout = make_rollout(f"train-{seq}", "t", 0)
     await pool.open_group(TASK, [rollout], seq=seq)
     message = {"role": "assistant", "content": reply, "tool_calls": [{"function": {"name": EVIL, "arguments": "{}"}}]}

@@ -7,7 +7,7 @@ import pytest
 
 from penstock.http.listen import bind
 from penstock.http.server import HttpServer
-from penstock.rollout.server.delivery import Courier, Patience, read_reply
+from penstock.rollout.server.delivery import CallbackSender, DeliveryPolicy, read_reply
 
 
 @asynccontextmanager
@@ -26,7 +26,7 @@ async def listener(answers):
         yield f"http://127.0.0.1:{sock.getsockname()[1]}/"
 
 
-def deliver(answers, patience=None, url=None):
+def deliver(answers, policy=None, url=None):
     """How a delivery to a listener that answers so ends, and how long was waited between attempts."""
     waits = []
 
@@ -34,7 +34,7 @@ def deliver(answers, patience=None, url=None):
         waits.append(seconds)
 
     async def main():
-        async with asyncio.timeout(20), listener(answers) as here, Courier(patience, sleep=sleep) as courier:
+        async with asyncio.timeout(20), listener(answers) as here, CallbackSender(policy, sleep=sleep) as courier:
             return await courier.send(url or here, b"{}", key=None, what="it")
 
     return asyncio.run(main()), waits
@@ -53,7 +53,7 @@ def test_status_that_may_pass_is_tried_again(status):
 @pytest.mark.parametrize("status", [301, 307, 400, 401, 404, 410, 422, 501])
 def test_status_that_will_not_pass_ends_the_delivery(status):
     ended, waits = deliver([(status, {"location": "/there"})])
-    assert (ended.reason, ended.late, waits) == (f"it was refused: the listener answered {status}", False, [])
+    assert (ended.reason, ended.gave_up, waits) == (f"it was refused: the listener answered {status}", False, [])
 
 
 def test_listener_may_ask_for_a_longer_wait_but_not_for_a_shorter_one():
@@ -61,15 +61,15 @@ def test_listener_may_ask_for_a_longer_wait_but_not_for_a_shorter_one():
 
 
 def test_delivery_is_given_up_past_its_deadline_with_the_last_answer():
-    ended, waits = deliver([(503, {})] * 9, Patience(deadline_s=0.4))
-    assert (ended.late, waits, ended.reason) == (True, [], "it was not taken within 0.4 s: the listener answered 503")
+    ended, waits = deliver([(503, {})] * 9, DeliveryPolicy(deadline_s=0.4))
+    assert (ended.gave_up, waits, ended.reason) == (True, [], "it was not taken within 0.4 s: the listener answered 503")
 
 
 def test_listener_that_is_not_there_is_tried_again():
     with bind("127.0.0.1", 0) as closed:
         url = f"http://127.0.0.1:{closed.getsockname()[1]}/"
-    ended, _ = deliver([], Patience(deadline_s=0.1), url)
-    assert (ended.late, "ClientConnectorError" in ended.reason) == (True, True)
+    ended, _ = deliver([], DeliveryPolicy(deadline_s=0.1), url)
+    assert (ended.gave_up, "ClientConnectorError" in ended.reason) == (True, True)
 
 
 def test_listener_that_says_nothing_is_not_waited_for_longer_than_an_attempt_may_take():
@@ -78,13 +78,13 @@ def test_listener_that_says_nothing_is_not_waited_for_longer_than_an_attempt_may
             await asyncio.Event().wait()
 
         sock = bind("127.0.0.1", 0)
-        patience = Patience(attempt_s=0.05, deadline_s=0.1)
-        async with asyncio.timeout(20), HttpServer(silent, sock, drain_s=0, reader_s=20), Courier(patience) as courier:
+        policy = DeliveryPolicy(attempt_s=0.05, deadline_s=0.1)
+        async with asyncio.timeout(20), HttpServer(silent, sock, drain_s=0, reader_s=20), CallbackSender(policy) as courier:
             url = f"http://127.0.0.1:{sock.getsockname()[1]}/"
             return await courier.send(url, b"{}", key=None, what="it")
 
     ended = asyncio.run(main())
-    assert (ended.late, "TimeoutError" in ended.reason) == (True, True)
+    assert (ended.gave_up, "TimeoutError" in ended.reason) == (True, True)
 
 
 @pytest.mark.parametrize("reply", [b"", b" ", b"null", b"[]", b"<html>", b'{"transcripts": {"main": 7}}', b"\xff"])

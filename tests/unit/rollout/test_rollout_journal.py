@@ -8,7 +8,7 @@ import pytest
 
 from penstock.errors import ConfigError
 from penstock.rollout.server.journal import open_journal
-from penstock.rollout.server.protocol import State
+from penstock.rollout.server.protocol import RolloutState
 
 
 def with_journal(path, act, **options):
@@ -37,20 +37,20 @@ def test_accepting_the_same_again_is_known_and_another_body_is_told_apart(tmp_pa
 def test_what_was_promised_is_there_after_the_journal_was_closed_in_the_order_of_promising(tmp_path):
     with_journal(tmp_path / "j.db", lambda journal: accept(journal, "b", "a", "c"))
     entries = with_journal(tmp_path / "j.db", lambda journal: journal.unsettled())
-    assert [(entry.id, entry.request, entry.state) for entry in entries] == [(name, b"{}", State.QUEUED) for name in "bac"]
+    assert [(entry.id, entry.request, entry.state) for entry in entries] == [(name, b"{}", RolloutState.QUEUED) for name in "bac"]
 
 
 def test_result_is_written_once():
     async def act(journal):
         await accept(journal, "a")
         assert (await journal.start("a"), await journal.start("a")) == (True, False)
-        assert await journal.complete("a", State.GRADING, "", b"first")
-        assert not await journal.complete("a", State.FAILURE, "no", b"second")
-        assert await journal.grade("a", State.SUCCESS, "", b"grade")
-        assert not await journal.grade("a", State.FAILURE, "no", b"second")
-        assert not await journal.end("a", State.CANCELLED, "no", b"third", b"third")
+        assert await journal.complete("a", RolloutState.GRADING, "", b"first")
+        assert not await journal.complete("a", RolloutState.FAILURE, "no", b"second")
+        assert await journal.grade("a", RolloutState.SUCCESS, "", b"grade")
+        assert not await journal.grade("a", RolloutState.FAILURE, "no", b"second")
+        assert not await journal.end("a", RolloutState.CANCELLED, "no", b"third", b"third")
         entry = await journal.entry("a")
-        assert (entry.state, entry.completion, entry.grade) == (State.SUCCESS, b"first", b"grade")
+        assert (entry.state, entry.completion, entry.grade) == (RolloutState.SUCCESS, b"first", b"grade")
 
     with_journal(None, act)
 
@@ -59,11 +59,11 @@ def test_end_keeps_the_results_that_are_there_and_a_later_completion_loses():
     async def act(journal):
         await accept(journal, "graded", "queued")
         await journal.start("graded")
-        await journal.complete("graded", State.GRADING, "", b"done")
+        await journal.complete("graded", RolloutState.GRADING, "", b"done")
         for name in ("graded", "queued"):
-            assert await journal.end(name, State.CANCELLED, "stop", b"cancelled", b"cancelled")
+            assert await journal.end(name, RolloutState.CANCELLED, "stop", b"cancelled", b"cancelled")
         assert not await journal.start("queued")
-        assert not await journal.complete("queued", State.SUCCESS, "", b"too late")
+        assert not await journal.complete("queued", RolloutState.SUCCESS, "", b"too late")
         return [await journal.entry(name) for name in ("graded", "queued")]
 
     entries = with_journal(None, act)
@@ -73,7 +73,7 @@ def test_end_keeps_the_results_that_are_there_and_a_later_completion_loses():
 def test_grade_without_a_completion_is_not_taken():
     async def act(journal):
         await accept(journal, "a")
-        return await journal.grade("a", State.SUCCESS, "", b"grade")
+        return await journal.grade("a", RolloutState.SUCCESS, "", b"grade")
 
     assert with_journal(None, act) is False
 
@@ -82,13 +82,13 @@ def test_settled_rollout_leaves_its_state_but_neither_keys_nor_results(tmp_path)
     async def act(journal):
         await journal.accept("a", "digest", b'{"llm_api_key": "SECRET-KEY"}')
         await journal.start("a")
-        await journal.complete("a", State.SUCCESS, "", b"SECRET-RESULT")
+        await journal.complete("a", RolloutState.SUCCESS, "", b"SECRET-RESULT")
         await journal.sent("a", "completion", "")
         await journal.settle("a")
-        return await journal.unsettled(), await journal.find("a")
+        return await journal.unsettled(), await journal.status("a")
 
     unsettled, standing = with_journal(tmp_path / "j.db", act)
-    assert (unsettled, standing) == ([], (State.SUCCESS, ""))
+    assert (unsettled, standing) == ([], (RolloutState.SUCCESS, ""))
     assert not any(b"SECRET" in file.read_bytes() for file in tmp_path.iterdir())
 
 
@@ -96,13 +96,13 @@ def test_undelivered_result_stays_and_its_reason_is_told():
     async def act(journal):
         await accept(journal, "late", "refused")
         for name in ("late", "refused"):
-            await journal.complete(name, State.SUCCESS, "", b"done")
+            await journal.complete(name, RolloutState.SUCCESS, "", b"done")
         await journal.settle("late", keep=True)
         await journal.sent("refused", "completion", "answered 404")
         await journal.settle("refused")
-        return [entry.id for entry in await journal.unsettled()], await journal.find("refused")
+        return [entry.id for entry in await journal.unsettled()], await journal.status("refused")
 
-    assert with_journal(None, act) == (["late"], (State.SUCCESS, "answered 404"))
+    assert with_journal(None, act) == (["late"], (RolloutState.SUCCESS, "answered 404"))
 
 
 def test_only_so_many_rollouts_that_are_over_are_kept_and_none_that_is_not():
@@ -110,9 +110,9 @@ def test_only_so_many_rollouts_that_are_over_are_kept_and_none_that_is_not():
         await accept(journal, *map(str, range(10)))
         for n in range(1, 10):
             await journal.settle(str(n))
-        return [str(n) for n in range(10) if (await journal.find(str(n))).state is not State.UNKNOWN]
+        return [str(n) for n in range(10) if (await journal.status(str(n))).state is not RolloutState.UNKNOWN]
 
-    assert with_journal(None, act, kept=3) == ["0", "7", "8", "9"]
+    assert with_journal(None, act, max_settled=3) == ["0", "7", "8", "9"]
 
 
 def test_only_its_owner_can_read_it_and_version_control_does_not_see_it(tmp_path):
@@ -147,7 +147,7 @@ def test_file_that_is_no_journal_is_refused_with_a_remedy(tmp_path):
 def test_half_a_character_in_a_message_is_no_trouble():
     async def act(journal):
         await accept(journal, "a")
-        await journal.complete("a", State.FAILURE, "half \ud800", b"{}")
-        return (await journal.find("a")).message
+        await journal.complete("a", RolloutState.FAILURE, "half \ud800", b"{}")
+        return (await journal.status("a")).message
 
     assert with_journal(None, act) == "half ?"

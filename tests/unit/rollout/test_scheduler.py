@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from penstock.config import RolloutSection
 from penstock.errors import PoolError, WorkerLost
 from penstock.events import Events
-from penstock.pool.memory import open_pool
+from penstock.pool.memory import MemoryPool
 from penstock.records import End, Sampling, Task, make_rollout
 from penstock.rollout.scheduler import Scheduler, run_once, task_at
 
@@ -88,7 +88,7 @@ async def idle():
 
 
 def new_pool():
-    return open_pool(Path())
+    return MemoryPool(Path())
 
 
 @given(st.integers(1, 40), st.integers(0, 5), st.integers(0, 3))

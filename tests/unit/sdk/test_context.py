@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from penstock import AgentWorkflowContext, GraderContext, RolloutContext, get_rollout_context
 from penstock.errors import ConfigError, GraderError
 from penstock.sdk.clients import Clients
-from penstock.sdk.context import finite_reward, leave_folder
+from penstock.sdk.context import finite_reward, remove_empty_artifacts_dir
 from penstock.sdk.routing import is_provider
-from penstock.sdk.samples import RolloutSample, plain
+from penstock.sdk.samples import RolloutSample, to_json_values
 
 
 def context(name="r1"):
@@ -156,7 +156,7 @@ def test_a_call_to_a_provider_is_noticed_in_the_rollout_that_makes_it():
             with context("r2") as second:
                 await look_up("localhost")
         await look_up("api.anthropic.com")
-        return first.strays, second.strays
+        return first.direct_calls, second.direct_calls
 
     assert asyncio.run(main()) == ({"api.openai.com"}, set())
 
@@ -224,7 +224,7 @@ def test_a_grader_rewards_steps_that_there_are():
     ],
 )
 def test_messages_of_any_framework_become_plain_values(value, expected):
-    assert plain([value]) == [expected]
+    assert to_json_values([value]) == [expected]
 
 
 @pytest.mark.parametrize("use", [lambda c: c.openai(), lambda c: c.anthropic(), lambda c: c.base_url, lambda c: c.api_key])
@@ -282,13 +282,13 @@ def test_numpy_and_fraction_rewards_are_numbers():
 
 def test_a_folder_for_artifacts_is_made_when_it_is_read_and_goes_again_if_nothing_is_put_there(tmp_path):
     context = AgentWorkflowContext(prompt=[], artifacts_dir=tmp_path / "runs" / "one")
-    leave_folder(context)
+    remove_empty_artifacts_dir(context)
     assert not (tmp_path / "runs").exists()
     assert context.artifacts_dir == tmp_path / "runs" / "one" and context.artifacts_dir.is_dir()
-    leave_folder(context)
+    remove_empty_artifacts_dir(context)
     assert not (tmp_path / "runs" / "one").exists()
     (context.artifacts_dir / "kept").touch()
-    leave_folder(context)
+    remove_empty_artifacts_dir(context)
     assert (tmp_path / "runs" / "one" / "kept").exists()
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.sdk.samples import copied
+from penstock.sdk.samples import fast_copy
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -22,7 +22,7 @@ def containers(value):
 
 @given(JSON)
 def test_a_copy_is_equal_and_shares_nothing_that_can_change(value):
-    copy = copied(value)
+    copy = fast_copy(value)
     assert copy == value
     assert not {id(each) for each in containers(copy)} & {id(each) for each in containers(value)}
 
@@ -33,7 +33,7 @@ class Odd(dict):
 
 @pytest.mark.parametrize("value", [Odd(a=[1]), ({"a": [1]},), {"path": Path("x")}, {"bytes": bytearray(b"x")}, {1, 2}])
 def test_what_json_has_no_word_for_is_copied_too(value):
-    copy = copied(value)
+    copy = fast_copy(value)
     assert copy == value
     assert type(copy) is type(value)
     assert copy is not value
@@ -41,5 +41,5 @@ def test_what_json_has_no_word_for_is_copied_too(value):
 
 def test_what_an_odd_value_holds_is_copied():
     given = {"odd": Odd(inner=[1])}
-    copied(given)["odd"]["inner"].append(2)
+    fast_copy(given)["odd"]["inner"].append(2)
     assert given == {"odd": Odd(inner=[1])}

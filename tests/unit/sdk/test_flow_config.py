@@ -3,8 +3,8 @@
 import pytest
 
 from penstock.records import Sampling
-from penstock.sdk.flows.agent import row_of, sampling_params
-from penstock.sdk.flows.base import expanded, prompt_of
+from penstock.sdk.flows.agent import flow_kwargs, sampling_params
+from penstock.sdk.flows.base import expand_nested_messages, prompt_messages
 from penstock.sdk.flows.config import flow_config
 from penstock.sdk.routing import RolloutContext
 
@@ -38,7 +38,7 @@ def test_sampling_is_told_as_the_run_has_it():
 def test_a_row_is_told_with_its_prompt_and_whose_rollout_it_is():
     prompt = [{"role": "user", "content": "?"}]
     context = RolloutContext(base_url="http://h/v1", api_key="k", rollout_id="train-0.1.1", group_id="train-0")
-    row = row_of({"task": "t", "uid": "of the row"}, prompt, context)
+    row = flow_kwargs({"task": "t", "uid": "of the row"}, prompt, context)
     assert row == {
         "task": "t",
         "raw_prompt": prompt,
@@ -47,13 +47,13 @@ def test_a_row_is_told_with_its_prompt_and_whose_rollout_it_is():
         "trajectory_uid": "train-0.1.1",
     }
     context.channel = "val"
-    assert row_of({}, prompt, context)["channel"] == "val"
+    assert flow_kwargs({}, prompt, context)["channel"] == "val"
 
 
 def test_a_prompt_where_the_text_of_a_message_would_stand_is_spread_out():
     inner = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]
     parts = {"role": "user", "content": [{"type": "text", "text": "and this"}]}
-    assert expanded([{"role": "user", "content": inner}, parts, {"role": "user", "content": []}]) == [
+    assert expand_nested_messages([{"role": "user", "content": inner}, parts, {"role": "user", "content": []}]) == [
         *inner,
         parts,
         {"role": "user", "content": []},
@@ -61,7 +61,7 @@ def test_a_prompt_where_the_text_of_a_message_would_stand_is_spread_out():
 
 
 def test_a_prompt_may_be_text_and_must_be_there():
-    assert prompt_of({"raw_prompt": "2+2?"}) == [{"role": "user", "content": "2+2?"}]
+    assert prompt_messages({"raw_prompt": "2+2?"}) == [{"role": "user", "content": "2+2?"}]
     for row in ({}, {"raw_prompt": []}):
         with pytest.raises(ValueError, match="the row has no prompt"):
-            prompt_of(row)
+            prompt_messages(row)

@@ -9,8 +9,8 @@ from penstock.errors import ConfigError
 from penstock.graders.rule import RuleGrader
 from penstock.records import Task
 from penstock.sdk.agent_spec import AgentSpec
-from penstock.sdk.discovery import construct, open_agent
-from penstock.sdk.flows.agent import FlowWorkflow, check_rows, is_flow_agent, told_of_run
+from penstock.sdk.discovery import check_constructors, open_agent
+from penstock.sdk.flows.agent import FlowWorkflow, check_rows, is_flow_agent, with_run_settings
 from penstock.sdk.flows.table import REGISTERED
 
 ONE = """
@@ -53,7 +53,7 @@ def test_a_file_with_one_flow_is_an_agent_that_may_hand_in_steps(tmp_path):
     agent = opened(tmp_path, ONE)
     assert (agent.workflow.default, agent.trusted, agent.grader) == ("mine", True, RuleGrader)
     assert issubclass(agent.workflow, FlowWorkflow) and is_flow_agent(agent)
-    construct(agent)
+    check_constructors(agent)
 
 
 def test_the_files_own_grader_goes_before_the_rules(tmp_path):
@@ -122,7 +122,7 @@ def test_the_free_table_becomes_config_and_limits(tmp_path):
 
 
 def test_another_interpreter_loads_the_same_flows_and_knows_the_run(tmp_path):
-    agent = told_of_run(opened(tmp_path, ONE, flows=listed(tmp_path, "far_flows"), flow="b"), model=tmp_path, group_size=4)
+    agent = with_run_settings(opened(tmp_path, ONE, flows=listed(tmp_path, "far_flows"), flow="b"), model=tmp_path, group_size=4)
     again = AgentSpec.read(AgentSpec.of(agent).write()).load()
     assert (again.workflow.default, again.trusted) == ("b", True)
     assert again.workflow_config.model_extra["penstock"] == {"model": str(tmp_path.resolve()), "group_size": 4}

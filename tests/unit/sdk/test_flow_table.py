@@ -6,7 +6,7 @@ import pytest
 
 from penstock.errors import ConfigError
 from penstock.sdk.flow import AgentFlowBase, MultiStepAgentFlow, SingleStepSingleTurnAgentFlow, register
-from penstock.sdk.flows.table import REGISTERED, Flow, FlowTable, names_of, read_flows
+from penstock.sdk.flows.table import REGISTERED, FlowEntry, FlowTable, read_flows, registered_names
 
 FLOWS = """
 from penstock.sdk.flow import AgentFlowBase
@@ -155,7 +155,7 @@ def test_the_decorator_names_a_class_and_gives_it_back(monkeypatch):
         pass
 
     assert register("a flow")(One) is One
-    assert (names_of(One), names_of(Two)) == (["a flow"], ["Two"])
+    assert (registered_names(One), registered_names(Two)) == (["a flow"], ["Two"])
     register("a flow")(Two)
     assert FlowTable({}).pick("a flow").cls is Two
     with pytest.raises(ConfigError, match="@register takes a name"):
@@ -166,7 +166,7 @@ def test_a_name_is_looked_up_in_the_list_then_among_the_built_in_ones():
     class Mine(SingleStepSingleTurnAgentFlow):
         pass
 
-    table = FlowTable({"multi_step_agent": Flow(Mine)})
+    table = FlowTable({"multi_step_agent": FlowEntry(Mine)})
     assert table.pick("multi_step_agent").cls is Mine
     assert table.pick("single_step_single_turn_agent").cls is SingleStepSingleTurnAgentFlow
     assert issubclass(table.pick("blackbox_gsm8k_agent").cls, AgentFlowBase)
@@ -174,6 +174,6 @@ def test_a_name_is_looked_up_in_the_list_then_among_the_built_in_ones():
 
 def test_an_unknown_name_lists_the_known_ones_and_the_nearest():
     with pytest.raises(ConfigError, match=r"unknown flow 'multistep_agent'; did you mean 'multi_step_agent'\? Known: .*my_flow"):
-        FlowTable({"my_flow": Flow(MultiStepAgentFlow)}).pick("multistep_agent")
+        FlowTable({"my_flow": FlowEntry(MultiStepAgentFlow)}).pick("multistep_agent")
     with pytest.raises(ConfigError, match=r"unknown flow 'q:os'; known: .*single_step"):
         FlowTable({}).check(["multi_step_agent", "q:os"])

@@ -7,7 +7,7 @@ from types import MappingProxyType
 import pytest
 
 from penstock.sdk.flow import MultiStepAgentFlow
-from penstock.sdk.flows.tools import execute, schemas
+from penstock.sdk.flows.tools import run_tool_calls, tool_schemas
 
 
 def multiply(a: int, b: int = 2) -> int:
@@ -27,7 +27,7 @@ TOOLS = {"multiply": multiply, "look_up": look_up, "broken": broken}
 
 
 def run(text, tools=TOOLS):
-    return asyncio.run(execute(text, tools))
+    return asyncio.run(run_tool_calls(text, tools))
 
 
 def call(name, arguments):
@@ -71,7 +71,7 @@ def test_without_tools_every_call_says_that_there_are_none():
 
 
 def test_a_schema_is_read_off_the_function():
-    (first, second, _) = schemas(TOOLS)
+    (first, second, _) = tool_schemas(TOOLS)
     assert first["function"] == {
         "name": "multiply",
         "description": "Multiply two integers.",

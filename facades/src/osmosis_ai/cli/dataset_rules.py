@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from penstock.errors import DatasetError
-from penstock.sdk.dataset import Row, each_row, parse_json
+from penstock.sdk.dataset import DatasetRow, each_row, parse_json
 
 LARGEST = 5 * 1024**3
 FEWEST_ROWS = 4
@@ -68,7 +68,7 @@ def _flaws(path: Path, found: Found) -> Iterator[str]:
         yield f"{path}: metadata is an empty object in every row; leave the column out"
 
 
-def _row_flaws(row: Row, shapes: Shapes) -> Iterator[str]:
+def _row_flaws(row: DatasetRow, shapes: Shapes) -> Iterator[str]:
     for name in REQUIRED:
         if name not in row.columns:
             meant = next((f"; there is {one!r}: names are case-sensitive" for one in row.columns if one.lower() == name), "")
@@ -82,7 +82,7 @@ def _row_flaws(row: Row, shapes: Shapes) -> Iterator[str]:
     yield from _metadata_flaws(row, shapes)
 
 
-def _metadata_flaws(row: Row, shapes: Shapes) -> Iterator[str]:
+def _metadata_flaws(row: DatasetRow, shapes: Shapes) -> Iterator[str]:
     value = row.columns.get("metadata")
     try:
         if isinstance(value, str):

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.rollout.server import backend
-from penstock.rollout.server.backend import Problem as ValidationError
+from penstock.rollout.server.backend import BackendProblem as ValidationError
 
 __all__ = ["ValidationError", "ValidationResult", "validate_backend"]
 

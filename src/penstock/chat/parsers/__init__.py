@@ -1,4 +1,4 @@
-"""Messages to token ids and back. Each name is a way in which a model family writes tool calls."""
+"""Tool formats: the ways in which model families write tool calls. The first that matches a chat template is used."""
 
 from penstock.registry import Registry
 

@@ -1,4 +1,4 @@
-"""Tool calls of DeepSeek V3, R1 and V3.1: a section of special tokens, with the arguments as JSON, fenced in the first two."""
+"""DeepSeek tool calls: a section of special tokens with JSON arguments, fenced in V3 and R1, plain from V3.1 on."""
 
 import re
 
@@ -12,42 +12,36 @@ NAME = re.compile(r"[^\s<{`]*")
 
 
 class DeepSeek(BaseToolFormat):
-    """V3 and R1: `function`, the name on a line of its own, the arguments in a fence. See `ToolFormat`."""
+    """V3 and R1: `function`, the name, then the arguments in a fence."""
 
     special: tuple[str, ...] = (CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END, SEPARATOR, "<think>", "</think>")
 
     def matches(self, template: str) -> bool:
-        """Whether the template writes fenced calls."""
         return CALLS_BEGIN in template and FENCED in template
 
     def begin(self, name: str) -> str:
-        """Up to where the arguments, or the name, come."""
         return f"{CALLS_BEGIN}{CALL_BEGIN}function{SEPARATOR}{name}" + (f"\n{FENCED}\n" if name else "")
 
-    def parser(self, reading: ParseOptions) -> ReplyParser:
-        """A fresh parser; it reads both forms."""
-        return DeepSeekParser(reading)
+    def parser(self, options: ParseOptions) -> ReplyParser:
+        return DeepSeekParser(options)
 
 
 class DeepSeekPlain(DeepSeek):
     """V3.1 and later: the name, then the arguments."""
 
     def matches(self, template: str) -> bool:
-        """Whether the template writes calls without a fence."""
         return CALLS_BEGIN in template and FENCED not in template
 
     def begin(self, name: str) -> str:
-        """Up to where the arguments, or the name, come."""
         return f"{CALLS_BEGIN}{CALL_BEGIN}{name}" + (SEPARATOR if name else "")
 
 
 class DeepSeekParser(CallParser):
-    """Both forms, told apart by what comes before the separator. The section's own frame may be missing."""
+    """Reads both forms: only the fenced one has `function` before the separator. The tokens around the section may be missing."""
 
     opens: tuple[str, ...] = (CALLS_BEGIN, CALL_BEGIN)
 
     def calls(self, opener: str) -> Read[bool]:
-        """All calls of a section."""
         if opener == CALLS_BEGIN and not (yield from self.source.token(CALL_BEGIN)):
             self.source.rewind()
             return False
@@ -61,7 +55,7 @@ class DeepSeekParser(CallParser):
             good = yield from self.attempt(self._call)
         return first
 
-    def _call(self, draft: PartialCall) -> Read[bool]:
+    def _call(self, call: PartialCall) -> Read[bool]:
         source = self.source
         name = yield from source.run(NAME)
         if not (yield from source.token(SEPARATOR)):
@@ -70,8 +64,8 @@ class DeepSeekParser(CallParser):
         if fenced:
             name = yield from source.run(NAME)
             fenced = yield from source.token(FENCED)
-        draft.named(name)
-        whole = bool(name) and (yield from read_object(source, draft.grow))
+        call.set_name(name)
+        whole = bool(name) and (yield from read_object(source, call.add_arguments))
         if fenced:
             whole = (yield from source.token(FENCE)) and whole
-        return ((yield from source.token(CALL_END)) or source.is_spent) and whole
+        return ((yield from source.token(CALL_END)) or source.at_end) and whole

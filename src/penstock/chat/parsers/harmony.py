@@ -1,6 +1,6 @@
-"""The harmony form of gpt-oss: a reply is a row of messages on channels, framed by special tokens.
+"""Harmony, the format of gpt-oss: a reply is a sequence of messages on channels, framed by special tokens.
 
-`analysis` is reasoning, `final` is text, and `commentary` is a tool call where it is addressed to one of the functions.
+`analysis` is reasoning, `final` is text, and `commentary` is a tool call if it is addressed to a function.
 """
 
 import re
@@ -34,26 +34,24 @@ class Harmony(BaseToolFormat):
     ends: tuple[str, ...] = (RETURN, CALL)
 
     def matches(self, template: str) -> bool:
-        """Whether the template has channels."""
         return CHANNEL in template and MESSAGE in template
 
     def prepare(self, messages: Sequence[Message]) -> list[Message]:
-        """The template takes reasoning before a call only where there is no text."""
-        return [_text_or_thought(message) for message in messages]
+        """The template refuses a call with both reasoning and text; the reasoning is dropped."""
+        return [_drop_reasoning(message) for message in messages]
 
     def begin(self, name: str) -> str:
-        """Up to where the arguments, or the name, come."""
         return f"{CHANNEL}commentary to=functions.{name}" + (f" {CONSTRAIN}json{MESSAGE}" if name else "")
 
-    def parser(self, reading: ParseOptions) -> ReplyParser:
-        return HarmonyParser(reading)
+    def parser(self, options: ParseOptions) -> ReplyParser:
+        return HarmonyParser(options)
 
 
 class HarmonyParser(CallParser):
-    """What has no header is text, up to the next one."""
+    """Text without a header is emitted as text, up to the next header."""
 
     def reply(self) -> Read[None]:
-        """Read the whole reply, whose first header the prompt has begun."""
+        """The prompt ends inside the first header, so the reply begins with the rest of it."""
         source = self.source
         while (yield from source.more()):
             source.mark()
@@ -62,13 +60,13 @@ class HarmonyParser(CallParser):
             if header and not function:
                 source.release()
                 analysis = channel is not None and channel.group(1) == "analysis"
-                yield from self._body(self.think if analysis else self.say)
-            elif not function or not (yield from self._called(function.group(1))):
+                yield from self._body(self.emit_reasoning if analysis else self.emit_text)
+            elif not function or not (yield from self._call(function.group(1))):
                 source.rewind()
-                yield from self._body(self.say, least=len(header) or 1)
+                yield from self._body(self.emit_text, least=len(header) or 1)
 
     def _header(self) -> Read[str]:
-        """Read up to where a message begins; nothing where this cannot be a header."""
+        """Read a header, up to where its message begins; empty if this is not a header."""
         parts = [(yield from self._one_of(START, CHANNEL, " to="))]
         while parts[-1]:
             parts.append((yield from self.source.run(PLAIN)))
@@ -83,20 +81,18 @@ class HarmonyParser(CallParser):
                 return token
         return ""
 
-    def _called(self, name: str) -> Read[bool]:
-        """Read the body of a call, if calls are wanted."""
-
-        def read(draft: PartialCall) -> Read[bool]:
-            draft.named(name)
-            whole = yield from read_object(self.source, draft.grow)
+    def _call(self, name: str) -> Read[bool]:
+        def read(call: PartialCall) -> Read[bool]:
+            call.set_name(name)
+            whole = yield from read_object(self.source, call.add_arguments)
             yield from self.source.peek()
             closed = yield from self._one_of(*CLOSERS)
-            return whole and bool(closed or self.source.is_spent)
+            return whole and bool(closed or self.source.at_end)
 
-        return self.reading.calls and (yield from self.attempt(read))
+        return self.options.calls and (yield from self.attempt(read))
 
-    def _body(self, give: Callable[[str], None], *, least: int = 0) -> Read[None]:
-        """Give out text up to where a message ends or another begins, though `least` characters."""
+    def _body(self, emit: Callable[[str], None], *, least: int = 0) -> Read[None]:
+        """Emit text up to where a message ends or another begins, but at least `least` characters."""
         source = self.source
         while True:
             rest = source.text[source.at :]
@@ -105,7 +101,7 @@ class HarmonyParser(CallParser):
             text = source.take(found.start() if found else len(rest) - held)
             least = max(0, least - len(text))
             if text:
-                give(text)
+                emit(text)
             if found and found.group() in CLOSERS:
                 source.take(len(found.group()))
             if found or source.ended:
@@ -113,7 +109,7 @@ class HarmonyParser(CallParser):
             yield
 
 
-def _text_or_thought(message: Message) -> Message:
+def _drop_reasoning(message: Message) -> Message:
     if not message.get("tool_calls") or not flatten(message.get("content")):
         return message
     return {key: value for key, value in message.items() if key != "reasoning_content"}

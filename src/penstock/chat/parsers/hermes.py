@@ -1,6 +1,6 @@
-"""Tool calls in the Hermes form, which Qwen models share: a JSON object inside `<tool_call>` tags.
+"""Hermes and Qwen tool calls: a JSON object inside `<tool_call>` tags.
 
-It is also the form in which tools are offered to models whose template knows none.
+Models whose template has no tools get them in this format too.
 """
 
 import json
@@ -13,7 +13,7 @@ from penstock.records import Message
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 OTHERS = ("<function=", "<arg_key>")
-"""What other forms write inside the same tags."""
+"""What other formats write inside the same tags."""
 
 SYSTEM = """You can call functions to help with the request. Their JSON schemas are inside <tools></tools>:
 <tools>
@@ -31,13 +31,12 @@ class Hermes(BaseToolFormat):
     special: tuple[str, ...] = (OPEN, CLOSE)
 
     def matches(self, template: str) -> bool:
-        """Whether the template itself speaks of `<tool_call>`, and of nothing but JSON inside it."""
         return OPEN in template and not any(other in template for other in OTHERS)
 
     def offer(self, messages: Sequence[Message], tools: Sequence[Tool], *, system: bool = True) -> list[Message]:
         """The conversation with the tools described in its system text, after the caller's own.
 
-        Without `system`, for templates that refuse that role, all of it goes before the text of the first message after it.
+        Without `system`, for templates that refuse that role, both are put before the text of the first message.
         """
         plain = self.flatten(messages)
         if not tools:
@@ -50,7 +49,7 @@ class Hermes(BaseToolFormat):
         return [{**plain[0], "content": _joined([*texts, flatten(plain[0].get("content"))])}, *plain[1:]]
 
     def flatten(self, messages: Sequence[Message]) -> list[Message]:
-        """Calls become the text that the model would have written; results in a row share one user turn."""
+        """Calls become the text that the model would write; consecutive results become one user turn."""
         plain: list[Message] = []
         in_results = False
         for message in messages:
@@ -61,47 +60,45 @@ class Hermes(BaseToolFormat):
                 else:
                     plain.append({"role": "user", "content": text})
             else:
-                plain.append(_spoken(message))
+                plain.append(_calls_as_text(message))
             in_results = message["role"] == "tool"
         return plain
 
     def begin(self, name: str) -> str:
-        """Up to where the arguments, or the name, come."""
         return f'{OPEN}\n{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments":' if name else f'{OPEN}\n{{"name": "'
 
-    def parser(self, reading: ParseOptions) -> ReplyParser:
-        return HermesParser(reading)
+    def parser(self, options: ParseOptions) -> ReplyParser:
+        return HermesParser(options)
 
 
 class HermesParser(CallParser):
-    """A call whose closing tag is missing at the reply's very end is one all the same: the tag may have been a stop string."""
+    """A call at the very end of a reply may lack its closing tag, which may have been a stop string."""
 
     opens: tuple[str, ...] = (OPEN,)
 
     def calls(self, opener: str) -> Read[bool]:
-        """One call in each pair of tags."""
         return self.attempt(self._call)
 
-    def _call(self, draft: PartialCall) -> Read[bool]:
-        whole = yield from read_call(self.source, draft)
+    def _call(self, call: PartialCall) -> Read[bool]:
+        whole = yield from read_call(self.source, call)
         closed = yield from self.source.token(CLOSE)
-        return whole and (closed or self.source.is_spent)
+        return whole and (closed or self.source.at_end)
 
 
 def _joined(texts: Sequence[str]) -> str:
     return "\n\n".join(text for text in texts if text)
 
 
-def _spoken(message: Message) -> Message:
-    """An assistant message with its calls as text, any other as it is."""
+def _calls_as_text(message: Message) -> Message:
+    """The message with its calls as text."""
     if not message.get("tool_calls"):
         return message
-    calls = [_written(call["function"]) for call in message["tool_calls"]]
+    calls = [_call_text(call["function"]) for call in message["tool_calls"]]
     text = flatten(message.get("content"))
     rest = {key: value for key, value in message.items() if key != "tool_calls"}
     return {**rest, "content": "\n".join([*([text] if text else []), *calls])}
 
 
-def _written(function: dict[str, Any]) -> str:
+def _call_text(function: dict[str, Any]) -> str:
     call = {"name": function["name"], "arguments": json_value(function["arguments"])}
     return f"{OPEN}\n{json.dumps(call, ensure_ascii=False)}\n{CLOSE}"

@@ -1,4 +1,4 @@
-"""Tool calls of Llama 3.1 and its successors: the reply itself is `{"name": …, "parameters": {…}}`, or follows `<|python_tag|>`."""
+"""Llama 3 tool calls: the reply itself is `{"name": …, "parameters": {…}}`, or that follows `<|python_tag|>`."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -15,28 +15,25 @@ class Llama(BaseToolFormat):
     ends: tuple[str, ...] = ("<|eot_id|>", "<|eom_id|>")
 
     def matches(self, template: str) -> bool:
-        """Whether the template has Llama's headers and asks for `parameters`."""
         return "<|start_header_id|>" in template and '"parameters"' in template
 
     def prepare(self, messages: Sequence[Message]) -> list[Message]:
-        """The template takes one call at a time: several are told one after the other, each with its result."""
+        """The template takes one call per message: several become several messages, each followed by its result."""
         return list(_one_at_a_time(messages))
 
     def begin(self, name: str) -> str:
-        """Up to where the arguments, or the name, come."""
         return f'{{"name": {json.dumps(name, ensure_ascii=False)}, "parameters":' if name else '{"name": "'
 
-    def parser(self, reading: ParseOptions) -> ReplyParser:
-        return LlamaParser(reading)
+    def parser(self, options: ParseOptions) -> ReplyParser:
+        return LlamaParser(options)
 
 
 class LlamaParser(CallParser):
-    """Calls stand at the beginning of the reply or after the tag; several follow each other, with or without semicolons."""
+    """Calls are at the beginning of the reply or after the tag; several follow each other, with or without semicolons."""
 
     opens: tuple[str, ...] = (TAG,)
 
     def first_calls(self) -> Read[None]:
-        """A reply that begins with a brace may be a call."""
         self.source.mark()
         if (yield from self.source.peek()) == "{":
             yield from self.calls("")
@@ -44,7 +41,6 @@ class LlamaParser(CallParser):
             self.source.rewind()
 
     def calls(self, opener: str) -> Read[bool]:
-        """The first call decides."""
         first = good = yield from self.attempt(self._call)
         while good:
             self.source.mark()
@@ -55,21 +51,21 @@ class LlamaParser(CallParser):
             good = yield from self.attempt(self._call)
         return first
 
-    def _call(self, draft: PartialCall) -> Read[bool]:
-        return read_call(self.source, draft, strict=True)
+    def _call(self, call: PartialCall) -> Read[bool]:
+        return read_call(self.source, call, strict=True)
 
 
 def _one_at_a_time(messages: Sequence[Message]) -> Iterator[Message]:
     results = {message.get("tool_call_id"): message for message in messages if message["role"] == "tool"}
-    told: set[Any] = set()
+    yielded: set[Any] = set()
     for message in messages:
         calls: list[dict[str, Any]] = message.get("tool_calls") or []
         if len(calls) < 2:
-            if message["role"] != "tool" or message.get("tool_call_id") not in told:
+            if message["role"] != "tool" or message.get("tool_call_id") not in yielded:
                 yield message
             continue
-        for place, call in enumerate(calls):
-            yield {**message, "content": message.get("content") if place == 0 else "", "tool_calls": [call]}
+        for index, call in enumerate(calls):
+            yield {**message, "content": message.get("content") if index == 0 else "", "tool_calls": [call]}
             if call["id"] in results:
-                told.add(call["id"])
+                yielded.add(call["id"])
                 yield results[call["id"]]

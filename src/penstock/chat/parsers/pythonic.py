@@ -1,4 +1,4 @@
-"""Tool calls as Python: a list of calls with keyword arguments, `[f(a=1), g(b="x")]`, as Llama 4 and others write them."""
+"""Pythonic tool calls of Llama 4 and others: a list of calls with keyword arguments, `[f(a=1), g(b="x")]`."""
 
 import ast
 import json
@@ -18,24 +18,21 @@ class Pythonic(BaseToolFormat):
     special: tuple[str, ...] = (START, END)
 
     def matches(self, template: str) -> bool:
-        """Whether the template shows a list of calls with keyword arguments."""
         return re.search(r"\[\s*\w+\(\w+\s*=", template) is not None
 
     def begin(self, name: str) -> str:
-        """Up to where the arguments, or the name, come."""
         return f"[{name}(" if name else "["
 
-    def parser(self, reading: ParseOptions) -> ReplyParser:
-        return PythonicParser(reading)
+    def parser(self, options: ParseOptions) -> ReplyParser:
+        return PythonicParser(options)
 
 
 class PythonicParser(CallParser):
-    """The list stands at the beginning of the reply or after a tag. Arguments become JSON one by one."""
+    """The list is at the beginning of the reply or after a tag. Arguments are converted to JSON one by one."""
 
     opens: tuple[str, ...] = (START,)
 
     def first_calls(self) -> Read[None]:
-        """A reply that begins with a bracket may be a list of calls."""
         self.source.mark()
         if (yield from self.source.peek()) == "[":
             yield from self.calls("")
@@ -43,7 +40,6 @@ class PythonicParser(CallParser):
             self.source.rewind()
 
     def calls(self, opener: str) -> Read[bool]:
-        """The first call decides."""
         source = self.source
         if not (yield from source.token("[")):
             source.rewind()
@@ -59,13 +55,13 @@ class PythonicParser(CallParser):
             good = yield from self.attempt(self._call)
         return first
 
-    def _call(self, draft: PartialCall) -> Read[bool]:
+    def _call(self, call: PartialCall) -> Read[bool]:
         source = self.source
         yield from source.peek()
         name = yield from source.run(NAME)
         if not name or not (yield from source.token("(")):
             return False
-        draft.named(name)
+        call.set_name(name)
         opening = "{"
         while not (yield from source.token(")")):
             if opening != "{":
@@ -76,13 +72,13 @@ class PythonicParser(CallParser):
             argument = yield from self._argument()
             if argument is None:
                 return False
-            draft.grow(opening + argument)
+            call.add_arguments(opening + argument)
             opening = ", "
-        draft.grow("{}" if opening == "{" else "}")
+        call.add_arguments("{}" if opening == "{" else "}")
         return True
 
     def _argument(self) -> Read[str | None]:
-        """One `key=value` as a JSON member."""
+        """Read one `key=value` and return it as a JSON member."""
         yield from self.source.peek()
         key = yield from self.source.run(KEY)
         if not key or not (yield from self.source.token("=")):
@@ -92,7 +88,7 @@ class PythonicParser(CallParser):
 
 
 def _read_literal(source: TextSource) -> Read[str]:
-    """Read up to the comma or bracket that ends a Python literal; quotes and brackets inside it are kept together."""
+    """Read up to the comma or bracket that ends a Python literal, outside its quotes and brackets."""
     parts: list[str] = []
     quote, depth, escaped = "", 0, False
     while (yield from source.more()):
@@ -123,7 +119,7 @@ def _as_json(literal: str) -> str | None:
     try:
         value: Any = ast.literal_eval(text)
         written = json.dumps(value, ensure_ascii=False, allow_nan=False)
-        written.encode()  # a lone surrogate is no text
+        written.encode()  # fails for a lone surrogate, which JSON readers refuse
     except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
         return None
     return written

@@ -1,4 +1,4 @@
-"""Tool calls of Qwen3-Coder and Qwen3.5: `<function=…>` with one `<parameter=…>` for each argument, as text and not as JSON."""
+"""Qwen3-Coder and Qwen3.5 tool calls: `<function=…>` with one `<parameter=…>` per argument, as text and not as JSON."""
 
 import json
 import re
@@ -21,7 +21,7 @@ KINDS: dict[type, frozenset[str]] = {
     dict: frozenset({"object"}),
     type(None): frozenset({"null"}),
 }
-"""The JSON types that a value is of."""
+"""The JSON schema types of a Python value."""
 WORDS = {"True": "true", "False": "false", "None": "null"}
 
 
@@ -29,74 +29,71 @@ class QwenXml(BaseToolFormat):
     special: tuple[str, ...] = (OPEN, CLOSE)
 
     def matches(self, template: str) -> bool:
-        """Whether the template speaks of both tags."""
         return FUNCTION in template and PARAMETER in template
 
     def begin(self, name: str) -> str:
-        """Up to where the arguments, or the name, come."""
         return f"{OPEN}\n{FUNCTION}{name}" + (">\n" if name else "")
 
-    def parser(self, reading: ParseOptions) -> ReplyParser:
-        return QwenXmlParser(reading)
+    def parser(self, options: ParseOptions) -> ReplyParser:
+        return QwenXmlParser(options)
 
 
 class QwenXmlParser(CallParser):
-    """Texts are given out while they are written; other arguments one by one. The outer tag is often forgotten."""
+    """String arguments are emitted as they come, others when they are complete. Models often omit the outer tag."""
 
     opens: tuple[str, ...] = (OPEN, FUNCTION)
 
-    def __init__(self, reading: ParseOptions) -> None:
-        self._schemas = {tool["function"]["name"]: _properties(tool["function"]) for tool in reading.tools}
-        super().__init__(reading)
+    def __init__(self, options: ParseOptions) -> None:
+        self._schemas = {tool["function"]["name"]: _properties(tool["function"]) for tool in options.tools}
+        super().__init__(options)
 
     def calls(self, opener: str) -> Read[bool]:
-        """One call after each tag."""
         if opener == OPEN and not (yield from self.source.token(FUNCTION)):
             self.source.rewind()
             return False
         return (yield from self.attempt(self._call))
 
-    def _call(self, draft: PartialCall) -> Read[bool]:
+    def _call(self, call: PartialCall) -> Read[bool]:
         source = self.source
         name = yield from source.run(NAME)
         if not name or not (yield from source.token(">")):
             return False
-        draft.named(name)
+        call.set_name(name)
         opening = "{"
         while (yield from source.token(PARAMETER)):
             key = yield from source.run(NAME)
             if not (yield from source.token(">")):
                 return False
-            draft.grow(f"{opening}{_quoted(key)}: ")
+            call.add_arguments(f"{opening}{_quoted(key)}: ")
             kinds = _kinds(self._schemas.get(name, {}).get(key))
-            if not (yield from self._value(draft, kinds)):
+            if not (yield from self._value(call, kinds)):
                 return False
             opening = ", "
         if not (yield from source.token(FUNCTION_END)):
             return False
-        draft.grow("{}" if opening == "{" else "}")
+        call.add_arguments("{}" if opening == "{" else "}")
         yield from source.token(CLOSE)
         return True
 
-    def _value(self, draft: PartialCall, kinds: frozenset[str]) -> Read[bool]:
-        """Read one value, less the newline at either end."""
+    def _value(self, call: PartialCall, kinds: frozenset[str]) -> Read[bool]:
+        """Read one value, without the newline at either end."""
         yield from self.source.token("\n", after_spaces=False)
         if kinds == frozenset({"string"}):
-            return (yield from self._text(draft))
+            return (yield from self._text(call))
         parts: list[str] = []
         ended = yield from self.source.until(PARAMETER_END, parts.append, trim=_trim_newline)
         if ended:
-            draft.grow(_as_json("".join(parts), kinds))
+            call.add_arguments(_as_json("".join(parts), kinds))
         return ended
 
-    def _text(self, draft: PartialCall) -> Read[bool]:
-        def give(text: str) -> None:
-            draft.grow(_quoted(text)[1:-1])
+    def _text(self, call: PartialCall) -> Read[bool]:
+        def emit(text: str) -> None:
+            call.add_arguments(_quoted(text)[1:-1])
 
-        draft.grow('"')
-        ended = yield from self.source.until(PARAMETER_END, give, trim=_trim_newline)
+        call.add_arguments('"')
+        ended = yield from self.source.until(PARAMETER_END, emit, trim=_trim_newline)
         if ended:
-            draft.grow('"')
+            call.add_arguments('"')
         return ended
 
 
@@ -109,7 +106,7 @@ def _quoted(text: str) -> str:
 
 
 def _as_json(text: str, kinds: frozenset[str]) -> str:
-    """The value that `text` is by its schema: JSON where that is of a kind that fits, and a text otherwise."""
+    """The value as JSON: parsed if it then has a type that the schema allows, else a string."""
     written = WORDS.get(text.strip(), text.strip())
     try:
         kind = KINDS[type(orjson.loads(written))]
@@ -125,7 +122,7 @@ def _properties(function: dict[str, Any]) -> dict[str, Any]:
 
 
 def _kinds(schema: Any) -> frozenset[str]:
-    """The JSON types that a schema allows; empty where it does not say."""
+    """The JSON types that a schema allows; empty if it does not say."""
     if not isinstance(schema, dict):
         return frozenset()
     plain: dict[str, Any] = schema  # pyright: ignore[reportUnknownVariableType]

@@ -99,9 +99,8 @@ def open_pool(folder: Path) -> Pool | None:
         config: dict[str, Any] = orjson.loads((folder / "config.json").read_bytes())["config"]
     except (OSError, ValueError, LookupError):
         return None
-    if config["pool"]["name"] == "sqlite" and not (folder / "pool.db").exists():
-        return None
-    return POOLS.load(config["pool"]["name"])(folder, url=config["pool"].get("url", ""))
+    kind = POOLS.load(config["pool"]["name"])
+    return None if kind.why_unreadable(folder) else kind(folder, url=config["pool"].get("url", ""))
 
 
 def eval_section(files: RunFiles) -> EvalSection:

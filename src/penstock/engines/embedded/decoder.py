@@ -1,14 +1,14 @@
-"""The policy network: a Llama-family decoder that engine and trainer share, weights and all.
+"""The policy network: a Llama-family decoder that engine and trainer share, weights included.
 
-How past tokens are remembered is not its business: each layer hands queries, keys and values to an `attend` function. The
-engine passes one that writes to its cache, the trainer one that shares prompt prefixes, a plain forward pass `causal`.
+It knows no cache: each layer passes queries, keys and values to an `attend` function. The engine's writes to its cache, the
+trainer's shares prompt prefixes, and `causal` is the plain forward pass.
 """
 
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -19,15 +19,31 @@ from penstock.errors import ModelError
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, queries [batch, heads, time, dim], keys and values [batch, kv_heads, time, dim]) → [batch, heads, time, dim]."""
 
-ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+
+class Architecture(NamedTuple):
+    """How an architecture differs from Llama, beyond what its `config.json` says."""
+
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    sliding_window: bool = False
+    """Whether `sliding_window` in `config.json` is in force without `use_sliding_window`."""
+
+
+ARCHITECTURES = {
+    "LlamaForCausalLM": Architecture(),
+    "MistralForCausalLM": Architecture(sliding_window=True),
+    "Qwen2ForCausalLM": Architecture(qkv_bias=True),
+    "Qwen3ForCausalLM": Architecture(qk_norm=True),
+}
+"""By the name in `config.json`. One with other tensor names also needs them in `weights.py`."""
 
 FEW_ROWS = (4, 48)
-"""Between these, x @ weightᵀ uses one core, however many there are; with two, weight @ xᵀ is 1.5 to 3 times as fast."""
+"""For this many rows MKL computes x @ weightᵀ on one core; on two cores weight @ xᵀ is 1.5 to 3 times as fast."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderShape:
-    """The numbers of a decoder, from a model folder's `config.json`."""
+    """The sizes of a decoder, from a model folder's `config.json`."""
 
     vocab_size: int
     hidden: int
@@ -41,22 +57,23 @@ class DecoderShape:
     rope_theta: float = 10_000.0
     rope_scaling: dict[str, Any] | None = None
     tied: bool = True
-    """Whether the embedding is also the head."""
+    """Whether the embedding is also the output layer."""
     qkv_bias: bool = False
     qk_norm: bool = False
 
 
 def read_decoder_shape(folder: Path) -> DecoderShape:
-    """Read `config.json`; ModelError for a model that this decoder cannot be."""
+    """Read `config.json`; ModelError for a model that this decoder cannot run."""
     config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     kind = (config.get("architectures") or ["unknown"])[0]
-    if kind not in ARCHITECTURES:
+    architecture = ARCHITECTURES.get(kind)
+    if architecture is None:
         raise ModelError(f"{folder}: the embedded engine cannot run a {kind}; it runs {', '.join(ARCHITECTURES)}")
     rope: dict[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
     scaling = rope if rope.get("rope_type", rope.get("type", "default")) != "default" else None
     if scaling and scaling.get("rope_type") != "llama3":
         raise ModelError(f"{folder}: rope scaling {scaling.get('rope_type')!r} is not supported by the embedded engine")
-    if config.get("use_sliding_window") or (kind == "MistralForCausalLM" and config.get("sliding_window")):
+    if config.get("use_sliding_window") or (architecture.sliding_window and config.get("sliding_window")):
         raise ModelError(f"{folder}: sliding-window attention is not supported by the embedded engine")
     heads = config["num_attention_heads"]
     return DecoderShape(
@@ -72,13 +89,13 @@ def read_decoder_shape(folder: Path) -> DecoderShape:
         rope_theta=float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
         rope_scaling=scaling,
         tied=bool(config.get("tie_word_embeddings")),
-        qkv_bias=kind == "Qwen2ForCausalLM" or bool(config.get("attention_bias")),
-        qk_norm=kind == "Qwen3ForCausalLM",
+        qkv_bias=architecture.qkv_bias or bool(config.get("attention_bias")),
+        qk_norm=architecture.qk_norm,
     )
 
 
 class RmsNorm(nn.RMSNorm):
-    """RMS norm, in half the operations where no gradient is wanted: on one token each costs as much as its arithmetic."""
+    """RMS norm. Without gradients it takes half the operations: on one token, launching them costs as much as computing them."""
 
     floor: Tensor
 
@@ -94,7 +111,7 @@ class RmsNorm(nn.RMSNorm):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and feed-forward, each behind a norm. Projections that read the same input are one matrix."""
+    """Attention and feed-forward, each after a norm. Projections that read the same input are one matrix."""
 
     def __init__(self, shape: DecoderShape, index: int) -> None:
         super().__init__()
@@ -113,11 +130,11 @@ class DecoderLayer(nn.Module):
         """x [batch, time, hidden]; cos, sin [batch, time, 1, dim]."""
         shape, (batch, time, _) = self.shape, x.shape
         heads = _linear(self.norm1(x), self.qkv.weight, self.qkv.bias).view(batch, time, -1, shape.head_dim)
-        turned, v = heads.tensor_split([shape.heads + shape.kv_heads], dim=2)
+        rotated, v = heads.tensor_split([shape.heads + shape.kv_heads], dim=2)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = turned.tensor_split([shape.heads], dim=2)
-            turned = torch.cat((self.q_norm(q), self.k_norm(k)), dim=2)
-        q, k = _rotate(turned, cos, sin).tensor_split([shape.heads], dim=2)
+            q, k = rotated.tensor_split([shape.heads], dim=2)
+            rotated = torch.cat((self.q_norm(q), self.k_norm(k)), dim=2)
+        q, k = _rotate(rotated, cos, sin).tensor_split([shape.heads], dim=2)
         mixed = attend(self.index, q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
         x = x + _linear(mixed.transpose(1, 2).reshape(batch, time, -1), self.out.weight)
         gate, up = _linear(self.norm2(x), self.gate_up.weight).chunk(2, dim=-1)
@@ -125,7 +142,7 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Token ids to hidden states; `logits` is apart, so that only the positions that need them pay for them."""
+    """Token ids to hidden states. `logits` is separate, so that it is computed only where it is needed."""
 
     cos: Tensor
     sin: Tensor
@@ -155,17 +172,16 @@ class Decoder(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
         return self.embed.weight.device
 
 
 def causal(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention over the whole sequence and nothing else: the plain forward pass, and the oracle of all others."""
+    """Plain causal attention over the whole sequence; the reference for all other `attend` functions."""
     return F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] > 1, enable_gqa=q.shape[1] != k.shape[1])
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x […, in] times weight [out, in]; few rows on a CPU as weight @ xᵀ, whose work MKL spreads over the cores."""
+    """x […, in] times weight [out, in]; for few rows on a CPU as weight @ xᵀ, see FEW_ROWS."""
     rows = x.numel() // x.shape[-1]
     if x.device.type != "cpu" or not FEW_ROWS[0] <= rows <= FEW_ROWS[1]:
         return F.linear(x, weight, bias)
@@ -174,12 +190,12 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair (i, i + dim/2) of x […, dim] by its angle; the first half of `sin` is negated."""
+    """Rotate each pair (i, i + dim/2) of x […, dim] by its angle; the first half of `sin` is negated."""
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
 def _rope_table(shape: DecoderShape) -> tuple[Tensor, Tensor]:
-    """cos and sin of each position's rotations, each [context_length, head_dim], as `_rotate` takes them."""
+    """cos and sin of each position's rotations, each [context_length, head_dim], in the form that `_rotate` takes."""
     inverse = 1.0 / shape.rope_theta ** (torch.arange(0, shape.head_dim, 2, dtype=torch.float64) / shape.head_dim)
     if (scaling := shape.rope_scaling) is not None:
         length = scaling["original_max_position_embeddings"]

@@ -1,7 +1,7 @@
-"""The embedded engine as the rest of penstock sees it: one thread owns the core, and asyncio sends it commands.
+"""The embedded engine: one thread runs the core, and asyncio tasks send it commands.
 
-Commands (submit, cancel, swap, close) are obeyed between two steps. What a step sampled goes back with a single call into each
-event loop, and a consumer that reads slowly gets what piled up as one chunk.
+Commands (submit, cancel, swap, close) run between two steps. The tokens of a step are delivered by a single call into each event
+loop, and a slow consumer gets all tokens that have accumulated as one chunk.
 """
 
 import asyncio
@@ -30,14 +30,14 @@ from penstock.errors import ConfigError, EngineBusy, EngineError, ModelError
 from penstock.records import Sampling
 
 MAX_FAILED_STEPS = 3
-"""Steps in a row that may fail before the engine gives up."""
+"""Failed steps in a row after which the engine gives up."""
 
 Command = Callable[[], None]
-"""What the engine's thread is to do between two steps."""
+"""Runs in the engine's thread between two steps."""
 
 
-class TokenQueue:
-    """Where a request's tokens wait for its consumer. Lives in the consumer's event loop."""
+class RequestOutput:
+    """Tokens of one request that its consumer has not read yet. Used only in the consumer's event loop."""
 
     def __init__(self, rollout_id: str) -> None:
         self.loop = asyncio.get_running_loop()
@@ -60,12 +60,12 @@ class TokenQueue:
         self._filled.set()
 
     def fail(self, problem: str) -> None:
-        """Let the consumer see an error after what is already here."""
+        """Raise an error in the consumer, after the tokens that are already here."""
         self.complete, self._problem = True, problem
         self._filled.set()
 
     async def take(self) -> SampledChunk:
-        """All tokens that have come since the last call; waits for one if there are none."""
+        """Return all tokens since the last call; wait for one if there are none."""
         await self._filled.wait()
         tokens, versions, self._tokens, self._versions = self._tokens, self._versions, [], []
         if not tokens:
@@ -82,7 +82,7 @@ class TokenQueue:
 
 
 class EmbeddedEngine:
-    """A decoder that is sampled from in this process. The trainer may share its weights: `decoder` is the very module."""
+    """Samples from a decoder in this process. The trainer may share `decoder`, the module itself."""
 
     def __init__(self, core: EngineCore, *, name: str, queue_limit: int, seed: int, stop_ids: Iterable[int] = ()) -> None:
         self.decoder: Decoder = core.decoder
@@ -91,60 +91,56 @@ class EmbeddedEngine:
         self._limit = core.slots + queue_limit
         self._version = 0
         self._keys = count()
-        self._mailboxes: dict[int, TokenQueue] = {}
+        self._outputs: dict[int, RequestOutput] = {}
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._ended: str | None = None
-        """Why no more commands are obeyed."""
+        """Why no more commands are accepted; None while they are."""
         self._closing = False
         self._thread = threading.Thread(target=self._run, name=f"penstock-engine-{name}", daemon=True)
         self._thread.start()
 
     @property
     def model(self) -> str:
-        """The name that `/v1/models` shows."""
         return self._name
 
     @property
     def context_length(self) -> int:
-        """Prompt and reply together must fit in this many tokens."""
         return self.decoder.shape.context_length
 
     @property
     def version(self) -> int:
-        """The policy version that the next token will be sampled under."""
         return self._version
 
     async def generate(
         self, prompt_ids: Sequence[int], sampling: Sampling, *, rollout_id: str = ""
     ) -> AsyncGenerator[SampledChunk, None]:
-        """Sample one reply; see `Engine.generate`."""
         self._check(prompt_ids, sampling)
-        if len(self._mailboxes) >= self._limit:
+        if len(self._outputs) >= self._limit:
             raise EngineBusy(f"{self._limit} requests are already running or waiting; try again later, or raise engine.queue")
         request = self._request(prompt_ids, sampling)
-        mailbox = self._mailboxes[request.key] = TokenQueue(rollout_id)
+        output = self._outputs[request.key] = RequestOutput(rollout_id)
         try:
             self._post(lambda: self._core.submit(request))
             while True:
-                chunk = await mailbox.take()
+                chunk = await output.take()
                 yield chunk
                 if chunk.finish is not None:
                     return
         finally:
-            self._mailboxes.pop(request.key, None)
-            if not mailbox.complete:
-                with suppress(EngineError):  # it has ended by itself, and the request with it
+            self._outputs.pop(request.key, None)
+            if not output.complete:
+                with suppress(EngineError):  # the engine has ended, and the request with it
                     self._post(lambda: self._core.cancel(request))
 
     async def swap(self, version: int, change: Callable[[], None]) -> None:
-        """Between two steps, run `change` and serve `version` from then on; if it raises, the version stays."""
+        """See `Engine.swap`. If `change` raises, the version stays."""
         done: Future[None] = Future()
         self._post(lambda: self._swap(version, change, done))
         await asyncio.wrap_future(done)
 
     async def load(self, version: int, folder: Path) -> None:
-        """Serve the weights of a model folder; see `Engine.load`. They are copied in between two steps."""
+        """See `Engine.load`. The weights are read in a thread and copied in between two steps."""
         weight = next(self.decoder.parameters())
         try:
             read = await asyncio.to_thread(load_decoder, folder, device=weight.device, dtype=weight.dtype)
@@ -198,19 +194,19 @@ class EmbeddedEngine:
         )
 
     def _post(self, command: Command) -> None:
-        with self._lock:  # so that no command slips in after the thread has looked for the last time
+        with self._lock:  # so that no command is queued after the thread has emptied the queue for the last time
             if self._ended is not None:
                 raise EngineError(self._ended)
             self._commands.put(command)
 
-    # The rest runs in the engine's thread.
+    # Below: runs in the engine's thread.
 
     def _run(self) -> None:
         ended = "the engine is closed"
         try:
             failures = 0
             while not self._closing:
-                self._obey()
+                self._run_commands()
                 failures = 0 if self._advance() else failures + 1
                 if failures == MAX_FAILED_STEPS:
                     ended = f"the engine has given up after {MAX_FAILED_STEPS} failed steps in a row; open a new one"
@@ -220,17 +216,17 @@ class EmbeddedEngine:
         finally:
             with self._lock:
                 self._ended = ended
-            self._fail(list(self._mailboxes), ended)
+            self._fail(list(self._outputs), ended)
             while not self._commands.empty():
                 self._commands.get()()
 
-    def _obey(self) -> None:
-        """Do what was asked since the last step; sleep while there is nothing at all to do."""
+    def _run_commands(self) -> None:
+        """Run the commands that have come since the last step; block while there is nothing else to do."""
         while not self._closing and (self._core.idle or not self._commands.empty()):
             self._commands.get()()
 
     def _advance(self) -> bool:
-        """One step; False if it failed. Then those who had a seat fail too, and those who wait are served next."""
+        """Run one step; False if it failed. Active requests then fail with it, and waiting ones are served next."""
         if self._closing:
             return True
         try:
@@ -250,7 +246,7 @@ class EmbeddedEngine:
                 raise EngineError(self._ended)
             change()
         except Exception as cause:
-            self._core.reset()  # it may have changed some of the weights
+            self._core.reset()  # `change` may have rewritten some of the weights before it raised
             done.set_exception(cause)
         else:
             self._core.reset()
@@ -261,29 +257,29 @@ class EmbeddedEngine:
         self._closing = True
 
     def _deliver(self, sampled: Sequence[DrawnToken]) -> None:
-        batches: defaultdict[asyncio.AbstractEventLoop, list[tuple[TokenQueue, DrawnToken]]] = defaultdict(list)
+        batches: defaultdict[asyncio.AbstractEventLoop, list[tuple[RequestOutput, DrawnToken]]] = defaultdict(list)
         for token in sampled:
-            mailbox = self._mailboxes.get(token.request.key)
-            if mailbox is not None:
-                batches[mailbox.loop].append((mailbox, token))
+            output = self._outputs.get(token.request.key)
+            if output is not None:
+                batches[output.loop].append((output, token))
         for loop, batch in batches.items():
             try:
-                loop.call_soon_threadsafe(_hand_out, batch, self._version)
-            except RuntimeError:  # the loop is closed: nobody is left to read these
+                loop.call_soon_threadsafe(_put_all, batch, self._version)
+            except RuntimeError:  # the loop is closed: nobody will read these
                 for _, token in batch:
                     self._core.cancel(token.request)
-                    self._mailboxes.pop(token.request.key, None)
+                    self._outputs.pop(token.request.key, None)
 
     def _fail(self, keys: Iterable[int], problem: str) -> None:
-        for mailbox in [self._mailboxes.get(key) for key in keys]:
-            if mailbox is not None:
+        for output in [self._outputs.get(key) for key in keys]:
+            if output is not None:
                 with suppress(RuntimeError):  # its loop is closed
-                    mailbox.loop.call_soon_threadsafe(mailbox.fail, problem)
+                    output.loop.call_soon_threadsafe(output.fail, problem)
 
 
-def _hand_out(batch: Sequence[tuple[TokenQueue, DrawnToken]], version: int) -> None:
-    for mailbox, token in batch:
-        mailbox.put(token, version)
+def _put_all(batch: Sequence[tuple[RequestOutput, DrawnToken]], version: int) -> None:
+    for output, token in batch:
+        output.put(token, version)
 
 
 def _copy(source: Decoder, target: Decoder) -> None:
@@ -296,7 +292,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def open_engine(
     folder: Path, *, name: str, section: EngineSection, seed: int, decode: Callable[[Sequence[int]], str] | None = None
 ) -> EmbeddedEngine:
-    """Load the model in `folder` and start serving it as policy version 0. Stop strings need `decode`, from ids to text."""
+    """Load the model in `folder` and serve it as policy version 0. Stop strings need `decode`, from ids to text."""
     device = pick_device(section.device)
     dtype = pick_dtype(section.dtype, device)
     decoder = load_decoder(folder, device=device, dtype=dtype)
@@ -305,7 +301,7 @@ def open_engine(
 
 
 def pick_device(name: str) -> torch.device:
-    """The device that `engine.device` means; "auto" is a GPU where there is one."""
+    """The device that `engine.device` names; "auto" is a GPU if there is one."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -318,9 +314,9 @@ def pick_device(name: str) -> torch.device:
 
 
 def pick_dtype(name: str, device: torch.device, *, limit: Callable[[], bool] = limit_onednn) -> torch.dtype:
-    """The precision that `engine.dtype` means; "auto" is bfloat16 on a GPU and float32 on a CPU, where it is faster.
+    """The precision that `engine.dtype` names; "auto" is bfloat16 on a GPU and float32 on a CPU, where it is faster.
 
-    Before bfloat16 on a CPU, `limit` keeps this process from instructions that would end it, and says whether it did.
+    Before bfloat16 on a CPU, `limit` excludes instructions that would kill this process, and returns whether it had to.
     """
     dtype = DTYPES[name] if name != "auto" else torch.bfloat16 if device.type == "cuda" else torch.float32
     if dtype == torch.bfloat16 and device.type == "cpu" and limit() and _uses_amx():
@@ -332,12 +328,12 @@ def pick_dtype(name: str, device: torch.device, *, limit: Callable[[], bool] = l
 
 
 def _uses_amx() -> bool:
-    """Whether oneDNN made its choice before it was limited: without AMX it would not compute in float16 either."""
+    """Whether oneDNN chose AMX before it was limited. It then supports float16 too, which is the only way to ask."""
     return torch.ops.mkldnn._is_mkldnn_fp16_supported()
 
 
 def end_ids(folder: Path) -> frozenset[int]:
-    """The ids that end a reply: those of the model's generation config (else its config), and its tokenizer's."""
+    """The ids that end a reply: of the model's generation config (else its config), and of its tokenizer."""
     ids: int | list[int] | None = _read(folder / "generation_config.json").get("eos_token_id")
     if ids is None:
         ids = _read(folder / "config.json").get("eos_token_id")

@@ -1,8 +1,9 @@
-"""What the engine remembers of token prefixes: a tree of segments, each with its keys and values, computed and kept once.
+"""Key-value cache of the embedded engine: a tree of token prefixes, shared by requests, and a tail for each request.
 
-A segment holds the tokens between two forks, so every prompt is a path from the root and what prompts share is stored once. A
-segment without keys and values is planned: some request needs it, and the next prefill pass computes it. Segments that no
-request holds are kept for later ones and dropped, least recently used first, when room is needed.
+A segment of the tree holds the tokens between two forks, so every prompt is a path from the root and a common prefix is stored
+once. A segment without keys and values is planned: some request needs it, and the next prefill pass computes it. Segments that
+no request holds are kept for later requests and dropped, least recently used first, when room is needed. A tail holds the newest
+tokens of one running request.
 """
 
 import heapq
@@ -16,20 +17,20 @@ from penstock.engines.embedded.decoder import DecoderShape
 
 
 class KeyValues(NamedTuple):
-    """Keys and values of some consecutive tokens, all layers."""
+    """Keys and values of consecutive tokens, for all layers."""
 
     keys: Tensor
-    """[layers, kv_heads, dim, tokens]: transposed, see `tails`."""
+    """[layers, kv_heads, dim, tokens]: transposed, as the product with queries reads them."""
     values: Tensor
     """[layers, kv_heads, tokens, dim]"""
 
     def part(self, start: int, end: int) -> "KeyValues":
-        """A copy of some of the tokens, so that dropping one part frees its memory."""
+        """A copy of some of the tokens: a view would keep the memory of all of them."""
         return KeyValues(self.keys[..., start:end].clone(), self.values[..., start:end, :].clone())
 
 
 class Segment:
-    """Some consecutive tokens of a path."""
+    """Consecutive tokens of a path."""
 
     def __init__(self, tokens: tuple[int, ...], parent: "Segment | None", start: int) -> None:
         self.tokens = tokens
@@ -37,11 +38,11 @@ class Segment:
         self.start = start
         """Position of its first token."""
         self.children: dict[int, Segment] = {}
-        """By first token."""
+        """By their first token."""
         self.holders = 0
         """Requests whose path ends here; a segment with holders or children stays."""
         self.used = 0
-        self.cached: KeyValues | None = None
+        self.kv: KeyValues | None = None
         """None while planned."""
 
     @property
@@ -51,11 +52,11 @@ class Segment:
 
     @property
     def ready(self) -> bool:
-        """Whether its keys and values are known."""
-        return self.cached is not None or self.parent is None
+        """Whether its keys and values are computed; those of the root are."""
+        return self.kv is not None or self.parent is None
 
     def path(self) -> "list[Segment]":
-        """From below the root down to this one."""
+        """The segments from below the root down to this one."""
         found: list[Segment] = []
         segment: Segment = self
         while segment.parent is not None:
@@ -65,9 +66,9 @@ class Segment:
 
 
 class PrefixTree:
-    """The segments, and the bound on how many tokens they may hold together.
+    """The segments, which hold at most `capacity` tokens together.
 
-    `longest` bounds one segment, so that each can be computed in a single pass.
+    A segment has at most `longest` tokens, so that it can be computed in a single pass.
     """
 
     def __init__(self, *, capacity: int, longest: int) -> None:
@@ -75,13 +76,13 @@ class PrefixTree:
         self.clear()
 
     def clear(self) -> None:
-        """Forget everything. Whoever held a segment must take a new one."""
+        """Drop everything. Segments that requests hold are no longer part of the tree."""
         self.root = Segment((), None, 0)
         self.tokens = 0
         self._clock = 0
 
     def plan(self, tokens: Sequence[int]) -> Segment | None:
-        """The end of the path for `tokens`, held for the caller; what is not there yet is planned. None where there is no room."""
+        """Return the end of the path for `tokens`, held for the caller; missing segments are planned. None if there is no room."""
         last, matched = self._match(self.root, tokens)
         self._hold(last)
         if not self._make_room(len(tokens) - matched):
@@ -89,8 +90,8 @@ class PrefixTree:
             return None
         return self._move_hold(last, self._grow(last, tokens[matched:]))
 
-    def extend(self, held: Segment, tokens: Sequence[int], cached: KeyValues) -> Segment | None:
-        """Keep a copy of computed `tokens` below `held`, whose hold moves to their end; None, and nothing moved, without room."""
+    def extend(self, held: Segment, tokens: Sequence[int], kv: KeyValues) -> Segment | None:
+        """Store a copy of computed `tokens` below `held` and move the hold to their end; None, and no change, without room."""
         last, matched = self._match(held, tokens)
         self._hold(last)
         if not self._make_room(len(tokens) - matched):
@@ -99,21 +100,21 @@ class PrefixTree:
         last = self._move_hold(last, self._grow(last, tokens[matched:]))
         for segment in last.path():
             if not segment.ready:
-                segment.cached = cached.part(segment.start - held.end, segment.end - held.end)
+                segment.kv = kv.part(segment.start - held.end, segment.end - held.end)
         self.release(held)
         return last
 
     def release(self, segment: Segment) -> None:
-        """Let go of a path. What nobody computed and nobody else needs is gone at once."""
+        """Give up the hold on a path. Planned segments that no other request needs are removed at once."""
         segment.holders -= 1
-        while not segment.ready and _free(segment):
+        while not segment.ready and _is_free(segment):
             segment = self._remove(segment)
 
     def _match(self, last: Segment, tokens: Sequence[int]) -> tuple[Segment, int]:
-        """The deepest segment below `last` on the way of `tokens`, split where they leave it, and how many tokens lead there."""
+        """The deepest segment below `last` on the path of `tokens`, split if they leave it midway; how many tokens match."""
         matched = 0
         while matched < len(tokens) and (child := last.children.get(tokens[matched])) is not None:
-            common = _common(child.tokens, tokens, matched)
+            common = _common_length(child.tokens, tokens, matched)
             last = self._split(child, common) if common < len(child.tokens) else child
             matched += common
             if last is not child:
@@ -129,11 +130,11 @@ class PrefixTree:
         return last
 
     def _split(self, lower: Segment, at: int) -> Segment:
-        """Cut `lower` in two; it stays the lower part, so that those who hold it need not know. Returns the upper part."""
+        """Split a segment and return the upper part. `lower` itself stays the lower part, so that holds on it remain valid."""
         upper = Segment(lower.tokens[:at], lower.parent, lower.start)
         upper.used = lower.used
-        if lower.cached is not None:
-            upper.cached, lower.cached = lower.cached.part(0, at), lower.cached.part(at, len(lower.tokens))
+        if lower.kv is not None:
+            upper.kv, lower.kv = lower.kv.part(0, at), lower.kv.part(at, len(lower.tokens))
         if lower.parent is not None:
             lower.parent.children[upper.tokens[0]] = upper
         lower.tokens, lower.parent, lower.start = lower.tokens[at:], upper, upper.end
@@ -155,13 +156,13 @@ class PrefixTree:
         excess = self.tokens + tokens - self.capacity
         if excess <= 0:
             return True
-        heap = [(s.used, id(s), s) for s in self._walk() if _free(s)]
+        heap = [(s.used, id(s), s) for s in self._walk() if _is_free(s)]
         heapq.heapify(heap)
         while heap and excess > 0:
             segment = heapq.heappop(heap)[2]
             excess -= len(segment.tokens)
             parent = self._remove(segment)
-            if _free(parent):
+            if _is_free(parent):
                 heapq.heappush(heap, (parent.used, id(parent), parent))
         return excess <= 0
 
@@ -180,12 +181,12 @@ class PrefixTree:
             ahead.extend(segment.children.values())
 
 
-def _free(segment: Segment) -> bool:
+def _is_free(segment: Segment) -> bool:
     return not segment.children and segment.holders == 0 and segment.parent is not None
 
 
-def _common(tokens: tuple[int, ...], other: Sequence[int], offset: int) -> int:
-    """How many of `tokens` equal `other` from `offset` on."""
+def _common_length(tokens: tuple[int, ...], other: Sequence[int], offset: int) -> int:
+    """How many leading tokens equal `other` from `offset` on."""
     length = min(len(tokens), len(other) - offset)
     if tuple(other[offset : offset + length]) == tokens[:length]:
         return length
@@ -193,11 +194,11 @@ def _common(tokens: tuple[int, ...], other: Sequence[int], offset: int) -> int:
 
 
 FIRST_CAPACITY = 8
-"""Tokens that a fresh tail holds; the room doubles as replies grow."""
+"""Tokens that a new tail holds; the capacity doubles as replies grow."""
 
 
 class TailCache:
-    """Room for `slots` tails."""
+    """One tail per slot, all in the same two tensors."""
 
     def __init__(self, shape: DecoderShape, *, slots: int, device: torch.device, dtype: torch.dtype) -> None:
         self._shape, self._slots = shape, slots
@@ -205,11 +206,11 @@ class TailCache:
         self.clear()
 
     def clear(self) -> None:
-        """Back to fresh, zeroed memory: what weights of long ago computed, NaNs included, must not linger in masked places."""
+        """Allocate zeroed memory: NaNs that broken weights left at masked positions would spread, since 0 * NaN is NaN."""
         self._allocate(FIRST_CAPACITY)
 
     def reserve(self, tokens: int) -> None:
-        """Make every tail at least `tokens` long."""
+        """Make room for `tokens` in every tail."""
         if tokens <= self.capacity:
             return
         keys, values, old = self.keys, self.values, self.capacity
@@ -220,15 +221,15 @@ class TailCache:
         self.keys[..., :old].copy_(keys)
         self.values[..., :old, :].copy_(values)
 
-    def load(self, slot: int, at: int, cached: KeyValues) -> None:
-        """Put tokens computed elsewhere at `at` of a tail."""
-        end = at + cached.keys.shape[-1]
+    def load(self, slot: int, at: int, kv: KeyValues) -> None:
+        """Copy computed tokens to position `at` of a tail."""
+        end = at + kv.keys.shape[-1]
         self.reserve(end)
-        self.keys[:, slot, :, :, at:end].copy_(cached.keys)
-        self.values[:, slot, :, at:end].copy_(cached.values)
+        self.keys[:, slot, :, :, at:end].copy_(kv.keys)
+        self.values[:, slot, :, at:end].copy_(kv.values)
 
     def read(self, slot: int, start: int, end: int) -> KeyValues:
-        """A view of some of a tail's tokens."""
+        """A view of a tail's tokens."""
         return KeyValues(self.keys[:, slot, :, :, start:end], self.values[:, slot, :, start:end])
 
     def _allocate(self, capacity: int) -> None:

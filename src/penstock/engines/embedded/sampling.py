@@ -1,10 +1,10 @@
-"""Draws the next token of every running request from its logits, and says how likely the drawn token was.
+"""Sampling: draws the next token of every running request from its logits, with its log-probability.
 
 Two log-probabilities come with each token. `logprobs` is under the distribution that the token was really drawn from, after
 temperature, top-k, top-p and min-p; `full_logprobs` is under the plain softmax. The trainer takes the first as the behaviour
-probability and computes its own at the same temperature: an importance ratio is only right against the distribution that
-sampled, and a ratio of two tempered probabilities starts at 1 for fresh tokens. The second serves audits, which then need not
-know how a request was sampled, and the KL to a reference policy. A greedy token had no alternative: its log-probability is 0.
+probability and computes its own at the same temperature: an importance ratio is only correct against the distribution that
+sampled, and a ratio of two tempered probabilities starts at 1 for fresh tokens. The second is for audits, which need not
+know how a request was sampled, and for the KL to a reference policy. A greedy token had no alternative: its log-probability is 0.
 
 Randomness is one uniform number per token, from the request's own generator, pushed through the inverse of the cumulative
 distribution: what a request draws does not depend on who shares its batch.
@@ -20,13 +20,13 @@ from torch import Tensor
 from penstock.records import Sampling
 
 BLOCK = 128
-"""Weights are summed in blocks of this many; only the block that holds the drawn token is walked token by token."""
+"""Weights are summed in blocks of this many; only the block of the drawn token is searched token by token."""
 
 SamplingKind = Literal["greedy", "plain", "tempered", "truncated"]
 
 
 class DrawnTokens(NamedTuple):
-    """One token per row, each [rows]; log-probabilities are float64, NaN where a row's logits were."""
+    """One token per row, each [rows]; log-probabilities are float64, NaN if the row's logits had NaN."""
 
     ids: Tensor
     logprobs: Tensor
@@ -35,7 +35,7 @@ class DrawnTokens(NamedTuple):
 
 def sample(logits: Tensor, samplings: Sequence[Sampling], uniforms: Sequence[float]) -> DrawnTokens:
     """Draw one token per row of float32 `logits` [rows, vocab]; `uniforms` are in [0, 1)."""
-    shifted = logits - logits.amax(-1, keepdim=True)  # best token at 0: no exponential overflows
+    shifted = logits - logits.amax(-1, keepdim=True)  # the best token at 0, so that no exponential overflows
     weights = shifted.exp()
     sums = _block_sums(weights)
     ids = torch.empty(len(samplings), dtype=torch.long, device=logits.device)
@@ -83,7 +83,7 @@ def _truncated(shifted: Tensor, samplings: Sequence[Sampling], uniform: Tensor) 
     top_p, min_p = (_column([getattr(s, name) for s in samplings], shifted).double() for name in ("top_p", "min_p"))
     scaled = shifted / _column([s.temperature for s in samplings], shifted)
     mass = scaled.exp().sum(-1, keepdim=True).double()
-    # Without top-k, tokens below an even share of what top-p drops are all dropped: only those above are worth sorting.
+    # Without top-k, tokens below an even share of the mass that top-p drops are always dropped: only the others are sorted.
     floor = torch.where(ranks < vocab, 0.0, torch.maximum(min_p, 0.999 * (1.0 - top_p) * mass / vocab))
     likely = (scaled >= floor.log()).sum(-1, keepdim=True)
     scaled, order = scaled.topk(max(1, int(torch.minimum(likely, ranks).max())))  # [rows, kept], best first
@@ -98,7 +98,7 @@ def _truncated(shifted: Tensor, samplings: Sequence[Sampling], uniform: Tensor) 
 
 
 def _invert(weights: Tensor, sums: Tensor, uniform: Tensor) -> Tensor:
-    """The id at which the running sum of `weights` [rows, vocab] passes `uniform` of the whole."""
+    """Inverse of the cumulative distribution: the id at which the sum of `weights` [rows, vocab] passes `uniform` of the total."""
     reach = sums.cumsum(-1)
     target = uniform * reach[:, -1]
     block = _first_above(sums, target)  # [rows, 1]
@@ -110,7 +110,7 @@ def _invert(weights: Tensor, sums: Tensor, uniform: Tensor) -> Tensor:
 
 
 def _first_above(weights: Tensor, target: Tensor) -> Tensor:
-    """Index [rows, 1] where the running sum first exceeds `target` [rows]; where rounding lets none, the last that has weight."""
+    """Index [rows, 1] where the running sum first exceeds `target` [rows]; the last with weight, if rounding prevents that."""
     place = (weights.cumsum(-1) <= target[:, None]).sum(-1, keepdim=True)
     index = torch.arange(weights.shape[-1], device=weights.device)
     last = torch.where(weights > 0.0, index, 0).amax(-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""Decoder weights from and to model folders: safetensors under the names that every other tool knows."""
+"""Decoder weights from and to model folders: safetensors under Hugging Face names."""
 
 import json
 from pathlib import Path
@@ -21,13 +21,13 @@ LAYER_NAMES = {
     "q_norm": ("self_attn.q_norm",),
     "k_norm": ("self_attn.k_norm",),
 }
-"""Part of our layer → the parts of a public checkpoint that it holds, stacked."""
+"""Module of our layer → the modules of a Hugging Face layer whose weights it stacks."""
 
 TOP_NAMES = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
 
 
 def load_decoder(folder: Path, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Decoder:
-    """The decoder that a model folder describes, with its weights."""
+    """Build the decoder of a model folder and load its weights."""
     shape = read_decoder_shape(folder)
     decoder = Decoder(shape)
     public = _read(folder)
@@ -39,8 +39,8 @@ def load_decoder(folder: Path, *, device: torch.device | str = "cpu", dtype: tor
             raise ModelError(f"{folder}: its weights lack {missing[0]!r}; pull the model again")
         state[name] = torch.cat([public[n] for n in names]) if len(names) > 1 else public[names[0]]
     known = {"lm_head.weight", *(public_name for name in state for public_name in public_names(name))}
-    if strange := sorted(name for name in public if name not in known and not name.endswith("rotary_emb.inv_freq")):
-        raise ModelError(f"{folder}: it has {strange[0]!r}, which the embedded engine would ignore; use another model or engine")
+    if unknown := sorted(name for name in public if name not in known and not name.endswith("rotary_emb.inv_freq")):
+        raise ModelError(f"{folder}: it has {unknown[0]!r}, which the embedded engine would ignore; use another model or engine")
     decoder.load_state_dict(state)
     return decoder.to(device=device, dtype=dtype)
 
@@ -51,24 +51,24 @@ def save_decoder(decoder: Decoder, folder: Path) -> None:
 
 
 def public_state(decoder: Decoder) -> dict[str, Tensor]:
-    """The weights by public name, contiguous, on the CPU."""
+    """The weights under Hugging Face names, contiguous, on the CPU."""
     state: dict[str, Tensor] = {}
     for name, value in decoder.state_dict().items():
         names = public_names(name)
-        for part, piece in zip(names, value.split(_sizes(name, decoder.shape, value)), strict=True):
+        for part, piece in zip(names, value.split(_split_sizes(name, decoder.shape, value)), strict=True):
             state[part] = piece.detach().cpu().contiguous()
     return state
 
 
 def public_names(name: str) -> list[str]:
-    """Our parameter name → the public names of what it stacks, e.g. `layers.3.qkv.weight` → q_proj, k_proj, v_proj of layer 3."""
+    """Our parameter name → the names of what it stacks, e.g. `layers.3.qkv.weight` → q_proj, k_proj, v_proj of layer 3."""
     parts = name.split(".")
     if parts[0] == "layers":
         return [f"model.layers.{parts[1]}.{public}.{parts[3]}" for public in LAYER_NAMES[parts[2]]]
     return [f"{TOP_NAMES[parts[0]]}.{parts[1]}"]
 
 
-def _sizes(name: str, shape: DecoderShape, value: Tensor) -> list[int]:
+def _split_sizes(name: str, shape: DecoderShape, value: Tensor) -> list[int]:
     if ".qkv." in name:
         return [shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, shape.kv_heads * shape.head_dim]
     return [shape.inner, shape.inner] if ".gate_up." in name else [value.shape[0]]

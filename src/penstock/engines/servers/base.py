@@ -1,4 +1,4 @@
-"""How the events of an engine's reply become tokens: every column as long as the ids, or the reply is not believed."""
+"""Engines behind HTTP servers that take token ids. `vllm` and `sglang` say how each kind of server is spoken to."""
 
 import asyncio
 import hashlib
@@ -25,326 +25,17 @@ from penstock.errors import ConfigError, EngineError
 from penstock.http.client import ErrorKind, HttpClient, RequestTimeouts, UpstreamError
 from penstock.records import Finish, Sampling
 
-MIN_LOGPROB, MAX_LOGPROB = -9999.0, 1e-3
-"""A log-probability is between these: the first is vLLM's word for minus infinity, the second leaves room for rounding."""
-
-
-def is_plain(sampling: Sampling) -> bool:
-    """Whether tokens are drawn from the plain softmax."""
-    return sampling.temperature == 1.0 and not sampling.truncated
-
-
-class ReplyReader(ABC):
-    """Reads the events of one reply, all of it sampled under one policy version."""
-
-    def __init__(self, prompt: list[int], sampling: Sampling, *, version: int) -> None:
-        self.done = False
-        self._prompt = prompt
-        self._greedy, self._plain = sampling.temperature == 0.0, is_plain(sampling)
-        self._version = version
-        self._ids: list[int] = []
-        self._logprobs: list[float] = []
-        self._finish: Finish | None = None
-
-    def take(self, event: bytes) -> None:
-        """Add an event; what follows the end of the reply is left out."""
-        if self.done:
-            return
-        if event == b"[DONE]":
-            raise UpstreamError("ended without saying how the reply finished", kind="broken")
-        try:
-            parsed: dict[str, Any] = orjson.loads(event)
-            if "error" in parsed:
-                raise _reported(parsed["error"])
-            self.read(parsed)
-        except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError) as cause:
-            text = event[:100].decode("utf-8", "replace")
-            raise UpstreamError(f"sent an event that no reply has: {text}", kind="garbled") from cause
-
-    def drain(self) -> SampledChunk | None:
-        """All tokens since the last call."""
-        if not self._ids and not self.done:
-            return None
-        ids, given, self._ids, self._logprobs = tuple(self._ids), tuple(self._logprobs), [], []
-        return SampledChunk(
-            ids=ids,
-            logprobs=(0.0,) * len(ids) if self._greedy else given,
-            full_logprobs=given if self._greedy or self._plain else (),
-            versions=(self._version,) * len(ids),
-            finish=self._finish,
-        )
-
-    @abstractmethod
-    def read(self, event: dict[str, Any]) -> None:
-        """Call `add` with what an event holds; a KeyError, TypeError or AttributeError says that it makes no sense."""
-
-    def add(self, ids: list[int], logprobs: list[float], reason: str | None) -> None:
-        """Add tokens, and how the reply finished where `reason` says so."""
-        if len(ids) != len(logprobs):
-            raise UpstreamError(f"sent {len(ids)} token ids with {len(logprobs)} log-probabilities", kind="garbled")
-        if not all(type(i) is int and i >= 0 for i in ids):
-            raise UpstreamError(f"sent token ids that are none: {ids}", kind="garbled")
-        if not all(MIN_LOGPROB < x <= MAX_LOGPROB for x in logprobs):
-            raise UpstreamError(f"sent log-probabilities that are none ({logprobs}); see its --logprobs-mode", kind="garbled")
-        if reason not in (None, "stop", "length"):
-            raise UpstreamError(f"broke the reply off ({reason})", kind="broken")
-        self._ids += ids
-        self._logprobs += logprobs
-        self._finish, self.done = reason, reason is not None
-
-
-def _reported(error: Any) -> UpstreamError:
-    """The fault that an error event within a stream stands for."""
-    if isinstance(error, str):
-        return UpstreamError(f"reported an error: {error}", kind="broken")
-    code = error.get("code") or 500
-    kind: ErrorKind = "busy" if code in (429, 503) else "refused" if 400 <= code < 500 else "broken"
-    return UpstreamError(f"reported an error: {error.get('message')}", kind=kind)
-
-
 LOAD_S = 600.0
-"""For a server to read weights."""
-
-
-class ServedModel(NamedTuple):
-    """What a server serves."""
-
-    model: str
-    """As the server calls it."""
-    context_length: int
-    processed: bool
-    """Whether its log-probabilities are under the distribution sampled from."""
-    seeded: bool = True
-    """Whether it honours seeds."""
-
-
-class RemoteEngine(ABC):
-    """A fleet of servers, as one engine. A class below says how one kind of server is spoken to."""
-
-    kind: ClassVar[str]
-    """What the servers are."""
-    path: ClassVar[str]
-    """Where requests go."""
-    trainable: ClassVar[str]
-    """How a server is started so that it takes weights."""
-
-    def __init__(
-        self,
-        urls: Sequence[str],
-        *,
-        name: str,
-        served: ServedModel,
-        folder: Path = Path(),
-        timers: RequestTimeouts | None = None,
-        patience: RetryPolicy | None = None,
-        key: str = "",
-    ) -> None:
-        self._name, self._served, self._version = name, served, 0
-        self._run = secrets.token_hex(4)
-        """Tells our weights on a server from another run's."""
-        self._start = self._publication(0, folder)
-        self._published: PublishedWeights | None = None
-        """What every server is to hold; None where they hold what they were started with."""
-        self._loading = asyncio.Lock()
-        self.upstream = FleetClient(
-            urls,
-            self._check_server,
-            probe=self._probe,
-            leave=self.leave,
-            timers=timers or RequestTimeouts(),
-            patience=patience or RetryPolicy(),
-            key=key,
-        )
-
-    @property
-    def model(self) -> str:
-        """The name that `/v1/models` shows."""
-        return self._name
-
-    @property
-    def context_length(self) -> int:
-        """Prompt and reply together must fit in this many tokens."""
-        return self._served.context_length
-
-    @property
-    def version(self) -> int:
-        """The policy version that was loaded last; 0 is the one that the servers were started with."""
-        return self._version
-
-    async def generate(
-        self, prompt_ids: Sequence[int], sampling: Sampling, *, rollout_id: str = ""
-    ) -> AsyncGenerator[SampledChunk, None]:
-        """Sample one reply; see `Engine.generate`. Stop strings are left to the caller, who closes the generator at one.
-
-        A reply that new weights interrupt is taken up again where it was, under the new version.
-        """
-        self._check(prompt_ids, sampling)
-        ids, parts = list(prompt_ids), 0
-        while (left := len(prompt_ids) + sampling.max_tokens - len(ids)) > 0:
-            rest = replace(sampling, max_tokens=left, seed=_seed(sampling.seed, parts))
-            async with aclosing(self.upstream.stream(self.path, self._attempts(list(ids), rest), rollout_id=rollout_id)) as chunks:
-                async for chunk in chunks:
-                    ids += chunk.ids
-                    yield chunk
-                    if chunk.finish is not None:
-                        return
-            parts += 1
-        yield SampledChunk((), (), (), (), finish="length")  # interrupted between the last token and the word that it was the last
-
-    async def swap(self, version: int, change: Callable[[], None]) -> None:
-        """Refused: `change` rewrites weights in this process, and the servers hold their own."""
-        raise EngineError(
-            f"policy version {version} cannot be swapped in: {self.kind} servers hold weights of their own; "
-            "publish a model folder and `load` it"
-        )
-
-    async def load(self, version: int, folder: Path) -> None:
-        """Let every server take the weights of a model folder, which must be under the same path there; see `Engine.load`.
-
-        A server that does not take them rests until it has. Where none does, all of them get the version before again.
-        """
-        wanted = self._publication(version, folder)
-        found = await asyncio.to_thread(check_same_shape, wanted.folder, self._start.folder, self.context_length)
-        async with self._loading:
-            if self._published is None:
-                await self._check_servers(found)
-            before, self._published = self._published or self._start, wanted
-            faults = await self._switch(wanted)
-            if not any(address.up.is_set() and address.version == version for address in self.upstream.fleet.addresses):
-                self._published = before
-                await self._switch(before)
-                raise EngineError(f"policy version {version} was taken by no server: {'; '.join(faults)}; {self.trainable}")
-            self._version = version
-
-    async def close(self) -> None:
-        """Fail what is running and let go of all connections."""
-        await self.upstream.close()
-
-    @classmethod
-    @abstractmethod
-    async def inspect(cls, wire: HttpClient, url: str, name: str) -> ServedModel:
-        """What the server at `url` serves: the model of this name, else its only one."""
-
-    @abstractmethod
-    def body(self, prompt: list[int], sampling: Sampling, key: str) -> dict[str, Any]:
-        """What a server is asked for, under this key where it takes one; nothing is left to its own defaults."""
-
-    @abstractmethod
-    def reader(self, prompt: list[int], sampling: Sampling, address: EngineServer) -> ReplyReader:
-        """Reads the reply of the server at `address`."""
-
-    @abstractmethod
-    def check_sampling(self, sampling: Sampling) -> None:
-        """EngineError where a server would change this quietly, or could not say with which probability a token was drawn."""
-
-    async def leave(self, url: str, key: str) -> None:  # noqa: B027
-        """Say that nobody reads the reply to this request any more, to a server that does not see it from the hang-up."""
-
-    @abstractmethod
-    async def take(self, url: str, wanted: PublishedWeights) -> None:
-        """Let the server at `url` take weights, between two of its steps, and forget what it computed from those before."""
-
-    async def obstacle(self, url: str, model: ModelContents) -> str:
-        """Why the server at `url` must not be given weights of this model; empty where nothing is known against it."""
-        return ""
-
-    @abstractmethod
-    async def label(self, url: str) -> str:
-        """What the server at `url` calls the weights that it holds."""
-
-    def _publication(self, version: int, folder: Path) -> PublishedWeights:
-        return PublishedWeights(version, folder.absolute(), f"penstock-{self._run}-{version}")
-
-    def _attempts(self, prompt: list[int], sampling: Sampling) -> Callable[[EngineServer], ServerRequest[SampledChunk]]:
-        def begin(address: EngineServer) -> ServerRequest[SampledChunk]:
-            key = secrets.token_hex(16)
-            return ServerRequest(orjson.dumps(self.body(prompt, sampling, key)), self.reader(prompt, sampling, address), key)
-
-        return begin
-
-    def _check(self, prompt_ids: Sequence[int], sampling: Sampling) -> None:
-        length, most = len(prompt_ids), sampling.max_tokens
-        if not length:
-            raise EngineError("the prompt has no tokens; send at least one")
-        if most < 1:
-            raise EngineError(f"max_tokens = {most}: ask for at least one token")
-        if length + most > self.context_length:  # the server would shorten max_tokens without a word
-            raise EngineError(
-                f"{length} prompt tokens and max_tokens = {most} exceed the context of {self.context_length}; shorten one of them"
-            )
-        self.check_sampling(sampling)
-
-    async def _check_servers(self, found: ModelContents) -> None:
-        """EngineError where weights of this model would do a server harm, or not all of them would reach it."""
-        for address in self.upstream.fleet.addresses:
-            if address.up.is_set():
-                try:
-                    obstacle = await self.obstacle(address.url, found)
-                except UpstreamError as fault:
-                    raise EngineError(f"{fault}; {self.trainable}") from fault
-                if obstacle:
-                    raise EngineError(f"{address.url} cannot be trained: {obstacle}")
-
-    async def _switch(self, wanted: PublishedWeights) -> list[str]:
-        """Let the servers that are up take weights, or all of them where none is; what went wrong, by server."""
-        fleet = self.upstream.fleet
-        faults: list[str] = []
-
-        async def one(address: EngineServer) -> None:
-            try:
-                await fleet.switch(address, wanted.version, lambda: self.take(address.url, wanted))
-            except UpstreamError as fault:
-                faults.append(str(fault))
-
-        async with asyncio.TaskGroup() as group:
-            for address in [address for address in fleet.addresses if address.up.is_set()] or fleet.addresses:
-                group.create_task(one(address))
-        return faults
-
-    async def _check_server(self, address: EngineServer) -> None:
-        served = await self.inspect(self.upstream.wire, address.url, self._name)
-        if served != self._served:
-            raise UpstreamError(f"{address.url} serves {served}, the others {self._served}", kind="refused")
-        wanted = None
-        while wanted is not self._published:  # it may have changed meanwhile
-            wanted = self._published
-            assert wanted is not None
-            await self._restore(address, wanted)
-
-    async def _restore(self, address: EngineServer, wanted: PublishedWeights) -> None:
-        """See that a server that was away holds what it is to hold."""
-        if await self.label(address.url) != wanted.label:
-            address.call_back()
-            address.switching = True
-            try:
-                await self.take(address.url, wanted)
-            finally:
-                address.switching = False
-        address.version = wanted.version
-
-    async def _probe(self, address: EngineServer) -> None:
-        wanted = self._published
-        if wanted is None or address.version != wanted.version:
-            await self.upstream.wire.ask(f"{address.url}/health")
-            return
-        label = await self.label(address.url)
-        if label != wanted.label and wanted is self._published and address.version == wanted.version:
-            address.call_back()  # what they sample from now on is not what they would be stamped with
-            raise UpstreamError(f"{address.url} no longer holds policy version {wanted.version}; it says {label!r}", kind="broken")
-
-
-def _seed(seed: int | None, part: int) -> int | None:
-    """Of the part of a reply that follows the `part`-th interruption: another one each, or its draws would repeat."""
-    if seed is None or not part:
-        return seed
-    return int.from_bytes(hashlib.blake2b(f"{seed}/{part}".encode(), digest_size=4).digest(), "big") >> 1
-
-
+"""Timeout for a server to read weights."""
+MIN_LOGPROB, MAX_LOGPROB = -9999.0, 1e-3
+"""Bounds of a valid log-probability: vLLM sends -9999 for minus infinity, and rounding may lift 0 a little."""
 EMBEDDED_ONLY = ("device", "dtype", "slots", "queue", "cache_tokens")
+
+# Settings
 
 
 class HttpEngineSection(EngineSection):
-    """What `[engine]` takes for whatever answers over HTTP."""
+    """`[engine]` for everything that is reached over HTTP."""
 
     retries: int = Field(default=4, ge=0)
     """How often a request that no server would take is sent again after a wait, before its first token."""
@@ -357,7 +48,7 @@ class HttpEngineSection(EngineSection):
 
     @field_validator(*EMBEDDED_ONLY)
     @classmethod
-    def _not_ours(cls, value: object, at: ValidationInfo) -> object:
+    def _refuse_embedded_settings(cls, value: object, at: ValidationInfo) -> object:
         if value != EngineSection.model_fields[at.field_name or ""].default:
             raise ValueError("is a setting of the embedded engine; the servers have their own, leave it out")
         return value
@@ -374,7 +65,7 @@ class RemoteSection(HttpEngineSection):
     """The environment variable that holds the servers' key; empty sends none."""
 
     def addresses(self) -> list[str]:
-        """The plain addresses; ConfigError where one is none or stands there twice."""
+        """The base URLs, without `/v1`; ConfigError if one is invalid or listed twice."""
         urls = [check_url(url).removesuffix("/v1").rstrip("/") for url in self.url]
         if len(set(urls)) < len(urls):
             raise ConfigError("engine.url: an address stands there twice")
@@ -388,21 +79,354 @@ class RemoteSection(HttpEngineSection):
         return key
 
 
+def check_url(url: str) -> str:
+    """Return `url` without a trailing slash; ConfigError if it is not the plain address of a server."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(f"engine.url = {url!r}: write it like http://127.0.0.1:8000")
+    if parts.username or parts.password or parts.query or parts.fragment:
+        raise ConfigError("engine.url: an address has no user, password, query or fragment; put the key in engine.api_key_env")
+    return url.rstrip("/")
+
+
+# Replies
+
+
+def is_plain(sampling: Sampling) -> bool:
+    """Whether tokens are drawn from the plain softmax."""
+    return sampling.temperature == 1.0 and not sampling.truncated
+
+
+class ReplyReader(ABC):
+    """Reads the events of one reply, all of it sampled under one policy version; see `EventReader`.
+
+    A reply is refused as garbled unless every token has an id and a valid log-probability.
+    """
+
+    def __init__(self, prompt: list[int], sampling: Sampling, *, version: int) -> None:
+        self.done = False
+        self._prompt = prompt
+        self._greedy, self._plain = sampling.temperature == 0.0, is_plain(sampling)
+        self._version = version
+        self._ids: list[int] = []
+        self._logprobs: list[float] = []
+        self._finish: Finish | None = None
+
+    def feed(self, event: bytes) -> None:
+        """Add an event. Events after the end of the reply are ignored."""
+        if self.done:
+            return
+        if event == b"[DONE]":
+            raise UpstreamError("ended without saying how the reply finished", kind="broken")
+        try:
+            parsed: dict[str, Any] = orjson.loads(event)
+            if "error" in parsed:
+                raise _reported_error(parsed["error"])
+            self.read(parsed)
+        except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError) as cause:
+            text = event[:100].decode("utf-8", "replace")
+            raise UpstreamError(f"sent an event that no reply has: {text}", kind="garbled") from cause
+
+    def take_chunk(self) -> SampledChunk | None:
+        """Return all tokens since the last call."""
+        if not self._ids and not self.done:
+            return None
+        ids, logprobs, self._ids, self._logprobs = tuple(self._ids), tuple(self._logprobs), [], []
+        return SampledChunk(
+            ids=ids,
+            # A greedy token had no alternative; what the server sent for it is under the plain softmax.
+            logprobs=(0.0,) * len(ids) if self._greedy else logprobs,
+            full_logprobs=logprobs if self._greedy or self._plain else (),
+            versions=(self._version,) * len(ids),
+            finish=self._finish,
+        )
+
+    @abstractmethod
+    def read(self, event: dict[str, Any]) -> None:
+        """Call `add` with what an event holds. A KeyError, TypeError or AttributeError marks the event as garbled."""
+
+    def add(self, ids: list[int], logprobs: list[float], reason: str | None) -> None:
+        """Add tokens, and the finish reason if the reply has ended."""
+        if len(ids) != len(logprobs):
+            raise UpstreamError(f"sent {len(ids)} token ids with {len(logprobs)} log-probabilities", kind="garbled")
+        if not all(type(i) is int and i >= 0 for i in ids):
+            raise UpstreamError(f"sent token ids that are none: {ids}", kind="garbled")
+        if not all(MIN_LOGPROB < x <= MAX_LOGPROB for x in logprobs):
+            raise UpstreamError(f"sent log-probabilities that are none ({logprobs}); see its --logprobs-mode", kind="garbled")
+        if reason not in (None, "stop", "length"):
+            raise UpstreamError(f"broke the reply off ({reason})", kind="broken")
+        self._ids += ids
+        self._logprobs += logprobs
+        self._finish, self.done = reason, reason is not None
+
+
+def _reported_error(error: Any) -> UpstreamError:
+    """The error that an error event in a stream stands for."""
+    if isinstance(error, str):
+        return UpstreamError(f"reported an error: {error}", kind="broken")
+    code = error.get("code") or 500
+    kind: ErrorKind = "busy" if code in (429, 503) else "refused" if 400 <= code < 500 else "broken"
+    return UpstreamError(f"reported an error: {error.get('message')}", kind=kind)
+
+
+# The engine
+
+
+class ServedModel(NamedTuple):
+    """What a server says about its model."""
+
+    model: str
+    """The server's name for it."""
+    context_length: int
+    processed: bool
+    """Whether its log-probabilities are under the distribution sampled from."""
+    seeded: bool = True
+    """Whether it honours seeds."""
+
+
+class RemoteEngine(ABC):
+    """A fleet of servers with the same model, as one engine."""
+
+    kind: ClassVar[str]
+    """What the servers are, for messages."""
+    path: ClassVar[str]
+    """Where requests go."""
+    load_remedy: ClassVar[str]
+    """How a server must be started so that it can load weights."""
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        *,
+        name: str,
+        served: ServedModel,
+        folder: Path = Path(),
+        timeouts: RequestTimeouts | None = None,
+        policy: RetryPolicy | None = None,
+        key: str = "",
+    ) -> None:
+        self._name, self._served, self._version = name, served, 0
+        self._run = secrets.token_hex(4)
+        """Distinguishes our weights on a server from another run's."""
+        self._initial = self._weights(0, folder)
+        self._published: PublishedWeights | None = None
+        """What every server should hold; None while they hold what they were started with."""
+        self._loading = asyncio.Lock()
+        self.client = FleetClient(
+            urls,
+            self._check_server,
+            probe=self._probe,
+            abort=self.abort,
+            timeouts=timeouts or RequestTimeouts(),
+            policy=policy or RetryPolicy(),
+            key=key,
+        )
+
+    @property
+    def model(self) -> str:
+        return self._name
+
+    @property
+    def context_length(self) -> int:
+        return self._served.context_length
+
+    @property
+    def version(self) -> int:
+        """The policy version that was loaded last; 0 is the one that the servers were started with."""
+        return self._version
+
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, rollout_id: str = ""
+    ) -> AsyncGenerator[SampledChunk, None]:
+        """Sample one reply; see `Engine.generate`. Stop strings are left to the caller, who closes the generator at one.
+
+        A reply that is interrupted by new weights is continued after its last token, under the new version.
+        """
+        self._check_request(prompt_ids, sampling)
+        ids, parts = list(prompt_ids), 0
+        while (left := len(prompt_ids) + sampling.max_tokens - len(ids)) > 0:
+            rest = replace(sampling, max_tokens=left, seed=_part_seed(sampling.seed, parts))
+            async with aclosing(self.client.stream(self.path, self._prepare(list(ids), rest), rollout_id=rollout_id)) as chunks:
+                async for chunk in chunks:
+                    ids += chunk.ids
+                    yield chunk
+                    if chunk.finish is not None:
+                        return
+            parts += 1
+        # Interrupted after the last allowed token but before the server sent its finish reason.
+        yield SampledChunk((), (), (), (), finish="length")
+
+    async def swap(self, version: int, change: Callable[[], None]) -> None:
+        """Refused: `change` rewrites weights in this process, and the servers hold their own."""
+        raise EngineError(
+            f"policy version {version} cannot be swapped in: {self.kind} servers hold weights of their own; "
+            "publish a model folder and `load` it"
+        )
+
+    async def load(self, version: int, folder: Path) -> None:
+        """Load the weights of a model folder into every server; see `Engine.load`. The folder must have the same path there.
+
+        A server that fails to load them is down until it has. If all fail, the previous version is loaded again.
+        """
+        wanted = self._weights(version, folder)
+        contents = await asyncio.to_thread(check_same_shape, wanted.folder, self._initial.folder, self.context_length)
+        async with self._loading:
+            if self._published is None:
+                await self._check_loadable(contents)
+            before, self._published = self._published or self._initial, wanted
+            errors = await self._switch_all(wanted)
+            if not any(server.up.is_set() and server.version == version for server in self.client.fleet.servers):
+                self._published = before
+                await self._switch_all(before)
+                raise EngineError(f"policy version {version} was taken by no server: {'; '.join(errors)}; {self.load_remedy}")
+            self._version = version
+
+    async def close(self) -> None:
+        await self.client.close()
+
+    # What each kind of server does in its own way
+
+    @classmethod
+    @abstractmethod
+    async def inspect(cls, http: HttpClient, url: str, name: str) -> ServedModel:
+        """Ask the server at `url` about the model of this name, else about its only one."""
+
+    @abstractmethod
+    def body(self, prompt: list[int], sampling: Sampling, key: str) -> dict[str, Any]:
+        """The request body, with `key` as its id if the server takes one. It leaves nothing to the server's defaults."""
+
+    @abstractmethod
+    def reader(self, prompt: list[int], sampling: Sampling, server: EngineServer) -> ReplyReader: ...
+
+    @abstractmethod
+    def check_sampling(self, sampling: Sampling) -> None:
+        """EngineError if the server would silently change these settings, or could not report the probability of a token."""
+
+    async def abort(self, url: str, key: str) -> None:  # noqa: B027
+        """Stop a request, for servers that do not notice a closed connection."""
+
+    @abstractmethod
+    async def load_weights(self, url: str, wanted: PublishedWeights) -> None:
+        """Let the server at `url` load weights, between two of its steps, and drop what it computed from the old ones."""
+
+    async def load_obstacle(self, url: str, model: ModelContents) -> str:
+        """Why the server at `url` must not load weights of this model; empty if no reason is known."""
+        return ""
+
+    @abstractmethod
+    async def weights_label(self, url: str) -> str:
+        """The label of the weights that the server at `url` holds."""
+
+    # Requests
+
+    def _check_request(self, prompt_ids: Sequence[int], sampling: Sampling) -> None:
+        length, most = len(prompt_ids), sampling.max_tokens
+        if not length:
+            raise EngineError("the prompt has no tokens; send at least one")
+        if most < 1:
+            raise EngineError(f"max_tokens = {most}: ask for at least one token")
+        if length + most > self.context_length:  # the server would silently reduce max_tokens
+            raise EngineError(
+                f"{length} prompt tokens and max_tokens = {most} exceed the context of {self.context_length}; shorten one of them"
+            )
+        self.check_sampling(sampling)
+
+    def _prepare(self, prompt: list[int], sampling: Sampling) -> Callable[[EngineServer], ServerRequest[SampledChunk]]:
+        def prepare(server: EngineServer) -> ServerRequest[SampledChunk]:
+            key = secrets.token_hex(16)
+            return ServerRequest(orjson.dumps(self.body(prompt, sampling, key)), self.reader(prompt, sampling, server), key)
+
+        return prepare
+
+    # Weights
+
+    def _weights(self, version: int, folder: Path) -> PublishedWeights:
+        return PublishedWeights(version, folder.absolute(), f"penstock-{self._run}-{version}")
+
+    async def _check_loadable(self, contents: ModelContents) -> None:
+        """EngineError if weights of this model would crash a server, or would not reach all of its layers."""
+        for server in self.client.fleet.servers:
+            if server.up.is_set():
+                try:
+                    obstacle = await self.load_obstacle(server.url, contents)
+                except UpstreamError as error:
+                    raise EngineError(f"{error}; {self.load_remedy}") from error
+                if obstacle:
+                    raise EngineError(f"{server.url} cannot be trained: {obstacle}")
+
+    async def _switch_all(self, wanted: PublishedWeights) -> list[str]:
+        """Let the servers that are up load weights, or all servers if none is up. Returns the errors."""
+        fleet = self.client.fleet
+        errors: list[str] = []
+
+        async def switch(server: EngineServer) -> None:
+            try:
+                await fleet.switch(server, wanted.version, lambda: self.load_weights(server.url, wanted))
+            except UpstreamError as error:
+                errors.append(str(error))
+
+        async with asyncio.TaskGroup() as group:
+            for server in [server for server in fleet.servers if server.up.is_set()] or fleet.servers:
+                group.create_task(switch(server))
+        return errors
+
+    async def _check_server(self, server: EngineServer) -> None:
+        """The fleet's thorough check: a server that was down serves the same model and holds the published weights."""
+        served = await self.inspect(self.client.http, server.url, self._name)
+        if served != self._served:
+            raise UpstreamError(f"{server.url} serves {served}, the others {self._served}", kind="refused")
+        wanted = None
+        while wanted is not self._published:  # `load` may publish a newer version during the awaits below
+            wanted = self._published
+            assert wanted is not None
+            await self._restore(server, wanted)
+
+    async def _restore(self, server: EngineServer, wanted: PublishedWeights) -> None:
+        if await self.weights_label(server.url) != wanted.label:
+            server.cancel_requests()
+            server.switching = True
+            try:
+                await self.load_weights(server.url, wanted)
+            finally:
+                server.switching = False
+        server.version = wanted.version
+
+    async def _probe(self, server: EngineServer) -> None:
+        """The fleet's cheap check: the server is alive and holds the weights that its tokens are recorded under."""
+        wanted = self._published
+        if wanted is None or server.version != wanted.version:
+            await self.client.http.request_json(f"{server.url}/health")
+            return
+        label = await self.weights_label(server.url)
+        if label != wanted.label and wanted is self._published and server.version == wanted.version:
+            server.cancel_requests()  # from here on their tokens would be recorded under a version that did not sample them
+            raise UpstreamError(f"{server.url} no longer holds policy version {wanted.version}; it says {label!r}", kind="broken")
+
+
+def _part_seed(seed: int | None, part: int) -> int | None:
+    """The seed of a reply's part after its `part`-th interruption. With the first seed again, its draws would repeat."""
+    if seed is None or not part:
+        return seed
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{part}".encode(), digest_size=4).digest(), "big") >> 1
+
+
+# Opening
+
 E = TypeVar("E", bound=RemoteEngine)
 
 
 class FleetInspection(NamedTuple):
-    """What a fleet of servers says of itself."""
+    """What the servers of a fleet say about themselves."""
 
     served: ServedModel
     down: frozenset[str]
-    """Addresses that do not answer."""
+    """URLs that do not answer."""
 
 
 def open_remote(engine: type[E], folder: Path, *, name: str, section: RemoteSection) -> E:
     """Ask the servers what they serve, and serve it as policy version 0. Blocks: call it in a thread.
 
-    An address that does not answer is left out until it does, as long as another one answers.
+    A server that does not answer is down until it does, as long as another one answers.
     """
     urls, key = section.addresses(), section.key()
     served, down = inspect_servers(engine, urls, name, key)
@@ -411,50 +435,40 @@ def open_remote(engine: type[E], folder: Path, *, name: str, section: RemoteSect
         name=name,
         served=served,
         folder=folder,
-        timers=RequestTimeouts(first_token_s=section.first_token_s, stall_s=section.stall_s),
-        patience=RetryPolicy(retries=section.retries, retry_s=section.retry_s),
+        timeouts=RequestTimeouts(first_token_s=section.first_token_s, stall_s=section.stall_s),
+        policy=RetryPolicy(retries=section.retries, retry_s=section.retry_s),
         key=key,
     )
-    for address in opened.upstream.fleet.addresses:
-        if address.url in down:
-            address.up.clear()
+    for server in opened.client.fleet.servers:
+        if server.url in down:
+            server.up.clear()
     return opened
 
 
 def inspect_servers(engine: type[RemoteEngine], urls: Sequence[str], name: str, key: str) -> FleetInspection:
-    """Ask every server; ConfigError where none answers, or where they differ. Blocks."""
-    with ThreadPoolExecutor(1) as thread:  # an event loop may run in this one
-        found, faults = thread.submit(asyncio.run, _ask_all(engine, urls, name, key)).result()
+    """Ask every server; ConfigError if none answers, or if they differ. Blocks."""
+    with ThreadPoolExecutor(1) as thread:  # asyncio.run would fail in this thread if it has a running event loop
+        found, errors = thread.submit(asyncio.run, _inspect_all(engine, urls, name, key)).result()
     if not found:
-        raise ConfigError(f"engine.url: {'; '.join(map(str, faults.values()))}; start {engine.kind} there, or change engine.url")
+        raise ConfigError(f"engine.url: {'; '.join(map(str, errors.values()))}; start {engine.kind} there, or change engine.url")
     if len(set(found.values())) > 1:
-        told = "; ".join(f"{url} has {served}" for url, served in found.items())
-        raise ConfigError(f"engine.url: the servers differ: {told}; start all of them alike")
-    return FleetInspection(next(iter(found.values())), frozenset(faults))
+        differences = "; ".join(f"{url} has {served}" for url, served in found.items())
+        raise ConfigError(f"engine.url: the servers differ: {differences}; start all of them alike")
+    return FleetInspection(next(iter(found.values())), frozenset(errors))
 
 
-async def _ask_all(
+async def _inspect_all(
     engine: type[RemoteEngine], urls: Sequence[str], name: str, key: str
 ) -> tuple[dict[str, ServedModel], dict[str, UpstreamError]]:
-    wire = HttpClient(RequestTimeouts(), key=key)
+    http = HttpClient(RequestTimeouts(), key=key)
     found: dict[str, ServedModel] = {}
-    faults: dict[str, UpstreamError] = {}
+    errors: dict[str, UpstreamError] = {}
     try:
         for url in urls:
             try:
-                found[url] = await engine.inspect(wire, url, name)
-            except UpstreamError as fault:
-                faults[url] = fault
+                found[url] = await engine.inspect(http, url, name)
+            except UpstreamError as error:
+                errors[url] = error
     finally:
-        await wire.close()
-    return found, faults
-
-
-def check_url(url: str) -> str:
-    """`url` without a slash at its end; ConfigError where it is not the plain address of a server."""
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigError(f"engine.url = {url!r}: write it like http://127.0.0.1:8000")
-    if parts.username or parts.password or parts.query or parts.fragment:
-        raise ConfigError("engine.url: an address has no user, password, query or fragment; put the key in engine.api_key_env")
-    return url.rstrip("/")
+        await http.close()
+    return found, errors

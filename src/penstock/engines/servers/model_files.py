@@ -1,4 +1,4 @@
-"""A published model folder, looked at before a server is told to read it: one that reads a damaged file may not survive it."""
+"""Checks of a published model folder before a server is told to read it: a damaged or different one may crash the server."""
 
 import struct
 from pathlib import Path
@@ -10,66 +10,56 @@ from penstock.errors import EngineError
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000
-"""Bytes, as safetensors itself allows."""
+"""The limit of safetensors itself."""
 OPTIONAL_TENSORS = ("lm_head.weight", "rotary_emb.inv_freq")
-"""How the names of tensors end that some files repeat and others leave out."""
+"""Name endings of tensors that some tools save and others leave out, because they can be derived."""
 
 Shapes = dict[str, tuple[int, ...]]
 
 
 class PublishedWeights(NamedTuple):
-    """Weights that servers are to hold."""
+    """Weights that servers should hold."""
 
     version: int
     folder: Path
-    """Absolute: servers open it under this very path."""
+    """Absolute; servers open it under the same path."""
     label: str
-    """What a server that holds them calls them."""
+    """The label that a server reports while it holds them."""
 
 
 class ModelContents(NamedTuple):
-    """What a model folder holds."""
-
     shapes: Shapes
     config: dict[str, Any]
 
 
+def check_same_shape(folder: Path, start: Path, context_length: int) -> ModelContents:
+    """Read `folder`; EngineError if it is incomplete, has other tensors than `start`, or a shorter context than is served."""
+    contents = read_contents(folder)
+    _compare(contents.shapes, read_shapes(start), folder)
+    longest = contents.config.get("max_position_embeddings")
+    if isinstance(longest, int) and context_length > longest:
+        raise EngineError(f"the servers have a context of {context_length} tokens, the model in {folder} one of {longest}")
+    return contents
+
+
 def read_contents(folder: Path) -> ModelContents:
-    """EngineError where the folder is not whole."""
+    """EngineError if the folder is incomplete."""
     try:
-        return ModelContents(read_shapes(folder), _json(folder / "config.json"))
+        return ModelContents(read_shapes(folder), _read_json(folder / "config.json"))
     except (OSError, ValueError) as cause:
         raise EngineError(f"{folder} has no config.json that can be read: {cause}") from cause
 
 
 def read_shapes(folder: Path) -> Shapes:
-    """Name and shape of every tensor in a folder's safetensors files; EngineError where one is not whole."""
+    """Name and shape of every tensor in the folder's safetensors files; EngineError if a file is incomplete."""
     try:
-        shards = sorted(set(_json(folder / INDEX)["weight_map"].values())) if (folder / INDEX).exists() else [WEIGHTS]
+        shards = sorted(set(_read_json(folder / INDEX)["weight_map"].values())) if (folder / INDEX).exists() else [WEIGHTS]
         shapes: Shapes = {}
         for shard in shards:
             shapes |= _read_header(folder / shard)
         return shapes
     except (OSError, ValueError, LookupError, TypeError, AttributeError, struct.error) as cause:
         raise EngineError(f"{folder} does not hold whole weights: {cause}") from cause
-
-
-def check_same_shape(folder: Path, start: Path, context_length: int) -> ModelContents:
-    """What `folder` holds; EngineError where that is not whole, or not of the model in `start`, served with this context."""
-    found = read_contents(folder)
-    _compare(found.shapes, read_shapes(start), folder)
-    longest = found.config.get("max_position_embeddings")
-    if isinstance(longest, int) and context_length > longest:
-        raise EngineError(f"the servers have a context of {context_length} tokens, the model in {folder} one of {longest}")
-    return found
-
-
-def _compare(shapes: Shapes, like: Shapes, folder: Path) -> None:
-    strange = sorted(name for name in shapes.keys() ^ like.keys() if not name.endswith(OPTIONAL_TENSORS))
-    other = sorted(name for name in shapes.keys() & like.keys() if shapes[name] != like[name])
-    if strange or other:
-        name = (strange or other)[0]
-        raise EngineError(f"{folder} holds a model of another shape: {name} is {_say(shapes, name)}, served is {_say(like, name)}")
 
 
 def _read_header(file: Path) -> Shapes:
@@ -85,9 +75,18 @@ def _read_header(file: Path) -> Shapes:
     return {name: tuple(entry["shape"]) for name, entry in tensors.items()}
 
 
-def _json(file: Path) -> dict[str, Any]:
-    return orjson.loads(file.read_bytes())
+def _compare(shapes: Shapes, served: Shapes, folder: Path) -> None:
+    unmatched = sorted(name for name in shapes.keys() ^ served.keys() if not name.endswith(OPTIONAL_TENSORS))
+    different = sorted(name for name in shapes.keys() & served.keys() if shapes[name] != served[name])
+    if unmatched or different:
+        name = (unmatched or different)[0]
+        text = f"{name} is {_shape_text(shapes, name)}, served is {_shape_text(served, name)}"
+        raise EngineError(f"{folder} holds a model of another shape: {text}")
 
 
-def _say(shapes: Shapes, name: str) -> str:
+def _shape_text(shapes: Shapes, name: str) -> str:
     return "x".join(map(str, shapes[name])) if name in shapes else "not there"
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    return orjson.loads(file.read_bytes())

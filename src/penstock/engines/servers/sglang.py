@@ -1,4 +1,4 @@
-"""What is asked of SGLang's `/generate`, and how its events are read."""
+"""Engine for SGLang servers: `/generate` with token ids, and weights updated from disk."""
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -22,7 +22,6 @@ from penstock.records import Sampling
 
 
 def request_body(prompt: list[int], sampling: Sampling, key: str) -> dict[str, Any]:
-    """What SGLang is asked for. Nothing is left to the server's own defaults."""
     params: dict[str, Any] = {
         "max_new_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
@@ -43,12 +42,12 @@ def request_body(prompt: list[int], sampling: Sampling, key: str) -> dict[str, A
 
 
 class SglangReader(ReplyReader):
-    """Reads the events of one reply. Each holds all tokens so far, or, as the server was started, those since the last one."""
+    """Reads the events of one reply. Depending on the server's options, each holds all tokens so far or only the new ones."""
 
     def __init__(self, prompt: list[int], sampling: Sampling, *, version: int, label: str | None) -> None:
         super().__init__(prompt, sampling, version=version)
         self._label = label
-        """What the server must call its weights; None where it was never given any."""
+        """The label that the server must report for its weights; None if it still has those it was started with."""
         self._count = 0
 
     def read(self, event: dict[str, Any]) -> None:
@@ -71,17 +70,21 @@ class SglangReader(ReplyReader):
             raise UpstreamError(f"sent {len(scored)} log-probabilities with {total} tokens, {fresh} of them new", kind="garbled")
         self._count = total
         scored = scored[len(scored) - fresh :]
-        self.add([one[1] for one in scored], [one[0] for one in scored], None if reason is None else reason["type"])
+        self.add(
+            [entry[1] for entry in scored],
+            [entry[0] for entry in scored],
+            None if reason is None else reason["type"],
+        )
 
 
 MIN_TEMPERATURE = 1e-5
-"""SGLang takes positive temperatures below about this one for 0."""
+"""SGLang treats positive temperatures below about this one as 0."""
 PROBE_TEMPERATURE = 2.0
-"""The temperature at which the opening finds out what log-probabilities are under."""
+"""The temperature of the probe that finds out which distribution log-probabilities are under."""
 PROBE_DRAWS = 3
-"""For that: how many tokens are drawn."""
+"""Tokens drawn by the probe."""
 LOGPROB_TOLERANCE = 0.05
-"""For that: how far two log-probabilities of one token in half precision may be apart."""
+"""How far two log-probabilities of the same token may differ in half precision."""
 
 
 class SglangSection(RemoteSection):
@@ -96,14 +99,14 @@ class SglangEngine(RemoteEngine):
 
     kind = "SGLang"
     path = "/generate"
-    trainable = "start SGLang where the run's folder has the same path as here"
+    load_remedy = "start SGLang where the run's folder has the same path as here"
 
     def body(self, prompt: list[int], sampling: Sampling, key: str) -> dict[str, Any]:
         return request_body(prompt, sampling, key)
 
-    def reader(self, prompt: list[int], sampling: Sampling, address: EngineServer) -> SglangReader:
+    def reader(self, prompt: list[int], sampling: Sampling, server: EngineServer) -> SglangReader:
         label = self._published.label if self._published is not None else None
-        return SglangReader(prompt, sampling, version=address.version, label=label)
+        return SglangReader(prompt, sampling, version=server.version, label=label)
 
     def check_sampling(self, sampling: Sampling) -> None:
         if 0.0 < sampling.temperature < MIN_TEMPERATURE:
@@ -120,63 +123,63 @@ class SglangEngine(RemoteEngine):
         if sampling.seed is not None and not self._served.seeded:
             raise EngineError("the SGLang server ignores seeds; start it with --enable-deterministic-inference, or send none")
 
-    async def leave(self, url: str, key: str) -> None:
-        """See `RemoteEngine.leave`: SGLang looks for hang-ups only every few seconds."""
-        await self.upstream.wire.ask(f"{url}/abort_request", {"rid": key})
+    async def abort(self, url: str, key: str) -> None:
+        """SGLang checks for closed connections only every few seconds, so it is told."""
+        await self.client.http.request_json(f"{url}/abort_request", {"rid": key})
 
-    async def take(self, url: str, wanted: PublishedWeights) -> None:
-        """See `RemoteEngine.take`. Requests of others are kept: they wait, and go on under the new weights."""
-        ask = self.upstream.wire.ask
-        await ask(f"{url}/pause_generation", {"mode": "retract"})
+    async def load_weights(self, url: str, wanted: PublishedWeights) -> None:
+        """See `RemoteEngine.load_weights`. Requests of other clients wait, and continue under the new weights."""
+        post = self.client.http.request_json
+        await post(f"{url}/pause_generation", {"mode": "retract"})
         try:
             update = {"model_path": str(wanted.folder), "weight_version": wanted.label, "flush_cache": True}
-            answer = await ask(f"{url}/update_weights_from_disk", update, limit_s=LOAD_S)
+            answer = await post(f"{url}/update_weights_from_disk", update, limit_s=LOAD_S)
             if not answer["success"]:
                 raise UpstreamError(f"{url} has not taken the weights: {answer['message']}", kind="broken")
         except UpstreamError:
             with suppress(UpstreamError):
-                await ask(f"{url}/continue_generation", {})
+                await post(f"{url}/continue_generation", {})
             raise
-        await ask(f"{url}/continue_generation", {})
+        await post(f"{url}/continue_generation", {})
 
-    async def label(self, url: str) -> str:
-        answer = await self.upstream.wire.ask(f"{url}/get_model_info")
+    async def weights_label(self, url: str) -> str:
+        answer = await self.client.http.request_json(f"{url}/get_model_info")
         return str(answer["weight_version"])
 
     @classmethod
-    async def inspect(cls, wire: HttpClient, url: str, name: str) -> ServedModel:
-        await wire.ask(f"{url}/health")
-        listed = await wire.ask(f"{url}/v1/models")
-        args = await wire.ask(f"{url}/get_server_info")
+    async def inspect(cls, http: HttpClient, url: str, name: str) -> ServedModel:
+        await http.request_json(f"{url}/health")
+        listed = await http.request_json(f"{url}/v1/models")
+        args = await http.request_json(f"{url}/get_server_info")
         try:
             model, context_length = str(listed["data"][0]["id"]), int(listed["data"][0]["max_model_len"])
             seeded = bool(args.get("enable_deterministic_inference"))
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as cause:
             raise UpstreamError(f"{url} does not say what it serves; is it an SGLang server?", kind="garbled") from cause
-        return ServedModel(model, context_length, await _is_processed(wire, url), seeded)
+        return ServedModel(model, context_length, await _is_processed(http, url), seeded)
 
 
 def open_engine(
     folder: Path, *, name: str, section: SglangSection, seed: int, decode: Callable[[Sequence[int]], str] | None = None
 ) -> SglangEngine:
-    """See `open_remote`. The seed and `decode` are not used: servers have their own randomness, stop strings are the gateway's."""
+    """See `open_remote`. `seed` and `decode` are unused: servers seed themselves, and the gateway looks for stop strings."""
     return open_remote(SglangEngine, folder, name=name, section=section)
 
 
-async def _is_processed(wire: HttpClient, url: str) -> bool:
-    """Whether log-probabilities are after the temperature: those of hot tokens differ from the plain ones of the same tokens."""
+async def _is_processed(http: HttpClient, url: str) -> bool:
+    """Whether log-probabilities are after the temperature: at a high one they differ from the plain ones."""
     try:
-        drawn = [(await _first(wire, url, PROBE_TEMPERATURE))["output_token_logprobs"][0] for _ in range(PROBE_DRAWS)]
-        ids = [one[1] for one in drawn]
-        plain = (await _first(wire, url, 0.0, token_ids_logprob=ids))["output_token_ids_logprobs"][0]
-        return any(abs(one[0] - other[0]) > LOGPROB_TOLERANCE for one, other in zip(drawn, plain, strict=True))
+        drawn = [(await _first_token(http, url, PROBE_TEMPERATURE))["output_token_logprobs"][0] for _ in range(PROBE_DRAWS)]
+        ids = [entry[1] for entry in drawn]
+        plain = (await _first_token(http, url, 0.0, token_ids_logprob=ids))["output_token_ids_logprobs"][0]
+        return any(abs(hot[0] - cold[0]) > LOGPROB_TOLERANCE for hot, cold in zip(drawn, plain, strict=True))
     except (KeyError, IndexError, TypeError, ValueError) as cause:
         raise UpstreamError(f"{url}/generate gives no log-probabilities; is it an SGLang server?", kind="garbled") from cause
 
 
-async def _first(wire: HttpClient, url: str, temperature: float, **more: Any) -> dict[str, Any]:
-    """What is said of the first token after a short prompt."""
+async def _first_token(http: HttpClient, url: str, temperature: float, **more: Any) -> dict[str, Any]:
+    """Sample one token after a short prompt and return what the server reports about it."""
     body = request_body([1], Sampling(max_tokens=1, temperature=temperature), "") | {"stream": False} | more
     del body["rid"]
-    answer = await wire.ask(f"{url}/generate", body)
+    answer = await http.request_json(f"{url}/generate", body)
     return answer["meta_info"]

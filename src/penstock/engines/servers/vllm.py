@@ -1,4 +1,4 @@
-"""What is asked of vLLM's `/v1/completions`, and how its events are read."""
+"""Engine for vLLM servers: `/v1/completions` with token ids, and weights reloaded in place."""
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -23,13 +23,11 @@ from penstock.records import Sampling
 
 
 class CompletionLogprobs(TypedDict):
-    """Of a choice's tokens, among much else."""
-
     token_logprobs: list[float]
 
 
 class CompletionChoice(TypedDict, total=False):
-    """What one event adds to the reply."""
+    """What one event adds to the reply; only the fields that are read."""
 
     token_ids: list[int] | None
     logprobs: CompletionLogprobs | None
@@ -39,7 +37,7 @@ class CompletionChoice(TypedDict, total=False):
 
 
 def request_body(model: str, prompt: list[int], sampling: Sampling) -> dict[str, Any]:
-    """What vLLM is asked for. Nothing is left to the server's own defaults, which come from the model's generation config."""
+    """Every setting is sent, because the server's defaults come from the model's generation config."""
     body: dict[str, Any] = {
         "model": model,
         "prompt": prompt,
@@ -60,8 +58,6 @@ def request_body(model: str, prompt: list[int], sampling: Sampling) -> dict[str,
 
 
 class VllmReader(ReplyReader):
-    """Reads the events of one completion."""
-
     def read(self, event: dict[str, Any]) -> None:
         choices: list[CompletionChoice] = event["choices"]
         for choice in choices:
@@ -79,7 +75,7 @@ class VllmReader(ReplyReader):
 
 
 MIN_TEMPERATURE = 0.01
-"""vLLM quietly raises positive temperatures below this one."""
+"""vLLM silently raises positive temperatures below this one."""
 
 
 class VllmSection(RemoteSection):
@@ -94,13 +90,13 @@ class VllmEngine(RemoteEngine):
 
     kind = "vLLM"
     path = "/v1/completions"
-    trainable = "start vLLM with VLLM_SERVER_DEV_MODE=1, where the run's folder has the same path as here"
+    load_remedy = "start vLLM with VLLM_SERVER_DEV_MODE=1, where the run's folder has the same path as here"
 
     def body(self, prompt: list[int], sampling: Sampling, key: str) -> dict[str, Any]:
         return request_body(self._served.model, prompt, sampling)
 
-    def reader(self, prompt: list[int], sampling: Sampling, address: EngineServer) -> VllmReader:
-        return VllmReader(prompt, sampling, version=address.version)
+    def reader(self, prompt: list[int], sampling: Sampling, server: EngineServer) -> VllmReader:
+        return VllmReader(prompt, sampling, version=server.version)
 
     def check_sampling(self, sampling: Sampling) -> None:
         if 0.0 < sampling.temperature < MIN_TEMPERATURE:
@@ -111,29 +107,35 @@ class VllmEngine(RemoteEngine):
                 "start it with --logprobs-mode processed_logprobs, or sample at temperature 1 without top_p, top_k and min_p"
             )
 
-    async def take(self, url: str, wanted: PublishedWeights) -> None:
-        """See `RemoteEngine.take`. Requests of others are kept: they go on under the new weights, their caches computed again."""
-        ask = self.upstream.wire.ask
-        await ask(f"{url}/pause?mode=keep", {})
+    async def load_weights(self, url: str, wanted: PublishedWeights) -> None:
+        """See `RemoteEngine.load_weights`. Requests of other clients are kept.
+
+        They continue under the new weights, and their caches are computed again.
+        """
+        post = self.client.http.request_json
+        await post(f"{url}/pause?mode=keep", {})
         try:
             rpc = {"method": "reload_weights", "kwargs": {"weights_path": str(wanted.folder)}}
-            await ask(f"{url}/collective_rpc", rpc, limit_s=LOAD_S)
-            reset = await ask(f"{url}/reset_prefix_cache?reset_running_requests=true", {})
+            await post(f"{url}/collective_rpc", rpc, limit_s=LOAD_S)
+            reset = await post(f"{url}/reset_prefix_cache?reset_running_requests=true", {})
             if not reset["success"]:
                 raise UpstreamError(f"{url} has kept what it computed with the weights before", kind="broken")
-            await ask(f"{url}/update_weight_version", {"new_version": wanted.label})
+            await post(f"{url}/update_weight_version", {"new_version": wanted.label})
         except UpstreamError:
             with suppress(UpstreamError):
-                await ask(f"{url}/resume", {})
+                await post(f"{url}/resume", {})
             raise
-        await ask(f"{url}/resume", {})
+        await post(f"{url}/resume", {})
 
-    async def obstacle(self, url: str, model: ModelContents) -> str:
-        """See `RemoteEngine.obstacle`: vLLM does not survive weights of another shape, which a prompt can find out beforehand."""
+    async def load_obstacle(self, url: str, model: ModelContents) -> str:
+        """See `RemoteEngine.load_obstacle`.
+
+        vLLM crashes on weights of another shape. The vocabulary size is compared first: the last id must be accepted, the next not.
+        """
         size = model.shapes.get("model.embed_tokens.weight", (0,))[0]
         if size and not (await self._has(url, size - 1) and not await self._has(url, size)):
             return f"its model has not {size} tokens; start it with the model of the run"
-        settings = await self.upstream.wire.ask(f"{url}/server_info?config_format=json")
+        settings = await self.client.http.request_json(f"{url}/server_info?config_format=json")
         if settings["vllm_config"]["device_config"]["device"] == "cpu" and model.config.get("tie_word_embeddings"):
             return (
                 "on a CPU vLLM keeps a packed copy of an output layer that is tied to the embeddings, and does not renew it; "
@@ -144,43 +146,43 @@ class VllmEngine(RemoteEngine):
     async def _has(self, url: str, token_id: int) -> bool:
         body = request_body(self._served.model, [token_id], Sampling(max_tokens=1)) | {"stream": False}
         try:
-            await self.upstream.wire.ask(url + self.path, body)
-        except UpstreamError as fault:
-            if fault.kind != "refused":
+            await self.client.http.request_json(url + self.path, body)
+        except UpstreamError as error:
+            if error.kind != "refused":
                 raise
             return False
         return True
 
-    async def label(self, url: str) -> str:
-        answer = await self.upstream.wire.ask(f"{url}/weight_info")
+    async def weights_label(self, url: str) -> str:
+        answer = await self.client.http.request_json(f"{url}/weight_info")
         return str(answer["weight_version"])
 
     @classmethod
-    async def inspect(cls, wire: HttpClient, url: str, name: str) -> ServedModel:
-        await wire.ask(f"{url}/health")
-        listed = await wire.ask(f"{url}/v1/models")
+    async def inspect(cls, http: HttpClient, url: str, name: str) -> ServedModel:
+        await http.request_json(f"{url}/health")
+        listed = await http.request_json(f"{url}/v1/models")
         try:
-            models = {str(one["id"]): one for one in listed["data"] if not one.get("parent")}
+            models = {str(entry["id"]): entry for entry in listed["data"] if not entry.get("parent")}
             chosen = name if name in models else next(iter(models)) if len(models) == 1 else None
             if chosen is None:
                 raise UpstreamError(f"{url} serves {', '.join(models) or 'nothing'}, and not {name}", kind="refused")
             context_length = int(models[chosen]["max_model_len"])
         except (KeyError, TypeError, ValueError, AttributeError) as cause:
             raise UpstreamError(f"{url}/v1/models does not say what is served; is it a vLLM server?", kind="garbled") from cause
-        return ServedModel(chosen, context_length, await _is_processed(wire, url, chosen))
+        return ServedModel(chosen, context_length, await _is_processed(http, url, chosen))
 
 
 def open_engine(
     folder: Path, *, name: str, section: VllmSection, seed: int, decode: Callable[[Sequence[int]], str] | None = None
 ) -> VllmEngine:
-    """See `open_remote`. The seed and `decode` are not used: servers have their own randomness, stop strings are the gateway's."""
+    """See `open_remote`. `seed` and `decode` are unused: servers seed themselves, and the gateway looks for stop strings."""
     return open_remote(VllmEngine, folder, name=name, section=section)
 
 
-async def _is_processed(wire: HttpClient, url: str, model: str) -> bool:
-    """Whether the server says log-probability 0 of tokens that had no alternative."""
+async def _is_processed(http: HttpClient, url: str, model: str) -> bool:
+    """Whether log-probabilities are those after truncation: with top_k = 1 every token must have 0."""
     body = request_body(model, [1], Sampling(max_tokens=4, top_k=1)) | {"stream": False}
-    answer = await wire.ask(url + VllmEngine.path, body)
+    answer = await http.request_json(url + VllmEngine.path, body)
     try:
         logprobs: list[float] = answer["choices"][0]["logprobs"]["token_logprobs"]
         return max(abs(x) for x in logprobs) < 1e-6

@@ -1,1 +1,1 @@
-"""Relays: endpoints that take messages and give text. They are measured, never trained."""
+"""Engines that take messages and return text. They can be evaluated, not trained."""

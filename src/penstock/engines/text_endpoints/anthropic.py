@@ -12,7 +12,6 @@ from penstock.errors import RequestError
 from penstock.records import Message, Sampling
 
 API_VERSION = "2023-06-01"
-"""Of the API."""
 
 
 class AnthropicSection(TextEndpointSection):
@@ -36,10 +35,10 @@ class AnthropicEndpoint(HttpTextEndpoint):
     def base(cls, section: TextEndpointSection) -> str:
         return f"{section.address.removesuffix('/v1')}/v1"
 
-    def body(self, asked: TextRequest) -> dict[str, Any]:
-        body = {"model": self.model, "stream": True, **_conversation(asked.messages), **_sampled(asked.sampling)}
-        if asked.tools:
-            body |= {"tools": [_tool(each["function"]) for each in asked.tools], "tool_choice": _choice(asked)}
+    def body(self, request: TextRequest) -> dict[str, Any]:
+        body = {"model": self.model, "stream": True, **_conversation(request.messages), **_sampling_fields(request.sampling)}
+        if request.tools:
+            body |= {"tools": [_tool(tool["function"]) for tool in request.tools], "tool_choice": _tool_choice(request)}
         return body
 
     def reader(self) -> "AnthropicReader":
@@ -49,25 +48,24 @@ class AnthropicEndpoint(HttpTextEndpoint):
 def open_engine(
     folder: Path, *, name: str, section: AnthropicSection, seed: int, decode: Callable[[Sequence[int]], str] | None = None
 ) -> AnthropicEndpoint:
-    """The relay; of an engine's arguments, only its name and settings have a meaning here."""
     return AnthropicEndpoint(name, section)
 
 
-def _sampled(sampling: Sampling) -> dict[str, Any]:
+def _sampling_fields(sampling: Sampling) -> dict[str, Any]:
     neutral = Sampling()
     for name in ("min_p", "seed"):
         if getattr(sampling, name) != getattr(neutral, name):
             text = f"{name}: an Anthropic endpoint has no such setting; leave it out"
             raise RequestError(text, code="unsupported_parameter", param=name)
-    told = {name: getattr(sampling, name) for name in ("temperature", "top_p", "top_k")}
-    asked: dict[str, Any] = {name: value for name, value in told.items() if value != getattr(neutral, name)}
+    values = {name: getattr(sampling, name) for name in ("temperature", "top_p", "top_k")}
+    fields: dict[str, Any] = {name: value for name, value in values.items() if value != getattr(neutral, name)}
     if sampling.stop:
-        asked["stop_sequences"] = list(sampling.stop)
-    return {"max_tokens": sampling.max_tokens, **asked}
+        fields["stop_sequences"] = list(sampling.stop)
+    return {"max_tokens": sampling.max_tokens, **fields}
 
 
 def _conversation(messages: Sequence[Message]) -> dict[str, Any]:
-    """System messages at the head are the system prompt; one further on is told as the user's word, as are results of tools."""
+    """Leading system messages become the system prompt. Later ones and tool results become user turns, which the API requires."""
     head = 0
     while head < len(messages) and messages[head]["role"] == "system":
         head += 1
@@ -84,7 +82,7 @@ def _conversation(messages: Sequence[Message]) -> dict[str, Any]:
 
 
 def _blocks(message: Message) -> list[dict[str, Any]]:
-    """What a message says; a block of no text is refused, so that there is none."""
+    """The content blocks of a message. The API refuses empty text blocks, so none is made."""
     text = message.get("content") or ""
     if message["role"] == "tool":
         return [{"type": "tool_result", "tool_use_id": message.get("tool_call_id") or "", "content": text}]
@@ -95,78 +93,82 @@ def _blocks(message: Message) -> list[dict[str, Any]]:
 
 
 def _input(function: dict[str, Any]) -> dict[str, Any]:
-    """A call's arguments as the object that is asked for; what a model wrote instead stands in one, so that it sees it again."""
-    given: Any = function["arguments"]
-    if isinstance(given, str):
+    """A call's arguments as an object, which the API requires. Anything else is wrapped in one, so that the model sees it."""
+    arguments: Any = function["arguments"]
+    if isinstance(arguments, str):
         try:
-            given = orjson.loads(given or "{}")
+            arguments = orjson.loads(arguments or "{}")
         except orjson.JSONDecodeError:
-            return {"unparsed": given}
-    return given if isinstance(given, dict) else {"value": given}  # pyright: ignore[reportUnknownVariableType]
+            return {"unparsed": arguments}
+    return arguments if isinstance(arguments, dict) else {"value": arguments}  # pyright: ignore[reportUnknownVariableType]
 
 
 def _tool(function: dict[str, Any]) -> dict[str, Any]:
-    about = {"description": function["description"]} if function.get("description") else {}
-    return {"name": function["name"], **about, "input_schema": function.get("parameters") or {"type": "object", "properties": {}}}
+    description = {"description": function["description"]} if function.get("description") else {}
+    return {
+        "name": function["name"],
+        **description,
+        "input_schema": function.get("parameters") or {"type": "object", "properties": {}},
+    }
 
 
-def _choice(asked: TextRequest) -> dict[str, Any]:
-    if asked.forced:
-        return {"type": "tool", "name": asked.forced}
-    return {"type": "any" if asked.forced is not None else "auto" if asked.may_call else "none"}
+def _tool_choice(request: TextRequest) -> dict[str, Any]:
+    if request.forced:
+        return {"type": "tool", "name": request.forced}
+    return {"type": "any" if request.forced is not None else "auto" if request.may_call else "none"}
 
 
 class AnthropicReader(TextReplyReader):
-    """Reads the events of a message, or one that comes whole."""
+    """Reads a message, streamed or whole."""
 
     def read(self, event: dict[str, Any]) -> None:
         match event["type"]:
             case "message_start":
-                self._count(event["message"].get("usage") or {})
+                self._set_usage(event["message"].get("usage") or {})
             case "content_block_start":
-                self._begin(event["content_block"])
+                self._begin_block(event["content_block"])
             case "content_block_delta":
-                self._grow(event["delta"])
+                self._add_delta(event["delta"])
             case "message_delta":
-                self._count(event.get("usage") or {})
+                self._set_usage(event.get("usage") or {})
                 if reason := event["delta"].get("stop_reason"):
-                    self.stop(reason)
+                    self.set_finish(reason)
             case "message_stop":
                 self.end()
             case "message":  # the endpoint does not stream
                 for block in event["content"]:
-                    self._begin(block)
-                self._count(event.get("usage") or {})
-                self.stop(event["stop_reason"])
+                    self._begin_block(block)
+                self._set_usage(event.get("usage") or {})
+                self.set_finish(event["stop_reason"])
                 self.end()
             case _:
                 return
 
-    def _begin(self, block: dict[str, Any]) -> None:
+    def _begin_block(self, block: dict[str, Any]) -> None:
         match block["type"]:
             case "text":
-                self.say(block.get("text"))
+                self.add_text(block.get("text"))
             case "thinking":
-                self.think(block.get("thinking"))
+                self.add_reasoning(block.get("thinking"))
             case "tool_use":
-                self.call(block.get("id"), block["name"])
+                self.begin_call(block.get("id"), block["name"])
                 if block.get("input"):
-                    self.argue(orjson.dumps(block["input"]).decode())
+                    self.add_arguments(orjson.dumps(block["input"]).decode())
             case _:
                 return
 
-    def _grow(self, delta: dict[str, Any]) -> None:
+    def _add_delta(self, delta: dict[str, Any]) -> None:
         match delta["type"]:
             case "text_delta":
-                self.say(delta["text"])
+                self.add_text(delta["text"])
             case "thinking_delta":
-                self.think(delta["thinking"])
+                self.add_reasoning(delta["thinking"])
             case "input_json_delta":
-                self.argue(delta["partial_json"])
+                self.add_arguments(delta["partial_json"])
             case _:
                 return
 
-    def _count(self, used: dict[str, Any]) -> None:
-        """Tokens that were read from a cache count as read."""
+    def _set_usage(self, usage: dict[str, Any]) -> None:
+        """Prompt tokens read from or written to the endpoint's cache are reported apart; they count too."""
         names = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")
-        self.count(prompt=sum(used.get(name) or 0 for name in names), completion=used.get("output_tokens"))
+        self.set_usage(prompt=sum(usage.get(name) or 0 for name in names), completion=usage.get("output_tokens"))

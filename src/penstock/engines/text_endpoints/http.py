@@ -1,4 +1,4 @@
-"""Endpoints behind HTTP: their settings, what is said before a run begins, and requests that are sent again while nothing came."""
+"""Text endpoints over HTTP: their settings, the check before a run, and requests with retries."""
 
 import asyncio
 import os
@@ -21,55 +21,54 @@ UNAUTHORIZED, NOT_FOUND = (401, 403), 404
 
 
 class TextEndpointSection(HttpEngineSection):
-    """`[engine]` for endpoints that give text."""
+    """`[engine]` for text endpoints."""
 
     text_only: ClassVar[bool] = True
     trainable: ClassVar[bool] = False
     vendor: ClassVar[str] = ""
-    """The address where `vendor_key` is sent, and nowhere else."""
+    """The vendor's own address, the only one that `vendor_key` is sent to."""
     vendor_key: ClassVar[str] = ""
-    """The environment variable that holds it."""
+    """The environment variable that holds the vendor's key."""
 
     url: str = ""
-    """The API's base, as its clients take it; empty is the vendor's own."""
+    """The API's base URL, as its clients take it; empty for the vendor's own."""
     api_key_env: str | None = None
-    """The environment variable that holds the key; empty sends none. Left out, the vendor's own key goes to the vendor's own
-    address, and none goes anywhere else."""
+    """The environment variable that holds the key; empty sends none. By default the vendor's key is sent to the vendor's address,
+    and no key to any other."""
     extra: dict[str, Any] = Field(default_factory=dict[str, Any])
-    """Further fields of every request, such as `reasoning_effort`."""
+    """Additional fields of every request, such as `reasoning_effort`."""
     price_in: float | None = Field(default=None, ge=0)
-    """Of a million prompt tokens, in whatever currency; None where it is not known."""
+    """Price of a million prompt tokens, in any currency; None if unknown."""
     price_out: float | None = Field(default=None, ge=0)
-    """Of a million sampled tokens."""
+    """Price of a million sampled tokens."""
 
     @field_validator("url", mode="before")
     @classmethod
-    def _one(cls, value: Any) -> Any:
+    def _unwrap_single(cls, value: Any) -> Any:
         return value[0] if isinstance(value, list | tuple) and len(value) == 1 else value  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
 
     @property
     def address(self) -> str:
-        """Where requests go, without a slash at the end; ConfigError where that is no address."""
+        """The base URL without a trailing slash; ConfigError if it is invalid."""
         return check_url(self.url or self.vendor)
 
     @property
     def key_variable(self) -> str:
-        """The environment variable whose value goes there; empty where none does."""
+        """The environment variable whose value is sent to `address`; empty if none is."""
         if self.api_key_env is not None:
             return self.api_key_env
         return self.vendor_key if self.address == self.vendor else ""
 
     def key(self) -> str:
-        """The key, from the environment."""
         variable = self.key_variable
         key = os.environ.get(variable, "") if variable else ""
         if variable and not key:
-            what = "set it to the endpoint's key, or engine.api_key_env to '' where it needs none"
-            raise ConfigError(f"engine.api_key_env: the environment has no {variable}; {what}")
+            remedy = "set it to the endpoint's key, or engine.api_key_env to '' where it needs none"
+            raise ConfigError(f"engine.api_key_env: the environment has no {variable}; {remedy}")
         return key
 
     def remedy(self, status: int, model: str) -> str:
-        """What to do about an answer that would be the same again."""
+        """What to do about a status that the same request would get again."""
         if status in UNAUTHORIZED:
             variable = self.key_variable
             return f"; check the key in {variable}" if variable else "; name the variable that holds its key in engine.api_key_env"
@@ -79,7 +78,7 @@ class TextEndpointSection(HttpEngineSection):
 
 
 class HttpTextEndpoint(TextEndpoint):
-    """One endpoint. A class below says how one kind of API is spoken to."""
+    """One endpoint. Subclasses implement one API each."""
 
     path: ClassVar[str]
     """Where requests go."""
@@ -88,85 +87,85 @@ class HttpTextEndpoint(TextEndpoint):
         super().__init__(name)
         self._section = section
         self._url = self.base(section) + self.path
-        self._wire = self._open_wire(section)
-        self._patience = RetryPolicy(retries=section.retries, retry_s=section.retry_s)
+        self._http = self._open_client(section)
+        self._policy = RetryPolicy(retries=section.retries, retry_s=section.retry_s)
         self._closed = False
 
     @classmethod
     @abstractmethod
     def headers(cls, key: str) -> Mapping[str, str]:
-        """What shows the key, which may be empty."""
+        """Headers that carry the key, which may be empty."""
 
     @classmethod
     @abstractmethod
     def base(cls, section: TextEndpointSection) -> str:
-        """What every path of the API is put behind."""
+        """The base URL that `path` is appended to."""
 
     @abstractmethod
-    def body(self, asked: TextRequest) -> dict[str, Any]:
-        """What the endpoint is asked, as a stream; RequestError for what it has no word for."""
+    def body(self, request: TextRequest) -> dict[str, Any]:
+        """The body of a streamed request; RequestError for settings that the API does not have."""
 
     @abstractmethod
     def reader(self) -> TextReplyReader: ...
 
     @classmethod
     def preflight(cls, section: TextEndpointSection, model: str) -> None:
-        """ConfigError where nothing answers, or the key is refused. Whether it has the model, only a call tells. Blocks."""
-        with ThreadPoolExecutor(1) as thread:  # an event loop may run in this one
-            fault = thread.submit(asyncio.run, cls._look(section)).result()
-        if fault is not None and (fault.status in (0, *UNAUTHORIZED) or fault.status >= 500):
-            remedy = section.remedy(fault.status, model) or "; is engine.url the base of such an API, and is it up?"
-            raise ConfigError(f"engine.url: {fault}{remedy}")
+        """ConfigError if nothing answers, or the key is refused. Only a real call shows whether the model exists. Blocks."""
+        with ThreadPoolExecutor(1) as thread:  # asyncio.run would fail in this thread if it has a running event loop
+            error = thread.submit(asyncio.run, cls._probe(section)).result()
+        if error is not None and (error.status in (0, *UNAUTHORIZED) or error.status >= 500):
+            remedy = section.remedy(error.status, model) or "; is engine.url the base of such an API, and is it up?"
+            raise ConfigError(f"engine.url: {error}{remedy}")
 
     @classmethod
-    async def _look(cls, section: TextEndpointSection) -> UpstreamError | None:
-        wire = cls._open_wire(section)
+    async def _probe(cls, section: TextEndpointSection) -> UpstreamError | None:
+        http = cls._open_client(section)
         try:
-            await wire.ask(f"{cls.base(section)}/models")
-        except UpstreamError as fault:
-            return fault
+            await http.request_json(f"{cls.base(section)}/models")
+        except UpstreamError as error:
+            return error
         finally:
-            await wire.close()
+            await http.close()
         return None
 
     @classmethod
-    def _open_wire(cls, section: TextEndpointSection) -> HttpClient:
+    def _open_client(cls, section: TextEndpointSection) -> HttpClient:
         key = section.key()
         return HttpClient(
             RequestTimeouts(first_token_s=section.first_token_s, stall_s=section.stall_s), key=key, headers=cls.headers(key)
         )
 
-    async def ask(self, asked: TextRequest, *, rollout_id: str = "") -> AsyncGenerator[TextChunk, None]:
-        body = orjson.dumps(self.body(asked) | self._section.extra)
-        trial, begun = RetryState(self._patience), False
+    async def complete(self, request: TextRequest, *, rollout_id: str = "") -> AsyncGenerator[TextChunk, None]:
+        body = orjson.dumps(self.body(request) | self._section.extra)
+        state, begun = RetryState(self._policy), False
         while not self._closed:
-            trial.attempts += 1
+            state.attempts += 1
             try:
-                async with aclosing(self._wire.stream(self._url, body, self.reader(), CancelHandle())) as chunks:
+                async with aclosing(self._http.stream(self._url, body, self.reader(), CancelHandle())) as chunks:
                     async for chunk in chunks:
                         begun = True
                         yield chunk
                 return
-            except UpstreamError as fault:
-                wait_s = None if begun or self._is_final(fault) else trial.wait_s(fault, others=False)
+            except UpstreamError as error:
+                wait_s = None if begun or self._is_final(error) else state.wait_s(error, others=False)
                 if wait_s is None:
-                    raise self._error(fault, trial.attempts, rollout_id) from fault
+                    raise self._error(error, state.attempts, rollout_id) from error
                 await asyncio.sleep(wait_s)
         raise EngineError("the engine is closed")
 
     async def close(self) -> None:
         self._closed = True
-        await self._wire.close()
+        await self._http.close()
 
-    def _is_final(self, fault: UpstreamError) -> bool:
-        """Whether the same request would get the same answer."""
-        return fault.kind in ("refused", "garbled") or fault.status in (*UNAUTHORIZED, NOT_FOUND)
+    def _is_final(self, error: UpstreamError) -> bool:
+        """Whether the same request would get the same answer again."""
+        return error.kind in ("refused", "garbled") or error.status in (*UNAUTHORIZED, NOT_FOUND)
 
-    def _error(self, fault: UpstreamError, attempts: int, rollout_id: str) -> EngineError | RequestError:
-        whose = f"rollout {rollout_id}: " if rollout_id else ""
-        often = f"; given up after {attempts} attempts" if attempts > 1 else ""
-        text = f"{whose}{fault}{often}{self._section.remedy(fault.status, self._name)}"
-        if fault.status and self._is_final(fault):
-            code = "context_length_exceeded" if "do not fit into" in str(fault) else "engine_error"
+    def _error(self, error: UpstreamError, attempts: int, rollout_id: str) -> EngineError | RequestError:
+        where = f"rollout {rollout_id}: " if rollout_id else ""
+        attempts_text = f"; given up after {attempts} attempts" if attempts > 1 else ""
+        text = f"{where}{error}{attempts_text}{self._section.remedy(error.status, self._name)}"
+        if error.status and self._is_final(error):
+            code = "context_length_exceeded" if "do not fit into" in str(error) else "engine_error"
             return RequestError(text, status=400, code=code)
-        return EngineBusy(text) if fault.kind == "busy" else EngineError(text)
+        return EngineBusy(text) if error.kind == "busy" else EngineError(text)

@@ -1,4 +1,4 @@
-"""Models by their LiteLLM names, through that library: `penstock[litellm]`."""
+"""Endpoints through the LiteLLM library, by its model names: `penstock[litellm]`."""
 
 import asyncio
 import importlib
@@ -18,21 +18,21 @@ FINAL_STATUSES = (400, 413, 422, *UNAUTHORIZED, NOT_FOUND)
 
 
 class LitellmSection(TextEndpointSection):
-    """`[engine]` for `name = "litellm"`. Without `url` and `api_key_env`, the library finds both by the model's name."""
+    """`[engine]` for `name = "litellm"`. Without `url` and `api_key_env`, the library derives both from the model's name."""
 
     @property
     def address(self) -> str:
-        """See `RelaySection.address`; empty leaves it to the library."""
+        """Empty leaves the choice to the library."""
         return super().address if self.url else ""
 
     def preflight(self, model: str) -> None:
-        """See `EngineSection.preflight`: only whether the library and the key are there."""
+        """Checks only that the library is installed and the key is set."""
         _library()
         self.key()
 
 
 class LitellmEndpoint(TextEndpoint):
-    """One model. The library sends a request again by itself, `engine.retries` times."""
+    """One model. The library itself retries a request, `engine.retries` times."""
 
     def __init__(self, name: str, section: LitellmSection) -> None:
         super().__init__(name)
@@ -40,57 +40,56 @@ class LitellmEndpoint(TextEndpoint):
         self._section = section
         self._key = section.key()
 
-    async def ask(self, asked: TextRequest, *, rollout_id: str = "") -> AsyncGenerator[TextChunk, None]:
+    async def complete(self, request: TextRequest, *, rollout_id: str = "") -> AsyncGenerator[TextChunk, None]:
         reader, stream = OpenAIReader(), None
         try:
             async with asyncio.timeout(self._section.first_token_s):
-                stream = await self._library.acompletion(**self._request(asked))
+                stream = await self._library.acompletion(**self._request(request))
             chunks = aiter(stream)
             while True:
                 async with asyncio.timeout(self._section.stall_s):
                     chunk: Any = await anext(chunks, None)
                 if chunk is None:
                     break
-                reader.add(chunk.model_dump())
-                if (heard := reader.drain()) is not None:
-                    yield heard
+                reader.feed_json(chunk.model_dump())
+                if (new := reader.take_chunk()) is not None:
+                    yield new
             reader.end()
-            yield reader.drain() or TextChunk(())
-        except Exception as cause:  # a foreign library's, of any kind
+            yield reader.take_chunk() or TextChunk(())
+        except Exception as cause:  # the library raises errors of many kinds
             raise self._error(cause, rollout_id) from cause
         finally:
-            if (leave := getattr(stream, "aclose", None)) is not None:
-                await leave()
+            if (close := getattr(stream, "aclose", None)) is not None:
+                await close()
 
     async def close(self) -> None:
-        """See `Relay.close`: the library keeps its connections."""
+        """Nothing to close: the library keeps its connections."""
 
-    def _request(self, asked: TextRequest) -> dict[str, Any]:
+    def _request(self, request: TextRequest) -> dict[str, Any]:
         section = self._section
         own = {"model": self.model, "stream": True, "stream_options": {"include_usage": True}, "num_retries": section.retries}
-        where = {"api_base": section.address} if section.url else {}
+        base = {"api_base": section.address} if section.url else {}
         key = {"api_key": self._key} if self._key else {}
-        return own | where | key | chat_request(asked, limit="max_tokens") | section.extra
+        return own | base | key | chat_request(request, limit="max_tokens") | section.extra
 
     def _error(self, cause: Exception, rollout_id: str) -> EngineError | RequestError:
-        whose = f"rollout {rollout_id}: " if rollout_id else ""
+        where = f"rollout {rollout_id}: " if rollout_id else ""
         status = getattr(cause, "status_code", 0)
         silent = "was silent for too long" if isinstance(cause, TimeoutError) else ""
-        words = silent or (
+        reason = silent or (
             str(cause)
             if isinstance(cause, UpstreamError)
             else f"{type(cause).__name__}: {' '.join(str(cause).split())[:QUOTED_CHARS]}"
         )
-        told = f"{whose}{self.model} {words.replace(self._key, '…') if self._key else words}"
+        text = f"{where}{self.model} {reason.replace(self._key, '…') if self._key else reason}"
         if status in FINAL_STATUSES:
-            return RequestError(f"{told}{self._section.remedy(status, self.model)}", code="engine_error")
-        return EngineBusy(told) if status == 429 else EngineError(told)
+            return RequestError(f"{text}{self._section.remedy(status, self.model)}", code="engine_error")
+        return EngineBusy(text) if status == 429 else EngineError(text)
 
 
 def open_engine(
     folder: Path, *, name: str, section: LitellmSection, seed: int, decode: Callable[[Sequence[int]], str] | None = None
 ) -> LitellmEndpoint:
-    """The relay; of an engine's arguments, only its name and settings have a meaning here."""
     return LitellmEndpoint(name, section)
 
 

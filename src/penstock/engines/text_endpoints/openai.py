@@ -1,4 +1,4 @@
-"""OpenAI-compatible endpoints: `/chat/completions`, streamed, with the counts of tokens at its end."""
+"""OpenAI-compatible endpoints: `/chat/completions`, streamed."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -31,12 +31,12 @@ class OpenAIEndpoint(HttpTextEndpoint):
 
     @classmethod
     def base(cls, section: TextEndpointSection) -> str:
-        """See `HttpRelay.base`: an address without any path gets `/v1`, where all such servers have it."""
+        """An address without a path gets `/v1`, where all such servers have the API."""
         return section.address if urlsplit(section.address).path else f"{section.address}/v1"
 
-    def body(self, asked: TextRequest) -> dict[str, Any]:
+    def body(self, request: TextRequest) -> dict[str, Any]:
         return {"model": self.model, "stream": True, "stream_options": {"include_usage": True}} | chat_request(
-            asked, limit=self._limit
+            request, limit=self._limit
         )
 
     def reader(self) -> "OpenAIReader":
@@ -44,41 +44,39 @@ class OpenAIEndpoint(HttpTextEndpoint):
 
     @property
     def _limit(self) -> str:
-        """The vendor has renamed the field, and its newer models refuse the old name, the only one that most others know."""
-        own = self._section.address == OpenAISection.vendor
-        return "max_completion_tokens" if own else "max_tokens"
+        """OpenAI's newer models refuse `max_tokens`, and most other servers know no other name."""
+        return "max_completion_tokens" if self._section.address == OpenAISection.vendor else "max_tokens"
 
 
 def open_engine(
     folder: Path, *, name: str, section: OpenAISection, seed: int, decode: Callable[[Sequence[int]], str] | None = None
 ) -> OpenAIEndpoint:
-    """The relay; of an engine's arguments, only its name and settings have a meaning here."""
     return OpenAIEndpoint(name, section)
 
 
-def chat_request(asked: TextRequest, *, limit: str) -> dict[str, Any]:
-    """The conversation and how its reply is sampled. What says nothing new is not sent: some models refuse to be told."""
-    sampling, neutral = asked.sampling, Sampling()
-    body: dict[str, Any] = {"messages": [_message(each) for each in asked.messages], limit: sampling.max_tokens}
+def chat_request(request: TextRequest, *, limit: str) -> dict[str, Any]:
+    """The messages, tools and sampling settings. Defaults are not sent: some models refuse even those."""
+    sampling, neutral = request.sampling, Sampling()
+    body: dict[str, Any] = {"messages": [_message(message) for message in request.messages], limit: sampling.max_tokens}
     for name in ("temperature", "top_p", "top_k", "min_p", "seed"):
         if getattr(sampling, name) != getattr(neutral, name):
             body[name] = getattr(sampling, name)
     if sampling.stop:
         body["stop"] = list(sampling.stop)
-    if asked.tools:
-        body["tools"] = list(asked.tools)
-        body["tool_choice"] = _choice(asked)
+    if request.tools:
+        body["tools"] = list(request.tools)
+        body["tool_choice"] = _tool_choice(request)
     return body
 
 
-def _choice(asked: TextRequest) -> Any:
-    if asked.forced:
-        return {"type": "function", "function": {"name": asked.forced}}
-    return "required" if asked.forced is not None else "auto" if asked.may_call else "none"
+def _tool_choice(request: TextRequest) -> Any:
+    if request.forced:
+        return {"type": "function", "function": {"name": request.forced}}
+    return "required" if request.forced is not None else "auto" if request.may_call else "none"
 
 
 def _message(message: Message) -> Message:
-    """Without its reasoning, which endpoints refuse or ignore; arguments as JSON text."""
+    """The message without its reasoning, which endpoints refuse or ignore, and with arguments as JSON text."""
     plain = {name: value for name, value in message.items() if name != "reasoning_content"}
     if calls := message.get("tool_calls"):
         plain["tool_calls"] = [{**call, "function": _function(call["function"])} for call in calls]
@@ -86,36 +84,36 @@ def _message(message: Message) -> Message:
 
 
 def _function(function: dict[str, Any]) -> dict[str, Any]:
-    given = function["arguments"]
-    return {**function, "arguments": (given or "{}") if isinstance(given, str) else orjson.dumps(given).decode()}
+    arguments = function["arguments"]
+    return {**function, "arguments": (arguments or "{}") if isinstance(arguments, str) else orjson.dumps(arguments).decode()}
 
 
 class OpenAIReader(TextReplyReader):
-    """Reads the chunks of a chat completion, or one that comes whole. A stream ends with `[DONE]`, after its counts."""
+    """Reads a chat completion, streamed or whole. A stream ends with `[DONE]`, after the token counts."""
 
     def __init__(self) -> None:
         super().__init__()
         self._call: tuple[int, str] | None = None
-        """Place and id of the call that began last."""
+        """Index and id of the last call."""
 
     def read(self, event: dict[str, Any]) -> None:
-        if used := event.get("usage"):
-            self.count(prompt=used.get("prompt_tokens"), completion=used.get("completion_tokens"))
+        if usage := event.get("usage"):
+            self.set_usage(prompt=usage.get("prompt_tokens"), completion=usage.get("completion_tokens"))
         for choice in event["choices"][:1]:
-            self._grow(choice.get("delta") or choice.get("message") or {})
+            self._add_delta(choice.get("delta") or choice.get("message") or {})
             if reason := choice.get("finish_reason"):
-                self.stop(reason)
+                self.set_finish(reason)
             if "message" in choice:  # the endpoint does not stream
                 self.end()
 
-    def _grow(self, delta: dict[str, Any]) -> None:
-        self.think(delta.get("reasoning_content") or delta.get("reasoning"))
-        self.say(delta.get("content"))
-        self.say(delta.get("refusal"))
+    def _add_delta(self, delta: dict[str, Any]) -> None:
+        self.add_reasoning(delta.get("reasoning_content") or delta.get("reasoning"))
+        self.add_text(delta.get("content"))
+        self.add_text(delta.get("refusal"))
         for part in delta.get("tool_calls") or ():
             function: dict[str, Any] = part.get("function") or {}
-            place, call_id = part.get("index") or 0, part.get("id") or ""
-            if self._call is None or place != self._call[0] or (call_id and call_id != self._call[1]):
-                self._call = (place, call_id)
-                self.call(call_id, function.get("name") or "")
-            self.argue(function.get("arguments"))
+            index, call_id = part.get("index") or 0, part.get("id") or ""
+            if self._call is None or index != self._call[0] or (call_id and call_id != self._call[1]):
+                self._call = (index, call_id)
+                self.begin_call(call_id, function.get("name") or "")
+            self.add_arguments(function.get("arguments"))

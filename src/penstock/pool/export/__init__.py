@@ -1,4 +1,4 @@
-"""What a pool can be written to, and read back from. Each name stands for a function of a path; see `pool/transfer`."""
+"""Export formats of a pool, and those that can be read back. Each name stands for a function of a path; see `transfer`."""
 
 from penstock.registry import Registry
 

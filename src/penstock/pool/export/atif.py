@@ -1,7 +1,7 @@
-"""Rollouts as ATIF trajectories (Agent Trajectory Interchange Format, v1.4), a JSON file for each transcript. Written, never read.
+"""Rollouts as ATIF trajectories (Agent Trajectory Interchange Format, v1.4): one JSON file per transcript. Export only.
 
-ATIF is a line of turns, a rollout is a graph: a file holds the path to the transcript's last reply, and says how many calls it
-leaves out. Fields that ATIF has no name for are under `extra.penstock`.
+An ATIF trajectory is a list of turns, a rollout is a graph: a file holds the path to the transcript's last reply, and says how many
+calls it leaves out. Fields that ATIF has no name for are under `extra.penstock`.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ from urllib.parse import quote
 import orjson
 
 from penstock.errors import ConfigError
-from penstock.pool.paging import Whole
+from penstock.pool.paging import GroupHistory
 from penstock.records import Attempt, Message, Node, Step, Task
 from penstock.system.files import creating
 
@@ -26,15 +26,13 @@ NAME_LIMIT = 200
 
 @dataclass(slots=True)
 class AtifSink:
-    """Writes a file for each transcript."""
-
     folder: Path
 
-    def write(self, whole: Whole) -> None:
-        for attempt in whole.attempts:
-            made = trajectories(whole.group.task, attempt)
-            for transcript, trajectory in made.items():
-                name = attempt.rollout.id if len(made) == 1 else f"{attempt.rollout.id}-{transcript}"
+    def write(self, history: GroupHistory) -> None:
+        for attempt in history.attempts:
+            by_transcript = trajectories(history.group.task, attempt)
+            for transcript, trajectory in by_transcript.items():
+                name = attempt.rollout.id if len(by_transcript) == 1 else f"{attempt.rollout.id}-{transcript}"
                 (self.folder / file_name(name)).write_bytes(orjson.dumps(trajectory, option=orjson.OPT_INDENT_2))
 
 
@@ -48,7 +46,7 @@ def open_export(path: Path, channels: Sequence[str]) -> Generator[AtifSink]:
 
 
 def file_name(name: str) -> str:
-    """A file for any rollout and transcript, whatever characters and length its name has."""
+    """Return a safe file name for any rollout and transcript."""
     plain = quote(name, safe=" @+,=", errors="replace")
     if len(plain) > NAME_LIMIT:
         plain = f"{plain[:NAME_LIMIT]}-{hashlib.sha256(name.encode('utf-8', 'surrogatepass')).hexdigest()[:16]}"
@@ -56,7 +54,7 @@ def file_name(name: str) -> str:
 
 
 def trajectories(task: Task, attempt: Attempt) -> dict[str, dict[str, Any]]:
-    """A trajectory for each transcript, by name; one without turns where the rollout made no call."""
+    """Return a trajectory per transcript, by name; one without turns if the rollout made no call."""
     last: dict[str, Step] = {}
     for step in attempt.steps:
         if step.finish in ("stop", "length") or step.transcript not in last:
@@ -67,7 +65,7 @@ def trajectories(task: Task, attempt: Attempt) -> dict[str, dict[str, Any]]:
 
 
 class _Turn(NamedTuple):
-    """A call on the path: what was added to the conversation, and the reply."""
+    """A call on the path: the messages that it added, and the reply."""
 
     node: Node
     step: Step
@@ -94,16 +92,15 @@ def _trajectory(task: Task, attempt: Attempt, transcript: str, path: list[_Turn]
         "steps": steps,
         **({"notes": f"{left_out} calls on other branches of this transcript are left out"} if left_out else {}),
         "final_metrics": {
-            "total_prompt_tokens": sum(one["prompt_tokens"] for one in metrics),
-            "total_completion_tokens": sum(one["completion_tokens"] for one in metrics),
+            "total_prompt_tokens": sum(entry["prompt_tokens"] for entry in metrics),
+            "total_completion_tokens": sum(entry["completion_tokens"] for entry in metrics),
             "total_steps": len(steps),
         },
-        "extra": {"penstock": _about(task, attempt, transcript, left_out)},
+        "extra": {"penstock": _extra(task, attempt, transcript, left_out)},
     }
 
 
-def _about(task: Task, attempt: Attempt, transcript: str, left_out: int) -> dict[str, Any]:
-    """What ATIF has no name for."""
+def _extra(task: Task, attempt: Attempt, transcript: str, left_out: int) -> dict[str, Any]:
     return {
         **asdict(attempt.rollout),
         "transcript": transcript,
@@ -118,7 +115,7 @@ def _about(task: Task, attempt: Attempt, transcript: str, left_out: int) -> dict
 
 
 def _steps(path: list[_Turn]) -> list[dict[str, Any]]:
-    """The turns in ATIF's form: what a tool said belongs to the agent's turn that called it."""
+    """Return the turns in ATIF's form: a tool's result belongs to the turn that called it."""
     steps: list[dict[str, Any]] = []
     prompt: list[int] = []
     for node, step in path:
@@ -126,7 +123,7 @@ def _steps(path: list[_Turn]) -> list[dict[str, Any]]:
             _add_message(steps, message)
         prompt += node.token_ids
         _add_message(steps, step.message)
-        steps[-1] |= _sampled(step, prompt)
+        steps[-1] |= _step_metrics(step, prompt)
         prompt += step.completion_ids
     return [{"step_id": number, **step} for number, step in enumerate(steps, 1)]
 
@@ -150,7 +147,7 @@ _SOURCES = {"system": "system", "developer": "system", "assistant": "agent"}
 
 
 def _text(content: Any) -> str:
-    """The text of a message; parts that are no text are named in their place."""
+    """Return the text of a message; other parts are replaced by their type."""
     if content is None or isinstance(content, str):
         return content or ""
     parts: list[Any] = list(content) if isinstance(content, (list, tuple)) else [content]  # pyright: ignore[reportUnknownArgumentType]
@@ -162,7 +159,7 @@ def _part(part: Any) -> str:
 
 
 def _call(call: dict[str, Any]) -> dict[str, Any]:
-    """A tool call; arguments that are no JSON object are kept as text, under a name of their own."""
+    """Convert a tool call; arguments that are not a JSON object are kept under a name of their own."""
     function: dict[str, Any] = call.get("function") or {}
     arguments: Any = function.get("arguments")
     if isinstance(arguments, str):
@@ -174,8 +171,8 @@ def _call(call: dict[str, Any]) -> dict[str, Any]:
     return {"tool_call_id": str(call.get("id") or ""), "function_name": str(function.get("name") or ""), "arguments": named}
 
 
-def _sampled(step: Step, prompt: list[int]) -> dict[str, Any]:
-    """What is known of a reply beside its text: when it began, and its tokens with the whole prompt before them."""
+def _step_metrics(step: Step, prompt: list[int]) -> dict[str, Any]:
+    """Return when a reply began, and its tokens with the whole prompt before them."""
     metrics = {
         "prompt_tokens": len(prompt),
         "completion_tokens": len(step.completion_ids),
@@ -189,5 +186,5 @@ def _sampled(step: Step, prompt: list[int]) -> dict[str, Any]:
             "seconds": step.seconds,
         },
     }
-    when = {"timestamp": datetime.fromtimestamp(step.created, UTC).isoformat()} if step.created else {}
-    return {**when, "metrics": metrics, "extra": {"step": step.index}}
+    timestamp = {"timestamp": datetime.fromtimestamp(step.created, UTC).isoformat()} if step.created else {}
+    return {**timestamp, "metrics": metrics, "extra": {"step": step.index}}

@@ -1,4 +1,4 @@
-"""A pool as lines of JSON: one for the file, one per group followed by one per rollout, and one that says it is whole."""
+"""A pool as JSON lines: a header, then each group followed by its rollouts, and a last line that marks the file as complete."""
 
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ import orjson
 from penstock.codec import from_json, to_json
 from penstock.errors import ConfigError
 from penstock.pool.export.transfer import escape, unescape
-from penstock.pool.paging import Whole
+from penstock.pool.paging import GroupHistory
 from penstock.records import Attempt, Group
 from penstock.system.files import creating
 
@@ -20,18 +20,16 @@ FORMAT = 1
 
 @dataclass(slots=True)
 class JsonlSink:
-    """Writes groups to an open file."""
-
     out: BinaryIO
     groups: int = 0
     rollouts: int = 0
 
-    def write(self, whole: Whole) -> None:
-        _write(self.out, {"group": _fragment(replace(whole.group, attempts=())), "trained": whole.trained})
-        for attempt in whole.attempts:
+    def write(self, history: GroupHistory) -> None:
+        _write(self.out, {"group": _fragment(replace(history.group, attempts=())), "trained": history.trained})
+        for attempt in history.attempts:
             _write(self.out, {"rollout": _fragment(replace(attempt, message=escape(attempt.message)))})
         self.groups += 1
-        self.rollouts += len(whole.attempts)
+        self.rollouts += len(history.attempts)
 
 
 @contextmanager
@@ -44,55 +42,55 @@ def open_export(path: Path, channels: Sequence[str]) -> Generator[JsonlSink]:
         out.flush()
 
 
-def read_export(path: Path) -> Iterator[Whole]:
+def read_export(path: Path) -> Iterator[GroupHistory]:
     with path.open("rb") as lines:
-        head = _first(path, lines)
+        head = _read_header(path, lines)
     if head.get("penstock_pool") != FORMAT:
         raise ConfigError(f"{path}: written by a newer penstock (format {head.get('penstock_pool')!r}); upgrade penstock")
     return _read(path)
 
 
-def _read(path: Path) -> Iterator[Whole]:
-    reader = _Reader(path)
+def _read(path: Path) -> Iterator[GroupHistory]:
+    reader = _JsonlReader(path)
     with path.open("rb") as lines:
         lines.readline()
         for number, line in enumerate(lines, 2):
-            yield from reader.take(number, line)
-    if not reader.whole:
+            yield from reader.read_line(number, line)
+    if not reader.complete:
         raise ConfigError(f"{path}: cut short after {reader.groups} groups, which are imported; take a whole copy for the rest")
 
 
 @dataclass(slots=True)
-class _Reader:
+class _JsonlReader:
     path: Path
-    group: "_Head | None" = None
+    group: "_GroupLine | None" = None
     attempts: list[Attempt] = field(default_factory=list[Attempt])
     groups: int = 0
-    whole: bool = False
+    complete: bool = False
 
-    def take(self, number: int, line: bytes) -> Iterator[Whole]:
-        """Read one line; the group that it ends."""
+    def read_line(self, number: int, line: bytes) -> Iterator[GroupHistory]:
+        """Read one line, and yield the group that it ends."""
         try:
             fields: dict[str, Any] = orjson.loads(line)
             if "rollout" in fields and self.group is not None:
                 attempt = from_json(Attempt, orjson.dumps(fields["rollout"]))
                 self.attempts.append(replace(attempt, message=unescape(attempt.message)))
                 return
-            head = None if "whole" in fields else _Head(from_json(Group, orjson.dumps(fields["group"])), fields["trained"])
+            head = None if "whole" in fields else _GroupLine(from_json(Group, orjson.dumps(fields["group"])), fields["trained"])
         except (ValueError, LookupError, TypeError, AttributeError) as cause:
             raise ConfigError(f"{self.path}: line {number} cannot be read ({cause}); export again") from cause
         if self.group is not None:
             self.groups += 1
-            yield Whole(group=self.group.group, attempts=tuple(self.attempts), trained=self.group.trained)
-        self.group, self.attempts, self.whole = head, [], head is None
+            yield GroupHistory(group=self.group.group, attempts=tuple(self.attempts), trained=self.group.trained)
+        self.group, self.attempts, self.complete = head, [], head is None
 
 
-class _Head(NamedTuple):
+class _GroupLine(NamedTuple):
     group: Group
     trained: int | None
 
 
-def _first(path: Path, lines: BinaryIO) -> dict[str, Any]:
+def _read_header(path: Path, lines: BinaryIO) -> dict[str, Any]:
     try:
         head: Any = orjson.loads(lines.readline())
     except ValueError:

@@ -1,4 +1,4 @@
-"""Records as rows of typed columns, whatever fields they have: plain values and token lists as such, all else as JSON."""
+"""A pool as parquet files, one per kind of record: plain values and token lists as typed columns, everything else as JSON."""
 
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -16,14 +16,14 @@ import pyarrow.parquet as arrow_parquet
 from penstock.codec import from_json, to_json
 from penstock.errors import ConfigError
 from penstock.pool.export.transfer import escape, unescape
-from penstock.pool.paging import Whole
+from penstock.pool.paging import GroupHistory
 from penstock.records import Attempt, Grade, Group, Mark, Node, Rollout, Step
 from penstock.system.files import creating
 
 T = TypeVar("T")
 
-Kind = Literal["text", "int", "float", "bool", "ints", "floats", "json"]
-_PLAIN: dict[Any, Kind] = {
+ColumnKind = Literal["text", "int", "float", "bool", "ints", "floats", "json"]
+_PLAIN: dict[Any, ColumnKind] = {
     str: "text",
     int: "int",
     float: "float",
@@ -34,28 +34,25 @@ _PLAIN: dict[Any, Kind] = {
 
 
 class ParquetColumn(NamedTuple):
-    """One field of a record."""
-
     name: str
-    kind: Kind
+    kind: ColumnKind
 
 
 @cache
 def columns(record: type[Any], without: tuple[str, ...] = ()) -> list[ParquetColumn]:
-    """The columns of a record's type, in the order of its fields."""
+    """Return the columns of a record type, in the order of its fields."""
     return [ParquetColumn(name, _kind(hint)) for name, hint in get_type_hints(record).items() if name not in without]
 
 
-def to_row(record: Any, wanted: Sequence[ParquetColumn]) -> dict[str, Any]:
-    """The values of a record by column."""
-    return {column.name: _cell(getattr(record, column.name), column.kind) for column in wanted}
+def to_row(record: Any, chosen: Sequence[ParquetColumn]) -> dict[str, Any]:
+    return {column.name: _cell(getattr(record, column.name), column.kind) for column in chosen}
 
 
-def from_row(record: type[T], row: dict[str, Any], wanted: Sequence[ParquetColumn], **fields: Any) -> T:
-    """The record that `to_row` took apart; `fields` are those that have no column. ValueError where it is none."""
-    lists = {column.name for column in wanted if column.kind in ("ints", "floats") and row[column.name] is not None}
+def from_row(record: type[T], row: dict[str, Any], chosen: Sequence[ParquetColumn], **fields: Any) -> T:
+    """Build the record that `to_row` wrote; `fields` are those without a column. ValueError if the row does not fit."""
+    lists = {column.name for column in chosen if column.kind in ("ints", "floats") and row[column.name] is not None}
     plain: dict[str, Any] = {name: [] for name in lists}
-    for name, kind in wanted:
+    for name, kind in chosen:
         if name not in lists:
             value = row[name]
             plain[name] = orjson.Fragment(value) if kind == "json" and value is not None else value
@@ -63,7 +60,7 @@ def from_row(record: type[T], row: dict[str, Any], wanted: Sequence[ParquetColum
     return replace(built, **{name: tuple(row[name]) for name in lists}) if lists else built  # type: ignore[type-var]
 
 
-def _kind(hint: Any) -> Kind:
+def _kind(hint: Any) -> ColumnKind:
     given = [part for part in get_args(hint) if part is not NoneType] if NoneType in get_args(hint) else [hint]
     [plain] = given if len(given) == 1 else [object]
     if get_origin(plain) is Literal or (isinstance(plain, type) and issubclass(plain, StrEnum)):
@@ -71,7 +68,7 @@ def _kind(hint: Any) -> Kind:
     return _PLAIN.get(plain, "json")
 
 
-def _cell(value: Any, kind: Kind) -> Any:
+def _cell(value: Any, kind: ColumnKind) -> Any:
     if value is None:
         return None
     if kind == "json":
@@ -84,9 +81,9 @@ parquet: Any = arrow_parquet
 
 FORMAT = b"1"
 FLUSH_ROWS, FLUSH_TOKENS = 10_000, 2_000_000
-"""What may wait in memory before it goes to the files."""
+"""How much is kept in memory before it is written."""
 BATCH_ROWS = 256
-"""Rows read at once."""
+"""Rows read at a time."""
 
 _TYPES: dict[str, Any] = {
     "text": arrow.string(),
@@ -99,8 +96,8 @@ _TYPES: dict[str, Any] = {
 }
 
 
-class Table(NamedTuple):
-    """One file: what its rows belong to, and its columns."""
+class ParquetTable(NamedTuple):
+    """One file: its name, the column that names the owner of a row, and its columns."""
 
     name: str
     owner: str
@@ -108,42 +105,39 @@ class Table(NamedTuple):
 
 
 PARTS: dict[str, type[Any]] = {"nodes": Node, "steps": Step, "grades": Grade, "marks": Mark}
-"""What an attempt is made of, by the names of its fields."""
+"""Record types of an attempt, by field name."""
 _HEAD = columns(Group, ("attempts",))
 _ENDING = columns(Attempt, ("rollout", *PARTS))
 TABLES = [
-    Table("groups", "id", [*_HEAD, ParquetColumn("trained", "int")]),
-    Table("rollouts", "group_id", [*columns(Rollout), *_ENDING]),
-    *(Table(name, "rollout_id", columns(kind)) for name, kind in PARTS.items()),
+    ParquetTable("groups", "id", [*_HEAD, ParquetColumn("trained", "int")]),
+    ParquetTable("rollouts", "group_id", [*columns(Rollout), *_ENDING]),
+    *(ParquetTable(name, "rollout_id", columns(kind)) for name, kind in PARTS.items()),
 ]
 
 
 class ParquetSink:
-    """Writes groups to the files."""
-
     def __init__(self, writers: dict[str, Any]) -> None:
         self._writers = writers
         self._rows: dict[str, list[dict[str, Any]]] = {table.name: [] for table in TABLES}
-        self._waiting = 0
+        self._tokens = 0
 
-    def write(self, whole: Whole) -> None:
-        self._rows["groups"].append({**to_row(whole.group, _HEAD), "trained": whole.trained})
-        for attempt in whole.attempts:
+    def write(self, history: GroupHistory) -> None:
+        self._rows["groups"].append({**to_row(history.group, _HEAD), "trained": history.trained})
+        for attempt in history.attempts:
             ending = to_row(replace(attempt, message=escape(attempt.message)), _ENDING)
             self._rows["rollouts"].append({**to_row(attempt.rollout, columns(Rollout)), **ending})
             for name, kind in PARTS.items():
                 self._rows[name] += [to_row(record, columns(kind)) for record in getattr(attempt, name)]
-            self._waiting += sum(len(n.token_ids) for n in attempt.nodes) + sum(len(s.completion_ids) for s in attempt.steps)
-        if self._waiting >= FLUSH_TOKENS or sum(map(len, self._rows.values())) >= FLUSH_ROWS:
+            self._tokens += sum(len(n.token_ids) for n in attempt.nodes) + sum(len(s.completion_ids) for s in attempt.steps)
+        if self._tokens >= FLUSH_TOKENS or sum(map(len, self._rows.values())) >= FLUSH_ROWS:
             self.flush()
 
     def flush(self) -> None:
-        """Write down what waits."""
         for name, rows in self._rows.items():
             if rows:
                 self._writers[name].write_table(arrow.Table.from_pylist(rows, schema=self._writers[name].schema))
                 rows.clear()
-        self._waiting = 0
+        self._tokens = 0
 
 
 @contextmanager
@@ -151,28 +145,28 @@ def open_export(path: Path, channels: Sequence[str]) -> Generator[ParquetSink]:
     with creating(path) as part:
         part.mkdir()
         with ExitStack() as stack:
-            opened = {table.name: parquet.ParquetWriter(part / f"{table.name}.parquet", _schema(table)) for table in TABLES}
-            sink = ParquetSink({name: stack.enter_context(writer) for name, writer in opened.items()})
+            writers = {table.name: parquet.ParquetWriter(part / f"{table.name}.parquet", _schema(table)) for table in TABLES}
+            sink = ParquetSink({name: stack.enter_context(writer) for name, writer in writers.items()})
             yield sink
             sink.flush()
 
 
-def read_export(path: Path) -> Iterator[Whole]:
-    return _merge(path, {table.name: _Rows(path, table) for table in TABLES})
+def read_export(path: Path) -> Iterator[GroupHistory]:
+    return _merge(path, {table.name: _ParquetRows(path, table) for table in TABLES})
 
 
-def _merge(path: Path, rows: dict[str, "_Rows"]) -> Iterator[Whole]:
-    """The files side by side: each has its rows in the order of the groups."""
+def _merge(path: Path, rows: dict[str, "_ParquetRows"]) -> Iterator[GroupHistory]:
+    """Read the files side by side: each has its rows in the order of the groups."""
     while (head := rows["groups"].next()) is not None:
         attempts = [_read_attempt(path, row, rows) for row in rows["rollouts"].of(head["id"])]
         group = _record(path, "groups", Group, head, _HEAD, attempts=())
-        yield Whole(group=group, attempts=tuple(attempts), trained=head["trained"])
+        yield GroupHistory(group=group, attempts=tuple(attempts), trained=head["trained"])
     for name, left in rows.items():
         if left.next() is not None:
             raise ConfigError(f"{path / name}.parquet has rows that belong to nothing in the other files; export again")
 
 
-def _read_attempt(path: Path, row: dict[str, Any], rows: dict[str, "_Rows"]) -> Attempt:
+def _read_attempt(path: Path, row: dict[str, Any], rows: dict[str, "_ParquetRows"]) -> Attempt:
     row = {**row, "message": unescape(row["message"])}
     rollout = _record(path, "rollouts", Rollout, row, columns(Rollout))
     parts = {
@@ -183,38 +177,38 @@ def _read_attempt(path: Path, row: dict[str, Any], rows: dict[str, "_Rows"]) -> 
     return replace(ending, message=row["message"], **parts)
 
 
-def _record(path: Path, name: str, kind: type[T], row: dict[str, Any], wanted: list[ParquetColumn], **fields: Any) -> T:
+def _record(path: Path, name: str, kind: type[T], row: dict[str, Any], chosen: list[ParquetColumn], **fields: Any) -> T:
     try:
-        return from_row(kind, row, wanted, **fields)
+        return from_row(kind, row, chosen, **fields)
     except (ValueError, LookupError, TypeError) as cause:
         raise ConfigError(f"{path / name}.parquet holds a row that is no {kind.__name__} ({cause}); export again") from cause
 
 
-class _Rows:
-    """The rows of one file, a few in memory, taken in their order."""
+class _ParquetRows:
+    """The rows of one file, read in order, a batch at a time."""
 
-    def __init__(self, path: Path, table: Table) -> None:
+    def __init__(self, path: Path, table: ParquetTable) -> None:
         self._file, self._table = path / f"{table.name}.parquet", table
         self._rows = self._read()
         self._row = next(self._rows, None)
 
     def next(self) -> dict[str, Any] | None:
-        """The row at hand, and on to the one after it; None after the last."""
+        """Return the current row and advance; None after the last."""
         row = self._row
         self._row = next(self._rows, None) if row is not None else None
         return row
 
     def of(self, owner: str) -> Iterator[dict[str, Any]]:
-        """Those at hand that belong to `owner`."""
+        """Yield the next rows that belong to `owner`."""
         while self._row is not None and self._row[self._table.owner] == owner:
             yield self._row
             self._row = next(self._rows, None)
 
     def _read(self) -> Iterator[dict[str, Any]]:
         try:
-            with parquet.ParquetFile(self._file) as opened:
-                self._check(opened.schema_arrow)
-                for batch in opened.iter_batches(batch_size=BATCH_ROWS):
+            with parquet.ParquetFile(self._file) as file:
+                self._check(file.schema_arrow)
+                for batch in file.iter_batches(batch_size=BATCH_ROWS):
                     yield from batch.to_pylist()
         except (OSError, arrow.ArrowException) as cause:
             raise ConfigError(f"{self._file}: cannot be read ({cause}); export again") from cause
@@ -227,5 +221,5 @@ class _Rows:
             raise ConfigError(f"{self._file}: not an export that this penstock reads{more}; export again with this version")
 
 
-def _schema(table: Table) -> Any:
+def _schema(table: ParquetTable) -> Any:
     return arrow.schema([(column.name, _TYPES[column.kind]) for column in table.columns], metadata={b"penstock_pool": FORMAT})

@@ -1,4 +1,4 @@
-"""A pool written to files, and files read into a pool."""
+"""Export of a pool to files, and import of such files into a pool."""
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
@@ -10,65 +10,60 @@ from typing import Protocol
 from penstock.errors import ConfigError, PoolConflict, PoolError
 from penstock.pool.base import Pool
 from penstock.pool.export import EXPORTS, IMPORTS
-from penstock.pool.paging import Whole, every_whole
+from penstock.pool.paging import GroupHistory, iterate_histories
 from penstock.records import Attempt, Task
 
 HOLD_S = 3600.0
-"""How long groups are kept aside while those behind them are marked as trained."""
+"""Lease time of groups that are held back while later ones are marked as trained."""
 ANY_AGE = 2**40
-"""A staleness that no token exceeds."""
+"""A staleness that no group exceeds."""
 
-Told = Callable[[int], None]
-"""Is told how many groups are done."""
+TransferProgress = Callable[[int], None]
+"""Called with the number of groups done so far."""
 
 
 class Sink(Protocol):
-    """Takes groups one after the other; what it made is there, whole, once its context is left."""
+    """Takes groups one by one. Its output appears, complete, when its context is left."""
 
-    def write(self, whole: Whole) -> None:
-        """Write one group down."""
-        ...
+    def write(self, history: GroupHistory) -> None: ...
 
 
 OpenExport = Callable[[Path, Sequence[str]], AbstractContextManager[Sink]]
-ReadExport = Callable[[Path], Iterable[Whole]]
+ReadExport = Callable[[Path], Iterable[GroupHistory]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Moved:
-    """How much was written or read."""
-
+class TransferCounts:
     groups: int = 0
     rollouts: int = 0
     steps: int = 0
     known: int = 0
-    """Rollouts that were there already, the very same."""
+    """Rollouts that were stored already, with the same content."""
 
-    def plus(self, whole: Whole, known: int = 0) -> "Moved":
-        """And one more group."""
-        steps = sum(len(attempt.steps) for attempt in whole.attempts)
-        return Moved(
+    def with_group(self, history: GroupHistory, known: int = 0) -> "TransferCounts":
+        steps = sum(len(attempt.steps) for attempt in history.attempts)
+        return TransferCounts(
             groups=self.groups + 1,
-            rollouts=self.rollouts + len(whole.attempts),
+            rollouts=self.rollouts + len(history.attempts),
             steps=self.steps + steps,
             known=self.known + known,
         )
 
 
-async def export_pool(pool: Pool, out: Path, *, name: str, channels: Sequence[str], told: Told) -> Moved:
-    """Write these channels to `out` in the format called `name`; it appears when it is whole, and an existing one is refused."""
-    opened: OpenExport = EXPORTS.load(name)
-    moved = Moved()
-    with opened(out, channels) as sink:
-        async for whole in every_whole(pool, channels):
-            await asyncio.to_thread(sink.write, whole)
-            moved = moved.plus(whole)
-            told(moved.groups)
-    return moved
+async def export_pool(pool: Pool, out: Path, *, name: str, channels: Sequence[str], progress: TransferProgress) -> TransferCounts:
+    """Write these channels to `out` in the format `name`. It appears when it is complete; an existing one is refused."""
+    open_export: OpenExport = EXPORTS.load(name)
+    counts = TransferCounts()
+    with open_export(out, channels) as sink:
+        async for history in iterate_histories(pool, channels):
+            await asyncio.to_thread(sink.write, history)
+            counts = counts.with_group(history)
+            progress(counts.groups)
+    return counts
 
 
-def read_export(path: Path) -> Iterable[Whole]:
-    """The groups in an exported file or folder; ConfigError where it is none that can be read back."""
+def read_export(path: Path) -> Iterable[GroupHistory]:
+    """Read the groups of an exported file or folder; ConfigError if it cannot be read back."""
     if not path.exists():
         raise ConfigError(f"{path}: there is no such file or folder; give what `penstock pool export` wrote")
     name = "jsonl" if path.is_file() else "parquet"
@@ -77,31 +72,31 @@ def read_export(path: Path) -> Iterable[Whole]:
             f"{path}: not an export that can be read back; give a .jsonl file or a folder of parquet files "
             "(ATIF leaves out what a pool needs, so it is for other tools only)"
         )
-    reading: ReadExport = IMPORTS.load(name)
-    return reading(path)
+    read: ReadExport = IMPORTS.load(name)
+    return read(path)
 
 
-async def import_pool(path: Path, pool: Pool, *, told: Told) -> Moved:
-    """Put all groups of an export into `pool`. Doing it again, or going on after a kill, adds what is missing."""
-    moved, trained, held = Moved(), dict(await pool.trained()), list[str]()
+async def import_pool(path: Path, pool: Pool, *, progress: TransferProgress) -> TransferCounts:
+    """Store all groups of an export in `pool`. Repeating it, also after a kill, adds what is missing."""
+    counts, trained, held = TransferCounts(), dict(await pool.trained()), list[str]()
     groups = iter(read_export(path))
     try:
-        while whole := await asyncio.to_thread(next, groups, None):
-            known = await _add(pool, whole)
-            if whole.trained is not None and trained.get(whole.group.id) != whole.trained:
-                held += await _mark_trained(pool, whole, whole.trained)
-            moved = moved.plus(whole, known)
-            told(moved.groups)
+        while history := await asyncio.to_thread(next, groups, None):
+            known = await _add_group(pool, history)
+            if history.trained is not None and trained.get(history.group.id) != history.trained:
+                held += await _mark_trained(pool, history, history.trained)
+            counts = counts.with_group(history, known)
+            progress(counts.groups)
     finally:
         for lease_id in held:
             await pool.release(lease_id)
-    return moved
+    return counts
 
 
-async def _add(pool: Pool, whole: Whole) -> int:
-    """Store one group, its places side by side so that they share commits; the number of its rollouts that were there already."""
-    group, places = whole.group, dict[int, list[Attempt]]()
-    for attempt in whole.attempts:
+async def _add_group(pool: Pool, history: GroupHistory) -> int:
+    """Store one group, its places concurrently so that they share commits. Returns how many rollouts were stored before."""
+    group, places = history.group, dict[int, list[Attempt]]()
+    for attempt in history.attempts:
         places.setdefault(attempt.rollout.place, []).append(attempt)
     await pool.open_group(group.task, [places[place][0].rollout for place in sorted(places)], seq=group.seq)
     try:
@@ -113,7 +108,7 @@ async def _add(pool: Pool, whole: Whole) -> int:
 
 
 async def _add_place(pool: Pool, task: Task, attempts: list[Attempt]) -> int:
-    """Store the attempts at one place, each of them replacing the one before."""
+    """Store the attempts at one place; each replaces the one before."""
     known, before = 0, None
     for attempt in attempts:
         if before is not None:
@@ -127,16 +122,16 @@ async def _add_place(pool: Pool, task: Task, attempts: list[Attempt]) -> int:
 
 
 async def _add_attempt(pool: Pool, attempt: Attempt) -> bool:
-    """Store what is missing of an attempt; True where nothing was, and there was something."""
+    """Store what is missing of an attempt. Returns whether all of it was stored before."""
     name = attempt.rollout.id
-    there = await pool.attempt(name)
-    if there == attempt:
-        return there.end is not None or bool(there.steps)
-    if there.end is not None:
+    existing = await pool.attempt(name)
+    if existing == attempt:
+        return existing.end is not None or bool(existing.steps)
+    if existing.end is not None:
         raise PoolConflict(f"rollout {name!r} is in this pool with different content; import into another folder")
     nodes = {node.id: node for node in attempt.nodes}
-    stored = {node.id for node in there.nodes}
-    for step in attempt.steps[len(there.steps) :]:
+    stored = {node.id for node in existing.nodes}
+    for step in attempt.steps[len(existing.steps) :]:
         await pool.append(step, None if step.node in stored else nodes[step.node])
         stored.add(step.node)
     for grade in attempt.grades:
@@ -152,18 +147,18 @@ async def _add_attempt(pool: Pool, attempt: Attempt) -> bool:
     return False
 
 
-async def _mark_trained(pool: Pool, whole: Whole, version: int) -> list[str]:
-    """Enter the group into the ledger; complete groups that come before it are kept aside by the leases returned."""
+async def _mark_trained(pool: Pool, history: GroupHistory, version: int) -> list[str]:
+    """Enter the group into the ledger. Returns the leases that hold back complete groups before it."""
     held: list[str] = []
-    while lease := await pool.claim(1, channel=whole.group.channel, version=0, max_staleness=ANY_AGE, lease_s=HOLD_S):
-        if lease.groups[0].id == whole.group.id:
+    while lease := await pool.claim(1, channel=history.group.channel, version=0, max_staleness=ANY_AGE, lease_s=HOLD_S):
+        if lease.groups[0].id == history.group.id:
             await pool.ack(lease.id, version)
             return held
         held.append(lease.id)
     for lease_id in held:
         await pool.release(lease_id)
     raise PoolConflict(
-        f"group {whole.group.id!r} was trained into version {version}, but here it cannot be; import into another folder"
+        f"group {history.group.id!r} was trained into version {version}, but here it cannot be; import into another folder"
     )
 
 

@@ -1,4 +1,4 @@
-"""Threads that read: each read sees one moment of the database, and never holds up the writer."""
+"""A pool over SQL tables: writes go through one writer, reads through threads that never hold it up."""
 
 import asyncio
 import time
@@ -11,14 +11,14 @@ from typing import TypeVar
 
 from penstock.errors import PoolError
 from penstock.pool import rules
-from penstock.pool.base import Bound, Change, PoolStats
-from penstock.pool.leases import LeaseClock
+from penstock.pool.base import Change, GroupLimit, PoolClass, PoolStats
 from penstock.pool.notifier import Notifier
 from penstock.pool.remote_writer import RemoteWriter
-from penstock.pool.rows import seal
+from penstock.pool.rows import encode_row
+from penstock.pool.rules import LeaseClock
 from penstock.pool.sql import leases, reads, writes
-from penstock.pool.sql.database import Database
-from penstock.pool.sql.leases import Wanted
+from penstock.pool.sql.database import PoolDatabase
+from penstock.pool.sql.leases import ClaimRequest
 from penstock.pool.writer import Writer
 from penstock.records import Attempt, End, Grade, Group, Lease, Mark, Node, Rollout, Step, Task
 
@@ -26,19 +26,18 @@ T = TypeVar("T")
 
 
 class ReaderThreads:
-    """One thread per connection, so that a long report leaves one for the others."""
+    """One thread per connection, so that a long report leaves one for the others. Each read sees one snapshot."""
 
-    def __init__(self, databases: Sequence[Database], explain: Callable[[Exception], Exception]) -> None:
+    def __init__(self, databases: Sequence[PoolDatabase], explain: Callable[[Exception], Exception]) -> None:
         self._databases = databases
         self._explain = explain
         self._closed = False
-        self._idle: SimpleQueue[Database] = SimpleQueue()
+        self._idle: SimpleQueue[PoolDatabase] = SimpleQueue()
         for database in databases:
             self._idle.put(database)
         self._threads = ThreadPoolExecutor(len(databases), thread_name_prefix="penstock-pool-reader")
 
-    async def run(self, read: Callable[[Database], T]) -> T:
-        """What `read` returns; all its queries see the same state."""
+    async def run(self, read: Callable[[PoolDatabase], T]) -> T:
         if self._closed:
             raise PoolError("the pool is closed; open it again")
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._read, read)
@@ -52,7 +51,7 @@ class ReaderThreads:
         for database in self._databases:
             database.close()
 
-    def _read(self, read: Callable[[Database], T]) -> T:
+    def _read(self, read: Callable[[PoolDatabase], T]) -> T:
         database = self._idle.get()
         try:
             database.begin_reading()
@@ -63,69 +62,72 @@ class ReaderThreads:
                 raise
             raise error from cause
         finally:
-            with suppress(*database.ERRORS):  # where the connection broke just now, there is nothing left to end
+            with suppress(*database.ERRORS):  # a connection that just broke has nothing to roll back
                 if database.in_transaction:
                     database.execute("ROLLBACK")
             self._idle.put(database)
 
 
-ELSEWHERE_S = 0.25
-"""How often one who waits looks for what other processes did, where nothing tells of it."""
-MISSED_S = 5.0
-"""The same where something does, in case its connection was broken meanwhile."""
+POLL_S = 0.25
+"""How often a waiter looks for changes of other processes, without a notifier."""
+POLL_NOTIFIED_S = 5.0
+"""The same with a notifier, in case its connection broke meanwhile."""
 
 
-class SqlPool:
-    """The contract of `Pool` over tables that several processes may have open; `explain` makes PoolErrors of faults.
+class SqlPool(PoolClass):
+    """Implements `Pool` over tables that several processes may have open. `explain` turns database errors into PoolErrors.
 
-    Where `scribe` is the address of a process that writes for several, steps and ends are left to it.
+    With `writer_address`, that of a writer process, steps and ends are sent there.
     """
 
     def __init__(
         self,
-        writing: Database,
-        reading: Sequence[Database],
+        writing: PoolDatabase,
+        reading: Sequence[PoolDatabase],
         clock: LeaseClock,
         explain: Callable[[Exception], Exception],
-        bell: Notifier | None = None,
-        scribe: str = "",
+        notifier: Notifier | None = None,
+        writer_address: str = "",
     ) -> None:
-        clock.expired(leases.open_beats(writing))  # the time of leases left by others starts now
+        clock.expired(leases.open_leases(writing))  # starts the time of leases that other processes hold
         self._clock = clock
-        self._bell = bell or Notifier()
-        self._poll_s = ELSEWHERE_S if bell is None else MISSED_S
+        self._notifier = notifier or Notifier()
+        self._poll_s = POLL_S if notifier is None else POLL_NOTIFIED_S
         writer = Writer(writing, explain)
-        self._writer = RemoteWriter(scribe, writer) if scribe else writer
+        self._writer = RemoteWriter(writer_address, writer) if writer_address else writer
         self._reader = ReaderThreads(reading, explain)
 
     async def open_group(
-        self, task: Task, rollouts: Sequence[Rollout], *, seq: int | None, min_size: int = 0, bound: Bound | None = None
+        self, task: Task, rollouts: Sequence[Rollout], *, seq: int | None, min_size: int = 0, limit: GroupLimit | None = None
     ) -> None:
-        group = writes.seal_group(task, rollouts)
-        await self._change(lambda database: writes.open_group(database, group, seq, min_size, bound))
+        group = writes.encode_group(task, rollouts)
+        await self._change(lambda database: writes.open_group(database, group, seq, min_size, limit))
 
     async def replace(self, lost: Rollout, reason: str) -> Rollout:
-        rows = {"row": seal(lost, f"rollout {lost.id!r}"), "successor_row": seal(lost.successor, f"rollout {lost.successor.id!r}")}
+        rows = {
+            "row": encode_row(lost, f"rollout {lost.id!r}"),
+            "successor_row": encode_row(lost.successor, f"rollout {lost.successor.id!r}"),
+        }
         await self._change(lambda database: writes.replace(database, lost, reason, **rows))
         return lost.successor
 
     async def append(self, step: Step, node: Node | None) -> None:
-        await self._writer.store(writes.APPEND, writes.seal_append(step, node))
+        await self._writer.store(writes.APPEND, writes.encode_append(step, node))
 
     async def grade(self, grade: Grade) -> None:
-        given = writes.seal_grade(grade)
-        await self._change(lambda database: writes.grade(database, given))
+        row = writes.encode_grade(grade)
+        await self._change(lambda database: writes.grade(database, row))
 
     async def end(self, rollout_id: str, end: End, message: str = "", grades: Sequence[Grade] = ()) -> bool:
-        given = writes.seal_end(rollout_id, end, message, grades)
+        request = writes.encode_end(rollout_id, end, message, grades)
         try:
-            return await self._writer.store(writes.END, given)
+            return await self._writer.store(writes.END, request)
         finally:
-            self._bell.ring()
+            self._notifier.notify()
 
     async def mark(self, mark: Mark) -> bool:
         rules.check_mark(mark)
-        row = seal(mark, rules.mark_name(mark))
+        row = encode_row(mark, rules.mark_name(mark))
         return await self._change(lambda database: writes.mark(database, mark, row))
 
     async def drop(self, group_id: str, reason: str) -> bool:
@@ -133,16 +135,16 @@ class SqlPool:
 
     async def claim(self, count: int, *, channel: str = "train", version: int, max_staleness: int, lease_s: float) -> Lease | None:
         rules.check_claim(count, lease_s)
-        wanted = Wanted(uuid.uuid4().hex, count, channel, version, max_staleness, lease_s)
+        request = ClaimRequest(uuid.uuid4().hex, count, channel, version, max_staleness, lease_s)
         try:
-            lent = await self._change(lambda database: leases.claim(database, self._clock, wanted))
-            if lent is None:
+            claimed = await self._change(lambda database: leases.claim(database, self._clock, request))
+            if claimed is None:
                 return None
-            groups = await self._reader.run(lambda database: reads.read_groups(database, lent.group_ids))
-        except BaseException:  # the caller will never see this lease
-            await asyncio.shield(self._give_back(wanted.lease_id))
+            groups = await self._reader.run(lambda database: reads.read_groups(database, claimed.group_ids))
+        except BaseException:  # also on cancellation: the caller will never see this lease
+            await asyncio.shield(self._return_lease(request.lease_id))
             raise
-        return Lease(id=wanted.lease_id, groups=tuple(groups), stale=lent.stale)
+        return Lease(id=request.lease_id, groups=tuple(groups), stale=claimed.stale)
 
     async def renew(self, lease_id: str, lease_s: float) -> None:
         rules.check_lease_time(lease_s)
@@ -190,26 +192,26 @@ class SqlPool:
     async def wait(self, after: int, *, timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s
         while True:
-            heard = self._bell.heard
+            seen = self._notifier.count
             if await self.changes(after, limit=1):
                 return True
             left = deadline - time.monotonic()
             if left <= 0:
                 return False
-            await self._bell.ring_after(heard, min(left, self._poll_s))
+            await self._notifier.wait_after(seen, min(left, self._poll_s))
 
     async def close(self) -> None:
-        self._bell.close()
+        self._notifier.close()
         await self._reader.close()
         await self._writer.close()
 
-    async def _change(self, write: Callable[[Database], T]) -> T:
-        """A write that others may wait for."""
+    async def _change(self, write: Callable[[PoolDatabase], T]) -> T:
+        """Run a write, then wake those who wait for a change."""
         try:
             return await self._writer.submit(write)
         finally:
-            self._bell.ring()
+            self._notifier.notify()
 
-    async def _give_back(self, lease_id: str) -> None:
-        with suppress(PoolError):  # it was never given
+    async def _return_lease(self, lease_id: str) -> None:
+        with suppress(PoolError):  # it was never made
             await self.release(lease_id)

@@ -1,4 +1,4 @@
-"""Executors: where the author's workflow runs. Each name makes one with `executor(given)`."""
+"""Executors: where the author's workflow and grader run. Each is made with `executor(context)`; see `executors.base`."""
 
 from penstock.registry import Registry
 
@@ -11,13 +11,3 @@ EXECUTORS = Registry(
         "server": "penstock.rollout.executors.server:ServerExecutor",
     },
 )
-
-SECTIONS = Registry(
-    "executor section",
-    {
-        "process": "penstock.rollout.executors.process:ProcessSection",
-        "ray": "penstock.scale.executor:RaySection",
-        "server": "penstock.rollout.executors.server:ServerSection",
-    },
-)
-"""What each takes under `[executor]`; one that is not listed takes nothing."""

@@ -1,18 +1,18 @@
-"""What every executor offers: a run of the author's workflow with its model calls sent to the gateway, then a run of the grader."""
+"""The interface of executors: run the author's workflow with its model calls sent to the gateway, then run the grader."""
 
 from collections.abc import Awaitable, Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self
 
 from penstock.config import Section, validate
 from penstock.events import Events
 from penstock.records import Rollout, Sampling, Task
 from penstock.rollout.author_tasks import AuthorTasks
-from penstock.rollout.execution import Reward, WorkflowResult
-from penstock.rollout.executors import SECTIONS
+from penstock.rollout.executors import EXECUTORS
+from penstock.rollout.in_process import Reward, WorkflowResult
 from penstock.rollout.transcripts import Transcript
 from penstock.sdk.clients import Clients
 from penstock.sdk.discovery import Agent
@@ -20,12 +20,12 @@ from penstock.sdk.routing import RolloutContext
 from penstock.sdk.samples import RolloutSample
 
 
-class Session(Protocol):
-    """One rollout's way into the gateway."""
+class GatewaySession(Protocol):
+    """One rollout's session on the gateway."""
 
     @property
     def token(self) -> str:
-        """The model token: opens model routes for this rollout, nothing else."""
+        """The model token: opens the model routes for this rollout, nothing else."""
         ...
 
     @property
@@ -39,19 +39,17 @@ class Session(Protocol):
         ...
 
     @property
-    def rollout(self) -> Rollout:
-        """Whose session it is."""
-        ...
+    def rollout(self) -> Rollout: ...
 
     @property
     def sampling(self) -> Sampling:
-        """What holds for calls that do not say otherwise."""
+        """The defaults for calls that do not set their own sampling."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seat:
-    """A session in a form that can be sent to where the author's code runs."""
+class SessionSpec:
+    """A gateway session as plain values, to be sent to the process that runs the author's code."""
 
     rollout: Rollout
     base_url: str
@@ -61,8 +59,8 @@ class Seat:
     sampling: Sampling | None = None
 
     @classmethod
-    def of(cls, session: Session, agent: Agent) -> Self:
-        """What `agent` may know of a session."""
+    def of(cls, session: GatewaySession, agent: Agent) -> Self:
+        """The parts of `session` that `agent` may see."""
         return cls(
             rollout=session.rollout,
             base_url=session.base_url,
@@ -72,7 +70,7 @@ class Seat:
         )
 
     def context(self, clients: Clients) -> RolloutContext:
-        """For the author's code to run in."""
+        """Returns the context that the author's code runs in."""
         return RolloutContext(
             base_url=self.base_url,
             api_key=self.token,
@@ -85,33 +83,33 @@ class Seat:
         )
 
 
-Recorded = Callable[[str], Awaitable[dict[str, Transcript]]]
-"""The transcripts that the gateway has recorded of a rollout, by its id."""
+LoadTranscripts = Callable[[str], Awaitable[dict[str, Transcript]]]
+"""Loads the transcripts that the gateway has recorded of a rollout, by the rollout's id."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Given:
-    """What an executor is made of."""
+class ExecutorContext:
+    """What an executor is made with."""
 
     agent: Agent
-    guests: AuthorTasks
+    author_tasks: AuthorTasks
     section: Any
-    """Its own settings, from `[executor]`: an object of the class that SECTIONS names."""
-    recorded: Recorded
+    """The settings from `[executor]`: an object of the executor class's own `section`."""
+    load_transcripts: LoadTranscripts
     artifacts: Path | None = None
-    """Where each rollout gets a folder for its files; None where there are none."""
+    """The folder that holds one artifacts folder per rollout; None: rollouts get none."""
     grader_timeout_s: float | None = None
-    """Deadline of a grader, for an executor that must name it before there is anything to grade."""
+    """The grader's deadline, for an executor that must send it before there is anything to grade."""
     events: Events = field(default_factory=Events)
 
     def artifacts_dir(self, rollout_id: str) -> AbstractContextManager[Path | None]:
-        """The rollout's own folder, removed again if nothing was put there; None where there can be none."""
+        """See `artifacts_dir`."""
         return artifacts_dir(self.artifacts, rollout_id)
 
 
 @contextmanager
 def artifacts_dir(root: Path | None, rollout_id: str) -> Generator[Path | None]:
-    """The rollout's own folder under `root`, removed again if nothing was put there; None where there can be none."""
+    """Makes the rollout's folder under `root`, and removes it on exit if it is empty. Yields None if it cannot be made."""
     folder = root and root / rollout_id
     if folder is not None:
         try:
@@ -122,32 +120,38 @@ def artifacts_dir(root: Path | None, rollout_id: str) -> Generator[Path | None]:
         yield folder
     finally:
         if folder is not None:
-            with suppress(OSError):
+            with suppress(OSError):  # rmdir refuses a folder that is not empty
                 folder.rmdir()
 
 
-def read_section(name: str, table: Mapping[str, Any]) -> Any:
-    """`[executor]` as the settings of the executor `name`; ConfigError names a key that it does not have."""
-    return validate(SECTIONS.load(name) if name in SECTIONS else Section, table, "[executor]")
-
-
 class Executor(Protocol):
-    """A context manager: leaving it lets go of whatever it shares between rollouts."""
+    """Runs workflows and graders. A context manager: leaving it releases what its rollouts share."""
 
-    async def __aenter__(self) -> Self: ...
+    section: ClassVar[type[Section]] = Section
+    """The class of its settings under `[executor]`; the plain `Section` takes no keys."""
+    runs_elsewhere: ClassVar[bool] = False
+    """Whether agents run in processes that outlive a rollout and are shared: several evaluation processes gain nothing then."""
+
+    async def __aenter__(self) -> Self:
+        return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
 
-    async def run(self, task: Task, session: Session, *, rollout_id: str, timeout_s: float) -> WorkflowResult:
-        """Run the workflow on `task` to its end; the deadline counts from when it starts, not from when it waits for its turn.
+    async def run(self, task: Task, session: GatewaySession, *, rollout_id: str, timeout_s: float) -> WorkflowResult:
+        """Runs the workflow on `task`. The deadline counts from when it starts, not while it waits for a slot.
 
-        Raises TimeoutError past the deadline, EngineError where a failing engine made it fail, WorkflowError where it raised, and
-        WorkerLost where the attempt died with what ran it.
+        Raises TimeoutError past the deadline, EngineError if a failing engine made it fail, WorkflowError if it raised, and
+        WorkerLost if the process that ran it died.
         """
         ...
 
     async def grade(self, task: Task, samples: Mapping[str, RolloutSample], *, rollout_id: str, timeout_s: float) -> list[Reward]:
-        """Run the grader on a rollout whose workflow has returned; GraderError or TimeoutError where it gave no usable reward."""
+        """Runs the grader on a rollout whose workflow has returned. Raises GraderError or TimeoutError without a usable reward."""
         ...
+
+
+def read_section(name: str, table: Mapping[str, Any]) -> Any:
+    """Reads `[executor]` as the settings of the executor `name`; ConfigError names an unknown key."""
+    return validate(getattr(EXECUTORS.load(name), "section", Section), table, "[executor]")

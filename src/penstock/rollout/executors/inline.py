@@ -1,38 +1,35 @@
-"""Runs workflows in our own event loop: the least overhead, for agents that await what they wait for."""
+"""Runs workflows in our own event loop: the least overhead, for agents that never block it."""
 
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Self
 
 from penstock.records import Task
-from penstock.rollout.execution import Reward, Work, WorkflowResult
-from penstock.rollout.executors.base import Given, Seat, Session
+from penstock.rollout.executors.base import Executor, ExecutorContext, GatewaySession, SessionSpec
+from penstock.rollout.in_process import InProcessAgent, Reward, WorkflowResult
 from penstock.sdk.clients import Clients
 from penstock.sdk.samples import RolloutSample
 
 
-class InlineExecutor:
-    """One workflow class, many rollouts at once, all on one pool of connections to the gateway."""
+class InlineExecutor(Executor):
+    """Runs many rollouts at once, all on one connection pool to the gateway."""
 
-    def __init__(self, given: Given) -> None:
-        self._given = given
-        self._work = Work(given.agent, given.guests)
+    def __init__(self, context: ExecutorContext) -> None:
+        self._context = context
+        self._agent = InProcessAgent(context.agent, context.author_tasks)
         self._clients = Clients()
-
-    async def __aenter__(self) -> Self:
-        return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         await self._clients.close()
 
-    async def run(self, task: Task, session: Session, *, rollout_id: str, timeout_s: float) -> WorkflowResult:
-        context = Seat.of(session, self._given.agent).context(self._clients)
-        return await self._work.run(task, context, timeout_s=timeout_s, artifacts_dir=self._folder(rollout_id))
+    async def run(self, task: Task, session: GatewaySession, *, rollout_id: str, timeout_s: float) -> WorkflowResult:
+        context = SessionSpec.of(session, self._context.agent).context(self._clients)
+        return await self._agent.run(task, context, timeout_s=timeout_s, artifacts_dir=self._artifacts_dir(rollout_id))
 
     async def grade(self, task: Task, samples: Mapping[str, RolloutSample], *, rollout_id: str, timeout_s: float) -> list[Reward]:
-        return await self._work.grade(task, samples, timeout_s=timeout_s, artifacts_dir=self._folder(rollout_id))
+        return await self._agent.grade(task, samples, timeout_s=timeout_s, artifacts_dir=self._artifacts_dir(rollout_id))
 
-    def _folder(self, rollout_id: str) -> Path | None:
-        """Made when it is read, as few agents do: in a crowd of rollouts every look at the disk counts."""
-        return self._given.artifacts and self._given.artifacts / rollout_id
+    def _artifacts_dir(self, rollout_id: str) -> Path | None:
+        # Not made here: the author's context makes it when it is read, and few agents read it. With thousands of rollouts
+        # in one event loop, a mkdir for each would be felt.
+        return self._context.artifacts and self._context.artifacts / rollout_id

@@ -1,1 +1,1 @@
-"""Rollouts in processes of their own: a zygote that has the agent loaded forks one for each job."""
+"""Rollouts in processes of their own: a fork server, which has the agent loaded, forks one for each job."""

@@ -1,4 +1,4 @@
-"""The zygote as we see it: started when needed, started again if it dies, and the way to a process for each job."""
+"""The client of the fork server: it starts it, restarts it if it dies, and gets a process for each job from it."""
 
 import asyncio
 import itertools
@@ -14,43 +14,44 @@ from types import TracebackType
 from typing import Any, Self
 
 from penstock.errors import ConfigError
-from penstock.rollout.processes.fork_server import ASK, BEGIN, ENDED, KILL, ORDER
+from penstock.rollout.processes.fork_server import BEGIN, COMMAND, JOB_ENDED, KILL, TERMINATE
 from penstock.rollout.processes.job_protocol import receive_async, send_async
-from penstock.sdk.agent_spec import AgentSpec, command
+from penstock.sdk.agent_spec import AgentSpec, module_command
 from penstock.sdk.discovery import Agent
 from penstock.system.async_tools import settled
 from penstock.system.process_group import how_ended
 
 KILLED_S = 10.0
-"""For the kernel to make an end of what was killed."""
-LAST_WORDS_S = 1.0
+"""How long killed processes may take to be gone."""
+FINAL_READ_S = 1.0
+"""How long to wait, after a process has ended, for a frame that it sent before."""
 
 
 class ProcessDied(Exception):
-    """A job's process is gone, or never came; the message follows "its process"."""
+    """A job's process has died or could not be started. The message continues a sentence that begins "its process"."""
 
 
 class JobProcess:
-    """The process of one job. `ended` holds how it ended, in words; by then all that it started is dead too."""
+    """The process of one job. `ended` says in words how it ended; all that it started is dead by then."""
 
     def __init__(self, number: int, sock: socket.socket) -> None:
         self.number = number
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._sock = sock
 
-    async def say(self, *frames: bytes) -> None:
-        """Tell it something; ProcessDied where nobody is there."""
+    async def send(self, *frames: bytes) -> None:
+        """Raises ProcessDied if the process has ended."""
         try:
             await send_async(self._sock, *frames)
         except ConnectionError:
             raise ProcessDied(await self.ended) from None
 
-    async def hear(self) -> bytes:
-        """What it says next; ProcessDied where it has ended without a word."""
+    async def receive(self) -> bytes:
+        """Returns the next frame; ProcessDied if the process has ended without sending one."""
         reading = asyncio.ensure_future(receive_async(self._sock))
         try:
             await asyncio.wait({reading, self.ended}, return_when=asyncio.FIRST_COMPLETED)
-            await asyncio.wait({reading}, timeout=LAST_WORDS_S)
+            await asyncio.wait({reading}, timeout=FINAL_READ_S)
             if reading.done():
                 return reading.result()
         except EOFError:
@@ -61,46 +62,47 @@ class JobProcess:
         raise ProcessDied(await self.ended)
 
     def close(self) -> None:
-        """Let go of it; on Linux, whatever is left of it dies of that."""
+        """Closes the socket; on Linux, that kills what is left of the process (`kill_on_hangup`)."""
         self._sock.close()
 
 
 class ForkClient:
-    """A context manager around the zygote of one agent; no process outlives it."""
+    """A context manager around the fork server of one agent; no process outlives it."""
 
     def __init__(self, agent: Agent, *, fresh: bool, start_s: float) -> None:
         self.forks = False
-        """Whether jobs are forked; else each has a fresh interpreter."""
+        """Whether jobs are forked; if not, each gets a fresh interpreter."""
         self._agent = agent
-        self._recipe = AgentSpec.of(agent).write()
+        self._spec = AgentSpec.of(agent).write()
         self._fresh = fresh
         self._start_s = start_s
         self._jobs: dict[int, JobProcess] = {}
         self._numbers = itertools.count()
         self._starting = asyncio.Lock()
-        self._zygote: Process | None = None
+        self._server: Process | None = None
         self._control: socket.socket | None = None
-        self._rest = b""
+        self._unread = b""
+        """The beginning of a record whose rest has not arrived."""
 
     async def __aenter__(self) -> Self:
         await self._start()
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._hang_up("was ended with the run")
-        await settled(self._bury())
+        self._disconnect("was ended with the run")
+        await settled(self._wait_for_exit())
 
     @asynccontextmanager
     async def job(self, grace_s: float) -> AsyncGenerator[JobProcess, None]:
-        """A new process; it is dead when this is left. Left by a cancellation, it is asked first, and has `grace_s` to clean up.
+        """Yields a new process, which is dead on exit.
 
-        Left without an error, it has `grace_s` to end by itself.
+        After a cancellation it gets SIGTERM and `grace_s` to clean up; without an error it has `grace_s` to end by itself.
         """
         process = await self._begin()
         try:
             yield process
         except asyncio.CancelledError:
-            await settled(self._end(process, grace_s, ask=True))
+            await settled(self._end(process, grace_s, terminate=True))
             raise
         except BaseException:
             await settled(self._end(process, 0.0))
@@ -118,40 +120,40 @@ class ForkClient:
         self._jobs[process.number] = process
         try:
             with theirs:
-                await self._order(BEGIN, process.number, theirs.fileno())
+                await self._send_command(BEGIN, process.number, theirs.fileno())
         except BaseException:
             del self._jobs[process.number]
             ours.close()
             raise
         return process
 
-    async def _end(self, process: JobProcess, grace_s: float, *, ask: bool = False) -> None:
-        with suppress(ProcessDied):  # with the zygote gone, closing the socket is what ends it
-            if ask:
-                await self._order(ASK, process.number)
+    async def _end(self, process: JobProcess, grace_s: float, *, terminate: bool = False) -> None:
+        with suppress(ProcessDied):  # without a fork server, closing the socket kills it
+            if terminate:
+                await self._send_command(TERMINATE, process.number)
             if grace_s:
                 await asyncio.wait({process.ended}, timeout=grace_s)
             if not process.ended.done():
-                await self._order(KILL, process.number)
+                await self._send_command(KILL, process.number)
                 await asyncio.wait({process.ended}, timeout=KILLED_S)
         self._jobs.pop(process.number, None)
         process.close()
 
-    async def _order(self, what: bytes, number: int, *fds: int) -> None:
+    async def _send_command(self, action: bytes, number: int, *fds: int) -> None:
         while True:
             if self._control is None:
                 raise ProcessDied("lost the one that starts it")
             try:
-                socket.send_fds(self._control, [ORDER.pack(what, number)], fds)
+                socket.send_fds(self._control, [COMMAND.pack(action, number)], fds)
             except BlockingIOError:
-                await _writable(self._control)
+                await _wait_writable(self._control)
             except ConnectionError:
-                self._hang_up("died with the one that starts them")
+                self._disconnect("died with the one that starts them")
             else:
                 return
 
     async def _restart(self) -> None:
-        await self._bury()
+        await self._wait_for_exit()
         try:
             await self._start()
         except ConfigError as error:
@@ -160,10 +162,10 @@ class ForkClient:
     async def _start(self) -> None:
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
-        line = [*command("penstock.rollout.processes.fork_server"), str(theirs.fileno())]
+        command = [*module_command("penstock.rollout.processes.fork_server"), str(theirs.fileno())]
         with theirs:
-            self._zygote = await asyncio.create_subprocess_exec(
-                *line,
+            self._server = await asyncio.create_subprocess_exec(
+                *command,
                 stdin=subprocess.DEVNULL,
                 stdout=2,
                 pass_fds=(theirs.fileno(),),
@@ -172,21 +174,21 @@ class ForkClient:
         self._control = ours
         try:
             async with asyncio.timeout(self._start_s):
-                await send_async(ours, self._recipe, json.dumps(self._fresh).encode())
-                self._check(json.loads(await receive_async(ours)))
+                await send_async(ours, self._spec, json.dumps(self._fresh).encode())
+                self._check_agent(json.loads(await receive_async(ours)))
         except BaseException as error:
-            self._hang_up("never began")
-            await settled(self._bury())
+            self._disconnect("never began")
+            await settled(self._wait_for_exit())
             if isinstance(error, TimeoutError):
                 text = f"{self._agent.entry}: importing it took longer than executor.start_s = {self._start_s:g}; raise it"
                 raise ConfigError(text) from error
             if isinstance(error, EOFError | ConnectionError):
-                code = self._zygote.returncode or 0
+                code = self._server.returncode or 0
                 raise ConfigError(f"{self._agent.entry}: the process that imports it {how_ended(code)}") from error
             raise
-        asyncio.get_running_loop().add_reader(ours, self._listen, ours)
+        asyncio.get_running_loop().add_reader(ours, self._read_ended_jobs, ours)
 
-    def _check(self, found: dict[str, Any]) -> None:
+    def _check_agent(self, found: dict[str, Any]) -> None:
         if refused := found.get("refused"):
             raise ConfigError(refused)
         ours = (self._agent.workflow.__name__, self._agent.grader and self._agent.grader.__name__)
@@ -196,56 +198,55 @@ class ForkClient:
             raise ConfigError(f"{self._agent.entry}: {text}; the process executor runs what is in that file")
         self.forks = found["forks"]
 
-    def _listen(self, control: socket.socket) -> None:
-        """Note which jobs have ended, or that the zygote itself has."""
+    def _read_ended_jobs(self, control: socket.socket) -> None:
         try:
-            told = control.recv(1 << 16)
+            received = control.recv(1 << 16)
         except BlockingIOError:
             return
         except ConnectionError:
-            told = b""
-        if not told:
-            self._hang_up("died with the one that starts them")
+            received = b""
+        if not received:
+            self._disconnect("died with the one that starts them")
             return
-        self._rest += told
-        whole = len(self._rest) // ENDED.size * ENDED.size
-        for number, status in ENDED.iter_unpack(self._rest[:whole]):
+        self._unread += received
+        whole = len(self._unread) // JOB_ENDED.size * JOB_ENDED.size
+        for number, status in JOB_ENDED.iter_unpack(self._unread[:whole]):
             if process := self._jobs.get(number):
-                _settle(process, _fate(status))
-        self._rest = self._rest[whole:]
+                _set_ended(process, _describe_status(status))
+        self._unread = self._unread[whole:]
 
-    def _hang_up(self, fate: str) -> None:
-        """Give up the zygote: it dies of it, if it has not, and so does every job."""
-        control, self._control, self._rest = self._control, None, b""
+    def _disconnect(self, how: str) -> None:
+        """Closes the control socket, which ends the fork server and every job."""
+        control, self._control, self._unread = self._control, None, b""
         if control is None:
             return
         asyncio.get_running_loop().remove_reader(control)
         control.close()
         for process in self._jobs.values():
-            _settle(process, fate)
+            _set_ended(process, how)
 
-    async def _bury(self) -> None:
-        if self._zygote is None:
+    async def _wait_for_exit(self) -> None:
+        if self._server is None:
             return
         try:
             async with asyncio.timeout(KILLED_S):
-                await self._zygote.wait()
+                await self._server.wait()
         except TimeoutError:
             with suppress(ProcessLookupError):
-                os.killpg(self._zygote.pid, signal.SIGKILL)
-            await self._zygote.wait()
+                os.killpg(self._server.pid, signal.SIGKILL)
+            await self._server.wait()
 
 
-def _settle(process: JobProcess, fate: str) -> None:
+def _set_ended(process: JobProcess, how: str) -> None:
     if not process.ended.done():
-        process.ended.set_result(fate)
+        process.ended.set_result(how)
 
 
-def _fate(status: int) -> str:
+def _describe_status(status: int) -> str:
     return how_ended(os.waitstatus_to_exitcode(status)) if status >= 0 else f"could not be started: {os.strerror(-status)}"
 
 
-async def _writable(sock: socket.socket) -> None:
+async def _wait_writable(sock: socket.socket) -> None:
     loop = asyncio.get_running_loop()
     ready = loop.create_future()
     loop.add_writer(sock, lambda: ready.done() or ready.set_result(None))

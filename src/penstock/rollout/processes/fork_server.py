@@ -1,10 +1,10 @@
-"""The zygote: a process that loads the author's file once and forks for each job. It runs none of the jobs and sees none of them.
+"""The fork server: a process that loads the author's file once and forks for each job.
 
-It is given a socket. A recipe comes first, and the zygote says what it found. Then come orders of five bytes: begin a job, whose
-own socket comes with the order, or end one; and for each job that has ended, its status goes back. A job ends with all that it
-started, and once the other end is gone, so are all the jobs.
+It is started with a control socket. First it receives an agent spec and replies what it found in the author's file. Then it
+receives commands of five bytes: begin a job, whose own socket comes along, terminate one, or kill one. For each job that has ended
+it sends the exit status. All that a job started is killed with it, and when the control socket closes, so are all jobs.
 
-There is no event loop here and no thread, so that forking is safe. Where the author's file starts threads when it is imported, each
+There is no event loop here and no thread, so that forking is safe. If the author's file starts threads when it is imported, each
 job gets a fresh interpreter instead.
 """
 
@@ -22,114 +22,117 @@ from types import FrameType
 from typing import NoReturn
 
 from penstock.errors import ConfigError
-from penstock.rollout.processes.job_process import FRESH_FD, leave, run_job, tie, untie
+from penstock.rollout.processes.job_process import SOCKET_FD, exit_process, ignore_hangup, kill_on_hangup, run_job
 from penstock.rollout.processes.job_protocol import receive, send
-from penstock.rollout.processes.preload import warm
-from penstock.sdk.agent_spec import AgentSpec, command
+from penstock.rollout.processes.preload import preload_clients
+from penstock.sdk.agent_spec import AgentSpec, module_command
 from penstock.sdk.discovery import Agent
 from penstock.system.orphans import adopt, children, sweep
 
-ORDER = struct.Struct("!cI")
-"""What to do, and the job's number."""
-BEGIN, ASK, KILL = b"b", b"a", b"k"
-ENDED = struct.Struct("!Ii")
-"""A job's number and its wait status; a negative one is the error number of a process that could not be made."""
+COMMAND = struct.Struct("!cI")
+"""The action, and the job's number."""
+BEGIN, TERMINATE, KILL = b"b", b"a", b"k"
+JOB_ENDED = struct.Struct("!Ii")
+"""A job's number and its wait status; if negative, the errno of a process that could not be started."""
 QUIT_S = 5
 SWEEP_S = 0.01
 
 
 class ForkServer:
-    """The jobs that run, and the way to make more; `agent` is None where each is to have a fresh interpreter."""
+    """Starts and ends jobs. If `agent` is None, each gets a fresh interpreter."""
 
     def __init__(self, control: socket.socket, agent: Agent | None, output: int) -> None:
         self._control = control
         self._agent = agent
         self._output = output
         self._jobs: dict[int, int] = {}
-        self._kept = children()
-        """What the author's file started when it was imported: all jobs may need it."""
-        self._bell, self._ring = os.pipe()
-        os.set_blocking(self._bell, False)
-        os.set_blocking(self._ring, False)
+        """Process ids by job number."""
+        self._import_children = children()
+        """Processes that the author's file started when it was imported; they are kept, since any job may need them."""
+        # SIGCHLD writes to this pipe, so that one poll waits for commands and for ended jobs.
+        self._wakeup_read, self._wakeup_write = os.pipe()
+        os.set_blocking(self._wakeup_read, False)
+        os.set_blocking(self._wakeup_write, False)
 
     def serve(self) -> None:
-        """Follow orders until the other end is gone."""
+        """Runs commands until the control socket closes."""
         adopt()
-        signal.signal(signal.SIGCHLD, _noted)
-        signal.set_wakeup_fd(self._ring, warn_on_full_buffer=False)
-        news = select.poll()
-        news.register(self._control, select.POLLIN)
-        news.register(self._bell, select.POLLIN)
+        signal.signal(signal.SIGCHLD, _ignore)
+        signal.set_wakeup_fd(self._wakeup_write, warn_on_full_buffer=False)
+        poll = select.poll()
+        poll.register(self._control, select.POLLIN)
+        poll.register(self._wakeup_read, select.POLLIN)
         with suppress(EOFError, ConnectionError):
             while True:
-                ready = {fd for fd, _ in news.poll()}
-                if self._bell in ready:
-                    os.read(self._bell, 4096)
+                ready = {fd for fd, _ in poll.poll()}
+                if self._wakeup_read in ready:
+                    os.read(self._wakeup_read, 4096)
                     self._reap()
                 if self._control.fileno() in ready:
-                    self._follow()
-        signal.alarm(QUIT_S)  # in case that the dead, or exit hooks and threads of the author's file, take too long
+                    self._run_command()
+        signal.alarm(QUIT_S)  # kills us if the jobs, or exit hooks and threads of the author's file, take too long to end
         for pid in self._jobs.values():
             _kill(pid)
-        while sweep(self._kept):
+        while sweep(self._import_children):
             select.select([], [], [], SWEEP_S)
 
-    def _follow(self) -> None:
-        order, fds, _, _ = socket.recv_fds(self._control, ORDER.size, 1)
-        if len(order) < ORDER.size:
+    def _run_command(self) -> None:
+        command, fds, _, _ = socket.recv_fds(self._control, COMMAND.size, 1)
+        if len(command) < COMMAND.size:
             raise EOFError
-        what, number = ORDER.unpack(order)
-        if what == BEGIN:
+        action, number = COMMAND.unpack(command)
+        if action == BEGIN:
             self._begin(number, fds[0])
         elif pid := self._jobs.get(number):
-            _kill(pid) if what == KILL else os.kill(pid, signal.SIGTERM)
+            _kill(pid) if action == KILL else os.kill(pid, signal.SIGTERM)
 
     def _begin(self, number: int, fd: int) -> None:
         try:
             self._jobs[number] = self._fork(fd, self._agent) if self._agent else self._spawn(fd)
         except OSError as error:
-            self._control.sendall(ENDED.pack(number, -(error.errno or 1)))
+            self._control.sendall(JOB_ENDED.pack(number, -(error.errno or 1)))
         finally:
             os.close(fd)
 
     def _fork(self, fd: int, agent: Agent) -> int:
-        return os.fork() or self._become(fd, agent)
+        return os.fork() or self._run_forked(fd, agent)
 
-    def _become(self, fd: int, agent: Agent) -> NoReturn:
-        """Be the job's process from now on."""
+    def _run_forked(self, fd: int, agent: Agent) -> NoReturn:
+        """Runs the job, in the forked process."""
         try:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             self._control.close()
-            os.close(self._bell)
-            os.close(self._ring)
+            os.close(self._wakeup_read)
+            os.close(self._wakeup_write)
             run_job(socket.socket(fileno=fd), agent, self._output)
         except BaseException as error:  # the edge of the process
-            leave(error)
-        leave()
+            exit_process(error)
+        exit_process()
 
     def _spawn(self, fd: int) -> int:
-        actions = [(os.POSIX_SPAWN_DUP2, place, at) for place, at in ((self._output, 1), (self._output, 2), (fd, FRESH_FD))]
-        line = command("penstock.rollout.processes.job_process")
-        return os.posix_spawn(line[0], line, os.environ, file_actions=actions)
+        dups = ((self._output, 1), (self._output, 2), (fd, SOCKET_FD))
+        actions = [(os.POSIX_SPAWN_DUP2, source, target) for source, target in dups]
+        command = module_command("penstock.rollout.processes.job_process")
+        return os.posix_spawn(command[0], command, os.environ, file_actions=actions)
 
     def _reap(self) -> None:
         ended = [item for item in self._jobs.items() if os.waitid(os.P_PID, item[1], os.WEXITED | os.WNOHANG | os.WNOWAIT)]
         for _, pid in ended:
-            _kill(pid)  # its group, before its number can be another's
-        sweep({*self._jobs.values(), *self._kept})
+            _kill(pid)  # its group, while the zombie still holds the process id: no other process can have it
+        sweep({*self._jobs.values(), *self._import_children})
         for number, pid in ended:
             _, status = os.waitpid(pid, 0)
             del self._jobs[number]
-            self._control.sendall(ENDED.pack(number, status))
+            self._control.sendall(JOB_ENDED.pack(number, status))
 
 
-def _noted(number: int, frame: FrameType | None) -> None:
-    """For a signal whose number is written to a pipe anyway."""
+def _ignore(number: int, frame: FrameType | None) -> None:
+    """A handler that does nothing: the wakeup pipe needs one to be set, SIG_IGN would not write to it."""
 
 
 def _kill(pid: int) -> None:
-    """A job with all that it started; where it has not yet a group of its own, it has started nothing."""
+    """Kills a job with all that it started. One that has no process group of its own yet has started nothing."""
     try:
         os.killpg(pid, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):
@@ -138,24 +141,24 @@ def _kill(pid: int) -> None:
 
 
 def main(control: socket.socket) -> None:
-    """What the process does: load, say what was found, serve."""
+    """Loads the agent, replies what was found, and serves."""
     control.set_inheritable(False)
-    recipe, fresh = AgentSpec.read(receive(control)), json.loads(receive(control))
+    spec, fresh = AgentSpec.read(receive(control)), json.loads(receive(control))
     output, silent = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(silent, 1)  # what the file prints when it is imported was seen when we ourselves imported it
+    os.dup2(silent, 1)  # what the file prints on import was shown when the run imported it
     os.dup2(silent, 2)
-    tie(control)
+    kill_on_hangup(control)
     try:
-        agent = recipe.load()
-        warm(agent.entry.resolve().parent)
+        agent = spec.load()
+        preload_clients(agent.entry.resolve().parent)
     except ConfigError as error:
         return send(control, json.dumps({"refused": str(error)}).encode())
-    untie(control)
+    ignore_hangup(control)
     forks = not fresh and threading.active_count() == 1
     found = {"workflow": agent.workflow.__name__, "grader": agent.grader and agent.grader.__name__, "forks": forks}
     send(control, json.dumps(found).encode())
     sys.stdout.flush()
-    gc.freeze()
+    gc.freeze()  # the collector leaves the loaded objects alone, so that forks keep sharing their pages
     ForkServer(control, agent if forks else None, output).serve()
     return None
 

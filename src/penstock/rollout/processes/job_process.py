@@ -1,6 +1,6 @@
-"""The process of one job: it runs the author's workflow or grader in an event loop of its own, tells what came of it, and ends.
+"""The process of one job: it runs the author's workflow or grader in its own event loop, sends the result, and exits.
 
-Forked from the zygote, or as a module that is run, in a fresh interpreter.
+The fork server forks it, or runs this module in a fresh interpreter.
 """
 
 import asyncio
@@ -21,124 +21,126 @@ from typing import Any, NoReturn
 from penstock.codec import from_json
 from penstock.events import Events
 from penstock.rollout.author_tasks import AuthorTasks, one_line
-from penstock.rollout.execution import Work
-from penstock.rollout.processes.job_protocol import BEGUN, Job, failed, read_samples, receive, send
+from penstock.rollout.in_process import InProcessAgent
+from penstock.rollout.processes.job_protocol import STARTED, AgentJob, failure_result, read_samples, receive, send
 from penstock.sdk.agent_spec import AgentSpec
 from penstock.sdk.clients import Clients
 from penstock.sdk.discovery import Agent
-from penstock.sdk.environment import routes
+from penstock.sdk.environment import rollout_environment
 from penstock.sdk.samples import RolloutSample
 from penstock.system.orphans import adopt
 
-FRESH_FD = 3
-"""Where a fresh interpreter finds its socket."""
+SOCKET_FD = 3
+"""The file descriptor at which a fresh interpreter finds its socket."""
 
 
 def run_job(sock: socket.socket, agent: Agent | None, output: int) -> None:
-    """Take the job from `sock`, do it in a session of our own, answer. `output` is where it may print if the job has no log."""
+    """Reads a job from `sock`, runs it in a session of its own and sends the result. Without a log, it prints to `output`."""
     os.setsid()
     adopt()
     sock.set_inheritable(False)
-    recipe, job = AgentSpec.read(receive(sock)), from_json(Job, receive(sock))
+    spec, job = AgentSpec.read(receive(sock)), from_json(AgentJob, receive(sock))
     samples = read_samples(receive(sock))
-    tie(sock)
-    os.register_at_fork(after_in_child=sock.close)  # what the agent forks must not speak in its name
-    _print_to(job.log, output)
-    if job.seat is not None:
-        os.environ.update(routes(job.seat.base_url, job.seat.token, job.seat.rollout.id))
+    kill_on_hangup(sock)
+    os.register_at_fork(after_in_child=sock.close)  # the agent's own forks must not write to it
+    _redirect_output(job.log, output)
+    if job.session is not None:
+        os.environ.update(rollout_environment(job.session.base_url, job.session.token, job.session.rollout.id))
     if agent is None:
         try:
-            agent = recipe.load()
+            agent = spec.load()
         except Exception as error:  # the same file was loaded before; whatever is wrong now belongs to this job
-            return _answer(sock, failed(error, job.kind))
-    _limit(job.memory_mb)
+            return _send_result(sock, failure_result(error, job.kind))
+    _limit_memory(job.memory_mb)
     _reseed()
-    return asyncio.run(_perform(sock, job, agent, samples))
+    return asyncio.run(_run_and_send(sock, job, agent, samples))
 
 
-def tie(sock: socket.socket) -> None:
-    """Let the kernel kill our whole process group when the other end of `sock` goes away, or says anything at all.
+def kill_on_hangup(sock: socket.socket) -> None:
+    """Lets the kernel kill our whole process group when the other end of `sock` closes, or sends anything.
 
-    It works whatever the author's code is doing meanwhile. Elsewhere than on Linux, the zygote must notice.
+    O_ASYNC makes the kernel send a signal when the socket becomes readable, and F_SETSIG makes that signal SIGKILL. It works
+    whatever the author's code does meanwhile, even in C. On other systems than Linux, the fork server must kill us.
     """
     if sys.platform == "linux":
         fcntl.fcntl(sock, fcntl.F_SETOWN, -os.getpgrp())
         fcntl.fcntl(sock, fcntl.F_SETSIG, signal.SIGKILL)
         fcntl.fcntl(sock, fcntl.F_SETFL, fcntl.fcntl(sock, fcntl.F_GETFL) | os.O_ASYNC)
-    gone = select.poll()
-    gone.register(sock, select.POLLIN)
-    if gone.poll(0):  # before we were tied to it
+    poll = select.poll()
+    poll.register(sock, select.POLLIN)
+    if poll.poll(0):  # it closed before the signal was armed
         os._exit(1)
 
 
-def untie(sock: socket.socket) -> None:
+def ignore_hangup(sock: socket.socket) -> None:
     if sys.platform == "linux":
         fcntl.fcntl(sock, fcntl.F_SETFL, fcntl.fcntl(sock, fcntl.F_GETFL) & ~os.O_ASYNC)
 
 
-def _print_to(log: str | None, output: int) -> None:
-    """From now on, what anything in this process prints goes to the log; a crash leaves its stack there too."""
-    place = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644) if log else os.dup(output)
-    os.dup2(place, 1)
-    os.dup2(place, 2)
-    os.close(place)
+def _redirect_output(log: str | None, output: int) -> None:
+    """Sends all output of this process to the log, also the stack of a crash."""
+    fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644) if log else os.dup(output)
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    os.close(fd)
     for stream in (sys.stdout, sys.stderr):
         with suppress(AttributeError):  # the author's file may have put anything there
             stream.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
     faulthandler.enable(2)
 
 
-def _limit(memory_mb: int | None) -> None:
-    """Memory beyond what the process has already, as `data` counts it: mere reservations of address space are free."""
+def _limit_memory(memory_mb: int | None) -> None:
+    """Limits memory beyond what the process has already. RLIMIT_DATA, unlike RLIMIT_AS, leaves reserved address space free."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     if memory_mb is None or sys.platform != "linux":
         return
-    pages = int(Path("/proc/self/statm").read_text().split()[5])
-    most = pages * resource.getpagesize() + (memory_mb << 20)
+    pages = int(Path("/proc/self/statm").read_text().split()[5])  # data + stack
+    limit = pages * resource.getpagesize() + (memory_mb << 20)
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
-    most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+    limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
 def _reseed() -> None:
-    """Let rollouts differ: Python's own generator takes a new seed after a fork, numpy's would go on as in all the others."""
+    # Python reseeds its own generator after a fork; numpy's would give the same numbers in every job.
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()
 
 
-async def _perform(sock: socket.socket, job: Job, agent: Agent, samples: dict[str, RolloutSample]) -> None:
-    me = asyncio.current_task()
-    assert me is not None  # a coroutine runs in a task
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, me.cancel)
-    send(sock, BEGUN)
+async def _run_and_send(sock: socket.socket, job: AgentJob, agent: Agent, samples: dict[str, RolloutSample]) -> None:
+    task = asyncio.current_task()
+    assert task is not None  # a coroutine runs in a task
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    send(sock, STARTED)
     try:
-        answer = await _work(job, agent, samples)
-    except Exception as error:  # theirs come named; any other is told, since nobody would see it here
-        answer = failed(error, job.kind)
-    _answer(sock, answer)
+        result = await _run_agent(job, agent, samples)
+    except Exception as error:  # also a bug of ours is sent, since nobody would see it here
+        result = failure_result(error, job.kind)
+    _send_result(sock, result)
 
 
-async def _work(job: Job, agent: Agent, samples: dict[str, RolloutSample]) -> dict[str, Any]:
+async def _run_agent(job: AgentJob, agent: Agent, samples: dict[str, RolloutSample]) -> dict[str, Any]:
     folder = Path(job.artifacts_dir) if job.artifacts_dir else None
-    work = Work(agent, AuthorTasks(agent.entry.parent, Events(), grace_s=job.grace_s))
-    if job.seat is None:
-        return {"rewards": await work.grade(job.task, samples, timeout_s=job.timeout_s, artifacts_dir=folder)}
+    runner = InProcessAgent(agent, AuthorTasks(agent.entry.parent, Events(), grace_s=job.grace_s))
+    if job.session is None:
+        return {"rewards": await runner.grade(job.task, samples, timeout_s=job.timeout_s, artifacts_dir=folder)}
     clients = Clients()
     try:
-        return (await work.run(job.task, job.seat.context(clients), timeout_s=job.timeout_s, artifacts_dir=folder))._asdict()
+        context = job.session.context(clients)
+        return (await runner.run(job.task, context, timeout_s=job.timeout_s, artifacts_dir=folder))._asdict()
     finally:
         await clients.close()
 
 
-def _answer(sock: socket.socket, answer: Mapping[str, Any]) -> None:
-    frame = json.dumps(answer, default=str).encode()
-    untie(sock)
+def _send_result(sock: socket.socket, result: Mapping[str, Any]) -> None:
+    frame = json.dumps(result, default=str).encode()
+    ignore_hangup(sock)
     send(sock, frame)
     sock.close()
 
 
-def leave(error: BaseException | None = None) -> NoReturn:
-    """End this process without exit hooks and threads: a fork's are its parent's, and the answer is out."""
+def exit_process(error: BaseException | None = None) -> NoReturn:
+    """Ends this process without running exit hooks or joining threads: in a fork they are the parent's."""
     code = error.code if isinstance(error, SystemExit) else 1 if error else 0
     try:
         if error is not None and not isinstance(error, asyncio.CancelledError | SystemExit):
@@ -151,7 +153,7 @@ def leave(error: BaseException | None = None) -> NoReturn:
 
 if __name__ == "__main__":
     try:
-        run_job(socket.socket(fileno=FRESH_FD), None, 2)
+        run_job(socket.socket(fileno=SOCKET_FD), None, 2)
     except BaseException as error:  # the edge of the process
-        leave(error)
-    leave()
+        exit_process(error)
+    exit_process()

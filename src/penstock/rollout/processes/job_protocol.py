@@ -1,4 +1,8 @@
-"""What is said between us and the process of a job, as frames of JSON on a Unix socket: the job, that it began, its answer."""
+"""The protocol between an executor and the process of a job: frames of JSON on a Unix socket.
+
+executor ── agent spec, job, samples ──▶ process
+executor ◀─ STARTED, then its result ─── process
+"""
 
 import asyncio
 import json
@@ -13,19 +17,18 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from penstock.errors import EngineError, GraderError, WorkflowError
 from penstock.records import Message, Task
 from penstock.rollout.author_tasks import one_line
-from penstock.rollout.execution import Reward
-from penstock.rollout.executors.base import Seat
+from penstock.rollout.executors.base import SessionSpec
+from penstock.rollout.in_process import Reward
 from penstock.sdk.samples import RolloutSample
 
-LARGEST = 1 << 30
-"""Bytes of one frame."""
-BEGUN = b"{}"
-"""Said by the job's process when the author's code is about to run."""
+MAX_FRAME_BYTES = 1 << 30
+STARTED = b"{}"
+"""Sent by the job's process when the author's code is about to run."""
 _CHUNK = 1 << 20
 _LENGTH = struct.Struct("!Q")
 
-Kind = Literal["workflow", "grader"]
-FAILURES: dict[str, type[Exception]] = {
+JobKind = Literal["workflow", "grader"]
+ERRORS: dict[str, type[Exception]] = {
     "timeout": TimeoutError,
     "engine": EngineError,
     "workflow": WorkflowError,
@@ -34,60 +37,60 @@ FAILURES: dict[str, type[Exception]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class AgentJob:
     """One run of the workflow or of the grader."""
 
-    kind: Kind
+    kind: JobKind
     task: Task
-    """Without its label, where it is for the workflow."""
-    seat: Seat | None
-    """None for a grader: it has no business with the model."""
+    """Without its label in a workflow's job."""
+    session: SessionSpec | None
+    """None for a grader, which must not call the model."""
     timeout_s: float
     grace_s: float
     memory_mb: int | None
     artifacts_dir: str | None
     log: str | None
-    """Where its output goes; None is our stderr."""
+    """The file for its output; None: our stderr."""
 
 
-class Answer(BaseModel):
-    """What came of a job. It comes out of the author's process, so it is checked."""
+class JobResult(BaseModel):
+    """The result of a job. It comes from a process that runs the author's code, so it is validated."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
-    failed: Literal["", "timeout", "engine", "workflow", "grader"] = ""
+    error_kind: Literal["", "timeout", "engine", "workflow", "grader"] = ""
     message: str = ""
     samples: dict[str, list[Message]] = {}
-    strays: tuple[str, ...] = ()
+    direct_calls: tuple[str, ...] = ()
     rewards: list[Reward] = []
 
     @classmethod
-    def read(cls, frame: bytes) -> "Answer":
-        """ValueError where it is none."""
+    def read(cls, frame: bytes) -> "JobResult":
+        """Raises ValueError if the frame is not a result."""
         try:
             return cls.model_validate(json.loads(frame))
         except (RecursionError, ValidationError) as cause:
-            raise ValueError(f"not an answer: {cause}") from cause
+            raise ValueError(f"not a job's result: {cause}") from cause
 
-    def failure(self) -> Exception | None:
-        """The error to raise; None where it went well."""
-        return FAILURES[self.failed](self.message) if self.failed else None
+    def error(self) -> Exception | None:
+        """Returns the error to raise, or None."""
+        return ERRORS[self.error_kind](self.message) if self.error_kind else None
 
 
-def failed(error: Exception, kind: Kind) -> dict[str, Any]:
-    """The answer that says `error`; one that has no category is laid at the door of `kind`."""
-    category = next((name for name, cls in FAILURES.items() if isinstance(error, cls)), kind)
-    return {"failed": category, "message": "" if category == "timeout" else one_line(error)}
+def failure_result(error: Exception, kind: JobKind) -> dict[str, Any]:
+    """Returns the result that reports `error`; an error of an unknown class counts as one of the `kind` of job."""
+    error_kind = next((name for name, cls in ERRORS.items() if isinstance(error, cls)), kind)
+    return {"error_kind": error_kind, "message": "" if error_kind == "timeout" else one_line(error)}
 
 
 def write_samples(samples: Mapping[str, RolloutSample]) -> bytes:
-    """By name. Python's own writer takes whatever text and numbers a framework's messages hold."""
+    # json, not orjson: it also takes the lone surrogates and big integers that a framework's messages may hold.
     return json.dumps({name: vars(sample) for name, sample in samples.items()}, default=str).encode()
 
 
 def read_samples(frame: bytes) -> dict[str, RolloutSample]:
-    told: dict[str, dict[str, Any]] = json.loads(frame)
-    return {name: replace(RolloutSample(**fields), steps=tuple(fields["steps"])) for name, fields in told.items()}
+    samples: dict[str, dict[str, Any]] = json.loads(frame)
+    return {name: replace(RolloutSample(**fields), steps=tuple(fields["steps"])) for name, fields in samples.items()}
 
 
 def send(sock: socket.socket, frame: bytes) -> None:
@@ -95,12 +98,12 @@ def send(sock: socket.socket, frame: bytes) -> None:
 
 
 def receive(sock: socket.socket) -> bytes:
-    """Read one frame; EOFError where the other end has gone."""
-    (length,) = _LENGTH.unpack(_exactly(sock, _LENGTH.size))
-    return _exactly(sock, length)
+    """Reads one frame; EOFError if the other end has closed."""
+    (length,) = _LENGTH.unpack(_receive_exactly(sock, _LENGTH.size))
+    return _receive_exactly(sock, length)
 
 
-def _exactly(sock: socket.socket, size: int) -> bytes:
+def _receive_exactly(sock: socket.socket, size: int) -> bytes:
     parts = bytearray()
     while len(parts) < size:
         part = sock.recv(min(size - len(parts), _CHUNK))
@@ -111,20 +114,20 @@ def _exactly(sock: socket.socket, size: int) -> bytes:
 
 
 async def send_async(sock: socket.socket, *frames: bytes) -> None:
-    """The same for a socket that does not block."""
+    """As `send`, for a non-blocking socket."""
     for frame in frames:
         await asyncio.get_running_loop().sock_sendall(sock, _LENGTH.pack(len(frame)) + frame)
 
 
 async def receive_async(sock: socket.socket) -> bytes:
-    """The same for a socket that does not block; ValueError for a frame that no job of ours would write."""
-    (length,) = _LENGTH.unpack(await _exactly_async(sock, _LENGTH.size))
-    if length > LARGEST:
+    """As `receive`, for a non-blocking socket. Raises ValueError for a frame longer than MAX_FRAME_BYTES."""
+    (length,) = _LENGTH.unpack(await _receive_exactly_async(sock, _LENGTH.size))
+    if length > MAX_FRAME_BYTES:
         raise ValueError(f"a frame of {length} bytes")
-    return await _exactly_async(sock, length)
+    return await _receive_exactly_async(sock, length)
 
 
-async def _exactly_async(sock: socket.socket, size: int) -> bytes:
+async def _receive_exactly_async(sock: socket.socket, size: int) -> bytes:
     loop, parts = asyncio.get_running_loop(), bytearray()
     while len(parts) < size:
         try:

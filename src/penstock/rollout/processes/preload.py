@@ -1,4 +1,4 @@
-"""What the first model call of a process would have to import, imported once in the zygote instead of in every job."""
+"""Imports in the fork server what each job's first model call would otherwise have to import itself."""
 
 import importlib
 import sys
@@ -9,19 +9,19 @@ from pathlib import Path
 from penstock.sdk.routing import RolloutContext
 
 ROUTES = {"openai": ("chat.completions", "responses"), "anthropic": ("messages",)}
-"""By package: parts of its client that it loads only when they are asked for."""
-BACKEND = "anyio._backends._asyncio"
-"""What both packages' connections load in an event loop."""
+"""By package: attributes of its client whose modules are loaded on first access."""
+ANYIO_BACKEND = "anyio._backends._asyncio"
+"""Loaded by both packages' connections when they are first used in an event loop."""
 
 
-def warm(home: Path) -> None:
-    """Make a client of each package that the author's files in `home` name, or that they have imported; no call is made."""
+def preload_clients(home: Path) -> None:
+    """Makes a client of each package that the author's files in `home` mention or have imported; no call is made."""
     modules = list(sys.modules.values())
     files = {Path(file) for module in modules if (file := getattr(module, "__file__", None)) and file.endswith(".py")}
     text = "".join(file.read_text(errors="replace") for file in files if file.parent == home)
     context = RolloutContext(base_url="http://127.0.0.1/v1", api_key="none")
     for package, parts in ROUTES.items():
         if package in text or package in sys.modules:
-            with suppress(Exception):  # where this fails, the author's own call will say so
+            with suppress(Exception):  # if this fails, the author's own call will fail and say so
                 attrgetter(*parts)(getattr(context, package)())
-                importlib.import_module(BACKEND)
+                importlib.import_module(ANYIO_BACKEND)

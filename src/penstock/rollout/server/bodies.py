@@ -1,4 +1,4 @@
-"""What came of a rollout to the bodies of its two callbacks, as bytes that any peer can read."""
+"""Encodes a rollout's results as the JSON bodies of its two callbacks."""
 
 import json
 import math
@@ -18,28 +18,27 @@ from penstock.rollout.server.protocol import (
     SampleBody,
 )
 from penstock.sdk.context import finite_reward
-from penstock.sdk.samples import RolloutSample, plain
+from penstock.sdk.samples import RolloutSample, to_json_values
 
-OURS = ("strays", "reward", "step_rewards", "filled", "end")
-"""Fields that peers of the plain protocol do not know: left out where they say nothing."""
+EXTENSION_FIELDS = ("strays", "reward", "step_rewards", "filled", "end")
+"""Fields that other implementations of the protocol do not know: left out if unset."""
 
 
 def completion_body(request: RolloutInitRequest, result: ExecutionResult) -> bytes:
-    """How the workflow ended."""
     body = RolloutCompleteRequest(
         rollout_id=request.rollout_id,
         status=result.status,
         extra_fields=request.extra_fields,
         err_message=result.err_message,
         err_category=result.err_category,
-        strays=list(result.strays) or None,
+        strays=list(result.direct_calls) or None,
         end=result.end,
     )
     return encode(body.model_dump())
 
 
 def grade_body(request: RolloutInitRequest, result: ExecutionResult) -> bytes:
-    """How the grader ended; see `checked`."""
+    """`result` must have passed `validate_grade`."""
     body = GraderCompleteRequest(
         rollout_id=request.rollout_id,
         status=GraderStatus(result.status),
@@ -54,8 +53,8 @@ def grade_body(request: RolloutInitRequest, result: ExecutionResult) -> bytes:
     return encode(body.model_dump())
 
 
-def checked(result: ExecutionResult) -> ExecutionResult:
-    """A grader's result that can be sent: where a reward is no finite number, a failure that says so, without rewards."""
+def validate_grade(result: ExecutionResult) -> ExecutionResult:
+    """Returns `result` if all its rewards are finite numbers; else a failure that says so, without rewards."""
     try:
         for sample in result.samples.values():
             sample.reward = None if sample.reward is None else finite_reward(sample.reward)
@@ -65,32 +64,33 @@ def checked(result: ExecutionResult) -> ExecutionResult:
     except GraderError as error:
         for sample in result.samples.values():
             sample.reward = None
-        return failure(str(error), RolloutErrorCategory.VALIDATION_ERROR, samples=result.samples)
+        return failure_result(str(error), RolloutErrorCategory.VALIDATION_ERROR, samples=result.samples)
 
 
-def failure(message: str, category: RolloutErrorCategory, *, samples: dict[str, RolloutSample] | None = None) -> ExecutionResult:
-    """A result of something that did not end well."""
+def failure_result(
+    message: str, category: RolloutErrorCategory, *, samples: dict[str, RolloutSample] | None = None
+) -> ExecutionResult:
     return ExecutionResult(status=RolloutStatus.FAILURE, samples=samples or {}, err_message=message, err_category=category)
 
 
 def encode(body: dict[str, Any]) -> bytes:
-    """JSON, whatever an author's messages and metrics hold: numbers that JSON lacks become null, half characters a mark."""
-    told = {name: value for name, value in body.items() if value is not None or name not in OURS}
+    """Encodes any value of an author's messages and metrics: NaN and infinity become null, lone surrogates a question mark."""
+    fields = {name: value for name, value in body.items() if value is not None or name not in EXTENSION_FIELDS}
     try:
-        return orjson.dumps(told, option=orjson.OPT_NON_STR_KEYS)
-    except TypeError:
-        return json.dumps(_clean(told), ensure_ascii=False, default=str).encode()
+        return orjson.dumps(fields, option=orjson.OPT_NON_STR_KEYS)
+    except TypeError:  # lone surrogates, integers beyond 64 bits, objects
+        return json.dumps(_clean(fields), ensure_ascii=False, default=str).encode()
 
 
 def _sample(sample: RolloutSample) -> SampleBody:
     return SampleBody(
         id=sample.id,
-        messages=plain(sample.messages),
+        messages=to_json_values(sample.messages),
         label=sample.label,
         reward=sample.reward,
         remove_sample=sample.remove_sample,
-        metrics=cast("dict[str, Any]", plain(sample.metrics)),
-        extra_fields=cast("dict[str, Any]", plain(sample.extra_fields)),
+        metrics=cast("dict[str, Any]", to_json_values(sample.metrics)),
+        extra_fields=cast("dict[str, Any]", to_json_values(sample.extra_fields)),
     )
 
 

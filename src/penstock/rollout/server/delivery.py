@@ -1,4 +1,4 @@
-"""Delivery of results to whoever asked for a rollout: tried again until it is taken, refused, or too late."""
+"""Delivers results to a controller's callback URLs, with retries until they are accepted or refused, or a deadline passes."""
 
 import asyncio
 import logging
@@ -13,62 +13,63 @@ from pydantic import ValidationError
 from penstock.http.client import retry_after_s
 from penstock.rollout.server.protocol import CompletionReply
 
-RETRIED = frozenset((429, 500, 502, 503, 504))
-"""Statuses of a listener that may take it later."""
-LARGEST_REPLY = 64 << 20
-AT_ONCE = 100
-"""Connections; further deliveries wait for one."""
+RETRY_STATUSES = frozenset((429, 500, 502, 503, 504))
+"""Statuses after which the delivery is tried again."""
+MAX_REPLY_BYTES = 64 << 20
+MAX_CONNECTIONS = 100
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Patience:
-    """How much is borne before a delivery is given up."""
+class DeliveryPolicy:
+    """When a delivery is tried again, and when it is given up."""
 
     attempt_s: float = 10.0
-    """For one attempt, from the first byte of the connection to the last of the reply."""
+    """The time for one attempt, from connecting to the end of the reply."""
     first_wait_s: float = 0.5
-    """Between attempts; doubled each time, up to `longest_wait_s`, unless the listener asks for more."""
+    """Between attempts; doubled each time up to `longest_wait_s`, unless Retry-After asks for more."""
     longest_wait_s: float = 8.0
     deadline_s: float = 3600.0
-    """From the first attempt to the start of the last."""
+    """From the start of the first attempt to the start of the last."""
 
-    def wait_s(self, failures: int, asked_s: float) -> float:
-        """How long to wait after so many failed attempts."""
-        return max(asked_s, min(self.longest_wait_s, self.first_wait_s * 2.0 ** min(failures, 30)))
+    def wait_s(self, failures: int, retry_after_s: float) -> float:
+        """Returns how long to wait after `failures` failed attempts."""
+        return max(retry_after_s, min(self.longest_wait_s, self.first_wait_s * 2.0 ** min(failures, 30)))
 
 
-class Delivery(NamedTuple):
+class DeliveryResult(NamedTuple):
     """How a delivery ended."""
 
     reason: str = ""
-    """Why the result was not taken; empty where it was."""
-    late: bool = False
-    """Whether nobody was there to refuse it: another try may succeed."""
+    """Why the result was not accepted; empty if it was."""
+    gave_up: bool = False
+    """Whether the deadline passed without a refusal: a later delivery may succeed."""
     reply: bytes = b""
 
 
 class _Retry(Exception):
-    """The listener may take it later."""
+    """The attempt failed and may succeed later."""
 
-    def __init__(self, why: str, asked_s: float = 0.0) -> None:
+    def __init__(self, why: str, after_s: float = 0.0) -> None:
         super().__init__(why)
-        self.asked_s = asked_s
+        self.after_s = after_s
 
 
-class Courier:
-    """Sends bodies while the `async with` lasts. It follows no redirect, uses no proxy, keeps no cookie."""
+class CallbackSender:
+    """Sends callbacks while the `async with` lasts. It follows no redirects, uses no proxy and keeps no cookies."""
 
-    def __init__(self, patience: Patience | None = None, *, sleep: Callable[[float], Awaitable[object]] = asyncio.sleep) -> None:
-        self._patience = patience or Patience()
+    def __init__(
+        self, policy: DeliveryPolicy | None = None, *, sleep: Callable[[float], Awaitable[object]] = asyncio.sleep
+    ) -> None:
+        self._policy = policy or DeliveryPolicy()
         self._sleep = sleep
         self._session: aiohttp.ClientSession
 
     async def __aenter__(self) -> Self:
         self._session = aiohttp.ClientSession(
-            timeout=aiohttp.ClientTimeout(total=self._patience.attempt_s),
-            connector=aiohttp.TCPConnector(limit=AT_ONCE),
+            timeout=aiohttp.ClientTimeout(total=self._policy.attempt_s),
+            connector=aiohttp.TCPConnector(limit=MAX_CONNECTIONS),
             cookie_jar=aiohttp.DummyCookieJar(),
             trust_env=False,
         )
@@ -77,32 +78,32 @@ class Courier:
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         await self._session.close()
 
-    async def send(self, url: str, body: bytes, *, key: str | None, what: str) -> Delivery:
-        """POST `body` until it is taken. The reason why it was not names `what` and the last answer, never the URL."""
+    async def send(self, url: str, body: bytes, *, key: str | None, what: str) -> DeliveryResult:
+        """POSTs `body` until it is accepted or refused. Messages call it `what`; they never hold the URL, which may be secret."""
         clock = asyncio.get_running_loop().time
-        began, failures = clock(), 0
+        started, failures = clock(), 0
         while True:
             try:
                 return await self._attempt(url, body, key, what)
             except _Retry as error:
-                wait_s = self._patience.wait_s(failures, error.asked_s)
+                wait_s = self._policy.wait_s(failures, error.after_s)
                 failures += 1
-                if clock() + wait_s - began > self._patience.deadline_s:
-                    reason = f"{what} was not taken within {self._patience.deadline_s:g} s: {error}"
-                    return Delivery(reason, late=True)
+                if clock() + wait_s - started > self._policy.deadline_s:
+                    reason = f"{what} was not taken within {self._policy.deadline_s:g} s: {error}"
+                    return DeliveryResult(reason, gave_up=True)
                 log.info("%s was not taken (%s); again in %g s", what, error, wait_s)
                 await self._sleep(wait_s)
 
-    async def _attempt(self, url: str, body: bytes, key: str | None, what: str) -> Delivery:
+    async def _attempt(self, url: str, body: bytes, key: str | None, what: str) -> DeliveryResult:
         headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
         try:
             async with self._session.post(url, data=body, headers=headers, allow_redirects=False) as response:
                 if 200 <= response.status < 300:
-                    return Delivery(reply=await _read(response, what))
+                    return DeliveryResult(reply=await _read(response, what))
                 why = f"the listener answered {response.status}"
-                if response.status in RETRIED:
+                if response.status in RETRY_STATUSES:
                     raise _Retry(why, retry_after_s(response.headers.get("retry-after")))
-                return Delivery(f"{what} was refused: {why}")
+                return DeliveryResult(f"{what} was refused: {why}")
         except (aiohttp.ClientError, OSError) as error:
             raise _Retry(f"{type(error).__name__}: {str(error) or 'no answer in time'}") from error
 
@@ -111,15 +112,15 @@ async def _read(response: aiohttp.ClientResponse, what: str) -> bytes:
     reply = b""
     async for piece in response.content.iter_any():
         reply += piece
-        if len(reply) > LARGEST_REPLY:
-            log.warning("%s was answered with more than %d bytes, which were dropped", what, LARGEST_REPLY)
+        if len(reply) > MAX_REPLY_BYTES:
+            log.warning("%s was answered with more than %d bytes, which were dropped", what, MAX_REPLY_BYTES)
             response.close()
             return b""
     return reply
 
 
 def read_reply(reply: bytes, what: str) -> CompletionReply:
-    """What a listener answered; where that is something else than the protocol knows, nothing, and a warning."""
+    """Parses the reply to a completion. An invalid one counts as empty, with a warning."""
     try:
         return CompletionReply.model_validate_json(reply) if reply.strip() else CompletionReply()
     except ValidationError as cause:

@@ -1,8 +1,8 @@
-"""What a rollout server has promised, on disk: rollouts it accepted, how far each is, and results that are still to be delivered.
+"""A rollout server's journal on disk: the rollouts that it accepted, their states, and results still to be delivered.
 
     queued ──▶ running ──▶ grading ──▶ success │ failure │ cancelled ──▶ settled
 
-Every change is one transaction and on disk before it is acted on. A result is written once: whoever comes second finds it there.
+Every change is one transaction, on disk before the server acts on it. A result is written once: the first one counts.
 """
 
 import os
@@ -12,14 +12,15 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from penstock.errors import ConfigError, PoolError
-from penstock.pool.sql.database import Database, SqliteDatabase
+from penstock.pool.sql.database import PoolDatabase
+from penstock.pool.sql.sqlite import SqliteDatabase
 from penstock.pool.writer import Writer
-from penstock.rollout.server.protocol import State
+from penstock.rollout.server.protocol import RolloutState
 from penstock.system.locks import FileLock
 
-PLACE = Path(".penstock/rollouts.db")
-KEPT = 10_000
-"""Rollouts that are over and still known: their status, and that a request for one came before."""
+DEFAULT_PATH = Path(".penstock/rollouts.db")
+MAX_SETTLED = 10_000
+"""Settled rollouts that are kept, to answer status requests and to recognize repeated requests."""
 VERSION = 1
 
 SCHEMA = """
@@ -38,23 +39,23 @@ CREATE TABLE rollouts (
 );
 CREATE INDEX rollouts_settled ON rollouts (settled);
 """
-"""A result's `_sent` is NULL until its delivery has ended, then how: empty if it was taken, else the reason why it was not."""
+"""A result's `_sent` is NULL until its delivery has ended; then it is empty if the result was accepted, else the reason."""
 
 
-UNENDED = (State.QUEUED, State.RUNNING, State.GRADING)
-_UNENDED = "state IN ('queued', 'running', 'grading')"
+UNFINISHED = (RolloutState.QUEUED, RolloutState.RUNNING, RolloutState.GRADING)
+_UNFINISHED = "state IN ('queued', 'running', 'grading')"
 
 Part = Literal["completion", "grade"]
 """The two results of a rollout; also the names of their columns."""
 
 
-class Entry(NamedTuple):
-    """A rollout as the journal knows it."""
+class JournalEntry(NamedTuple):
+    """A rollout's row."""
 
     id: str
     request: bytes | None
-    """None once nothing is left to do with it."""
-    state: State
+    """None once the rollout is settled."""
+    state: RolloutState
     message: str
     completion: bytes | None
     completion_sent: str | None
@@ -63,37 +64,37 @@ class Entry(NamedTuple):
 
 
 _MESSAGE = "coalesce(nullif(message, ''), nullif(completion_sent, ''), nullif(grade_sent, ''), '')"
-"""Why it failed, else why its result was not taken."""
-_COLUMNS = ", ".join(Entry._fields)
+"""Why it failed, else why its result was not accepted."""
+_COLUMNS = ", ".join(JournalEntry._fields)
 
 
-class Standing(NamedTuple):
-    """What is told of a rollout to whoever asks."""
+class JournalStatus(NamedTuple):
+    """The reply to a status request."""
 
-    state: State
+    state: RolloutState
     message: str
 
 
 class Journal:
-    """One server's journal; open it with `open_journal`."""
+    """Open it with `open_journal`."""
 
-    def __init__(self, database: Database, lock: FileLock | None, *, kept: int = KEPT) -> None:
-        self.lasting = lock is not None
-        """Whether it is there after the process has ended."""
+    def __init__(self, database: PoolDatabase, lock: FileLock | None, *, max_settled: int = MAX_SETTLED) -> None:
+        self.is_durable = lock is not None
+        """Whether it outlives the process."""
         self._lock = lock
-        self._kept = kept
+        self._max_settled = max_settled
         self._writer = Writer(database, _explain)
 
     async def close(self) -> None:
-        """Finish what is being written and let others open it."""
+        """Finishes pending writes and releases the lock."""
         await self._writer.close()
         if self._lock:
             self._lock.close()
 
     async def accept(self, rollout_id: str, digest: str, request: bytes) -> Literal["new", "same", "other"]:
-        """Promise to run it; `same` where that was promised before, `other` where another request has this id."""
+        """Stores a rollout. Returns `same` if the same request was accepted before, `other` if another one has this id."""
 
-        def write(database: Database) -> Literal["new", "same", "other"]:
+        def write(database: PoolDatabase) -> Literal["new", "same", "other"]:
             known = database.execute("SELECT digest FROM rollouts WHERE id = ?", (rollout_id,)).fetchone()
             if known is not None:
                 return "same" if known[0] == digest else "other"
@@ -103,83 +104,86 @@ class Journal:
         return await self._writer.submit(write)
 
     async def start(self, rollout_id: str) -> bool:
-        """Note that its workflow is about to run; False where it has ended before."""
-        return await self._change("UPDATE rollouts SET state = 'running' WHERE id = ? AND state = 'queued'", rollout_id)
+        """Notes that its workflow is about to run. Returns False if it has ended."""
+        return await self._update("UPDATE rollouts SET state = 'running' WHERE id = ? AND state = 'queued'", rollout_id)
 
-    async def complete(self, rollout_id: str, state: State, message: str, completion: bytes) -> bool:
-        """Keep how the workflow ended; False where its end is known already."""
+    async def complete(self, rollout_id: str, state: RolloutState, message: str, completion: bytes) -> bool:
+        """Stores how the workflow ended. Returns False if that is stored already."""
         sql = "UPDATE rollouts SET state = ?, message = ?, completion = ? WHERE id = ? AND completion IS NULL"
-        return await self._change(sql, state, _text(message), completion, rollout_id)
+        return await self._update(sql, state, _text(message), completion, rollout_id)
 
-    async def grade(self, rollout_id: str, state: State, message: str, grade: bytes) -> bool:
-        """Keep how the grader ended, or that it was not asked; False where that is known already."""
+    async def grade(self, rollout_id: str, state: RolloutState, message: str, grade: bytes) -> bool:
+        """Stores how the grader ended, or that it was not run. Returns False if that is stored already."""
         sql = "UPDATE rollouts SET state = ?, message = ?, grade = ? WHERE id = ? AND completion IS NOT NULL AND grade IS NULL"
-        return await self._change(sql, state, _text(message), grade, rollout_id)
+        return await self._update(sql, state, _text(message), grade, rollout_id)
 
-    async def end(self, rollout_id: str, state: State, message: str, completion: bytes, grade: bytes | None) -> bool:
-        """End what has not ended; of its results, those that are not known yet become these. False where it had ended."""
+    async def end(self, rollout_id: str, state: RolloutState, message: str, completion: bytes, grade: bytes | None) -> bool:
+        """Ends an unfinished rollout; stored results stay, missing ones become these. Returns False if it had ended."""
         sql = (
             "UPDATE rollouts SET state = ?, message = ?, completion = coalesce(completion, ?), grade = coalesce(grade, ?) "
-            f"WHERE id = ? AND {_UNENDED}"
+            f"WHERE id = ? AND {_UNFINISHED}"
         )
-        return await self._change(sql, state, _text(message), completion, grade, rollout_id)
+        return await self._update(sql, state, _text(message), completion, grade, rollout_id)
 
     async def sent(self, rollout_id: str, part: Part, reason: str) -> None:
-        """Note that the delivery of a result has ended; an empty reason says that it was taken."""
-        await self._change(f"UPDATE rollouts SET {part}_sent = ? WHERE id = ?", reason, rollout_id)
+        """Notes that the delivery of a result has ended; an empty reason means that it was accepted."""
+        await self._update(f"UPDATE rollouts SET {part}_sent = ? WHERE id = ?", reason, rollout_id)
 
     async def settle(self, rollout_id: str, *, keep: bool = False) -> None:
-        """Nothing is left to do: forget the request with its keys, and the results; and, beyond `kept`, the oldest rollouts.
+        """Deletes the request, which holds keys, and the results; beyond `max_settled`, deletes the oldest settled rollouts.
 
-        With `keep`, results could not be delivered: they stay, for the next start of the server to try again.
+        With `keep`, the request and results stay: they could not be delivered, and the next start of the server tries again.
         """
 
-        def write(database: Database) -> None:
+        def write(database: PoolDatabase) -> None:
             last: int = database.execute("SELECT coalesce(max(settled), 0) FROM rollouts").fetchone()[0]
-            what = "" if keep else ", request = NULL, completion = NULL, grade = NULL"
-            database.execute(f"UPDATE rollouts SET settled = ?{what} WHERE id = ?", (last + 1, rollout_id))
-            database.execute("DELETE FROM rollouts WHERE settled <= ?", (last + 1 - self._kept,))
+            cleared = "" if keep else ", request = NULL, completion = NULL, grade = NULL"
+            database.execute(f"UPDATE rollouts SET settled = ?{cleared} WHERE id = ?", (last + 1, rollout_id))
+            database.execute("DELETE FROM rollouts WHERE settled <= ?", (last + 1 - self._max_settled,))
 
         await self._writer.submit(write)
 
-    async def find(self, rollout_id: str) -> Standing:
-        """How far it is."""
-
-        def read(database: Database) -> Standing:
+    async def status(self, rollout_id: str) -> JournalStatus:
+        def read(database: PoolDatabase) -> JournalStatus:
             row = database.execute(f"SELECT state, {_MESSAGE} FROM rollouts WHERE id = ?", (rollout_id,)).fetchone()
-            return Standing(State(row[0]), row[1]) if row else Standing(State.UNKNOWN, "no rollout of this id is known here")
+            return (
+                JournalStatus(RolloutState(row[0]), row[1])
+                if row
+                else JournalStatus(RolloutState.UNKNOWN, "no rollout of this id is known here")
+            )
 
         return await self._writer.submit(read)
 
-    async def entry(self, rollout_id: str) -> Entry:
-        """All that is known of a rollout that is not settled."""
-        found = await self._entries("WHERE id = ?", rollout_id)
-        if not found:
+    async def entry(self, rollout_id: str) -> JournalEntry:
+        """Returns the row of an unsettled rollout."""
+        entries = await self._entries("WHERE id = ?", rollout_id)
+        if not entries:
             raise PoolError(f"rollout {rollout_id} is no longer in the journal; was the file changed by hand?")
-        return found[0]
+        return entries[0]
 
-    async def unsettled(self) -> list[Entry]:
-        """What is left to do, in the order in which it was accepted."""
+    async def unsettled(self) -> list[JournalEntry]:
+        """Returns the rollouts that are not settled, in the order in which they were accepted."""
         return await self._entries("WHERE request IS NOT NULL ORDER BY seq")
 
-    async def _entries(self, where: str, *values: str) -> list[Entry]:
-        def read(database: Database) -> list[Entry]:
+    async def _entries(self, where: str, *values: str) -> list[JournalEntry]:
+        def read(database: PoolDatabase) -> list[JournalEntry]:
             rows = database.execute(f"SELECT {_COLUMNS} FROM rollouts {where}", values).fetchall()
-            return [Entry(*row)._replace(state=State(row[2])) for row in rows]
+            return [JournalEntry(*row)._replace(state=RolloutState(row[2])) for row in rows]
 
         return await self._writer.submit(read)
 
-    async def _change(self, sql: str, *values: object) -> bool:
+    async def _update(self, sql: str, *values: object) -> bool:
         return await self._writer.submit(lambda database: database.execute(sql, values).rowcount == 1)
 
 
-def open_journal(path: Path | None, *, kept: int = KEPT) -> Journal:
-    """The journal in this file, made where there is none; None keeps one in memory, which ends with the process.
+def open_journal(path: Path | None, *, max_settled: int = MAX_SETTLED) -> Journal:
+    """Opens the journal in this file, and makes it if needed; None keeps one in memory.
 
-    ConfigError where it cannot be used, or another server does. Only its owner can read it: requests hold keys.
+    Raises ConfigError if it cannot be used, or if another server uses it. The file is readable by its owner only: requests hold
+    keys.
     """
     if path is None:
-        return Journal(_opened(":memory:"), None, kept=kept)
+        return Journal(_open(":memory:"), None, max_settled=max_settled)
     with ExitStack() as stack:
         try:
             _make_folder(path.parent)
@@ -187,19 +191,19 @@ def open_journal(path: Path | None, *, kept: int = KEPT) -> Journal:
             if not lock.try_acquire():
                 raise ConfigError(f"{path}: another rollout server uses this journal; stop it, or give another journal")
             os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
-            journal = Journal(_opened(str(path)), lock, kept=kept)
+            journal = Journal(_open(str(path)), lock, max_settled=max_settled)
         except (OSError, sqlite3.Error) as cause:
             raise ConfigError(f"{path}: cannot be used as a rollout server's journal: {cause}; give another journal") from cause
         stack.pop_all()
         return journal
 
 
-def _opened(name: str) -> Database:
+def _open(name: str) -> PoolDatabase:
     database = sqlite3.connect(name, isolation_level=None, check_same_thread=False, factory=SqliteDatabase)
     try:
         database.execute("PRAGMA journal_mode = WAL")
         database.execute("PRAGMA synchronous = FULL")
-        database.execute("PRAGMA secure_delete = ON")  # keys that are no longer needed leave no trace
+        database.execute("PRAGMA secure_delete = ON")  # deleted keys are overwritten with zeros
         version: int = database.execute("PRAGMA user_version").fetchone()[0]
         if version == 0:
             database.executescript(f"BEGIN IMMEDIATE; {SCHEMA} PRAGMA user_version = {VERSION}; COMMIT;")
@@ -212,14 +216,13 @@ def _opened(name: str) -> Database:
 
 
 def _make_folder(folder: Path) -> None:
-    """Make the folder; one that we make is kept out of version control."""
     if not folder.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / ".gitignore").write_text("*\n")
+        (folder / ".gitignore").write_text("*\n")  # keys must not get into version control
 
 
 def _text(message: str) -> str:
-    """SQLite takes no half characters."""
+    # SQLite stores valid UTF-8 only: lone surrogates are replaced.
     return message.encode("utf-8", "replace").decode()
 
 

@@ -1,11 +1,11 @@
-"""The bodies of the rollout server's protocol, in both directions. Its words are the protocol's own.
+"""The bodies of the rollout server's protocol, in both directions. The names are the Osmosis protocol's own.
 
     controller ── POST /rollout: RolloutInitRequest ─────────────▶ server      accepted, then run
     controller ◀─ POST completion_callback_url: RolloutCompleteRequest ─ server  the workflow has ended
                ── CompletionReply: what was recorded ────────────▶
     controller ◀─ POST grader_callback_url: GraderCompleteRequest ─ server       the grader has ended
 
-Fields marked *ours* are sent only where they say something, and a peer that does not know them loses nothing.
+Fields marked *ours* are extensions. They are sent only when set, and a peer that does not know them can ignore them.
 """
 
 from enum import StrEnum
@@ -19,7 +19,7 @@ LONGEST_ID = 256
 
 
 class RolloutStatus(StrEnum):
-    """Of a workflow; the protocol writes them in lower case."""
+    """Of a workflow."""
 
     PENDING = "pending"
     SUCCESS = "success"
@@ -33,7 +33,7 @@ class GraderStatus(StrEnum):
 
 
 class RolloutErrorCategory(StrEnum):
-    """Whose fault a failure was: a deadline, what was given, the policy's endpoint, or the author's code."""
+    """The cause of a failure: a deadline, invalid input, the policy's endpoint, or the author's code."""
 
     TIMEOUT = "timeout"
     VALIDATION_ERROR = "validation_error"
@@ -41,8 +41,8 @@ class RolloutErrorCategory(StrEnum):
     AGENT_ERROR = "agent_error"
 
 
-class State(StrEnum):
-    """How far a server is with a rollout; `unknown` is one that it does not know, or no longer."""
+class RolloutState(StrEnum):
+    """The state of a rollout on a server; `unknown`: the server does not know it, or no longer."""
 
     QUEUED = "queued"
     RUNNING = "running"
@@ -54,7 +54,7 @@ class State(StrEnum):
 
 
 def path_segment(name: str) -> str:
-    """`name` if it can be one segment of a path; ValueError says why not."""
+    """Returns `name` if it can be one segment of a path; ValueError says why not."""
     if not name or len(name) > LONGEST_ID:
         raise ValueError(f"has {len(name)} characters; use 1 to {LONGEST_ID}")
     if name in (".", "..") or any(letter in name for letter in "/\\\0"):
@@ -66,13 +66,13 @@ Segment = Annotated[str, AfterValidator(path_segment)]
 Seconds = Annotated[FiniteFloat, Field(gt=0)]
 
 
-class _Body(BaseModel):
-    """A later version of the protocol may send more."""
+class ProtocolBody(BaseModel):
+    """Unknown fields are ignored: a later version of the protocol may send more."""
 
     model_config = ConfigDict(extra="ignore")
 
 
-class RolloutInitRequest(_Body):
+class RolloutInitRequest(ProtocolBody):
     rollout_id: Segment
     initial_messages: list[dict[str, Any]]
     chat_completions_url: str
@@ -90,11 +90,11 @@ class RolloutInitRequest(_Body):
     extra_fields: dict[str, Any] = Field(default_factory=dict[str, Any])
 
 
-class RolloutInitResponse(_Body):
+class RolloutInitResponse(ProtocolBody):
     pass
 
 
-class RolloutCompleteRequest(_Body):
+class RolloutCompleteRequest(ProtocolBody):
     """The workflow has ended; sent before grading."""
 
     rollout_id: str
@@ -105,11 +105,11 @@ class RolloutCompleteRequest(_Body):
     strays: list[str] | None = None
     """*Ours*: providers that the workflow called directly."""
     end: End | None = None
-    """*Ours*: how a rollout that failed ends, where the category cannot tell: a deadline from a TimeoutError of the author's, a
-    failing engine from a request that it refused."""
+    """*Ours*: how a failed rollout ends. It tells what the category cannot: our deadline from a TimeoutError of the author's code,
+    a failing engine from a request that it refused."""
 
 
-class RecordedTranscript(_Body):
+class RecordedTranscript(ProtocolBody):
     """*Ours*: what the controller's gateway recorded of one agent's conversation."""
 
     messages: list[dict[str, Any]]
@@ -117,15 +117,15 @@ class RecordedTranscript(_Body):
     steps: list[int] = Field(default_factory=list[int])
 
 
-class CompletionReply(_Body):
-    """What a controller may answer to a completion."""
+class CompletionReply(ProtocolBody):
+    """The controller's reply to a completion."""
 
     trajectory: dict[str, Any] | None = None
     transcripts: dict[str, RecordedTranscript] = Field(default_factory=dict[str, RecordedTranscript])
-    """*Ours*: for agents whose framework keeps no conversation of its own, so that they can be graded all the same."""
+    """*Ours*: what was recorded, so that agents whose framework keeps no conversation can be graded too."""
 
 
-class SampleBody(_Body):
+class SampleBody(ProtocolBody):
     """One sample, as a grader left it."""
 
     id: str
@@ -137,7 +137,7 @@ class SampleBody(_Body):
     extra_fields: dict[str, Any] = Field(default_factory=dict[str, Any])
 
 
-class GraderCompleteRequest(_Body):
+class GraderCompleteRequest(ProtocolBody):
     """The grader has ended."""
 
     rollout_id: str
@@ -150,6 +150,6 @@ class GraderCompleteRequest(_Body):
     step_rewards: dict[int, FiniteFloat] | None = None
     """*Ours*: by the index of the call."""
     filled: list[str] | None = None
-    """*Ours*: samples without a reward of their own, which carry the whole rollout's for peers that read no other."""
+    """*Ours*: samples without a reward of their own; they carry the rollout's, for peers that only read samples' rewards."""
     end: End | None = None
     """*Ours*: as in RolloutCompleteRequest."""

@@ -1,4 +1,4 @@
-"""Which URLs of a request may be called: web addresses of hosts that whoever started the server has named, and no others."""
+"""Reads and validates the requests of a rollout server. URLs in them may name only hosts that the server was started with."""
 
 import asyncio
 import ipaddress
@@ -16,11 +16,109 @@ from penstock.http.asgi import read_body
 from penstock.http.listen import LOOPBACK
 from penstock.rollout.server.protocol import RolloutInitRequest
 
-LONGEST_URL = 4096
+MAX_URL_CHARS = 4096
+
+
+B = TypeVar("B", bound=BaseModel)
+
+THREADED_PARSE_BYTES = 1 << 20
+"""A larger body is parsed in a thread, so that it does not block the event loop."""
+
+
+class BodyIssue(NamedTuple):
+    """One error in a body."""
+
+    field: str
+    """A dotted path; empty for the body as a whole."""
+    message: str
+
+
+class InvalidBody(RequestError):
+    """A body that is refused. The message lists all its errors without quoting it, since it may hold keys."""
+
+    def __init__(self, issues: list[BodyIssue]) -> None:
+        line = "; ".join(f"{field}: {message}" if field else message for field, message in issues)
+        super().__init__(line, status=422, code="invalid_body")
+        self.issues = issues
+
+
+class CancelRequest(BaseModel):
+    """`POST /rollout/cancel`: exactly one of the three."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    ids: list[str] | None = None
+    prefix: str | None = Field(default=None, min_length=1)
+    all: bool = False
+
+    @model_validator(mode="after")
+    def _check_one(self) -> Self:
+        if (self.ids is not None) + (self.prefix is not None) + self.all != 1:
+            raise ValueError('give exactly one of {"ids": […]}, {"prefix": "…"} and {"all": true}')
+        return self
+
+    def matcher(self) -> Callable[[str], bool]:
+        """Returns a function that says whether a rollout is to be cancelled, by its id."""
+        if self.ids is not None:
+            return frozenset(self.ids).__contains__
+        return lambda rollout_id: self.all or rollout_id.startswith(self.prefix or "")
+
+
+async def read_rollout(request: Request, *, hosts: "AllowedHosts", max_bytes: int) -> RolloutInitRequest:
+    """Raises RequestError if the rollout cannot be accepted."""
+    body = await _read(request, RolloutInitRequest, max_bytes)
+    issues = [BodyIssue(name, why) for name, url in _urls(body).items() if (why := hosts.refusal(url))]
+    for name in ("rollout_id", "controller_api_key", "llm_api_key"):
+        text: str | None = getattr(body, name)
+        if text and not (text.isascii() and text.isprintable() and text == text.strip()):
+            issues.append(BodyIssue(name, "is sent in a header: use printable ASCII characters, without spaces around them"))
+    if issues:
+        raise InvalidBody(issues)
+    return body
+
+
+async def read_cancel(request: Request, *, max_bytes: int) -> CancelRequest:
+    return await _read(request, CancelRequest, max_bytes)
+
+
+def parse(kind: type[B], body: bytes) -> B:
+    """Parses a JSON body; InvalidBody names each field that is wrong."""
+    try:  # json, not orjson: integers may have any size
+        value: Any = json.loads(body, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as cause:
+        raise InvalidBody([BodyIssue("", f"the body is not valid JSON: {cause}")]) from cause
+    try:
+        return kind.model_validate(value)
+    except ValidationError as cause:
+        raise InvalidBody([_issue(error) for error in cause.errors(include_url=False)]) from cause
+
+
+async def _read(request: Request, kind: type[B], max_bytes: int) -> B:
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > max_bytes:
+        raise RequestError(f"the request is larger than {max_bytes} bytes; send less", status=413, code="request_too_large")
+    body = await read_body(request.receive, max_bytes)
+    if body is None:
+        raise RequestError("the caller hung up", code="hung_up")
+    return parse(kind, body) if len(body) < THREADED_PARSE_BYTES else await asyncio.to_thread(parse, kind, body)
+
+
+def _urls(body: RolloutInitRequest) -> dict[str, str]:
+    names = ("chat_completions_url", "completion_callback_url", "grader_callback_url")
+    return {name: url for name in names if (url := getattr(body, name)) is not None}
+
+
+def _issue(error: Any) -> BodyIssue:
+    message = str(error["msg"]).removeprefix("Value error, ")
+    return BodyIssue(".".join(str(part) for part in error["loc"]), f"{message[:1].lower()}{message[1:]}")
+
+
+def _refuse_constant(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no JSON number")
 
 
 class AllowedHosts:
-    """A list of hosts: `name`, `name:port`, `*.name` for what is below it, an address, or a network such as `10.0.0.0/8`."""
+    """Hosts that may be called: `name`, `name:port`, `*.name` for subdomains, an address, or a network such as `10.0.0.0/8`."""
 
     def __init__(self, allowed: Iterable[str] = LOOPBACK) -> None:
         self._names: set[str] = set()
@@ -29,9 +127,9 @@ class AllowedHosts:
             self._add(entry.strip().lower())
 
     def refusal(self, url: str) -> str | None:
-        """Why `url` may not be called, as half a sentence with what to do; None where it may."""
-        if len(url) > LONGEST_URL or not url.isascii() or not url.isprintable() or " " in url or "\\" in url:
-            return f"is no URL: use up to {LONGEST_URL} plain ASCII characters"
+        """Returns why `url` may not be called, or None if it may. The text continues a sentence whose subject is the URL."""
+        if len(url) > MAX_URL_CHARS or not url.isascii() or not url.isprintable() or " " in url or "\\" in url:
+            return f"is no URL: use up to {MAX_URL_CHARS} plain ASCII characters"
         try:
             parts = urlsplit(url)
             host, port = (parts.hostname or "").rstrip("."), parts.port
@@ -66,102 +164,3 @@ class AllowedHosts:
             address = ipaddress.ip_address(host)
             return any(address in network for network in self._networks)
         return False
-
-
-B = TypeVar("B", bound=BaseModel)
-
-LARGE = 1 << 20
-"""Bytes above which a body is parsed in a thread, so that others need not wait."""
-
-
-class Issue(NamedTuple):
-    """One thing that is wrong with a body."""
-
-    field: str
-    """With dots between its parts; empty for the body as a whole."""
-    message: str
-
-
-class InvalidBody(RequestError):
-    """A body that is refused; says all that is wrong with it, without quoting it: it may hold keys."""
-
-    def __init__(self, issues: list[Issue]) -> None:
-        line = "; ".join(f"{field}: {message}" if field else message for field, message in issues)
-        super().__init__(line, status=422, code="invalid_body")
-        self.issues = issues
-
-
-class CancelRequest(BaseModel):
-    """`POST /rollout/cancel`: exactly one of the three."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    ids: list[str] | None = None
-    prefix: str | None = Field(default=None, min_length=1)
-    all: bool = False
-
-    @model_validator(mode="after")
-    def _one(self) -> Self:
-        if (self.ids is not None) + (self.prefix is not None) + self.all != 1:
-            raise ValueError('give exactly one of {"ids": […]}, {"prefix": "…"} and {"all": true}')
-        return self
-
-    def wanted(self) -> Callable[[str], bool]:
-        """Whether a rollout is meant, by its id."""
-        if self.ids is not None:
-            return frozenset(self.ids).__contains__
-        return lambda rollout_id: self.all or rollout_id.startswith(self.prefix or "")
-
-
-async def read_rollout(request: Request, *, hosts: AllowedHosts, largest: int) -> RolloutInitRequest:
-    """The rollout that is asked for; RequestError says why it cannot be accepted."""
-    body = await _read(request, RolloutInitRequest, largest)
-    issues = [Issue(name, why) for name, url in _urls(body).items() if (why := hosts.refusal(url))]
-    for name in ("rollout_id", "controller_api_key", "llm_api_key"):
-        text: str | None = getattr(body, name)
-        if text and not (text.isascii() and text.isprintable() and text == text.strip()):
-            issues.append(Issue(name, "is sent in a header: use printable ASCII characters, without spaces around them"))
-    if issues:
-        raise InvalidBody(issues)
-    return body
-
-
-async def read_cancel(request: Request, *, largest: int) -> CancelRequest:
-    """Which rollouts are to be cancelled."""
-    return await _read(request, CancelRequest, largest)
-
-
-def parse(kind: type[B], body: bytes) -> B:
-    """`body` as JSON of this kind, with numbers of any size as they are; InvalidBody names each field that is wrong."""
-    try:
-        value: Any = json.loads(body, parse_constant=_refuse)
-    except (ValueError, RecursionError) as cause:
-        raise InvalidBody([Issue("", f"the body is not valid JSON: {cause}")]) from cause
-    try:
-        return kind.model_validate(value)
-    except ValidationError as cause:
-        raise InvalidBody([_issue(error) for error in cause.errors(include_url=False)]) from cause
-
-
-async def _read(request: Request, kind: type[B], largest: int) -> B:
-    told = request.headers.get("content-length", "")
-    if told.isdigit() and int(told) > largest:
-        raise RequestError(f"the request is larger than {largest} bytes; send less", status=413, code="request_too_large")
-    body = await read_body(request.receive, largest)
-    if body is None:
-        raise RequestError("the caller hung up", code="hung_up")
-    return parse(kind, body) if len(body) < LARGE else await asyncio.to_thread(parse, kind, body)
-
-
-def _urls(body: RolloutInitRequest) -> dict[str, str]:
-    names = ("chat_completions_url", "completion_callback_url", "grader_callback_url")
-    return {name: url for name in names if (url := getattr(body, name)) is not None}
-
-
-def _issue(error: Any) -> Issue:
-    message = str(error["msg"]).removeprefix("Value error, ")
-    return Issue(".".join(str(part) for part in error["loc"]), f"{message[:1].lower()}{message[1:]}")
-
-
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no JSON number")

@@ -1,4 +1,4 @@
-"""One accepted rollout on its way: waits its turn, is run by the back end, and each of its two results is kept, then delivered."""
+"""One accepted rollout: it waits for a slot, runs on the back end, and each of its two results is stored, then delivered."""
 
 import asyncio
 import logging
@@ -7,16 +7,16 @@ from dataclasses import dataclass
 
 from penstock.rollout.author_tasks import Slots, one_line
 from penstock.rollout.server.backend import ExecutionBackend, ExecutionRequest, ExecutionResult
-from penstock.rollout.server.bodies import checked, completion_body, failure, grade_body
-from penstock.rollout.server.delivery import Courier, read_reply
-from penstock.rollout.server.journal import UNENDED, Journal, Part
+from penstock.rollout.server.bodies import completion_body, failure_result, grade_body, validate_grade
+from penstock.rollout.server.delivery import CallbackSender, read_reply
+from penstock.rollout.server.journal import UNFINISHED, Journal, Part
 from penstock.rollout.server.protocol import (
     CompletionReply,
     RolloutCompleteRequest,
     RolloutErrorCategory,
     RolloutInitRequest,
+    RolloutState,
     RolloutStatus,
-    State,
 )
 from penstock.sdk.clients import NO_KEY, Clients
 from penstock.sdk.routing import RolloutContext
@@ -27,153 +27,157 @@ STOPPED = "the server was stopped while it ran"
 STOPPED_GRADING = "the server was stopped before it was graded"
 UNSENT = "it was not sent, since the completion before it was refused"
 LEAVE_S = 10.0
-"""How long a back end has to let go of a rollout when the server ends; longer than it gives its own guests."""
+"""How long a back end may take to stop a rollout when the server ends; longer than the grace that it gives the author's code."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Means:
+class ServerResources:
     """What all rollouts of a server share."""
 
     backend: ExecutionBackend
     journal: Journal
-    courier: Courier
+    sender: CallbackSender
     clients: Clients
     slots: Slots
-    """Places of workflows."""
+    """For workflows."""
 
 
 class RolloutTask:
-    """Nothing of it raises but a journal that fails, and its own cancellation."""
+    """Its methods raise nothing but errors of the journal and their own cancellation."""
 
-    def __init__(self, request: RolloutInitRequest, means: Means) -> None:
+    def __init__(self, request: RolloutInitRequest, resources: ServerResources) -> None:
         self.id = request.rollout_id
         self.request = request
-        self._means = means
-        self._place = AsyncExitStack()
-        self._work: asyncio.Task[None] | None = None
-        self._late = False
-        """Whether a delivery was given up: the rest waits for the server's next start."""
+        self._resources = resources
+        self._slot = AsyncExitStack()
+        self._execution: asyncio.Task[None] | None = None
+        self._gave_up = False
+        """Whether a delivery was given up: what is left waits for the server's next start."""
 
     async def run(self) -> None:
-        """Run it and deliver what came of it. What cannot be delivered stays in the journal."""
-        self._work = asyncio.create_task(self._run())
+        """Runs it and delivers its results. What cannot be delivered stays in the journal."""
+        self._execution = asyncio.create_task(self._run())
         try:
-            await asyncio.wait({self._work})
+            await asyncio.wait({self._execution})
         except asyncio.CancelledError:
-            self._work.cancel()
-            await asyncio.wait({self._work}, timeout=LEAVE_S)
+            self._execution.cancel()
+            await asyncio.wait({self._execution}, timeout=LEAVE_S)
             raise
-        if not self._work.cancelled():
-            self._work.result()
+        if not self._execution.cancelled():
+            self._execution.result()
         await self.deliver()
 
     async def resume(self) -> None:
-        """After a restart: run it if that was not begun, else fail what was under way; then deliver."""
-        if (await self._means.journal.entry(self.id)).state is State.QUEUED:
+        """After a restart: runs it if it was not started, else fails it; then delivers its results."""
+        if (await self._resources.journal.entry(self.id)).state is RolloutState.QUEUED:
             await self.run()
             return
-        await self._conclude(STOPPED, STOPPED_GRADING)
+        await self._fail_unfinished(STOPPED, STOPPED_GRADING)
         await self.deliver()
 
     async def deliver(self) -> None:
-        """Deliver the results that are kept and were not taken, the completion first."""
+        """Delivers the stored results that were not delivered, the completion first."""
         await self._deliver("completion")
         await self._deliver("grade")
-        await self._means.journal.settle(self.id, keep=self._late)
+        await self._resources.journal.settle(self.id, keep=self._gave_up)
 
-    async def end(self, state: State, message: str) -> bool:
-        """Keep that it ended in this way; False where it has ended before. Results that are there stay."""
-        told = failure(message, RolloutErrorCategory.AGENT_ERROR)
-        grade = grade_body(self.request, told) if self.request.grader_callback_url else None
-        return await self._means.journal.end(self.id, state, message, completion_body(self.request, told), grade)
+    async def end(self, state: RolloutState, message: str) -> bool:
+        """Stores that it ended in this way; results that are stored stay. Returns False if it has ended before."""
+        result = failure_result(message, RolloutErrorCategory.AGENT_ERROR)
+        grade = grade_body(self.request, result) if self.request.grader_callback_url else None
+        return await self._resources.journal.end(self.id, state, message, completion_body(self.request, result), grade)
 
     def stop(self) -> None:
-        """Break off whatever of it runs; results are still delivered."""
-        if self._work is not None:
-            self._work.cancel()
+        """Cancels its execution; results are still delivered."""
+        if self._execution is not None:
+            self._execution.cancel()
 
     async def _run(self) -> None:
-        async with self._place:
-            await self._place.enter_async_context(self._means.slots)
-            if not await self._means.journal.start(self.id):
+        async with self._slot:
+            await self._slot.enter_async_context(self._resources.slots)
+            if not await self._resources.journal.start(self.id):
                 return
             error = await self._execute()
-        await self._conclude(error or SILENT, error or UNGRADED)
+        await self._fail_unfinished(error or SILENT, error or UNGRADED)
 
     async def _execute(self) -> str:
-        """What the back end raised, as one line; empty where it raised nothing."""
-        given = self.request
+        """Returns what the back end raised, as one line, or an empty string."""
         request = ExecutionRequest(
-            id=given.rollout_id,
-            prompt=given.initial_messages,
-            label=given.label,
-            metadata=given.metadata,
-            agent_timeout_sec=given.agent_timeout_sec,
-            grader_timeout_sec=given.grader_timeout_sec,
+            id=self.request.rollout_id,
+            prompt=self.request.initial_messages,
+            label=self.request.label,
+            metadata=self.request.metadata,
+            agent_timeout_sec=self.request.agent_timeout_sec,
+            grader_timeout_sec=self.request.grader_timeout_sec,
         )
         context = RolloutContext(
-            base_url=given.chat_completions_url.rstrip("/"),
-            api_key=given.llm_api_key or given.controller_api_key or NO_KEY,
-            rollout_id=given.rollout_id,
-            clients=self._means.clients,
+            base_url=self.request.chat_completions_url.rstrip("/"),
+            api_key=self.request.llm_api_key or self.request.controller_api_key or NO_KEY,
+            rollout_id=self.request.rollout_id,
+            clients=self._resources.clients,
         )
         try:
             with context:
-                await self._means.backend.execute(request, self._completed, self._graded if given.grader_callback_url else None)
+                await self._resources.backend.execute(
+                    request, self._completed, self._graded if self.request.grader_callback_url else None
+                )
         except Exception as error:  # whatever a back end raises ends this rollout alone
             log.error("the back end failed on rollout %s", self.id, exc_info=error)
             return f"the back end failed: {one_line(error)}"
         return ""
 
     async def _completed(self, result: ExecutionResult) -> CompletionReply:
-        """The workflow has ended: its place is free, its end is kept and told. What the listener answers is for the grader."""
-        await self._place.aclose()
-        well = result.status is RolloutStatus.SUCCESS
-        state = State.FAILURE if not well else State.GRADING if self.request.grader_callback_url else State.SUCCESS
-        if not await self._means.journal.complete(self.id, state, result.err_message or "", completion_body(self.request, result)):
+        """Releases the slot, stores and delivers the workflow's result. Returns the controller's reply, for the grader."""
+        await self._slot.aclose()
+        succeeded = RolloutState.GRADING if self.request.grader_callback_url else RolloutState.SUCCESS
+        state = succeeded if result.status is RolloutStatus.SUCCESS else RolloutState.FAILURE
+        if not await self._resources.journal.complete(
+            self.id, state, result.err_message or "", completion_body(self.request, result)
+        ):
             log.warning("rollout %s: a second completion was dropped", self.id)
             return CompletionReply()
         reply = await self._deliver("completion")
-        refused = (await self._means.journal.entry(self.id)).completion_sent
-        if refused and await self.end(State.FAILURE, refused):
+        refused = (await self._resources.journal.entry(self.id)).completion_sent
+        if refused and await self.end(RolloutState.FAILURE, refused):
             self.stop()
-            await asyncio.sleep(0)  # nobody wants a grade: this is where the back end is broken off
+            await asyncio.sleep(0)  # the cancellation arrives here: nobody wants a grade
         return read_reply(reply, f"the completion of rollout {self.id}")
 
     async def _graded(self, result: ExecutionResult) -> None:
-        """The grader has ended; that is told once the back end is done."""
-        told = checked(result)
-        state = State.SUCCESS if told.status is RolloutStatus.SUCCESS else State.FAILURE
-        if not await self._means.journal.grade(self.id, state, told.err_message or "", grade_body(self.request, told)):
+        """Stores the grade; it is delivered once the back end is done."""
+        result = validate_grade(result)
+        state = RolloutState.SUCCESS if result.status is RolloutStatus.SUCCESS else RolloutState.FAILURE
+        if not await self._resources.journal.grade(self.id, state, result.err_message or "", grade_body(self.request, result)):
             log.warning("rollout %s: a grade without a completion, or a second one, was dropped", self.id)
 
-    async def _conclude(self, unrun: str, ungraded: str) -> None:
-        """Fail what a back end, or the last process, left open: `unrun` says why of a workflow, `ungraded` of a grader."""
-        entry = await self._means.journal.entry(self.id)
-        if entry.state in UNENDED:
-            await self.end(State.FAILURE, unrun if entry.completion is None else ungraded)
+    async def _fail_unfinished(self, workflow_message: str, grader_message: str) -> None:
+        """Fails what a back end, or the last process, left without a result, with one message for the workflow or the grader."""
+        entry = await self._resources.journal.entry(self.id)
+        if entry.state in UNFINISHED:
+            await self.end(RolloutState.FAILURE, workflow_message if entry.completion is None else grader_message)
         elif entry.completion and not entry.grade and self.request.grader_callback_url:
-            told = RolloutCompleteRequest.model_validate_json(entry.completion)
-            grade = failure(told.err_message or ungraded, told.err_category or RolloutErrorCategory.AGENT_ERROR)
-            await self._means.journal.grade(self.id, entry.state, entry.message, grade_body(self.request, grade))
+            completion = RolloutCompleteRequest.model_validate_json(entry.completion)
+            category = completion.err_category or RolloutErrorCategory.AGENT_ERROR
+            grade = failure_result(completion.err_message or grader_message, category)
+            await self._resources.journal.grade(self.id, entry.state, entry.message, grade_body(self.request, grade))
 
     async def _deliver(self, part: Part) -> bytes:
-        """The reply to a result that is taken now; empty where there is nothing to deliver, or nobody took it."""
-        entry = await self._means.journal.entry(self.id)
+        """Delivers a result. Returns the reply, which is empty if there is nothing to deliver or nobody accepted it."""
+        entry = await self._resources.journal.entry(self.id)
         body, sent = (entry.completion, entry.completion_sent) if part == "completion" else (entry.grade, entry.grade_sent)
         url = self.request.completion_callback_url if part == "completion" else self.request.grader_callback_url
-        if body is None or url is None or sent is not None or self._late:
+        if body is None or url is None or sent is not None or self._gave_up:
             return b""
         if part == "grade" and entry.completion_sent:
-            await self._means.journal.sent(self.id, part, UNSENT)
+            await self._resources.journal.sent(self.id, part, UNSENT)
             return b""
         what = f"the {part} of rollout {self.id}"
-        ended = await self._means.courier.send(url, body, key=self.request.controller_api_key, what=what)
-        if ended.reason:
-            log.error("%s", ended.reason)
-        self._late = ended.late
-        if not ended.late:
-            await self._means.journal.sent(self.id, part, ended.reason)
-        return ended.reply
+        delivery = await self._resources.sender.send(url, body, key=self.request.controller_api_key, what=what)
+        if delivery.reason:
+            log.error("%s", delivery.reason)
+        self._gave_up = delivery.gave_up
+        if not delivery.gave_up:
+            await self._resources.journal.sent(self.id, part, delivery.reason)
+        return delivery.reply

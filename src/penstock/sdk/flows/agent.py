@@ -10,16 +10,25 @@ from penstock.config import AgentSection, validate
 from penstock.errors import ConfigError, WorkflowError
 from penstock.records import Message, Sampling, Task
 from penstock.sdk.context import AgentWorkflowContext
-from penstock.sdk.discovery import GRADERS, Agent, Judge, find_judge, import_entry, is_ready_made, ready_judge, subclasses
+from penstock.sdk.discovery import (
+    GRADERS,
+    Agent,
+    LoadedGrader,
+    find_grader,
+    import_entry,
+    load_built_in_grader,
+    names_built_in_grader,
+    subclasses,
+)
 from penstock.sdk.flows.base import AgentFlowBase
 from penstock.sdk.flows.config import flow_config
-from penstock.sdk.flows.table import Flow, FlowTable, check_made, names_of, read_flows
+from penstock.sdk.flows.table import FlowEntry, FlowTable, check_options, read_flows, registered_names
 from penstock.sdk.routing import RolloutContext, running_rollout
 from penstock.sdk.workflow import AgentWorkflow, AgentWorkflowConfig, Grader
 
 AGENT_NAME = "agent_name"
 """The column by which a row names its flow."""
-RUN = "penstock"
+RUN_TABLE = "penstock"
 """The table under `[workflow]` in which a run tells its flows of itself: `model`, a folder, and `group_size`."""
 
 
@@ -36,14 +45,14 @@ class FlowWorkflow(AgentWorkflow[AgentWorkflowConfig]):
         columns = dict(ctx.metadata or {})
         name = columns.pop(AGENT_NAME, None) or self.default
         flow = self._made(str(name), rollout)
-        steps = await flow.run(sampling_params(rollout.sampling), **row_of(columns, ctx.prompt, rollout))
+        steps = await flow.run(sampling_params(rollout.sampling), **flow_kwargs(columns, ctx.prompt, rollout))
         if steps == 0:
             raise WorkflowError(f"flow {name!r} returned 0, which says that it failed; return the number of its steps")
 
     def _made(self, name: str, rollout: RolloutContext) -> AgentFlowBase:
         flow = self.flows.pick(name)
         table = dict((self.config and self.config.model_extra) or {})
-        run: dict[str, Any] = table.pop(RUN, {})
+        run: dict[str, Any] = table.pop(RUN_TABLE, {})
         tree = flow_config(table, rollout.sampling, group_size=run.get("group_size", 1), flow=self.default)
         return flow.cls(
             trainer_config=SimpleNamespace(config=tree),
@@ -69,7 +78,7 @@ def sampling_params(sampling: Sampling | None) -> dict[str, Any]:
     }
 
 
-def row_of(columns: Mapping[str, Any], prompt: list[Message], rollout: RolloutContext) -> dict[str, Any]:
+def flow_kwargs(columns: Mapping[str, Any], prompt: list[Message], rollout: RolloutContext) -> dict[str, Any]:
     """What a flow's `run` is given: the row's columns, its prompt, and which rollout of which group it is."""
     row: dict[str, Any] = {
         **columns,
@@ -116,12 +125,12 @@ def is_flow_agent(agent: Agent) -> bool:
     return issubclass(agent.workflow, FlowWorkflow)
 
 
-def told_of_run(agent: Agent, *, model: Path, group_size: int) -> Agent:
+def with_run_settings(agent: Agent, *, model: Path, group_size: int) -> Agent:
     """A flow agent that knows the run it is in, wherever it is loaded: for its flows' tokenizer and config; others as they are."""
     if not is_flow_agent(agent) or agent.workflow_config is None:
         return agent
     files = {} if model == Path() else {"model": str(model.resolve())}  # an endpoint has none, and its flows no tokenizer
-    run = {RUN: {**files, "group_size": group_size}}
+    run = {RUN_TABLE: {**files, "group_size": group_size}}
     workflow, grader = agent.tables
     config = agent.workflow_config.model_copy(update=run)
     return replace(agent, workflow_config=config, tables=({**workflow, **run}, grader))
@@ -149,14 +158,14 @@ def _own_flows(module: ModuleType) -> list[type[AgentFlowBase]]:
     return [flow for flow in found if flow not in built_on and not getattr(flow, "__abstractmethods__", None)]
 
 
-def _entry_flows(module: ModuleType | None, entry: Path) -> dict[str, Flow]:
-    own = {name: Flow(flow) for flow in (_own_flows(module) if module else []) for name in names_of(flow)}
+def _entry_flows(module: ModuleType | None, entry: Path) -> dict[str, FlowEntry]:
+    own = {name: FlowEntry(flow) for flow in (_own_flows(module) if module else []) for name in registered_names(flow)}
     for flow in own.values():
-        check_made(flow, str(entry))
+        check_options(flow, str(entry))
     return own
 
 
-def _default(source: AgentSection, own: Mapping[str, Flow]) -> str:
+def _default(source: AgentSection, own: Mapping[str, FlowEntry]) -> str:
     if source.flow:
         return source.flow
     if len(own) == 1:
@@ -167,8 +176,8 @@ def _default(source: AgentSection, own: Mapping[str, Flow]) -> str:
     raise ConfigError(f"{where}: no flow; define a subclass of AgentFlowBase, or set agent.flow")
 
 
-def _judge(module: ModuleType | None, table: Mapping[str, Any], entry: Path) -> Judge:
-    if module is not None and not is_ready_made(table) and any(True for _ in subclasses(module, Grader)):
-        return find_judge(module, table, entry)
-    name = table["name"] if is_ready_made(table) else "function" if "path" in table else "rule"
-    return ready_judge(name, table, entry) if table else Judge(GRADERS.load(name), None)
+def _judge(module: ModuleType | None, table: Mapping[str, Any], entry: Path) -> LoadedGrader:
+    if module is not None and not names_built_in_grader(table) and any(True for _ in subclasses(module, Grader)):
+        return find_grader(module, table, entry)
+    name = table["name"] if names_built_in_grader(table) else "function" if "path" in table else "rule"
+    return load_built_in_grader(name, table, entry) if table else LoadedGrader(GRADERS.load(name), None)

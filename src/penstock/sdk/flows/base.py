@@ -12,10 +12,10 @@ from penstock.sdk.flows.client import FlowClient
 from penstock.sdk.flows.config import ConfigTree
 from penstock.sdk.flows.step import SubmittedStep
 from penstock.sdk.routing import get_rollout_context
-from penstock.sdk.samples import plain
+from penstock.sdk.samples import to_json_values
 
 
-class Generated(tuple[str, list[int], list[int]]):
+class GeneratedReply(tuple[str, list[int], list[int]]):
     """A reply: unpacks into `text, response_ids, prompt_ids`, and carries what else is known of the call."""
 
     log_probs: list[float] | None
@@ -28,7 +28,7 @@ class Generated(tuple[str, list[int], list[int]]):
     step_index: int | None
     """Of the call among those that are recorded of the rollout."""
 
-    def __new__(cls, answer: dict[str, Any]) -> "Generated":
+    def __new__(cls, answer: dict[str, Any]) -> "GeneratedReply":
         """From the body of the gateway's answer."""
         made = super().__new__(cls, (answer["response_text"], answer["response_ids"], answer["prompt_ids"]))
         for name in ("log_probs", "stop_reason", "policy_version", "policy_versions", "step_index"):
@@ -51,12 +51,12 @@ class Generated(tuple[str, list[int], list[int]]):
         return self[2]
 
 
-class Judged(float):
+class ComputedReward(float):
     """A reward, to be used as the number that it is or read like the gateway's answer: `reward["reward"]`."""
 
     answer: dict[str, Any]
 
-    def __new__(cls, answer: dict[str, Any]) -> "Judged":
+    def __new__(cls, answer: dict[str, Any]) -> "ComputedReward":
         """From the body of the gateway's answer."""
         made = super().__new__(cls, answer["reward"])
         made.answer = answer
@@ -72,7 +72,7 @@ class Judged(float):
 NOT_COLUMNS = frozenset({"raw_prompt", "uid", "prompt_uid", "trajectory_uid", "channel"})
 
 
-def expanded(messages: Sequence[Message]) -> list[Message]:
+def expand_nested_messages(messages: Sequence[Message]) -> list[Message]:
     """With each message whose content is itself a list of messages replaced by those.
 
     >>> expanded([{"role": "user", "content": [{"role": "user", "content": "2+2?"}]}])
@@ -81,22 +81,24 @@ def expanded(messages: Sequence[Message]) -> list[Message]:
     return [inner for message in messages for inner in _inner(message)]
 
 
-def prompt_of(kwargs: Mapping[str, Any]) -> list[Message]:
+def prompt_messages(kwargs: Mapping[str, Any]) -> list[Message]:
     """The row's prompt as messages, whichever way `raw_prompt` tells it; ValueError where the row asks nothing."""
     prompt = kwargs.get("raw_prompt")
     if not prompt:
         raise ValueError("the row has no prompt; fill its 'prompt' column, or write a flow that asks with other columns")
-    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else expanded(cast("list[Message]", prompt))
+    return (
+        [{"role": "user", "content": prompt}] if isinstance(prompt, str) else expand_nested_messages(cast("list[Message]", prompt))
+    )
 
 
-def columns_of(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def row_columns(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The columns of the row among what `run` is given: what a grader may want to know."""
     return {name: value for name, value in kwargs.items() if name not in NOT_COLUMNS}
 
 
-def refuse_pictures(messages: Sequence[Message]) -> None:
+def refuse_non_text(messages: Sequence[Message]) -> None:
     """ValueError where a message holds a part that is not text."""
-    for message in expanded(messages):
+    for message in expand_nested_messages(messages):
         content: Any = message.get("content")
         parts = cast("list[Any]", content) if isinstance(content, list) else []
         for part in parts:
@@ -117,17 +119,17 @@ def _is_message(part: Any) -> bool:
     return isinstance(part, Mapping) and "role" in part and "content" in part
 
 
-class Names(NamedTuple):
+class CallForm(NamedTuple):
     """One form of a call: its arguments in their order, and those that nothing else tells."""
 
     order: tuple[str, ...]
     needed: tuple[str, ...]
 
 
-GENERATE = Names(("trajectory_uid", "prompt_uid", "messages"), ("messages",))
-GENERATE_IDS = Names(("prompt_ids", "sampling_params"), ("prompt_ids",))
-REWARD = Names(("trajectory_uid", "messages", "dataset_fields"), ("messages",))
-REWARD_IDS = Names(("prompt_ids", "response_ids", "num_turns", "extra_fields", "dataset_fields"), ("prompt_ids", "response_ids"))
+GENERATE = CallForm(("trajectory_uid", "prompt_uid", "messages"), ("messages",))
+GENERATE_IDS = CallForm(("prompt_ids", "sampling_params"), ("prompt_ids",))
+REWARD = CallForm(("trajectory_uid", "messages", "dataset_fields"), ("messages",))
+REWARD_IDS = CallForm(("prompt_ids", "response_ids", "num_turns", "extra_fields", "dataset_fields"), ("prompt_ids", "response_ids"))
 
 
 class AgentFlowBase(ABC):
@@ -179,12 +181,12 @@ class AgentFlowBase(ABC):
     @cached_property
     def tokenizer(self) -> Any:
         """The model's, from `transformers`; loaded when first asked for."""
-        return tokenizers.load(self._tokenizer_source)
+        return tokenizers.load_tokenizer(self._tokenizer_source)
 
     @cached_property
     def system_prompt(self) -> list[int]:
         """The tokens that the chat template puts before the first message by itself."""
-        return tokenizers.preamble(self.tokenizer, self.apply_chat_template_kwargs)
+        return tokenizers.template_preamble(self.tokenizer, self.apply_chat_template_kwargs)
 
     @cached_property
     def loop(self) -> asyncio.AbstractEventLoop:
@@ -194,14 +196,14 @@ class AgentFlowBase(ABC):
     @overload
     async def gateway_generate(
         self, trajectory_uid: str, prompt_uid: str, messages: Sequence[Message], **sampling: Any
-    ) -> Generated: ...
+    ) -> GeneratedReply: ...
 
     @overload
     async def gateway_generate(
         self, prompt_ids: Sequence[int], sampling_params: Mapping[str, Any] | None = None, **media: Any
     ) -> dict[str, Any]: ...
 
-    async def gateway_generate(self, *args: Any, **kwargs: Any) -> Generated | dict[str, Any]:
+    async def gateway_generate(self, *args: Any, **kwargs: Any) -> GeneratedReply | dict[str, Any]:
         """One reply of the model, recorded; what is not said of how to sample is the run's.
 
         Messages give `text, response_ids, prompt_ids`; token ids give a dictionary with token_ids, log_probs and stop_reason.
@@ -212,9 +214,11 @@ class AgentFlowBase(ABC):
         _refuse_media(given)
         return await self._client.generate(self._attributed({**given, "prompt_ids": list(given["prompt_ids"])}))
 
-    async def _reply(self, asked: dict[str, Any]) -> Generated:
+    async def _reply(self, asked: dict[str, Any]) -> GeneratedReply:
         """The reply to messages; `asked` is the request as the gateway takes it."""
-        return Generated(await self._client.generate(self._attributed({**asked, "messages": plain(asked["messages"])})))
+        return GeneratedReply(
+            await self._client.generate(self._attributed({**asked, "messages": to_json_values(asked["messages"])}))
+        )
 
     async def gateway_submit_steps(self, steps: Sequence[SubmittedStep | Mapping[str, Any]], channel: str | None = None) -> int:
         """Hand in steps; how many were taken. Without a channel it is the rollout's own."""
@@ -224,7 +228,7 @@ class AgentFlowBase(ABC):
     @overload
     async def gateway_compute_reward(
         self, trajectory_uid: str, messages: Sequence[Message], dataset_fields: Mapping[str, Any] | None = None
-    ) -> Judged: ...
+    ) -> ComputedReward: ...
 
     @overload
     async def gateway_compute_reward(
@@ -236,20 +240,20 @@ class AgentFlowBase(ABC):
         dataset_fields: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]: ...
 
-    async def gateway_compute_reward(self, *args: Any, **kwargs: Any) -> Judged | dict[str, Any]:
+    async def gateway_compute_reward(self, *args: Any, **kwargs: Any) -> ComputedReward | dict[str, Any]:
         """What the run's grader says of messages, or of one call's tokens. Nothing is graded by it: put the reward into a step."""
         given = _named(args, kwargs, REWARD, REWARD_IDS, "gateway_compute_reward")
-        told = {name: plain(given.get(name) or {}) for name in ("dataset_fields", "extra_fields")}
+        told = {name: to_json_values(given.get(name) or {}) for name in ("dataset_fields", "extra_fields")}
         if "prompt_ids" in given:
             ids = {name: list(given[name]) for name in ("prompt_ids", "response_ids")}
             return await self._client.compute_reward({**given, **told, **ids})
         uid = given.get("trajectory_uid") or (self._context.rollout_id if self._context else "")
-        body = {"trajectory_uid": uid, "messages": plain(given["messages"]), "dataset_fields": told["dataset_fields"]}
-        return Judged(await self._client.compute_reward(body))
+        body = {"trajectory_uid": uid, "messages": to_json_values(given["messages"]), "dataset_fields": told["dataset_fields"]}
+        return ComputedReward(await self._client.compute_reward(body))
 
     async def process_vision_info(self, messages: Sequence[Message]) -> dict[str, Any]:
         """The pictures and videos in messages: none, since the gateway takes text; ValueError where there are some."""
-        refuse_pictures(messages)
+        refuse_non_text(messages)
         return {}
 
     async def apply_chat_template(
@@ -262,13 +266,13 @@ class AgentFlowBase(ABC):
     ) -> list[int]:
         """The token ids of messages, ready for a reply; without what the template puts before the first one, if so wished."""
         _refuse_media({"image_data": images, "video_data": videos})
-        refuse_pictures(messages)
+        refuse_non_text(messages)
         options = {**self.apply_chat_template_kwargs, "tools": list(tools) if tools else None}
-        return await asyncio.to_thread(self._rendered, expanded(messages), options, remove_system_prompt)
+        return await asyncio.to_thread(self._rendered, expand_nested_messages(messages), options, remove_system_prompt)
 
     def _rendered(self, messages: list[Message], options: Mapping[str, Any], bare: bool) -> list[int]:
-        ids = tokenizers.render(self.tokenizer, messages, options)
-        return ids[len(tokenizers.preamble(self.tokenizer, self.apply_chat_template_kwargs)) :] if bare else ids
+        ids = tokenizers.render_messages(self.tokenizer, messages, options)
+        return ids[len(tokenizers.template_preamble(self.tokenizer, self.apply_chat_template_kwargs)) :] if bare else ids
 
     def _attributed(self, body: dict[str, Any]) -> dict[str, Any]:
         """With the running rollout and its group where the body names none."""
@@ -276,7 +280,7 @@ class AgentFlowBase(ABC):
         return {**body, **{name: value for name, value in own.items() if value and not body.get(name)}}
 
 
-def _named(args: tuple[Any, ...], kwargs: dict[str, Any], by_messages: Names, by_ids: Names, what: str) -> dict[str, Any]:
+def _named(args: tuple[Any, ...], kwargs: dict[str, Any], by_messages: CallForm, by_ids: CallForm, what: str) -> dict[str, Any]:
     """The arguments under their names, in whichever of the two forms they came."""
     ids = "prompt_ids" in kwargs or (bool(args) and not isinstance(args[0], str))
     form, other = (by_ids, "messages") if ids else (by_messages, "prompt_ids")

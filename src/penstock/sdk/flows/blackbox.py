@@ -7,9 +7,9 @@ from urllib.parse import quote, urlsplit, urlunsplit
 
 from penstock.errors import RequestError
 from penstock.sdk.flows.base import AgentFlowBase
-from penstock.sdk.samples import plain
+from penstock.sdk.samples import to_json_values
 
-UNTOLD = frozenset({"raw_prompt", "multi_modal_data", "channel", "agent_name"})
+NOT_REGISTERED = frozenset({"raw_prompt", "multi_modal_data", "channel", "agent_name"})
 """Of the row: what is not registered with the rollout."""
 PROMPT_UID = "1"
 """Where nothing says which group it is."""
@@ -24,7 +24,7 @@ class BlackBoxAgentFlowBase(AgentFlowBase):
         channel = kwargs.pop("channel", None) or self.channel
         begun = await self._client.begin()
         base_url = _with_prompt(begun.base_url, str(kwargs.get("uid") or PROMPT_UID))
-        metadata: Any = plain({name: value for name, value in kwargs.items() if name not in UNTOLD})
+        metadata: Any = to_json_values({name: value for name, value in kwargs.items() if name not in NOT_REGISTERED})
         await self._client.register(base_url, channel, metadata)
         try:
             steps = await self._run_agent(base_url, kwargs)

@@ -5,7 +5,7 @@ from typing import Any
 
 from penstock.records import Message
 from penstock.sdk.flows import tools as offers
-from penstock.sdk.flows.base import AgentFlowBase, Generated, columns_of, prompt_of
+from penstock.sdk.flows.base import AgentFlowBase, GeneratedReply, prompt_messages, row_columns
 from penstock.sdk.flows.config import MAX_TURNS
 from penstock.sdk.flows.step import SubmittedStep
 
@@ -14,7 +14,7 @@ class SingleStepSingleTurnAgentFlow(AgentFlowBase):
     """Built in as `single_step_single_turn_agent`; the grader gives the reward."""
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> int:
-        reply = await self._reply({"messages": prompt_of(kwargs), **sampling_params})
+        reply = await self._reply({"messages": prompt_messages(kwargs), **sampling_params})
         step = SubmittedStep(
             prompt_ids=reply.prompt_ids,
             response_ids=reply.response_ids,
@@ -26,7 +26,7 @@ class SingleStepSingleTurnAgentFlow(AgentFlowBase):
         return 1
 
 
-AGAIN = "Check each part of your answer. Then answer once more, with the result alone on the last line, after ####."
+CHECK_PROMPT = "Check each part of your answer. Then answer once more, with the result alone on the last line, after ####."
 
 
 class MultiStepAgentFlow(AgentFlowBase):
@@ -40,18 +40,18 @@ class MultiStepAgentFlow(AgentFlowBase):
 
     def is_terminal(self, text: str) -> bool:
         """Whether a reply is the last one: it calls no tool."""
-        return offers.OPENING not in text
+        return offers.TOOL_CALL_OPENING not in text
 
     async def execute_tool(self, text: str) -> str:
         """Run the tools that a reply calls, each as `<tool_call>{"name": …, "arguments": {…}}</tool_call>`; their results.
 
         A call that cannot be run gives a text that says why, for the model to read.
         """
-        return await offers.execute(text, self.tools)
+        return await offers.run_tool_calls(text, self.tools)
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> int:
-        messages, turn = prompt_of(kwargs), 0
-        offered = {"tools": offers.schemas(self.tools)} if self.tools else {}
+        messages, turn = prompt_messages(kwargs), 0
+        offered = {"tools": offers.tool_schemas(self.tools)} if self.tools else {}
         while True:
             reply = await self._reply({"messages": messages, **offered, **sampling_params})
             messages.append({"role": "assistant", "content": reply.text})
@@ -66,16 +66,16 @@ class MultiStepAgentFlow(AgentFlowBase):
     async def _more(self, text: str, turn: int) -> Message | None:
         """What is said after the reply of a turn; None where it was the last."""
         if not self.tools:
-            return {"role": "user", "content": AGAIN} if turn == 1 else None
+            return {"role": "user", "content": CHECK_PROMPT} if turn == 1 else None
         if self.is_terminal(text) or turn >= self._max_turns:
             return None
         return {"role": "tool", "content": await self.execute_tool(text)}
 
     async def _judged(self, messages: list[Message], kwargs: dict[str, Any]) -> float:
-        fields = columns_of(kwargs)
+        fields = row_columns(kwargs)
         return await self.gateway_compute_reward(trajectory_uid=kwargs["trajectory_uid"], messages=messages, dataset_fields=fields)
 
-    async def _submit(self, reply: Generated, index: int, *, reward: float | None, kwargs: dict[str, Any]) -> None:
+    async def _submit(self, reply: GeneratedReply, index: int, *, reward: float | None, kwargs: dict[str, Any]) -> None:
         step = SubmittedStep(
             prompt_ids=reply.prompt_ids,
             response_ids=reply.response_ids,

@@ -18,12 +18,12 @@ from penstock.sdk.clients import Clients
 TIMEOUT_S = 600.0
 TRIES = 3
 """Of a generation that the gateway or the engine was too busy for: as many as the vendors' clients make."""
-LATER = (429, 503)
+RETRY_STATUSES = (429, 503)
 _LONGEST_PAUSE_S = 30.0
 _WORDS = 300
 
 
-class Begun(NamedTuple):
+class TrajectoryEndpoint(NamedTuple):
     """A rollout that an agent may call the model in."""
 
     trajectory_uid: str
@@ -31,7 +31,7 @@ class Begun(NamedTuple):
     """For any OpenAI client; what belongs to the rollout is in its path."""
 
 
-class Connections:
+class FlowConnections:
     """HTTP connections to keep and share; `shut` closes them."""
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class FlowClient:
             try:
                 return await self._post(f"{self.root}/generate", body, self.model_token)
             except _Refused as error:
-                if error.status not in LATER or error.retry_after_s is None or not left:
+                if error.status not in RETRY_STATUSES or error.retry_after_s is None or not left:
                     raise
                 await asyncio.sleep(error.retry_after_s)
         raise AssertionError  # the last try raises
@@ -76,10 +76,10 @@ class FlowClient:
         """Ask the run's judge."""
         return await self._post(f"{self.root}/compute_reward", body, self.flow_token)
 
-    async def begin(self) -> Begun:
+    async def begin(self) -> TrajectoryEndpoint:
         """The rollout that the flow token belongs to; in open mode, a new one."""
         answer = await self._post(f"{self.root}/init_trajectory", {}, self.flow_token)
-        return Begun(answer["trajectory_uid"], answer["base_url"])
+        return TrajectoryEndpoint(answer["trajectory_uid"], answer["base_url"])
 
     async def register(self, base_url: str, channel: str, metadata: Mapping[str, Any]) -> None:
         """Say what the calls under `base_url` belong to."""
@@ -108,11 +108,11 @@ class FlowClient:
     @asynccontextmanager
     async def _session(self) -> AsyncGenerator[aiohttp.ClientSession]:
         secure = self.root.startswith("https:")
-        shared = self.clients.kept(("aiohttp", secure), Connections) if self.clients else None
+        shared = self.clients.kept(("aiohttp", secure), FlowConnections) if self.clients else None
         if shared is not None:
             yield shared.session
             return
-        own = Connections()
+        own = FlowConnections()
         try:
             yield own.session
         finally:

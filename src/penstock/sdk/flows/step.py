@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, cast
 
 from penstock.sdk.context import finite_reward
-from penstock.sdk.samples import plain
+from penstock.sdk.samples import to_json_values
 
 LARGEST_ID = 2**31 - 1
 
@@ -54,7 +54,7 @@ class SubmittedStep:
     def wire(self) -> dict[str, Any]:
         """As the gateway takes it."""
         told = {each.name: getattr(self, each.name) for each in fields(self)}
-        return {**told, "multi_modal_data": None, "routed_experts": None, "metadata": cast("Any", plain(self.metadata))}
+        return {**told, "multi_modal_data": None, "routed_experts": None, "metadata": cast("Any", to_json_values(self.metadata))}
 
 
 def _ids(given: Any, name: str) -> list[int]:

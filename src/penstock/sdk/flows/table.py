@@ -50,7 +50,7 @@ def check_flow(flow: type[AgentFlowBase], where: str) -> None:
         raise ConfigError(f"{where}: {flow.__name__}.run is not async; write `async def run(self, sampling_params, **kwargs)`")
 
 
-def importable(projects: Sequence[Path]) -> None:
+def add_to_sys_path(projects: Sequence[Path]) -> None:
     """Let modules be found in the user's project, before others of the same name."""
     for project in reversed(projects):
         if str(project.resolve()) not in sys.path:
@@ -124,12 +124,12 @@ BUILT_IN = Registry(
 )
 REGISTERED: dict[str, type[AgentFlowBase]] = {}
 """What the decorator has named in this process."""
-OURS = frozenset({"trainer_config", "gateway_url", "tokenizer", "processor", "dataset_cls", "dataset_config"})
+RESERVED_KEYWORDS = frozenset({"trainer_config", "gateway_url", "tokenizer", "processor", "dataset_cls", "dataset_config"})
 """Keywords of the constructor that are not the YAML's to give."""
 
 
 @dataclass(frozen=True, slots=True)
-class Flow:
+class FlowEntry:
     """A flow's class and the further keywords that it is made with."""
 
     cls: type[AgentFlowBase]
@@ -148,7 +148,7 @@ def register(name: str) -> Callable[[F], F]:
     return named
 
 
-def names_of(flow: type[AgentFlowBase]) -> list[str]:
+def registered_names(flow: type[AgentFlowBase]) -> list[str]:
     """What a class is called: as it was registered, else by its own name."""
     return [name for name, known in REGISTERED.items() if known is flow] or [flow.__name__]
 
@@ -156,19 +156,19 @@ def names_of(flow: type[AgentFlowBase]) -> list[str]:
 class FlowTable:
     """What an agent's rows may name."""
 
-    def __init__(self, own: Mapping[str, Flow]) -> None:
-        self._own = {**{name: Flow(flow) for name, flow in REGISTERED.items()}, **own}
+    def __init__(self, own: Mapping[str, FlowEntry]) -> None:
+        self._own = {**{name: FlowEntry(flow) for name, flow in REGISTERED.items()}, **own}
 
     def names(self) -> list[str]:
         """All of them, the built-in ones too."""
         return sorted({*BUILT_IN, *self._own})
 
-    def pick(self, name: str) -> Flow:
+    def pick(self, name: str) -> FlowEntry:
         """The flow of this name; ConfigError lists the known ones."""
         if name in self._own:
             return self._own[name]
         if name in BUILT_IN:
-            return Flow(BUILT_IN.load(name))
+            return FlowEntry(BUILT_IN.load(name))
         near = difflib.get_close_matches(name, self.names(), n=1)
         hint = f"did you mean {near[0]!r}? Known" if near else "known"
         raise ConfigError(f"unknown flow {name!r}; {hint}: {', '.join(self.names())}")
@@ -180,10 +180,10 @@ class FlowTable:
                 self.pick(name)
 
 
-def read_flows(path: Path, projects: Sequence[Path]) -> dict[str, Flow]:
+def read_flows(path: Path, projects: Sequence[Path]) -> dict[str, FlowEntry]:
     """The flows of a YAML list; ConfigError names the entry that cannot be used."""
-    importable(projects)
-    flows: dict[str, Flow] = {}
+    add_to_sys_path(projects)
+    flows: dict[str, FlowEntry] = {}
     for number, entry in enumerate(_entries(path), 1):
         where = f"{path}, entry {number}"
         name = entry.get("name")
@@ -214,25 +214,25 @@ def _entries(path: Path) -> list[dict[str, Any]]:
     return cast("list[dict[str, Any]]", loaded)
 
 
-def _flow(entry: dict[str, Any], projects: Sequence[Path], where: str) -> Flow:
+def _flow(entry: dict[str, Any], projects: Sequence[Path], where: str) -> FlowEntry:
     target = entry.get("_target_")
     if not isinstance(target, str):
         raise ConfigError(f"{where}: no _target_; add one, such as `_target_: my_module.MyFlow`")
     options: dict[Any, Any] = {key: value for key, value in entry.items() if key != "_target_"}
     for key in options:
-        if not isinstance(key, str) or not key.isidentifier() or key.startswith("_") or key in OURS:
+        if not isinstance(key, str) or not key.isidentifier() or key.startswith("_") or key in RESERVED_KEYWORDS:
             raise ConfigError(f"{where}: key {key!r} cannot be given here; use names of the flow's own")
-    flow = Flow(load_target(target, projects, where), options)
-    check_made(flow, where)
+    flow = FlowEntry(load_target(target, projects, where), options)
+    check_options(flow, where)
     return flow
 
 
-def check_made(flow: Flow, where: str) -> None:
+def check_options(flow: FlowEntry, where: str) -> None:
     """ConfigError where the class could not be made with its keywords, or nothing would take one. It is not made to find out."""
     check_flow(flow.cls, where)
     signature = inspect.signature(flow.cls)
     try:
-        signature.bind(**dict.fromkeys(OURS), **flow.options)
+        signature.bind(**dict.fromkeys(RESERVED_KEYWORDS), **flow.options)
     except TypeError as cause:
         text = f"{where}: {flow.cls.__name__}(…) {cause}"
         raise ConfigError(f"{text}; let __init__ take its keys and **kwargs, and pass those on") from cause

@@ -14,12 +14,12 @@ from penstock.errors import ConfigError
 from penstock.records import Message
 
 
-def load(source: Any) -> Any:
+def load_tokenizer(source: Any) -> Any:
     """A tokenizer of `transformers` out of the model folder that `source` names; anything else as it is."""
     return _loaded(Path(source)) if isinstance(source, str | Path) else source
 
 
-def render(tokenizer: Any, messages: list[Message], options: Mapping[str, Any], *, reply: bool = True) -> list[int]:
+def render_messages(tokenizer: Any, messages: list[Message], options: Mapping[str, Any], *, reply: bool = True) -> list[int]:
     """The token ids of messages, ready for a reply."""
     if tokenizer is None:
         raise ConfigError("this flow has no tokenizer; give AgentFlowBase(tokenizer=…), or call gateway_generate with messages")
@@ -28,10 +28,10 @@ def render(tokenizer: Any, messages: list[Message], options: Mapping[str, Any], 
     return cast("list[int]", ids["input_ids"] if isinstance(ids, Mapping) else ids)
 
 
-def preamble(tokenizer: Any, options: Mapping[str, Any]) -> list[int]:
+def template_preamble(tokenizer: Any, options: Mapping[str, Any]) -> list[int]:
     """What the template puts before the first message: what one message has and a second one does not add."""
     message: Message = {"role": "user", "content": "."}
-    one, two = (render(tokenizer, [message] * count, options, reply=False) for count in (1, 2))
+    one, two = (render_messages(tokenizer, [message] * count, options, reply=False) for count in (1, 2))
     return one[: max(0, 2 * len(one) - len(two))]
 
 
@@ -46,21 +46,21 @@ def _loaded(folder: Path) -> Any:
     return transformers.AutoTokenizer.from_pretrained(folder)
 
 
-CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
-OPENING = "<tool_call>"
+TOOL_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
+TOOL_CALL_OPENING = "<tool_call>"
 Tools = Mapping[str, Callable[..., Any]]
 """Functions by name, with or without `async`."""
 
 _TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
 
 
-async def execute(text: str, tools: Tools) -> str:
+async def run_tool_calls(text: str, tools: Tools) -> str:
     """The results of all calls in `text`, one after another, a line break between them."""
-    results = [await _run(call, tools) for call in CALL.findall(text)]
-    return "\n".join(results) or f"error: no tool call; write {OPENING}{{…}}</tool_call>"
+    results = [await _run(call, tools) for call in TOOL_CALL.findall(text)]
+    return "\n".join(results) or f"error: no tool call; write {TOOL_CALL_OPENING}{{…}}</tool_call>"
 
 
-def schemas(tools: Tools) -> list[dict[str, Any]]:
+def tool_schemas(tools: Tools) -> list[dict[str, Any]]:
     """The tools as a chat template takes them: a function's docstring describes it, its annotations its arguments."""
     return [{"type": "function", "function": _schema(name, tool)} for name, tool in tools.items()]
 

@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import PoolConflict, PoolError, PoolFailed
-from penstock.pool.sql.writes import APPEND, END, seal_append, seal_end
-from penstock.pool.writer import Job
-from penstock.pool.writer_protocol import WriteRequests, encode_request, read_answers, write_answers
+from penstock.pool.sql.writes import APPEND, END, encode_append, encode_end
+from penstock.pool.writer import PendingWrite
+from penstock.pool.writer_protocol import RequestDecoder, decode_answers, encode_answers, encode_request
 from penstock.records import End, Grade, Node, Sampling, Step
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
@@ -34,37 +34,37 @@ def appends(draw: st.DrawFn):
     )
     parent, reason = draw(st.none() | st.integers(0, 9)), draw(st.none() | TEXT)
     node = Node(rollout_id=rollout, id=number, parent=parent, token_ids=draw(IDS), chain="n", messages=(), reason=reason)
-    return APPEND, seal_append(step, draw(st.sampled_from([None, node])))
+    return APPEND, encode_append(step, draw(st.sampled_from([None, node])))
 
 
 @st.composite
 def ends(draw: st.DrawFn):
     rollout, message = draw(TEXT), draw(st.text(max_size=20))
     given = [Grade(rollout_id=rollout, reward=draw(st.floats(-9, 9)), source=draw(TEXT)) for _ in range(draw(st.integers(0, 3)))]
-    return END, seal_end(rollout, draw(st.sampled_from(End)), message, given)
+    return END, encode_end(rollout, draw(st.sampled_from(End)), message, given)
 
 
 @given(st.lists(appends() | ends(), max_size=4), st.integers(1, 40))
-def test_letters_arrive_as_they_were_sent_however_they_are_cut(sent, size):
+def test_requests_arrive_as_they_were_sent_however_they_are_cut(sent, size):
     stream = b"".join(encode_request(number, *each) for number, each in enumerate(sent))
-    letters = WriteRequests()
-    read = [letter for at in range(0, len(stream), size) for letter in letters.read(stream[at : at + size])]
+    decoder = RequestDecoder()
+    read = [request for at in range(0, len(stream), size) for request in decoder.feed(stream[at : at + size])]
     assert read == [(number, *each) for number, each in enumerate(sent)]
 
 
 @pytest.mark.parametrize("name", ["a lone \ud800 surrogate"])
 def test_a_value_that_no_pool_could_hold_is_refused_by_its_sender(name):
     with pytest.raises(PoolError, match="cannot be stored"):
-        encode_request(1, END, seal_end(name, End.COMPLETED, "", []))
+        encode_request(1, END, encode_end(name, End.COMPLETED, "", []))
 
 
 def test_answers_keep_results_and_the_kinds_of_errors():
-    def job(result=None, error=None):
-        return Job(result=result, error=error)
+    def write(result=None, error=None):
+        return PendingWrite(result=result, error=error)
 
     errors = [PoolConflict("differs"), PoolFailed("full"), PoolError("late"), ZeroDivisionError("a mistake of ours")]
-    line = write_answers([(7, job(result=True)), *((8 + n, job(error=error)) for n, error in enumerate(errors))])
-    read = [(number, result, type(error), str(error or "")) for number, result, error in read_answers(line)]
+    line = encode_answers([(7, write(result=True)), *((8 + n, write(error=error)) for n, error in enumerate(errors))])
+    read = [(number, result, type(error), str(error or "")) for number, result, error in decode_answers(line)]
     assert read == [
         (7, True, type(None), ""),
         (8, None, PoolConflict, "differs"),

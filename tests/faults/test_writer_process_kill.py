@@ -14,18 +14,18 @@ from pool_worker import TASK, make_node, make_step
 from penstock.errors import PoolFailed
 from penstock.pool.check import check_file
 from penstock.pool.remote_writer import open_writer_process
-from penstock.pool.sqlite import open_pool
+from penstock.pool.sqlite import SqlitePool
 from penstock.records import make_rollout
-from penstock.sdk.agent_spec import command
+from penstock.sdk.agent_spec import module_command
 
 LANES, STEPS = 12, 200
 STARTER = """
 import asyncio, sys
 from pathlib import Path
-from penstock.pool.remote_writer import open_scribe
+from penstock.pool.remote_writer import open_writer_process
 
 async def main():
-    async with open_scribe(Path(sys.argv[1])) as address:
+    async with open_writer_process(Path(sys.argv[1])) as address:
         print(address, flush=True)
         await asyncio.sleep(1000)
 
@@ -33,7 +33,7 @@ asyncio.run(main())
 """
 
 
-def scribe_of(pid: int) -> psutil.Process:
+def writer_process_of(pid: int) -> psutil.Process:
     """The one that a process started; of a zombie among the others there is nothing to read."""
     found = psutil.process_iter(["ppid", "cmdline"])
     return next(
@@ -41,7 +41,7 @@ def scribe_of(pid: int) -> psutil.Process:
     )
 
 
-def test_what_a_killed_scribe_had_acknowledged_is_stored_and_who_waits_is_told(tmp_path: Path) -> None:
+def test_what_a_killed_writer_process_had_acknowledged_is_stored_and_who_waits_is_told(tmp_path: Path) -> None:
     rollouts = [make_rollout("train-0", TASK.id, place) for place in range(LANES)]
     stored: list[tuple[str, int]] = []
 
@@ -53,11 +53,11 @@ def test_what_a_killed_scribe_had_acknowledged_is_stored_and_who_waits_is_told(t
                 process.kill()
 
     async def main() -> None:
-        own = open_pool(tmp_path)
+        own = SqlitePool(tmp_path)
         await own.open_group(TASK, rollouts, seq=0)
         async with open_writer_process(tmp_path) as address:
-            pool = open_pool(tmp_path, scribe=address)
-            lanes = [write(pool, rollout.id, scribe_of(os.getpid())) for rollout in rollouts]
+            pool = SqlitePool(tmp_path, writer_address=address)
+            lanes = [write(pool, rollout.id, writer_process_of(os.getpid())) for rollout in rollouts]
             ends = await asyncio.wait_for(asyncio.gather(*lanes, return_exceptions=True), 60)
             assert {type(end) for end in ends} == {PoolFailed} and "the same command goes on" in str(ends[0])
             with pytest.raises(PoolFailed):
@@ -72,11 +72,11 @@ def test_what_a_killed_scribe_had_acknowledged_is_stored_and_who_waits_is_told(t
     assert check_file(tmp_path / "pool.db", lambda done, of: None).findings == []
 
 
-def test_a_scribe_writes_for_those_that_are_left_when_its_starter_is_killed_and_ends_with_the_last(tmp_path: Path) -> None:
+def test_a_writer_process_writes_for_those_that_are_left_when_its_starter_is_killed_and_ends_with_the_last(tmp_path: Path) -> None:
     rollout = make_rollout("train-0", TASK.id, 0)
 
     async def main(starter: subprocess.Popen[str], address: str) -> None:
-        pool = open_pool(tmp_path, scribe=address)
+        pool = SqlitePool(tmp_path, writer_address=address)
         await pool.open_group(TASK, [rollout], seq=0)
         await pool.append(make_step(rollout.id, 0), make_node(rollout.id, 0))
         starter.kill()
@@ -85,19 +85,19 @@ def test_a_scribe_writes_for_those_that_are_left_when_its_starter_is_killed_and_
         assert len((await pool.attempt(rollout.id)).steps) == 2
         await pool.close()
 
-    asyncio.run(open_pool(tmp_path).close())
+    asyncio.run(SqlitePool(tmp_path).close())
     with subprocess.Popen([sys.executable, "-c", STARTER, str(tmp_path)], stdout=subprocess.PIPE, text=True) as starter:
         assert starter.stdout is not None
         address = starter.stdout.readline().strip()
-        scribe = scribe_of(starter.pid)
+        writer = writer_process_of(starter.pid)
         asyncio.run(main(starter, address))
-    gone, _ = psutil.wait_procs([scribe], timeout=30)
+    gone, _ = psutil.wait_procs([writer], timeout=30)
     assert gone and not Path(address).parent.exists()
 
 
 def test_one_whose_starter_is_gone_before_it_said_anything_ends_without_a_word() -> None:
     ended = subprocess.run(
-        command("penstock.pool.writer_process"), stdin=subprocess.DEVNULL, capture_output=True, timeout=60, check=False
+        module_command("penstock.pool.writer_process"), stdin=subprocess.DEVNULL, capture_output=True, timeout=60, check=False
     )
     assert (ended.returncode, ended.stdout, ended.stderr) == (1, b"", b"")
 
@@ -119,7 +119,7 @@ def test_a_temporary_folder_whose_path_is_too_long_is_named(tmp_path: Path, monk
     monkeypatch.setattr(tempfile, "tempdir", str(deep))
 
     async def main() -> None:
-        await open_pool(tmp_path).close()
+        await SqlitePool(tmp_path).close()
         async with open_writer_process(tmp_path):
             raise AssertionError("it listened")
 

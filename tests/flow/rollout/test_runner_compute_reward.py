@@ -17,7 +17,7 @@ def judged(grade, fields=None, *, rollout_id="train-0.0.1"):
 
     async def work(ctx, call):
         await call(["2 times 3?"], "6")
-        told.append(await bench.runner.judge(rollout_id, SAID, fields or {}))
+        told.append(await bench.runner.compute_reward(rollout_id, SAID, fields or {}))
 
     bench = Bench(work, grade)
 
@@ -65,10 +65,10 @@ def test_a_grader_that_raises_is_told_to_who_asked():
     async def main():
         async with bench.opened() as (rollout,):
             with pytest.raises(GraderError, match="no such answer"):
-                await bench.runner.judge(rollout.id, SAID, {})
+                await bench.runner.compute_reward(rollout.id, SAID, {})
             with pytest.raises(GraderError, match="name the rollout"):
-                await bench.runner.judge("", SAID, {})
+                await bench.runner.compute_reward("", SAID, {})
             with pytest.raises(PoolError):
-                await bench.runner.judge("nobody", SAID, {})
+                await bench.runner.compute_reward("nobody", SAID, {})
 
     asyncio.run(main())

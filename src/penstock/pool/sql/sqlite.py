@@ -1,17 +1,29 @@
-"""The SQLite file: its tables, as a numbered list of changes, and how it is opened and its faults are explained."""
+"""The SQLite file of a pool: its connection, its tables as a numbered list of migrations, and its faults explained."""
 
 import sqlite3
 import time
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import orjson
 
 from penstock.errors import PoolError, PoolFailed
-from penstock.pool.sql.database import BUSY_S, SqliteDatabase
+from penstock.pool.base import ChangeKind
+from penstock.pool.sql.database import CounterChange
+
+T = TypeVar("T")
+
+BUSY_S = 30.0
+"""How long another process may hold the file before a write fails."""
+BEGIN_POLL_S = 0.0003
+"""Pause between two tries to begin a transaction while another process writes."""
 
 APPLICATION_ID = 0x50535450
-"""Marks the file as ours, so that nobody's other database is taken for a pool."""
+"""Marks the file as a pool, so that no other SQLite database is taken for one."""
 
 FAULTS = (sqlite3.Error, OSError, UnicodeError, OverflowError)
-"""What `explain` explains."""
+"""Errors that `explain` turns into a PoolError."""
 
 MIGRATIONS = [
     (
@@ -62,13 +74,66 @@ MIGRATIONS = [
 """Each entry takes the file from the format of its index to the next; an entry that was released is never changed."""
 
 
+class SqliteDatabase(sqlite3.Connection):
+    """A connection to the file. SQLite has one writer at a time for the whole file, so rows need no locks."""
+
+    LOCK: ClassVar[str] = ""
+    SKIP: ClassVar[str] = ""
+    SETTLED: ClassVar[str] = "1 = 1"
+    ERRORS: ClassVar[tuple[type[Exception], ...]] = (sqlite3.Error,)
+
+    def begin(self) -> None:
+        # polls by itself: SQLite's busy handler pauses ever longer between two tries
+        retry_busy(lambda: self.execute("BEGIN IMMEDIATE"), pause_s=BEGIN_POLL_S)
+
+    def begin_reading(self) -> None:
+        self.execute("BEGIN")
+
+    def select(self, columns: Sequence[str], rest: str, values: Sequence[Any]) -> list[list[Any]]:
+        # one JSON value: sqlite3 releases the interpreter's lock, and waits to get it back, for every row that it fetches
+        query = f"SELECT json_group_array(json_array({', '.join(columns)})) {rest}"
+        return orjson.loads(self.execute(query, values).fetchone()[0])
+
+    def lock(self, name: str) -> None: ...
+
+    def add_counts(self, channel: str, changes: Iterable[CounterChange]) -> None:
+        rows = [(channel, *change) for change in changes]
+        self.execute(
+            f"""INSERT INTO tally (channel, kind, name, n) VALUES {", ".join(["(?, ?, ?, ?)"] * len(rows))}
+                ON CONFLICT DO UPDATE SET n = CASE kind WHEN 'top' THEN max(n, excluded.n) ELSE n + excluded.n END""",
+            [value for row in rows for value in row],
+        )
+
+    def log_changes(self, changes: Iterable[tuple[ChangeKind, str, str]]) -> None:
+        # one statement for all: each one releases the interpreter's lock and waits for it again
+        rows = [value for change in changes for value in change]
+        if rows:
+            self.execute(f"INSERT INTO changes (kind, channel, id) VALUES {', '.join(['(?, ?, ?)'] * (len(rows) // 3))}", rows)
+
+
+def is_busy(error: sqlite3.OperationalError) -> bool:
+    return error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY
+
+
+def retry_busy(statement: Callable[[], T], *, pause_s: float) -> T:
+    """Repeat a statement while another process holds the file, for at most BUSY_S."""
+    deadline = time.monotonic() + BUSY_S
+    while True:
+        try:
+            return statement()
+        except sqlite3.OperationalError as cause:
+            if not is_busy(cause) or time.monotonic() > deadline:
+                raise
+        time.sleep(pause_s)
+
+
 def open_database(path: Path, *, max_pages: int | None = None) -> SqliteDatabase:
-    """A connection in which a commit is on disk when it returns; it may be handed from thread to thread."""
+    """Open a connection whose commits are on disk when they return. Threads may hand it to each other."""
     database = sqlite3.connect(
         path, timeout=BUSY_S, isolation_level=None, check_same_thread=False, cached_statements=512, factory=SqliteDatabase
     )
     try:
-        _recognise(database, path)
+        _check_file(database, path)
         _configure(database, max_pages)
     except BaseException:
         database.close()
@@ -77,10 +142,10 @@ def open_database(path: Path, *, max_pages: int | None = None) -> SqliteDatabase
 
 
 def migrate(database: sqlite3.Connection) -> None:
-    """Bring the tables up to date, whole or not at all."""
+    """Bring the tables up to date, in one transaction."""
     database.execute("BEGIN IMMEDIATE")
     try:
-        version = _number(database, "user_version")
+        version = _pragma(database, "user_version")
         for number, statements in enumerate(MIGRATIONS[version:], start=version + 1):
             for statement in statements:
                 database.execute(statement)
@@ -94,13 +159,13 @@ def migrate(database: sqlite3.Connection) -> None:
 
 
 def explain(cause: Exception, path: Path) -> Exception:
-    """A fault of the file or of a value as a PoolError with a remedy; any other error as it is."""
+    """Turn a fault of the file or of a value into a PoolError with a remedy; return any other error unchanged."""
     if not isinstance(cause, FAULTS):
         return cause
     code = getattr(cause, "sqlite_errorcode", 0) & 0xFF
     kind = PoolFailed
     if isinstance(cause, UnicodeEncodeError | OverflowError):
-        kind, reason = PoolError, UNFIT
+        kind, reason = PoolError, UNSTORABLE
     elif isinstance(cause, UnicodeDecodeError):  # SQLite quotes damaged names in its message
         reason = _REMEDIES[sqlite3.SQLITE_CORRUPT]
     else:
@@ -110,7 +175,7 @@ def explain(cause: Exception, path: Path) -> Exception:
     return error
 
 
-UNFIT = "a value cannot be stored; leave out lone surrogates and numbers beyond 64 bits"
+UNSTORABLE = "a value cannot be stored; leave out lone surrogates and numbers beyond 64 bits"
 _REMEDIES = {
     sqlite3.SQLITE_FULL: "the disk is full; free some space and repeat, nothing acknowledged is lost",
     sqlite3.SQLITE_BUSY: "another process is writing to it and does not let go; stop that one",
@@ -119,44 +184,30 @@ _REMEDIES = {
 }
 
 
-def _recognise(database: sqlite3.Connection, path: Path) -> None:
-    """Refuse a file that is not ours before anything in it is touched."""
-    # in this order: another process may be making it just now
-    tables, version = _number(database, "schema_version"), _number(database, "user_version")
-    ours = _number(database, "application_id") == APPLICATION_ID
-    if not ours and (version or tables):
+def _check_file(database: sqlite3.Connection, path: Path) -> None:
+    """Refuse a file that is not a pool before anything in it is changed."""
+    # the application id last: another process may be creating the file, and commits it together with the tables
+    tables, version = _pragma(database, "schema_version"), _pragma(database, "user_version")
+    is_pool = _pragma(database, "application_id") == APPLICATION_ID
+    if not is_pool and (version or tables):
         raise PoolError(f"{path} is a database, but not a penstock pool; move it away or choose another run folder")
     if version > len(MIGRATIONS):
         raise PoolError(f"{path} was written by a newer penstock (format {version}, known {len(MIGRATIONS)}); upgrade penstock")
 
 
 def _configure(database: sqlite3.Connection, max_pages: int | None) -> None:
-    database.execute("PRAGMA page_size = 8192")  # of a new file: a step of 2k tokens goes in a third faster than with 4096
-    mode = _write_ahead(database)
+    database.execute("PRAGMA page_size = 8192")  # for a new file; a step of 2k tokens is stored a third faster than with 4096
+    # SQLite waits for no lock here: of two processes that create the same file at once, one would fail
+    mode: str = retry_busy(lambda: database.execute("PRAGMA journal_mode = WAL").fetchone()[0], pause_s=0.01)
     if mode != "wal":
         raise PoolError(
             f"the pool's file system cannot hold a write-ahead log (journal mode {mode}); put the run folder on a local disk"
         )
-    database.execute("PRAGMA synchronous = FULL")
+    database.execute("PRAGMA synchronous = FULL")  # NORMAL would lose acknowledged commits when the power fails
     database.execute("PRAGMA journal_size_limit = 67108864")
     if max_pages is not None:
         database.execute(f"PRAGMA max_page_count = {max_pages:d}")
 
 
-def _write_ahead(database: sqlite3.Connection) -> str:
-    """Keep a write-ahead log, and return the journal mode that there is now.
-
-    SQLite waits for no lock here, so that of two processes which make the same file at once, one would fail.
-    """
-    deadline = time.monotonic() + BUSY_S
-    while True:
-        try:
-            return database.execute("PRAGMA journal_mode = WAL").fetchone()[0]
-        except sqlite3.OperationalError as cause:
-            if cause.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
-                raise
-            time.sleep(0.01)
-
-
-def _number(database: sqlite3.Connection, pragma: str) -> int:
-    return database.execute(f"PRAGMA {pragma}").fetchone()[0]
+def _pragma(database: sqlite3.Connection, name: str) -> int:
+    return database.execute(f"PRAGMA {name}").fetchone()[0]

@@ -1,0 +1,123 @@
+"""Runs the author's workflow and grader in this process. Every executor ends up here, in whichever process it runs the agent."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from penstock.errors import GraderError, WorkflowError
+from penstock.records import Message, Task
+from penstock.rollout.author_tasks import AuthorTasks, make_slots
+from penstock.sdk.context import AgentWorkflowContext, GraderContext, finite_reward, remove_empty_artifacts_dir
+from penstock.sdk.discovery import Agent
+from penstock.sdk.routing import MAIN, RolloutContext
+from penstock.sdk.samples import RolloutSample, fast_copy, to_json_values
+
+
+class WorkflowResult(NamedTuple):
+    """What a workflow's run gave besides its recorded calls."""
+
+    samples: dict[str, list[Message]]
+    """By transcript: the messages that its agents and sessions keep themselves, in their framework's form, as JSON values."""
+    direct_calls: tuple[str, ...] = ()
+    """Model providers that it called directly, past the gateway."""
+
+
+class Reward(NamedTuple):
+    """A finite reward for a step, for a transcript, or for the whole rollout where both are None."""
+
+    transcript: str | None
+    value: float
+    step: int | None = None
+
+
+class InProcessAgent:
+    """Runs many rollouts of one agent at once. The grader runs outside the rollout's context, so it has no model token."""
+
+    def __init__(self, agent: Agent, author_tasks: AuthorTasks) -> None:
+        self._agent = agent
+        self._author_tasks = author_tasks
+        self.workflow_slots = make_slots(agent.workflow_config and agent.workflow_config.concurrency)
+        self.grader_slots = make_slots(agent.grader_config and agent.grader_config.concurrency)
+
+    async def run(
+        self, task: Task, context: RolloutContext, *, timeout_s: float, artifacts_dir: Path | None = None
+    ) -> WorkflowResult:
+        """Runs the workflow inside `context`. The deadline counts from when it starts, not while it waits for a slot.
+
+        Raises TimeoutError past the deadline, EngineError if a failing engine made it fail, WorkflowError if it raised. The
+        agents' conversations up to then stay in `context`.
+        """
+        name = f"workflow {self._agent.workflow.__name__!r}"
+        async with self.workflow_slots:
+            with context:
+                workflow = self._run_workflow(task, context, artifacts_dir)
+                return await self._author_tasks.run(workflow, error=WorkflowError, what=name, timeout_s=timeout_s)
+
+    async def grade(
+        self, task: Task, samples: Mapping[str, RolloutSample], *, timeout_s: float, artifacts_dir: Path | None = None
+    ) -> list[Reward]:
+        """Runs the grader on a rollout whose workflow has ended. Raises GraderError without a usable reward, or TimeoutError."""
+        context = GraderContext(
+            label=task.label,
+            samples=dict(samples),
+            metadata=task.metadata,
+            artifacts_dir=artifacts_dir,
+            project_path=self._agent.entry.parent,
+        )
+        name = f"grader {self._agent.grader_name!r}"
+        async with self.grader_slots:
+            grader = self._run_grader(context)
+            returned = await self._author_tasks.run(grader, error=GraderError, what=name, timeout_s=timeout_s)
+        try:
+            return _rewards(context, returned)
+        except GraderError as cause:
+            raise GraderError(f"{name}: {cause}") from cause
+
+    async def _run_workflow(self, task: Task, context: RolloutContext, artifacts_dir: Path | None) -> WorkflowResult:
+        # Copies, so that a rollout that changes its prompt or config changes them for no other.
+        config = fast_copy(self._agent.workflow_config)
+        prompt, metadata = fast_copy(list(task.prompt)), fast_copy(task.metadata)
+        workflow_context = AgentWorkflowContext(prompt=prompt, config=config, metadata=metadata, artifacts_dir=artifacts_dir)
+        try:
+            returned = await self._agent.workflow(config).run(workflow_context)
+        finally:
+            remove_empty_artifacts_dir(workflow_context)
+        samples = await collect_samples(context)
+        if not samples and (messages := _messages(returned)):
+            samples = {MAIN: messages}
+        return WorkflowResult(samples, tuple(sorted(context.direct_calls)))
+
+    async def _run_grader(self, context: GraderContext) -> object:
+        if self._agent.grader is None:
+            raise GraderError("there is none; define a Grader subclass next to the workflow")
+        try:
+            return await self._agent.grader(fast_copy(self._agent.grader_config)).grade(context)
+        finally:
+            remove_empty_artifacts_dir(context)
+
+
+async def collect_samples(context: RolloutContext) -> dict[str, list[Message]]:
+    """Asks the rollout's sample sources for their conversations; returns the messages by transcript."""
+    return {name: to_json_values(sample.messages) for name, sample in (await context.get_samples()).items()}
+
+
+def _messages(returned: Any) -> list[Message] | None:
+    """Returns the messages that a workflow returned, as a list or as an object's `messages`; None for anything else."""
+    found = to_json_values(getattr(returned, "messages", returned)) if returned is not None else None
+    is_list = isinstance(found, list) and bool(found) and all(isinstance(each, dict) for each in cast("list[Any]", found))
+    return found if is_list else None
+
+
+def _rewards(context: GraderContext, returned: object) -> list[Reward]:
+    """Returns the rewards that the grader set; if it set none, the number that it returned."""
+    parts = [Reward(name, finite_reward(s.reward)) for name, s in context.samples.items() if s.reward is not None]
+    steps = [Reward(None, finite_reward(value), step) for step, value in sorted(context.step_rewards.items())]
+    if context.reward is not None:
+        return [Reward(None, finite_reward(context.reward)), *parts, *steps]
+    if not parts and not steps and returned is not None:
+        return [Reward(None, finite_reward(returned))]
+    if steps and not parts:
+        return steps
+    if missing := sorted(name for name, sample in context.samples.items() if sample.reward is None):
+        raise GraderError(f"gave no reward for {missing}; call ctx.set_sample_reward for each, or ctx.set_reward once")
+    return [*parts, *steps]
