@@ -9,7 +9,7 @@ import pytest
 
 from penstock.config import EvalSection
 from penstock.evals.outcome import StoredEvaluation
-from penstock.pool.memory import open_pool
+from penstock.pool.memory import MemoryPool
 from penstock.records import End, Grade, Node, Sampling, Step, Task, make_rollout
 from penstock.reports.evaluation import render_eval_page
 

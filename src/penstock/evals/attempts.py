@@ -1,4 +1,4 @@
-"""Runs the missing attempts of an evaluation: the pool records which have ended, and those are never run again."""
+"""RunnerPort the missing attempts of an evaluation: the pool records which have ended, and those are never run again."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
@@ -71,7 +71,7 @@ async def _attempts_of(row: EvalRow, again: Sequence[Rollout] | None, pool: Pool
 
 async def run_attempts(
     planned: Sequence[PlannedAttempt],
-    runner: Runs,
+    runner: RunnerPort,
     pool: Pool,
     *,
     sampling: Sampling,
@@ -82,8 +82,8 @@ async def run_attempts(
 ) -> None:
     """Run each to its end, `concurrency` at once; one that is lost with its worker is made again.
 
-    The first `first_alone` ones start before the others. `prefetch` ones wait with the runner, which starts them without a round trip;
-    there are none towards the end, as each can then start at once somewhere.
+    The first `first_alone` ones start before the others. `prefetch` ones wait with the runner, to be started without a round
+    trip; there are none towards the end, as each can then start at once somewhere.
     """
     slots = asyncio.Semaphore(concurrency + prefetch)
 

@@ -124,7 +124,7 @@ async def open_processes(
 @asynccontextmanager
 async def _writer_process(config: RunConfig, folder: RunFolder) -> AsyncGenerator[str]:
     """Yields the address of one process that writes the SQLite file for all, as they would wait for its lock; else an empty one."""
-    if config.pool.name != "sqlite":
+    if not POOLS.load(config.pool.name).has_writer_process:
         yield ""
         return
     with process_lock(folder.path) as descriptor:
@@ -235,7 +235,7 @@ async def start_process(setup: WorkerSetup, events: Events) -> "EvalProcess":
         process = EvalProcess(setup.number, log, events)
         await asyncio.get_running_loop().subprocess_exec(
             lambda: process,
-            *command("penstock.evals.worker_process"),
+            *module_command("penstock.evals.worker_process"),
             stdin=PIPE,
             stdout=PIPE,
             stderr=stderr,

@@ -103,7 +103,7 @@ async def judge_file(
     if not rubric.strip():
         raise ConfigError("the rubric is empty; write what makes an answer good")
     _check_output(output)
-    verdicts = await _verdicts(Judge(endpoint, rubric, scale), rows, samples, tell)
+    verdicts = await _verdicts(LlmJudge(endpoint, rubric, scale), rows, samples, tell)
     judged = [_row(number, row, verdicts[number * samples : (number + 1) * samples]) for number, row in enumerate(rows)]
     scores = [score for row in judged for score in row.scores]
     result = RubricResult(file=str(path), model=endpoint.model, samples=samples, rows=tuple(judged), statistics=statistics(scores))
@@ -120,7 +120,7 @@ def statistics(scores: Sequence[float]) -> ScoreStatistics:
 
 
 async def _verdicts(
-    judge: Judge, rows: Sequence[RubricCase], samples: int, tell: Callable[[int, int], None]
+    judge: LlmJudge, rows: Sequence[RubricCase], samples: int, tell: Callable[[int, int], None]
 ) -> list[Verdict | str]:
     """Returns the verdicts in the order of the rows; an error message in place of a missing one."""
     asked = [row.case for row in rows for _ in range(samples)]

@@ -178,7 +178,7 @@ async def _run_missing(
 @asynccontextmanager
 async def _open_runner(
     config: RunConfig, inputs: Inputs, folder: RunFolder, events: Events, pool: Pool, count: int
-) -> AsyncGenerator[Runs]:
+) -> AsyncGenerator[RunnerPort]:
     """Yields what runs attempts: this process's runner, or `count` other processes."""
     if count > 1:
         async with open_processes(config, inputs, folder, events, pool, count=count) as processes:

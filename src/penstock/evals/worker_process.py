@@ -145,10 +145,8 @@ async def run_worker(setup: WorkerSetup, pipe: asyncio.StreamReader, writer: Lin
 
 
 def _open_pool(config: RunConfig, setup: WorkerSetup) -> Pool:
-    folder = Path(setup.run_folder)
-    if setup.writer_address:
-        return open_pool(folder, scribe=setup.writer_address)
-    return POOLS.load(config.pool.name)(folder, url=config.pool.url)
+    options = {"writer_address": setup.writer_address} if setup.writer_address else {}
+    return POOLS.load(config.pool.name)(Path(setup.run_folder), url=config.pool.url, **options)
 
 
 def _forward_event(writer: LineWriter, number: int, kind: str, fields: dict[str, Any]) -> None:
@@ -156,7 +154,7 @@ def _forward_event(writer: LineWriter, number: int, kind: str, fields: dict[str,
         writer.write(event=kind, fields=fields)
 
 
-async def _serve(pipe: asyncio.StreamReader, runner: Runner, writer: LineWriter, slots: Room) -> None:
+async def _serve(pipe: asyncio.StreamReader, runner: Runner, writer: LineWriter, slots: Slot) -> None:
     running: dict[str, asyncio.Task[dict[str, Any]]] = {}
 
     def report_end(rollout_id: str, done: asyncio.Task[dict[str, Any]]) -> None:
@@ -177,10 +175,10 @@ async def _serve(pipe: asyncio.StreamReader, runner: Runner, writer: LineWriter,
             task.cancel()
 
 
-async def _run(request: EvalRolloutRequest, runner: Runner, slots: Room) -> dict[str, Any]:
+async def _run(request: EvalRolloutRequest, runner: Runner, slots: Slot) -> dict[str, Any]:
     """Returns the rollout's end or error, as fields of the line to the parent."""
     try:
-        return {"end": await runner.run(request.rollout, request.task, request.sampling, room=slots)}
+        return {"end": await runner.run(request.rollout, request.task, request.sampling, slot=slots)}
     except PenstockError as error:
         return {"error": type(error).__name__, "message": str(error)}
     except Exception as error:

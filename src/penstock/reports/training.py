@@ -201,8 +201,8 @@ def _run_config(folder: Path) -> dict[str, Any]:
 
 async def _read_pool(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
     """Returns the fields of `RunReport` that come from the pool: ends, breaks and transcripts."""
-    name = config["pool"]["name"]
-    if name == "memory" or (name == "sqlite" and not (folder / "pool.db").exists()):
+    kind = POOLS.load(config["pool"]["name"])
+    if kind.why_unreadable(folder):
         return {"picked_from": "This run kept no transcripts."}
     pool: Pool = kind(folder, url=config["pool"].get("url", ""))
     try:

@@ -106,7 +106,7 @@ def _child_main(verdict: int, stack: int, timeout_s: float) -> None:
     refused, columns = None, False
     try:
         agent = spec.load()
-        construct(agent)
+        check_constructors(agent)
         columns = FLOW_AGENTS in sys.modules and sys.modules[FLOW_AGENTS].is_flow_agent(agent)
     except ConfigError as error:
         refused = str(error)

@@ -13,10 +13,10 @@ from penstock.codec import to_json
 from penstock.config import Section
 from penstock.errors import GraderError, WorkflowError
 from penstock.records import Task
-from penstock.rollout.author_tasks import slots
-from penstock.rollout.execution import Reward, WorkflowResult
-from penstock.rollout.executors.base import Given, Seat, Session
-from penstock.rollout.processes.job_protocol import Answer, Job, Kind, write_samples
+from penstock.rollout.author_tasks import make_slots
+from penstock.rollout.executors.base import Executor, ExecutorContext, GatewaySession, SessionSpec
+from penstock.rollout.in_process import Reward, WorkflowResult
+from penstock.rollout.processes.job_protocol import AgentJob, JobKind, JobResult, write_samples
 from penstock.scale.cluster import live_nodes, on_node, open_cluster, own_node_id, reachable_url
 from penstock.scale.manager import AgentFlowManager
 from penstock.scale.package import ray
@@ -47,13 +47,16 @@ class RaySection(Section):
 class RayExecutor(Executor):
     """One agent, loaded in every worker; jobs go to whichever worker has room."""
 
-    def __init__(self, given: Given) -> None:
-        agent = given.agent
-        self._given = given
-        self._section: RaySection = given.section or RaySection()
+    section = RaySection
+    runs_elsewhere = True
+
+    def __init__(self, context: ExecutorContext) -> None:
+        agent = context.agent
+        self._context = context
+        self._section: RaySection = context.section or RaySection()
         self._agent_spec = portable_agent_spec(agent)
-        self._workflow_slots = slots(agent.workflow_config and agent.workflow_config.concurrency)
-        self._grader_slots = slots(agent.grader_config and agent.grader_config.concurrency)
+        self._workflow_slots = make_slots(agent.workflow_config and agent.workflow_config.concurrency)
+        self._grader_slots = make_slots(agent.grader_config and agent.grader_config.concurrency)
         self._stack = ExitStack()
         self._several_nodes = False
         self._started = itertools.count()
@@ -64,7 +67,7 @@ class RayExecutor(Executor):
             workers=section.workers,
             concurrency=section.concurrency,
             start_s=section.start_s,
-            events=given.events,
+            events=context.events,
         )
 
     async def __aenter__(self) -> Self:
@@ -131,7 +134,7 @@ class RayExecutor(Executor):
             raise self._unsent(job, cause) from cause
         grace_s = job.grace_s
         answer = await self._manager.run(frame, write_samples(samples), timeout_s=job.timeout_s + grace_s, grace_s=grace_s)
-        if error := answer.failure():
+        if error := answer.error():
             raise error
         return answer
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from penstock.errors import ConfigError, WorkerLost
 from penstock.events import Events
 from penstock.rollout.author_tasks import leaves
-from penstock.rollout.processes.job_protocol import Answer
+from penstock.rollout.processes.job_protocol import JobResult
 from penstock.scale.actor_calls import MAX_DEATHS, Actor, ActorGone, call_result
 from penstock.scale.package import RayError
 from penstock.scale.worker import EVENT_NUMBER, WorkerJob, WorkerLocation, kill_worker
@@ -27,7 +27,7 @@ GONE_S = 1.0
 class _QueuedJob:
     message: WorkerJob
     timeout_s: float
-    answer: asyncio.Future[Answer]
+    answer: asyncio.Future[JobResult]
     worker: "_RayWorker | None" = None
     timer: asyncio.TimerHandle | None = None
 
@@ -88,7 +88,7 @@ class AgentFlowManager:
             kill_worker(worker.handle)
             self._fail_jobs(worker, "was ended with the run")
 
-    async def run(self, job: bytes, samples: bytes, *, timeout_s: float, grace_s: float) -> Answer:
+    async def run(self, job: bytes, samples: bytes, *, timeout_s: float, grace_s: float) -> JobResult:
         """Returns the answer to a job, which may run for `timeout_s` in a worker. If cancelled, it is first ended there."""
         future = asyncio.get_running_loop().create_future()
         entry = _QueuedJob(WorkerJob(next(self._numbers), job, samples), timeout_s, future)

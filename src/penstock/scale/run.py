@@ -19,6 +19,7 @@ from penstock.run.folder import RunFolder, locked, open_run_folder
 from penstock.run.inputs import Inputs, refuse_untrainable
 from penstock.scale.actor_calls import MAX_DEATHS, Actor, ActorGone, call_result, relay_events, wait_restarted
 from penstock.scale.cluster import STORE_BYTES, on_node, open_cluster, own_node, own_node_id
+from penstock.scale.executor import RaySection
 from penstock.scale.package import ray
 from penstock.scale.parameter_sync import FILES, ParameterSynchronizer
 from penstock.scale.rollouter import AsyncRollouter

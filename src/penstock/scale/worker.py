@@ -11,8 +11,9 @@ from penstock.errors import PenstockError, WorkflowError
 from penstock.events import Events
 from penstock.rollout.author_tasks import AuthorTasks, one_line
 from penstock.rollout.executors.base import artifacts_dir
-from penstock.rollout.processes.job_protocol import Job, failed, read_samples
-from penstock.rollout.processes.preload import warm
+from penstock.rollout.in_process import InProcessAgent
+from penstock.rollout.processes.job_protocol import AgentJob, failure_result, read_samples
+from penstock.rollout.processes.preload import preload_clients
 from penstock.scale.actor_calls import ItemQueue
 from penstock.scale.cluster import own_node
 from penstock.scale.package import ray
@@ -46,7 +47,7 @@ class AgentFlowWorker:
 
     def __init__(self, agent_spec: bytes, *, grace_s: float) -> None:
         self._spec, self._grace_s = AgentSpec.read(agent_spec), grace_s
-        self._work: Work | None = None
+        self._work: InProcessAgent | None = None
         self._running: dict[int, asyncio.Task[None]] = {}
 
     async def open(self) -> WorkerLocation:
@@ -55,8 +56,8 @@ class AgentFlowWorker:
         events.listen(lambda kind, fields: self._done.put((EVENT_NUMBER, json.dumps([kind, fields], default=str).encode())))
         try:
             agent = self._spec.load()
-            await asyncio.to_thread(warm, agent.entry.parent.resolve())  # else the first rollouts' deadlines pay for it
-            self._work = Work(agent, AuthorTasks(agent.entry.parent, events, grace_s=self._grace_s))
+            await asyncio.to_thread(preload_clients, agent.entry.parent.resolve())  # else the first rollouts' deadlines pay for it
+            self._work = InProcessAgent(agent, AuthorTasks(agent.entry.parent, events, grace_s=self._grace_s))
         except PenstockError as error:
             problem = one_line(error)
         node = own_node()
@@ -78,13 +79,13 @@ class AgentFlowWorker:
         return await self._done.take()
 
     async def _perform(self, number: int, job: bytes, samples: bytes) -> None:
-        parsed = from_json(Job, job)
+        parsed = from_json(AgentJob, job)
         try:
             result = await self._outcome(parsed, samples)
         except asyncio.CancelledError:
-            result = failed(WorkflowError("was cancelled"), parsed.kind)
+            result = failure_result(WorkflowError("was cancelled"), parsed.kind)
         except Exception as error:  # theirs come named; any other is reported, since nobody would see it here
-            result = failed(error, parsed.kind)
+            result = failure_result(error, parsed.kind)
         self._done.put((number, json.dumps(result, default=str).encode()))
 
     async def _outcome(self, job: AgentJob, samples: bytes) -> dict[str, Any]:
@@ -94,7 +95,7 @@ class AgentFlowWorker:
             if job.session is None:
                 rewards = self._work.grade(job.task, read_samples(samples), timeout_s=job.timeout_s, artifacts_dir=folder)
                 return {"rewards": await rewards}
-            context = job.seat.context(self._clients)
+            context = job.session.context(self._clients)
             result = self._work.run(job.task, context, timeout_s=job.timeout_s, artifacts_dir=folder)
             return (await result)._asdict()
 

@@ -3,7 +3,7 @@
 import asyncio
 
 from penstock.evals.attempts import PlannedAttempt, run_attempts
-from penstock.pool.memory import open_pool
+from penstock.pool.memory import MemoryPool
 from penstock.records import End, Sampling, Task, make_rollout
 
 PLACES, AT_ONCE, SPARE = 20, 4, 2
@@ -30,7 +30,7 @@ def test_spare_attempts_wait_with_the_runner_until_the_last_ones_which_may_all_b
         runner, task = Counted(), Task(id="t", prompt=())
         places = [PlannedAttempt(make_rollout(f"eval-{n}", "t", 0, channel="eval"), task) for n in range(PLACES)]
         await run_attempts(
-            places, runner, open_pool(tmp_path), sampling=Sampling(), concurrency=AT_ONCE, retries=0, first_alone=1, prefetch=SPARE
+            places, runner, MemoryPool(tmp_path), sampling=Sampling(), concurrency=AT_ONCE, retries=0, first_alone=1, prefetch=SPARE
         )
         return runner.found
 
