@@ -37,7 +37,7 @@ from penstock.records import Sampling, Task
 from penstock.rollout.executors.base import read_section
 from penstock.run.inputs import Inputs
 from penstock.sdk.discovery import open_agent
-from penstock.system.garbage import collect_seldom
+from penstock.system.processes import relax_gc
 from penstock.testing import write_tokenizer
 
 AT_ONCE, WAIT_S = 256, 0.1
@@ -187,7 +187,7 @@ def figures(rounds: list[Round], slots: int) -> dict[str, float]:
 
 def main() -> None:
     """Print the figures, or one JSON object with `--json`."""
-    collect_seldom()  # as the command does
+    relax_gc()  # as the command does
     parser = argparse.ArgumentParser(prog="python -m bench.evals", description="Evaluations with 256 rollouts at once.")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     parser.add_argument("--quick", action="store_true", help="fewer rollouts: a look, not a measurement")

@@ -26,7 +26,7 @@ from penstock.gateway.shared_counters import Peers
 from penstock.http.listen import bind
 from penstock.pool import POOLS
 from penstock.records import Sampling, Task, make_rollout
-from penstock.system.garbage import collect_seldom
+from penstock.system.processes import relax_gc
 from penstock.testing import ScriptedEngine, write_tokenizer
 
 SECRET = b"a secret for benchmarks"
@@ -205,7 +205,7 @@ SERVERS = {
 
 def main(kind: str, *arguments: str) -> None:
     """Serve until killed."""
-    collect_seldom()  # as `penstock gateway` does; the others get it too
+    relax_gc()  # as `penstock gateway` does; the others get it too
     asyncio.run(SERVERS[kind](*arguments))
 
 

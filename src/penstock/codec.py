@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def to_json(record: Any) -> bytes:
-    """A record (or a tuple or list of them) as JSON; ValueError where it holds what JSON would change: nan, lone surrogates, …"""
+    """Encode a record, or a tuple or list of them; ValueError for values that JSON would change: nan, lone surrogates, …"""
     try:
         _check(record)
         return orjson.dumps(record)
@@ -26,7 +26,7 @@ def to_json(record: Any) -> bytes:
 
 
 def from_json(kind: type[T], text: bytes | str) -> T:
-    """The record of type `kind` that `to_json` wrote; ValueError where `text` is none."""
+    """Decode a record of type `kind`; ValueError if `text` is not one."""
     value = orjson.loads(text)
     try:
         return _build(kind, value)
@@ -35,7 +35,7 @@ def from_json(kind: type[T], text: bytes | str) -> T:
 
 
 def pack_ints(values: Sequence[int]) -> bytes:
-    """Token ids or versions as little-endian int32; ValueError for what is none."""
+    """Pack token ids or versions as little-endian int32; ValueError for other values."""
     return _pack("i", values)
 
 
@@ -44,7 +44,7 @@ def unpack_ints(blob: bytes) -> tuple[int, ...]:
 
 
 def extend_ids_hash(previous: blake2b | None, ids: Sequence[int]) -> blake2b:
-    """The hash of the ids that `previous` has seen and of `ids` after them; `previous` stays as it is, so that paths may fork.
+    """Return the hash of the ids of `previous` followed by `ids`. `previous` is not changed, so that paths may fork.
 
     `hexdigest()` of it is what `Step.context` holds, whoever computes it and in however many parts.
     """
@@ -55,16 +55,16 @@ def extend_ids_hash(previous: blake2b | None, ids: Sequence[int]) -> blake2b:
 
 
 UNLOCKED = 2047
-"""Up to so many bytes, hashlib keeps the interpreter's lock."""
+"""hashlib keeps the interpreter's lock for up to this many bytes."""
 LONG = 64 * 1024
 
 
 def pieces(blob: bytes | memoryview, size: int) -> Iterable[bytes | memoryview]:
-    """`blob` in parts of at most `size` bytes, unless it is long.
+    """Split `blob` into parts of at most `size` bytes, unless it is long.
 
-    Checksums and hashes give up the interpreter's lock for larger ones. Unless they take long they have it back before another
-    thread has woken up, which then begins its wait anew: a thread that computes one after the other keeps the others from their
-    turn for a hundred times as long as a switch may take.
+    Checksums and hashes release the interpreter's lock for larger inputs. Short ones take it back before a waiting thread has woken
+    up, and that thread starts its wait again: a thread that computes many of them in a row starves the others for a hundred times
+    the switch interval.
     """
     if len(blob) <= size or len(blob) > LONG:
         return (blob,)
@@ -73,7 +73,7 @@ def pieces(blob: bytes | memoryview, size: int) -> Iterable[bytes | memoryview]:
 
 
 def context_digest(ids: Sequence[int]) -> str:
-    """What `Step.context` holds for a context of these token ids.
+    """Return the value of `Step.context` for these token ids.
 
     >>> context_digest([1, 2, 3]) == ids_hash(ids_hash(None, [1]), [2, 3]).hexdigest()
     True
@@ -82,7 +82,7 @@ def context_digest(ids: Sequence[int]) -> str:
 
 
 def pack_floats(values: Sequence[float]) -> bytes:
-    """Log-probabilities as little-endian float32: engines compute them in that precision or less."""
+    """Pack log-probabilities as little-endian float32; engines compute them in that precision or less."""
     return _pack("f", values)
 
 
@@ -106,12 +106,11 @@ def _unpack(code: str, blob: bytes) -> tuple[Any, ...]:
 
 @lru_cache(maxsize=4096)
 def _column(code: str, length: int) -> struct.Struct:
-    """How numbers of one kind lie in a column: made once for each length."""
     return struct.Struct(f"<{length}{code}")
 
 
 def _check(value: Any) -> None:
-    """Refuse a float that JSON has no word for: orjson would write null and say nothing."""
+    """Refuse nan and infinity: orjson would silently write null."""
     kind: Any = value.__class__
     if kind is float:
         if value - value != 0.0:
@@ -141,7 +140,7 @@ def _inside(kind: Any, value: Any) -> Iterable[Any]:
 
 @cache
 def field_names(kind: Any) -> tuple[str, ...]:
-    """Of a record's type, in the order in which they are written."""
+    """Return the fields of a record type, in the order in which they are written."""
     return tuple(field.name for field in fields(kind))
 
 

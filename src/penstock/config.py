@@ -1,4 +1,7 @@
-"""TOML tables to typed sections, with dotted overrides; an unknown key is an error that names the nearest."""
+"""The configuration of a run: one typed tree from a TOML file with dotted overrides, and what the environment says.
+
+An unknown key is an error that names the nearest known one. Environment variables are read here only.
+"""
 
 import difflib
 import importlib
@@ -22,103 +25,7 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-def read_toml(path: Path) -> dict[str, Any]:
-    """The tables of a TOML file, or of one with the same in JSON (`.json`); ConfigError where it cannot be read."""
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-        return orjson.loads(text) if path.suffix == ".json" else tomllib.loads(text)
-    except FileNotFoundError as cause:
-        raise ConfigError(f"{path}: no such file; give the path of a TOML file, or write one with `penstock quickstart`") from cause
-    except (OSError, UnicodeDecodeError) as cause:
-        raise ConfigError(f"{path}: cannot be read: {cause}") from cause
-    except (tomllib.TOMLDecodeError, orjson.JSONDecodeError) as cause:
-        raise ConfigError(f"{path}: not valid {'JSON' if path.suffix == '.json' else 'TOML'}: {cause}") from cause
-
-
-def override(tree: dict[str, Any], overrides: Iterable[str]) -> None:
-    """Set keys of `tree`, each given as `section.key=value`."""
-    for each in overrides:
-        _apply(tree, each)
-
-
-def validate(model: type[T], tree: Mapping[str, Any], where: str) -> T:
-    """Build `model` from `tree`; ConfigError has an issue, and a line, for each thing that is wrong."""
-    try:
-        return model.model_validate(tree)
-    except ValidationError as cause:
-        raise combine_issues(where, _issues(model, cause)) from cause
-
-
-def find_issues(model: type[BaseModel], tree: Mapping[str, Any]) -> list[Issue]:
-    """All that keeps `tree` from being a `model`; none where nothing does."""
-    try:
-        model.model_validate(tree)
-    except ValidationError as cause:
-        return _issues(model, cause)
-    return []
-
-
-def _apply(tree: dict[str, Any], override: str) -> None:
-    key, equals, text = override.partition("=")
-    *sections, last = [part.strip() for part in key.split(".")]
-    if not equals or not all([*sections, last]):
-        raise ConfigError(f"--set {override!r}: write it as section.key=value, for example train.lr=1e-5")
-    value = _value(text)
-    for section in sections:
-        below: Any = tree.setdefault(section, {})
-        if not isinstance(below, dict):
-            raise ConfigError(f"--set {override!r}: {section!r} is a value, not a section")
-        tree = below  # pyright: ignore[reportUnknownVariableType]
-    tree[last] = value
-
-
-def _value(text: str) -> Any:
-    """`text` as a TOML value; as it stands where it is none."""
-    try:
-        parsed = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
-        return text
-    return parsed["value"] if len(parsed) == 1 else text
-
-
-def _issues(model: type[BaseModel], cause: ValidationError) -> list[Issue]:
-    """In the order of the file's tables, but unknown keys first: one that is mistyped explains a missing one."""
-    errors = sorted(cause.errors(), key=lambda error: error["type"] != "extra_forbidden")
-    found: dict[str, Issue] = {}
-    meant: set[str] = set()
-    for error in errors:
-        issue = _issue(model, error)
-        if issue.correction:
-            meant.add(".".join([*map(str, error["loc"][:-1]), issue.correction]))
-        if not (error["type"] == "missing" and issue.key in meant):
-            found.setdefault(issue.key, issue)
-    return list(found.values())
-
-
-def _issue(model: type[BaseModel], error: Any) -> Issue:
-    path = ".".join(str(part) for part in error["loc"] if part != "[key]")  # which says that a key itself is wrong
-    if error["type"] == "extra_forbidden":
-        known = _fields_at(model, error["loc"][:-1])
-        near = difflib.get_close_matches(str(error["loc"][-1]), known, n=1, cutoff=0.5)
-        if near:
-            return Issue(path, f"unknown key {path!r}", near[0])
-        return Issue(path, f"unknown key {path!r}; known keys: {', '.join(sorted(known))}")
-    if error["type"] == "missing":
-        return Issue(path, f"key {path!r} is missing; add it")
-    if error["type"] in ("model_type", "dict_type"):
-        return Issue(path, f"{path} = {error['input']!r}: write it as a table, [{path}]")
-    message = error["msg"].removeprefix("Value error, ")
-    remedy = "; write it in quotes" if error["type"] == "string_type" else ""
-    return Issue(path, f"{path} = {error['input']!r}: {message[:1].lower()}{message[1:]}{remedy}")
-
-
-def _fields_at(model: type[BaseModel], loc: tuple[str | int, ...]) -> list[str]:
-    for part in loc:
-        annotation = model.model_fields[str(part)].annotation
-        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
-            return []
-        model = annotation
-    return list(model.model_fields)
+# Sections
 
 
 class RunSection(Section):
@@ -376,6 +283,9 @@ class RunConfig(Section):
     """Fields of the grader's own config class."""
 
 
+# The whole config
+
+
 def load_config(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
     """Read `path`, apply overrides such as `train.lr=1e-5`, check everything; ConfigError says what to change.
 
@@ -406,42 +316,155 @@ def make_config(tree: Mapping[str, Any], where: str) -> RunConfig:
     keys = cast("Mapping[str, Any]", engine)
     section = engine_section(str(keys.get("name", EngineSection().name)))
     # One validation, so that all mistakes are listed at once; then a plain RunConfig, which equals any other of the same values.
-    checked = validate(create_model("Whole", __base__=RunConfig, engine=(section, ...)), {**tree, "engine": keys}, where)
+    checked = validate(
+        create_model("RunConfigWithEngine", __base__=RunConfig, engine=(section, ...)), {**tree, "engine": keys}, where
+    )
     return RunConfig.model_construct(checked.model_fields_set, **dict(checked))
 
 
+def engine_section(name: str) -> type[EngineSection]:
+    """Return the class of `[engine]` for this engine. The table is imported here because engines are a layer above config."""
+    table = importlib.import_module("penstock.engines").SECTIONS
+    return table.load(name) if name in table else EngineSection
+
+
+# Files and validation
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Read a TOML file, or a JSON file (`.json`) with the same tables; ConfigError if it cannot be read."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+        return orjson.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except FileNotFoundError as cause:
+        raise ConfigError(f"{path}: no such file; give the path of a TOML file, or write one with `penstock quickstart`") from cause
+    except (OSError, UnicodeDecodeError) as cause:
+        raise ConfigError(f"{path}: cannot be read: {cause}") from cause
+    except (tomllib.TOMLDecodeError, orjson.JSONDecodeError) as cause:
+        raise ConfigError(f"{path}: not valid {'JSON' if path.suffix == '.json' else 'TOML'}: {cause}") from cause
+
+
+def override(tree: dict[str, Any], overrides: Iterable[str]) -> None:
+    """Set keys of `tree`, each written as `section.key=value`."""
+    for each in overrides:
+        _apply(tree, each)
+
+
+def validate(model: type[T], tree: Mapping[str, Any], where: str) -> T:
+    """Build `model` from `tree`; ConfigError has an issue, and a line, for each mistake."""
+    try:
+        return model.model_validate(tree)
+    except ValidationError as cause:
+        raise combine_issues(where, _issues(model, cause)) from cause
+
+
+def find_issues(model: type[BaseModel], tree: Mapping[str, Any]) -> list[Issue]:
+    """Return the mistakes that keep `tree` from being a `model`."""
+    try:
+        model.model_validate(tree)
+    except ValidationError as cause:
+        return _issues(model, cause)
+    return []
+
+
+def _apply(tree: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    *sections, last = [part.strip() for part in key.split(".")]
+    if not equals or not all([*sections, last]):
+        raise ConfigError(f"--set {override!r}: write it as section.key=value, for example train.lr=1e-5")
+    value = _value(text)
+    for section in sections:
+        below: Any = tree.setdefault(section, {})
+        if not isinstance(below, dict):
+            raise ConfigError(f"--set {override!r}: {section!r} is a value, not a section")
+        tree = below  # pyright: ignore[reportUnknownVariableType]
+    tree[last] = value
+
+
+def _value(text: str) -> Any:
+    """Parse `text` as a TOML value; return it unchanged if it is none."""
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    return parsed["value"] if len(parsed) == 1 else text
+
+
+def _issues(model: type[BaseModel], cause: ValidationError) -> list[Issue]:
+    """Return the mistakes in the order of the tables, unknown keys first: a mistyped key explains a missing one."""
+    errors = sorted(cause.errors(), key=lambda error: error["type"] != "extra_forbidden")
+    found: dict[str, Issue] = {}
+    meant: set[str] = set()
+    for error in errors:
+        issue = _issue(model, error)
+        if issue.correction:
+            meant.add(".".join([*map(str, error["loc"][:-1]), issue.correction]))
+        if not (error["type"] == "missing" and issue.key in meant):
+            found.setdefault(issue.key, issue)
+    return list(found.values())
+
+
+def _issue(model: type[BaseModel], error: Any) -> Issue:
+    path = ".".join(str(part) for part in error["loc"] if part != "[key]")  # which says that a key itself is wrong
+    if error["type"] == "extra_forbidden":
+        known = _fields_at(model, error["loc"][:-1])
+        near = difflib.get_close_matches(str(error["loc"][-1]), known, n=1, cutoff=0.5)
+        if near:
+            return Issue(path, f"unknown key {path!r}", near[0])
+        return Issue(path, f"unknown key {path!r}; known keys: {', '.join(sorted(known))}")
+    if error["type"] == "missing":
+        return Issue(path, f"key {path!r} is missing; add it")
+    if error["type"] in ("model_type", "dict_type"):
+        return Issue(path, f"{path} = {error['input']!r}: write it as a table, [{path}]")
+    message = error["msg"].removeprefix("Value error, ")
+    remedy = "; write it in quotes" if error["type"] == "string_type" else ""
+    return Issue(path, f"{path} = {error['input']!r}: {message[:1].lower()}{message[1:]}{remedy}")
+
+
+def _fields_at(model: type[BaseModel], loc: tuple[str | int, ...]) -> list[str]:
+    for part in loc:
+        annotation = model.model_fields[str(part)].annotation
+        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+            return []
+        model = annotation
+    return list(model.model_fields)
+
+
+# Environment variables
+
+
 def cache_folder() -> Path:
-    """Where models are kept: $PENSTOCK_CACHE, else the user's cache folder."""
+    """Return where models are kept: $PENSTOCK_CACHE, otherwise the user's cache folder."""
     if chosen := os.environ.get("PENSTOCK_CACHE"):
         return Path(chosen).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "penstock"
 
 
 def secret(variable: str, key: str) -> str:
-    """The value of the environment variable that the setting `key` names; ConfigError where the environment has none."""
+    """Return the environment variable that the setting `key` names; ConfigError if it is not set."""
     if value := os.environ.get(variable, ""):
         return value
     raise ConfigError(f"{key}: the environment has no {variable}; set it")
 
 
 def run_secrets() -> tuple[str, ...]:
-    """Values that nothing a run writes may hold: of the variables that $PENSTOCK_SECRETS names, with commas between them."""
+    """Return values that a run must not write anywhere: of the variables that $PENSTOCK_SECRETS lists, separated by commas."""
     names = os.environ.get("PENSTOCK_SECRETS", "").split(",")
     return tuple(value for name in names if (value := os.environ.get(name.strip(), "")))
 
 
 def rollout_token() -> str | None:
-    """What callers of a rollout server must show: $PENSTOCK_ROLLOUT_TOKEN; None where it is not set."""
+    """Return the token that callers of a rollout server must send: $PENSTOCK_ROLLOUT_TOKEN; None if it is not set."""
     return os.environ.get("PENSTOCK_ROLLOUT_TOKEN") or None
 
 
 def rollout_hosts() -> tuple[str, ...]:
-    """Hosts that a rollout server may call: $PENSTOCK_ROLLOUT_HOSTS, with commas between them."""
+    """Return the hosts that a rollout server may call: $PENSTOCK_ROLLOUT_HOSTS, separated by commas."""
     return tuple(host.strip() for host in os.environ.get("PENSTOCK_ROLLOUT_HOSTS", "").split(",") if host.strip())
 
 
 class EnclosingRollout(NamedTuple):
-    """Where the model calls of a program go that is a rollout itself."""
+    """The rollout that this process runs in, and where its model calls go."""
 
     base_url: str
     api_key: str
@@ -449,13 +472,7 @@ class EnclosingRollout(NamedTuple):
 
 
 def enclosing_rollout() -> EnclosingRollout | None:
-    """What `penstock run` has told this process of its rollout; None outside of it."""
+    """Return the rollout that `penstock run` started this process for; None outside of it."""
     names = ("OPENAI_BASE_URL", "OPENAI_API_KEY", "PENSTOCK_ROLLOUT_ID")
     base_url, api_key, rollout_id = (os.environ.get(name, "") for name in names)
     return EnclosingRollout(base_url, api_key, rollout_id) if base_url and api_key and rollout_id else None
-
-
-def engine_section(name: str) -> type[EngineSection]:
-    """Return the class of `[engine]` for this engine. The table is imported here because engines are a layer above config."""
-    table = importlib.import_module("penstock.engines").SECTIONS
-    return table.load(name) if name in table else EngineSection

@@ -1,4 +1,4 @@
-"""Every error that penstock raises on purpose, and the boundary that names those of others.
+"""Every error that penstock raises on purpose, and the boundary that turns foreign errors into them.
 
     PenstockError
     ├── ConfigError      a file, key, flag or name that the user gave       → exit code 2
@@ -32,23 +32,22 @@ class PenstockError(Exception):
 
 
 class Issue(NamedTuple):
-    """One of several things that are wrong with what the user gave."""
+    """One mistake in the user's input."""
 
     key: str
-    """Where: a key such as `train.lr`, a row such as `row 17`, a file."""
+    """A key such as `train.lr`, a row such as `row 17`, or a file."""
     message: str
-    """What, and what to do."""
+    """What is wrong, and what to do."""
     correction: str | None = None
     """The key that was probably meant."""
 
     @property
     def line(self) -> str:
-        """All of it, for a person."""
         return f"{self.message}; did you mean {self.correction!r}?" if self.correction else self.message
 
 
 class ConfigError(PenstockError):
-    """What the user gave cannot be used; `issues` lists everything that is wrong with it where that is more than the message."""
+    """The user's input cannot be used; `issues` lists the mistakes if there are more than the message says."""
 
     def __init__(self, message: str, issues: Sequence[Issue] = ()) -> None:
         super().__init__(message)
@@ -86,7 +85,7 @@ class RequestError(PenstockError):
 
 
 class ControllerError(PenstockError):
-    """What a controller refused, or that it cannot be reached; `details` is what it answered."""
+    """A controller refused a request or cannot be reached; `details` is its answer."""
 
     def __init__(self, message: str, *, code: str, status: int | None = None, details: Mapping[str, Any] | None = None) -> None:
         super().__init__(message)
@@ -100,7 +99,7 @@ class WorkflowError(PenstockError):
 
 
 class WorkerLost(PenstockError):
-    """What ran the author's agent is gone, through no fault of the agent's."""
+    """The process that ran the author's agent is gone, through no fault of the agent."""
 
 
 class GraderError(PenstockError):
@@ -116,11 +115,11 @@ class PoolConflict(PoolError):
 
 
 class PoolFailed(PoolError):
-    """The store cannot be read or written now; nothing was wrong with what it was asked."""
+    """The store cannot be read or written now; the request itself was valid."""
 
 
 class PoolFull(PoolError):
-    """As many groups wait to be trained as may."""
+    """The limit of groups that wait to be trained is reached."""
 
 
 class TrainError(PenstockError):
@@ -128,7 +127,7 @@ class TrainError(PenstockError):
 
 
 class boundary:
-    """Turn whatever foreign code raises into `error`, once, naming `what` was being done.
+    """Turn an exception of foreign code into `error`; `what` says what was being done. A PenstockError passes unchanged.
 
     >>> with boundary(GraderError, "grader 'exact' on rollout r1"):
     ...     1 / 0
@@ -151,7 +150,7 @@ class boundary:
 
 
 class Problems:
-    """Collects what is wrong instead of stopping at the first of it.
+    """Collects mistakes instead of stopping at the first one.
 
     >>> problems = Problems()
     >>> with problems.noting("gateway.port"):
@@ -166,7 +165,7 @@ class Problems:
 
     @contextmanager
     def noting(self, key: str, *, table: bool = False) -> Generator[None]:
-        """Keep a ConfigError that is raised inside, of the thing that `key` names; other errors pass.
+        """Collect a ConfigError that is raised inside, under `key`; other errors pass.
 
         With `table`, the error's own keys are those of a table called `key`.
         """
@@ -174,11 +173,13 @@ class Problems:
             yield
         except ConfigError as error:
             if table:
-                error.issues = tuple(Issue(f"{key}.{one.key}", f"[{key}] {one.message}", one.correction) for one in error.issues)
+                error.issues = tuple(
+                    Issue(f"{key}.{issue.key}", f"[{key}] {issue.message}", issue.correction) for issue in error.issues
+                )
             self.errors.append((key, error))
 
     def refuse(self, where: str) -> None:
-        """Raise all that was noted: a single one as it was, several as one ConfigError with an issue for each."""
+        """Raise what was collected: a single error unchanged, several as one ConfigError with an issue for each."""
         if len(self.errors) == 1:
             raise self.errors[0][1]
         if self.errors:
@@ -188,7 +189,7 @@ class Problems:
 
 
 def combine_issues(where: str, issues: Sequence[Issue], kind: type[ConfigError] = ConfigError) -> ConfigError:
-    """One error for all of them: a line where it is one, else a line for each below one that says how many."""
+    """Build one error: a single issue on one line, several on lines below one that counts them."""
     if len(issues) == 1:
         return kind(f"{where}: {issues[0].line}", issues)
     return kind("\n  ".join([f"{where}: {len(issues)} problems", *(issue.line for issue in issues)]), issues)

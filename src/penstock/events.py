@@ -1,4 +1,4 @@
-"""What happens in a run, told once: appended to `events.jsonl` and to whoever listens."""
+"""The event log of a run: each event is appended to `events.jsonl` and passed to listeners."""
 
 import time
 from collections.abc import Callable
@@ -23,14 +23,14 @@ class Events:
         self._listeners.append(listener)
 
     def emit(self, kind: str, **fields: Any) -> None:
-        """Tell everybody. The wall time is a label; order is the order of lines."""
+        """Write an event and call the listeners. The wall time is a label; the order of lines is the order of events."""
         if self._file:
             self._file.write(json_line({"time": round(time.time(), 3), "kind": kind, **fields}))
         for listener in self._listeners:
             listener(kind, fields)
 
     def close(self) -> None:
-        """Let go of the file; later events reach the listeners only."""
+        """Close the file; later events reach the listeners only."""
         if self._file:
             self._file.close()
             self._file = None
@@ -43,10 +43,10 @@ class Events:
 
 
 def json_line(event: dict[str, Any]) -> bytes:
-    """Plain fields as a line of JSON, whatever text is in them."""
+    """Encode plain fields as a line of JSON, whatever text they hold."""
     try:
         return orjson.dumps(event, option=orjson.OPT_APPEND_NEWLINE)
-    except TypeError:  # half a character in an author's message must not end the run
+    except TypeError:  # a lone surrogate in an author's message must not end the run
         return orjson.dumps(_whole_text(event), option=orjson.OPT_APPEND_NEWLINE)
 
 

@@ -39,12 +39,12 @@ class Rollout:
 
     @property
     def successor(self) -> "Rollout":
-        """The next attempt at the same place of the same group."""
+        """The next attempt at the same place."""
         return make_rollout(self.group_id, self.task_id, self.place, attempt=self.attempt + 1, channel=self.channel)
 
 
 def make_rollout(group_id: str, task_id: str, place: int, *, attempt: int = 1, channel: str = "train") -> Rollout:
-    """A rollout whose id says where it belongs: `group.place.attempt`."""
+    """Make a rollout with the id `group.place.attempt`."""
     name = f"{group_id}.{place}.{attempt}"
     return Rollout(id=name, group_id=group_id, task_id=task_id, place=place, attempt=attempt, channel=channel)
 
@@ -90,7 +90,7 @@ Finish = Literal["stop", "length", "cancelled", "error"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """How many tokens a call cost, as an endpoint told that keeps the tokens to itself; 0 where it told nothing."""
+    """Token counts of a call, as reported by an endpoint that returns text only; 0 if it reported none."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -172,11 +172,11 @@ class Grade:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:
-    """What a curator says of a rollout or of one of its steps; the last word counts."""
+    """A curator's judgement of a rollout or of one of its steps; the last one counts."""
 
     rollout_id: str
     step: int | None = None
-    """None: of the whole rollout."""
+    """None: the mark is for the whole rollout."""
     trainable: bool = True
     quality: float = 1.0
     """Weight in the loss, 0 or more; 1 leaves it as it is."""
@@ -185,7 +185,7 @@ class Mark:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """A rollout with all that was recorded of it."""
+    """A rollout with everything recorded of it."""
 
     rollout: Rollout
     end: End | None = None
@@ -195,7 +195,7 @@ class Attempt:
     steps: tuple[Step, ...] = ()
     grades: tuple[Grade, ...] = ()
     marks: tuple[Mark, ...] = ()
-    """At most one of the whole and one of each step."""
+    """At most one for the rollout and one for each step."""
 
     @property
     def curated_out(self) -> bool:
@@ -240,7 +240,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
-    """Groups lent to a trainer until they are acknowledged or the lease expires."""
+    """Groups that a trainer holds until it acknowledges them or the lease expires."""
 
     id: str
     groups: tuple[Group, ...]

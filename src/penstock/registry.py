@@ -27,7 +27,7 @@ class Registry:
         return name in self.table or (bool(name) and name in self._plugins())  # finding entry points takes 10 ms
 
     def load(self, name: str) -> Any:
-        """Import and return what `name` stands for."""
+        """Import and return the object that `name` stands for."""
         target = self._target(name)
         module, _, attribute = target.partition(":")
         what = f"{self.kind} {name!r} cannot be loaded from {target!r}"
@@ -40,7 +40,7 @@ class Registry:
             raise
 
     def check(self, name: str) -> None:
-        """ConfigError where nothing has this name. Imports nothing, so it can be asked before heavy work."""
+        """ConfigError if the name is unknown. Imports nothing, so it can run before heavy work."""
         self._target(name)
 
     def _target(self, name: str) -> str:

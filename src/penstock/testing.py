@@ -290,13 +290,13 @@ def write_tokenizer(folder: Path, *, corpus: Iterable[str] = (), vocab_size: int
 def _in_order(replies: Iterable[Reply]) -> Callable[[tuple[int, ...]], Reply]:
     rest = iter(replies)
 
-    def following(_: tuple[int, ...]) -> Reply:
+    def next_reply(_: tuple[int, ...]) -> Reply:
         try:
             return next(rest)
         except StopIteration:
             raise EngineError("the script has no more replies; write one for each request") from None
 
-    return following
+    return next_reply
 
 
 def _limit(ids: Sequence[int], sampling: Sampling, finish: Finish) -> tuple[Sequence[int], Finish]:

@@ -55,8 +55,8 @@ TABLES: dict[str, Any] = {
 
 
 def carry_out(folder: Path, name: str) -> None:
-    """The evaluation `name` in a controller's folder, as a keeper leaves it but made by this process: faster than by a queue."""
-    home, run_id = Home(folder).make(), new_id()
+    """The evaluation `name` in a controller's folder, as a monitor leaves it but made by this process: faster than by a queue."""
+    home, run_id = Home(folder).create(), new_id()
     files = RunFiles(home.runs / run_id)
     for path, text in project().items():
         (files.code / path).parent.mkdir(parents=True, exist_ok=True)

@@ -62,7 +62,7 @@ def lay_out(
     home: Home, script: str, name: str = "small", *, kind: RunKind = "eval", secrets: dict[str, str] | None = None, **job: Any
 ) -> Run:
     """Queue a run of a Python script, as admission would; `job` goes to its job file."""
-    files = RunFiles(home.make().runs / new_id())
+    files = RunFiles(home.create().runs / new_id())
     files.code.mkdir(parents=True)
     (files.code / "main.py").write_text(script)
     fields: dict[str, Any] = {"argv": [sys.executable, "main.py"], "cwd": str(files.code), "stop_grace_s": 5.0}
@@ -72,7 +72,7 @@ def lay_out(
 
 def lay_out_real(home: Home, name: str, kind: RunKind) -> Run:
     """Queue a real evaluation or training run of the tiny policy, on one row; each rollout writes itself down."""
-    files = RunFiles(home.make().runs / new_id())
+    files = RunFiles(home.create().runs / new_id())
     write_project(files.code)
     config = {
         "run": {"name": name, "folder": str(files.out)},
@@ -145,9 +145,9 @@ def is_ready(home: Home, run: Run) -> Callable[[], bool]:
     return lambda: log.exists() and b'"ready"' in log.read_bytes()
 
 
-def keeper(home: Home, run: Run) -> int:
+def monitor_of(home: Home, run: Run) -> int:
     """The process that keeps a run."""
-    return until(lambda: monitor_pid(files_of(home, run)) or 0, "the keeper")
+    return until(lambda: monitor_pid(files_of(home, run)) or 0, "the monitor")
 
 
 def is_gone(pid: int) -> bool:

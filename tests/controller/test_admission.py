@@ -81,7 +81,7 @@ def test_an_admitted_evaluation_is_carried_out_as_it_was_submitted_and_its_secre
             controller.vault.set("KEY", SECRET, "user")
             run = await submit(controller, project, BODY | {"name": "My Run!", "secrets": {"required": ["KEY"]}})
             (project / "agent.py").unlink()
-            await until_async(lambda: controller.runs.get("eval", run.id).status.over)
+            await until_async(lambda: controller.runs.get("eval", run.id).status.is_final)
             return controller.runs.get("eval", "my-run")
 
     run = asyncio.run(work())

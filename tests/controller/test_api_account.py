@@ -118,7 +118,7 @@ def test_a_token_is_revoked_by_its_bearer_or_the_owner(world):
 
 def test_a_token_is_kept_as_a_hash_and_ends_with_its_time(world):
     database = world.controller.database
-    token, who = ApiTokens(database, "owner's").make("phone")
+    token, who = ApiTokens(database, "owner's").create("phone")
     assert token not in json.dumps([list(row) for row in database.rows("SELECT * FROM tokens")])
     database.write("UPDATE tokens SET expires_at = '2020-01-01T00:00:00+00:00' WHERE id = ?", [who.token_id])
     with pytest.raises(ControllerError) as caught:
@@ -172,7 +172,7 @@ def test_a_database_that_fails_is_told_as_such(world):
 def test_what_nobody_expected_is_logged_and_told_without_its_words(world, caplog):
     submission = Submission(rollout="", entrypoint="", model="", dataset="", dataset_digest="", snapshot="", tables={})
     run = world.controller.runs.add("eval", "0" * 16, "damaged", submission)
-    world.controller.runs.ask_stop(run.id)
+    world.controller.runs.request_stop(run.id)
     world.controller.database.write("UPDATE runs SET submission = '{secret' WHERE id = ?", [run.id])
     error = refused(world.client(), "GET", "eval-runs/damaged")
     assert (error.status, error.code) == (500, "INTERNAL") and "secret" not in json.dumps(error.body)

@@ -130,10 +130,10 @@ def test_a_link_is_good_for_its_own_file_and_time(world, client):
     assert fetch(item["url"])[0] == 200
     assert fetch(item["url"][:-1] + ("0" if item["url"][-1] != "0" else "1"))[0] == 403
     assert fetch(item["url"].replace("/output/", "/dataset/"))[0] == 403
-    old = SignedLinks(world.controller.home.secret("links"), world.url, lifetime_s=-1).make("output", run="x", file="y")
+    old = SignedLinks(world.controller.home.secret("links"), world.url, lifetime_s=-1).create("output", run="x", file="y")
     status, body, _ = fetch(old)
     assert status == 403 and json.loads(body)["code"] == "LINK_EXPIRED"
-    gone = SignedLinks(world.controller.home.secret("links"), world.url).make("output", run="x", file="y")
+    gone = SignedLinks(world.controller.home.secret("links"), world.url).create("output", run="x", file="y")
     assert fetch(gone)[0] == 404
 
 
@@ -179,7 +179,7 @@ def test_pages_walk_all_runs_newest_first(world, client):
     submission = other.get("eval", "asked").submission
     for number in range(5):
         run = other.add("train", f"{number:016x}", f"listed-{number}", submission)
-        other.ask_stop(run.id)
+        other.request_stop(run.id)
     assert [row["name"] for row in client.every("train", limit=2)] == [f"listed-{number}" for number in (4, 3, 2, 1, 0)]
     last = client.page("train", limit=5)
     assert (last["total_count"], last["has_more"], last["next_offset"]) == (5, False, None)

@@ -211,7 +211,7 @@ def test_a_look_that_takes_long_goes_on_as_processing(tmp_path):
             pass
         return told
 
-    with opened(tmp_path, patience_s=0.001) as datasets:
+    with opened(tmp_path, check_wait_s=0.001) as datasets:
         assert asyncio.run(whole(datasets)).status == "processing"
         assert datasets.get("sums").rows == 40_000
 
@@ -255,7 +255,7 @@ def test_an_upload_that_was_begun_again_refuses_the_first(tmp_path):
     ],
 )
 def test_what_cannot_be_a_dataset_is_refused_before_anything_is_made(tmp_path, name, size, extension, field):
-    with opened(tmp_path, largest_mb=2) as datasets:
+    with opened(tmp_path, max_mb=2) as datasets:
         with pytest.raises(ControllerError) as refused:
             datasets.begin(name, size, extension)
         assert (refused.value.status, refused.value.details) == (400, {"field": field})

@@ -51,9 +51,9 @@ def save_checkpoint(results: Path, tiny: Path, number: int, *, step: int) -> Pat
 
 @contextlib.asynccontextmanager
 async def opened(folder, **options):
-    home = Home(folder / "home").make()
+    home = Home(folder / "home").create()
     database = ControllerDatabase(home.database)
-    deployments = Deployments(database, home, patience_s=DEADLINE_S, **options)
+    deployments = Deployments(database, home, ready_timeout_s=DEADLINE_S, **options)
     try:
         async with asyncio.timeout(DEADLINE_S):
             await deployments.start()
@@ -65,7 +65,7 @@ async def opened(folder, **options):
 
 def train(folder, tiny, name="sums", **options):
     """A training run that left two checkpoints."""
-    home = Home(folder / "home").make()
+    home = Home(folder / "home").create()
     database = ControllerDatabase(home.database)
     run, results = add_training(RunQueue(database), home, name, **options)
     saved = [save_checkpoint(results, tiny, number, step=step) for number, step in ((1, 2), (3, 4))]
@@ -98,10 +98,10 @@ def test_checkpoints_of_runs_that_are_over_are_models_by_step_and_by_run(tmp_pat
         train(tmp_path, tiny, "stopped", status=RunStatus.STOPPED)
         (saved[1] / "model.safetensors").write_bytes(b"cut short")
         async with opened(tmp_path) as deployments:
-            names = [each.name for each in deployments.catalogue.trained()]
+            names = [each.name for each in deployments.models.trained()]
             assert names == ["stopped/step-4", "stopped/step-2", "sums/step-2"]
             assert deployments.resolve("sums") == deployments.resolve("sums/step-2") == str(saved[0])
-            assert deployments.resolve("tiny") == deployments.catalogue.find("tiny").name == "tiny"
+            assert deployments.resolve("tiny") == deployments.models.find("tiny").name == "tiny"
             for unknown in ("none", "sums/step-9", "sums/step-4", "../sums", "sums/", ""):
                 assert deployments.resolve(unknown) is None
 
@@ -117,7 +117,7 @@ def test_a_run_that_goes_on_has_no_models_yet(tmp_path):
             database.write("UPDATE runs SET status = 'running' WHERE id = ?", [run.id])
             (results / "checkpoints" / "000001").mkdir(parents=True)
             database.close()
-            assert deployments.catalogue.trained() == []
+            assert deployments.models.trained() == []
 
     asyncio.run(whole())
 
@@ -126,7 +126,7 @@ def test_a_run_that_goes_on_has_no_models_yet(tmp_path):
 def test_a_checkpoint_answers_until_it_is_undeployed(tmp_path, tiny):
     async def whole():
         train(tmp_path, tiny)
-        async with opened(tmp_path, most=1) as deployments:
+        async with opened(tmp_path, max_deployments=1) as deployments:
             made = await deployments.deploy("sums", by="ann")
             assert (made.name, made.status, made.deployed_by) == ("sums/step-4", "active", "ann")
             assert await deployments.deploy("sums/step-4") == made
@@ -276,7 +276,7 @@ from penstock.controller.home import Home
 
 async def whole():
     home = Home(Path(sys.argv[1]))
-    deployments = Deployments(ControllerDatabase(home.database), home, patience_s=100)
+    deployments = Deployments(ControllerDatabase(home.database), home, ready_timeout_s=100)
     made = await deployments.deploy("sums", engine="vllm")
     print(made.pid, made.url, made.token, flush=True)
     await asyncio.sleep(100)

@@ -52,7 +52,7 @@ def test_the_first_word_about_an_end_stands(runs: RunQueue) -> None:
     run = add(runs)
     assert runs.launch(run.id) and runs.launch(run.id)
     assert runs.finish(run.id, RunStatus.FINISHED, ended_at="then")
-    assert not runs.finish(run.id, RunStatus.FAILED, "late") and not runs.launch(run.id) and not runs.ask_stop(run.id)
+    assert not runs.finish(run.id, RunStatus.FAILED, "late") and not runs.launch(run.id) and not runs.request_stop(run.id)
     ended = runs.get("eval", run.id)
     assert (ended.status, ended.message, ended.ended_at, ended.launches) == (RunStatus.FINISHED, "", "then", 2)
 
@@ -60,7 +60,7 @@ def test_the_first_word_about_an_end_stands(runs: RunQueue) -> None:
 def test_a_run_that_waits_is_stopped_at_once_and_one_that_runs_is_asked(runs: RunQueue) -> None:
     waiting, running = add(runs, "waiting"), add(runs, "running")
     runs.launch(running.id)
-    assert runs.ask_stop(waiting.id) and runs.ask_stop(running.id)
+    assert runs.request_stop(waiting.id) and runs.request_stop(running.id)
     assert (runs.get("eval", "waiting").status, runs.get("eval", "running").status) == (RunStatus.STOPPED, RunStatus.RUNNING)
     assert not runs.launch(running.id) and runs.get("eval", "running").stop_asked
 

@@ -3,7 +3,10 @@
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Generator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -13,17 +16,19 @@ from core_cases import (
     files_of,
     is_gone,
     is_ready,
-    keeper,
     lay_out,
     ledger,
     messages,
+    monitor_of,
+    until,
     until_async,
 )
 
 from penstock.controller.context import Controller, ControllerLimits, open_controller
+from penstock.controller.database import ControllerDatabase
 from penstock.controller.home import Home
 from penstock.controller.monitor import kill_stray_processes
-from penstock.controller.runs import Run, RunFiles, RunStatus
+from penstock.controller.runs import Run, RunFiles, RunQueue, RunStatus
 from penstock.errors import ControllerError
 
 ONCE = """
@@ -49,7 +54,7 @@ def status(controller: Controller, run: Run) -> RunStatus:
 
 
 async def over(controller: Controller, *runs: Run) -> list[Run]:
-    await until_async(lambda: all(status(controller, run).over for run in runs), "the end")
+    await until_async(lambda: all(status(controller, run).is_final for run in runs), "the end")
     return [controller.runs.get(run.kind, run.id) for run in runs]
 
 
@@ -86,11 +91,11 @@ def test_a_run_goes_on_without_its_controller_and_is_found_by_the_next(home: Hom
         async with open_controller(home, ControllerLimits(runs=2)) as controller:
             await until_async(is_ready(home, run))
             assert status(controller, run) is RunStatus.RUNNING
-            return keeper(home, run)
+            return monitor_of(home, run)
 
     async def second(pid: int) -> None:
         async with open_controller(home, ControllerLimits(runs=2)) as controller:
-            assert keeper(home, run) == pid
+            assert monitor_of(home, run) == pid
             assert controller.supervisor.stop(controller.runs.get("eval", run.id))
             ended = await over(controller, run, quick)
             assert [each.status for each in ended] == [RunStatus.STOPPED, RunStatus.FINISHED]
@@ -100,13 +105,35 @@ def test_a_run_goes_on_without_its_controller_and_is_found_by_the_next(home: Hom
     assert ledger(home, run) == ["begin", "asked"] and ledger(home, quick) == ["begin", "end"]
 
 
-def test_a_run_whose_keeper_is_killed_is_started_again_and_one_that_is_always_lost_fails(home: Home) -> None:
+def test_a_monitor_of_an_older_version_is_found_and_stopped(home: Home) -> None:
+    run = lay_out(home, WAITS)
+    with closing(ControllerDatabase(home.database)) as database:
+        assert RunQueue(database).launch(run.id)
+    code = "from penstock.controller.monitor import main; main()"
+    command = [sys.executable, "-c", code, str(files_of(home, run).path), "penstock.controller.keeper"]
+
+    async def work() -> None:
+        async with open_controller(home, ControllerLimits()) as controller:
+            assert controller.supervisor.stop(controller.runs.get("eval", run.id))
+            (ended,) = await over(controller, run)
+            assert (ended.status, ended.launches) == (RunStatus.STOPPED, 1)
+
+    with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as process:
+        assert process.stdin is not None
+        process.stdin.write(b"{}")
+        process.stdin.close()
+        until(is_ready(home, run))
+        asyncio.run(work())
+    assert ledger(home, run) == ["begin", "asked"]
+
+
+def test_a_run_whose_monitor_is_killed_is_started_again_and_one_that_is_always_lost_fails(home: Home) -> None:
     once, always = lay_out(home, ONCE, "once"), lay_out(home, "import os; os.kill(os.getppid(), 9)", "always")
 
     async def work() -> None:
         async with open_controller(home, ControllerLimits(runs=1, launches=3)) as controller:
             await until_async(is_ready(home, once))
-            os.kill(keeper(home, once), signal.SIGKILL)
+            os.kill(monitor_of(home, once), signal.SIGKILL)
             ended = await over(controller, once, always)
         assert [(run.status, run.launches) for run in ended] == [("finished", 2), ("failed", 3)]
         assert ended[1].message.startswith("its process was lost 3 times")
@@ -124,10 +151,10 @@ def test_a_run_that_waits_is_stopped_at_once_and_one_that_is_over_not_at_all(hom
             assert controller.supervisor.stop(second)
             assert status(controller, second) is RunStatus.STOPPED
             assert not controller.supervisor.stop(second)
-            pid = keeper(home, first)
+            pid = monitor_of(home, first)
             assert controller.supervisor.stop(first)
             await over(controller, first)
-            await until_async(lambda: is_gone(pid), "the keeper's end")
+            await until_async(lambda: is_gone(pid), "the monitor's end")
             assert not controller.supervisor.stop(first)
 
     asyncio.run(work())
@@ -166,7 +193,7 @@ def test_secrets_of_the_vault_reach_the_run_and_no_file(home: Home) -> None:
 
 
 def test_one_controller_serves_a_folder_and_what_a_killed_one_took_in_is_swept(home: Home) -> None:
-    half, whole = home.make().runs / "half", lay_out(home, COUNTS)
+    half, whole = home.create().runs / "half", lay_out(home, COUNTS)
     (half / "code").mkdir(parents=True)
 
     async def work() -> None:

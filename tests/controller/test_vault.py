@@ -120,7 +120,7 @@ def test_the_length_of_a_value_is_hidden_in_steps():
 
 
 def test_the_key_is_made_once_for_its_owner_alone(tmp_path):
-    home = Home(tmp_path / "home").make()
+    home = Home(tmp_path / "home").create()
     key = vault_key(home)
     assert key == vault_key(home) and len(key) >= 32
     assert stat.S_IMODE((home.path / "vault.key").stat().st_mode) == 0o600
@@ -138,7 +138,7 @@ def get_password(service, name): return _all().get(service + name)
 
 
 def test_the_key_moves_to_the_operating_systems_keyring(tmp_path, monkeypatch):
-    home = Home(tmp_path / "home").make()
+    home = Home(tmp_path / "home").create()
     key = vault_key(home)
     with pytest.raises(ConfigError, match="pip install keyring"):
         use_keyring(home)

@@ -6,8 +6,8 @@ import pytest
 
 from claw_r1.async_main import main, run_config
 from claw_r1.convert import convert
-from claw_r1.idle_keys import IDLE, ONLY
-from claw_r1.keys import ACTOR, ALIASES, FLOW, ROLLOUT, SETS, TOGETHER
+from claw_r1.keys import ACTOR, ALIASES, COMBINED_KEYS, FLOW, MAPPED_KEYS, ROLLOUT
+from claw_r1.other_keys import FIXED_KEYS, IGNORED_KEYS
 from claw_r1.overrides import read_overrides
 from penstock.config import RunConfig, load_config
 from penstock.errors import ConfigError
@@ -112,9 +112,9 @@ def test_an_argument_that_is_no_key_and_value_is_refused_with_the_remedy(argumen
     assert words in refused(argument)
 
 
-@pytest.mark.parametrize("key", [*SETS, *(key for key in TOGETHER if "resume" not in key and "clip" not in key)])
+@pytest.mark.parametrize("key", [*MAPPED_KEYS, *(key for key in COMBINED_KEYS if "resume" not in key and "clip" not in key)])
 def test_every_key_that_is_said_to_set_something_names_a_setting_that_there_is(key):
-    ours = (SETS[key].ours if key in SETS else TOGETHER[key][0]).split(", ")
+    ours = (MAPPED_KEYS[key].ours if key in MAPPED_KEYS else COMBINED_KEYS[key][0]).split(", ")
     for each in ours:
         section, name = each.split(".")
         free = section in ("executor", "grader")
@@ -163,23 +163,23 @@ def test_one_clip_is_both_unless_the_key_of_one_says_otherwise():
     assert (wider["train.clip_low"], wider["train.clip_high"]) == (0.3, 0.4)
 
 
-@pytest.mark.parametrize("key", ONLY)
+@pytest.mark.parametrize("key", FIXED_KEYS)
 def test_a_key_that_must_keep_its_value_is_refused_with_the_reason_where_it_has_another(key):
-    kept = ONLY[key].values[0]
+    kept = FIXED_KEYS[key].values[0]
     assert convert({key: kept}).notices == []
     message = refused(f"{key}=other")
-    assert key in message and ONLY[key].reason in message
+    assert key in message and FIXED_KEYS[key].reason in message
 
 
 def test_keys_without_effect_are_accepted_and_named_with_the_reason():
-    keys = [each.replace("*", "anything") for patterns in IDLE.values() for each in patterns]
+    keys = [each.replace("*", "anything") for patterns in IGNORED_KEYS.values() for each in patterns]
     notices = convert(dict.fromkeys(keys, 1)).notices
     assert sorted(key for notice in notices for key in keys if f" {key}," in notice or f" {key} (" in notice) == sorted(keys)
-    assert len(notices) == len(IDLE)
+    assert len(notices) == len(IGNORED_KEYS)
 
 
 def test_no_key_is_in_two_tables():
-    tables = [*SETS, *TOGETHER, *ONLY, *(each for patterns in IDLE.values() for each in patterns)]
+    tables = [*MAPPED_KEYS, *COMBINED_KEYS, *FIXED_KEYS, *(each for patterns in IGNORED_KEYS.values() for each in patterns)]
     assert len(tables) == len(set(tables))
 
 

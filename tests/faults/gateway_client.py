@@ -4,7 +4,7 @@ import asyncio
 import json
 
 from penstock.errors import PoolError
-from penstock.system.async_tools import settled
+from penstock.system.async_tools import finish_shielded
 
 USER = {"role": "user", "content": "What is 6 times 7?"}
 RETRY = (b"x-stainless-retry-count", b"1")
@@ -24,7 +24,7 @@ class GatedPool:
         return getattr(self.inner, name)
 
     async def append(self, step, node):
-        await settled(self._append(step, node))
+        await finish_shielded(self._append(step, node))
 
     async def _append(self, step, node):
         self.waiting.set()

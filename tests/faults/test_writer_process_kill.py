@@ -16,7 +16,7 @@ from penstock.pool.check import check_file
 from penstock.pool.remote_writer import open_writer_process
 from penstock.pool.sqlite import SqlitePool
 from penstock.records import make_rollout
-from penstock.sdk.agent_spec import module_command
+from penstock.system.processes import module_command
 
 LANES, STEPS = 12, 200
 STARTER = """

@@ -19,7 +19,7 @@ from typing import Any, Self
 from aiohttp import web
 
 from penstock.engines.retry import RetryPolicy
-from penstock.engines.servers.base import ServedModel
+from penstock.engines.servers.base import RemoteModel
 from penstock.engines.servers.vllm import VllmEngine, VllmSection, open_engine
 from penstock.http.client import RequestTimeouts
 
@@ -255,7 +255,7 @@ async def engine_over(
     *servers: FakeVllm, policy: RetryPolicy = QUICK, timeouts: RequestTimeouts | None = None, key: str = "", folder: Path = Path()
 ) -> AsyncIterator[VllmEngine]:
     """An engine whose servers are believed to be well."""
-    urls, served = [server.url for server in servers], ServedModel(MODEL, servers[0].context, servers[0].processed)
+    urls, served = [server.url for server in servers], RemoteModel(MODEL, servers[0].context, servers[0].processed)
     engine = VllmEngine(urls, name=MODEL, served=served, folder=folder, timeouts=timeouts, policy=policy, key=key)
     try:
         yield engine

@@ -5,7 +5,7 @@ from importlib import import_module
 from typing import Any
 
 
-def lazily(module: str, homes: Mapping[str, str], absent: Mapping[str, str] | None = None) -> Callable[[str], Any]:
+def lazy_attributes(module: str, homes: Mapping[str, str], absent: Mapping[str, str] | None = None) -> Callable[[str], Any]:
     """A `__getattr__` for `module`: `homes` says as `module:name` where each is found, `absent` what to use in place of others."""
 
     def find(name: str) -> Any:

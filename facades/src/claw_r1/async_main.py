@@ -8,10 +8,11 @@ from typing import Any
 import typer
 
 from claw_r1.convert import Converted, convert, put
-from claw_r1.keys import SETS, TOGETHER
+from claw_r1.keys import COMBINED_KEYS, MAPPED_KEYS
 from claw_r1.overrides import read_overrides
 from penstock.cli.app import exit_code
-from penstock.cli.train import Again, carry_out
+from penstock.cli.summary import ResumeCommand
+from penstock.cli.train import run_training
 from penstock.config import RunConfig, validate
 from penstock.errors import ConfigError
 from penstock.sdk.dataset import load_tasks
@@ -27,12 +28,12 @@ DEFAULT_FLOW = "single_step_single_turn_agent"
 
 def main(arguments: Sequence[str] | None = None, *, module: str = "claw_r1.async_main", is_async: bool = True) -> int:
     """Train as the arguments say; the exit code is that of `penstock train`."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    if {"-h", "--help"} & set(given):
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if {"-h", "--help"} & set(words):
         typer.echo(USAGE)
         return 0
-    command = shlex.join(["python3", "-m", module, *given])
-    return exit_code(lambda: _train(given, command, is_async=is_async))
+    command = shlex.join(["python3", "-m", module, *words])
+    return exit_code(lambda: _train(words, command, is_async=is_async))
 
 
 def _train(arguments: list[str], command: str, *, is_async: bool) -> None:
@@ -40,7 +41,8 @@ def _train(arguments: list[str], command: str, *, is_async: bool) -> None:
     config = run_config(converted, command.split(" ", 3)[2])
     for notice in converted.notices:
         typer.echo(f"penstock: {notice}", err=True)
-    carry_out(config, Again(command, "trainer.total_training_steps=", "trainer.resume_mode=disable"), fresh=converted.fresh)
+    resume = ResumeCommand(command, "trainer.total_training_steps=", "trainer.resume_mode=disable")
+    run_training(config, resume, fresh=converted.fresh)
 
 
 def run_config(converted: Converted, where: str = "claw_r1.async_main") -> RunConfig:
@@ -67,7 +69,7 @@ def run_config(converted: Converted, where: str = "claw_r1.async_main") -> RunCo
 
 def _renamed(message: str) -> str:
     """A message about a setting of Penstock, with the key that sets it."""
-    ours = {**{key: each.ours for key, each in SETS.items()}, **{key: each[0] for key, each in TOGETHER.items()}}
+    ours = {**{key: each.ours for key, each in MAPPED_KEYS.items()}, **{key: each[0] for key, each in COMBINED_KEYS.items()}}
     found = next((key for key, each in ours.items() if f"{each} =" in message), None)
     return message.replace(ours[found], found, 1) if found else message
 

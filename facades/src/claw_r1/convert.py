@@ -6,9 +6,9 @@ from math import ceil
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from claw_r1.idle_keys import IDLE, ONLY
-from claw_r1.keys import ACTOR, ALIASES, FLOW, ROLLOUT, SETS, TOGETHER, Values
-from claw_r1.overrides import OWN
+from claw_r1.keys import ACTOR, ALIASES, COMBINED_KEYS, FLOW, MAPPED_KEYS, ROLLOUT, Values
+from claw_r1.other_keys import FIXED_KEYS, IGNORED_KEYS
+from claw_r1.overrides import PENSTOCK_PREFIX
 from penstock.errors import ConfigError
 
 
@@ -27,36 +27,36 @@ class Converted(NamedTuple):
     """Whether to start over instead of taking a run up."""
 
 
-def convert(given: Values, *, is_async: bool = True) -> Converted:
-    """The settings that `given` asks for; ConfigError names the first key that is unknown or cannot be kept."""
+def convert(values: Values, *, is_async: bool = True) -> Converted:
+    """The settings that `values` ask for; ConfigError names the first key that is unknown or cannot be kept."""
     idle: defaultdict[str, list[str]] = defaultdict(list)
     tree: dict[str, Any] = {}
-    for key, value in given.items():
-        if key.startswith(OWN):
+    for key, value in values.items():
+        if key.startswith(PENSTOCK_PREFIX):
             continue
         put(tree, key, value)
-        if key not in SETS and key not in TOGETHER and not _is_kept(key, value):
+        if key not in MAPPED_KEYS and key not in COMBINED_KEYS and not _is_kept(key, value):
             idle[_reason(key)].append(key)
-    settings = {SETS[key].ours: SETS[key].read(value) for key, value in given.items() if key in SETS}
+    settings = {MAPPED_KEYS[key].ours: MAPPED_KEYS[key].read(value) for key, value in values.items() if key in MAPPED_KEYS}
     for part in (_advantage, _penalty, _clip, _evaluation, _queue, _place):
-        settings |= part(given)
-    settings["rollout.max_staleness"] = _staleness(given, is_async=is_async)
-    settings |= {key.removeprefix(OWN): value for key, value in given.items() if key.startswith(OWN)}
-    settings.setdefault("train.steps", given.get("rollout.total_rollout_steps"))
+        settings |= part(values)
+    settings["rollout.max_staleness"] = _staleness(values, is_async=is_async)
+    settings |= {key.removeprefix(PENSTOCK_PREFIX): value for key, value in values.items() if key.startswith(PENSTOCK_PREFIX)}
+    settings.setdefault("train.steps", values.get("rollout.total_rollout_steps"))
     if settings.get("scale.name") == "none" and settings.pop("executor.workers", None) is not None:
         idle["there are no workers in one process"].append(f"{FLOW}.num_workers")
     return Converted(
         settings={key: value for key, value in settings.items() if value is not None},
         config=tree,
         notices=[f"no effect here: {', '.join(keys)} ({reason})" for reason, keys in idle.items()],
-        epochs=_epochs(given) if settings["train.steps"] is None else None,
-        fresh=_one_of(given, "trainer.resume_mode", {"auto": False, "disable": True, None: False}),
+        epochs=_epochs(values) if settings["train.steps"] is None else None,
+        fresh=_one_of(values, "trainer.resume_mode", {"auto": False, "disable": True, None: False}),
     )
 
 
 def _is_kept(key: str, value: Any) -> bool:
     """Whether the key says what is so anyway; ConfigError where it says something else."""
-    if (rule := ONLY.get(key)) is None:
+    if (rule := FIXED_KEYS.get(key)) is None:
         return False
     if value not in rule.values:
         kept = " or ".join(str(each) for each in rule.values)
@@ -65,10 +65,16 @@ def _is_kept(key: str, value: Any) -> bool:
 
 
 def _reason(key: str) -> str:
-    for reason, patterns in IDLE.items():
+    for reason, patterns in IGNORED_KEYS.items():
         if any(key == each or (each.endswith("*") and key.startswith(each[:-1])) for each in patterns):
             return reason
-    known = [*SETS, *TOGETHER, *ONLY, *ALIASES, *(each for patterns in IDLE.values() for each in patterns if "*" not in each)]
+    known = [
+        *MAPPED_KEYS,
+        *COMBINED_KEYS,
+        *FIXED_KEYS,
+        *ALIASES,
+        *(each for patterns in IGNORED_KEYS.values() for each in patterns if "*" not in each),
+    ]
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
     hint = f"did you mean {near[0]!r}?" if near else "see docs/claw-r1.md for all keys"
     raise ConfigError(f"unknown key {key!r}; {hint} Settings of Penstock itself begin with penstock., such as penstock.train.lr")
@@ -85,45 +91,45 @@ def put(tree: dict[str, Any], key: str, value: Any) -> None:
     tree[last] = value
 
 
-def _one_of(given: Values, key: str, known: dict[Any, Any]) -> Any:
-    value = given.get(key, next(iter(known)))
+def _one_of(values: Values, key: str, known: dict[Any, Any]) -> Any:
+    value = values.get(key, next(iter(known)))
     if value in known:
         return known[value]
     raise ConfigError(f"{key}={value}: not here; use {' or '.join(str(each) for each in known if each is not None)}")
 
 
-def _advantage(given: Values) -> Values:
-    plain = given.get("algorithm.norm_adv_by_std_in_grpo") is False
-    return {"train.advantage": _one_of(given, "algorithm.adv_estimator", {"grpo": "dr_grpo" if plain else "grpo"})}
+def _advantage(values: Values) -> Values:
+    plain = values.get("algorithm.norm_adv_by_std_in_grpo") is False
+    return {"train.advantage": _one_of(values, "algorithm.adv_estimator", {"grpo": "dr_grpo" if plain else "grpo"})}
 
 
-def _penalty(given: Values) -> Values:
-    weight = given.get(f"{ACTOR}.kl_loss_coef", 0.001)
-    return {"train.kl": weight if given.get(f"{ACTOR}.use_kl_loss") else 0.0}
+def _penalty(values: Values) -> Values:
+    weight = values.get(f"{ACTOR}.kl_loss_coef", 0.001)
+    return {"train.kl": weight if values.get(f"{ACTOR}.use_kl_loss") else 0.0}
 
 
-def _clip(given: Values) -> Values:
-    if (both := given.get(f"{ACTOR}.clip_ratio")) is None:
+def _clip(values: Values) -> Values:
+    if (both := values.get(f"{ACTOR}.clip_ratio")) is None:
         return {}
-    return {f"train.clip_{end}": given.get(f"{ACTOR}.clip_ratio_{end}", both) for end in ("low", "high")}
+    return {f"train.clip_{end}": values.get(f"{ACTOR}.clip_ratio_{end}", both) for end in ("low", "high")}
 
 
-def _evaluation(given: Values) -> Values:
-    greedy = given.get(f"{ROLLOUT}.val_kwargs.do_sample") is False
-    return {"sampling.eval_temperature": 0.0 if greedy else given.get(f"{ROLLOUT}.val_kwargs.temperature")}
+def _evaluation(values: Values) -> Values:
+    greedy = values.get(f"{ROLLOUT}.val_kwargs.do_sample") is False
+    return {"sampling.eval_temperature": 0.0 if greedy else values.get(f"{ROLLOUT}.val_kwargs.temperature")}
 
 
-def _queue(given: Values) -> Values:
-    most = given.get("async_training.max_queue_size")
+def _queue(values: Values) -> Values:
+    most = values.get("async_training.max_queue_size")
     return {} if most is None else {"rollout.max_waiting": most, "rollout.overflow": "drop"}
 
 
-def _staleness(given: Values, *, is_async: bool) -> int:
+def _staleness(values: Values, *, is_async: bool) -> int:
     if not is_async:
-        if said := [name for name in _ASYNC if f"async_training.{name}" in given]:
-            raise ConfigError(f"async_training.{said[0]}: claw_r1.main_agent_ppo is synchronous; run claw_r1.async_main")
+        if present := [name for name in _ASYNC if f"async_training.{name}" in values]:
+            raise ConfigError(f"async_training.{present[0]}: claw_r1.main_agent_ppo is synchronous; run claw_r1.async_main")
         return 0
-    steps, share = (given.get(f"async_training.{name}", default) for name, default in _ASYNC.items())
+    steps, share = (values.get(f"async_training.{name}", default) for name, default in _ASYNC.items())
     for name, value in zip(_ASYNC, (steps, share), strict=True):
         if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
             raise ConfigError(f"async_training.{name}={value}: give a number, 0 or more")
@@ -133,12 +139,12 @@ def _staleness(given: Values, *, is_async: bool) -> int:
 _ASYNC = {"trigger_parameter_sync_step": 4, "staleness_threshold": 0.1}
 
 
-def _place(given: Values) -> Values:
-    project, name = (given.get(f"trainer.{key}") for key in ("project_name", "experiment_name"))
-    if folder := given.get("trainer.default_local_dir"):
+def _place(values: Values) -> Values:
+    project, name = (values.get(f"trainer.{key}") for key in ("project_name", "experiment_name"))
+    if folder := values.get("trainer.default_local_dir"):
         return {"run.folder": str(Path(str(folder)).parent), "run.name": Path(str(folder)).name}
     return {"run.folder": str(Path("runs", str(project))) if project else None, "run.name": name}
 
 
-def _epochs(given: Values) -> int | None:
-    return given.get("trainer.total_epochs", given.get("rollout.total_epochs"))
+def _epochs(values: Values) -> int | None:
+    return values.get("trainer.total_epochs", values.get("rollout.total_epochs"))

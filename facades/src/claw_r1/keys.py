@@ -29,7 +29,7 @@ ALIASES = {
 """Second spellings, which its documents use beside those of its code."""
 
 
-class Set(NamedTuple):
+class MappedKey(NamedTuple):
     """A key that sets one setting by itself."""
 
     ours: str
@@ -72,49 +72,55 @@ def not_negative(value: Any) -> Any:
     return max(0, value) if isinstance(value, int) else value
 
 
-SETS: dict[str, Set] = {
-    "actor_rollout_ref.model.path": Set("model.name", model, "`tiny`, `smollm2-135m`, a folder, or `ORG/NAME` of Hugging Face"),
-    f"{FLOW}.default_agent_flow": Set("agent.flow"),
-    f"{FLOW}.agent_flow_config_path": Set(
+MAPPED_KEYS: dict[str, MappedKey] = {
+    "actor_rollout_ref.model.path": MappedKey(
+        "model.name", model, "`tiny`, `smollm2-135m`, a folder, or `ORG/NAME` of Hugging Face"
+    ),
+    f"{FLOW}.default_agent_flow": MappedKey("agent.flow"),
+    f"{FLOW}.agent_flow_config_path": MappedKey(
         "agent.flows", packaged, "a file that is not there is looked for in the installed package"
     ),
-    f"{FLOW}.num_workers": Set("executor.workers", note="on Ray only"),
-    f"{ROLLOUT}.n": Set("rollout.group_size"),
-    f"{ROLLOUT}.temperature": Set("sampling.temperature"),
-    f"{ROLLOUT}.top_p": Set("sampling.top_p"),
-    f"{ROLLOUT}.top_k": Set("sampling.top_k", not_negative),
-    f"{ROLLOUT}.response_length": Set("sampling.max_tokens"),
-    f"{ROLLOUT}.max_num_seqs": Set("engine.slots"),
-    f"{ACTOR}.optim.lr": Set("train.lr"),
-    f"{ACTOR}.optim.weight_decay": Set("train.weight_decay"),
-    f"{ACTOR}.grad_clip": Set("train.grad_clip"),
-    f"{ACTOR}.clip_ratio_low": Set("train.clip_low"),
-    f"{ACTOR}.clip_ratio_high": Set("train.clip_high"),
-    f"{ACTOR}.ppo_epochs": Set("train.updates_per_step"),
-    f"{ACTOR}.ppo_max_token_len_per_gpu": Set("train.tokens_per_pass"),
-    "data.train_files": Set("dataset.train", one_file, "one file: JSONL, CSV or parquet"),
-    "data.val_files": Set("dataset.eval", one_file, "one file"),
-    "data.val_max_samples": Set("dataset.eval_limit", positive),
-    "data.train_batch_size": Set("rollout.groups_per_step"),
-    "data.max_response_length": Set("sampling.max_tokens"),
-    "data.shuffle": Set("dataset.shuffle"),
-    "data.seed": Set("run.seed"),
-    "trainer.total_training_steps": Set("train.steps"),
-    "trainer.test_freq": Set("train.eval_every", not_negative),
-    "rollout.test_freq": Set("train.eval_every", not_negative),
-    "trainer.save_freq": Set(
+    f"{FLOW}.num_workers": MappedKey("executor.workers", note="on Ray only"),
+    f"{ROLLOUT}.n": MappedKey("rollout.group_size"),
+    f"{ROLLOUT}.temperature": MappedKey("sampling.temperature"),
+    f"{ROLLOUT}.top_p": MappedKey("sampling.top_p"),
+    f"{ROLLOUT}.top_k": MappedKey("sampling.top_k", not_negative),
+    f"{ROLLOUT}.response_length": MappedKey("sampling.max_tokens"),
+    f"{ROLLOUT}.max_num_seqs": MappedKey("engine.slots"),
+    f"{ACTOR}.optim.lr": MappedKey("train.lr"),
+    f"{ACTOR}.optim.weight_decay": MappedKey("train.weight_decay"),
+    f"{ACTOR}.grad_clip": MappedKey("train.grad_clip"),
+    f"{ACTOR}.clip_ratio_low": MappedKey("train.clip_low"),
+    f"{ACTOR}.clip_ratio_high": MappedKey("train.clip_high"),
+    f"{ACTOR}.ppo_epochs": MappedKey("train.updates_per_step"),
+    f"{ACTOR}.ppo_max_token_len_per_gpu": MappedKey("train.tokens_per_pass"),
+    "data.train_files": MappedKey("dataset.train", one_file, "one file: JSONL, CSV or parquet"),
+    "data.val_files": MappedKey("dataset.eval", one_file, "one file"),
+    "data.val_max_samples": MappedKey("dataset.eval_limit", positive),
+    "data.train_batch_size": MappedKey("rollout.groups_per_step"),
+    "data.max_response_length": MappedKey("sampling.max_tokens"),
+    "data.shuffle": MappedKey("dataset.shuffle"),
+    "data.seed": MappedKey("run.seed"),
+    "trainer.total_training_steps": MappedKey("train.steps"),
+    "trainer.test_freq": MappedKey("train.eval_every", not_negative),
+    "rollout.test_freq": MappedKey("train.eval_every", not_negative),
+    "trainer.save_freq": MappedKey(
         "train.checkpoint_every", positive, "-1 keeps the default: what is not saved cannot be taken up again"
     ),
-    "trainer.max_actor_ckpt_to_keep": Set("train.checkpoints_kept", note="at least 2"),
-    "trainer.gateway_port": Set("gateway.port", note="any free one where not given"),
-    "trainer.device": Set("engine.device"),
-    "async_training.enable_prefix_tree_merge": Set("train.shared_prefix", note="on where not given; the gradients are the same"),
-    "ray_kwargs.ray_init.address": Set("scale.address", note="`auto` or an address; a Ray of its own is started where not given"),
-    "custom_reward_function.path": Set("grader.path", from_here, "a file with the function that grades"),
-    "custom_reward_function.name": Set("grader.function", note="`compute_score` where not given"),
+    "trainer.max_actor_ckpt_to_keep": MappedKey("train.checkpoints_kept", note="at least 2"),
+    "trainer.gateway_port": MappedKey("gateway.port", note="any free one where not given"),
+    "trainer.device": MappedKey("engine.device"),
+    "async_training.enable_prefix_tree_merge": MappedKey(
+        "train.shared_prefix", note="on where not given; the gradients are the same"
+    ),
+    "ray_kwargs.ray_init.address": MappedKey(
+        "scale.address", note="`auto` or an address; a Ray of its own is started where not given"
+    ),
+    "custom_reward_function.path": MappedKey("grader.path", from_here, "a file with the function that grades"),
+    "custom_reward_function.name": MappedKey("grader.function", note="`compute_score` where not given"),
 }
 
-TOGETHER: dict[str, tuple[str, str]] = {
+COMBINED_KEYS: dict[str, tuple[str, str]] = {
     "algorithm.adv_estimator": ("train.advantage", "`grpo`"),
     "algorithm.norm_adv_by_std_in_grpo": ("train.advantage", "false makes `grpo` `dr_grpo`"),
     f"{ACTOR}.use_kl_loss": ("train.kl", "false is 0"),

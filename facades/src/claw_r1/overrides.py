@@ -9,7 +9,7 @@ import yaml
 from claw_r1.keys import ALIASES
 from penstock.errors import ConfigError
 
-OWN = "penstock."
+PENSTOCK_PREFIX = "penstock."
 """Keys below it are Penstock's own settings, as `penstock train --set` takes them."""
 KEY = re.compile(r"\+{0,2}([A-Za-z_][\w-]*(?:[./@][A-Za-z_][\w-]*)*)=(.*)", re.DOTALL)
 NUMBER = re.compile(r"[+-]?(\d[\d_]*\.?[\d_]*|\.\d+)(e[+-]?\d+)?|[+-]?inf|nan", re.IGNORECASE)
@@ -17,7 +17,7 @@ NUMBER = re.compile(r"[+-]?(\d[\d_]*\.?[\d_]*|\.\d+)(e[+-]?\d+)?|[+-]?inf|nan", 
 
 def read_overrides(arguments: Iterable[str]) -> dict[str, Any]:
     """Values by key, the last one given for each; ConfigError names an argument that is none."""
-    given: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for argument in arguments:
         found = KEY.fullmatch(argument)
         if found is None:
@@ -25,8 +25,8 @@ def read_overrides(arguments: Iterable[str]) -> dict[str, Any]:
         key, text = found[1], found[2]
         if "${" in text:
             raise ConfigError(f"{argument!r}: interpolations are not resolved; write the value itself")
-        given[ALIASES.get(key, key)] = read_value(text, key)
-    return given
+        values[ALIASES.get(key, key)] = read_value(text, key)
+    return values
 
 
 def read_value(text: str, key: str) -> Any:

@@ -1,4 +1,7 @@
-"""A group of commands whose first word may be left out: `penstock train FILE.toml` is `penstock train run FILE.toml`."""
+"""The `penstock` command: all its subcommands, exit codes, and errors as text or JSON.
+
+A new command is a module of this folder and a line below.
+"""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -29,16 +32,18 @@ from penstock.cli import run as recording
 from penstock.cli import train as training
 from penstock.cli.interrupts import INTERRUPTED
 from penstock.errors import ConfigError, ControllerError, Issue, PenstockError
-from penstock.system.garbage import collect_seldom
+from penstock.system.processes import relax_gc
 
 HELP = "--help"
 
 
-class RunsByDefault(TyperGroup):
-    """Takes whatever is no command of its own for the arguments of `run`; a file named like a command is written `./list`."""
+class DefaultRunGroup(TyperGroup):
+    """A group whose `run` may be left out: `penstock train FILE.toml` is `penstock train run FILE.toml`.
+
+    A file that is named like a command is written `./list`.
+    """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Put the word in where it was left out."""
         if not args or (args[0] != HELP and args[0] not in self.commands):
             args = ["run", *args]
         return super().parse_args(ctx, args)
@@ -47,11 +52,11 @@ class RunsByDefault(TyperGroup):
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 app.command("quickstart")(quickstart.quickstart)
 app.add_typer(quickstart.app, name="template")
-train = typer.Typer(cls=RunsByDefault, help="Train the policy of an agent, here (penstock train [FILE.toml]) or by a controller.")
+train = typer.Typer(cls=DefaultRunGroup, help="Train the policy of an agent, here (penstock train [FILE.toml]) or by a controller.")
 train.command("run")(training.train)
-submitted.attach(train, "train")
+submitted.add_run_commands(train, "train")
 app.add_typer(train, name="train")
-submitted.attach(evaluate.app, "eval")
+submitted.add_run_commands(evaluate.app, "eval")
 app.add_typer(evaluate.app, name="eval")
 app.command("gateway")(gateway.gateway)
 app.command("run", context_settings={"allow_interspersed_args": False})(recording.run)
@@ -67,7 +72,7 @@ app.add_typer(controller.app, name="controller")
 app.command("doctor")(doctor.doctor)
 
 BUSY = 429
-"""The status of what a controller will take later."""
+"""The HTTP status of a controller that will accept the request later."""
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 """What typer raises for a command line that it cannot read; it exports this child of it only."""
 
@@ -94,7 +99,7 @@ def root(
 
 
 def main() -> None:
-    collect_seldom()
+    relax_gc()
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # pyright: ignore[reportAttributeAccessIssue]  # model text may not fit the terminal
     sys.exit(run(sys.argv[1:]))
@@ -112,46 +117,48 @@ def exit_code(command: Callable[[], Any], *, as_json: bool = False) -> int:
         code = command()
     except typer.Exit as end:
         return end.exit_code
-    except typer.Abort:  # Ctrl-C where a person was asked something
+    except typer.Abort:  # Ctrl-C at a question
         typer.echo("\npenstock: nothing was done", err=True)
         return INTERRUPTED
     except PenstockError as error:
-        return _tell_error(error, as_json=as_json)
+        return _report_error(error, as_json=as_json)
     except ExceptionGroup as group:
         ours, others = group.split(PenstockError)
         if others or not ours:
             raise
-        return _tell_error(_first(ours), as_json=as_json)
+        return _report_error(_first(ours), as_json=as_json)
     except UsageError as error:
-        return _tell_usage(f"{error.format_message()}", as_json=as_json)  # pyright: ignore[reportAttributeAccessIssue]
+        return _report_usage(f"{error.format_message()}", as_json=as_json)  # pyright: ignore[reportAttributeAccessIssue]
     return code if isinstance(code, int) else 0
 
 
-def _tell_error(error: PenstockError, *, as_json: bool) -> int:
+def _report_error(error: PenstockError, *, as_json: bool) -> int:
     if isinstance(error, ControllerError):
-        theirs = error.status is not None and 400 <= error.status < 500 and error.status != BUSY
-        return _tell(str(error), code=error.code, as_json=as_json, exit_code=2 if theirs else 1, issues=_answered_issues(error))
+        bad_input = error.status is not None and 400 <= error.status < 500 and error.status != BUSY
+        return _print_error(
+            str(error), code=error.code, as_json=as_json, exit_code=2 if bad_input else 1, issues=_controller_issues(error)
+        )
     issues = error.issues if isinstance(error, ConfigError) else ()
-    return _tell(
+    return _print_error(
         str(error), code=_code(error), as_json=as_json, exit_code=2 if isinstance(error, ConfigError) else 1, issues=issues
     )
 
 
-def _answered_issues(error: ControllerError) -> list[Issue]:
-    """What a controller found wrong, each thing by itself."""
-    found = cast("list[Any]", error.details.get("issues") or [])
-    return [_issue(cast("dict[str, Any]", one)) if isinstance(one, dict) else Issue("", str(one)) for one in found]
+def _controller_issues(error: ControllerError) -> list[Issue]:
+    """The issues that a controller found, one by one."""
+    issues = cast("list[Any]", error.details.get("issues") or [])
+    return [_issue(cast("dict[str, Any]", each)) if isinstance(each, dict) else Issue("", str(each)) for each in issues]
 
 
-def _issue(told: dict[str, Any]) -> Issue:
-    return Issue(str(told.get("key", "")), str(told.get("message", "")), told.get("key_correction"))
+def _issue(fields: dict[str, Any]) -> Issue:
+    return Issue(str(fields.get("key", "")), str(fields.get("message", "")), fields.get("key_correction"))
 
 
-def _tell_usage(message: str, *, as_json: bool) -> int:
+def _report_usage(message: str, *, as_json: bool) -> int:
     if message.startswith("Usage:"):  # a group of commands without one: its help
         typer.echo(message, err=True)
         return 2
-    return _tell(f"{message.rstrip('.')}; see penstock --help", code="usage", as_json=as_json, exit_code=2)
+    return _print_error(f"{message.rstrip('.')}; see penstock --help", code="usage", as_json=as_json, exit_code=2)
 
 
 def _first(group: ExceptionGroup[PenstockError]) -> PenstockError:
@@ -159,13 +166,13 @@ def _first(group: ExceptionGroup[PenstockError]) -> PenstockError:
     return _first(first) if isinstance(first, ExceptionGroup) else first
 
 
-def _tell(message: str, *, code: str, as_json: bool, exit_code: int, issues: Sequence[Issue] = ()) -> int:
+def _print_error(message: str, *, code: str, as_json: bool, exit_code: int, issues: Sequence[Issue] = ()) -> int:
     several = len(issues) > 1
-    told = message.split("\n", 1)[0] if several else message  # its further lines are the issues
-    line = " ".join(part.strip() for part in told.splitlines())
+    text = message.split("\n", 1)[0] if several else message  # the other lines are the issues
+    line = " ".join(part.strip() for part in text.splitlines())
     if as_json:
-        listed = {"issues": [issue._asdict() for issue in issues]} if issues else {}
-        typer.echo(orjson.dumps({"error": {"code": code, "message": line, **listed}}).decode())
+        details = {"issues": [issue._asdict() for issue in issues]} if issues else {}
+        typer.echo(orjson.dumps({"error": {"code": code, "message": line, **details}}).decode())
         return exit_code
     typer.echo(f"penstock: {line}", err=True)
     for issue in issues if several else ():

@@ -1,42 +1,40 @@
-"""The controller that a command talks to, and how long exchanges with it are shown."""
+"""The controller that commands talk to: connecting, progress of transfers, pages of lists."""
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
-from penstock.cli.output import stage_progress
+from penstock.cli.output import stage_progress, warn
 
 if TYPE_CHECKING:
     from penstock.controller.client import ControllerClient, ProgressCallback
 
 
 def connect() -> "ControllerClient":
-    """The controller of the environment, else the user's own, started where it does not run."""
+    """Return the controller that the environment names, else the user's own, which is started if it does not run."""
     from penstock.controller.home import default_home
     from penstock.controller.local import find_controller, named_controller, read_address
     from penstock.controller.submit import repository_name
 
     git = repository_name(Path())
     if named_controller(git) is None and read_address(default_home()) is None:
-        typer.echo("penstock: starting a controller in the background; penstock controller status tells of it", err=True)
+        warn("starting a controller in the background; penstock controller status tells of it")
     return find_controller(git)
 
 
 @contextmanager
-def transferring() -> "Generator[ProgressCallback]":
-    """Shows on stderr how far a transfer is."""
+def transfer_progress() -> "Generator[ProgressCallback]":
+    """Show on stderr how far a transfer is."""
     with stage_progress() as progress:
 
-        def tell(stage: str, done: int, total: int | None) -> None:
+        def update(stage: str, done: int, total: int | None) -> None:
             progress(stage, done, total)
 
-        yield tell
+        yield update
 
 
-def listed(fetch: Callable[[int, int], dict[str, Any]], key: str, limit: int, *, everything: bool) -> dict[str, Any]:
+def fetch_page(fetch: Callable[[int, int], dict[str, Any]], key: str, limit: int, *, everything: bool) -> dict[str, Any]:
     """The first page of a list, of `limit` rows; or all of it as if it were one page."""
     from penstock.controller.client import PAGE_ROWS, all_rows
 

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,7 +12,7 @@ import orjson
 import typer
 
 from penstock.cli.interrupts import INTERRUPTED, Interrupts
-from penstock.cli.output import AsJson, labelled, show
+from penstock.cli.output import AsJson, labelled_lines, print_result, warn
 from penstock.errors import ConfigError, ControllerError
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def up(
 
     Commands that need a controller start one in the background by themselves; this is for one that other machines use.
     """
-    place = _home(home).make()
+    place = _home(home).create()
     if keyring:
         from penstock.controller.encryption import use_keyring
 
@@ -65,7 +66,7 @@ def status(home: HomeOption = None, as_json: AsJson = False) -> None:
     address = find_running(place) if named is None and place.path.is_dir() else None
     if named is None and address is None:
         text = f"No controller serves {place.path}.\n\n  next  penstock controller up, or any command that needs one"
-        show({"running": False, "home": str(place.path)}, text, as_json=as_json)
+        print_result({"running": False, "home": str(place.path)}, text, as_json=as_json)
         raise typer.Exit(1)
     client = named or ControllerClient(address.url if address else "", place.token())
     found: dict[str, Any] = {"running": True, "url": client.url, "user": client.verify()["user"]["name"]}
@@ -74,7 +75,7 @@ def status(home: HomeOption = None, as_json: AsJson = False) -> None:
     found["runs"] = {kind: client.runs(kind, limit=1)["total_count"] for kind in ("eval", "train")}
     shown = [*((key, found.get(key)) for key in ("url", "pid", "home", "log"))]
     counted = [("evaluations", found["runs"]["eval"]), ("training runs", found["runs"]["train"])]
-    show(found, f"A controller serves.\n\n{labelled([*shown, *counted])}", as_json=as_json)
+    print_result(found, f"A controller serves.\n\n{labelled_lines([*shown, *counted])}", as_json=as_json)
 
 
 @app.command()
@@ -94,7 +95,7 @@ def down(home: HomeOption = None, as_json: AsJson = False) -> None:
             raise ControllerError(text, code="CONTROLLER_STUCK")
         time.sleep(0.05)
     text = f"Stopped the controller of {place.path}. Runs that were under way go on.\n\n  next  penstock controller up"
-    show({"stopped": True, "pid": address.pid, "home": str(place.path)}, text, as_json=as_json)
+    print_result({"stopped": True, "pid": address.pid, "home": str(place.path)}, text, as_json=as_json)
 
 
 @app.command()
@@ -111,7 +112,7 @@ def register(
     if chosen is None:
         raise ConfigError(f"{path} has no remote called origin to take a name from; give one: --name OWNER/NAME")
     record = connect().register_repository(chosen, path.resolve())
-    show(record, f"{record['name']} now stands for {record['path']}.", as_json=as_json)
+    print_result(record, f"{record['name']} now stands for {record['path']}.", as_json=as_json)
 
 
 @app.command()
@@ -123,7 +124,7 @@ def approve(
     from penstock.cli.connection import connect
 
     record = connect().approve(code)
-    show(record, f"Let {record.get('device_name') or 'the device'} in.", as_json=as_json)
+    print_result(record, f"Let {record.get('device_name') or 'the device'} in.", as_json=as_json)
 
 
 @app.command()
@@ -139,21 +140,18 @@ def token(as_json: AsJson = False) -> None:
         "OSMOSIS_TOKEN": client.token or "",
     }
     text = "\n".join(f"export {name}={value}" for name, value in variables.items())
-    show({"url": client.url, "token": client.token, "variables": variables}, text, as_json=as_json)
+    print_result({"url": client.url, "token": client.token, "variables": variables}, text, as_json=as_json)
 
 
 async def _serve(home: "Home", host: str, port: int, runs: int, url: str, names: list[str], *, quiet: bool) -> int | None:
-    """Serve until a signal comes; which one that was."""
+    """Serve until a signal comes; returns its number."""
     from penstock.controller.api.app import serve_controller
     from penstock.controller.context import ControllerLimits, open_controller
     from penstock.controller.local import publish_address
 
-    def tell(text: str) -> None:
-        if not quiet:
-            typer.echo(f"penstock: {text}", err=True)
-
+    notify: Callable[[str], None] = (lambda _: None) if quiet else warn
     stop = asyncio.Event()
-    with Interrupts(stop, lambda: tell("stopping; runs that are under way go on")) as interrupts:
+    with Interrupts(stop, lambda: notify("stopping; runs that are under way go on")) as interrupts:
         async with (
             open_controller(home, ControllerLimits(runs=runs)) as controller,
             serve_controller(controller, host=host, port=port, base_url=url.rstrip("/"), names=names) as here,
@@ -161,7 +159,7 @@ async def _serve(home: "Home", host: str, port: int, runs: int, url: str, names:
             with publish_address(home, here) as address:
                 ready = {"event": "ready", "url": url.rstrip("/") or here, "pid": address.pid, "home": str(home.path)}
                 typer.echo(orjson.dumps(ready).decode())
-                tell(f"serving {home.path} at {ready['url']}; how to connect: penstock controller token")
+                notify(f"serving {home.path} at {ready['url']}; how to connect: penstock controller token")
                 await stop.wait()
         return interrupts.first
 

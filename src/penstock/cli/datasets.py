@@ -6,18 +6,29 @@ from typing import Annotated, Any
 import orjson
 import typer
 
-from penstock.cli.output import All, AsJson, Column, Limit, Plain, labelled, show, show_rows, size, when
+from penstock.cli.output import (
+    All,
+    AsJson,
+    Limit,
+    Plain,
+    TableColumn,
+    file_size,
+    labelled_lines,
+    local_time,
+    print_result,
+    print_table,
+)
 
 app = typer.Typer(help="Task files: check them, keep them with a controller, fetch them.", no_args_is_help=True)
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The dataset's name or id.")]
 COLUMNS = (
-    Column("name", lambda row: row.get("file_name")),
-    Column("status", lambda row: row.get("status")),
-    Column("rows", lambda row: row.get("row_count")),
-    Column("size", lambda row: size(row.get("file_size"))),
-    Column("uploaded", lambda row: when(row.get("created_at"))),
-    Column("by", lambda row: row.get("creator_name")),
+    TableColumn("name", lambda row: row.get("file_name")),
+    TableColumn("status", lambda row: row.get("status")),
+    TableColumn("rows", lambda row: row.get("row_count")),
+    TableColumn("size", lambda row: file_size(row.get("file_size"))),
+    TableColumn("uploaded", lambda row: local_time(row.get("created_at"))),
+    TableColumn("by", lambda row: row.get("creator_name")),
 )
 
 
@@ -30,7 +41,7 @@ def validate(file: Annotated[Path, typer.Argument(help="JSONL, CSV or parquet.")
     _, count = check_dataset_file(file)
     rows = check_tasks(file, columns=True)
     found = {"valid": True, "file": str(file), "rows": rows, "size": count}
-    show(found, f"{file} is fine: {rows} rows.\n\n  next  penstock dataset upload {file}", as_json=as_json)
+    print_result(found, f"{file} is fine: {rows} rows.\n\n  next  penstock dataset upload {file}", as_json=as_json)
 
 
 @app.command()
@@ -41,29 +52,29 @@ def upload(
     as_json: AsJson = False,
 ) -> None:
     """Send a file to the controller, which looks at every row; runs then name it."""
-    from penstock.cli.connection import connect, transferring
+    from penstock.cli.connection import connect, transfer_progress
     from penstock.controller.downloads import check_dataset_file, upload_dataset
     from penstock.sdk.dataset import check_tasks
 
     check_dataset_file(file)
     check_tasks(file, columns=True)  # the controller looks at every row again; a bad file need not travel
     client = connect()
-    with transferring() as progress:
+    with transfer_progress() as progress:
         record = upload_dataset(client, file, name=name, overwrite=overwrite, progress=progress)
     kept = record.get("file_name") or name or file.stem
-    text = f"Uploaded {file} as dataset {kept} ({size(record.get('file_size'))}); it is {record.get('status')}."
-    show(record, f"{text}\n\n  next  penstock dataset info {kept}", as_json=as_json)
+    text = f"Uploaded {file} as dataset {kept} ({file_size(record.get('file_size'))}); it is {record.get('status')}."
+    print_result(record, f"{text}\n\n  next  penstock dataset info {kept}", as_json=as_json)
 
 
 @app.command("list")
 def list_datasets(limit: Limit = 20, everything: All = False, plain: Plain = False, as_json: AsJson = False) -> None:
     """List the controller's datasets, newest first."""
-    from penstock.cli.connection import connect, listed
+    from penstock.cli.connection import connect, fetch_page
 
     client = connect()
-    page = listed(lambda limit, offset: client.datasets(limit=limit, offset=offset), "datasets", limit, everything=everything)
+    page = fetch_page(lambda limit, offset: client.datasets(limit=limit, offset=offset), "datasets", limit, everything=everything)
     empty = "there is no dataset yet; begin with: penstock dataset upload FILE"
-    show_rows(page, "datasets", COLUMNS, as_json=as_json, plain=plain, empty=empty)
+    print_table(page, "datasets", COLUMNS, as_json=as_json, plain=plain, empty=empty)
 
 
 @app.command("info")
@@ -75,7 +86,7 @@ def details(name: Name, as_json: AsJson = False) -> None:
     facts = [(column.title, column.cell(record)) for column in COLUMNS]
     shown = [("id", record.get("id")), *facts, ("format", record.get("file_format"))]
     record.pop("data_preview", None)
-    show(record, f"{labelled(shown)}\n\n  next  penstock dataset preview {name}", as_json=as_json)
+    print_result(record, f"{labelled_lines(shown)}\n\n  next  penstock dataset preview {name}", as_json=as_json)
 
 
 @app.command()
@@ -93,7 +104,7 @@ def preview(
     if not first:
         typer.echo(f"no rows can be shown: the dataset is {record.get('status')}; see: penstock dataset info {name}", err=True)
     text = "\n".join(orjson.dumps(row).decode() for row in first)
-    show({"name": record.get("file_name"), "status": record.get("status"), "rows": first}, text, as_json=as_json)
+    print_result({"name": record.get("file_name"), "status": record.get("status"), "rows": first}, text, as_json=as_json)
 
 
 @app.command()
@@ -104,11 +115,15 @@ def download(
     as_json: AsJson = False,
 ) -> None:
     """Fetch a dataset's file as it was uploaded."""
-    from penstock.cli.connection import connect, transferring
+    from penstock.cli.connection import connect, transfer_progress
     from penstock.controller.downloads import download_dataset
 
     client = connect()
-    with transferring() as progress:
+    with transfer_progress() as progress:
         path = download_dataset(client, name, output, overwrite=overwrite, progress=progress)
     count = path.stat().st_size
-    show({"name": name, "path": str(path), "size": count}, f"Fetched dataset {name} into {path} ({size(count)}).", as_json=as_json)
+    print_result(
+        {"name": name, "path": str(path), "size": count},
+        f"Fetched dataset {name} into {path} ({file_size(count)}).",
+        as_json=as_json,
+    )

@@ -1,4 +1,4 @@
-"""What `penstock doctor` looks at: one function per thing, each answers with a check and its remedy."""
+"""`penstock doctor`: checks of this machine, one function each, with a remedy for what is missing."""
 
 import os
 import platform
@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from textwrap import wrap
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import orjson
 import typer
@@ -24,10 +24,6 @@ from penstock.workspace.experiment import is_experiment, read_experiment
 from penstock.workspace.layout import EVALS, FOLDERS, TRAININGS, Workspace, find_workspace
 from penstock.workspace.sections import RunKind
 
-if TYPE_CHECKING:
-    pass
-
-
 GB = 1024**3
 DISK_NEEDED, DISK_WANTED = 2 * GB, 8 * GB
 """The embedded model is 0.5 GB and a checkpoint with its optimizer 1.6 GB; two are kept while a third is written."""
@@ -37,7 +33,7 @@ MEMORY_NEEDED, MEMORY_WANTED = 2 * GB, 4 * GB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One thing looked at. A `note` does not hinder training, a `fail` does."""
+    """The result of one check. A `note` does not prevent training, a `fail` does."""
 
     name: str
     state: Literal["ok", "note", "fail"]
@@ -45,46 +41,53 @@ class Check:
     remedy: str = ""
 
 
-def look() -> list[Check]:
-    """All checks, in the order in which a person would mend them."""
+def doctor(
+    path: Annotated[Path, typer.Argument(metavar="[PATH]", help="A workspace, or a folder that shall be one.")] = Path(),
+    fix: Annotated[bool, typer.Option("--fix", help="Make the folders of a workspace that are missing.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the checks as JSON.")] = False,
+) -> None:
+    """Check that training can run on this machine (exit code 1 if not), with a remedy for all that is missing.
+
+    In a workspace, its layout and experiment files are checked too; --fix makes PATH one.
+    """
+    from penstock.workspace.scaffold import create_missing_folders
+
+    if not path.is_dir():
+        raise ConfigError(f"{path}: no such folder; give a workspace, or a folder that shall be one")
+    made = create_missing_folders(path) if fix and find_workspace(path) is None else []
+    checks = [*run_checks(), *workspace(path, made)]
+    passed = all(check.state != "fail" for check in checks)
+    result = {"ok": passed, "fixed": made, "checks": [asdict(check) for check in checks]}
+    typer.echo(orjson.dumps(result).decode() if as_json else as_text(checks))
+    raise typer.Exit(0 if passed else 1)
+
+
+def as_text(checks: list[Check]) -> str:
+    """One line per check, the remedy below it, the verdict last."""
+    width = max(len(check.name) for check in checks) + 2
+    lines: list[str] = []
+    for check in checks:
+        first, *more = wrap(check.found, 80 - width - 6, break_long_words=False, break_on_hyphens=False)
+        lines.append(f"{check.state:<6}{check.name:<{width}}{first}")
+        lines += [f"{'':<6}{'':<{width}}{line}" for line in more]
+        if check.remedy:
+            lines.append(f"{'':<6}{'':<{width}}→ {check.remedy}")
+    failed = sum(check.state == "fail" for check in checks)
+    verdict = f"Training cannot run here: {failed} of {len(checks)} checks failed." if failed else "Training can run here."
+    return "\n".join([*lines, "", verdict])
+
+
+def run_checks() -> list[Check]:
+    """All checks, in the order in which to fix them."""
     return [python(), *packages(), torch_device(), memory(), disk(), cache(), model(), loopback()]
 
 
-def workspace(path: Path, made: Sequence[str] = ()) -> Iterator[Check]:
-    """The layout around `path`, and each experiment file in it; nothing outside of a workspace."""
-    found = find_workspace(path)
-    if found is None:
-        folder = path.resolve()
-        missing = Workspace(folder).missing()
-        if len(missing) < len(FOLDERS):  # one that lacks something, and not just any folder
-            remedy = f"make it with: penstock doctor {path} --fix"
-            yield Check(name="workspace", state="note", found=f"{folder} has no {', '.join(missing)}", remedy=remedy)
-        return
-    mended = f"; made {', '.join(made)}" if made else ""
-    yield Check(name="workspace", state="ok", found=f"{found.path}{mended}; rollouts: {', '.join(found.rollouts()) or 'none yet'}")
-    kinds: tuple[tuple[str, RunKind], ...] = ((EVALS, "eval"), (TRAININGS, "train"))
-    for folder, kind in kinds:
-        for file in sorted((found.path / folder).glob("*.toml")):
-            yield from _experiment(file, kind)
-
-
-def _experiment(file: Path, kind: RunKind) -> Iterator[Check]:
-    try:
-        tables = read_toml(file)
-        if is_experiment(tables):
-            read_experiment(tables, kind, file.name)
-    except ConfigError as error:
-        lines = [issue.line for issue in error.issues] or [str(error)]
-        yield Check(name=file.stem, state="note", found=f"{file}: {'; '.join(lines)}", remedy="fix the file")
-
-
 def python() -> Check:
-    """The interpreter; pip has refused one that is too old."""
     return Check(name="python", state="ok", found=f"{platform.python_version()} in {sys.prefix}")
 
 
 def packages() -> Iterator[Check]:
-    """The core and every extra, from the installed package's own list of requirements; nothing is imported."""
+    """Check the core and every extra against the installed package's requirements; nothing is imported."""
     yield Check(name="penstock", state="ok", found=metadata.version("penstock"))
     wanted: dict[str, list[str]] = {}
     for requirement in metadata.requires("penstock") or []:
@@ -93,74 +96,6 @@ def packages() -> Iterator[Check]:
     wanted.pop("dev", None)  # for those who work on penstock itself
     for extra, names in wanted.items():
         yield _extra(extra, names)
-
-
-def torch_device() -> Check:
-    """Where the embedded engine and the trainer compute."""
-    try:
-        import torch
-    except ImportError as cause:
-        return Check(name="device", state="fail", found=f"torch cannot be imported: {cause}", remedy=_pip("local"))
-    if torch.cuda.is_available():
-        return Check(name="device", state="ok", found=f"cuda: {torch.cuda.get_device_name()}")
-    return Check(name="device", state="ok", found=f"cpu, {torch.get_num_threads()} threads")
-
-
-def memory() -> Check:
-    """What is free now, in RAM."""
-    free = _free_memory()
-    if free is None:
-        return Check(name="memory", state="note", found="cannot be read on this system")
-    return _amount("memory", free, MEMORY_NEEDED, MEMORY_WANTED, remedy="close other programs, or train a smaller model")
-
-
-def disk() -> Check:
-    """What is free where runs are written: the current folder."""
-    return _amount(
-        "disk", shutil.disk_usage(Path.cwd()).free, DISK_NEEDED, DISK_WANTED, remedy="free some, or set run.folder elsewhere"
-    )
-
-
-def cache() -> Check:
-    """The folder that models are kept in."""
-    folder = cache_folder()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as cause:
-        return Check(
-            name="cache",
-            state="fail",
-            found=f"{folder} cannot be written: {cause.strerror}",
-            remedy="set PENSTOCK_CACHE to a writable folder",
-        )
-    return Check(name="cache", state="ok", found=str(folder))
-
-
-def model() -> Check:
-    """The start policy of a config that names none."""
-    name = ModelSection().name
-    found = find_cached(name)
-    if found is None:
-        remedy = f"the first run fetches it; or fetch it now: penstock model pull {name}"
-        return Check(name="model", state="note", found=f"{name} is not here yet", remedy=remedy)
-    return Check(name="model", state="ok", found=f"{name} in {found.path}")
-
-
-def loopback() -> Check:
-    """Agents reach the gateway over the loopback interface."""
-    try:
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-    except OSError as cause:
-        return Check(
-            name="loopback",
-            state="fail",
-            found=f"no port of 127.0.0.1 can be bound: {cause.strerror}",
-            remedy="allow local sockets in this sandbox or container",
-        )
-    return Check(name="loopback", state="ok", found="a port of 127.0.0.1 can be bound")
 
 
 def _extra(extra: str, names: list[str]) -> Check:
@@ -184,7 +119,31 @@ def _pip(extra: str) -> str:
     return f'pip install "penstock[{extra}]"' if extra else "pip install --force-reinstall penstock"
 
 
-def _amount(name: str, free: int, needed: int, wanted: int, *, remedy: str) -> Check:
+def torch_device() -> Check:
+    try:
+        import torch
+    except ImportError as cause:
+        return Check(name="device", state="fail", found=f"torch cannot be imported: {cause}", remedy=_pip("local"))
+    if torch.cuda.is_available():
+        return Check(name="device", state="ok", found=f"cuda: {torch.cuda.get_device_name()}")
+    return Check(name="device", state="ok", found=f"cpu, {torch.get_num_threads()} threads")
+
+
+def memory() -> Check:
+    free = _free_memory()
+    if free is None:
+        return Check(name="memory", state="note", found="cannot be read on this system")
+    return _free_space("memory", free, MEMORY_NEEDED, MEMORY_WANTED, remedy="close other programs, or train a smaller model")
+
+
+def disk() -> Check:
+    """Check the disk of the current folder, where runs are written."""
+    return _free_space(
+        "disk", shutil.disk_usage(Path.cwd()).free, DISK_NEEDED, DISK_WANTED, remedy="free some, or set run.folder elsewhere"
+    )
+
+
+def _free_space(name: str, free: int, needed: int, wanted: int, *, remedy: str) -> Check:
     found = f"{free / GB:.1f} GB free"
     if free >= wanted:
         return Check(name=name, state="ok", found=found)
@@ -204,39 +163,70 @@ def _free_memory() -> int | None:
         return None
 
 
-def doctor(
-    path: Annotated[Path, typer.Argument(metavar="[PATH]", help="A workspace, or a folder that shall be one.")] = Path(),
-    fix: Annotated[bool, typer.Option("--fix", help="Make the folders of a workspace that are missing.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the checks as JSON.")] = False,
-) -> None:
-    """Check that training can run on this machine (exit code 1 if not), with a remedy for all that is missing.
-
-    In a workspace, its layout and experiment files are checked too; --fix makes PATH one.
-    """
-    pass
-    from penstock.workspace.layout import find_workspace
-    from penstock.workspace.scaffold import create_missing_folders as mend
-
-    if not path.is_dir():
-        raise ConfigError(f"{path}: no such folder; give a workspace, or a folder that shall be one")
-    made = mend(path) if fix and find_workspace(path) is None else []
-    found = [*look(), *workspace(path, made)]
-    able = all(check.state != "fail" for check in found)
-    told = {"ok": able, "fixed": made, "checks": [asdict(check) for check in found]}
-    typer.echo(orjson.dumps(told).decode() if as_json else as_text(found))
-    raise typer.Exit(0 if able else 1)
+def cache() -> Check:
+    folder = cache_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as cause:
+        return Check(
+            name="cache",
+            state="fail",
+            found=f"{folder} cannot be written: {cause.strerror}",
+            remedy="set PENSTOCK_CACHE to a writable folder",
+        )
+    return Check(name="cache", state="ok", found=str(folder))
 
 
-def as_text(checks: "list[Check]") -> str:
-    """One line per check, the remedy below it, the verdict last."""
-    width = max(len(check.name) for check in checks) + 2
-    lines: list[str] = []
-    for check in checks:
-        first, *more = wrap(check.found, 80 - width - 6, break_long_words=False, break_on_hyphens=False)
-        lines.append(f"{check.state:<6}{check.name:<{width}}{first}")
-        lines += [f"{'':<6}{'':<{width}}{line}" for line in more]
-        if check.remedy:
-            lines.append(f"{'':<6}{'':<{width}}→ {check.remedy}")
-    failed = sum(check.state == "fail" for check in checks)
-    verdict = f"Training cannot run here: {failed} of {len(checks)} checks failed." if failed else "Training can run here."
-    return "\n".join([*lines, "", verdict])
+def model() -> Check:
+    """Check the default model."""
+    name = ModelSection().name
+    found = find_cached(name)
+    if found is None:
+        remedy = f"the first run fetches it; or fetch it now: penstock model pull {name}"
+        return Check(name="model", state="note", found=f"{name} is not here yet", remedy=remedy)
+    return Check(name="model", state="ok", found=f"{name} in {found.path}")
+
+
+def loopback() -> Check:
+    """Check that a port can be bound: agents reach the gateway over the loopback interface."""
+    try:
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+    except OSError as cause:
+        return Check(
+            name="loopback",
+            state="fail",
+            found=f"no port of 127.0.0.1 can be bound: {cause.strerror}",
+            remedy="allow local sockets in this sandbox or container",
+        )
+    return Check(name="loopback", state="ok", found="a port of 127.0.0.1 can be bound")
+
+
+def workspace(path: Path, made: Sequence[str] = ()) -> Iterator[Check]:
+    """Check the workspace around `path` and its experiment files; nothing if there is none."""
+    found = find_workspace(path)
+    if found is None:
+        folder = path.resolve()
+        missing = Workspace(folder).missing()
+        if len(missing) < len(FOLDERS):  # an incomplete workspace, not just any folder
+            remedy = f"make it with: penstock doctor {path} --fix"
+            yield Check(name="workspace", state="note", found=f"{folder} has no {', '.join(missing)}", remedy=remedy)
+        return
+    created = f"; made {', '.join(made)}" if made else ""
+    yield Check(name="workspace", state="ok", found=f"{found.path}{created}; rollouts: {', '.join(found.rollouts()) or 'none yet'}")
+    kinds: tuple[tuple[str, RunKind], ...] = ((EVALS, "eval"), (TRAININGS, "train"))
+    for folder, kind in kinds:
+        for file in sorted((found.path / folder).glob("*.toml")):
+            yield from _experiment(file, kind)
+
+
+def _experiment(file: Path, kind: RunKind) -> Iterator[Check]:
+    try:
+        tables = read_toml(file)
+        if is_experiment(tables):
+            read_experiment(tables, kind, file.name)
+    except ConfigError as error:
+        lines = [issue.line for issue in error.issues] or [str(error)]
+        yield Check(name=file.stem, state="note", found=f"{file}: {'; '.join(lines)}", remedy="fix the file")

@@ -1,4 +1,4 @@
-"""`--dry-run`: everything is checked, one rollout is run from end to end, and nothing is left behind."""
+"""`--dry-run`: check everything, run one rollout from end to end, leave nothing behind."""
 
 import contextlib
 import sys
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import orjson
 import typer
 
-from penstock.cli.output import reward
+from penstock.cli.output import aligned, reward_text, warn
 
 if TYPE_CHECKING:
     from penstock.config import RunConfig
@@ -19,7 +19,7 @@ Option = Annotated[bool, typer.Option("--dry-run", help="Check everything, run o
 
 
 def try_once(config: "RunConfig", kind: "RunKind", *, as_json: bool, following: str) -> None:
-    """Try the first task, tell what came of it, and exit: with code 1 where the rollout failed. `following` is the real command."""
+    """Run the first task, print the result and exit, with code 1 if the rollout failed. `following` is the real command."""
     from penstock.workspace.preflight import check_project, dry_run
 
     check_project(config, f"the run {config.run.name!r}")
@@ -29,19 +29,13 @@ def try_once(config: "RunConfig", kind: "RunKind", *, as_json: bool, following: 
     raise typer.Exit(0 if found.completed else 1)
 
 
-def warn(line: str) -> None:
-    """Say something that does not keep a run from beginning."""
-    typer.echo(f"penstock: {line}", err=True)
-
-
 def as_text(found: "DryRunResult", following: str) -> str:
-    """One line for each thing that is known of it."""
     rows = [("checked", "config, agent, every row, model"), ("rollout", f"{found.status} in {found.seconds:.1f} s")]
     rows += [("why", found.message)] if found.message else []
-    rows.append(("reward", reward(found.reward)))
+    rows.append(("reward", reward_text(found.reward)))
     rows.append(("calls", f"{found.steps} of {found.model}, {found.tokens} tokens sampled"))
     rows += [("next", following)] if found.completed else []
-    return "\n" + "\n".join(f"  {label:<12}{text}".rstrip() for label, text in rows) + "\n"
+    return f"\n{aligned(rows)}\n"
 
 
 def _listen(name: str, fields: dict[str, Any]) -> None:

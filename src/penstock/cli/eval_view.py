@@ -1,8 +1,4 @@
-"""What evaluations came to, for other programs: a line for each number, its name, its value, its lower and its upper bound.
-
-Tabs between the four, no header; a column that a number does not have is empty, and so is a value that is not known. Further names
-may come with later releases; those that are there stay as they are.
-"""
+"""What `penstock eval` shows: progress while it runs, and results as text or as plain lines for other programs."""
 
 import threading
 from collections import Counter
@@ -16,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from penstock.cli.output import clock, counts, reward
+from penstock.cli.output import aligned, clock, counts, reward_text
 
 if TYPE_CHECKING:
     from penstock.evals.compare import Comparison
@@ -26,72 +22,13 @@ if TYPE_CHECKING:
     from penstock.evals.spending import Latency, Spending
 
 
-class Line(NamedTuple):
-    name: str
-    value: object
-    low: object = None
-    high: object = None
-
-
-def evaluation_lines(found: "Evaluation", page: Path | None) -> str:
-    """Of `penstock eval run`."""
-    head = [Line("name", found.name), Line("status", found.status), Line("model", found.model), Line("folder", found.folder)]
-    tail = [Line("resumed", found.resumed), Line("seconds", found.seconds), Line("report", page)]
-    return _text([*head, *_outcome(found.outcome), *tail])
-
-
-def regraded_lines(found: "EvalOutcome", folder: Path, page: Path | None) -> str:
-    """Of `penstock eval regrade`."""
-    return _text([Line("folder", folder), *_outcome(found), Line("report", page)])
-
-
-def compared_lines(found: "Comparison") -> str:
-    """Of `penstock eval compare`."""
-    lines = [Line("tasks", found.tasks), Line("left_out", found.left_out), Line("better", found.better), Line("worse", found.worse)]
-    lines.append(Line("difference", *found.difference[:3]))
-    lines.append(Line("p", found.difference.p))
-    sides = zip(("a", "b"), (found.first, found.second), found.means, found.spent, strict=True)
-    for name, folder, mean, spent in sides:
-        lines += [Line(f"{name}.folder", folder), Line(f"{name}.reward", mean)]
-        lines += [line._replace(name=f"{name}.{line.name}") for line in _spent_lines(spent)]
-    return _text(lines)
-
-
-def _outcome(own: "EvalOutcome") -> list[Line]:
-    lines = [Line("tasks", own.tasks), Line("samples", own.samples), Line("rollouts", own.rollouts)]
-    lines += [_estimate_lines("reward", own.reward), *(_estimate_lines(f"pass@{k}", value) for k, value in own.passes.items())]
-    lines += [Line(f"end.{end}", count) for end, count in own.ends.items()]
-    return [*lines, *_spent_lines(own.spent)]
-
-
-def _spent_lines(spent: "Spending") -> list[Line]:
-    lines = [Line("steps", spent.steps), Line("prompt_tokens", spent.prompt_tokens)]
-    lines += [Line("completion_tokens", spent.completion_tokens), Line("cost", spent.cost)]
-    return [*lines, *_latency("call_s", spent.call_s), *_latency("rollout_s", spent.rollout_s)]
-
-
-def _estimate_lines(name: str, value: "Estimate | None") -> Line:
-    return Line(name, None) if value is None else Line(name, *value)
-
-
-def _latency(name: str, value: "Latency | None") -> list[Line]:
-    return [Line(f"{name}.p50", value and value.p50), Line(f"{name}.p95", value and value.p95)]
-
-
-def _text(lines: Iterable[Line]) -> str:
-    return "\n".join("\t".join(map(_cell, line)) for line in lines)
-
-
-def _cell(value: object) -> str:
-    if value is None:
-        return ""
-    return f"{value:.6g}" if isinstance(value, float) else " ".join(str(value).split())
+# While it runs
 
 
 LINES = 10
-"""How often, in all, a log is told how far it is."""
+"""Progress lines in all, where there is no terminal."""
 ROWS = 100
-"""Results of single rollouts that a terminal shows above the bar, spread over all of them; the first is always shown."""
+"""Rollouts whose result a terminal shows above the bar, spread over all; the first is always shown."""
 
 
 class EvalView:
@@ -104,24 +41,23 @@ class EvalView:
         self._total = self._done = 0
         self._rewards: list[float] = []
         self._ends: Counter[str] = Counter()
-        self._said = ""
+        self._last_line = ""
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         self._bars = Progress(*columns, console=self._console, transient=True)
         self._bar: Any = None
         self._live: AbstractContextManager[Any] = self._bars if self._terminal else nullcontext()
 
     def __call__(self, kind: str, fields: dict[str, Any]) -> None:
-        """Take in one event."""
         with self._lock:
             if kind == "stage":
-                self._say(fields["text"])
+                self._print_once(fields["text"])
             elif kind == "eval.begin":
                 self._begin(fields)
             elif kind == "rollout.end" and fields["end"] != "lost":
                 self._end(fields)
 
     def notice(self, text: str) -> None:
-        """Say something that is not an event."""
+        """Print something that is not an event."""
         self._console.print(text, markup=False, soft_wrap=True)
 
     def __enter__(self) -> Self:
@@ -131,15 +67,15 @@ class EvalView:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._live.__exit__(kind, error, trace)
 
-    def _say(self, text: str) -> None:
-        if text != self._said:
-            self._said = text
+    def _print_once(self, text: str) -> None:
+        if text != self._last_line:
+            self._last_line = text
             self.notice(text)
 
     def _begin(self, fields: dict[str, Any]) -> None:
         self._total = fields["rollouts"]
         before = f", {fields['done']} were made before" if fields["done"] else ""
-        self._say(f"{fields['model']}: {self._total} rollouts{before}, in {fields['folder']}")
+        self._print_once(f"{fields['model']}: {self._total} rollouts{before}, in {fields['folder']}")
         if self._terminal:
             self._bar = self._bars.add_task("rollouts", total=self._total)
 
@@ -154,11 +90,11 @@ class EvalView:
             )
         if self._bar is None:
             if self._due(LINES):
-                self._say(f"{self._done}/{self._total} rollouts, reward {reward(mean)}")
+                self._print_once(f"{self._done}/{self._total} rollouts, reward {reward_text(mean)}")
             return
         if self._due(ROWS):
             self.notice(result_line(fields))
-        self._bars.update(self._bar, completed=self._done, description=f"reward {reward(mean)}")
+        self._bars.update(self._bar, completed=self._done, description=f"reward {reward_text(mean)}")
 
     def _due(self, often: int) -> bool:
         """Whether this is the first rollout to end, or one of `often` in all."""
@@ -168,8 +104,11 @@ class EvalView:
 def result_line(fields: Mapping[str, Any]) -> str:
     """How one rollout ended; its row in the dataset is that of its group."""
     row, place = fields["group_id"].rpartition("-")[2], fields["rollout_id"].rpartition(".")[0].rpartition(".")[2]
-    verdict = reward(fields["reward"]) if fields["end"] == "completed" else fields["end"]
+    verdict = reward_text(fields["reward"]) if fields["end"] == "completed" else fields["end"]
     return f"row {row}, attempt {int(place) + 1}: {verdict} in {fields['seconds']:.1f} s"
+
+
+# Results as text
 
 
 def as_text(found: "Evaluation", page: Path | None, train: str) -> str:
@@ -193,32 +132,30 @@ def as_text(found: "Evaluation", page: Path | None, train: str) -> str:
     return f"\n{head}\n\n" + "\n".join(f"  {label:<12}{text}".rstrip() for label, text in rows) + "\n"
 
 
-def _spent(spent: "Spending") -> list[tuple[str, str]]:
-    rows = [("model", f"{spent.steps:,} calls, {spent.completion_tokens:,} tokens sampled, {spent.prompt_tokens:,} read")]
-    times = {"call": spent.call_s, "rollout": spent.rollout_s}
-    took = [f"{name} {each.p50:.2f} s (p95 {each.p95:.2f} s)" for name, each in times.items() if each is not None]
-    rows += [("median", ", ".join(took))] if took else []
-    return rows if spent.cost is None else [*rows, ("cost", f"{spent.cost:.4g}")]
-
-
-def regraded_text(own: "EvalOutcome", before: Path, folder: Path) -> str:
-    """What another grader says."""
+def regrade_text(own: "EvalOutcome", before: Path, folder: Path) -> str:
     rows = [("reward", _estimate(own.reward)), *((f"pass@{k}", _estimate(value)) for k, value in own.passes.items())]
     rows += [("rollouts", f"{own.rollouts:,}: {counts(own.ends)}"), ("folder", str(folder))]
     rows.append(("next", f"penstock eval compare {before} {folder}"))
-    return "\n" + "\n".join(f"  {label:<12}{text}".rstrip() for label, text in rows) + "\n"
+    return f"\n{aligned(rows)}\n"
 
 
-def compared_text(found: "Comparison") -> str:
-    """The same for two."""
-    rows = [("A", f"{found.first}: {reward(found.means[0])}"), ("B", f"{found.second}: {reward(found.means[1])}")]
+def comparison_text(found: "Comparison") -> str:
+    rows = [("A", f"{found.first}: {reward_text(found.means[0])}"), ("B", f"{found.second}: {reward_text(found.means[1])}")]
     rows.append(("B - A", _difference(found.difference)))
     rows.append(("tasks", f"{found.tasks} that both tried: B is better on {found.better}, worse on {found.worse}"))
     if found.left_out:
         rows.append(("left out", f"{found.left_out} that one of them did not try"))
     for name, spent in zip("AB", found.spent, strict=True):
         rows += [(f"{name}, {label}", text) for label, text in _spent(spent)]
-    return "\n" + "\n".join(f"  {label:<12}{text}".rstrip() for label, text in rows) + "\n"
+    return f"\n{aligned(rows)}\n"
+
+
+def _spent(spent: "Spending") -> list[tuple[str, str]]:
+    rows = [("model", f"{spent.steps:,} calls, {spent.completion_tokens:,} tokens sampled, {spent.prompt_tokens:,} read")]
+    times = {"call": spent.call_s, "rollout": spent.rollout_s}
+    took = [f"{name} {each.p50:.2f} s (p95 {each.p95:.2f} s)" for name, each in times.items() if each is not None]
+    rows += [("median", ", ".join(took))] if took else []
+    return rows if spent.cost is None else [*rows, ("cost", f"{spent.cost:.4g}")]
 
 
 def _estimate(value: "Estimate | None") -> str:
@@ -228,3 +165,83 @@ def _estimate(value: "Estimate | None") -> str:
 def _difference(value: "Difference") -> str:
     verdict = "not likely chance" if value.p < 0.05 else "may be chance"
     return f"{value.value:+.3f}   95 % between {value.low:+.3f} and {value.high:+.3f}, p = {value.p:.3g} ({verdict})"
+
+
+# Results as plain lines
+
+
+class PlainLine(NamedTuple):
+    """One number of an evaluation for other programs: its name, value, lower and upper bound, printed with tabs and no header.
+
+    What a number does not have, or is not known, is left empty. Later releases may add names; those that exist stay.
+    """
+
+    name: str
+    value: object
+    low: object = None
+    high: object = None
+
+
+def evaluation_lines(found: "Evaluation", page: Path | None) -> str:
+    """The plain form of `penstock eval run`."""
+    head = [
+        PlainLine("name", found.name),
+        PlainLine("status", found.status),
+        PlainLine("model", found.model),
+        PlainLine("folder", found.folder),
+    ]
+    tail = [PlainLine("resumed", found.resumed), PlainLine("seconds", found.seconds), PlainLine("report", page)]
+    return _text([*head, *_outcome(found.outcome), *tail])
+
+
+def regrade_lines(found: "EvalOutcome", folder: Path, page: Path | None) -> str:
+    """The plain form of `penstock eval regrade`."""
+    return _text([PlainLine("folder", folder), *_outcome(found), PlainLine("report", page)])
+
+
+def comparison_lines(found: "Comparison") -> str:
+    """The plain form of `penstock eval compare`."""
+    lines = [
+        PlainLine("tasks", found.tasks),
+        PlainLine("left_out", found.left_out),
+        PlainLine("better", found.better),
+        PlainLine("worse", found.worse),
+    ]
+    lines.append(PlainLine("difference", *found.difference[:3]))
+    lines.append(PlainLine("p", found.difference.p))
+    sides = zip(("a", "b"), (found.first, found.second), found.means, found.spent, strict=True)
+    for name, folder, mean, spent in sides:
+        lines += [PlainLine(f"{name}.folder", folder), PlainLine(f"{name}.reward", mean)]
+        lines += [line._replace(name=f"{name}.{line.name}") for line in _spent_lines(spent)]
+    return _text(lines)
+
+
+def _outcome(own: "EvalOutcome") -> list[PlainLine]:
+    lines = [PlainLine("tasks", own.tasks), PlainLine("samples", own.samples), PlainLine("rollouts", own.rollouts)]
+    lines += [_estimate_lines("reward", own.reward), *(_estimate_lines(f"pass@{k}", value) for k, value in own.passes.items())]
+    lines += [PlainLine(f"end.{end}", count) for end, count in own.ends.items()]
+    return [*lines, *_spent_lines(own.spent)]
+
+
+def _spent_lines(spent: "Spending") -> list[PlainLine]:
+    lines = [PlainLine("steps", spent.steps), PlainLine("prompt_tokens", spent.prompt_tokens)]
+    lines += [PlainLine("completion_tokens", spent.completion_tokens), PlainLine("cost", spent.cost)]
+    return [*lines, *_latency("call_s", spent.call_s), *_latency("rollout_s", spent.rollout_s)]
+
+
+def _estimate_lines(name: str, value: "Estimate | None") -> PlainLine:
+    return PlainLine(name, None) if value is None else PlainLine(name, *value)
+
+
+def _latency(name: str, value: "Latency | None") -> list[PlainLine]:
+    return [PlainLine(f"{name}.p50", value and value.p50), PlainLine(f"{name}.p95", value and value.p95)]
+
+
+def _text(lines: Iterable[PlainLine]) -> str:
+    return "\n".join("\t".join(map(_cell, line)) for line in lines)
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return ""
+    return f"{value:.6g}" if isinstance(value, float) else " ".join(str(value).split())

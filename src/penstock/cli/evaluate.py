@@ -1,4 +1,4 @@
-"""`penstock eval rubric`: a judge over answers in a file."""
+"""`penstock eval`: run an agent on tasks, compare evaluations, grade again, and score answers by a rubric."""
 
 import asyncio
 import contextlib
@@ -11,6 +11,7 @@ import typer
 
 from penstock.cli import dry_run
 from penstock.cli.interrupts import INTERRUPTED, Interrupts
+from penstock.cli.output import check_format, warn
 from penstock.errors import ConfigError, PenstockError
 from penstock.workspace.scaffold import CONFIG_FILE
 
@@ -21,68 +22,7 @@ if TYPE_CHECKING:
     from penstock.evals.run import Evaluation
 
 
-def rubric(
-    file: Annotated[Path, typer.Option("--data", "-d", help="JSONL: rows with solution, and if you have them prompt and label.")],
-    text: Annotated[str, typer.Option("--rubric", "-r", metavar="TEXT|@FILE", help="What makes an answer good.")],
-    model: Annotated[str, typer.Option(help="The judge, such as openai/gpt-5-mini; with --url, its name there.")],
-    url: Annotated[str, typer.Option(help="Of any OpenAI-compatible endpoint, up to /v1.")] = "",
-    number: Annotated[int, typer.Option("--number", "-n", min=1, help="Verdicts on each row.")] = 1,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write all verdicts to this file, as JSON.")] = None,
-    api_key_env: Annotated[str, typer.Option(help="The environment variable that has the key; else the provider's own.")] = "",
-    timeout: Annotated[float, typer.Option(min=0.001, help="Seconds for one answer of the judge.")] = 60.0,
-    score_min: Annotated[float, typer.Option(help="The lowest score.")] = 0.0,
-    score_max: Annotated[float, typer.Option(help="The highest.")] = 1.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
-    plain: Annotated[bool, typer.Option("--plain", help="Print a line for each row, with tabs.")] = False,
-) -> None:
-    """Let another model score answers by a rubric. Exit code 1 where a verdict is missing."""
-    from penstock.evals.rubric import judge_file
-    from penstock.graders.judge import Scale, find_endpoint
-    from penstock.graders.rubric import read_rubric
-
-    if as_json and plain:
-        raise ConfigError("--json and --plain go without each other")
-    if score_min >= score_max:
-        raise ConfigError(f"--score-min {score_min:g} is not below --score-max {score_max:g}; turn them around")
-    found = asyncio.run(
-        judge_file(
-            file,
-            rubric=read_rubric(Path(text[1:])) if text.startswith("@") else text,
-            endpoint=find_endpoint(model, url=url, api_key_env=api_key_env, timeout_s=timeout),
-            scale=Scale(score_min, score_max),
-            samples=number,
-            output=output,
-            tell=lambda done, total: typer.echo(f"{done}/{total} verdicts", err=True),
-        )
-    )
-    typer.echo(orjson.dumps(found.as_json()).decode() if as_json else "\n".join(map(_plain, found.rows)) if plain else _text(found))
-    if found.errors:
-        raise typer.Exit(1)
-
-
-def _plain(row: "JudgedRow") -> str:
-    """Row, name, mean score, number of verdicts, number of missing ones."""
-    mean = f"{sum(row.scores) / len(row.scores):.6g}" if row.scores else ""
-    name = " ".join(row.name.split())
-    return "\t".join([str(row.row), name, mean, str(len(row.scores)), str(len(row.errors))])
-
-
-def _text(found: "RubricResult") -> str:
-    own, lines = found.statistics, [f"\n{len(found.rows)} rows judged by {found.model}, {found.samples} x each.\n"]
-    for row in found.rows:
-        said = " ".join((row.explanations or row.errors or ("",))[0].split())
-        scores = " ".join(f"{score:.3g}" for score in row.scores) or "no verdict"
-        lines.append(f"  {row.name[:24]:<25}{scores:<16}{said[:120]}".rstrip())
-    if own.mean is not None:
-        lines.append(f"\n  {'mean':<12}{own.mean:.3f}   from {own.low:.3g} to {own.high:.3g}, deviation {own.deviation:.3f}")
-    if found.errors:
-        lines.append(f"  {'missing':<12}{found.errors} verdicts")
-    return "\n".join(lines) + "\n"
-
-
 app = typer.Typer(help="Measure an agent.", no_args_is_help=True)
-app.command("rubric")(rubric)
-
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 Plain = Annotated[bool, typer.Option("--plain", help="Print the result as lines with tabs: name, value, lower and upper bound.")]
 
@@ -121,7 +61,7 @@ def run(
     from penstock.cli.eval_view import EvalView
     from penstock.evals.run import evaluation_config
 
-    _one_form(as_json, plain)
+    check_format(as_json=as_json, plain=plain)
     flags: dict[str, Any] = {
         "model.name": model,
         "engine.name": engine or ("openai" if base_url else None),
@@ -142,10 +82,10 @@ def run(
         with contextlib.redirect_stdout(sys.stderr), view:
             found = _evaluate(config, view, fresh=fresh, retry_failed=retry_failed)
     except asyncio.CancelledError:
-        typer.echo("penstock: quit; the same command goes on", err=True)
+        warn("quit; the same command goes on")
         raise typer.Exit(INTERRUPTED) from None
     train = "" if agent or not config.engine.trainable else "penstock train" + (f" {file}" if file else "")
-    _tell(found, train, as_json=as_json, plain=plain)
+    _print_evaluation(found, train, as_json=as_json, plain=plain)
     if found.status == "stopped":
         raise typer.Exit(INTERRUPTED)
 
@@ -158,12 +98,12 @@ def compare(
     plain: Plain = False,
 ) -> None:
     """Tell whether B does better than A on the tasks that both tried, task by task."""
-    from penstock.cli.eval_view import compared_lines, compared_text
+    from penstock.cli.eval_view import comparison_lines, comparison_text
     from penstock.evals.compare import compare as paired
 
-    _one_form(as_json, plain)
+    check_format(as_json=as_json, plain=plain)
     found = asyncio.run(paired(first, second))
-    text = compared_lines if plain else compared_text
+    text = comparison_lines if plain else comparison_text
     typer.echo(orjson.dumps(found.as_json()).decode() if as_json else text(found))
 
 
@@ -183,27 +123,67 @@ def regrade(
 
     A grader sees the messages as they were recorded, in the OpenAI form, whatever framework the agent used.
     """
-    from penstock.cli.eval_view import regraded_lines, regraded_text
+    from penstock.cli.eval_view import regrade_lines, regrade_text
     from penstock.evals.regrade import regrade as grade_again
     from penstock.evals.regrade import regrade_config
 
-    _one_form(as_json, plain)
+    check_format(as_json=as_json, plain=plain)
     config = regrade_config(folder, agent=agent, name=name or f"{folder.resolve().name}-regraded", overrides=overrides or ())
     with contextlib.redirect_stdout(sys.stderr):
         made, found = asyncio.run(grade_again(folder, config, fresh=fresh))
-    page = _page(made.path)
+    page = _write_page(made.path)
     if as_json:
-        told = {"folder": str(made.path), "outcome": found.as_json(), "report": str(page) if page else None}
-        typer.echo(orjson.dumps(told).decode())
+        fields = {"folder": str(made.path), "outcome": found.as_json(), "report": str(page) if page else None}
+        typer.echo(orjson.dumps(fields).decode())
     elif plain:
-        typer.echo(regraded_lines(found, made.path, page))
+        typer.echo(regrade_lines(found, made.path, page))
     else:
-        typer.echo(regraded_text(found, folder, made.path))
+        typer.echo(regrade_text(found, folder, made.path))
 
 
-def _one_form(as_json: bool, plain: bool) -> None:
-    if as_json and plain:
-        raise ConfigError("--json and --plain go without each other")
+@app.command("rubric")
+def rubric(
+    file: Annotated[Path, typer.Option("--data", "-d", help="JSONL: rows with solution, and if you have them prompt and label.")],
+    text: Annotated[str, typer.Option("--rubric", "-r", metavar="TEXT|@FILE", help="What makes an answer good.")],
+    model: Annotated[str, typer.Option(help="The judge, such as openai/gpt-5-mini; with --url, its name there.")],
+    url: Annotated[str, typer.Option(help="Of any OpenAI-compatible endpoint, up to /v1.")] = "",
+    number: Annotated[int, typer.Option("--number", "-n", min=1, help="Verdicts on each row.")] = 1,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write all verdicts to this file, as JSON.")] = None,
+    api_key_env: Annotated[str, typer.Option(help="The environment variable that has the key; else the provider's own.")] = "",
+    timeout: Annotated[float, typer.Option(min=0.001, help="Seconds for one answer of the judge.")] = 60.0,
+    score_min: Annotated[float, typer.Option(help="The lowest score.")] = 0.0,
+    score_max: Annotated[float, typer.Option(help="The highest.")] = 1.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    plain: Annotated[bool, typer.Option("--plain", help="Print a line for each row, with tabs.")] = False,
+) -> None:
+    """Let another model score answers by a rubric. Exit code 1 where a verdict is missing."""
+    from penstock.evals.rubric import judge_file
+    from penstock.graders.judge import Scale, find_endpoint
+    from penstock.graders.rubric import read_rubric
+
+    check_format(as_json=as_json, plain=plain)
+    if score_min >= score_max:
+        raise ConfigError(f"--score-min {score_min:g} is not below --score-max {score_max:g}; turn them around")
+    found = asyncio.run(
+        judge_file(
+            file,
+            rubric=read_rubric(Path(text[1:])) if text.startswith("@") else text,
+            endpoint=find_endpoint(model, url=url, api_key_env=api_key_env, timeout_s=timeout),
+            scale=Scale(score_min, score_max),
+            samples=number,
+            output=output,
+            tell=lambda done, total: typer.echo(f"{done}/{total} verdicts", err=True),
+        )
+    )
+    typer.echo(
+        orjson.dumps(found.as_json()).decode()
+        if as_json
+        else "\n".join(map(_rubric_line, found.rows))
+        if plain
+        else _rubric_text(found)
+    )
+    if found.errors:
+        raise typer.Exit(1)
 
 
 def _config(file: Path | None, agent: Path | None, dataset: Path | None, overrides: list[str]) -> "RunConfig":
@@ -220,7 +200,7 @@ def _config(file: Path | None, agent: Path | None, dataset: Path | None, overrid
         tree: dict[str, Any] = {"agent": {"entry": str(agent)}, "dataset": {"train": str(dataset)}, "run": {"name": agent.stem}}
         override(tree, overrides)
         return make_config(tree, "the command line")
-    config = load_run_config(file, overrides, "eval", tell=dry_run.warn)
+    config = load_run_config(file, overrides, "eval", warn=warn)
     if dataset is not None:
         config = config.model_copy(update={"dataset": config.dataset.model_copy(update={"eval": dataset})})
     return config
@@ -241,25 +221,45 @@ def _evaluate(config: "RunConfig", view: "EvalView", *, fresh: bool, retry_faile
     return asyncio.run(work())
 
 
-def _tell(found: "Evaluation", train: str, *, as_json: bool, plain: bool) -> None:
+def _print_evaluation(found: "Evaluation", train: str, *, as_json: bool, plain: bool) -> None:
     from penstock.cli.eval_view import as_text, evaluation_lines
-    from penstock.evals.run import as_json as told
+    from penstock.evals.run import as_json as result_fields
 
-    page = _page(Path(found.folder))
+    page = _write_page(Path(found.folder))
     if as_json:
-        typer.echo(orjson.dumps(told(found) | {"report": str(page) if page else None}).decode())
+        typer.echo(orjson.dumps(result_fields(found) | {"report": str(page) if page else None}).decode())
     elif plain:
         typer.echo(evaluation_lines(found, page))
     else:
         typer.echo(as_text(found, page, train))
 
 
-def _page(folder: Path) -> Path | None:
-    """The report's path; a report that cannot be written must not fail an evaluation that was made."""
+def _write_page(folder: Path) -> Path | None:
+    """Write the report and return its path; a report that cannot be written must not fail an evaluation that was made."""
     from penstock.reports.evaluation import write_eval_page
 
     try:
         return asyncio.run(write_eval_page(folder))
     except (PenstockError, OSError) as error:
-        typer.echo(f"penstock: no report: {error}", err=True)
+        warn(f"no report: {error}")
         return None
+
+
+def _rubric_line(row: "JudgedRow") -> str:
+    """Row, name, mean score, number of verdicts, number of missing ones."""
+    mean = f"{sum(row.scores) / len(row.scores):.6g}" if row.scores else ""
+    name = " ".join(row.name.split())
+    return "\t".join([str(row.row), name, mean, str(len(row.scores)), str(len(row.errors))])
+
+
+def _rubric_text(found: "RubricResult") -> str:
+    own, lines = found.statistics, [f"\n{len(found.rows)} rows judged by {found.model}, {found.samples} x each.\n"]
+    for row in found.rows:
+        reason = " ".join((row.explanations or row.errors or ("",))[0].split())
+        scores = " ".join(f"{score:.3g}" for score in row.scores) or "no verdict"
+        lines.append(f"  {row.name[:24]:<25}{scores:<16}{reason[:120]}".rstrip())
+    if own.mean is not None:
+        lines.append(f"\n  {'mean':<12}{own.mean:.3f}   from {own.low:.3g} to {own.high:.3g}, deviation {own.deviation:.3f}")
+    if found.errors:
+        lines.append(f"  {'missing':<12}{found.errors} verdicts")
+    return "\n".join(lines) + "\n"

@@ -11,6 +11,7 @@ import orjson
 import typer
 
 from penstock.cli.interrupts import INTERRUPTED, Interrupts
+from penstock.cli.output import stage_progress, warn
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -46,19 +47,19 @@ def gateway(
 
     Prints one line of JSON once it serves. SIGTERM or Ctrl-C stop it: calls under way may end first (gateway.drain_s).
     """
-    given = {"pool": {"name": pool}, "gateway": {"host": host, "port": port} | ({"otel": True} if otel else {})}
-    settings = make_settings(engine, model, url or [], overrides or [], given)
+    sections = {"pool": {"name": pool}, "gateway": {"host": host, "port": port} | ({"otel": True} if otel else {})}
+    settings = make_settings(engine, model, url or [], overrides or [], sections)
     raise typer.Exit(serve(settings, folder=folder, workers=workers, is_open=is_open, quiet=as_json))
 
 
 def serve(settings: "Settings", *, folder: Path, workers: int = 1, is_open: bool = False, quiet: bool = False) -> int:
-    """Serve until a signal comes; the exit code. A line of JSON on stdout says when it serves, and where."""
+    """Serve until a signal comes and return the exit code. A line of JSON on stdout says when it serves, and where."""
     from penstock.gateway.standalone import hold_folder, load_secret, make_folder, write_tokens
     from penstock.http.listen import bind
 
-    refuse_crowd(settings, workers)
+    check_workers(settings, workers)
     if is_open:
-        refuse_strangers(settings)
+        check_open_host(settings)
     place = settings.gateway
     if workers > 1 and place.port:
         bind(place.host, place.port).close()  # a port that others share could be bound, and would not be ours
@@ -67,15 +68,17 @@ def serve(settings: "Settings", *, folder: Path, workers: int = 1, is_open: bool
         make_folder(folder, settings, found)
         with hold_folder(folder):
             tokens = write_tokens(folder, load_secret(folder))
-            ready = Ready(settings, found, folder=folder, port=sock.getsockname()[1], tokens=tokens, is_open=is_open, quiet=quiet)
+            notices = GatewayNotices(
+                settings, found, folder=folder, port=sock.getsockname()[1], tokens=tokens, is_open=is_open, quiet=quiet
+            )
             try:
-                first = asyncio.run(_serve(ready, sock) if workers == 1 else _supervise(ready, workers))
+                first = asyncio.run(_serve(notices, sock) if workers == 1 else _supervise(notices, workers))
             except asyncio.CancelledError:
                 first = signal.SIGINT
     return INTERRUPTED if first == signal.SIGINT else 0
 
 
-def make_settings(engine: str, model: str, urls: list[str], overrides: list[str], given: dict[str, Any]) -> "Settings":
+def make_settings(engine: str, model: str, urls: list[str], overrides: list[str], sections: dict[str, Any]) -> "Settings":
     """Settings from the options of a command line, checked."""
     from penstock.config import engine_section
     from penstock.gateway.standalone import read_settings
@@ -85,13 +88,12 @@ def make_settings(engine: str, model: str, urls: list[str], overrides: list[str]
         raise ConfigError(f"--engine {engine} needs the address of a server: --url http://127.0.0.1:8000")
     if section.in_process and urls:
         raise ConfigError("--url names a server; add --engine vllm or --engine sglang")
-    tree = {"model": {"name": model}, "engine": {"name": engine} | ({"url": urls} if urls else {}), **given}
+    tree = {"model": {"name": model}, "engine": {"name": engine} | ({"url": urls} if urls else {}), **sections}
     return read_settings(tree, overrides)
 
 
 def get_model(settings: "Settings") -> "ModelFiles":
-    """The model's folder, pulled where it is not here. Servers need no weights here: a tokenizer is enough; endpoints need none."""
-    from penstock.cli.output import stage_progress
+    """The model's folder, pulled if it is not here. For servers a folder with a tokenizer is enough; endpoints need none."""
     from penstock.gateway.standalone import ModelFiles
     from penstock.models import find_cached, resolve
 
@@ -108,8 +110,8 @@ def get_model(settings: "Settings") -> "ModelFiles":
     return ModelFiles(found.name, found.path)
 
 
-def refuse_crowd(settings: "Settings", workers: int) -> None:
-    """Refuse several workers where each would have what they must share."""
+def check_workers(settings: "Settings", workers: int) -> None:
+    """ConfigError if several workers would each have what they must share."""
     from penstock.pool import POOLS
 
     if workers > 1 and settings.engine.in_process:
@@ -118,8 +120,8 @@ def refuse_crowd(settings: "Settings", workers: int) -> None:
         raise ConfigError("--workers: a pool in memory cannot be shared; use --pool sqlite")
 
 
-def refuse_strangers(settings: "Settings") -> None:
-    """Refuse an open gateway that other machines could reach."""
+def check_open_host(settings: "Settings") -> None:
+    """ConfigError for an open gateway that other machines could reach."""
     from penstock.http.listen import is_loopback
 
     if not is_loopback(settings.gateway.host):
@@ -128,8 +130,8 @@ def refuse_strangers(settings: "Settings") -> None:
         )
 
 
-class Ready:
-    """What is told, to programs on stdout and to persons on stderr."""
+class GatewayNotices:
+    """Prints that the gateway serves: a line of JSON for programs on stdout, text for people on stderr."""
 
     def __init__(
         self, settings: "Settings", model: "ModelFiles", *, folder: Path, port: int, tokens: Path, is_open: bool, quiet: bool
@@ -142,7 +144,7 @@ class Ready:
         self.is_open = is_open
         self._quiet = quiet
 
-    def say(self, pid: int, **more: object) -> None:
+    def announce(self, pid: int, **more: object) -> None:
         from penstock.http.listen import LOOPBACK
 
         line = {
@@ -158,48 +160,49 @@ class Ready:
             "pid": pid,
         }
         typer.echo(orjson.dumps(line | more).decode())
-        self.tell(f"serving {self.model.name} at {self._base_url}, recording into {self.folder}; tokens are in {self._tokens}")
+        self.warn(f"serving {self.model.name} at {self._base_url}, recording into {self.folder}; tokens are in {self._tokens}")
         if self.is_open:
-            self.tell("it is open: any program on this machine may call, grade and read without a token")
+            self.warn("it is open: any program on this machine may call, grade and read without a token")
         if self.settings.gateway.host not in LOOPBACK:
-            self.tell(
+            self.warn(
                 f"it can be reached from other machines at {self.settings.gateway.host}: without TLS, but for none without a token"
             )
 
-    def tell(self, text: str) -> None:
+    def warn(self, text: str) -> None:
         if not self._quiet:
-            typer.echo(f"penstock: {text}", err=True)
+            warn(text)
 
-    def stopping(self) -> None:
-        """It was asked to stop."""
-        self.tell(f"stopping: calls under way have {self.settings.gateway.drain_s:g} s; Ctrl-C again quits at once")
+    def announce_stop(self) -> None:
+        self.warn(f"stopping: calls under way have {self.settings.gateway.drain_s:g} s; Ctrl-C again quits at once")
 
 
-async def _serve(ready: Ready, sock: socket.socket) -> int | None:
-    """Serve in this process until a signal comes; which one that was."""
+async def _serve(notices: GatewayNotices, sock: socket.socket) -> int | None:
+    """Serve in this process until a signal comes; returns its number."""
     from penstock.gateway.standalone import load_secret, open_gateway
 
-    stop, secret = asyncio.Event(), load_secret(ready.folder)
-    with Interrupts(stop, ready.stopping) as interrupts:
-        opening = open_gateway(ready.settings, ready.model, folder=ready.folder, secret=secret, sock=sock, is_open=ready.is_open)
+    stop, secret = asyncio.Event(), load_secret(notices.folder)
+    with Interrupts(stop, notices.announce_stop) as interrupts:
+        opening = open_gateway(
+            notices.settings, notices.model, folder=notices.folder, secret=secret, sock=sock, is_open=notices.is_open
+        )
         async with opening:
-            ready.say(os.getpid(), workers=1)
+            notices.announce(os.getpid(), workers=1)
             await stop.wait()
         return interrupts.first
 
 
-async def _supervise(ready: Ready, workers: int) -> int | None:
-    """Keep several processes serving until a signal comes; which one that was."""
+async def _supervise(notices: GatewayNotices, workers: int) -> int | None:
+    """Keep several processes serving until a signal comes; returns its number."""
     from penstock.gateway.workers import WorkerSupervisor, make_worker_config
 
     config = make_worker_config(
-        ready.settings, ready.model, folder=ready.folder, port=ready.port, workers=workers, is_open=ready.is_open
+        notices.settings, notices.model, folder=notices.folder, port=notices.port, workers=workers, is_open=notices.is_open
     )
     stop = asyncio.Event()
 
     def serving(pids: list[int]) -> None:
-        ready.say(os.getpid(), workers=workers, worker_pids=pids)
+        notices.announce(os.getpid(), workers=workers, worker_pids=pids)
 
-    with Interrupts(stop, ready.stopping) as interrupts:
-        await WorkerSupervisor(config, drain_s=ready.settings.gateway.drain_s, ready=serving, report=ready.tell).run(stop)
+    with Interrupts(stop, notices.announce_stop) as interrupts:
+        await WorkerSupervisor(config, drain_s=notices.settings.gateway.drain_s, ready=serving, report=notices.warn).run(stop)
         return interrupts.first

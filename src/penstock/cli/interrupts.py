@@ -9,15 +9,15 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 GRACE_S = 3.0
-"""How long a second Ctrl-C waits for the run to let go before the process ends all the same."""
+"""How long a second Ctrl-C waits for the run to end before the process exits anyway."""
 INTERRUPTED = 130
 
 
 class Interrupts:
     """Inside it, the first SIGINT or SIGTERM sets `stop` and calls `notify`; the second cancels the task that entered.
 
-    Whatever is on disk then is what a kill would leave, and a run can be taken up after a kill. So a process whose threads or whose
-    agent will not let go is ended after a short grace.
+    A second signal leaves on disk what a kill would leave, and a run can be resumed after a kill. So a process whose threads or
+    agent do not end is ended after `GRACE_S`.
     """
 
     def __init__(self, stop: asyncio.Event, notify: Callable[[], None]) -> None:

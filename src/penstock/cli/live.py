@@ -1,4 +1,4 @@
-"""Where a run stands, folded from its events: what the live view shows."""
+"""The live view of a training run: its state, kept up to date from events, drawn as a panel or printed as lines."""
 
 import threading
 import time
@@ -15,13 +15,13 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from penstock.cli.output import clock, counts, percent, rate, reward, sparkline
+from penstock.cli.output import clock, counts, percent, rate, reward_text, sparkline
 from penstock.run.folder import RunFolder
 
 
 @dataclass(slots=True, kw_only=True)
 class RunState:
-    """The state of a run as its events tell it. `apply` is the only way in."""
+    """The state of a run. Only `apply` changes it."""
 
     rollouts_per_step: int
     clock: Callable[[], float] = time.monotonic
@@ -49,10 +49,10 @@ class RunState:
     next: str = ""
     evaluating: bool = False
     expected: int = 0
-    """Rollouts that what is being done now will take; 0 where it is not about rollouts."""
+    """Rollouts of the current activity; 0 if it has none."""
     done: int = 0
     share: float | None = None
-    """How far what is being done now is, where it is not about rollouts and somebody knows."""
+    """How far the current activity is, if it has no rollouts and reports it."""
     started_at: float = 0.0
     steps_from: int = 0
     """The step at which this process began, and when its first one did: what the estimate is made from."""
@@ -64,7 +64,7 @@ class RunState:
         self.started_at = self.clock()
 
     def apply(self, kind: str, fields: dict[str, Any]) -> None:
-        """Take in one event; kinds that the view does not show are left alone."""
+        """Apply one event; kinds that the view does not show are ignored."""
         if change := _CHANGES.get(kind):
             change(self, fields)
 
@@ -75,7 +75,7 @@ class RunState:
 
     @property
     def left_s(self) -> float | None:
-        """What the remaining steps will take at the pace so far, plus the last evaluation; None before the first step is done."""
+        """The time for the remaining steps at the pace so far, plus the last evaluation; None before the first step is done."""
         done = self.step - self.steps_from
         if self.steps_at is None or done <= 0:
             return None
@@ -84,15 +84,15 @@ class RunState:
 
     @property
     def activity(self) -> str:
-        """What is being done now, with how far it is."""
+        """What is being done now, and how far it is."""
         if self.expected:
             return f"{self.now}, {min(self.done, self.expected)}/{self.expected} rollouts"
         return self.now if self.share is None else f"{self.now}, {self.share:.0%}"
 
     def failure(self) -> str:
         """The most frequent reason among rollouts that did not complete."""
-        told = [(count, message) for messages in self.reasons.values() for message, count in messages.items() if message]
-        return max(told)[1] if told else ""
+        counted = [(count, message) for messages in self.reasons.values() for message, count in messages.items() if message]
+        return max(counted)[1] if counted else ""
 
 
 def _run_start(state: RunState, fields: dict[str, Any]) -> None:
@@ -103,7 +103,7 @@ def _run_start(state: RunState, fields: dict[str, Any]) -> None:
 
 
 def _stage(state: RunState, fields: dict[str, Any]) -> None:
-    _doing(state, fields["text"])
+    _set_activity(state, fields["text"])
     state.share = fields["done"] / fields["total"] if fields.get("total") else None
 
 
@@ -111,7 +111,7 @@ def _eval_start(state: RunState, fields: dict[str, Any]) -> None:
     if fields["when"] == "during":
         return
     before = fields["when"] == "before"
-    _doing(state, f"held-out evaluation {fields['when']} training", expected=fields["tasks"])
+    _set_activity(state, f"held-out evaluation {fields['when']} training", expected=fields["tasks"])
     state.evaluating = True
     state.next = f"step {state.step + 1}" if before else "report"
 
@@ -141,12 +141,12 @@ def _rollout_end(state: RunState, fields: dict[str, Any]) -> None:
 def _step_start(state: RunState, fields: dict[str, Any]) -> None:
     if state.steps_at is None:
         state.steps_at = state.last_step_at = state.clock()
-    _doing(state, f"step {fields['step']}: sampling", expected=state.rollouts_per_step)
+    _set_activity(state, f"step {fields['step']}: sampling", expected=state.rollouts_per_step)
     state.next = "update the policy"
 
 
 def _train_start(state: RunState, fields: dict[str, Any]) -> None:
-    _doing(state, f"step {fields['step']}: updating the policy on {fields['groups']} groups")
+    _set_activity(state, f"step {fields['step']}: updating the policy on {fields['groups']} groups")
     last = fields["step"] >= state.steps
     state.next = "held-out evaluation, report" if last else f"step {fields['step'] + 1}"
 
@@ -161,8 +161,8 @@ def _train_step(state: RunState, fields: dict[str, Any]) -> None:
     state.last_step_at = state.clock()
 
 
-def _doing(state: RunState, what: str, *, expected: int = 0) -> None:
-    state.now, state.expected, state.done, state.share = what, expected, 0, None
+def _set_activity(state: RunState, text: str, *, expected: int = 0) -> None:
+    state.now, state.expected, state.done, state.share = text, expected, 0, None
 
 
 _CHANGES: dict[str, Callable[[RunState, dict[str, Any]], None]] = {
@@ -178,31 +178,30 @@ _CHANGES: dict[str, Callable[[RunState, dict[str, Any]], None]] = {
 
 
 class LiveView:
-    """A listener of events that shows where the run stands. A context manager: the panel is gone when it closes."""
+    """An event listener that shows the state of the run. A context manager: the panel disappears when it closes."""
 
     def __init__(self, state: RunState, console: Console | None = None) -> None:
         self.state = state
         self.console = console or Console(stderr=True, highlight=False)
         self.terminal = self.console.is_interactive and not self.console.is_dumb_terminal
-        self._notice = self._said = ""
-        self._lock = threading.Lock()  # the panel is drawn by a thread of its own, so that it moves while the loop is busy
+        self._notice = self._last_line = ""
+        self._lock = threading.Lock()  # rich draws the panel in a thread, so that it moves while the loop is busy
         self._live: AbstractContextManager[Any] = nullcontext()
         if self.terminal:
             self._live = Live(get_renderable=self._panel, console=self.console, refresh_per_second=4, transient=True)
 
     def __call__(self, kind: str, fields: dict[str, Any]) -> None:
-        """Take in one event."""
         with self._lock:
             self.state.apply(kind, fields)
             if kind == "run.start" and fields["resumed"]:
                 self.state.rewards = [entry["reward"] for entry in RunFolder(Path(fields["folder"]), resumed=True).metrics()]
             line = None if self.terminal else event_line(kind, fields, self.state)
-        if line and line != self._said:  # a stage comes again each time it got further
-            self._said = line
+        if line and line != self._last_line:  # a stage is emitted again with each progress
+            self._last_line = line
             self._print(line)
 
     def notice(self, text: str) -> None:
-        """Say something that is not an event, such as what Ctrl-C will do."""
+        """Show something that is not an event, such as what Ctrl-C will do."""
         with self._lock:
             self._notice = text
         if not self.terminal:
@@ -236,7 +235,7 @@ def panel(state: RunState, notice: str = "", *, width: int = 80) -> RenderableTy
 
 
 def event_line(kind: str, fields: dict[str, Any], state: RunState) -> str | None:
-    """The line that `kind` deserves where there is no terminal; None for most."""
+    """The line printed for an event where there is no terminal; None for most events."""
     match kind:
         case "run.start":
             how = f"taken up again after step {state.step}" if fields["resumed"] else f"model {state.model}"
@@ -250,7 +249,7 @@ def event_line(kind: str, fields: dict[str, Any], state: RunState) -> str | None
         case "eval.end":
             took = f"{fields['rollouts']} rollouts in {fields['seconds']:.1f} s"
             when = f"after step {fields['step']}" if fields["when"] == "during" else f"{fields['when']} training"
-            return f"held-out {when}: reward {reward(fields['reward'])}, {took}"
+            return f"held-out {when}: reward {reward_text(fields['reward'])}, {took}"
         case "eval.skip":
             return f"held-out evaluation after step {fields['step']} skipped: that after step {fields['running']} still runs"
         case "eval.fail":
@@ -272,7 +271,7 @@ def _step_line(fields: dict[str, Any], state: RunState) -> str:
     groups = f"groups {fields['groups']} ({fields['groups_equal']} equal)"
     spark = sparkline(state.rewards, width=20)
     exact, speed = percent(fields["exact_token_rate"]), rate(fields["tokens_per_s"])
-    return f"step {done}  reward {reward(fields['reward'])}  {groups}  exact {exact}  {speed} tok/s  {spark}"
+    return f"step {done}  reward {reward_text(fields['reward'])}  {groups}  exact {exact}  {speed} tok/s  {spark}"
 
 
 def _header(state: RunState, width: int) -> RenderableType:
@@ -291,8 +290,8 @@ def _rows(state: RunState, *, width: int) -> list[tuple[str, RenderableType]]:
     if state.rewards:
         rows.append(("reward", _reward_row(state, width)))
     if state.eval_before is not None:
-        after = f"{reward(state.eval_after)} after" if state.eval_after is not None else state.eval_last
-        rows.append(("held-out", Text(" → ".join(part for part in (f"{reward(state.eval_before)} before", after) if part))))
+        after = f"{reward_text(state.eval_after)} after" if state.eval_after is not None else state.eval_last
+        rows.append(("held-out", Text(" → ".join(part for part in (f"{reward_text(state.eval_before)} before", after) if part))))
     if state.step > state.steps_from:
         stale = f", {state.groups_stale} stale" if state.groups_stale else ""
         rows.append(("groups", Text(f"{state.groups} trained, {state.groups_equal} of equal reward{stale}")))
@@ -313,7 +312,7 @@ def _step_row(state: RunState, width: int) -> RenderableType:
 
 def _reward_row(state: RunState, width: int) -> RenderableType:
     spark = Text(sparkline(state.rewards, width=min(40, width - 10)), style="green")
-    return _pair(Text(reward(state.rewards[-1]), style="bold"), spark)
+    return _pair(Text(reward_text(state.rewards[-1]), style="bold"), spark)
 
 
 def _pair(number: RenderableType, drawing: RenderableType) -> RenderableType:

@@ -1,4 +1,4 @@
-"""`penstock eval|train logs`: what a submitted run says, once or until it is over."""
+"""`penstock eval|train logs`: the log of a submitted run, once or until the run is over."""
 
 import time
 from collections.abc import Callable
@@ -8,21 +8,24 @@ import orjson
 import typer
 
 from penstock.cli.interrupts import INTERRUPTED
-from penstock.cli.output import AsJson, Plain, show, when
+from penstock.cli.output import AsJson, Plain, check_format, local_time, print_result, warn
 from penstock.errors import ConfigError, ControllerError
 
 if TYPE_CHECKING:
     from penstock.controller.client import ControllerClient
     from penstock.controller.runs import RunKind
 
+RUN_KEYS: dict["RunKind", str] = {"eval": "eval_run", "train": "training_run"}
+"""The key of the run in what a controller answers about one."""
+KIND_NAMES: dict["RunKind", str] = {"eval": "evaluation", "train": "training run"}
 POLL_S = 0.5
-AWAY_S = 300.0
-"""How long a controller that went away is waited for."""
+RECONNECT_S = 300.0
+"""How long to wait for a controller that went away."""
 PAGE = 200
-OVER = frozenset({"finished", "failed", "stopped"})
+FINAL_STATUSES = frozenset({"finished", "failed", "stopped"})
 
 
-def attach_logs(app: typer.Typer, kind: "RunKind") -> None:
+def add_logs_command(app: typer.Typer, kind: "RunKind") -> None:
     """Add `logs` to the group of this kind."""
     word = "an evaluation" if kind == "eval" else "a training run"
 
@@ -38,8 +41,7 @@ def attach_logs(app: typer.Typer, kind: "RunKind") -> None:
     ) -> None:
         if follow and (limit is not None or cursor is not None):
             raise ConfigError("-f prints everything; it goes without --limit and --cursor")
-        if plain and as_json:
-            raise ConfigError("--json and --plain go without each other")
+        check_format(as_json=as_json, plain=plain)
         line = _as_json if as_json else _as_row if plain else _as_line
         if follow:
             _follow(kind, name, lambda entry: typer.echo(line(entry)), as_json=as_json)
@@ -57,7 +59,7 @@ def _page(kind: "RunKind", name: str, limit: int, cursor: str | None, line: Call
 
     page = connect().logs(kind, name, limit=limit, cursor=cursor)
     if as_json:
-        show(page, "", as_json=True)
+        print_result(page, "", as_json=True)
         return
     for entry in page["logs"]:
         typer.echo(line(entry))
@@ -67,74 +69,71 @@ def _page(kind: "RunKind", name: str, limit: int, cursor: str | None, line: Call
         typer.echo(f"older lines: penstock {kind} logs {name} --cursor {page['next_cursor']}", err=True)
 
 
-def _follow(kind: "RunKind", name: str, say: Callable[[Any], None], *, as_json: bool) -> None:
+def _follow(kind: "RunKind", name: str, write: Callable[[Any], None], *, as_json: bool) -> None:
     from penstock.cli.connection import connect
 
     try:
-        run = _until_over(_Held(connect, connect()), kind, name, say)
+        run = _print_until_over(ReconnectingClient(connect), kind, name, write)
     except KeyboardInterrupt:
-        typer.echo(f"penstock: the run goes on; to stop it: penstock {kind} stop {name}", err=True)
+        warn(f"the run goes on; to stop it: penstock {kind} stop {name}")
         raise typer.Exit(INTERRUPTED) from None
     why = f": {run['message']}" if run.get("message") else ""
     if as_json:
         typer.echo(orjson.dumps({"name": run["name"], "status": run["status"], "message": run.get("message") or ""}).decode())
     else:
-        typer.echo(
-            f"penstock: {WORDS[kind]} {run['name']} is {run['status']}{why}; see: penstock {kind} info {run['name']}", err=True
-        )
+        warn(f"{KIND_NAMES[kind]} {run['name']} is {run['status']}{why}; see: penstock {kind} info {run['name']}")
     if run["status"] != "finished":
         raise typer.Exit(1)
 
 
-def _until_over(held: "_Held", kind: "RunKind", name: str, say: Callable[[Any], None]) -> dict[str, Any]:
-    """Say every line once, in order; the run as it is in the end."""
+def _print_until_over(client: "ReconnectingClient", kind: "RunKind", name: str, write: Callable[[Any], None]) -> dict[str, Any]:
+    """Write every entry once, in order; returns the run as it is in the end."""
     cursor: str | None = None
     while True:
-        # asked before the page: what is said before a run is over is on a page that is asked for after it
-        run = held.ask(lambda client: client.run(kind, name))[KEYS_OF_ONE[kind]]
-        place = cursor
-        page = held.ask(lambda client: client.logs(kind, run["id"], limit=PAGE, cursor=place, direction="newer"))  # noqa: B023
+        # The status is read before the page: then a page that is read after the run's end is known to have its last lines.
+        run = client.call(lambda connected: connected.run(kind, name))[RUN_KEYS[kind]]
+        last = cursor
+        page = client.call(lambda connected: connected.logs(kind, run["id"], limit=PAGE, cursor=last, direction="newer"))  # noqa: B023
         for entry in page["logs"]:
-            say(entry)
+            write(entry)
         cursor = page.get("next_cursor") or cursor
         if page["logs"]:
             continue
-        if run["status"] in OVER:
+        if run["status"] in FINAL_STATUSES:
             return run
         time.sleep(POLL_S)
 
 
-class _Held:
-    """A controller that is asked again after it was away: it may be started anew, elsewhere on this machine too."""
+class ReconnectingClient:
+    """Repeats a call after the controller was away: it may be started again, at another address too."""
 
-    def __init__(self, connect: "Callable[[], ControllerClient]", client: "ControllerClient") -> None:
-        self._connect, self._client = connect, client
+    def __init__(self, connect: "Callable[[], ControllerClient]") -> None:
+        self._connect, self._client = connect, connect()
 
-    def ask(self, question: "Callable[[ControllerClient], dict[str, Any]]") -> dict[str, Any]:
-        """The answer, once there is one."""
-        deadline = time.monotonic() + AWAY_S
-        told = False
+    def call(self, request: "Callable[[ControllerClient], dict[str, Any]]") -> dict[str, Any]:
+        deadline = time.monotonic() + RECONNECT_S
+        warned = False
         while True:
             try:
-                return question(self._client)
+                return request(self._client)
             except ControllerError as error:
-                if not _passing(error) or time.monotonic() > deadline:
+                if not _is_transient(error) or time.monotonic() > deadline:
                     raise
-                if not told:
-                    typer.echo(f"penstock: {error}; waiting for it", err=True)
-                told = True
+                if not warned:
+                    warn(f"{error}; waiting for it")
+                warned = True
             time.sleep(POLL_S)
-            self._again()
+            self._reconnect()
 
-    def _again(self) -> None:
+    def _reconnect(self) -> None:
         try:
             self._client = self._connect()
         except ControllerError as error:
-            if not _passing(error):
+            if not _is_transient(error):
                 raise
 
 
-def _passing(error: ControllerError) -> bool:
+def _is_transient(error: ControllerError) -> bool:
     return error.status is None or error.status >= 500
 
 
@@ -150,11 +149,4 @@ def _as_row(entry: Any) -> str:
 def _as_line(entry: Any) -> str:
     step = f"[{entry['step']}] " if entry.get("step") else ""
     level = f"{str(entry['level']).upper()} " if str(entry.get("level", "info")).lower() not in ("info", "") else ""
-    return f"{when(entry.get('timestamp'))[11:]} {level}{step}{entry.get('message', '')}".rstrip()
-
-
-KEYS_OF_ONE: dict["RunKind", str] = {"eval": "eval_run", "train": "training_run"}
-"""Of the run itself in what is told of one."""
-
-
-WORDS: dict["RunKind", str] = {"eval": "evaluation", "train": "training run"}
+    return f"{local_time(entry.get('timestamp'))[11:]} {level}{step}{entry.get('message', '')}".rstrip()

@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import orjson
 import typer
 
-from penstock.cli.output import AsJson, Plain, labelled, show, stage_progress, when
-from penstock.errors import ConfigError
+from penstock.cli.output import AsJson, Plain, check_format, labelled_lines, local_time, print_result, stage_progress
 
 if TYPE_CHECKING:
     from penstock.models import ModelFolder
@@ -41,13 +40,12 @@ def list_models(plain: Plain = False, as_json: AsJson = False) -> None:
     from penstock.models import find_cached, list_cached
     from penstock.models.pull import BUILT_IN
 
-    if plain and as_json:
-        raise ConfigError("--json and --plain go without each other")
+    check_format(as_json=as_json, plain=plain)
     here = [_row(model.name, model) for model in list_cached()]
     absent = [_row(name, None) for name in BUILT_IN if find_cached(name) is None]
     trained = _trained()
     if as_json:
-        show({"models": here + absent, **({} if trained is None else {"trained": trained})}, "", as_json=True)
+        print_result({"models": here + absent, **({} if trained is None else {"trained": trained})}, "", as_json=True)
         return
     for row in here + absent:
         typer.echo(f"{row['name']}\t{row['bytes'] or ''}\t{row['path'] or ''}" if plain else _line(row))
@@ -66,13 +64,13 @@ def details(name: Name, as_json: AsJson = False) -> None:
     local = next((model for model in list_cached() if model.name == name), None)
     if local is not None:
         row = _row(name, local)
-        show(row, labelled(row.items()), as_json=as_json)
+        print_result(row, labelled_lines(row.items()), as_json=as_json)
         return
     record = connect().model(name)
     served = record.get("inference_model")
     following = f"penstock model undeploy {name}" if served else f"penstock model deploy {name}"
     shown = [(key.replace("_", " "), value) for key, value in record.items() if key != "is_internal_user"]
-    show(record, f"{labelled(shown)}\n\n  next  {following}", as_json=as_json)
+    print_result(record, f"{labelled_lines(shown)}\n\n  next  {following}", as_json=as_json)
 
 
 @app.command()
@@ -88,7 +86,7 @@ def deploy(
     with stage_progress() as progress:
         progress(f"loading {name}")
         record = client.deploy(name, engine=engine)
-    show(record, f"Model {name} is {record.get('status')}.\n\n  next  penstock model info {name}", as_json=as_json)
+    print_result(record, f"Model {name} is {record.get('status')}.\n\n  next  penstock model info {name}", as_json=as_json)
 
 
 @app.command()
@@ -97,11 +95,11 @@ def undeploy(name: Name, as_json: AsJson = False) -> None:
     from penstock.cli.connection import connect
 
     record = connect().undeploy(name)
-    show(record, f"Model {name} is {record.get('status')}.\n\n  next  penstock model deploy {name}", as_json=as_json)
+    print_result(record, f"Model {name} is {record.get('status')}.\n\n  next  penstock model deploy {name}", as_json=as_json)
 
 
 def _trained() -> list[dict[str, Any]] | None:
-    """What runs have trained; None where no controller is named or serves, for a list starts none."""
+    """Models that runs have trained; None if no controller serves: a list starts none."""
     from penstock.controller.client import PAGE_ROWS, ControllerClient, all_rows
     from penstock.controller.home import default_home
     from penstock.controller.local import find_running, named_controller
@@ -119,7 +117,13 @@ def _trained() -> list[dict[str, Any]] | None:
 
 def _trained_cells(row: dict[str, Any]) -> tuple[object, ...]:
     step = "" if row.get("checkpoint_step") is None else f"step {row['checkpoint_step']}"
-    return row.get("model_name"), row.get("deployment_status") or "", step, row.get("base_model") or "", when(row.get("created_at"))
+    return (
+        row.get("model_name"),
+        row.get("deployment_status") or "",
+        step,
+        row.get("base_model") or "",
+        local_time(row.get("created_at")),
+    )
 
 
 def _trained_line(row: dict[str, Any]) -> str:

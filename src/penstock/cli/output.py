@@ -1,4 +1,4 @@
-"""Numbers as short text: sparklines, clock times, counts."""
+"""What commands print: numbers as short text, tables, results as text or JSON, questions, notices and progress."""
 
 import sys
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -19,15 +19,114 @@ if TYPE_CHECKING:
     from penstock.models import PullProgress
 
 
+# Options
+
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+Plain = Annotated[bool, typer.Option("--plain", help="Print tab-separated rows without a header.")]
+Limit = Annotated[int, typer.Option(min=1, max=50, help="The most rows to print.")]
+All = Annotated[bool, typer.Option("--all", help="Print all rows.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
+
+
+def check_format(*, as_json: bool, plain: bool) -> None:
+    if as_json and plain:
+        raise ConfigError("--json and --plain go without each other")
+
+
+# Results, tables and questions
+
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class TableColumn:
+    title: str
+    cell: Callable[[Row], object]
+
+
+def print_result(found: Row, text: str, *, as_json: bool) -> None:
+    typer.echo(orjson.dumps(found, option=orjson.OPT_NON_STR_KEYS).decode() if as_json else text)
+
+
+def print_table(page: Row, key: str, columns: Sequence[TableColumn], *, as_json: bool, plain: bool, empty: str) -> None:
+    """Print a list: the page itself as JSON, else its rows. `empty` is printed if there is none."""
+    check_format(as_json=as_json, plain=plain)
+    if as_json:
+        print_result(page, "", as_json=True)
+        return
+    cells = [[_text(column.cell(row)) for column in columns] for row in page[key]]
+    if plain:
+        for row in cells:
+            typer.echo("\t".join(" ".join(cell.split()) for cell in row))
+    elif not cells:
+        typer.echo(empty, err=True)
+    else:
+        typer.echo("\n".join(table_lines([[column.title.upper() for column in columns], *cells])))
+        if page.get("has_more"):
+            typer.echo(f"{len(cells)} of {page['total_count']}; --all prints all", err=True)
+
+
+def table_lines(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows of equal length as lines with aligned columns."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def labelled_lines(pairs: Iterable[tuple[str, object]]) -> str:
+    """A line for each label that has a value."""
+    known = [(label, _text(value)) for label, value in pairs if value not in (None, "", {}, [])]
+    width = max((len(label) for label, _ in known), default=0)
+    return "\n".join(f"  {label:<{width}}  {value}" for label, value in known)
+
+
+def aligned(rows: Iterable[tuple[str, str]]) -> str:
+    """A line for each row, its label in a column of its own."""
+    return "\n".join(f"  {label:<12}{text}".rstrip() for label, text in rows)
+
+
+def _text(value: object) -> str:
+    if value is None:
+        return ""
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def warn(text: str) -> None:
+    """Print a notice to stderr."""
+    typer.echo(f"penstock: {text}", err=True)
+
+
+def confirm(question: str, *, yes: bool) -> None:
+    """Ask the user at a terminal; without a terminal nothing is asked. Exits with code 1 for a no."""
+    if yes or not (sys.stdin.isatty() and sys.stderr.isatty()):
+        return
+    if not typer.confirm(question, default=True, err=True):
+        warn("nothing was done")
+        raise typer.Exit(1)
+
+
+def save_file(path: Path, content: bytes) -> None:
+    """Write a file that the user named with -o; ConfigError if it cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_file(path, content)
+    except OSError as cause:
+        raise ConfigError(f"{path}: cannot be written: {cause.strerror}; give another place with -o") from cause
+
+
+# Numbers and times as text
+
+
 SPARKS = "▁▂▃▄▅▆▇█"
 
 
 def sparkline(values: Sequence[float | None], *, width: int = 40) -> str:
-    """One block per value, or per run of neighbours where there are more than `width`; a missing value is a blank.
+    """One block per value; neighbours are averaged if there are more than `width`. A missing value is a blank.
 
     Rewards between 0 and 1 are drawn on that scale, so that a flat line at 0.2 looks low; others on their own range.
     """
-    points = _condensed(values, width)
+    points = _downsample(values, width)
     known = [p for p in points if p is not None]
     if not known:
         return " " * len(points)
@@ -37,14 +136,30 @@ def sparkline(values: Sequence[float | None], *, width: int = 40) -> str:
     return "".join(" " if p is None else _block((p - low) / (high - low) if high > low else 0.5) for p in points)
 
 
+def _block(height: float) -> str:
+    return SPARKS[min(len(SPARKS) - 1, int(height * len(SPARKS)))]
+
+
+def _downsample(values: Sequence[float | None], width: int) -> list[float | None]:
+    if len(values) <= width:
+        return list(values)
+    edges = [len(values) * i // width for i in range(width + 1)]
+    return [_mean(values[a:b]) for a, b in pairwise(edges)]
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [v for v in values if v is not None]
+    return sum(known) / len(known) if known else None
+
+
 def clock(seconds: float) -> str:
     whole = max(0, round(seconds))
     hours, minutes = divmod(whole // 60, 60)
     return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"
 
 
-def reward(value: float | None) -> str:
-    """Three digits, or a dash where there is none."""
+def reward_text(value: float | None) -> str:
+    """Three digits, or a dash for None."""
     return "-" if value is None else f"{value:.3f}"
 
 
@@ -56,7 +171,7 @@ def percent(share: float | None) -> str:
 
 
 def rate(per_second: float | None) -> str:
-    """`1,234`, or a dash where there is none."""
+    """`1,234`, or a dash for None."""
     return "-" if per_second is None else f"{per_second:,.0f}"
 
 
@@ -75,86 +190,16 @@ def ranges(numbers: Iterable[int]) -> str:
     return ", ".join("-".join(map(str, span)) for span in spans)
 
 
-def _block(height: float) -> str:
-    return SPARKS[min(len(SPARKS) - 1, int(height * len(SPARKS)))]
-
-
-def _condensed(values: Sequence[float | None], width: int) -> list[float | None]:
-    if len(values) <= width:
-        return list(values)
-    edges = [len(values) * i // width for i in range(width + 1)]
-    return [_mean(values[a:b]) for a, b in pairwise(edges)]
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    known = [v for v in values if v is not None]
-    return sum(known) / len(known) if known else None
-
-
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
-Plain = Annotated[bool, typer.Option("--plain", help="Print tab-separated rows without a header.")]
-Limit = Annotated[int, typer.Option(min=1, max=50, help="The most rows to print.")]
-All = Annotated[bool, typer.Option("--all", help="Print all rows.")]
-Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
-
-Row = Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Column:
-    title: str
-    cell: Callable[[Row], object]
-
-
-def show(found: Row, text: str, *, as_json: bool) -> None:
-    typer.echo(orjson.dumps(found, option=orjson.OPT_NON_STR_KEYS).decode() if as_json else text)
-
-
-def show_rows(page: Row, key: str, columns: Sequence[Column], *, as_json: bool, plain: bool, empty: str) -> None:
-    """A list: the page itself as JSON, else its rows; `empty` says what to do where there is none."""
-    if as_json and plain:
-        raise ConfigError("--json and --plain go without each other")
-    if as_json:
-        show(page, "", as_json=True)
-        return
-    cells = [[_text(column.cell(row)) for column in columns] for row in page[key]]
-    if plain:
-        for row in cells:
-            typer.echo("\t".join(" ".join(cell.split()) for cell in row))
-    elif not cells:
-        typer.echo(empty, err=True)
-    else:
-        _table([column.title for column in columns], cells)
-        if page.get("has_more"):
-            typer.echo(f"{len(cells)} of {page['total_count']}; --all prints all", err=True)
-
-
-def labelled(pairs: Iterable[tuple[str, object]]) -> str:
-    """A line for each label that has a value."""
-    known = [(label, _text(value)) for label, value in pairs if value not in (None, "", {}, [])]
-    width = max((len(label) for label, _ in known), default=0)
-    return "\n".join(f"  {label:<{width}}  {value}" for label, value in known)
-
-
-def confirmed(question: str, *, yes: bool) -> None:
-    """Ask a person at a terminal; a program is not asked. Exit code 1 for a no."""
-    if yes or not (sys.stdin.isatty() and sys.stderr.isatty()):
-        return
-    if not typer.confirm(question, default=True, err=True):
-        typer.echo("penstock: nothing was done", err=True)
-        raise typer.Exit(1)
-
-
-def when(text: object) -> str:
-    """A controller's time in the reader's zone, to the second."""
+def local_time(text: object) -> str:
+    """A timestamp of the controller in the local time zone, to the second."""
     try:
         return datetime.fromisoformat(str(text)).astimezone().strftime("%Y-%m-%d %H:%M:%S")
     except ValueError:
         return ""
 
 
-def lasted(start: object, end: object) -> str:
-    """From one of a controller's times to another, or to now."""
+def elapsed(start: object, end: object) -> str:
+    """The time from one timestamp of the controller to another, or to now."""
     try:
         begun = datetime.fromisoformat(str(start))
         over = datetime.fromisoformat(str(end)) if end else datetime.now(UTC)
@@ -165,8 +210,8 @@ def lasted(start: object, end: object) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds % 60} s" if minutes else f"{seconds} s"
 
 
-def size(count: object) -> str:
-    """Of a file, in the unit that reads best."""
+def file_size(count: object) -> str:
+    """A number of bytes in the unit that reads best."""
     number = float(count) if isinstance(count, int | float) else 0.0
     for unit in ("B", "KB", "MB"):
         if number < 1000:
@@ -175,30 +220,12 @@ def size(count: object) -> str:
     return f"{number:.1f} GB"
 
 
-def save(path: Path, content: bytes) -> None:
-    """Write a file that a person asked for, whole or not at all; ConfigError where it cannot be written."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_file(path, content)
-    except OSError as cause:
-        raise ConfigError(f"{path}: cannot be written: {cause.strerror}; give another place with -o") from cause
-
-
-def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    widths = [max(len(title), *(len(row[index]) for row in rows)) for index, title in enumerate(titles)]
-    for row in ([title.upper() for title in titles], *rows):
-        typer.echo("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
-
-
-def _text(value: object) -> str:
-    if value is None:
-        return ""
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
+# Progress
 
 
 @contextmanager
 def stage_progress() -> "Generator[PullProgress]":
-    """Shows a longer piece of work on stderr: a bar on a terminal, elsewhere one line for each stage."""
+    """Show long work on stderr: a bar on a terminal, elsewhere one line for each stage."""
     from rich.console import Console
     from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bars
@@ -223,7 +250,7 @@ class _StageLines:
 
 
 class _StageBars:
-    """One bar, begun again at each stage; without a total it only shows that something moves."""
+    """One bar, restarted at each stage; without a total it only shows that something moves."""
 
     def __init__(self, bars: Any) -> None:
         self._bars, self._stage, self._bar = bars, "", None

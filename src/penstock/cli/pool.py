@@ -1,4 +1,4 @@
-"""What `penstock pool` prints: tables of counts and groups, one rollout in full, and what is damaged."""
+"""`penstock pool`: show what a run recorded, check it, export and import it, and make it smaller."""
 
 import asyncio
 from collections import Counter
@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import orjson
 import typer
 
-from penstock.cli.output import counts, ranges, stage_progress
-from penstock.cli.output import reward as reward_text
+from penstock.cli.output import counts, ranges, reward_text, stage_progress, table_lines
 from penstock.pool.base import PoolStats
 from penstock.records import Attempt, Group, Message, Step, Task
 from penstock.rollout.transcripts import transcripts
@@ -23,12 +22,193 @@ if TYPE_CHECKING:
     from penstock.pool.location import PoolLocation
 
 
+app = typer.Typer(no_args_is_help=True, help="Look into a run's record, check it, move it, and make it smaller.")
 SHOWN = 20
-"""Findings that are named where a person reads; JSON has them all."""
+"""Findings listed as text; JSON has them all."""
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run's or a gateway's folder, for example runs/multiply.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+Channels = Annotated[list[str] | None, typer.Option("--channel", help="This channel only; may be given again.")]
+
+
+@app.command()
+def stats(folder: Run, as_json: AsJson = False) -> None:
+    """Count groups, rollouts, steps and tokens by channel, and what they take on disk."""
+    from penstock.pool.location import find_pool, open_pool_at
+
+    async def read(place: "PoolLocation") -> dict[str, Any]:
+        async with open_pool_at(place) as pool:
+            return {name: await pool.stats(name) for name in await pool.channels()}
+
+    place = find_pool(folder)
+    result = stats_object(place, asyncio.run(read(place)), place.kind.size_bytes(place.folder, place.url))
+    typer.echo(_json_text(result) if as_json else stats_text(result))
+
+
+@app.command()
+def show(
+    folder: Run,
+    name: Annotated[
+        str | None, typer.Argument(metavar="ID", help="Of a rollout or of a group; the newest groups without one.")
+    ] = None,
+    channels: Channels = None,
+    limit: Annotated[int, typer.Option(min=1, help="How many groups are listed.")] = 20,
+    first: Annotated[int | None, typer.Option(min=0, metavar="N", help="List from this group number on.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the newest groups, or show one rollout with its messages, tools, steps and grades."""
+    from penstock.pool.location import find_pool, open_pool_at
+
+    async def read(place: "PoolLocation") -> tuple[dict[str, Any], str]:
+        async with open_pool_at(place) as pool:
+            if name is None:
+                listed = await _list_groups(pool, channels, limit=limit, first=first)
+                return groups_object(listed), groups_text(listed, str(folder))
+            task, attempts, whole = await _find(pool, name)
+            if whole is not None:
+                return rollout_object(task, whole), rollout_text(task, whole)
+            return group_object(name, task, attempts), group_text(name, task, attempts, str(folder))
+
+    result, text = asyncio.run(read(find_pool(folder)))
+    typer.echo(_json_text(result) if as_json else text)
+
+
+@app.command()
+def verify(folder: Run, as_json: AsJson = False) -> None:
+    """Read every row with its checksum, and hold the tables against each other.
+
+    Reads only, so it may run beside a training run. Exit code 1 where something is damaged: what is hit is named.
+    """
+    from penstock.pool.location import find_pool
+
+    place = find_pool(folder)
+    with stage_progress() as progress:
+        checked = place.kind.verify(place.folder, place.url, lambda done, total: progress(f"verifying {folder}", done, total))
+    typer.echo(_json_text(_check_object(folder, checked)) if as_json else check_text(str(folder), checked))
+    raise typer.Exit(1 if checked.findings else 0)
+
+
+@app.command()
+def export(
+    folder: Run,
+    out: Annotated[Path, typer.Option(help="The file (jsonl) or folder (parquet, atif) to make; it must not be there.")],
+    form: Annotated[str, typer.Option("--format", help="jsonl or parquet, which lose nothing; atif for other tools.")] = "jsonl",
+    channels: Channels = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write the record to files. They appear when they are whole; memory stays small however long the run was."""
+    from penstock.pool.export import EXPORTS
+    from penstock.pool.export.transfer import export_pool
+    from penstock.pool.location import find_pool, open_pool_at
+
+    EXPORTS.check(form)
+    place = find_pool(folder)
+
+    async def write() -> dict[str, Any]:
+        async with open_pool_at(place) as pool:
+            wanted = await _known_channels(pool, channels)
+            total = sum([(await pool.stats(name)).groups for name in wanted])
+            with stage_progress() as stage:
+                moved = await export_pool(
+                    pool, out, name=form, channels=wanted, progress=lambda done: stage(f"exporting {folder}", done, total)
+                )
+        return {"out": str(out), "format": form, "channels": wanted, **asdict(moved)}
+
+    result = asyncio.run(write())
+    del result["known"]
+    typer.echo(_json_text(result) if as_json else f"{out}: {_totals(result)}")
+    if not as_json and form != "atif":
+        typer.echo(f"next: penstock pool import {out} --into FOLDER", err=True)
+
+
+@app.command("import")
+def import_(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="What `penstock pool export` wrote as jsonl or parquet.")],
+    into: Annotated[Path, typer.Option(help="The folder whose pool takes it in; made where there is none.")],
+    as_json: AsJson = False,
+) -> None:
+    """Read an export into a pool. Doing it again, or going on after Ctrl-C, adds what is missing."""
+    from penstock.config import PoolSection
+    from penstock.errors import ConfigError
+    from penstock.pool.export.transfer import import_pool, read_export
+    from penstock.pool.location import PoolLocation, find_pool, open_pool_at
+
+    read_export(path)
+    if into.exists() and not into.is_dir():
+        raise ConfigError(f"{into} is no folder; give another one with --into")
+    default = PoolLocation(PoolSection().name, into)
+    is_new = not (into / "config.json").exists() and default.kind.why_unreadable(into)
+    place = default if is_new else find_pool(into)
+
+    async def read() -> dict[str, Any]:
+        async with open_pool_at(place) as pool:
+            with stage_progress() as stage:
+                moved = await import_pool(path, pool, progress=lambda done: stage(f"importing {path}", done, None))
+        return {"into": str(into), "pool": place.name, **asdict(moved)}
+
+    result = asyncio.run(read())
+    again = f"; {result['known']:,} rollouts were there already" if result["known"] else ""
+    typer.echo(_json_text(result) if as_json else f"{into}: {_totals(result)}{again}")
+    if not as_json:
+        typer.echo(f"next: penstock pool show {into}", err=True)
+
+
+@app.command()
+def compact(folder: Run, as_json: AsJson = False) -> None:
+    """Rewrite a SQLite pool without its gaps; nothing else may have it open."""
+    from penstock.pool.location import find_pool
+
+    place = find_pool(folder)
+    before = place.kind.size_bytes(place.folder, place.url)
+    place.kind.compact(place.folder)
+    after = place.kind.size_bytes(place.folder, place.url)
+    result = {"run": str(folder), "bytes_before": before, "bytes_after": after}
+    typer.echo(_json_text(result) if as_json else f"{folder}: {size(before)} before, {size(after)} after")
+
+
+async def _known_channels(pool: "Pool", wanted: list[str] | None) -> list[str]:
+    from penstock.errors import ConfigError
+
+    known = await pool.channels()
+    for name in wanted or ():
+        if name not in known:
+            raise ConfigError(f"no group in channel {name!r}; there is {', '.join(known) if known else 'none at all yet'}")
+    return [name for name in known if not wanted or name in wanted]
+
+
+async def _list_groups(pool: "Pool", channels: list[str] | None, *, limit: int, first: int | None) -> list[Any]:
+    """Groups of each channel: the newest, or those from number `first` on."""
+    listed: list[Any] = []
+    for name in await _known_channels(pool, channels):
+        start = first if first is not None else max(0, (await pool.stats(name)).last_seq + 1 - limit)
+        listed += await pool.groups(name, first_seq=start, limit=limit)
+    return listed
+
+
+async def _find(pool: "Pool", name: str) -> tuple[Any, list[Any], Any]:
+    """The task of a group and its attempts, or of a rollout and that rollout."""
+    from penstock.errors import ConfigError, PoolError
+
+    rollouts = await pool.rollouts(name)
+    if rollouts:
+        return await pool.task(rollouts[0].id), [await pool.attempt(rollout.id) for rollout in rollouts], None
+    try:
+        attempt = await pool.attempt(name)
+    except PoolError as cause:
+        if "no rollout" not in str(cause):
+            raise
+        raise ConfigError(f"no rollout or group {name!r}; `penstock pool show RUN` lists those there are") from cause
+    return await pool.task(name), [], attempt
+
+
+def _totals(result: dict[str, Any]) -> str:
+    return f"{result['groups']:,} groups, {result['rollouts']:,} rollouts, {result['steps']:,} steps"
+
+
+# Results as JSON objects and as text
 
 
 def stats_object(place: "PoolLocation", channels: dict[str, PoolStats], size_bytes: int | None) -> dict[str, Any]:
-    """Counts of each channel, and the size of all."""
+    """The counts of each channel and the size on disk."""
     steps = sum(stats.steps for stats in channels.values())
     return {
         "run": str(place.folder),
@@ -39,10 +219,9 @@ def stats_object(place: "PoolLocation", channels: dict[str, PoolStats], size_byt
     }
 
 
-def stats_text(told: dict[str, Any]) -> str:
-    """A block for each channel."""
+def stats_text(result: dict[str, Any]) -> str:
     lines = [""]
-    for name, stats in told["channels"].items():
+    for name, stats in result["channels"].items():
         rows = [
             ("groups", f"{stats['groups']:,}: {counts(stats['groups_by_state'])}"),
             ("rollouts", f"{stats['rollouts']:,}: {counts({**stats['ends'], **_running(stats)})}"),
@@ -53,14 +232,14 @@ def stats_text(told: dict[str, Any]) -> str:
             ("versions", f"newest {stats['last_version']}"),
         ]
         lines += [f"Channel {name}", *(f"  {label:<12}{text}" for label, text in rows), ""]
-    if not told["channels"]:
+    if not result["channels"]:
         lines += ["No group has been opened yet.", ""]
-    each = f", {told['bytes_per_step']:,.0f} bytes per step" if told["bytes_per_step"] else ""
-    return "\n".join([*lines, f"On disk ({told['pool']}): {size(told['bytes'])}{each}"])
+    each = f", {result['bytes_per_step']:,.0f} bytes per step" if result["bytes_per_step"] else ""
+    return "\n".join([*lines, f"On disk ({result['pool']}): {size(result['bytes'])}{each}"])
 
 
 def _states(stats: PoolStats) -> dict[str, int]:
-    """Groups by where they stand: each in one of these."""
+    """Groups by state; each is in one."""
     named = {
         field.name.removeprefix("groups_"): getattr(stats, field.name)
         for field in fields(stats)
@@ -82,7 +261,6 @@ def groups_object(groups: Sequence[Group]) -> dict[str, Any]:
 
 
 def groups_text(groups: Sequence[Group], run: str) -> str:
-    """A table of groups."""
     if not groups:
         return "No group here; see `penstock pool stats` for the channels and numbers that there are."
     head = ("GROUP", "TASK", "ROLLOUTS", "ENDS", "REWARD", "STEPS", "TOKENS")
@@ -90,7 +268,7 @@ def groups_text(groups: Sequence[Group], run: str) -> str:
         (_short(e["id"]), _short(e["task"]), str(e["rollouts"]), _ends(e), reward_text(e["reward"]), *_sizes(e))
         for e in map(_group_entry, groups)
     ]
-    return "\n".join([*_table([head, *rows]), "", f"next: penstock pool show {run} {groups[-1].id}"])
+    return "\n".join([*table_lines([head, *rows]), "", f"next: penstock pool show {run} {groups[-1].id}"])
 
 
 def group_object(name: str, task: Task, attempts: Sequence[Attempt]) -> dict[str, Any]:
@@ -106,12 +284,12 @@ def group_text(name: str, task: Task, attempts: Sequence[Attempt], run: str) -> 
         (_short(e["id"], 60), e["end"] or "running", reward_text(e["reward"]), *_sizes(e), _short(e["message"], 60))
         for e in entries
     ]
-    lines = [f"Group {name}, channel {attempts[0].rollout.channel}", *_task(task), "", *_table([head, *rows])]
+    lines = [f"Group {name}, channel {attempts[0].rollout.channel}", *_task(task), "", *table_lines([head, *rows])]
     return "\n".join([*lines, "", f"next: penstock pool show {run} {attempts[-1].rollout.id}"])
 
 
 def rollout_object(task: Task, attempt: Attempt) -> dict[str, Any]:
-    """All of it, tokens included."""
+    """Everything recorded, tokens included."""
     whole = {name: transcript._asdict() for name, transcript in transcripts(attempt).items()}
     printable = attempt.message.encode("utf-8", "replace").decode()
     return {
@@ -125,10 +303,10 @@ def rollout_object(task: Task, attempt: Attempt) -> dict[str, Any]:
 def rollout_text(task: Task, attempt: Attempt) -> str:
     """End, grades, and each transcript with its messages and steps."""
     rollout = attempt.rollout
-    said = f": {_printable(attempt.message)}" if attempt.message else ""
+    message = f": {_printable(attempt.message)}" if attempt.message else ""
     rows = [
         ("group", f"{rollout.group_id}, place {rollout.place}, attempt {rollout.attempt}, channel {rollout.channel}"),
-        ("end", f"{attempt.end or 'running'}{said}"),
+        ("end", f"{attempt.end or 'running'}{message}"),
         ("reward", reward_text(attempt.reward)),
         *(("grade", _grade(grade)) for grade in attempt.grades),
         *(("mark", _mark(mark)) for mark in attempt.marks),
@@ -141,8 +319,18 @@ def rollout_text(task: Task, attempt: Attempt) -> str:
     return "\n".join([*lines, "", *_steps(attempt)])
 
 
-def checked_text(run: str, checked: "PoolCheck") -> str:
-    """The verdict, and what is damaged."""
+def _check_object(folder: Path, checked: "PoolCheck") -> dict[str, Any]:
+    return {
+        "run": str(folder),
+        "status": "damaged" if checked.findings else "sound",
+        "groups": checked.groups,
+        "rollouts": checked.rollouts,
+        "steps": checked.steps,
+        "findings": [finding._asdict() for finding in checked.findings],
+    }
+
+
+def check_text(run: str, checked: "PoolCheck") -> str:
     read = f"{checked.groups:,} groups, {checked.rollouts:,} rollouts, {checked.steps:,} steps read"
     if not checked.findings:
         return f"\nThe pool of {run} is sound: {read}.\n"
@@ -154,12 +342,6 @@ def checked_text(run: str, checked: "PoolCheck") -> str:
     if len(checked.findings) > SHOWN:
         lines.append(f"  and {len(checked.findings) - SHOWN:,} more; --json names them all")
     return "\n".join([*lines, "", "next: restore a copy, or save what is left with `sqlite3 pool.db .recover`", ""])
-
-
-def size(number: int | None) -> str:
-    if number is None:
-        return "unknown"
-    return f"{number / 1e6:,.1f} MB" if number >= 1e5 else f"{number / 1e3:,.1f} kB"
 
 
 def _group_entry(group: Group) -> dict[str, Any]:
@@ -215,7 +397,7 @@ def _mark(mark: Any) -> str:
 
 
 def _message(message: Message) -> list[str]:
-    """Who said it, and what, with the calls that it made."""
+    """The role, the content and the tool calls of a message."""
     content = message.get("content")
     text = content if isinstance(content, str) else "" if content is None else _json_text(content)
     calls = [f"→ {_json_text(call.get('function', call))}" for call in message.get("tool_calls") or ()]
@@ -223,7 +405,6 @@ def _message(message: Message) -> list[str]:
 
 
 def _steps(attempt: Attempt) -> list[str]:
-    """One line for each call."""
     nodes = {node.id: node for node in attempt.nodes}
     head = ("STEP", "TRANSCRIPT", "NEW PROMPT", "SAMPLED", "VERSION", "FINISH", "SECONDS", "BREAK")
     rows = [
@@ -239,16 +420,17 @@ def _steps(attempt: Attempt) -> list[str]:
         )
         for step in attempt.steps
     ]
-    return _table([head, *rows]) if rows else ["No step was recorded."]
+    return table_lines([head, *rows]) if rows else ["No step was recorded."]
 
 
 def _versions(step: Step) -> str:
     return ranges(set(step.versions)) or "-"
 
 
-def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+def size(number: int | None) -> str:
+    if number is None:
+        return "unknown"
+    return f"{number / 1e6:,.1f} MB" if number >= 1e5 else f"{number / 1e3:,.1f} kB"
 
 
 def _short(text: str, width: int = 40) -> str:
@@ -261,199 +443,3 @@ def _printable(text: str) -> str:
 
 def _json_text(value: Any) -> str:
     return orjson.dumps(value).decode()
-
-
-app = typer.Typer(no_args_is_help=True, help="Look into a run's record, check it, move it, and make it smaller.")
-
-Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run's or a gateway's folder, for example runs/multiply.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
-Channels = Annotated[list[str] | None, typer.Option("--channel", help="This channel only; may be given again.")]
-
-
-@app.command()
-def stats(folder: Run, as_json: AsJson = False) -> None:
-    """Count groups, rollouts, steps and tokens by channel, and what they take on disk."""
-    from penstock.pool.location import find_pool, open_pool_at
-
-    async def read(place: "PoolLocation") -> dict[str, Any]:
-        async with open_pool_at(place) as pool:
-            return {name: await pool.stats(name) for name in await pool.channels()}
-
-    place = find_pool(folder)
-    told = stats_object(place, asyncio.run(read(place)), place.kind.size_bytes(place.folder, place.url))
-    typer.echo(_json(told) if as_json else stats_text(told))
-
-
-@app.command()
-def show(
-    folder: Run,
-    name: Annotated[
-        str | None, typer.Argument(metavar="ID", help="Of a rollout or of a group; the newest groups without one.")
-    ] = None,
-    channels: Channels = None,
-    limit: Annotated[int, typer.Option(min=1, help="How many groups are listed.")] = 20,
-    first: Annotated[int | None, typer.Option(min=0, metavar="N", help="List from this group number on.")] = None,
-    as_json: AsJson = False,
-) -> None:
-    """List the newest groups, or show one rollout with its messages, tools, steps and grades."""
-    from penstock.pool.location import find_pool, open_pool_at
-
-    async def read(place: "PoolLocation") -> tuple[dict[str, Any], str]:
-        async with open_pool_at(place) as pool:
-            if name is None:
-                listed = await _listed(pool, channels, limit=limit, first=first)
-                return groups_object(listed), groups_text(listed, str(folder))
-            task, attempts, whole = await _found(pool, name)
-            if whole is not None:
-                return rollout_object(task, whole), rollout_text(task, whole)
-            return group_object(name, task, attempts), group_text(name, task, attempts, str(folder))
-
-    told, text = asyncio.run(read(find_pool(folder)))
-    typer.echo(_json(told) if as_json else text)
-
-
-@app.command()
-def verify(folder: Run, as_json: AsJson = False) -> None:
-    """Read every row with its checksum, and hold the tables against each other.
-
-    Reads only, so it may run beside a training run. Exit code 1 where something is damaged: what is hit is named.
-    """
-    from penstock.pool.location import find_pool
-
-    place = find_pool(folder)
-    with stage_progress() as progress:
-        checked = place.kind.verify(place.folder, place.url, lambda done, total: progress(f"verifying {folder}", done, total))
-    typer.echo(_json(_checked_object(folder, checked)) if as_json else checked_text(str(folder), checked))
-    raise typer.Exit(1 if checked.findings else 0)
-
-
-@app.command()
-def export(
-    folder: Run,
-    out: Annotated[Path, typer.Option(help="The file (jsonl) or folder (parquet, atif) to make; it must not be there.")],
-    form: Annotated[str, typer.Option("--format", help="jsonl or parquet, which lose nothing; atif for other tools.")] = "jsonl",
-    channels: Channels = None,
-    as_json: AsJson = False,
-) -> None:
-    """Write the record to files. They appear when they are whole; memory stays small however long the run was."""
-    from penstock.pool.export import EXPORTS
-    from penstock.pool.export.transfer import export_pool
-    from penstock.pool.location import find_pool, open_pool_at
-
-    EXPORTS.check(form)
-    place = find_pool(folder)
-
-    async def write() -> dict[str, Any]:
-        async with open_pool_at(place) as pool:
-            wanted = await _known_channels(pool, channels)
-            total = sum([(await pool.stats(name)).groups for name in wanted])
-            with stage_progress() as stage:
-                moved = await export_pool(
-                    pool, out, name=form, channels=wanted, progress=lambda done: stage(f"exporting {folder}", done, total)
-                )
-        return {"out": str(out), "format": form, "channels": wanted, **asdict(moved)}
-
-    told = asyncio.run(write())
-    del told["known"]
-    typer.echo(_json(told) if as_json else f"{out}: {_amount(told)}")
-    if not as_json and form != "atif":
-        typer.echo(f"next: penstock pool import {out} --into FOLDER", err=True)
-
-
-@app.command("import")
-def import_(
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="What `penstock pool export` wrote as jsonl or parquet.")],
-    into: Annotated[Path, typer.Option(help="The folder whose pool takes it in; made where there is none.")],
-    as_json: AsJson = False,
-) -> None:
-    """Read an export into a pool. Doing it again, or going on after Ctrl-C, adds what is missing."""
-    from penstock.config import PoolSection
-    from penstock.errors import ConfigError
-    from penstock.pool.export.transfer import import_pool, read_export
-    from penstock.pool.location import PoolLocation, find_pool, open_pool_at
-
-    read_export(path)
-    if into.exists() and not into.is_dir():
-        raise ConfigError(f"{into} is no folder; give another one with --into")
-    default = PoolLocation(PoolSection().name, into)
-    is_new = not (into / "config.json").exists() and default.kind.why_unreadable(into)
-    place = default if is_new else find_pool(into)
-
-    async def read() -> dict[str, Any]:
-        async with open_pool_at(place) as pool:
-            with stage_progress() as stage:
-                moved = await import_pool(path, pool, progress=lambda done: stage(f"importing {path}", done, None))
-        return {"into": str(into), "pool": place.name, **asdict(moved)}
-
-    told = asyncio.run(read())
-    again = f"; {told['known']:,} rollouts were there already" if told["known"] else ""
-    typer.echo(_json(told) if as_json else f"{into}: {_amount(told)}{again}")
-    if not as_json:
-        typer.echo(f"next: penstock pool show {into}", err=True)
-
-
-@app.command()
-def compact(folder: Run, as_json: AsJson = False) -> None:
-    """Rewrite a SQLite pool without its gaps; nothing else may have it open."""
-    from penstock.pool.location import find_pool
-
-    place = find_pool(folder)
-    before = place.kind.size_bytes(place.folder, place.url)
-    place.kind.compact(place.folder)
-    after = place.kind.size_bytes(place.folder, place.url)
-    told = {"run": str(folder), "bytes_before": before, "bytes_after": after}
-    typer.echo(_json(told) if as_json else f"{folder}: {size(before)} before, {size(after)} after")
-
-
-async def _listed(pool: "Pool", channels: list[str] | None, *, limit: int, first: int | None) -> list[Any]:
-    """Groups of each channel: the newest, or those from a number on."""
-    listed: list[Any] = []
-    for name in await _known_channels(pool, channels):
-        start = first if first is not None else max(0, (await pool.stats(name)).last_seq + 1 - limit)
-        listed += await pool.groups(name, first_seq=start, limit=limit)
-    return listed
-
-
-async def _known_channels(pool: "Pool", wanted: list[str] | None) -> list[str]:
-    from penstock.errors import ConfigError
-
-    known = await pool.channels()
-    for name in wanted or ():
-        if name not in known:
-            raise ConfigError(f"no group in channel {name!r}; there is {', '.join(known) if known else 'none at all yet'}")
-    return [name for name in known if not wanted or name in wanted]
-
-
-async def _found(pool: "Pool", name: str) -> tuple[Any, list[Any], Any]:
-    """The task, and either a group's attempts or one rollout."""
-    from penstock.errors import ConfigError, PoolError
-
-    rollouts = await pool.rollouts(name)
-    if rollouts:
-        return await pool.task(rollouts[0].id), [await pool.attempt(rollout.id) for rollout in rollouts], None
-    try:
-        attempt = await pool.attempt(name)
-    except PoolError as cause:
-        if "no rollout" not in str(cause):
-            raise
-        raise ConfigError(f"no rollout or group {name!r}; `penstock pool show RUN` lists those there are") from cause
-    return await pool.task(name), [], attempt
-
-
-def _checked_object(folder: Path, checked: "PoolCheck") -> dict[str, Any]:
-    return {
-        "run": str(folder),
-        "status": "damaged" if checked.findings else "sound",
-        "groups": checked.groups,
-        "rollouts": checked.rollouts,
-        "steps": checked.steps,
-        "findings": [finding._asdict() for finding in checked.findings],
-    }
-
-
-def _amount(told: dict[str, Any]) -> str:
-    return f"{told['groups']:,} groups, {told['rollouts']:,} rollouts, {told['steps']:,} steps"
-
-
-def _json(told: Any) -> str:
-    return orjson.dumps(told).decode()

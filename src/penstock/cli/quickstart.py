@@ -20,19 +20,21 @@ def quickstart(
     as_json: AsJson = False,
 ) -> None:
     """Write a project that can be evaluated and trained as it is. Nothing that is there is overwritten."""
-    _tell(apply_template(folder, template), folder, template, as_json=as_json)
+    _print_written(apply_template(folder, template), folder, template, as_json=as_json)
 
 
 @app.command("list")
 def list_templates(as_json: Annotated[bool, typer.Option("--json", help="Print them as JSON.")] = False) -> None:
     """Name the templates."""
     if as_json:
-        listed = [{"name": name, "about": one.about, "workspace": bool(one.rollout)} for name, one in TEMPLATES.items()]
+        listed = [
+            {"name": name, "about": template.about, "workspace": bool(template.rollout)} for name, template in TEMPLATES.items()
+        ]
         typer.echo(orjson.dumps({"templates": listed}).decode())
         return
     width = max(map(len, TEMPLATES)) + 2
-    for name, one in TEMPLATES.items():
-        typer.echo(f"  {name:<{width}}{one.about}")
+    for name, template in TEMPLATES.items():
+        typer.echo(f"  {name:<{width}}{template.about}")
     typer.echo(f"\n  {'next':<{width}}penstock template apply NAME FOLDER")
 
 
@@ -44,12 +46,12 @@ def apply(
     as_json: AsJson = False,
 ) -> None:
     """Write a template's project. What is there stays, unless --force is given."""
-    _tell(apply_template(folder, name, force=force), folder, name, as_json=as_json)
+    _print_written(apply_template(folder, name, force=force), folder, name, as_json=as_json)
 
 
-def _tell(written: list[Path], folder: Path, name: str, *, as_json: bool) -> None:
+def _print_written(written: list[Path], folder: Path, name: str, *, as_json: bool) -> None:
     template = TEMPLATES[name]
-    following = [*([] if folder == Path() else [f"cd {folder}"]), *template.following]
+    following = [*([] if folder == Path() else [f"cd {folder}"]), *template.next_commands]
     if as_json:
         typer.echo(orjson.dumps({"folder": str(folder), "files": [str(path) for path in written], "next": following}).decode())
         return

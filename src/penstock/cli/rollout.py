@@ -4,7 +4,7 @@ import asyncio
 import os
 import signal
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,7 +12,7 @@ import orjson
 import typer
 
 from penstock.cli.interrupts import INTERRUPTED, Interrupts
-from penstock.cli.output import AsJson, Column, Plain, show, show_rows
+from penstock.cli.output import AsJson, Plain, TableColumn, print_result, print_table, warn
 from penstock.config import rollout_token, secret
 from penstock.errors import ConfigError
 
@@ -39,7 +39,7 @@ def init(
     written = [str(path.relative_to(workspace.path)) for path in init_rollout(workspace, name, force)]
     following = [f"penstock eval run configs/eval/{name}.toml", f"penstock eval submit configs/eval/{name}.toml"]
     text = f"Wrote rollout {name} into {workspace.path}:\n\n  " + "\n  ".join(written) + "\n\nNext:\n\n  " + "\n  ".join(following)
-    show({"name": name, "workspace": str(workspace.path), "files": written, "next": following}, text, as_json=as_json)
+    print_result({"name": name, "workspace": str(workspace.path), "files": written, "next": following}, text, as_json=as_json)
 
 
 @app.command("list")
@@ -52,13 +52,16 @@ def list_rollouts(
     """List the rollouts of the workspace here, or of its repository at the controller."""
     if branch is not None and not registered:
         raise ConfigError("--branch goes with --registered: the workspace has the files that are there now")
-    page = _registered(branch) if registered else _here()
-    columns = [Column("name", lambda row: row.get("name")), Column("commit", lambda row: row.get("last_synced_commit_sha"))]
+    page = _registered_rollouts(branch) if registered else _workspace_rollouts()
+    columns = [
+        TableColumn("name", lambda row: row.get("name")),
+        TableColumn("commit", lambda row: row.get("last_synced_commit_sha")),
+    ]
     empty = "there is no rollout; begin with: penstock rollout init NAME"
-    show_rows(page, "rollouts", columns[: 1 + registered], as_json=as_json, plain=plain, empty=empty)
+    print_table(page, "rollouts", columns[: 1 + registered], as_json=as_json, plain=plain, empty=empty)
 
 
-def _here() -> dict[str, Any]:
+def _workspace_rollouts() -> dict[str, Any]:
     from penstock.workspace.layout import workspace_of
 
     workspace = workspace_of(Path())
@@ -66,11 +69,13 @@ def _here() -> dict[str, Any]:
     return {"rollouts": rows, "total_count": len(rows), "has_more": False, "next_offset": None}
 
 
-def _registered(branch: str | None) -> dict[str, Any]:
-    from penstock.cli.connection import connect, listed
+def _registered_rollouts(branch: str | None) -> dict[str, Any]:
+    from penstock.cli.connection import connect, fetch_page
 
     client = connect()
-    return listed(lambda limit, offset: client.rollouts(limit=limit, offset=offset, branch=branch), "rollouts", 50, everything=True)
+    return fetch_page(
+        lambda limit, offset: client.rollouts(limit=limit, offset=offset, branch=branch), "rollouts", 50, everything=True
+    )
 
 
 @app.command()
@@ -91,8 +96,8 @@ def serve(
     are run when it is started again.
     """
     token = _token(token_env, host)
-    with _bound(host, port) as sock:
-        server = _make(entry, token, hosts, journal, max_accepted, drain_s, quiet=as_json)
+    with _bind(host, port) as sock:
+        server = _make_server(entry, token, hosts, journal, max_accepted, drain_s, quiet=as_json)
         ready = {"event": "ready", "url": _url(host, sock), "agent": str(entry), "journal": str(journal), "pid": os.getpid()}
         try:
             first = asyncio.run(_serve(server, sock, ready, drain_s=drain_s, quiet=as_json))
@@ -110,7 +115,7 @@ def _token(variable: str, host: str) -> str | None:
     return token
 
 
-def _bound(host: str, port: int) -> socket.socket:
+def _bind(host: str, port: int) -> socket.socket:
     from penstock.http.listen import bind
 
     try:
@@ -120,10 +125,10 @@ def _bound(host: str, port: int) -> socket.socket:
         raise ConfigError(f"{text}; give another --port, or 0 for a free one") from cause
 
 
-def _make(
+def _make_server(
     entry: Path, token: str | None, hosts: str, journal: Path, max_accepted: int, drain_s: float, *, quiet: bool
 ) -> "Starlette":
-    """The server of the agent, after a first try of its file in another process."""
+    """Make the server of the agent, after its file was tried in another process."""
     from penstock.config import AgentSection
     from penstock.rollout.server.app import create_rollout_server
     from penstock.rollout.server.backend import LocalBackend
@@ -159,19 +164,16 @@ def _url(host: str, sock: socket.socket) -> str:
 async def _serve(
     server: "Starlette", sock: socket.socket, ready: Mapping[str, str | int], *, drain_s: float, quiet: bool
 ) -> int | None:
-    """Serve until a signal comes; which one that was."""
+    """Serve until a signal comes; returns its number."""
     from penstock.rollout.server.app import serving
 
-    def tell(text: str) -> None:
-        if not quiet:
-            typer.echo(f"penstock: {text}", err=True)
-
+    notify: Callable[[str], None] = (lambda _: None) if quiet else warn
     stop = asyncio.Event()
     with Interrupts(
-        stop, lambda: tell(f"stopping: rollouts that run have {drain_s:g} s; Ctrl-C again quits at once")
+        stop, lambda: notify(f"stopping: rollouts that run have {drain_s:g} s; Ctrl-C again quits at once")
     ) as interrupts:
         async with serving(server, sock):
             typer.echo(orjson.dumps(ready).decode())
-            tell(f"serving {ready['agent']} at {ready['url']}, journal in {ready['journal']}")
+            notify(f"serving {ready['agent']} at {ready['url']}, journal in {ready['journal']}")
             await stop.wait()
         return interrupts.first

@@ -1,4 +1,7 @@
-"""A command of the user's in a process group of its own, which is ended as a whole; the terminal is lent to it meanwhile."""
+"""`penstock run`: a command whose model calls are recorded as one rollout.
+
+The command has a process group of its own, which is ended as a whole, and the terminal while it runs.
+"""
 
 import asyncio
 import os
@@ -18,84 +21,21 @@ import typer
 
 from penstock.cli.gateway import Engine, Model, Overrides, Urls, get_model, make_settings
 from penstock.cli.interrupts import INTERRUPTED, Interrupts
-from penstock.cli.output import clock, counts, percent
+from penstock.cli.output import aligned, clock, counts, percent
 from penstock.errors import ConfigError
 from penstock.records import Attempt, End
 from penstock.sdk.environment import rollout_environment
-from penstock.system.process_group import end_group, signal_group
+from penstock.system.processes import end_group, signal_group
 
 if TYPE_CHECKING:
-    pass
     from penstock.gateway.standalone import ModelFiles, Settings
 
 
 STDIN = 0
 GRACE_S = 5.0
-"""For a group that was asked to end; then it is killed."""
-
-
-class Ended(NamedTuple):
-    """How a command ended."""
-
-    code: int
-    """Its exit code; 128 and the signal's number where one ended it."""
-    late: bool = False
-    """Whether it was ended because its time was up."""
-
-
-async def run_command(
-    command: Sequence[str], environment: Mapping[str, str], stop: asyncio.Event, timeout_s: float | None = None
-) -> Ended:
-    """Run it to its end; `stop`, or the time that it has, ends the whole group. Where `stop` came first, it is not begun."""
-    if stop.is_set():
-        return Ended(128 + signal.SIGINT)
-    process = await asyncio.create_subprocess_exec(*command, env=dict(environment), process_group=0)
-    late = False
-    try:
-        with _terminal(process.pid):
-            over, stopped = asyncio.ensure_future(process.wait()), asyncio.ensure_future(stop.wait())
-            try:
-                ended, _ = await asyncio.wait({over, stopped}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-                late = not ended
-                if not over.done():
-                    await end_group(process, GRACE_S)
-            finally:
-                stopped.cancel()
-    finally:
-        if process.returncode is None or stop.is_set():
-            signal_group(process, signal.SIGKILL)
-    code = await process.wait()
-    return Ended(code if code >= 0 else 128 - code, late)
-
-
-@contextmanager
-def _terminal(group: int) -> Generator[None]:
-    """Let the group read from the terminal and get its Ctrl-C, where we could; it is ours again afterwards."""
-    ours = os.getpgrp()
-    if not _is_foreground(ours):
-        yield
-        return
-    before = signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # who asks for it back is in the background
-    try:
-        with suppress(OSError):
-            os.tcsetpgrp(STDIN, group)
-            os.killpg(group, signal.SIGCONT)  # it may have tried to read before
-        yield
-    finally:
-        with suppress(OSError):
-            os.tcsetpgrp(STDIN, ours)
-        signal.signal(signal.SIGTTOU, before)
-
-
-def _is_foreground(group: int) -> bool:
-    try:
-        return os.tcgetpgrp(STDIN) == group
-    except OSError:  # no terminal
-        return False
-
-
+"""For the group to end after SIGTERM; then it is killed."""
 TIMED_OUT = 124
-"""Our exit code for a command that was ended for its time, as that of `timeout`."""
+"""The exit code for a command that --timeout ended, as with `timeout`."""
 
 
 def run(
@@ -125,17 +65,15 @@ def run(
     found = get_model(settings)
     make_folder(place, settings, found)
     try:
-        outcome = asyncio.run(_record(command, settings, found, place, timeout_s))
+        recorded = asyncio.run(_record(command, settings, found, place, timeout_s))
     except asyncio.CancelledError:
         raise typer.Exit(INTERRUPTED) from None
-    typer.echo(orjson.dumps(as_object(outcome)).decode() if as_json else as_text(outcome), err=True)
-    raise typer.Exit(outcome.code)
+    typer.echo(orjson.dumps(as_object(recorded)).decode() if as_json else as_text(recorded), err=True)
+    raise typer.Exit(recorded.code)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """What a recorded command came to."""
-
+class RecordedCommand:
     attempt: Attempt
     code: int
     folder: Path
@@ -144,14 +82,15 @@ class Outcome:
 
     @property
     def verify(self) -> str | None:
-        """The command that checks the record; None where there is nothing that it could check."""
+        """The command that checks the record; None if there is nothing to check."""
         if not self.attempt.steps or not self.in_process:
             return None
         return shlex.join(["penstock", "verify", str(self.folder), "--channel", self.attempt.rollout.channel])
 
 
-async def _record(command: list[str], settings: "Settings", model: "ModelFiles", folder: Path, timeout_s: float | None) -> Outcome:
-    pass
+async def _record(
+    command: list[str], settings: "Settings", model: "ModelFiles", folder: Path, timeout_s: float | None
+) -> RecordedCommand:
     from penstock.gateway.session import open_adhoc
     from penstock.gateway.standalone import open_gateway
     from penstock.http.listen import bind
@@ -169,51 +108,114 @@ async def _record(command: list[str], settings: "Settings", model: "ModelFiles",
                 await opened.pool.end(rollout.id, End.CANCELLED, "penstock was stopped")
                 raise
             opened.gateway.close(rollout.id)
-            end, message = ending(ended, interrupts.first)
+            end, message = rollout_end(ended, interrupts.first)
             await opened.pool.end(rollout.id, end, message)
             attempt = await opened.pool.attempt(rollout.id)
     seconds = time.monotonic() - started
-    code = TIMED_OUT if ended.late else ended.code
-    return Outcome(attempt=attempt, code=code, folder=folder, seconds=seconds, in_process=settings.engine.in_process)
+    code = TIMED_OUT if ended.timed_out else ended.code
+    return RecordedCommand(attempt=attempt, code=code, folder=folder, seconds=seconds, in_process=settings.engine.in_process)
 
 
-def ending(ended: "Ended", interrupt: int | None) -> tuple[End, str]:
-    """How a rollout ends whose command ended like this."""
+# The command and its terminal
+
+
+class CommandExit(NamedTuple):
+    code: int
+    """Its exit code; 128 plus the signal's number if a signal ended it."""
+    timed_out: bool = False
+
+
+async def run_command(
+    command: Sequence[str], environment: Mapping[str, str], stop: asyncio.Event, timeout_s: float | None = None
+) -> CommandExit:
+    """Run the command to its end; `stop` or `timeout_s` ends the whole group. If `stop` is set already, nothing is started."""
+    if stop.is_set():
+        return CommandExit(128 + signal.SIGINT)
+    process = await asyncio.create_subprocess_exec(*command, env=dict(environment), process_group=0)
+    timed_out = False
+    try:
+        with _in_foreground(process.pid):
+            over, stopped = asyncio.ensure_future(process.wait()), asyncio.ensure_future(stop.wait())
+            try:
+                ended, _ = await asyncio.wait({over, stopped}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+                timed_out = not ended
+                if not over.done():
+                    await end_group(process, GRACE_S)
+            finally:
+                stopped.cancel()
+    finally:
+        if process.returncode is None or stop.is_set():
+            signal_group(process.pid, signal.SIGKILL)
+    code = await process.wait()
+    return CommandExit(code if code >= 0 else 128 - code, timed_out)
+
+
+@contextmanager
+def _in_foreground(group: int) -> Generator[None]:
+    """Make `group` the foreground group of the terminal, if we are that: it can read, and Ctrl-C goes to it."""
+    ours = os.getpgrp()
+    if not _is_foreground(ours):
+        yield
+        return
+    before = signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # sent to background groups that call tcsetpgrp, as we do below
+    try:
+        with suppress(OSError):
+            os.tcsetpgrp(STDIN, group)
+            os.killpg(group, signal.SIGCONT)  # it was stopped if it tried to read before
+        yield
+    finally:
+        with suppress(OSError):
+            os.tcsetpgrp(STDIN, ours)
+        signal.signal(signal.SIGTTOU, before)
+
+
+def _is_foreground(group: int) -> bool:
+    try:
+        return os.tcgetpgrp(STDIN) == group
+    except OSError:  # no terminal
+        return False
+
+
+def rollout_end(ended: CommandExit, interrupt: int | None) -> tuple[End, str]:
+    """The end of the rollout, with a message."""
     code = ended.code
-    if ended.late:
+    if ended.timed_out:
         return End.TIMEOUT, f"the command ran longer than --timeout allows, and was ended with exit code {code}"
     if interrupt is not None or code == 128 + signal.SIGINT:
         return End.CANCELLED, f"stopped by {signal.Signals(interrupt or signal.SIGINT).name}"
     return (End.COMPLETED, "") if code == 0 else (End.AGENT_ERROR, f"the command ended with exit code {code}")
 
 
-def as_object(outcome: Outcome) -> dict[str, Any]:
+# The result
+
+
+def as_object(recorded: RecordedCommand) -> dict[str, Any]:
     from penstock.train.sequences import breaks, exactness
 
-    attempt, exact = outcome.attempt, exactness(outcome.attempt)
+    attempt, exact = recorded.attempt, exactness(recorded.attempt)
     return {
         "rollout_id": attempt.rollout.id,
         "end": attempt.end,
         "message": attempt.message,
-        "exit_code": outcome.code,
+        "exit_code": recorded.code,
         "calls": len({step.answer for step in attempt.steps}),
         "steps": len(attempt.steps),
         "sampled_tokens": exact.sampled_tokens,
         "exact_tokens": exact.exact_tokens,
         "exact_token_rate": exact.rate,
         "breaks": dict(breaks(attempt)),
-        "seconds": round(outcome.seconds, 3),
-        "folder": str(outcome.folder),
+        "seconds": round(recorded.seconds, 3),
+        "folder": str(recorded.folder),
         "channel": attempt.rollout.channel,
-        "next": outcome.verify,
+        "next": recorded.verify,
     }
 
 
-def as_text(outcome: Outcome) -> str:
-    told = as_object(outcome)
-    rows = [("calls", f"{told['calls']:,} in {clock(outcome.seconds)}, ended as {told['end']}")]
-    rows.append(("exact", f"{percent(told['exact_token_rate'])} of {told['sampled_tokens']:,} sampled tokens"))
-    rows += [("breaks", counts(told["breaks"]))] if told["breaks"] else []
-    rows.append(("record", f"{told['folder']} (rollout {told['rollout_id']})"))
-    rows += [("next", told["next"])] if told["next"] else []
-    return "\n".join(["", *(f"  {label:<12}{text}" for label, text in rows), ""])
+def as_text(recorded: RecordedCommand) -> str:
+    fields = as_object(recorded)
+    rows = [("calls", f"{fields['calls']:,} in {clock(recorded.seconds)}, ended as {fields['end']}")]
+    rows.append(("exact", f"{percent(fields['exact_token_rate'])} of {fields['sampled_tokens']:,} sampled tokens"))
+    rows += [("breaks", counts(fields["breaks"]))] if fields["breaks"] else []
+    rows.append(("record", f"{fields['folder']} (rollout {fields['rollout_id']})"))
+    rows += [("next", fields["next"])] if fields["next"] else []
+    return f"\n{aligned(rows)}\n"

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from penstock.cli.output import All, AsJson, Column, Limit, Plain, Yes, confirmed, show, show_rows, when
+from penstock.cli.output import All, AsJson, Limit, Plain, TableColumn, Yes, confirm, local_time, print_result, print_table
 from penstock.errors import ConfigError
 
 app = typer.Typer(help="Values that runs need and nobody should read.", no_args_is_help=True)
@@ -19,7 +19,7 @@ class Scope(StrEnum):
     workspace = "workspace"
 
     @property
-    def wire(self) -> Literal["user", "workspace"]:
+    def api_name(self) -> Literal["user", "workspace"]:
         """What the controller calls it."""
         return "user" if self is Scope.personal else "workspace"
 
@@ -27,9 +27,9 @@ class Scope(StrEnum):
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Of the variable that runs find it in, such as OPENAI_API_KEY.")]
 ScopeOption = Annotated[Scope, typer.Option(help="Whose it is; a run takes the personal one first.")]
 COLUMNS = (
-    Column("name", lambda row: row.get("name")),
-    Column("scope", lambda row: "personal" if row.get("scope") == "user" else row.get("scope")),
-    Column("updated", lambda row: when(row.get("updated_at") or row.get("created_at"))),
+    TableColumn("name", lambda row: row.get("name")),
+    TableColumn("scope", lambda row: "personal" if row.get("scope") == "user" else row.get("scope")),
+    TableColumn("updated", lambda row: local_time(row.get("updated_at") or row.get("created_at"))),
 )
 
 
@@ -46,19 +46,19 @@ def set_secret(
 
     check_name(name)
     value = _value(name, env)
-    record = connect().set_secret(name, value, scope.wire)
+    record = connect().set_secret(name, value, scope.api_name)
     following = f'name it in an experiment file: [secrets] required = ["{name}"]'
-    show(record, f"Keeps secret {name} ({scope}), encrypted.\n\n  next  {following}", as_json=as_json)
+    print_result(record, f"Keeps secret {name} ({scope}), encrypted.\n\n  next  {following}", as_json=as_json)
 
 
 @app.command("list")
 def list_secrets(limit: Limit = 20, everything: All = False, plain: Plain = False, as_json: AsJson = False) -> None:
     """List secrets by name; no value is ever told."""
-    from penstock.cli.connection import connect, listed
+    from penstock.cli.connection import connect, fetch_page
 
     client, key = connect(), "environment_secrets"
-    page = listed(lambda limit, offset: client.secrets(limit=limit, offset=offset), key, limit, everything=everything)
-    show_rows(
+    page = fetch_page(lambda limit, offset: client.secrets(limit=limit, offset=offset), key, limit, everything=everything)
+    print_table(
         page, key, COLUMNS, as_json=as_json, plain=plain, empty="there is no secret yet; begin with: penstock secret set NAME"
     )
 
@@ -69,9 +69,9 @@ def delete(name: Name, scope: ScopeOption = Scope.personal, yes: Yes = False, as
     from penstock.cli.connection import connect
 
     client = connect()
-    confirmed(f"Delete secret {name} ({scope})?", yes=yes or as_json)
-    client.delete_secret(name, scope.wire)
-    show({"name": name, "scope": str(scope), "deleted": True}, f"Deleted secret {name} ({scope}).", as_json=as_json)
+    confirm(f"Delete secret {name} ({scope})?", yes=yes or as_json)
+    client.delete_secret(name, scope.api_name)
+    print_result({"name": name, "scope": str(scope), "deleted": True}, f"Deleted secret {name} ({scope}).", as_json=as_json)
 
 
 def _value(name: str, env: str | None) -> str:

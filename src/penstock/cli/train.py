@@ -1,4 +1,4 @@
-"""`penstock train`: run, watch, stop safely, sum up."""
+"""`penstock train`: train a policy here, with a live view, a safe stop and a summary."""
 
 import asyncio
 import contextlib
@@ -6,12 +6,14 @@ import shlex
 import shutil
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from penstock.cli import dry_run
 from penstock.cli.interrupts import INTERRUPTED, Interrupts
+from penstock.cli.output import warn
+from penstock.cli.summary import ResumeCommand, TrainingResult, as_object, as_text
 from penstock.errors import PenstockError
 from penstock.workspace.scaffold import CONFIG_FILE
 
@@ -37,36 +39,29 @@ def train(
     """
     from penstock.workspace.opening import load_run_config
 
-    config, again = load_run_config(file, overrides or (), "train", tell=dry_run.warn), Again(_command(file, overrides or []))
+    config = load_run_config(file, overrides or (), "train", warn=warn)
+    resume = ResumeCommand(_command(file, overrides or []))
     if dry:
-        dry_run.try_once(config, "train", as_json=as_json, following=again.command)
-    carry_out(config, again, fresh=fresh, as_json=as_json)
+        dry_run.try_once(config, "train", as_json=as_json, following=resume.command)
+    run_training(config, resume, fresh=fresh, as_json=as_json)
 
 
-class Again(NamedTuple):
-    """What takes a run up again, and what to add to it."""
-
-    command: str
-    steps_option: str = "--set train.steps="
-    fresh_option: str = "--fresh"
-
-
-def carry_out(config: "RunConfig", again: Again, *, fresh: bool = False, as_json: bool = False) -> None:
-    """Train as `config` says, show it, and sum it up."""
+def run_training(config: "RunConfig", resume: ResumeCommand, *, fresh: bool = False, as_json: bool = False) -> None:
+    """Train, show the progress, and print the summary."""
     from penstock.cli.live import LiveView, RunState
     from penstock.run.inputs import read_inputs
     from penstock.train import REGISTRIES
 
     view = LiveView(RunState(rollouts_per_step=config.rollout.group_size * config.rollout.groups_per_step))
     try:
-        # what an author's code prints is no result: it goes where progress goes
+        # what the author's code prints is not a result: it goes to stderr, like progress
         with contextlib.redirect_stdout(sys.stderr), view:
             inputs = read_inputs(config, view, registries=REGISTRIES)
             summary = asyncio.run(_train(config, inputs, view, fresh=fresh))
     except asyncio.CancelledError:
-        typer.echo(f"penstock: quit; to go on: {again.command}", err=True)
+        warn(f"quit; to go on: {resume.command}")
         raise typer.Exit(INTERRUPTED) from None
-    _show(summary, view, again, as_json=as_json)
+    _print_summary(summary, view, resume, as_json=as_json)
     if summary.status == "stopped":
         raise typer.Exit(INTERRUPTED)
 
@@ -80,40 +75,38 @@ async def _train(config: "RunConfig", inputs: "Inputs", view: "LiveView", *, fre
 
     stop = asyncio.Event()
 
-    def tell() -> None:
+    def announce_stop() -> None:
         when = "now" if view.state.evaluating else "after this step"
         view.notice(f"Stopping {when}. Ctrl-C again quits at once; both are safe, the same command goes on.")
 
-    with Interrupts(stop, tell):
+    with Interrupts(stop, announce_stop):
         return await run(config, inputs, listener=view, stop=stop, fresh=fresh)
 
 
-def _show(summary: "Summary", view: "LiveView", again: Again, *, as_json: bool) -> None:
-    from penstock.cli.summary import Ending, as_object, as_text
-
-    ending = Ending(
+def _print_summary(summary: "Summary", view: "LiveView", resume: ResumeCommand, *, as_json: bool) -> None:
+    result = TrainingResult(
         summary=summary,
         rewards=view.state.rewards,
         reasons=view.state.reasons,
-        report=_report(Path(summary.folder)),
-        **again._asdict(),
+        report=_write_report(Path(summary.folder)),
+        resume=resume,
     )
-    typer.echo(as_object(ending) if as_json else as_text(ending))
+    typer.echo(as_object(result) if as_json else as_text(result))
 
 
-def _report(folder: Path) -> Path | None:
-    """The report's path; a report that cannot be written must not fail a run that was trained."""
+def _write_report(folder: Path) -> Path | None:
+    """Write the report and return its path; a report that cannot be written must not fail a run that was trained."""
     from penstock.reports.training import write_report
 
     try:
         return asyncio.run(write_report(folder))
     except PenstockError as error:
-        typer.echo(f"penstock: no report: {error}; try: penstock report {folder}", err=True)
+        warn(f"no report: {error}; try: penstock report {folder}")
         return None
 
 
 def _command(file: Path, overrides: list[str]) -> str:
-    """The command that takes this run up again, as it can be typed where this one was."""
+    """The command that takes this run up resume, as it can be typed where this one was."""
     known = shutil.which("penstock")
     here = known is not None and Path(known).resolve() == Path(sys.argv[0]).resolve()
     parts = ["penstock" if here or not Path(sys.argv[0]).name.startswith("penstock") else sys.argv[0], "train", str(file)]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from penstock.train.verify import Audit, StepFinding, TokenDeviation
 
 SHOWN = 20
-"""Steps that are named where a person reads; JSON has them all."""
+"""Findings listed as text; JSON has them all."""
 
 
 def verify(
@@ -51,7 +51,6 @@ async def _verify(folder: Path, progress: "PullProgress", *, channel: str, limit
 
 
 def as_object(audit: "Audit") -> dict[str, Any]:
-    """All of it, for JSON."""
     return {
         "run": audit.run,
         "channel": audit.channel,
@@ -79,7 +78,6 @@ def as_object(audit: "Audit") -> dict[str, Any]:
 
 
 def as_text(audit: "Audit") -> str:
-    """The verdict, a small table, and the steps that do not hold."""
     body = "\n".join(f"  {label:<12}{text}" for label, text in _rows(audit))
     found = list(audit.findings.values())
     named = [f"  {_finding(finding)}" for finding in found[:SHOWN]]
@@ -128,5 +126,5 @@ def _finding(finding: "StepFinding") -> str:
     return f"rollout {finding.rollout_id}, step {finding.step}: {finding.reason}, {size}{worst}"
 
 
-def _compared(one: "TokenDeviation") -> str:
-    return f"token {one.token} recorded {one.recorded:.6g}, recomputed {one.recomputed:.6g} with version {one.version}"
+def _compared(token: "TokenDeviation") -> str:
+    return f"token {token.token} recorded {token.recorded:.6g}, recomputed {token.recomputed:.6g} with version {token.version}"

@@ -1,4 +1,4 @@
-"""From a submission to a run in the queue: unpacked, planned, checked, laid out. Whatever is refused leaves nothing behind."""
+"""Admission of a submission: unpack, resolve, validate, write the run's files, queue it. A refused one leaves nothing behind."""
 
 import asyncio
 import errno
@@ -28,7 +28,7 @@ COMMANDS = {"eval": ["eval", "run"], "train": ["train"]}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeOrigin:
-    """Where a submission's code came from."""
+    """Where a submission's code came from, and who submitted it."""
 
     repository: str = ""
     """owner/name."""
@@ -40,9 +40,9 @@ class CodeOrigin:
 
 
 async def admit(controller: Controller, kind: RunKind, body: Mapping[str, Any], *, snapshot: Path, origin: CodeOrigin) -> Run:
-    """Queue the run that `body` asks for, with the code in the tar.gz `snapshot`; once this returns it is carried out.
+    """Queues the run that `body` describes, with the code in the tar.gz `snapshot`.
 
-    ConfigError, DatasetError, ModelError and ControllerError say what is wrong; then nothing has changed.
+    Raises ConfigError, DatasetError, ModelError or ControllerError if the submission is refused; then nothing has changed.
     """
     async with controller.admissions:
         run = await asyncio.to_thread(_admit, controller, kind, body, snapshot, origin)
@@ -60,69 +60,66 @@ def _admit(controller: Controller, kind: RunKind, body: Mapping[str, Any], snaps
     try:
         files.path.mkdir(mode=0o700)
         unpack(snapshot, files.code, limit_mb=controller.limits.snapshot_mb)
-        planned = resolve_submission(controller, kind, body, files)
-        scopes = controller.vault.scopes(planned.secrets)
-        _check(controller, kind, planned, files)
+        resolved = resolve_submission(controller, kind, body, files)
+        scopes = controller.vault.scopes(resolved.secrets)
+        _check(controller, kind, resolved, files)
         with snapshot.open("rb") as file:
             digest = file_digest(file, "sha256").hexdigest()
-        return _enqueue(controller, kind, run_id, files, planned, _submission(planned, digest, origin, scopes))
+        return _enqueue(controller, kind, run_id, files, resolved, _submission(resolved, digest, origin, scopes))
     except OSError as cause:
         shutil.rmtree(files.path, ignore_errors=True)
-        why = (
-            "the controller's disk is full"
-            if cause.errno in (errno.ENOSPC, errno.EDQUOT)
-            else f"the run cannot be laid out: {cause}"
-        )
+        is_full = cause.errno in (errno.ENOSPC, errno.EDQUOT)
+        why = "the controller's disk is full" if is_full else f"the run cannot be laid out: {cause}"
         raise ControllerError(f"{why}; free some space there, then submit it again", code="STORE_FAILED", status=503) from cause
     except BaseException:
         shutil.rmtree(files.path, ignore_errors=True)
         raise
 
 
-def _check(controller: Controller, kind: RunKind, planned: ResolvedSubmission, files: RunFiles) -> None:
-    """Where the rollout needs packages that are installed when it runs, only its tasks can be looked at before."""
-    if missing_requirements(planned.project):
-        for tasks in (planned.config.dataset.train, planned.config.dataset.eval):
+def _check(controller: Controller, kind: RunKind, resolved: ResolvedSubmission, files: RunFiles) -> None:
+    """Validates the project; if its packages are installed only when it runs, only its datasets."""
+    if missing_requirements(resolved.project):
+        for tasks in (resolved.config.dataset.train, resolved.config.dataset.eval):
             if tasks is not None:
                 check_tasks(tasks, columns=None)
         return
-    tree = planned.config.model_dump(mode="json")
-    validate_submission(tree, kind, code=files.code, env=planned.env, secrets=controller.vault.values(planned.secrets))
+    tree = resolved.config.model_dump(mode="json")
+    validate_submission(tree, kind, code=files.code, env=resolved.env, secrets=controller.vault.values(resolved.secrets))
 
 
-def _submission(planned: ResolvedSubmission, digest: str, origin: CodeOrigin, scopes: dict[str, str]) -> Submission:
+def _submission(resolved: ResolvedSubmission, digest: str, origin: CodeOrigin, scopes: dict[str, str]) -> Submission:
     return Submission(
-        rollout=planned.rollout,
-        entrypoint=planned.entrypoint,
-        model=planned.model,
-        dataset=planned.dataset,
-        dataset_digest=planned.digest,
+        rollout=resolved.rollout,
+        entrypoint=resolved.entrypoint,
+        model=resolved.model,
+        dataset=resolved.dataset,
+        dataset_digest=resolved.digest,
         snapshot=digest,
-        tables=planned.tables,
+        tables=resolved.tables,
         repository=origin.repository,
         branch=origin.branch,
         commit_sha=origin.commit_sha,
         dirty=origin.dirty,
-        env=planned.env,
+        env=resolved.env,
         secrets=scopes,
         creator=origin.creator,
     )
 
 
 def _enqueue(
-    controller: Controller, kind: RunKind, run_id: str, files: RunFiles, planned: ResolvedSubmission, submission: Submission
+    controller: Controller, kind: RunKind, run_id: str, files: RunFiles, resolved: ResolvedSubmission, submission: Submission
 ) -> Run:
-    """Lay out what its keeper needs, then queue it, in one transaction: a name is taken by one run only."""
+    """Writes the files that the monitor needs, then queues the run, in one transaction so that its name stays unused."""
     with controller.database.transaction():
-        name = controller.runs.free_name(kind, planned.name)
-        run = planned.config.run.model_copy(update={"name": name, "folder": files.out})
-        config = planned.config.model_copy(update={"run": run})
+        name = controller.runs.free_name(kind, resolved.name)
+        run = resolved.config.run.model_copy(update={"name": name, "folder": files.out})
+        config = resolved.config.model_copy(update={"run": run})
         write_file(files.config, orjson.dumps(config.model_dump(mode="json"), option=orjson.OPT_INDENT_2))
         job = RunJob(
             argv=[sys.executable, "-P", "-m", "penstock", *COMMANDS[kind], str(files.config)],
             cwd=str(files.code),
-            env=planned.env,
-            project=str(planned.project) if requirements(planned.project) else "",
+            env=resolved.env,
+            project=str(resolved.project) if requirements(resolved.project) else "",
             environments=str(controller.home.environments),
         )
         job.write(files)

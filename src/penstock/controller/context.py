@@ -1,4 +1,4 @@
-"""The stations of one controller, opened and closed together; a folder has one controller at a time."""
+"""The components of one controller, opened and closed together. A home folder has one controller at a time."""
 
 import asyncio
 import shutil
@@ -21,22 +21,20 @@ from penstock.system.locks import exclusive_lock
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControllerLimits:
-    """What a controller takes on."""
-
     runs: int = 1
-    """Carried out at once: each has the whole machine unless its owner says that it has room for more."""
+    """Runs at once. One by default: a run may use the whole machine."""
     queued: int = 100
-    """That may wait; one more is refused."""
+    """Runs that may wait in the queue; further ones are refused."""
     snapshot_mb: int = 256
-    """Of code, packed or unpacked."""
+    """Limit for submitted code, packed and unpacked."""
     dataset_mb: int = 5000
     launches: int = 5
-    """How often a process is started for a run whose process was lost."""
+    """How many times a run whose process was lost is started before it has failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Controller:
-    """Everything that a request touches."""
+    """All components that request handlers use."""
 
     home: Home
     database: ControllerDatabase
@@ -48,28 +46,28 @@ class Controller:
     repositories: Repositories
     limits: ControllerLimits
     admissions: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))
-    """Held while a submission is looked at, which takes a processor and a thread."""
+    """Limits how many submissions are validated at once: each takes a CPU core and a thread."""
 
 
 @asynccontextmanager
 async def open_controller(home: Home, limits: ControllerLimits) -> AsyncGenerator[Controller]:
-    """Serve the folder `home`: from here on queued runs are carried out; those that run go on when this is left.
+    """Opens the controller of the folder `home` and executes queued runs. On exit, active runs go on.
 
-    ControllerError CONTROLLER_RUNNING where another process serves it.
+    Raises ControllerError CONTROLLER_RUNNING if another process serves the folder.
     """
-    home = Home(home.path.absolute()).make()
+    home = Home(home.path.absolute()).create()
     async with AsyncExitStack() as stack:
         stack.enter_context(_hold_home_lock(home))
         database = ControllerDatabase(home.database)
         stack.callback(database.close)
         _remove_incomplete_runs(home)
         runs, vault = RunQueue(database), Vault(database, vault_key(home))
-        datasets = Datasets(database, home.datasets, largest_mb=limits.dataset_mb)
+        datasets = Datasets(database, home.datasets, max_mb=limits.dataset_mb)
         stack.callback(datasets.close)
         deployments = Deployments(database, home)
         stack.push_async_callback(deployments.close)
         await deployments.start()
-        supervisor = Supervisor(runs, vault, home.runs, at_once=limits.runs, launches=limits.launches)
+        supervisor = Supervisor(runs, vault, home.runs, max_running=limits.runs, max_launches=limits.launches)
         controller = Controller(
             home=home,
             database=database,
@@ -87,7 +85,7 @@ async def open_controller(home: Home, limits: ControllerLimits) -> AsyncGenerato
 
 
 def _remove_incomplete_runs(home: Home) -> None:
-    """Remove what submissions left that were being taken in when a controller was killed."""
+    """Removes run folders without job.json: a controller was killed while it admitted these submissions."""
     for folder in home.runs.iterdir():
         if folder.is_dir() and not RunFiles(folder).job.exists():
             shutil.rmtree(folder, ignore_errors=True)

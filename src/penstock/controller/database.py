@@ -1,4 +1,4 @@
-"""The controller's database: small, synchronous, durable at every commit. Each station of the controller owns its own tables."""
+"""The controller's SQLite database: synchronous and durable at every commit. Each component creates its own tables."""
 
 import sqlite3
 import threading
@@ -11,12 +11,12 @@ from penstock.errors import ControllerError
 
 
 class ControllerDatabase:
-    """One connection behind a lock: a controller writes a few rows for each run, never a token."""
+    """One connection behind a lock. That is enough: a controller writes a few rows per run."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._lock = threading.RLock()
-        with self._told():
+        with self._translate_errors():
             self._connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=30)
             self._connection.row_factory = sqlite3.Row
             try:
@@ -27,35 +27,33 @@ class ControllerDatabase:
                 raise
 
     def close(self) -> None:
-        """Give the file back."""
         self._connection.close()
 
     def create(self, *statements: str) -> None:
-        """Make the tables of a station, each with IF NOT EXISTS."""
+        """Runs the CREATE statements of a component, each with IF NOT EXISTS."""
         with self.transaction():
             for statement in statements:
                 self.write(statement)
 
     def write(self, statement: str, values: Sequence[Any] = ()) -> int:
-        """Run one statement, durably unless a transaction is open; how many rows it changed."""
-        with self._lock, self._told():
+        """Runs one statement and returns the number of changed rows. It commits at once unless a transaction is open."""
+        with self._lock, self._translate_errors():
             return self._connection.execute(statement, values).rowcount
 
     def rows(self, statement: str, values: Sequence[Any] = ()) -> list[sqlite3.Row]:
-        """What a query finds."""
-        with self._lock, self._told():
+        with self._lock, self._translate_errors():
             return self._connection.execute(statement, values).fetchall()
 
     def row(self, statement: str, values: Sequence[Any] = ()) -> sqlite3.Row | None:
-        """The first of what a query finds."""
+        """Returns the first row of a query, or None."""
         found = self.rows(statement, values)
         return found[0] if found else None
 
     @contextmanager
     def transaction(self) -> Generator[None]:
-        """All that is written inside, or none of it."""
+        """Commits everything written inside, or rolls it all back. Holds the lock, so other threads wait."""
         with self._lock:
-            self.write("BEGIN IMMEDIATE")
+            self.write("BEGIN IMMEDIATE")  # takes the write lock now: a later upgrade from a read lock could fail with SQLITE_BUSY
             try:
                 yield
             except BaseException:
@@ -64,10 +62,10 @@ class ControllerDatabase:
             self.write("COMMIT")
 
     @contextmanager
-    def _told(self) -> Generator[None]:
+    def _translate_errors(self) -> Generator[None]:
         try:
             yield
-        except sqlite3.IntegrityError:
+        except sqlite3.IntegrityError:  # a broken constraint is the caller's error, not the database's
             raise
         except sqlite3.Error as cause:
             text = f"the controller's database {self._path} cannot be used: {cause}"

@@ -1,7 +1,7 @@
-"""Deployments: models that are served while the controller runs, each by a process of its own that dies with the controller.
+"""Deployments: models that the controller serves, each in a process of its own that ends with the controller.
 
-A deployment is a row; its process follows from it. So a controller that starts serves what the one before it served, at the same
-address where that is free, and a process that ends or does not answer is replaced.
+Deployments are rows of the database. A controller that starts serves all of them again, on the same ports if these are free.
+A process that ends or does not answer is restarted.
 """
 
 import asyncio
@@ -24,71 +24,70 @@ TABLE = """CREATE TABLE IF NOT EXISTS deployments (
     seq INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL UNIQUE, folder TEXT NOT NULL, port INTEGER NOT NULL DEFAULT 0,
     engine TEXT NOT NULL, deployed_at TEXT NOT NULL, deployed_by TEXT NOT NULL)"""
 MAX_DEPLOYMENTS = 2
-"""Deployments at once: each holds its weights in memory."""
+"""Deployments at once; each holds its weights in memory."""
 READY_TIMEOUT_S = 20.0
-"""How long `deploy` waits until the model answers: a client waits 30 s. What takes longer goes on as `starting`."""
+"""How long `deploy` waits for the model, since clients wait 30 s; then the deployment goes on as `starting`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deployment:
-    """A model that is to be served, and how that goes."""
+    """A deployed model and its state."""
 
     name: str
-    """Of the model; callers name it so too."""
+    """The model's name, also in API requests."""
     status: str
     """`active` while it answers, else `starting`."""
     deployed_at: str
     deployed_by: str
     engine: str
     url: str | None
-    """Ends in `/v1`; None while nothing answers."""
+    """Ends in `/v1`; None unless `active`."""
     token: str
-    """What callers must show."""
+    """The API key for callers."""
     message: str = ""
-    """Why it does not answer."""
+    """Why it is not `active`."""
     pid: int | None = None
 
 
 class Deployments:
-    """All of them; `start` brings up those that the database knows, `close` ends their processes and leaves the rows."""
+    """All deployments. `start` starts those in the database; `close` ends the processes and keeps the rows."""
 
     def __init__(
         self,
         database: ControllerDatabase,
         home: Home,
         *,
-        most: int = MAX_DEPLOYMENTS,
-        patience_s: float = READY_TIMEOUT_S,
+        max_deployments: int = MAX_DEPLOYMENTS,
+        ready_timeout_s: float = READY_TIMEOUT_S,
         health_s: float = HEALTH_INTERVAL_S,
     ) -> None:
-        self._database, self._home, self.most, self._patience_s, self._health_s = database, home, most, patience_s, health_s
+        self._database, self._home, self._health_s = database, home, health_s
+        self.max_deployments, self._ready_timeout_s = max_deployments, ready_timeout_s
         self._key = home.secret("deployments.key")
-        self._served: dict[str, DeploymentProcess] = {}
+        self._processes: dict[str, DeploymentProcess] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._changing = asyncio.Lock()
-        self.catalogue = ModelCatalogue(RunQueue(database), home)
+        self._lock = asyncio.Lock()
+        self.models = ModelCatalogue(RunQueue(database), home)
         database.create(TABLE)
 
     async def start(self) -> None:
-        """Serve what was served before."""
         for row in self._database.rows("SELECT * FROM deployments ORDER BY seq"):
-            self._keep_up(row["name"], patient=True)
+            self._start_process(row["name"], retry_start=True)
 
     async def close(self) -> None:
-        """End all processes; the rows stay."""
+        """Ends all processes; the rows stay."""
         for name in list(self._tasks):
-            await self._let_go(name)
+            await self._end_process(name)
 
     def resolve(self, name: str) -> str | None:
-        return self.catalogue.resolve(name)
+        return self.models.resolve(name)
 
     def get(self, name: str) -> Deployment | None:
-        """The deployment of a model."""
         row = self._database.row("SELECT * FROM deployments WHERE name = ?", [name])
         if row is None:
             return None
-        served = self._served.get(name)
-        url = served.url if served else None
+        process = self._processes.get(name)
+        url = process.url if process else None
         return Deployment(
             name=name,
             status="active" if url else "starting",
@@ -97,75 +96,75 @@ class Deployments:
             engine=row["engine"],
             url=url,
             token=self._token(name),
-            message=(served.failure if served else None) or "",
-            pid=served.pid if served else None,
+            message=(process.failure if process else None) or "",
+            pid=process.pid if process else None,
         )
 
     def names(self) -> list[str]:
-        """Of the models that are deployed, oldest first."""
+        """Returns the names of deployed models, oldest first."""
         return [row["name"] for row in self._database.rows("SELECT name FROM deployments ORDER BY seq")]
 
     async def deploy(self, name: str, *, by: str = "", engine: str = "embedded") -> Deployment:
-        """Serve a model, and wait a while until it answers. Repeating it is harmless.
+        """Deploys a model and waits a while until it answers. Idempotent; a deployed model keeps its engine.
 
-        `engine` is `embedded`, or `vllm` where that is installed; a model that is served already stays with its own.
-        ControllerError 404 for an unknown model; 409 for one that is not here, for one too many, and for one that cannot be served.
+        `engine` is `embedded`, or `vllm` if that is installed. ControllerError 404 for an unknown model; 409 if the model is not
+        pulled, cannot be served, or there are too many deployments.
         """
-        found = await asyncio.to_thread(self.catalogue.find, name)
+        found = await asyncio.to_thread(self.models.find, name)
         folder = _folder(found)
         _check_engine(engine)
-        async with self._changing:
-            if found.name not in self._served:
-                self._make_row(found.name, folder, engine, by)
-                self._keep_up(found.name, patient=False)
-            served = self._served[found.name]
+        async with self._lock:
+            if found.name not in self._processes:
+                self._insert(found.name, folder, engine, by)
+                self._start_process(found.name, retry_start=False)
+            process = self._processes[found.name]
             with suppress(TimeoutError):
-                async with asyncio.timeout(self._patience_s):
-                    await served.settled.wait()
-            if served.failure is not None and self._tasks[found.name].done():
-                await self._forget(found.name)
-                raise ControllerError(f"{found.name} cannot be served: {served.failure}", code="DEPLOYMENT_FAILED", status=409)
+                async with asyncio.timeout(self._ready_timeout_s):
+                    await process.settled.wait()
+            if process.failure is not None and self._tasks[found.name].done():
+                await self._remove(found.name)
+                raise ControllerError(f"{found.name} cannot be served: {process.failure}", code="DEPLOYMENT_FAILED", status=409)
         deployment = self.get(found.name)
         assert deployment is not None, "its row was made"
         return deployment
 
     async def undeploy(self, name: str) -> str:
-        """Serve it no longer; the model's own name. Repeating it is harmless."""
+        """Removes a deployment and returns the model's full name. Idempotent."""
         known = self.names()
-        canonical = name if name in known else (await asyncio.to_thread(self.catalogue.find, name)).name
-        async with self._changing:
-            await self._forget(canonical)
+        canonical = name if name in known else (await asyncio.to_thread(self.models.find, name)).name
+        async with self._lock:
+            await self._remove(canonical)
         return canonical
 
-    def _make_row(self, name: str, folder: Path, engine: str, by: str) -> None:
+    def _insert(self, name: str, folder: Path, engine: str, by: str) -> None:
         deployed = self.names()
         if name in deployed:
             return
-        if len(deployed) >= self.most:
+        if len(deployed) >= self.max_deployments:
             text = f"{len(deployed)} models are deployed, which is the most here: {', '.join(deployed)}"
             raise ControllerError(f"{text}; first run: penstock model undeploy {deployed[0]}", code="DEPLOYMENTS_FULL", status=409)
         statement = "INSERT INTO deployments (name, folder, engine, deployed_at, deployed_by) VALUES (?, ?, ?, ?, ?)"
         self._database.write(statement, [name, str(folder), engine, now(), by])
 
-    def _keep_up(self, name: str, *, patient: bool) -> None:
+    def _start_process(self, name: str, *, retry_start: bool) -> None:
         row = self._database.row("SELECT * FROM deployments WHERE name = ?", [name])
         assert row is not None, "its process follows from it"
         engine: DeploymentEngine = "vllm" if row["engine"] == "vllm" else "embedded"
-        orders = ModelServerSpec(name=name, folder=row["folder"], token=self._token(name), port=row["port"], engine=engine)
+        spec = ModelServerSpec(name=name, folder=row["folder"], token=self._token(name), port=row["port"], engine=engine)
 
-        def moved(to: int) -> None:
-            self._database.write("UPDATE deployments SET port = ? WHERE name = ?", [to, name])
+        def save_port(port: int) -> None:
+            self._database.write("UPDATE deployments SET port = ? WHERE name = ?", [port, name])
 
         log = self._home.path / "deployments.log"
-        served = self._served[name] = DeploymentProcess(orders, log, moved, health_s=self._health_s)
-        self._tasks[name] = asyncio.get_running_loop().create_task(served.run(patient=patient))
+        process = self._processes[name] = DeploymentProcess(spec, log, save_port, health_s=self._health_s)
+        self._tasks[name] = asyncio.get_running_loop().create_task(process.run(retry_start=retry_start))
 
-    async def _forget(self, name: str) -> None:
+    async def _remove(self, name: str) -> None:
         self._database.write("DELETE FROM deployments WHERE name = ?", [name])
-        await self._let_go(name)
+        await self._end_process(name)
 
-    async def _let_go(self, name: str) -> None:
-        self._served.pop(name, None)
+    async def _end_process(self, name: str) -> None:
+        self._processes.pop(name, None)
         if (task := self._tasks.pop(name, None)) is not None:
             task.cancel()
             await asyncio.wait({task})

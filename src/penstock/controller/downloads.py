@@ -1,4 +1,4 @@
-"""Files from and to a controller: what a run left, datasets both ways. A file that is there is whole."""
+"""Downloads of run outputs, and uploads and downloads of datasets. A file appears only when it is complete."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -15,61 +15,59 @@ from penstock.errors import ConfigError, ControllerError
 
 MAX_PARALLEL = 8
 MAX_LINKS = 500
-"""The most links that are asked for at once."""
+"""The most links that one request may ask for."""
 EXTENSIONS = ("jsonl", "csv", "parquet")
 
 
 @dataclass(slots=True)
 class DownloadResult:
-    """What came of a download."""
-
     downloaded: list[str] = field(default_factory=list[str])
     skipped: list[str] = field(default_factory=list[str])
-    """Those that were there with the right size."""
+    """Files that exist already with the right size."""
     failed: dict[str, str] = field(default_factory=dict[str, str])
-    """Why, by path."""
+    """Error messages by path."""
     bytes: int = 0
-    """Of those that were downloaded."""
+    """Total size of the downloaded files."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunDownload:
-    """Where the files of one run go, and how far that is."""
+    """The download of one run's files into a folder; shared by several threads."""
 
     client: ControllerClient
     kind: RunKind
     run_id: str
-    path: Path
-    fetched: DownloadResult = field(default_factory=DownloadResult)
+    folder: Path
+    result: DownloadResult = field(default_factory=DownloadResult)
     lock: Any = field(default_factory=Lock)
 
-    def fetch(self, item: Mapping[str, Any], size: int, tell: "ProgressCounter") -> None:
-        """One file; what goes wrong with it is noted and keeps no other from coming."""
+    def download(self, item: Mapping[str, Any], size: int, counter: "ProgressCounter") -> None:
+        """Downloads one file; an error is recorded and does not affect other files."""
         path = str(item["path"])
         try:
-            target = safe_path(self.path, path)
+            target = safe_path(self.folder, path)
             make_folder(target.parent)
             try:
-                download_file(str(item["url"]), target, size=size, advance=tell)
+                download_file(str(item["url"]), target, size=size, advance=counter)
             except ControllerError as error:
                 if error.status != 403:
                     raise
-                download_file(self._new_link(item), target, size=size, advance=tell)  # the link was over before its turn came
+                download_file(self._new_link(item), target, size=size, advance=counter)  # the link expired while it waited
         except (ControllerError, ConfigError) as error:
             with self.lock:
-                self.fetched.failed[path] = str(error)
+                self.result.failed[path] = str(error)
             return
         with self.lock:
-            self.fetched.downloaded.append(path)
-            self.fetched.bytes += size
+            self.result.downloaded.append(path)
+            self.result.bytes += size
 
     def _new_link(self, item: Mapping[str, Any]) -> str:
-        asked = {key: item[key] for key in ("path", "token") if item.get(key)}
-        return str(self.client.download_urls(self.kind, self.run_id, [asked])["items"][0]["url"])
+        requested = {key: item[key] for key in ("path", "token") if item.get(key)}
+        return str(self.client.download_urls(self.kind, self.run_id, [requested])["items"][0]["url"])
 
 
 class ProgressCounter:
-    """Adds up what several threads have fetched."""
+    """Sums up the bytes that several threads have downloaded, and reports them."""
 
     def __init__(self, total: int, progress: ProgressCallback | None) -> None:
         self._done, self._total, self._progress, self._lock = 0, total, progress, Lock()
@@ -91,37 +89,37 @@ def download_files(
     overwrite: bool = False,
     progress: ProgressCallback | None = None,
 ) -> DownloadResult:
-    """Fetch files of a run's manifest into a folder, several at once; a file of the right size is there already."""
+    """Downloads files of a run's manifest in parallel; skips those that exist with the right size."""
     make_folder(into)
-    folder = RunDownload(client, kind, run_id, into)
-    wanted: list[Mapping[str, Any]] = []
+    download = RunDownload(client, kind, run_id, into)
+    requested: list[Mapping[str, Any]] = []
     for file in files:
         path, size = str(file["path"]), int(file["size"])
         try:
             target = safe_path(into, path)
         except ConfigError as error:
-            folder.fetched.failed[path] = str(error)
+            download.result.failed[path] = str(error)
             continue
         if not overwrite and target.is_file() and target.stat().st_size == size:
-            folder.fetched.skipped.append(path)
+            download.result.skipped.append(path)
         else:
-            wanted.append(file)
-    tell = ProgressCounter(sum(int(file["size"]) for file in wanted), progress)
+            requested.append(file)
+    counter = ProgressCounter(sum(int(file["size"]) for file in requested), progress)
     with ThreadPoolExecutor(MAX_PARALLEL) as pool:
-        for first in range(0, len(wanted), MAX_LINKS):
-            _download_batch(folder, wanted[first : first + MAX_LINKS], pool, tell)
-    return folder.fetched
+        for first in range(0, len(requested), MAX_LINKS):
+            _download_batch(download, requested[first : first + MAX_LINKS], pool, counter)
+    return download.result
 
 
 def _download_batch(
-    folder: RunDownload, files: Sequence[Mapping[str, Any]], pool: ThreadPoolExecutor, tell: ProgressCounter
+    download: RunDownload, files: Sequence[Mapping[str, Any]], pool: ThreadPoolExecutor, counter: ProgressCounter
 ) -> None:
-    asked = [{key: file[key] for key in ("path", "token") if file.get(key)} for file in files]
+    requested = [{key: file[key] for key in ("path", "token") if file.get(key)} for file in files]
     sizes = {str(file["path"]): int(file["size"]) for file in files}
-    items: list[dict[str, Any]] = folder.client.download_urls(folder.kind, folder.run_id, asked)["items"]
-    came = {str(item["path"]) for item in items}
-    folder.fetched.failed.update({path: "the controller gave no link for it" for path in sizes if path not in came})
-    wait([pool.submit(folder.fetch, item, sizes[str(item["path"])], tell) for item in items if str(item["path"]) in sizes])
+    items: list[dict[str, Any]] = download.client.download_urls(download.kind, download.run_id, requested)["items"]
+    linked = {str(item["path"]) for item in items}
+    download.result.failed.update({path: "the controller gave no link for it" for path in sizes if path not in linked})
+    wait([pool.submit(download.download, item, sizes[str(item["path"])], counter) for item in items if str(item["path"]) in sizes])
 
 
 def upload_dataset(
@@ -132,23 +130,23 @@ def upload_dataset(
     overwrite: bool = False,
     progress: ProgressCallback | None = None,
 ) -> dict[str, Any]:
-    """Send a file as a dataset named `name`, else as the file is; the dataset as the controller has it then.
+    """Uploads a file as the dataset `name` (default: the file's stem) and returns the dataset.
 
-    Where one of that name is there, ControllerError CONFLICT, unless it is to be replaced; it stays until the new one is whole.
+    If the name is in use, raises ControllerError with status 409 unless `overwrite`; the old content stays until the new is valid.
     """
     extension, size = check_dataset_file(path)
-    begun = _begin_upload(client, name or path.stem, size, extension, overwrite=overwrite)
+    dataset = _begin_upload(client, name or path.stem, size, extension, overwrite=overwrite)
     try:
-        _send_file(path, begun["upload"], progress)
-        return client.complete_dataset(str(begun["id"]), extension=extension)
+        _send_file(path, dataset["upload"], progress)
+        return client.complete_dataset(str(dataset["id"]), extension=extension)
     except BaseException:
-        with suppress(ControllerError):  # what went wrong is the news
-            client.abort_dataset(str(begun["id"]))
+        with suppress(ControllerError):  # the first error is the one to report
+            client.abort_dataset(str(dataset["id"]))
         raise
 
 
 def check_dataset_file(path: Path) -> tuple[str, int]:
-    """The kind and the size of a file that can be a dataset; ConfigError for others."""
+    """Returns the extension and the size of a dataset file; ConfigError if it cannot be one."""
     extension = path.suffix.removeprefix(".").lower()
     if extension not in EXTENSIONS:
         raise ConfigError(f"{path}: give a file that ends in {', '.join('.' + each for each in EXTENSIONS)}")
@@ -183,33 +181,32 @@ def download_dataset(
     overwrite: bool = False,
     progress: ProgressCallback | None = None,
 ) -> Path:
-    """Fetch a dataset's file into the current folder, to a file, or into a folder (one that is there, or `NAME/`)."""
+    """Downloads a dataset's file to `output`: a file, or a folder (existing, or written `NAME/`; default: the current one)."""
     record = client.dataset(ref)
     link = client.dataset_link(ref)
     name = PurePosixPath(str(link.get("file_name") or record.get("file_name") or "dataset")).name
-    place = Path(output or "")
-    target = safe_path(place, name) if place.is_dir() or str(output).endswith("/") else place
+    path = Path(output or "")
+    target = safe_path(path, name) if path.is_dir() or str(output).endswith("/") else path
     if target.exists() and not overwrite:
         raise ConfigError(f"{target} is there already and stays; give another place with -o, or --overwrite")
     make_folder(target.parent)
     size = record.get("file_size")
-    tell = ProgressCounter(int(size or 0), progress)
-    download_file(str(link["presigned_url"]), target, advance=tell)
+    counter = ProgressCounter(int(size or 0), progress)
+    download_file(str(link["presigned_url"]), target, advance=counter)
     return target
 
 
 def safe_path(folder: Path, path: str) -> Path:
-    """`path` of a controller's answer under `folder`; ConfigError for one that leads elsewhere."""
+    """Returns a controller's `path` under `folder`; ConfigError if it leads outside."""
     parts = PurePosixPath(path).parts
     if not parts or path.startswith("/") or "\\" in path or "\0" in path or ".." in parts:
         raise ConfigError(f"the controller names a file {path!r}, which would lie outside of {folder}; it is left out")
     return folder.joinpath(*parts)
 
 
-def make_folder(folder: Path) -> Path:
-    """The folder, made if need be; ConfigError where that cannot be."""
+def make_folder(folder: Path) -> None:
+    """Creates the folder if needed; ConfigError if that fails."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as cause:
         raise ConfigError(f"{folder}: cannot be written to: {cause.strerror}; give another place with -o") from cause
-    return folder

@@ -1,4 +1,4 @@
-"""The folder of a controller: its database, its token, its runs, and how to reach it."""
+"""The controller's home folder: paths of its database, lock, address file and run folders, and its key files."""
 
 import os
 import secrets
@@ -11,52 +11,52 @@ from penstock.system.files import create_private
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """Paths under one folder; readable by the owner alone."""
+    """Paths under the home folder, which only its owner can read."""
 
     path: Path
 
     @property
     def database(self) -> Path:
-        """Runs, datasets, secrets, repositories and deployments."""
+        """SQLite file with runs, datasets, secrets, repositories and deployments."""
         return self.path / "controller.db"
 
     @property
     def lock(self) -> Path:
-        """Held by the controller that serves this folder; it dies with the process."""
+        """Locked by the controller that serves this folder; the kernel releases the lock when the process ends."""
         return self.path / "controller.lock"
 
     @property
     def address(self) -> Path:
-        """JSON with `url` and `pid` of the controller that serves, written once it does."""
+        """JSON with `url` and `pid` of the serving controller; written when it starts to serve."""
         return self.path / "controller.json"
 
     @property
     def log(self) -> Path:
-        """What a controller in the background says."""
+        """Output of a controller that runs in the background."""
         return self.path / "controller.log"
 
     @property
     def runs(self) -> Path:
-        """One folder for each run, named by its id."""
+        """One folder per run, named by the run's id."""
         return self.path / "runs"
 
     @property
     def snapshots(self) -> Path:
-        """Code as it was submitted: `<sha256>.tar.gz`."""
+        """Submitted code: `<sha256>.tar.gz`."""
         return self.path / "snapshots"
 
     @property
     def datasets(self) -> Path:
-        """Uploaded files by their digest."""
+        """Uploaded dataset files, named by their SHA-256."""
         return self.path / "datasets"
 
     @property
     def environments(self) -> Path:
-        """Python environments of rollouts with requirements of their own, by the digest of those."""
+        """Virtual environments, named by a digest of their requirements."""
         return self.path / "environments"
 
-    def make(self) -> "Home":
-        """The folder itself; ConfigError where it cannot be made."""
+    def create(self) -> "Home":
+        """Creates the folders and returns self; ConfigError if that fails."""
         try:
             self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
             for folder in (self.runs, self.snapshots, self.datasets, self.environments):
@@ -67,11 +67,11 @@ class Home:
         return self
 
     def token(self) -> str:
-        """What callers must show; made once."""
+        """Returns the owner's API token; generates it on first use."""
         return self.secret("token").decode()
 
     def secret(self, name: str) -> bytes:
-        """A random word of this controller's own, in a file that only its owner can read; made once."""
+        """Returns the key in the file `name` (mode 0600); generates it on first use."""
         file = self.path / name
         if not file.exists():
             create_private(file, secrets.token_urlsafe(32).encode())
@@ -79,7 +79,7 @@ class Home:
 
 
 def default_home() -> Home:
-    """$PENSTOCK_HOME, else in the user's state folder."""
+    """Returns $PENSTOCK_HOME, else a folder in the user's state directory."""
     if chosen := os.environ.get("PENSTOCK_HOME"):
         return Home(Path(chosen).expanduser())
     return Home(Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "penstock")

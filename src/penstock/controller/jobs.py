@@ -1,4 +1,4 @@
-"""What a keeper starts, in which environment, and how that ended: the two small files between a controller and its keepers."""
+"""The two small files between a controller and its run monitors: job.json (what to start) and exit.json (how it ended)."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -15,29 +15,28 @@ INHERITED_VARIABLES = (
     "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY",
     "http_proxy", "https_proxy", "no_proxy",
 )  # fmt: skip
-"""Variables of the controller's own environment that a run may see, besides `LC_…`: where things are, never who may use them."""
+"""Variables that a run inherits from the controller, besides `LC_*`: locations and settings, no credentials."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunJob:
-    """A process to keep. No secret is in it."""
+    """The process that a monitor starts. Holds no secrets."""
 
     argv: list[str]
-    """The interpreter first; another takes its place where the project needs one of its own."""
+    """The interpreter comes first; it is replaced if the project needs its own virtual environment."""
     cwd: str
     env: dict[str, str] = field(default_factory=dict[str, str])
     stop_grace_s: float = 60.0
-    """From being asked to end to being killed."""
+    """Time between SIGINT and SIGKILL."""
     project: str = ""
-    """Folder whose pyproject.toml says what must be installed; empty where there is none."""
+    """Folder whose pyproject.toml lists requirements; empty if there are none."""
     environments: str = ""
-    """Where environments are kept."""
+    """Folder of the virtual environments."""
     log_mb: float = 256.0
-    """Of the log; what is said beyond is left out."""
+    """Limit of the log file; further lines are dropped."""
 
     @classmethod
     def read(cls, files: RunFiles) -> Self:
-        """The one that a run was laid out with."""
         return cls(**orjson.loads(files.job.read_bytes()))
 
     def write(self, files: RunFiles) -> None:
@@ -49,28 +48,31 @@ class ExitRecord:
     """How a run's process ended."""
 
     code: int
-    """Its exit code; negative is the signal that ended it."""
+    """Exit code; negative is the signal that ended it."""
     stopped: bool
-    """Whether it was asked to."""
+    """Whether the stop was requested."""
     message: str = ""
-    """Why it failed: the last thing it said that looks like a reason. Empty where it did not, or was asked to end."""
+    """Why it failed: the last output line that looks like an error. Empty if it succeeded or was stopped."""
     ended_at: str = field(default_factory=now)
 
     @classmethod
     def read(cls, files: RunFiles) -> Self | None:
-        """None where it has not ended."""
+        """Returns None if the process has not ended."""
         try:
             return cls(**orjson.loads(files.end.read_bytes()))
         except FileNotFoundError:
             return None
 
     def write(self, files: RunFiles) -> None:
-        """From here on the run is over."""
+        """Marks the run as ended."""
         write_file(files.end, orjson.dumps(asdict(self)))
 
 
-def process_environment(outside: Mapping[str, str], own: Mapping[str, str], secrets: Mapping[str, str]) -> dict[str, str]:
-    """What the run's process sees: a few variables of `outside`, then `own`, then secrets, whose names it is told."""
-    kept = {name: value for name, value in outside.items() if name in INHERITED_VARIABLES or name.startswith("LC_")}
-    told = {"PYTHONUNBUFFERED": "1"} | ({"PENSTOCK_SECRETS": ",".join(sorted(secrets))} if secrets else {})
-    return kept | dict(own) | told | dict(secrets)
+def process_environment(inherited_from: Mapping[str, str], own: Mapping[str, str], secrets: Mapping[str, str]) -> dict[str, str]:
+    """Returns the environment of a run's process: inherited variables of `inherited_from`, then `own`, then secrets.
+
+    PENSTOCK_SECRETS lists the names of the secrets.
+    """
+    inherited = {name: value for name, value in inherited_from.items() if name in INHERITED_VARIABLES or name.startswith("LC_")}
+    added = {"PYTHONUNBUFFERED": "1"} | ({"PENSTOCK_SECRETS": ",".join(sorted(secrets))} if secrets else {})
+    return inherited | dict(own) | added | dict(secrets)

@@ -1,7 +1,6 @@
-"""Which controller a command talks to: the one that the environment names, else this user's own, started where it does not run."""
+"""Finds the controller for a command: the one named in the environment, else the user's own, which is started if needed."""
 
 import os
-import sys
 import time
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
@@ -16,31 +15,32 @@ from penstock.controller.home import Home, default_home
 from penstock.errors import ConfigError, ControllerError
 from penstock.system.files import write_file
 from penstock.system.locks import FileLock, is_locked
+from penstock.system.processes import last_line, module_command, spawn_detached
 
 START_TIMEOUT_S = 60.0
-"""How long a controller has to begin to serve."""
+"""For a controller to start serving."""
 POLL_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class ControllerAddress:
-    """Where a controller of this machine serves, and which process it is."""
+    """URL and process of a controller on this machine."""
 
     url: str
     pid: int
 
 
 def find_controller(git: str | None = None) -> ControllerClient:
-    """$PENSTOCK_CONTROLLER with $PENSTOCK_CONTROLLER_TOKEN, else the controller of the user's own folder, started if need be."""
+    """Returns a client for $PENSTOCK_CONTROLLER, else for the controller of the user's home folder, started if needed."""
     if (named := named_controller(git)) is not None:
         return named
-    home = default_home().make()
+    home = default_home().create()
     address = find_running(home) or start_controller(home)
     return ControllerClient(address.url, home.token(), git)
 
 
 def named_controller(git: str | None = None) -> ControllerClient | None:
-    """The controller that the environment names; None where it names none."""
+    """Returns a client for $PENSTOCK_CONTROLLER with $PENSTOCK_CONTROLLER_TOKEN; None if it is not set."""
     url = os.environ.get("PENSTOCK_CONTROLLER", "").strip()
     if not url:
         return None
@@ -52,12 +52,12 @@ def named_controller(git: str | None = None) -> ControllerClient | None:
 
 
 def find_running(home: Home) -> ControllerAddress | None:
-    """The controller that serves this folder now."""
+    """Returns the address of the controller that serves this folder; None if none answers."""
     address = read_address(home)
     if address is None:
         return None
     try:
-        # another program may have got the port of one that was killed: only this folder's controller knows its token
+        # another program may have the port of a killed controller: only this folder's controller accepts its token
         ControllerClient(address.url, home.token(), timeout_s=10.0).verify()
     except ControllerError:
         return None
@@ -65,7 +65,7 @@ def find_running(home: Home) -> ControllerAddress | None:
 
 
 def read_address(home: Home) -> ControllerAddress | None:
-    """What the last controller of this folder wrote; it may be gone."""
+    """Returns the address that the last controller of this folder published; it may have ended."""
     try:
         found: Any = orjson.loads(home.address.read_bytes())
         return ControllerAddress(str(found["url"]), int(found["pid"]))
@@ -75,7 +75,7 @@ def read_address(home: Home) -> ControllerAddress | None:
 
 @contextmanager
 def publish_address(home: Home, url: str) -> Generator[ControllerAddress]:
-    """Tell clients of this machine, while this lasts, that this process serves the folder."""
+    """Publishes the address of this process in the home folder; removes it on exit."""
     address = ControllerAddress(url, os.getpid())
     write_file(home.address, orjson.dumps({"url": address.url, "pid": address.pid}))
     try:
@@ -85,7 +85,7 @@ def publish_address(home: Home, url: str) -> Generator[ControllerAddress]:
 
 
 def start_controller(home: Home) -> ControllerAddress:
-    """Start a controller in the background, or wait for the one that another client is starting; it outlives us."""
+    """Starts a controller in the background, or waits for one that another client starts. It outlives this process."""
     deadline = time.monotonic() + START_TIMEOUT_S
     with _exclusive_lock(home.path / "starting.lock"):
         pid: int | None = None
@@ -103,20 +103,13 @@ def start_controller(home: Home) -> ControllerAddress:
 
 
 def is_unserved(home: Home) -> bool:
-    """Whether no process serves this folder, or is about to, or has not quite stopped."""
+    """Whether no process holds the folder's lock, not even one that starts or stops."""
     return not is_locked(home.lock)
 
 
 def _spawn(home: Home) -> int:
-    """`penstock controller up` in a session of its own, so that no Ctrl-C here reaches it."""
-    command = [sys.executable, "-P", "-m", "penstock", "controller", "up", "--home", str(home.path.absolute()), "--port", "0"]
-    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-    files = [
-        (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
-        (os.POSIX_SPAWN_OPEN, 1, str(home.log), flags, 0o600),
-        (os.POSIX_SPAWN_DUP2, 1, 2),
-    ]
-    return os.posix_spawn(sys.executable, command, dict(os.environ), file_actions=files, setsid=True)
+    arguments = ["controller", "up", "--home", str(home.path.absolute()), "--port", "0"]
+    return spawn_detached([*module_command("penstock"), *arguments], log=home.log)
 
 
 def _ended(pid: int) -> bool:
@@ -128,9 +121,8 @@ def _ended(pid: int) -> bool:
 
 def _last_line(log: Path) -> str:
     with suppress(OSError):
-        lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-        if lines:
-            return f"{lines[-1].removeprefix('penstock: ')} ({log})"
+        if line := last_line(log.read_text(errors="replace")):
+            return f"{line.removeprefix('penstock: ')} ({log})"
     return f"see {log}"
 
 

@@ -1,10 +1,10 @@
-"""The process that stands by one run: it starts it, writes down what it says and how it ended, and takes it along when it dies.
+"""The monitor process of one run: starts the run's process, logs its output, and records how it ended.
 
-`python -m penstock.controller.monitor RUN_FOLDER`, with the run's secrets as a JSON object on stdin. It outlives the controller.
-Who finds the run's lock held, or the run over, leaves: a run never has two. What is left without an exit file is taken up again.
+Usage: `python -m penstock.controller.monitor RUN_FOLDER`, with the run's secrets as a JSON object on stdin. A monitor outlives the
+controller; the run's process dies with its monitor. A monitor that finds the run locked or ended exits at once, so a run never has
+two. A run without an exit file is started again.
 """
 
-import ctypes
 import os
 import select
 import signal
@@ -24,72 +24,70 @@ from penstock.controller.runlog import LineDecoder, RunLog, SecretRedactor
 from penstock.controller.runs import RunFiles
 from penstock.errors import ConfigError
 from penstock.system.locks import FileLock, lock_holder
-from penstock.system.process_group import how_ended
+from penstock.system.processes import describe_exit, die_with_parent, signal_group
 
 RUN_VARIABLE = "PENSTOCK_RUN"
-"""Variable by which processes of a run are known: its folder."""
+"""Environment variable that marks a run's processes; its value is the run's folder."""
 POLL_S = 0.5
 DRAIN_S = 2.0
-"""For what is still in the pipe when the process is gone; a stray that holds it open may hold it longer."""
+"""How long the pipe is read after the process has ended; a stray child may hold it open longer."""
 LOCK_TIMEOUT_S = 2.0
-"""A controller that looks whether the lock is held holds it for a moment."""
-_PR_SET_PDEATHSIG = 1
+"""A controller that tests the lock holds it for a moment, so one failed attempt means nothing."""
 
 
 class RunMonitor:
-    """One run's process, from its start to its end."""
+    """Starts one run's process and follows it to its end."""
 
-    def __init__(self, job: RunJob, log: RunLog, *, env: Mapping[str, str], strike: SecretRedactor) -> None:
+    def __init__(self, job: RunJob, log: RunLog, *, env: Mapping[str, str], redact: SecretRedactor) -> None:
         self._job = job
         self._log = log
         self._env = dict(env)
-        self._strike = strike
+        self._redact = redact
         self._process: subprocess.Popen[bytes] | None = None
         self._kill_at: float | None = None
-        """When patience ends; None as long as nobody asked for an end."""
+        """When the process is killed; None until a stop is requested."""
 
     @property
-    def asked(self) -> bool:
-        """Whether an end was asked for."""
+    def stop_requested(self) -> bool:
         return self._kill_at is not None
 
-    def ask(self, *_: Any) -> None:
-        """Let it end safely, as Ctrl-C does. A signal handler."""
+    def request_stop(self, *_: Any) -> None:
+        """Interrupts the process, as Ctrl-C does, and sets the time of SIGKILL. A signal handler."""
         if self._kill_at is None:
             self._kill_at = time.monotonic() + self._job.stop_grace_s
             self._signal(signal.SIGINT)
 
     def run(self) -> int:
-        """The whole job; the exit code of what ended it."""
+        """Prepares the environment if needed and runs the job; returns the exit code of the last command."""
         python = self._job.argv[0]
         if self._job.project:
-            kept = Path(self._job.environments)
-            python = str(prepare_environment(Path(self._job.project), kept, self._install, self._log.add))
-        return self.carry_out([python, *self._job.argv[1:]], self._env)
+            environments = Path(self._job.environments)
+            python = str(prepare_environment(Path(self._job.project), environments, self._install, self._log.add))
+        return self.run_command([python, *self._job.argv[1:]], self._env)
 
     def _install(self, argv: list[str]) -> int:
-        """A command that installs: it sees where packages come from, and no secret of the run."""
+        """Runs an install command: it sees pip's settings, but no secret of the run."""
         sources = {name: value for name, value in os.environ.items() if name.startswith("PIP_")}
-        return self.carry_out(argv, process_environment(os.environ, {RUN_VARIABLE: self._env[RUN_VARIABLE]} | sources, {}))
+        return self.run_command(argv, process_environment(os.environ, {RUN_VARIABLE: self._env[RUN_VARIABLE]} | sources, {}))
 
-    def carry_out(self, argv: list[str], env: Mapping[str, str]) -> int:
-        """Run one command to its end, its output to the log; its exit code, negative for a signal."""
-        if self.asked:
+    def run_command(self, argv: list[str], env: Mapping[str, str]) -> int:
+        """Runs one command with its output in the log; returns the exit code, negative for a signal."""
+        if self.stop_requested:
             return -signal.SIGINT
         self._process = process = subprocess.Popen(
             argv, cwd=self._job.cwd, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            process_group=0, preexec_fn=_parent_death_signal(os.getpid()),
+            process_group=0, preexec_fn=die_with_parent(),
         )  # fmt: skip
         with process:
-            if self.asked:
+            if self.stop_requested:  # the signal came between the check above and the assignment of `_process`
                 self._signal(signal.SIGINT)
             self._follow(process)
             self._process = None
             return process.wait()
 
     def _follow(self, process: "subprocess.Popen[bytes]") -> None:
-        """Until the process has ended and what it said is in the log; nothing of its group is left then."""
-        pipe, lines, until = process.stdout, LineDecoder(self._strike), float("inf")
+        """Copies output to the log until the process has ended; kills what is left of its process group."""
+        pipe, lines, until = process.stdout, LineDecoder(self._redact), float("inf")
         assert pipe is not None
         is_open = True
         while (is_open or until == float("inf")) and time.monotonic() < until:
@@ -101,45 +99,44 @@ class RunMonitor:
             elif not is_open:
                 time.sleep(POLL_S / 10)
             is_late = self._kill_at is not None and time.monotonic() > self._kill_at
-            if is_late or not Path(self._env[RUN_VARIABLE]).exists():  # nobody could ever see what a run without its folder does
+            if is_late or not Path(self._env[RUN_VARIABLE]).exists():  # the folder was deleted: the results would be lost anyway
                 self._signal(signal.SIGKILL)
             if until == float("inf") and _has_ended(process.pid):
-                self._signal(signal.SIGKILL)  # strays of its group; its number is not given away before it is waited for
+                self._signal(signal.SIGKILL)  # the rest of its group; its pid is not reused before it is reaped
                 until = time.monotonic() + DRAIN_S
         for line in lines.close():
             self._log.add(line)
 
     def _signal(self, number: int) -> None:
         if self._process is not None:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, number)
+            signal_group(self._process.pid, number)
 
 
 def monitor_run(files: RunFiles, secrets: Mapping[str, str]) -> None:
-    """Carry out the job of a run whose lock is held, and note its end, however long the disk refuses to take it."""
-    job, strike = RunJob.read(files), SecretRedactor(secrets.values())
+    """Runs the job of a run whose lock this process holds, and records its end."""
+    job, redact = RunJob.read(files), SecretRedactor(secrets.values())
     kill_stray_processes(files)
     log = RunLog(files.log, job.log_mb)
     env = process_environment(os.environ, job.env, secrets) | {RUN_VARIABLE: str(files.path)}
-    keeper = RunMonitor(job, log, env=env, strike=strike)
+    monitor = RunMonitor(job, log, env=env, redact=redact)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, keeper.ask)
+        signal.signal(number, monitor.request_stop)
     log.add("the run is taken up again: the process before was lost" if log.resumed else "the run begins", "info")
-    code = _run_job(keeper, log)
+    code = _run_job(monitor, log)
     kill_stray_processes(files)
-    stopped = keeper.asked and files.stop.exists()
-    over = code == 0 or stopped or not keeper.asked
-    log.add(f"its process {how_ended(code)}" + ("" if over else "; the run is taken up again by a controller"), "info")
+    stopped = monitor.stop_requested and files.stop.exists()
+    # a signal without the stop file came from outside (a shutdown): without an exit file a controller starts the run again
+    ended = code == 0 or stopped or not monitor.stop_requested
+    log.add(f"its process {describe_exit(code)}" + ("" if ended else "; the run is taken up again by a controller"), "info")
     log.close()
-    if over:
-        _write_exit_record(
-            files, ExitRecord(code=code, stopped=stopped, message="" if stopped else _failure_message(code, log.reason))
-        )
+    if ended:
+        message = "" if stopped else _failure_message(code, log.reason)
+        _write_exit_record(files, ExitRecord(code=code, stopped=stopped, message=message))
 
 
-def _run_job(keeper: RunMonitor, log: RunLog) -> int:
+def _run_job(monitor: RunMonitor, log: RunLog) -> int:
     try:
-        return keeper.run()
+        return monitor.run()
     except ConfigError as error:
         log.add(f"penstock: {error}")
         return 2
@@ -148,15 +145,15 @@ def _run_job(keeper: RunMonitor, log: RunLog) -> int:
         return 1
 
 
-def _failure_message(code: int, said: str) -> str:
-    """Why a run failed; empty for one that did not."""
-    if code == 0 or (code > 0 and said):
-        return said if code else ""
-    return f"its process {how_ended(code)}" + (f", and had said: {said}" if said else "")
+def _failure_message(code: int, last_line: str) -> str:
+    """Returns why a run failed; empty if it succeeded."""
+    if code == 0 or (code > 0 and last_line):
+        return last_line if code else ""
+    return f"its process {describe_exit(code)}" + (f", and had said: {last_line}" if last_line else "")
 
 
 def _write_exit_record(files: RunFiles, ending: ExitRecord) -> None:
-    """Write it down. A run whose end is not on the disk would be carried out again, so a full disk is waited for."""
+    """Writes exit.json; retries while the disk is full, since a run without it would be executed again."""
     while files.path.exists():
         with suppress(OSError):
             ending.write(files)
@@ -166,21 +163,21 @@ def _write_exit_record(files: RunFiles, ending: ExitRecord) -> None:
 
 @contextmanager
 def hold_run_lock(files: RunFiles) -> Generator[bool]:
-    """Hold the run's lock, with this process's number in it; False where another keeper has it."""
+    """Holds the run's lock, with this process's pid in the file; yields False if another monitor has it."""
     with FileLock(files.lock, mode=0o600) as lock:
-        held = lock.wait(LOCK_TIMEOUT_S)
-        if held:
+        locked = lock.wait(LOCK_TIMEOUT_S)
+        if locked:
             lock.write_holder()
-        yield held
+        yield locked
 
 
 def monitor_pid(files: RunFiles) -> int | None:
-    """The process that holds the run's lock; 0 where it has not said its number yet, None where nobody holds it."""
+    """Returns the pid of the monitor that holds the run's lock; 0 if it is not written yet, None if the lock is free."""
     return lock_holder(files.lock)
 
 
 def kill_stray_processes(files: RunFiles) -> None:
-    """Kill what is left of the run's processes, wherever they moved to. Without /proc there is no way to find them."""
+    """Kills processes that carry the run's variable, also those that left its process group. Needs /proc."""
     mark, deadline = f"{RUN_VARIABLE}={files.path}\0".encode(), time.monotonic() + DRAIN_S
     while (found := list(_pids_with_variable(mark))) and time.monotonic() < deadline:
         for pid in found:
@@ -191,7 +188,7 @@ def kill_stray_processes(files: RunFiles) -> None:
 
 def _pids_with_variable(mark: bytes) -> Generator[int]:
     for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # gone meanwhile, or another user's
+        with suppress(OSError):  # it has ended, or belongs to another user
             if int(folder.name) != os.getpid() and mark in (folder / "environ").read_bytes() + b"\0":
                 yield int(folder.name)
 
@@ -200,31 +197,16 @@ def _has_ended(pid: int) -> bool:
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
-def _parent_death_signal(keeper: int) -> Any:
-    """What a child does before it becomes the run's process: ask the kernel to end it when its keeper ends."""
-    if sys.platform != "linux":
-        return None
-    prctl = ctypes.CDLL(None, use_errno=True).prctl
-
-    def ask() -> None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != keeper:  # it ended before that
-            os._exit(1)
-
-    return ask
-
-
 def main() -> None:
-    """Read secrets, take the lock, keep."""
     files = RunFiles(Path(sys.argv[1]).absolute())
     os.chdir(files.path)
     try:
         secrets: dict[str, str] = orjson.loads(sys.stdin.buffer.read())
     except orjson.JSONDecodeError:
-        return  # the controller died before it had told all
+        return  # the controller died before it had sent all of it
     os.dup2(os.open(os.devnull, os.O_RDONLY), sys.stdin.fileno())
-    with hold_run_lock(files) as held:
-        if held and not files.end.exists():
+    with hold_run_lock(files) as locked:
+        if locked and not files.end.exists():
             monitor_run(files, secrets)
 
 

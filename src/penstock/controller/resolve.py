@@ -1,4 +1,4 @@
-"""A submission's body to what it asks for: the config of a run, its variables and secrets, and the file of its tasks."""
+"""Resolves a submission's body into a run config, environment variables, secret names and a dataset file."""
 
 import os
 import shutil
@@ -26,42 +26,43 @@ WHERE = "the submission"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedSubmission:
-    """A run that could be made; the author's code was not looked at yet."""
+    """A run to be queued. The author's code was not loaded yet."""
 
     name: str
-    """That is wished for."""
+    """The requested name; the queue may add a number."""
     config: RunConfig
     """With absolute paths."""
     tables: dict[str, Any]
-    """As they were submitted."""
+    """The submitted tables."""
     rollout: str
     entrypoint: str
     model: str
     dataset: str
     digest: str
-    """Of the tasks."""
+    """SHA-256 of the dataset file."""
     env: dict[str, str]
     secrets: tuple[str, ...]
     project: Path
-    """Folder that may have a pyproject.toml."""
+    """Folder that may hold a pyproject.toml."""
 
 
 class SubmissionEnvironment(StrictSection):
-    """What a submission of a run's own config may have beside it."""
+    """Keys of a submission beside `run_config`."""
 
     env_config: dict[str, str] = Field(default_factory=dict[str, str])
     secrets: SecretsTable = SecretsTable()
 
 
 def resolve_submission(controller: Controller, kind: RunKind, body: Mapping[str, Any], files: RunFiles) -> ResolvedSubmission:
-    """Read the body, with the code unpacked at `files.code`; ConfigError lists everything that is wrong with it."""
+    """Resolves `body`, with the code unpacked at `files.code`; ConfigError lists all problems."""
     if ("experiment_config" in body) == ("run_config" in body):
         raise ConfigError(f"{WHERE} needs one of experiment_config and run_config")
     name = body.get("name")
     if name is not None and not (isinstance(name, str) and name.strip()):
         raise combine_issues(WHERE, [Issue("name", "name is no text; write what the run is to be called, or leave it out")])
-    found = (_resolve_experiment if "experiment_config" in body else _resolve_run_config)(controller, kind, body, files)
-    return replace(found, name=name) if name else found
+    resolve = _resolve_experiment if "experiment_config" in body else _resolve_run_config
+    resolved = resolve(controller, kind, body, files)
+    return replace(resolved, name=name) if name else resolved
 
 
 def _resolve_experiment(controller: Controller, kind: RunKind, body: Mapping[str, Any], files: RunFiles) -> ResolvedSubmission:
@@ -91,17 +92,17 @@ def _resolve_run_config(controller: Controller, kind: RunKind, body: Mapping[str
         SubmissionEnvironment, {key: body[key] for key in ("env_config", "secrets") if body.get(key) is not None}, WHERE
     )
     _check_variables(extras.env_config)
-    base, given = (files.code / file).parent, make_config(tables, file)
-    named = given.dataset.eval if kind == "eval" and given.dataset.eval else given.dataset.train
-    config = _with_absolute_paths(controller, given, base, files)
+    base, submitted = (files.code / file).parent, make_config(tables, file)
+    named = submitted.dataset.eval if kind == "eval" and submitted.dataset.eval else submitted.dataset.train
+    config = _with_absolute_paths(controller, submitted, base, files)
     tasks = config.dataset.eval if kind == "eval" and config.dataset.eval else config.dataset.train
     return ResolvedSubmission(
         name=config.run.name,
         config=config,
         tables=tables,
-        rollout=given.run.name,
-        entrypoint=given.agent.entry.as_posix(),
-        model=given.model.name,
+        rollout=submitted.run.name,
+        entrypoint=submitted.agent.entry.as_posix(),
+        model=submitted.model.name,
         dataset=named.name,
         digest=_file_digest(tasks),
         env=extras.env_config,
@@ -111,34 +112,33 @@ def _resolve_run_config(controller: Controller, kind: RunKind, body: Mapping[str
 
 
 def _run_config(body: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    given: Any = body["run_config"]
-    tables, file = (given.get("tables"), given.get("file", "penstock.toml")) if isinstance(given, dict) else (None, None)  # pyright: ignore
+    value: Any = body["run_config"]
+    tables, file = (value.get("tables"), value.get("file", "penstock.toml")) if isinstance(value, dict) else (None, None)  # pyright: ignore
     if not isinstance(tables, dict) or not isinstance(file, str) or not is_inside_snapshot(file):
         raise ConfigError(f"{WHERE}: run_config needs `tables`, those of a run's file, and `file`, its path in the snapshot")
     return cast("dict[str, Any]", tables), file
 
 
 def _with_absolute_paths(controller: Controller, config: RunConfig, base: Path, files: RunFiles) -> RunConfig:
-    """The same with paths into the snapshot, and datasets and models of the controller's in the place of their names."""
+    """Returns the config with absolute paths, and with the controller's datasets and models in place of their names."""
     issues: list[Issue] = []
 
-    def place(key: str, path: Path) -> Path:
+    def code_path(key: str, path: Path) -> Path:
         found = Path(os.path.normpath(base / path))
         if not found.is_relative_to(files.code):
-            issues.append(
-                Issue(key, f"{key} = {str(path)!r} is not in the submitted folder; put it there, and name it from {base.name}/")
-            )
+            text = f"{key} = {str(path)!r} is not in the submitted folder; put it there, and name it from {base.name}/"
+            issues.append(Issue(key, text))
         return found
 
-    def tasks(key: str, path: Path) -> Path:
+    def dataset_path(key: str, path: Path) -> Path:
         if (base / path).exists() or (known := _find_dataset(controller, path.name)) is None:
-            return place(key, path)
+            return code_path(key, path)
         return _link_dataset(known, files)
 
     agent, dataset = config.agent, config.dataset
-    entry, folder = place("agent.entry", agent.entry), place("agent.folder", agent.folder)
-    flows = agent.flows and place("agent.flows", agent.flows)
-    train, heldout = tasks("dataset.train", dataset.train), dataset.eval and tasks("dataset.eval", dataset.eval)
+    entry, folder = code_path("agent.entry", agent.entry), code_path("agent.folder", agent.folder)
+    flows = agent.flows and code_path("agent.flows", agent.flows)
+    train, heldout = dataset_path("dataset.train", dataset.train), dataset.eval and dataset_path("dataset.eval", dataset.eval)
     if issues:
         raise combine_issues(WHERE, issues)
     model = config.model.name if config.engine.text_only else _model(controller, config.model.name, [base, files.code])
@@ -152,13 +152,13 @@ def _with_absolute_paths(controller: Controller, config: RunConfig, base: Path, 
 
 
 def _model(controller: Controller, name: str, folders: Iterable[Path]) -> str:
-    """What a run's own machine has under the name: a checkpoint of the controller's, a file that was submitted, or what it is."""
+    """Returns the controller's checkpoint of this name, else a submitted path, else the name itself."""
     local = next((path for folder in folders if (path := folder / name).exists()), None)
     return controller.deployments.resolve(name) or (str(local.resolve()) if local else name)
 
 
 class ResolvedDataset(NamedTuple):
-    """A dataset as one run has it."""
+    """A dataset as one run uses it."""
 
     name: str
     path: Path
@@ -167,7 +167,7 @@ class ResolvedDataset(NamedTuple):
 
 
 def _named_dataset(controller: Controller, name: str, files: RunFiles, *, is_own: bool) -> ResolvedDataset:
-    """One of the controller's, else a file of the workspace that was submitted; where both are and differ, none can be chosen."""
+    """Returns the controller's dataset of this name, else the submitted workspace's file; ConfigError if both exist and differ."""
     known = _find_dataset(controller, name)
     try:
         file = Workspace(files.code).dataset(name)
@@ -202,16 +202,16 @@ def _find_dataset(controller: Controller, name: str) -> Dataset | None:
 
 
 def _link_dataset(dataset: Dataset, files: RunFiles) -> Path:
-    """The run's own name for the dataset's content, which lives as long as the run whatever becomes of the dataset."""
-    place = files.path / "tasks" / f"{dataset.digest}.{dataset.extension}"
-    place.parent.mkdir(exist_ok=True)
-    if not place.exists():
+    """Hard-links the dataset into the run's folder, so that it stays there if the dataset is replaced or deleted."""
+    link = files.path / "tasks" / f"{dataset.digest}.{dataset.extension}"
+    link.parent.mkdir(exist_ok=True)
+    if not link.exists():
         try:
-            os.link(dataset.path, place)
-        except OSError:  # another disk
-            with replacing(place) as draft:
+            os.link(dataset.path, link)
+        except OSError:  # another file system
+            with replacing(link) as draft:
                 shutil.copyfile(dataset.path, draft)
-    return place
+    return link
 
 
 def _file_digest(path: Path) -> str:
@@ -223,13 +223,13 @@ def _file_digest(path: Path) -> str:
 
 
 def _secrets(controller: Controller, names: Iterable[str], config: RunConfig) -> tuple[str, ...]:
-    """Those that are asked for, and the keys of endpoints that the config names and the controller has."""
+    """Returns the required secrets, and the API keys that the config names if the controller has them."""
     keys = [value for value in _key_variables(config.model_dump(mode="json")) if _has_secret(controller, value)]
     return tuple(dict.fromkeys([*names, *keys]))
 
 
 def _key_variables(tree: Any) -> Iterator[str]:
-    """Values of settings that name a variable with a key."""
+    """Yields the values of all `*api_key_env` settings: names of variables that hold an API key."""
     if isinstance(tree, Mapping):
         for key, value in cast("Mapping[str, Any]", tree).items():
             if key.endswith("api_key_env") and isinstance(value, str) and value:
@@ -252,5 +252,5 @@ def _check_variables(env: Mapping[str, str]) -> None:
 
 
 def is_inside_snapshot(path: str) -> bool:
-    """Whether a path of a snapshot stays in it."""
+    """Whether a relative path stays inside the snapshot."""
     return bool(path) and not path.startswith("/") and ".." not in path.split("/") and "\0" not in path

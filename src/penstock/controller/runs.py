@@ -1,4 +1,4 @@
-"""The queue: runs as they were submitted, where they stand, and how they ended. A run's files lie in a folder of its own."""
+"""The run queue: submissions, their status and how they ended; and the paths of each run's files."""
 
 import re
 import secrets
@@ -28,7 +28,7 @@ INDEXES = (
 
 
 class RunStatus(StrEnum):
-    """Where a run stands; a platform's words, so that any client of it can tell them."""
+    """Status of a run, in the platform API's words."""
 
     PENDING = "pending"
     RUNNING = "running"
@@ -37,8 +37,7 @@ class RunStatus(StrEnum):
     STOPPED = "stopped"
 
     @property
-    def over(self) -> bool:
-        """Whether nothing will change any more."""
+    def is_final(self) -> bool:
         return self in (RunStatus.FINISHED, RunStatus.FAILED, RunStatus.STOPPED)
 
 
@@ -47,26 +46,25 @@ class Submission:
     """What a run was submitted with."""
 
     rollout: str
-    """Name of the rollout's folder, or of the project."""
+    """Name of the rollout's folder, or of the run in a run config."""
     entrypoint: str
     model: str
     dataset: str
-    """Its name."""
     dataset_digest: str
-    """SHA-256 of the tasks that are run."""
+    """SHA-256 of the dataset file."""
     snapshot: str
-    """SHA-256 of the code."""
+    """SHA-256 of the code archive."""
     tables: dict[str, Any]
-    """The tables of the file, as they were submitted."""
+    """The submitted tables of the experiment file or run config."""
     repository: str = ""
-    """owner/name, where the code came from one."""
+    """owner/name; empty if unknown."""
     branch: str | None = None
     commit_sha: str | None = None
     dirty: bool = False
     """Whether the code differed from that commit."""
     env: dict[str, str] = field(default_factory=dict[str, str])
     secrets: dict[str, str] = field(default_factory=dict[str, str])
-    """Scope of each secret by its name: `user`, `workspace`, or `user_override` where both scopes have one. Never a value."""
+    """Scope of each secret by name: `user`, `workspace`, or `user_override` if both scopes have one. Never a value."""
     creator: str = ""
 
 
@@ -85,78 +83,78 @@ class Run:
     ended_at: str | None = None
     stop_asked: bool = False
     launches: int = 0
-    """How often a process was started for it."""
+    """How many times a process was started for it."""
     message: str = ""
-    """Why it failed or was stopped, in a line."""
+    """Why it failed or was stopped, in one line."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunFiles:
-    """The files of one run, whichever process asks for them."""
+    """Paths of one run's files."""
 
     path: Path
 
     @property
     def code(self) -> Path:
-        """The snapshot, unpacked; where the run's process works."""
+        """The unpacked snapshot; working directory of the run's process."""
         return self.path / "code"
 
     @property
     def config(self) -> Path:
-        """The whole config of the run as `penstock train` takes it: JSON, absolute paths."""
+        """The complete run config for `penstock train` or `penstock eval run`: JSON, absolute paths."""
         return self.path / "config.json"
 
     @property
     def job(self) -> Path:
-        """What its keeper starts: JSON without secrets."""
+        """What the monitor starts: JSON without secrets."""
         return self.path / "job.json"
 
     @property
     def lock(self) -> Path:
-        """Held by the keeper as long as it lives."""
+        """Locked by the monitor while it lives. An older version chose the file's name; its monitors may still run."""
         return self.path / "keeper.lock"
 
     @property
     def end(self) -> Path:
-        """How its process ended, written once and before the lock is given back: JSON `{code, ended_at, stopped, message}`."""
+        """How the process ended, written once, before the lock is released: JSON `{code, ended_at, stopped, message}`."""
         return self.path / "exit.json"
 
     @property
     def stop(self) -> Path:
-        """Made before the keeper is told to end: without it, its keeper was ended by others and the run is taken up again."""
+        """Created before the monitor gets SIGTERM. A monitor that ends without it was ended by others: the run is restarted."""
         return self.path / "stop"
 
     @property
     def log(self) -> Path:
-        """What its process said: a line of JSON `{timestamp, level, step, message, details}` for each line."""
+        """Output of the process: a JSON line `{timestamp, level, step, message, details}` per line."""
         return self.path / "log.jsonl"
 
     @property
     def out(self) -> Path:
-        """Where the run's own folder is made: `out/<name>` of training, `out/evals/<name>` of an evaluation."""
+        """Parent of the run folder: `out/<name>` for training, `out/evals/<name>` for an evaluation."""
         return self.path / "out"
 
     def results(self, run: Run) -> Path:
-        """The run's own folder, as `penstock train` and `penstock eval run` write it."""
+        """The run folder that `penstock train` or `penstock eval run` writes."""
         return self.out / "evals" / run.name if run.kind == "eval" else self.out / run.name
 
 
 class RunQueue:
-    """The queue's rows. Each change is one durable statement that holds only from the states it may start in."""
+    """The rows of the queue. Each transition is one UPDATE that applies only in the states that allow it, so races are harmless."""
 
     def __init__(self, database: ControllerDatabase) -> None:
         self._database = database
         database.create(TABLE, *INDEXES)
 
-    def free_name(self, kind: RunKind, wanted: str) -> str:
-        """`wanted` as a run's name, with a number where it is taken. One process admits runs, so it stays free until `add`."""
-        base = re.sub(r"[^a-z0-9_-]+", "-", wanted.lower())[:80].strip("-_") or "run"
+    def free_name(self, kind: RunKind, requested: str) -> str:
+        """Returns `requested` as a valid, unused name, numbered if it is taken. Call it in the transaction of `add`."""
+        base = re.sub(r"[^a-z0-9_-]+", "-", requested.lower())[:80].strip("-_") or "run"
         found = self._database.rows("SELECT name FROM runs WHERE kind = ? AND name LIKE ? || '%'", [kind, base])
         taken = {row["name"] for row in found}
         return next(name for number in count(1) if (name := base if number == 1 else f"{base}-{number}") not in taken)
 
     def add(self, kind: RunKind, run_id: str, name: str, submission: Submission) -> Run:
-        """Queue a run whose files are laid out under its id: from here on it is carried out, whatever is killed."""
+        """Queues a run whose files are complete. From here on it will be executed, even if the controller is killed."""
         self._database.write(
             "INSERT INTO runs (id, kind, status, submission, created_at, name) VALUES (?, ?, ?, ?, ?, ?)",
             [run_id, kind, RunStatus.PENDING, orjson.dumps(asdict(submission)).decode(), now(), name],
@@ -164,7 +162,7 @@ class RunQueue:
         return self.get(kind, run_id)
 
     def get(self, kind: RunKind, ref: str) -> Run:
-        """By id or name."""
+        """Returns the run with this id or name; ControllerError 404 if there is none."""
         found = self._database.row(
             "SELECT * FROM runs WHERE kind = ? AND (id = ? OR name = ?) ORDER BY id = ? DESC", [kind, ref, ref, ref]
         )
@@ -174,32 +172,31 @@ class RunQueue:
         return _run(found)
 
     def page(self, kind: RunKind, *, limit: int, offset: int) -> tuple[list[Run], int]:
-        """Newest first, and how many there are in all."""
+        """Returns a page of runs, newest first, and the total count."""
         found = self._database.rows("SELECT * FROM runs WHERE kind = ? ORDER BY seq DESC LIMIT ? OFFSET ?", [kind, limit, offset])
         total = self._database.rows("SELECT count(*) FROM runs WHERE kind = ?", [kind])[0][0]
         return [_run(row) for row in found], total
 
     def waiting(self, limit: int = -1) -> list[Run]:
-        """Those that no process was started for, oldest first; all of them, or up to `limit`."""
+        """Returns pending runs, oldest first; all of them if `limit` is negative."""
         found = self._database.rows("SELECT * FROM runs WHERE status = 'pending' ORDER BY seq LIMIT ?", [limit])
         return [_run(row) for row in found]
 
     def count_waiting(self) -> int:
-        """How many those are."""
         return self._database.rows("SELECT count(*) FROM runs WHERE status = 'pending'")[0][0]
 
     def running(self) -> list[Run]:
-        """Those that a process was started for and that are not over, oldest first."""
+        """Returns runs that have started and not ended, oldest first."""
         return [_run(row) for row in self._database.rows("SELECT * FROM runs WHERE status = 'running' ORDER BY seq")]
 
     def launch(self, run_id: str) -> bool:
-        """Note that a process is about to be started; False where the run is over or was asked to stop."""
+        """Records that a process is about to start; False if the run has ended or its stop was requested."""
         statement = """UPDATE runs SET status = 'running', launches = launches + 1, started_at = coalesce(started_at, ?)
             WHERE id = ? AND status IN ('pending', 'running') AND stop_asked = 0"""
         return self._database.write(statement, [now(), run_id]) == 1
 
-    def ask_stop(self, run_id: str) -> bool:
-        """Ask for an end; one that waits is over at once. False where it was over before."""
+    def request_stop(self, run_id: str) -> bool:
+        """Requests a stop; a pending run ends at once. False if the run has ended already."""
         statement = """UPDATE runs SET stop_asked = 1, message = 'stopped on request',
             ended_at = CASE status WHEN 'pending' THEN ? ELSE ended_at END,
             status = CASE status WHEN 'pending' THEN 'stopped' ELSE status END
@@ -207,18 +204,17 @@ class RunQueue:
         return self._database.write(statement, [now(), run_id]) == 1
 
     def finish(self, run_id: str, status: RunStatus, message: str = "", *, ended_at: str | None = None) -> bool:
-        """Note how it ended; the first word stands."""
+        """Records how the run ended; False if that was recorded before."""
         statement = "UPDATE runs SET status = ?, message = ?, ended_at = ? WHERE id = ? AND status IN ('pending', 'running')"
         return self._database.write(statement, [status, message, ended_at or now(), run_id]) == 1
 
 
 def new_id() -> str:
-    """An id that no other run has."""
     return secrets.token_hex(8)
 
 
 def now() -> str:
-    """This moment, with its zone, to the millisecond."""
+    """Returns the current UTC time in ISO 8601, to the millisecond."""
     return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 

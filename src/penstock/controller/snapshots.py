@@ -1,4 +1,4 @@
-"""An archive that somebody sent, unpacked: files, folders and links inside it, and nothing anywhere else."""
+"""Snapshots of code: reproducible tar.gz archives of a folder or a commit, and how they are unpacked safely."""
 
 import gzip
 import hashlib
@@ -18,128 +18,30 @@ from typing import Self, cast
 
 from penstock.errors import ConfigError, ControllerError
 
-MAX_MEMBERS = 100_000
-"""Files and folders of one archive."""
-_TAR_OVERHEAD_BYTES = 64 * 1024 * 1024
-"""What headers and padding may add to the files' own size."""
-
-
-def unpack(archive: Path, into: Path, *, limit_mb: int = 256) -> None:
-    """Unpack a tar.gz into the folder `into`, which must not exist yet; ControllerError 400 SNAPSHOT_INVALID leaves nothing there.
-
-    Refused are absolute paths, `..`, links that leave, anything but files, folders and symbolic links, a name that comes twice, and
-    more than `limit_mb` unpacked.
-    """
-    into.mkdir()
-    try:
-        with archive.open("rb") as packed, GzipFile(fileobj=packed) as plain:
-            counted = _BoundedReader(cast("io.BufferedIOBase", plain), limit_mb * 1_000_000 + _TAR_OVERHEAD_BYTES)
-            with tarfile.open(fileobj=counted, mode="r|") as tar:
-                _extract(tar, into.resolve(), limit_mb)
-    except (tarfile.TarError, EOFError, BadGzipFile, zlib.error, UnicodeError) as cause:
-        shutil.rmtree(into)
-        raise _invalid_snapshot(f"it is no whole tar.gz: {cause}") from cause
-    except BaseException:
-        shutil.rmtree(into)
-        raise
-
-
-def _extract(tar: tarfile.TarFile, root: Path, limit_mb: int) -> None:
-    links: list[Path] = []
-    size = 0
-    for number, member in enumerate(tar):
-        size += member.size
-        if number >= MAX_MEMBERS or size > limit_mb * 1_000_000:
-            raise _invalid_snapshot(f"it unpacks to more than {limit_mb} MB or {MAX_MEMBERS} files")
-        place = _member_path(member.name, root)
-        if place == root:
-            continue
-        try:
-            place.parent.mkdir(parents=True, exist_ok=True)
-            if member.isdir():
-                place.mkdir(exist_ok=True)
-            elif member.isreg():
-                _write_file(tar, member, place)
-            elif member.issym():
-                place.symlink_to(member.linkname)
-                links.append(place)
-            else:
-                raise _invalid_snapshot(f"{member.name!r} is neither a file, a folder nor a symbolic link")
-        except (FileExistsError, NotADirectoryError) as cause:
-            raise _invalid_snapshot(f"{member.name!r} is in it twice") from cause
-        except ValueError as cause:
-            raise _invalid_snapshot(f"{member.name!r} is no name of a file") from cause
-    for link in links:
-        if not _leads_inside(link, root):
-            raise _invalid_snapshot(f"{link.relative_to(root)} is a link that leaves it")
-
-
-def _member_path(name: str, root: Path) -> Path:
-    parts = name.split("/")
-    if name.startswith("/") or ".." in parts or "\0" in name:
-        raise _invalid_snapshot(f"{name!r} leads out of it")
-    place = root.joinpath(*parts)
-    if not place.parent.resolve().is_relative_to(root) or place.parent.resolve() != place.parent:
-        raise _invalid_snapshot(f"{name!r} lies behind a link")
-    return place
-
-
-def _write_file(tar: tarfile.TarFile, member: tarfile.TarInfo, place: Path) -> None:
-    source = tar.extractfile(member)
-    assert source is not None, "it is a file"
-    with place.open("xb") as file:
-        shutil.copyfileobj(source, file, 1 << 20)
-    place.chmod(0o755 if member.mode & 0o100 else 0o644)
-
-
-def _leads_inside(link: Path, root: Path) -> bool:
-    try:
-        return not link.readlink().is_absolute() and link.resolve().is_relative_to(root)
-    except (RuntimeError, OSError):  # a circle
-        return False
-
-
-def _invalid_snapshot(why: str) -> ControllerError:
-    return ControllerError(f"the snapshot cannot be used: {why}", code="SNAPSHOT_INVALID", status=400)
-
-
-class _BoundedReader(io.RawIOBase):
-    """A stream that gives no more than `limit` bytes: a small archive may unpack to anything."""
-
-    def __init__(self, inner: io.BufferedIOBase, limit: int) -> None:
-        self._inner = inner
-        self._left = limit
-
-    def read(self, size: int = -1, /) -> bytes:
-        found = self._inner.read(size)
-        self._left -= len(found)
-        if self._left < 0:
-            raise _invalid_snapshot("it unpacks to too much")
-        return found
-
-
 LIMIT_MB = 256
+MAX_MEMBERS = 100_000
+"""Limit of files and folders in one archive."""
 GIT_TIMEOUT_S = 120.0
+_TAR_OVERHEAD_BYTES = 64 * 1024 * 1024
+"""Allowance for tar headers and padding beyond the files' sizes."""
 _EXCLUDED_NAMES = ("__pycache__", "node_modules", "site-packages")
 _EXCLUDED_FOLDERS = ("runs",)
-"""Folders at the top that runs write to."""
-
-__all__ = ["Snapshot", "make_snapshot", "snapshot_commit", "unpack"]
+"""Top-level folders that runs write to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """An archive in a file of its own, which is gone after `with` or `close`."""
+    """An archive in a temporary file; `close`, or the end of `with`, removes it."""
 
     path: Path
     digest: str
     """SHA-256 of the archive."""
     files: int
     commit_sha: str | None = None
-    """Of the repository that the folder belongs to; None outside of one."""
+    """HEAD of the folder's repository; None outside of a repository."""
     branch: str | None = None
     dirty: bool = False
-    """Whether the files differ from that commit."""
+    """Whether the files differ from the commit."""
 
     def close(self) -> None:
         self.path.unlink(missing_ok=True)
@@ -151,11 +53,14 @@ class Snapshot:
         self.close()
 
 
-def make_snapshot(folder: Path, *, also: Iterable[Path] = (), limit_mb: int = LIMIT_MB) -> Snapshot:
-    """Pack a folder as it is now; ConfigError above the limit, or for a link that leaves it.
+# Packing.
 
-    In a git repository: what is tracked, and what is neither tracked nor ignored. Elsewhere all but hidden files, caches and
-    virtual environments. What runs write (runs/) stays out. `also` are files under it that go along even if git ignores them.
+
+def make_snapshot(folder: Path, *, also: Iterable[Path] = (), limit_mb: int = LIMIT_MB) -> Snapshot:
+    """Packs a folder as it is now; ConfigError if it is too large or has a link that leads outside.
+
+    In a git repository, packs tracked and untracked files that are not ignored; elsewhere everything except hidden files, caches
+    and virtual environments. runs/ is left out. `also` are files under the folder that are packed even if git ignores them.
     """
     root = folder.resolve()
     named = {file.resolve().relative_to(root) for file in also}
@@ -175,16 +80,16 @@ def make_snapshot(folder: Path, *, also: Iterable[Path] = (), limit_mb: int = LI
 
 
 def snapshot_commit(repository: Path, ref: str | None = None) -> Snapshot:
-    """Pack what a commit, a branch or HEAD (None) of a repository holds; a folder that is under no git has its files only.
+    """Packs a commit, a branch, or HEAD (None) of a repository. Without git, packs the folder's files.
 
-    ControllerError 404 COMMIT_UNKNOWN for a ref that there is not.
+    ControllerError 404 COMMIT_UNKNOWN for an unknown ref.
     """
-    wanted = ref or "HEAD"
-    commit = None if wanted.startswith("-") else _git(repository, "rev-parse", "--verify", "-q", f"{wanted}^{{commit}}")
+    revision = ref or "HEAD"
+    commit = None if revision.startswith("-") else _git(repository, "rev-parse", "--verify", "-q", f"{revision}^{{commit}}")
     if commit is None and ref is None:
         return make_snapshot(repository)
     if commit is None:
-        text = f"{repository} has no commit or branch {wanted[:120]!r}; fetch it there, or name another"
+        text = f"{repository} has no commit or branch {revision[:120]!r}; fetch it there, or name another"
         raise ControllerError(text, code="COMMIT_UNKNOWN", status=404)
     tar = _git_bytes(repository, "archive", "--format=tar", commit.strip())
     if tar is None:
@@ -192,13 +97,13 @@ def snapshot_commit(repository: Path, ref: str | None = None) -> Snapshot:
     path, digest = _write_archive([tar])
     with tarfile.open(fileobj=io.BytesIO(tar)) as archive:
         files = sum(1 for member in archive if not member.isdir())
-    branch = _git(repository, "rev-parse", "--abbrev-ref", wanted) or ""
+    branch = _git(repository, "rev-parse", "--abbrev-ref", revision) or ""
     known = branch.strip() if branch.strip() not in ("", "HEAD") else None
     return Snapshot(path=path, digest=digest, files=files, commit_sha=commit.strip(), branch=known)
 
 
 def _git_files(root: Path) -> list[Path]:
-    """By git; empty where the folder is in no repository, or in a part of one that it ignores."""
+    """Returns tracked and untracked files; empty if the folder is in no repository, or ignored by it."""
     tracked = _git(root, "ls-files", "-z", "--cached") or ""
     others = _git(root, "ls-files", "-z", "--others", "--exclude-standard") or ""
     new = [Path(name) for name in others.split("\0") if name]
@@ -206,8 +111,8 @@ def _git_files(root: Path) -> list[Path]:
 
 
 def _walk_files(root: Path) -> Iterator[Path]:
-    for place, folders, files in os.walk(root):
-        here = Path(place).relative_to(root)
+    for folder, folders, files in os.walk(root):
+        here = Path(folder).relative_to(root)
         links = [name for name in folders if (root / here / name).is_symlink()]
         folders[:] = [
             name
@@ -254,7 +159,7 @@ def _add_file(archive: tarfile.TarFile, root: Path, path: Path) -> None:
     try:
         content = file.read_bytes()
     except FileNotFoundError:
-        return  # deleted meanwhile
+        return  # deleted since it was listed
     except OSError as cause:
         raise ConfigError(f"{file} cannot be read: {cause.strerror}; correct its permissions, or let git ignore it") from cause
     entry.size, entry.mode = len(content), 0o755 if os.access(file, os.X_OK) else 0o644
@@ -262,7 +167,7 @@ def _add_file(archive: tarfile.TarFile, root: Path, path: Path) -> None:
 
 
 def _write_archive(chunks: Iterable[bytes]) -> tuple[Path, str]:
-    """Compress into a new file; its path and digest."""
+    """Compresses into a new file; returns its path and SHA-256. No timestamp, so that equal files give an equal SHA-256."""
     descriptor, name = tempfile.mkstemp(prefix="penstock-", suffix=".tar.gz")
     try:
         with (
@@ -279,12 +184,12 @@ def _write_archive(chunks: Iterable[bytes]) -> tuple[Path, str]:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    told = _git_bytes(folder, *arguments)
-    return None if told is None else os.fsdecode(told)
+    output = _git_bytes(folder, *arguments)
+    return None if output is None else os.fsdecode(output)
 
 
 def _git_bytes(folder: Path, *arguments: str) -> bytes | None:
-    """What git says; None where it fails, or is not there. It runs nothing that the repository asks for."""
+    """Returns git's output; None if it fails or is not installed. Disables fsmonitor: its hook would run the repository's code."""
     command = ["git", "-C", str(folder), "-c", "core.fsmonitor=false", *arguments]
     environment = os.environ | {"GIT_OPTIONAL_LOCKS": "0"}
     try:
@@ -294,3 +199,99 @@ def _git_bytes(folder: Path, *arguments: str) -> bytes | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout if done.returncode == 0 else None
+
+
+# Unpacking.
+
+
+def unpack(archive: Path, into: Path, *, limit_mb: int = 256) -> None:
+    """Unpacks a tar.gz into the new folder `into`; ControllerError 400 SNAPSHOT_INVALID leaves nothing there.
+
+    Refused are absolute paths, `..`, links that lead outside, special files, repeated names, and more than `limit_mb` unpacked.
+    """
+    into.mkdir()
+    try:
+        with archive.open("rb") as packed, GzipFile(fileobj=packed) as plain:
+            bounded = _BoundedReader(cast("io.BufferedIOBase", plain), limit_mb * 1_000_000 + _TAR_OVERHEAD_BYTES)
+            with tarfile.open(fileobj=bounded, mode="r|") as tar:
+                _extract(tar, into.resolve(), limit_mb)
+    except (tarfile.TarError, EOFError, BadGzipFile, zlib.error, UnicodeError) as cause:
+        shutil.rmtree(into)
+        raise _invalid_snapshot(f"it is no whole tar.gz: {cause}") from cause
+    except BaseException:
+        shutil.rmtree(into)
+        raise
+
+
+def _extract(tar: tarfile.TarFile, root: Path, limit_mb: int) -> None:
+    links: list[Path] = []
+    size = 0
+    for number, member in enumerate(tar):
+        size += member.size
+        if number >= MAX_MEMBERS or size > limit_mb * 1_000_000:
+            raise _invalid_snapshot(f"it unpacks to more than {limit_mb} MB or {MAX_MEMBERS} files")
+        path = _member_path(member.name, root)
+        if path == root:
+            continue
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if member.isdir():
+                path.mkdir(exist_ok=True)
+            elif member.isreg():
+                _write_file(tar, member, path)
+            elif member.issym():
+                path.symlink_to(member.linkname)
+                links.append(path)
+            else:
+                raise _invalid_snapshot(f"{member.name!r} is neither a file, a folder nor a symbolic link")
+        except (FileExistsError, NotADirectoryError) as cause:
+            raise _invalid_snapshot(f"{member.name!r} is in it twice") from cause
+        except ValueError as cause:
+            raise _invalid_snapshot(f"{member.name!r} is no name of a file") from cause
+    for link in links:  # when all files exist: a link may come before its target
+        if not _leads_inside(link, root):
+            raise _invalid_snapshot(f"{link.relative_to(root)} is a link that leaves it")
+
+
+def _member_path(name: str, root: Path) -> Path:
+    parts = name.split("/")
+    if name.startswith("/") or ".." in parts or "\0" in name:
+        raise _invalid_snapshot(f"{name!r} leads out of it")
+    path = root.joinpath(*parts)
+    if not path.parent.resolve().is_relative_to(root) or path.parent.resolve() != path.parent:
+        raise _invalid_snapshot(f"{name!r} lies behind a link")
+    return path
+
+
+def _write_file(tar: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> None:
+    source = tar.extractfile(member)
+    assert source is not None, "it is a file"
+    with path.open("xb") as file:
+        shutil.copyfileobj(source, file, 1 << 20)
+    path.chmod(0o755 if member.mode & 0o100 else 0o644)
+
+
+def _leads_inside(link: Path, root: Path) -> bool:
+    try:
+        return not link.readlink().is_absolute() and link.resolve().is_relative_to(root)
+    except (RuntimeError, OSError):  # a loop of links
+        return False
+
+
+class _BoundedReader(io.RawIOBase):
+    """A stream of at most `limit` bytes, against decompression bombs."""
+
+    def __init__(self, inner: io.BufferedIOBase, limit: int) -> None:
+        self._inner = inner
+        self._left = limit
+
+    def read(self, size: int = -1, /) -> bytes:
+        found = self._inner.read(size)
+        self._left -= len(found)
+        if self._left < 0:
+            raise _invalid_snapshot("it unpacks to too much")
+        return found
+
+
+def _invalid_snapshot(why: str) -> ControllerError:
+    return ControllerError(f"the snapshot cannot be used: {why}", code="SNAPSHOT_INVALID", status=400)

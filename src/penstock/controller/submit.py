@@ -1,4 +1,4 @@
-"""From a config file on the user's disk to a run in a controller's queue: checked, its code packed, sent, accepted."""
+"""Submission of a config file to a controller: read and check it, pack the code, send both."""
 
 import os
 import re
@@ -18,21 +18,21 @@ from penstock.workspace.experiment import is_experiment, read_experiment, to_bod
 from penstock.workspace.layout import Workspace, workspace_of
 
 MAX_DATASET_BYTES = 64_000_000
-"""Bytes of a dataset that goes along with the code."""
+"""A larger dataset file is not sent along with the code."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedSubmission:
-    """A submission that this machine finds nothing wrong with; the controller checks the rest before it accepts it."""
+    """A submission that passed the local checks. The controller validates the rest."""
 
     kind: RunKind
     file: Path
     body: dict[str, Any]
-    """What is posted, but for the code."""
+    """The request body without the code."""
     folder: Path | None
-    """Whose files go along as they are now; None where the file pins code of a repository that the controller has."""
+    """The folder to pack; None if the file pins a branch or commit, which the controller takes from its own repository."""
     files: tuple[Path, ...] = ()
-    """Of the folder, that go along even where git ignores them."""
+    """Files of the folder that are packed even if git ignores them."""
     rollout: str
     entrypoint: str
     model: str
@@ -40,7 +40,7 @@ class PreparedSubmission:
     branch: str | None = None
     commit_sha: str | None = None
     secrets: tuple[str, ...] = ()
-    """Names of those that the controller must have."""
+    """Names of secrets that the controller must have."""
 
 
 def submit(
@@ -52,32 +52,32 @@ def submit(
     overrides: Iterable[str] = (),
     progress: ProgressCallback | None = None,
 ) -> dict[str, Any]:
-    """Queue a run of `file`, an experiment file or one of our own: `id, name, status, created_at` of it."""
+    """Queues a run of `file` (an experiment file or a run config); returns its `id, name, status, created_at`."""
     return send_submission(prepare_submission(kind, file, name=name, overrides=overrides), client, progress=progress)
 
 
 def prepare_submission(kind: RunKind, file: Path, *, name: str | None = None, overrides: Iterable[str] = ()) -> PreparedSubmission:
-    """Read and check a config file without asking anybody; ConfigError lists everything that is wrong with it."""
-    chosen = list(overrides)
+    """Reads and checks a config file without a controller; ConfigError lists all problems."""
+    assignments = list(overrides)
     tables = read_toml(file)
     if is_experiment(tables):
-        override(tables, (f"advanced.{each}" for each in chosen))  # where such a file has the keys of a run's own config
-        made = _prepare_experiment(kind, file, tables)
+        override(tables, (f"advanced.{each}" for each in assignments))  # where it has the keys of a run config
+        prepared = _prepare_experiment(kind, file, tables)
     else:
-        override(tables, chosen)
-        made = _prepare_run_config(kind, file, tables, chosen)
+        override(tables, assignments)
+        prepared = _prepare_run_config(kind, file, tables, assignments)
     if name is not None:
-        made.body["name"] = name
-    return made
+        prepared.body["name"] = name
+    return prepared
 
 
 def send_submission(
     prepared: PreparedSubmission, client: ControllerClient, *, progress: ProgressCallback | None = None
 ) -> dict[str, Any]:
-    """Send the code, then the submission; the run is queued once this returns."""
+    """Sends the code, then the submission; the run is queued when this returns."""
     if prepared.folder is None:
         return client.submit_run(prepared.kind, prepared.body)
-    client.verify()  # a controller that is away, or a wrong token, is told before anything is packed
+    client.verify()  # report an unreachable controller or a wrong token before anything is packed
     if progress is not None:
         progress("packing the code", 0, None)
     with make_snapshot(prepared.folder, also=prepared.files) as snapshot:
@@ -109,7 +109,7 @@ def _prepare_experiment(kind: RunKind, file: Path, tables: dict[str, Any]) -> Pr
 
 
 def _dataset_files(workspace: Workspace, dataset: str) -> tuple[Path, ...]:
-    """The workspace's own file of a dataset, which git often ignores; a large one is uploaded once, not with each run."""
+    """Returns the workspace's file of a dataset, which git often ignores; nothing for a large one, which is uploaded separately."""
     with suppress(DatasetError):
         file = workspace.dataset(dataset)
         if file.is_relative_to(workspace.path) and file.stat().st_size <= MAX_DATASET_BYTES:
@@ -135,7 +135,7 @@ def _prepare_run_config(kind: RunKind, file: Path, tables: dict[str, Any], overr
 
 
 def _folder(file: Path, config: RunConfig) -> Path:
-    """The smallest folder that holds the file and all it names: its code goes along, and so do its tasks."""
+    """Returns the smallest folder that contains the config file and all paths that it names."""
     paths = _named_paths(config)
     for path in (config.agent.entry, config.agent.folder):
         if not path.exists():
@@ -149,17 +149,17 @@ def _folder(file: Path, config: RunConfig) -> Path:
 
 
 def _named_paths(config: RunConfig) -> list[Path]:
-    """What a config names of the user's files. Tasks that are not there may be a dataset of the controller's."""
+    """Returns the existing paths that a config names. A missing dataset may be one of the controller's."""
     named = [config.agent.entry, config.agent.flows, config.agent.folder, config.dataset.train, config.dataset.eval]
     return [path.resolve() for path in named if path is not None and path.exists()]
 
 
 def repository_name(folder: Path) -> str | None:
-    """`owner/name` of the repository that a folder belongs to, after its `origin` on whatever host; None where there is none."""
+    """Returns `owner/name` from the URL of a folder's git remote `origin`; None if there is none."""
     command = ["git", "-C", str(folder), "config", "--get", "remote.origin.url"]
     try:
-        told = subprocess.run(command, capture_output=True, text=True, timeout=10, stdin=subprocess.DEVNULL, check=False).stdout
+        url = subprocess.run(command, capture_output=True, text=True, timeout=10, stdin=subprocess.DEVNULL, check=False).stdout
     except (OSError, subprocess.TimeoutExpired):
         return None
-    found = re.search(r"([^/:\s]+/[^/:\s]+?)(?:\.git)?/?$", told.strip())
+    found = re.search(r"([^/:\s]+/[^/:\s]+?)(?:\.git)?/?$", url.strip())
     return found[1].lower() if found else None

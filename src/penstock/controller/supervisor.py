@@ -1,10 +1,9 @@
-"""From the queue to processes and back: starts keepers, oldest run first, and notes how runs ended, its own and those it found."""
+"""The supervisor: starts a monitor process for each queued run, oldest first, and records how runs ended."""
 
 import asyncio
 import logging
 import os
 import signal
-import sys
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -19,188 +18,183 @@ from penstock.controller.runs import Run, RunFiles, RunQueue, RunStatus
 from penstock.controller.vault import Vault
 from penstock.errors import PenstockError
 from penstock.system.files import write_file
+from penstock.system.processes import module_command, spawn_detached
 
 POLL_S = 0.3
-"""Between two looks at the runs."""
+"""Pause between two polls of the runs."""
 KILL_DELAY_S = 10.0
-"""Given to a keeper beyond what it gives to its run, before it is killed."""
+"""A stopped monitor is killed this long after it should have killed its run."""
 INTERRUPTED_CODE = 130
+"""Exit code of `penstock` after Ctrl-C."""
+MONITOR_MODULES = (b"penstock.controller.monitor", b"penstock.controller.keeper")
+"""In the command line of a monitor; the second is an older version's, whose monitors may outlive an upgrade."""
 log = logging.getLogger(__name__)
 
 
 class Supervisor:
-    """A task that looks after all runs. What it knows besides the queue can be lost: the run's files tell it again."""
+    """A background task. All its state besides the queue is a cache: after a restart it is read from the runs' files."""
 
-    def __init__(self, runs: RunQueue, vault: Vault, folder: Path, *, at_once: int, launches: int) -> None:
+    def __init__(self, runs: RunQueue, vault: Vault, folder: Path, *, max_running: int, max_launches: int) -> None:
         self._runs = runs
         self._vault = vault
         self._folder = folder
-        self._at_once = at_once
-        self._launches = launches
-        self._keepers: dict[str, int] = {}
-        """Processes that this supervisor started and has not waited for, by run."""
-        self._asked: dict[str, float] = {}
-        """When a keeper was told to end, by run."""
-        self._told: dict[str, str] = {}
-        """What was last told of a run that cannot be looked after, so that it is told once."""
+        self._max_running = max_running
+        self._max_launches = max_launches
+        self._monitors: dict[str, int] = {}
+        """Pids of monitors that this process started and has not reaped, by run id."""
+        self._stop_sent: dict[str, float] = {}
+        """When a monitor got SIGTERM, by run id."""
+        self._logged: dict[str, str] = {}
+        """The last error logged for a run, by run id, so that a repeated one is logged once."""
         self._thread = ThreadPoolExecutor(1, "supervisor")
-        """Its own: looks must not wait for whatever else is done in threads."""
-        self._bell = asyncio.Event()
+        """A thread of its own: polls must not wait for other users of the shared pool."""
+        self._wake = asyncio.Event()
         self._closing = False
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin, with the runs that an earlier controller left."""
+        """Starts the task, which also takes over the runs of an earlier controller."""
         self._loop = asyncio.get_running_loop()
-        self._task = self._loop.create_task(self._look_on(), name="supervisor")
+        self._task = self._loop.create_task(self._run(), name="supervisor")
 
     async def close(self) -> None:
-        """Look no more; keepers and their runs go on."""
+        """Stops the task; monitors and their runs go on."""
         self._closing = True
-        self._bell.set()
+        self._wake.set()
         if self._task is not None:
             await self._task
         self._thread.shutdown()
 
     def wake(self) -> None:
-        """Look now: a run was queued or asked to stop. From any thread."""
-        self._loop.call_soon_threadsafe(self._bell.set)
+        """Polls now. Thread-safe."""
+        self._loop.call_soon_threadsafe(self._wake.set)
 
     def stop(self, run: Run) -> bool:
-        """Let it end: at once where it waits, else as Ctrl-C would. False where it was over before."""
-        asked = self._runs.ask_stop(run.id)
+        """Requests a stop: a pending run ends at once, a running one as by Ctrl-C. False if it has ended already."""
+        requested = self._runs.request_stop(run.id)
         self.wake()
-        return asked
+        return requested
 
     def files(self, run: Run) -> RunFiles:
         return RunFiles(self._folder / run.id)
 
-    async def _look_on(self) -> None:
+    async def _run(self) -> None:
         while not self._closing:
-            self._bell.clear()
-            await self._loop.run_in_executor(self._thread, self._look)
+            self._wake.clear()
+            await self._loop.run_in_executor(self._thread, self._poll)
             with suppress(TimeoutError):
                 async with asyncio.timeout(POLL_S):
-                    await self._bell.wait()
+                    await self._wake.wait()
 
-    def _look(self) -> None:
-        """Once over all runs; what goes wrong with one is told and leaves the others alone."""
+    def _poll(self) -> None:
+        """Looks once at every run; an error with one is logged and does not affect the others."""
         self._reap()
         try:
             running = self._runs.running()
             for run in running:
-                self._guarded(run)
-            room = self._at_once - len(self._runs.running()) if running else self._at_once
+                self._handle(run)
+            room = self._max_running - len(self._runs.running()) if running else self._max_running
             for run in self._runs.waiting(room) if room > 0 else ():
-                self._guarded(run)
-            self._told.pop("", None)
-        except PenstockError as error:  # the database: the next look may find it well again
-            self._tell("", f"the queue cannot be looked after: {error}")
+                self._handle(run)
+            self._logged.pop("", None)
+        except PenstockError as error:  # from the database; the next poll may succeed
+            self._log_once("", f"the queue cannot be looked after: {error}")
 
-    def _guarded(self, run: Run) -> None:
+    def _handle(self, run: Run) -> None:
         try:
             if run.status is RunStatus.PENDING:
                 self._launch(run)
             else:
-                self._attend(run)
-            self._told.pop(run.id, None)
+                self._check(run)
+            self._logged.pop(run.id, None)
         except Exception as error:
-            self._tell(run.id, f"run {run.name} ({run.id}) cannot be looked after: {type(error).__name__}: {error}")
+            self._log_once(run.id, f"run {run.name} ({run.id}) cannot be looked after: {type(error).__name__}: {error}")
 
-    def _tell(self, about: str, text: str) -> None:
-        if self._told.get(about) != text:
-            self._told[about] = text
+    def _log_once(self, about: str, text: str) -> None:
+        if self._logged.get(about) != text:
+            self._logged[about] = text
             log.exception(text)
 
-    def _attend(self, run: Run) -> None:
-        """A run that a process was started for: is it over, alive, or lost?"""
-        keeper = self._keeper(run)  # before the exit file: a keeper that is gone has written it
-        ending = ExitRecord.read(self.files(run))
-        if ending is not None:
-            self._finish(run, ending)
-        elif keeper is not None:
+    def _check(self, run: Run) -> None:
+        """Handles a started run: records its end, stops it, or restarts it if its monitor was lost."""
+        # The lock is read before the exit file: a monitor that ends in between has written the file, and is not taken for lost.
+        monitor = self._monitor(run)
+        exit_record = ExitRecord.read(self.files(run))
+        if exit_record is not None:
+            self._finish(run, exit_record)
+        elif monitor is not None:
             if run.stop_asked:
-                self._press(run, keeper)
+                self._stop_monitor(run, monitor)
         elif run.stop_asked:
-            self._over(run, RunStatus.STOPPED, "stopped on request")
-        elif run.launches >= self._launches:
-            self._over(run, RunStatus.FAILED, f"its process was lost {run.launches} times; see its log, then submit it again")
+            self._record_end(run, RunStatus.STOPPED, "stopped on request")
+        elif run.launches >= self._max_launches:
+            self._record_end(run, RunStatus.FAILED, f"its process was lost {run.launches} times; see its log, then submit it again")
         else:
             self._launch(run)
 
-    def _keeper(self, run: Run) -> int | None:
-        """The process that stands by the run; None where there is none, 0 where it is not known yet."""
-        return self._keepers.get(run.id) or monitor_pid(self.files(run))
+    def _monitor(self, run: Run) -> int | None:
+        """Returns the pid of the run's monitor; None if there is none, 0 if it is not known yet."""
+        return self._monitors.get(run.id) or monitor_pid(self.files(run))
 
     def _launch(self, run: Run) -> None:
         try:
             secrets = self._vault.values(list(run.submission.secrets))
         except PenstockError as error:
-            self._over(run, RunStatus.FAILED, str(error))
+            self._record_end(run, RunStatus.FAILED, str(error))
             return
         if self._runs.launch(run.id):
-            self._keepers[run.id] = start_monitor(self.files(run), secrets)
+            self._monitors[run.id] = start_monitor(self.files(run), secrets)
 
-    def _finish(self, run: Run, ending: ExitRecord) -> None:
-        if ending.code == 0:
-            self._over(run, RunStatus.FINISHED, "", ending.ended_at)
-        elif ending.stopped or ending.code == INTERRUPTED_CODE:
-            self._over(run, RunStatus.STOPPED, "stopped on request" if run.stop_asked else "stopped", ending.ended_at)
+    def _finish(self, run: Run, exit_record: ExitRecord) -> None:
+        if exit_record.code == 0:
+            self._record_end(run, RunStatus.FINISHED, "", exit_record.ended_at)
+        elif exit_record.stopped or exit_record.code == INTERRUPTED_CODE:
+            self._record_end(run, RunStatus.STOPPED, "stopped on request" if run.stop_asked else "stopped", exit_record.ended_at)
         else:
-            self._over(run, RunStatus.FAILED, ending.message, ending.ended_at)
+            self._record_end(run, RunStatus.FAILED, exit_record.message, exit_record.ended_at)
 
-    def _over(self, run: Run, status: RunStatus, message: str, ended_at: str | None = None) -> None:
-        self._asked.pop(run.id, None)
+    def _record_end(self, run: Run, status: RunStatus, message: str, ended_at: str | None = None) -> None:
+        self._stop_sent.pop(run.id, None)
         self._runs.finish(run.id, status, message, ended_at=ended_at)
 
-    def _press(self, run: Run, keeper: int) -> None:
-        """Tell the keeper to end; kill it where it does not, which takes its run along."""
-        if not keeper or not _is_monitor(keeper):
+    def _stop_monitor(self, run: Run, monitor: int) -> None:
+        """Sends SIGTERM once, and SIGKILL if the monitor is late; the kernel then kills the run, too."""
+        if not monitor or not _is_monitor(monitor):
             return
-        files, asked = self.files(run), self._asked.get(run.id)
+        files, sent_at = self.files(run), self._stop_sent.get(run.id)
         with suppress(ProcessLookupError):
-            if asked is None:
-                with suppress(OSError):  # on a full disk the run is left without an exit file, and is over all the same
+            if sent_at is None:
+                with suppress(OSError):  # full disk: without it there is no exit file, but `_check` still records the stop
                     write_file(files.stop, b"")
-                os.kill(keeper, signal.SIGTERM)
-                self._asked[run.id] = time.monotonic()
-            elif time.monotonic() > asked + RunJob.read(files).stop_grace_s + KILL_DELAY_S:
-                os.kill(keeper, signal.SIGKILL)
+                os.kill(monitor, signal.SIGTERM)
+                self._stop_sent[run.id] = time.monotonic()
+            elif time.monotonic() > sent_at + RunJob.read(files).stop_grace_s + KILL_DELAY_S:
+                os.kill(monitor, signal.SIGKILL)
 
     def _reap(self) -> None:
-        """Wait for keepers of our own that have ended, so that nothing of them is left."""
-        for run_id, pid in list(self._keepers.items()):
+        """Reaps monitors that this process started and that have ended."""
+        for run_id, pid in list(self._monitors.items()):
             if os.waitpid(pid, os.WNOHANG) != (0, 0):
-                del self._keepers[run_id]
+                del self._monitors[run_id]
 
 
 def start_monitor(files: RunFiles, secrets: Mapping[str, str]) -> int:
-    """A process of its own session that outlives this one; secrets reach it through a pipe, and through nothing else."""
+    """Starts a monitor in its own session, so that it outlives this process; returns its pid. Secrets go through a pipe only."""
     reading, writing = os.pipe()
     try:
-        pid = os.posix_spawn(
-            sys.executable,
-            [sys.executable, "-P", "-m", "penstock.controller.monitor", str(files.path)],
-            os.environ,
-            file_actions=[
-                (os.POSIX_SPAWN_DUP2, reading, 0),
-                (os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0),
-                (os.POSIX_SPAWN_OPEN, 2, str(files.path / "keeper.err"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600),
-            ],
-            setsid=True,
-            setsigdef=[signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE],  # whatever this process ignores
-            setsigmask=[],
-        )
+        command = [*module_command("penstock.controller.monitor"), str(files.path)]
+        pid = spawn_detached(command, log=files.path / "keeper.err", stdin=reading)
     finally:
         os.close(reading)
-    with os.fdopen(writing, "wb") as pipe, suppress(BrokenPipeError):  # one that found the run kept or over has left
+    with os.fdopen(writing, "wb") as pipe, suppress(BrokenPipeError):  # the monitor found the run locked or ended, and exited
         pipe.write(orjson.dumps(dict(secrets)))
     return pid
 
 
 def _is_monitor(pid: int) -> bool:
-    """Whether that is the process that a lock file means; its number may have been given to another since."""
+    """Whether `pid` is a monitor: the pid in a lock file may have been reused since."""
     try:
-        return b"penstock.controller.monitor" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
     except FileNotFoundError:
         return not Path("/proc").exists()
+    return any(module in command for module in MONITOR_MODULES)

@@ -1,4 +1,4 @@
-"""Secrets by name, in two scopes: a person's own, and those of the whole workspace. No value leaves but to a run that names it."""
+"""Secrets by name, in two scopes: `user` and `workspace`. Values are stored encrypted and only given to runs that name them."""
 
 import re
 import sqlite3
@@ -15,13 +15,13 @@ TABLE = """CREATE TABLE IF NOT EXISTS secrets (
     created_at TEXT NOT NULL, updated_at TEXT NOT NULL, creator TEXT NOT NULL, updater TEXT NOT NULL, UNIQUE (name, scope))"""
 NAME = re.compile(r"[A-Z][A-Z0-9_]*")
 LONGEST_NAME, LARGEST_VALUE = 255, 65_536
-"""In characters; the environment of a process holds no more."""
+"""In characters; bounded by what a process environment can hold."""
 Scope = Literal["user", "workspace"]
 SCOPES: tuple[Scope, ...] = ("user", "workspace")
 
 
 class Secret(NamedTuple):
-    """What may be told of a secret."""
+    """A secret without its value."""
 
     id: str
     name: str
@@ -33,7 +33,7 @@ class Secret(NamedTuple):
 
 
 class Vault:
-    """Values encrypted with `key`. Nothing here, its errors included, shows a value but `values`."""
+    """The table of secrets, encrypted with `key`. Only `values` returns plaintext; errors never contain it."""
 
     def __init__(self, database: ControllerDatabase, key: bytes) -> None:
         self._database = database
@@ -42,7 +42,7 @@ class Vault:
         self._reencrypt_version_1(key)
 
     def set(self, name: str, value: str, scope: str, *, by: str = "") -> Secret:
-        """Keep a value under a name, in place of an earlier one; ControllerError 400 where name, value or scope cannot be."""
+        """Stores a value, replacing an earlier one; ControllerError 400 if name, value or scope is invalid."""
         _check(name, value, scope)
         moment = now()
         self._database.write(
@@ -57,7 +57,7 @@ class Vault:
         return _secret(found)
 
     def page(self, scope: str = "all", *, limit: int = 50, offset: int = 0) -> tuple[list[Secret], int]:
-        """By name, and how many there are in all."""
+        """Returns a page of secrets, sorted by name, and the total count."""
         scopes: tuple[str, ...] = SCOPES if scope == "all" else (check_scope(scope),)
         where = f"scope IN ({_placeholders(scopes)})"
         statement = f"SELECT * FROM secrets WHERE {where} ORDER BY name, scope LIMIT ? OFFSET ?"
@@ -66,13 +66,13 @@ class Vault:
         return [_secret(row) for row in found], total
 
     def delete(self, name: str, scope: str) -> None:
-        """Forget one; ControllerError 404 where there is none."""
+        """Deletes a secret; ControllerError 404 if there is none."""
         if not self._database.write("DELETE FROM secrets WHERE name = ? AND scope = ?", [name, check_scope(scope)]):
             text = f"there is no secret {name[:LONGEST_NAME]!r} in scope {scope}; see: penstock secret list"
             raise ControllerError(text, code="SECRET_NOT_FOUND", status=404)
 
     def scopes(self, names: Iterable[str]) -> dict[str, str]:
-        """Which value each name stands for: `user`, `workspace`, or `user_override` where both scopes have one."""
+        """Returns the scope of each name: `user`, `workspace`, or `user_override` if both scopes have one."""
         words: dict[frozenset[str], str] = {
             frozenset({"user"}): "user",
             frozenset({"workspace"}): "workspace",
@@ -81,12 +81,12 @@ class Vault:
         return {name: words[frozenset(row["scope"] for row in rows)] for name, rows in self._find(names).items()}
 
     def values(self, names: Iterable[str]) -> dict[str, str]:
-        """The values themselves, a person's own before the workspace's; ControllerError 404 where one is missing."""
+        """Returns the plaintext of each name, `user` before `workspace`; ControllerError 404 if one is missing."""
         chosen = {name: min(rows, key=lambda row: SCOPES.index(row["scope"])) for name, rows in self._find(names).items()}
         return {name: self._cipher.decrypt(row["sealed"], row["scope"], name) for name, row in chosen.items()}
 
     def _reencrypt_version_1(self, key: bytes) -> None:
-        """Rewrite secrets of the first form, all or none; one that `key` cannot read stays as it is, and `values` refuses it."""
+        """Encrypts secrets of version 1 anew, in one transaction; one that `key` cannot decrypt stays, and `values` refuses it."""
         with self._database.transaction():
             for row in self._database.rows("SELECT * FROM secrets WHERE substr(sealed, 1, 1) = ?", [VERSION_1]):
                 scope, name = row["scope"], row["name"]
@@ -98,23 +98,21 @@ class Vault:
                 self._database.write("UPDATE secrets SET sealed = ? WHERE seq = ?", [encrypted, row["seq"]])
 
     def _find(self, names: Iterable[str]) -> dict[str, list[sqlite3.Row]]:
-        wanted = list(dict.fromkeys(names))
-        found = self._database.rows(f"SELECT * FROM secrets WHERE name IN ({_placeholders(wanted)})", wanted) if wanted else []
-        rows = {name: [row for row in found if row["name"] == name] for name in wanted}
-        if missing := [name[:LONGEST_NAME] for name in wanted if not rows[name]]:
+        unique = list(dict.fromkeys(names))
+        found = self._database.rows(f"SELECT * FROM secrets WHERE name IN ({_placeholders(unique)})", unique) if unique else []
+        rows = {name: [row for row in found if row["name"] == name] for name in unique}
+        if missing := [name[:LONGEST_NAME] for name in unique if not rows[name]]:
             raise ControllerError(f"Secret(s) not found: {', '.join(missing)}", code="SECRET_NOT_FOUND", status=404)
         return rows
 
 
 def check_scope(scope: str) -> Scope:
-    """ControllerError 400 for a scope that there is not."""
     if scope not in SCOPES:
         raise _invalid_secret(f"scope {scope[:40]!r} is neither user nor workspace", "scope")
     return scope
 
 
 def check_name(name: str) -> None:
-    """Refuse what cannot name a secret."""
     if not NAME.fullmatch(name) or len(name) > LONGEST_NAME:
         rule = f"begin with a capital letter and use A-Z, 0-9 and _ only, at most {LONGEST_NAME} characters"
         raise _invalid_secret(f"secret name {name[:80]!r}: {rule}", "name")

@@ -25,13 +25,13 @@ from penstock.pool import POOLS
 from penstock.pool.base import Pool
 from penstock.pool.remote_writer import open_writer_process
 from penstock.records import Attempt, End, Rollout, Sampling, Task
-from penstock.rollout.author_tasks import leaves
 from penstock.rollout.executors import EXECUTORS
 from penstock.run.folder import RunFolder
 from penstock.run.inputs import Inputs
-from penstock.sdk.agent_spec import AgentSpec, module_command
+from penstock.sdk.agent_spec import AgentSpec
 from penstock.sdk.discovery import Agent
-from penstock.system.process_group import how_ended
+from penstock.system.async_tools import leaf_errors
+from penstock.system.processes import describe_exit, last_line, module_command, signal_group
 
 ERRORS = {kind.__name__: kind for kind in (ConfigError, EngineError, GraderError, PoolError, PoolFailed, WorkerLost)}
 """What a rollout may raise, by name; anything else is a PenstockError here."""
@@ -138,7 +138,7 @@ async def _start_all(slots: list["ProcessSlot"]) -> None:
             for slot in slots:
                 starting.create_task(slot.living())
     except ExceptionGroup as group:  # most likely they all have the same reason
-        raise next(leaves(group)) from None
+        raise next(leaf_errors(group)) from None
 
 
 class ProcessPool:
@@ -372,7 +372,7 @@ class EvalProcess(asyncio.SubprocessProtocol):
         """Fail everything that waits for the process."""
         if self.is_over:
             return
-        self.fate = how_ended(self._transport.get_returncode() or 0)
+        self.fate = describe_exit(self._transport.get_returncode() or 0)
         self._transport.close()
         self._over.set_result(None)
         if not self.ready.done():
@@ -385,8 +385,7 @@ class EvalProcess(asyncio.SubprocessProtocol):
     def _last_line(self) -> str:
         with self.log.open("rb") as file:
             file.seek(self._log_start)
-            lines = file.read().decode(errors="replace").split("\n")
-        last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+            last = last_line(file.read().decode(errors="replace"))
         return f": {last} (more in {self.log})" if last else ""
 
     async def close(self, *, grace_s: float = EXIT_S) -> None:
@@ -396,8 +395,7 @@ class EvalProcess(asyncio.SubprocessProtocol):
             await asyncio.wait({self._over}, timeout=grace_s)
         finally:
             if not self._exited:
-                with suppress(ProcessLookupError, PermissionError):
-                    os.killpg(self._transport.get_pid(), signal.SIGKILL)
+                signal_group(self._transport.get_pid(), signal.SIGKILL)
             await asyncio.wait({self._over}, timeout=KILL_S)
             with suppress(FileNotFoundError):
                 if self.is_over and not self.log.stat().st_size:

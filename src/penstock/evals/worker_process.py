@@ -6,10 +6,7 @@ not; every event; the end of each rollout. stdin ends with the parent, and with 
 
 import asyncio
 import os
-import select
 import sys
-import threading
-import time
 import traceback
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
@@ -32,8 +29,8 @@ from penstock.run.folder import RunFolder
 from penstock.run.inputs import Inputs
 from penstock.run.opening import open_rollout_runner
 from penstock.sdk.agent_spec import AgentSpec
-from penstock.system.garbage import collect_seldom
 from penstock.system.locks import FileLock
+from penstock.system.processes import exit_after_parent, relax_gc
 
 MAX_LINE_BYTES = 1 << 30
 """Bytes of one line."""
@@ -200,15 +197,6 @@ def _own_pipes() -> _Pipes:
     return pipes
 
 
-def _exit_after_parent(commands: FileIO) -> None:
-    """End this process `EXIT_S` after its parent, even if an agent blocks the event loop. Runs in a thread."""
-    hangup = select.poll()
-    hangup.register(commands, 0)  # no event but POLLHUP, which cannot be masked
-    hangup.poll()
-    time.sleep(EXIT_S)
-    os._exit(1)
-
-
 async def _main(pipes: _Pipes) -> int:
     pipe, writer = asyncio.StreamReader(limit=MAX_LINE_BYTES), LineWriter(pipes.out)
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(pipe), pipes.commands)
@@ -225,7 +213,7 @@ async def _main(pipes: _Pipes) -> int:
 
 
 if __name__ == "__main__":
-    collect_seldom()
+    relax_gc()
     own = _own_pipes()
-    threading.Thread(target=_exit_after_parent, args=(own.commands,), daemon=True).start()
+    exit_after_parent(own.commands.fileno(), EXIT_S)
     sys.exit(asyncio.run(_main(own)))

@@ -21,7 +21,7 @@ from penstock.gateway.session import Session, SessionHistory
 from penstock.gateway.sources import ReplySource
 from penstock.pool.base import Pool
 from penstock.records import Sampling, Step
-from penstock.system.async_tools import settled
+from penstock.system.async_tools import finish_shielded
 from penstock.system.redaction import Redactor
 
 MAX_NOTICE_NAMES, MAX_NOTICE_CHARACTERS = 500, 100
@@ -211,7 +211,7 @@ class CallPipeline:
             return
         try:
             # Shielded: the task may be cancelled already, and the store must still get what was sampled.
-            await settled(self._record(context, sampling, reply, started, choice))
+            await finish_shielded(self._record(context, sampling, reply, started, choice))
         except PenstockError:
             self.count("partial_reply_not_recorded")
 

@@ -1,7 +1,5 @@
-"""The control routes: what a runner elsewhere may do with a rollout. An agent's token opens none of them."""
+"""The control routes: a runner in another process opens, grades and ends rollouts. They need the control token."""
 
-from collections.abc import Generator
-from contextlib import contextmanager
 from typing import Annotated, TypeVar
 
 import orjson
@@ -13,7 +11,7 @@ from penstock.codec import from_json
 from penstock.errors import PoolError, PoolFailed, RequestError
 from penstock.gateway.call import GatewayLimits
 from penstock.gateway.routes import json_response
-from penstock.gateway.session import ADHOC_CHANNEL, Sessions, make_task, open_adhoc
+from penstock.gateway.session import ADHOC_CHANNEL, Sessions, make_task, open_adhoc, pool_refusals
 from penstock.gateway.trajectories import AFTER_ALL
 from penstock.http.asgi import read_body
 from penstock.pool.base import Pool
@@ -27,11 +25,11 @@ class ControlBody(BaseModel):
 
 
 Id = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]{0,199}$")]
-"""What may stand in a token, a path and a header."""
+"""Safe in a token, a path and a header."""
 
 
 class SamplingBody(ControlBody):
-    """What is to be sampled otherwise than the gateway's defaults say."""
+    """Changes to the gateway's sampling defaults."""
 
     max_tokens: int | None = Field(default=None, ge=1)
     temperature: FiniteFloat | None = Field(default=None, ge=0)
@@ -41,7 +39,7 @@ class SamplingBody(ControlBody):
 
 
 class OpenBody(ControlBody):
-    """`POST /rollouts`: a rollout that is there by its id, else a new one."""
+    """`POST /rollouts`: an existing rollout by its id, else a new one."""
 
     rollout_id: Id | None = None
     group_id: Id | None = None
@@ -63,17 +61,15 @@ class EndBody(ControlBody):
 
 
 class ControlRoutes:
-    """Endpoints for runners that are not in this process."""
-
     def __init__(self, pool: Pool, sessions: Sessions, limits: GatewayLimits) -> None:
         self._pool = pool
         self._sessions = sessions
         self._limits = limits
 
     async def open(self, request: Request) -> Response:
-        """Let a rollout call the model, which is made if it is not there; gives its model token and where to call.
+        """Open a rollout, made if it does not exist; returns its model token and base URLs.
 
-        The same body with an id in it gives the same rollout again.
+        The same body with an id gives the same rollout again.
         """
         body = await self._read(request, OpenBody)
         session = await self._sessions.get(await self._find(body) or await self._make(body))
@@ -91,22 +87,22 @@ class ControlRoutes:
         body = await self._read(request, GradeBody)
         grade = from_json(Grade, orjson.dumps(body.model_dump() | {"rollout_id": request.path_params["rollout_id"]}))
         self._sessions.note_grade(grade.rollout_id)
-        with _pool_refusals(status=409, code="not_graded"):
+        with pool_refusals(status=409, code="not_graded"):
             await self._pool.grade(grade)
         return json_response({"rollout_id": grade.rollout_id, "reward": grade.reward})
 
     async def end(self, request: Request) -> Response:
-        """End a rollout; the first end stays, and says so."""
+        """End a rollout. The first end stays; `first` says whether this was it."""
         body = await self._read(request, EndBody)
         rollout_id = request.path_params["rollout_id"]
-        with _pool_refusals(status=404, code="unknown_rollout"):
+        with pool_refusals(status=404, code="unknown_rollout"):
             first = await self._pool.end(rollout_id, body.end, body.message)
             end = (await self._pool.attempt(rollout_id, first_step=AFTER_ALL, first_node=AFTER_ALL)).end
         self._sessions.close(rollout_id)
         return json_response({"rollout_id": rollout_id, "end": end, "first": first})
 
     async def _find(self, body: OpenBody) -> str | None:
-        """The rollout of that id, where nothing else is asked for; None where there is none."""
+        """The existing rollout, if the body names nothing but its id; else None."""
         if body.rollout_id is None or body.model_fields_set != {"rollout_id"}:
             return None
         try:
@@ -118,7 +114,7 @@ class ControlRoutes:
 
     async def _make(self, body: OpenBody) -> str:
         sampling = body.sampling.model_dump(exclude_none=True)
-        with _pool_refusals(status=409, code="rollout_exists"):
+        with pool_refusals(status=409, code="rollout_exists"):
             rollout = await open_adhoc(
                 self._pool,
                 rollout_id=body.rollout_id or "",
@@ -141,14 +137,3 @@ class ControlRoutes:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"])) or "the body"
             raise RequestError(f"{where}: {first['msg']}", code="invalid_value", param=where) from error
-
-
-@contextmanager
-def _pool_refusals(*, status: int, code: str) -> Generator[None]:
-    """Say what the pool refuses with this status; a pool that fails is a 503, and the same may be sent again."""
-    try:
-        yield
-    except PoolFailed:
-        raise
-    except PoolError as error:
-        raise RequestError(str(error), status=status, code=code) from error

@@ -1,4 +1,7 @@
-"""What flow routes are sent, and how they refuse: `{"detail": …}`, with 422 where a body is not of the form that is asked for."""
+"""Flow routes: `/generate`, steps that flows submit, rewards, and trajectories that callers name.
+
+Errors are `{"detail": …}`, with 422 if a body does not have the expected form.
+"""
 
 import math
 from collections.abc import Awaitable, Mapping, Sequence
@@ -12,7 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.types import Message as AsgiMessage
 
 from penstock.codec import context_digest
-from penstock.errors import GraderError, PoolError, PoolFailed, RequestError, WorkerLost
+from penstock.errors import GraderError, PoolFailed, RequestError, WorkerLost
 from penstock.gateway.auth import GatewayTokens
 from penstock.gateway.call import GatewayLimits
 from penstock.gateway.call_pipeline import CallPipeline
@@ -21,7 +24,7 @@ from penstock.gateway.dialects.generate import flatten_nested
 from penstock.gateway.graph import TokenGraph
 from penstock.gateway.model_routes import PROMPT_UID
 from penstock.gateway.routes import DEFAULT_PROMPT, json_response
-from penstock.gateway.session import RESERVED_PREFIX, Sessions
+from penstock.gateway.session import RESERVED_PREFIX, Sessions, pool_refusals
 from penstock.gateway.trajectories import FLOW_SOURCE, Registration, Trajectories
 from penstock.graders.rule import assistant_text, rule_reward
 from penstock.http.asgi import header, parse_json, read_body
@@ -30,6 +33,9 @@ from penstock.pool.base import Pool
 from penstock.records import Attempt, Grade, Mark, Message, Step
 
 T = TypeVar("T", bound=BaseModel)
+
+
+# Bodies and errors
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
@@ -44,12 +50,10 @@ class SchemaError(RequestError):
 
 
 def detail_body(error: RequestError) -> dict[str, Any]:
-    """The body of a refusal."""
     return {"detail": error.detail if isinstance(error, SchemaError) else str(error), "code": error.code}
 
 
 def schema_error(message: str, *where: str | int) -> SchemaError:
-    """One thing that is wrong, and where."""
     return SchemaError([{"type": "value_error", "loc": list(where), "msg": message}])
 
 
@@ -57,12 +61,12 @@ class FlowBody(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
 
     def ignored(self) -> list[str]:
-        """Names of what was sent and is not known."""
+        """Names of fields that are not known."""
         return sorted(self.model_extra or {})
 
 
 class StepBody(FlowBody):
-    """One step as a flow tells it; what was sampled is known here already."""
+    """A step as a flow submits it. What was sampled is known here already."""
 
     prompt_ids: list[TokenId]
     response_ids: list[TokenId]
@@ -128,7 +132,7 @@ class InitBody(FlowBody):
 
 
 async def read_as(request: Request, kind: type[T], limit: int) -> T:
-    """The request's body; an empty one says nothing. SchemaError 422 where it is not a `kind`."""
+    """The request's body as a `kind`, an empty body as `{}`; SchemaError 422 if it has another form."""
     body = await read_body(request.receive, limit)
     if body is None:
         raise RequestError("the caller hung up before its request was whole", code="incomplete_request")
@@ -136,162 +140,32 @@ async def read_as(request: Request, kind: type[T], limit: int) -> T:
 
 
 def parse_as(kind: type[T], body: bytes, *where: str) -> T:
-    """`body` as a `kind`; SchemaError 422 where it is none."""
+    """`body` as a `kind`; SchemaError 422 if it has another form."""
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
-        found = error.errors(include_url=False, include_context=False, include_input=False)[:20]
+        details = error.errors(include_url=False, include_context=False, include_input=False)[:20]
         where = where or ("body",)
-        raise SchemaError([{"type": each["type"], "loc": [*where, *each["loc"]], "msg": each["msg"]} for each in found]) from error
+        raise SchemaError(
+            [{"type": each["type"], "loc": [*where, *each["loc"]], "msg": each["msg"]} for each in details]
+        ) from error
 
 
-SUBMITTED, NOT_SUBMITTED = "submitted by its flow", "not submitted by its flow"
-MAX_COMPARED_STEPS = 64
-"""Of the newest steps, how many are looked at to say what a refused one differs in."""
+# Routes
 
 
-class MatchedStep(NamedTuple):
-    """A submitted step and the recorded one that it is."""
-
-    given: StepBody
-    step: Step
-
-
-class RolloutSubmission(NamedTuple):
-    """Steps of one rollout that may be stored; none where all of them were before."""
-
-    rollout_id: str
-    graph: TokenGraph
-    found: list[MatchedStep]
-
-
-class Submissions:
-    """Takes what flows say of their steps. The same again changes nothing."""
-
-    def __init__(self, pool: Pool, sessions: Sessions, trajectories: Trajectories, pipeline: CallPipeline) -> None:
-        self._pool = pool
-        self._sessions = sessions
-        self._trajectories = trajectories
-        self._pipeline = pipeline
-
-    async def take(self, by_rollout: Mapping[str, Sequence[StepBody]], channel: str | None) -> None:
-        """Store the rewards of steps, and complete a rollout with its last one; RequestError before anything is stored."""
-        accepted = [await self._accept(rollout_id, steps, channel) for rollout_id, steps in by_rollout.items()]
-        for rollout_id, graph, found in filter(None, accepted):
-            for each in found:
-                await self._store(rollout_id, each)
-            if any(given.is_last for given, _ in found):
-                await self._mark_others(rollout_id, graph)
-                await self._trajectories.finish(rollout_id)
-
-    async def _accept(self, rollout_id: str, steps: Sequence[StepBody], channel: str | None) -> RolloutSubmission | None:
-        try:
-            session = await self._sessions.get(rollout_id)
-            graph = await session.graph(self._pool)
-        except RequestError as error:
-            if error.code not in ("rollout_complete", "rollout_ended"):
-                raise
-            await self._check_repeated(rollout_id, steps, error)
-            return None
-        if channel not in (None, session.rollout.channel):
-            self._pipeline.count("ignored:channel")
-        return RolloutSubmission(rollout_id, graph, [self._find(graph, given) for given in steps])
-
-    def _find(self, graph: TokenGraph, given: StepBody) -> MatchedStep:
-        step = find_step(graph.steps, given)
-        if step is None:
-            raise RequestError(f"this step was not sampled here: {_difference(graph, given)}", status=409, code="not_sampled")
-        for name in given.ignored():
-            self._pipeline.count(f"ignored:{name}")
-        told = given.rollout_log_probs
-        if told is not None and not all(map(_close, told, step.logprobs)):
-            self._pipeline.count("replaced:rollout_log_probs")
-        if given.policy_version not in (0, *step.versions):
-            self._pipeline.count("replaced:policy_version")
-        return MatchedStep(given, step)
-
-    async def _store(self, rollout_id: str, found: MatchedStep) -> None:
-        index, reward = found.step.index, found.given.reward
-        if reward is None:
-            await self._mark(Mark(rollout_id=rollout_id, step=index, note=SUBMITTED))
-        else:
-            await self._trajectories.grade(Grade(rollout_id=rollout_id, reward=reward, source=FLOW_SOURCE, step=index))
-
-    async def _mark_others(self, rollout_id: str, graph: TokenGraph) -> None:
-        """Take steps that were never submitted out of training: the flow did not stand by them."""
-        attempt = await self._pool.attempt(rollout_id, first_step=graph.next_step, first_node=graph.next_node)
-        known = _submitted(attempt) | {mark.step for mark in attempt.marks}
-        for index in sorted(graph.steps.keys() - known):
-            await self._mark(Mark(rollout_id=rollout_id, step=index, trainable=False, note=NOT_SUBMITTED))
-
-    async def _mark(self, mark: Mark) -> None:
-        try:
-            await self._pool.mark(mark)
-        except PoolFailed:
-            raise
-        except PoolError as error:
-            raise RequestError(str(error), status=409, code="not_marked") from error
-
-    async def _check_repeated(self, rollout_id: str, steps: Sequence[StepBody], late: RequestError) -> None:
-        """Let pass what was taken before its rollout was complete; `late` for anything new."""
-        attempt = await self._pool.attempt(rollout_id)
-        recorded, submitted = {step.index: step for step in attempt.steps}, _submitted(attempt)
-        rewards = {grade.step: grade.reward for grade in attempt.grades if grade.source == FLOW_SOURCE and grade.step is not None}
-        for given in steps:
-            step = find_step(recorded, given)
-            if step is None or step.index not in submitted or rewards.get(step.index) != given.reward:
-                raise late
-
-
-def find_step(steps: Mapping[int, Step], given: StepBody) -> Step | None:
-    """The recorded step with exactly these tokens; of several, the one with the index that is given."""
-    digest, reply_ids = context_digest([*given.prompt_ids, *given.response_ids]), tuple(given.response_ids)
-    same = [step for step in steps.values() if step.context == digest and step.completion_ids == reply_ids]
-    return next((step for step in same if step.index == given.step_index), same[0] if same else None)
-
-
-def _submitted(attempt: Attempt) -> set[int]:
-    graded = {grade.step for grade in attempt.grades if grade.source == FLOW_SOURCE and grade.step is not None}
-    return graded | {mark.step for mark in attempt.marks if mark.note == SUBMITTED and mark.step is not None}
-
-
-def _close(told: float, recorded: float) -> bool:
-    return math.isclose(told, recorded, abs_tol=1e-3)
-
-
-def _difference(graph: TokenGraph, given: StepBody) -> str:
-    """What the step differs in from the recorded one that is most like it."""
-    newest = sorted(graph.steps)[-MAX_COMPARED_STEPS:]
-    if not newest:
-        return "its rollout has no recorded call; generate through this gateway first"
-    ids = [*given.prompt_ids, *given.response_ids]
-    alike = {index: _alike(graph.context(index), ids) for index in newest}
-    best = max(newest, key=lambda index: (alike[index], index))
-    prompt, reply = len(graph.prompt(graph.steps[best].node)), len(graph.steps[best].completion_ids)
-    at = alike[best]
-    if at == prompt + reply == len(ids):
-        return f"step {best} has these tokens, but {prompt} of them are its prompt, not {len(given.prompt_ids)}"
-    which, place = ("prompt_ids", at) if at < prompt else ("response_ids", at - prompt)
-    sizes = f"{prompt} and {reply} tokens were recorded, {len(given.prompt_ids)} and {len(given.response_ids)} given"
-    return f"it differs from step {best} in {which}[{place}] ({sizes}); submit the ids that /generate answered, unchanged"
-
-
-def _alike(one: Sequence[int], other: Sequence[int]) -> int:
-    return next((place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+class RewardFunction(Protocol):
+    def __call__(self, rollout_id: str, messages: list[Message], fields: Mapping[str, Any]) -> Awaitable[float]:
+        """`rollout_id` is empty if unknown; `fields` are of the dataset row. GraderError if there is no reward."""
+        ...
 
 
 async def reward_by_rule(rollout_id: str, messages: list[Message], fields: Mapping[str, Any]) -> float:
     return rule_reward(assistant_text(messages), fields)
 
 
-class RewardFunction(Protocol):
-    def __call__(self, rollout_id: str, messages: list[Message], fields: Mapping[str, Any]) -> Awaitable[float]:
-        """`rollout_id` is empty where nothing says whose it is; `fields` are of its row. GraderError where there is no reward."""
-        ...
-
-
 class FlowRoutes:
-    """Endpoints. `scope["rollout_id"]` is whose flow token the caller has; empty where it may speak for any rollout."""
+    """The endpoints. `scope["rollout_id"]` is the rollout of the caller's flow token; empty if it may act for any rollout."""
 
     def __init__(
         self,
@@ -313,26 +187,26 @@ class FlowRoutes:
         self._limits = limits
 
     async def init(self, request: Request) -> Response:
-        """The rollout that the caller's token belongs to, or a new one, and where its agent calls the model."""
+        """The caller's rollout, or a new one, and the base URL for its agent."""
         await self._read(request, InitBody)
-        mine = request.scope["rollout_id"]
+        own_id = request.scope["rollout_id"]
         root = root_url(self._sessions.base_url, header(request.scope["headers"], b"host"))
-        if not mine:
+        if not own_id:
             uid = self._tokens.new_trajectory_uid()
             return json_response({"trajectory_uid": uid, "base_url": f"{root}/{uid}/{DEFAULT_PROMPT}/v1"})
-        session = await self._sessions.get(mine)
-        return json_response({"trajectory_uid": mine, "base_url": f"{root}/{session.token}/{session.rollout.group_id}/v1"})
+        session = await self._sessions.get(own_id)
+        return json_response({"trajectory_uid": own_id, "base_url": f"{root}/{session.token}/{session.rollout.group_id}/v1"})
 
     async def register(self, request: Request) -> Response:
-        """Say what a trajectory is, before its first call."""
+        """Set a trajectory's channel, metadata and sampling, before its first call."""
         body = await self._read(request, RegisterBody)
         rollout_id = self._own(request, request.path_params["trajectory"])
-        said = self._registration(body, request.path_params["prompt"])
-        await self._trajectories.register(rollout_id, said)
+        registration = self._registration(body, request.path_params["prompt"])
+        await self._trajectories.register(rollout_id, registration)
         return json_response({"status": "ok"})
 
     async def complete(self, request: Request) -> Response:
-        """Grade a trajectory, and take no more calls for it."""
+        """Grade a trajectory and refuse its further calls."""
         body = await self._read(request, CompleteBody)
         rollout_id = self._own(request, request.path_params["trajectory"])
         rollout = await self._trajectories.complete(rollout_id, body.reward)
@@ -341,40 +215,37 @@ class FlowRoutes:
         return json_response({"status": "ok"})
 
     async def submit(self, request: Request) -> Response:
-        """Take steps that were sampled here, with their rewards; all of them, or none."""
+        """Store the rewards of steps that were sampled here; all of them, or none."""
         body = await self._read(request, StepsBody)
         by_rollout: dict[str, list[StepBody]] = {}
-        for place, step in enumerate(body.steps):
+        for index, step in enumerate(body.steps):
             if not step.trajectory_uid and not request.scope["rollout_id"]:
-                raise schema_error("say which trajectory the step belongs to", "body", "steps", place, "trajectory_uid")
+                raise schema_error("say which trajectory the step belongs to", "body", "steps", index, "trajectory_uid")
             rollout_id = self._own(request, step.trajectory_uid or request.scope["rollout_id"])
             by_rollout.setdefault(rollout_id, []).append(step)
         await self._submissions.take(by_rollout, request.query_params.get("channel"))
         return json_response({"accepted": len(body.steps)})
 
     async def reward(self, request: Request) -> Response:
-        """Ask the reward_function, which is the run's grader or a rule for the row's data source."""
+        """The reward by the run's grader, or by the rule for the row's data source."""
         body = await self._read(request, RewardBody)
         named = body.trajectory_uid or request.scope["rollout_id"]
         rollout_id = self._own(request, named) if named else ""
         if self.reward_function is None:
-            text = "this gateway has no reward_function; grade in the flow itself, or run it with `penstock train`"
+            text = "this gateway has no judge; grade in the flow itself, or run it with `penstock train`"
             raise RequestError(text, status=503, code="no_judge")
         messages = await self._messages(rollout_id, body)
         try:
-            reward = await self.reward_function(rollout_id, messages, {**body.extra_fields, **body.dataset_fields})
+            with pool_refusals(status=404, code="unknown_rollout"):
+                reward = await self.reward_function(rollout_id, messages, {**body.extra_fields, **body.dataset_fields})
         except GraderError as error:
             raise RequestError(str(error), status=422, code="not_judged") from error
-        except PoolFailed:
-            raise
-        except PoolError as error:
-            raise RequestError(str(error), status=404, code="unknown_rollout") from error
         except (TimeoutError, WorkerLost) as error:
-            raise RequestError(f"the reward_function gave no answer: {error}", status=503, code="not_judged") from error
+            raise RequestError(f"the judge gave no answer: {error}", status=503, code="not_judged") from error
         return json_response({"reward": reward, "reward_score": reward, "reward_extra_info": {}})
 
     async def ready(self, request: Request) -> Response:
-        """Whether calls are taken."""
+        """Whether calls are served."""
         if self._sessions.stopping:
             raise RequestError("the gateway is stopping", status=503, code="stopping")
         try:
@@ -384,10 +255,10 @@ class FlowRoutes:
         return json_response({"status": "ready"})
 
     def _own(self, request: Request, name: str) -> str:
-        """The rollout that `name` stands for, where the caller may speak for it; RequestError 403 where not."""
-        mine, rollout_id = request.scope["rollout_id"], self._tokens.rollout_of(name)
-        if mine and rollout_id != mine:
-            text = f"the flow token is that of {mine}; it does not open trajectory {rollout_id[:200]}"
+        """The rollout that `name` stands for; RequestError 403 if the caller may not act for it."""
+        own_id, rollout_id = request.scope["rollout_id"], self._tokens.rollout_of(name)
+        if own_id and rollout_id != own_id:
+            text = f"the flow token is that of {own_id}; it does not open trajectory {rollout_id[:200]}"
             raise RequestError(text, status=403, code="rollout_mismatch")
         return rollout_id
 
@@ -405,11 +276,11 @@ class FlowRoutes:
         return Registration(prompt_uid=prompt_uid, channel=body.channel, metadata=metadata, sampling=changed)
 
     async def _messages(self, rollout_id: str, body: RewardBody) -> list[Message]:
-        """What is to be judged: as given, or as recorded of the reply with these tokens, or the text that they spell."""
+        """The messages to grade: as sent, or of the recorded step with these tokens, or the text of the tokens."""
         if body.messages is not None:
             return flatten_nested(body.messages)
         prompt_ids, response_ids = body.prompt_ids or [], body.response_ids or []
-        attempt = await self._trajectories.find(rollout_id, whole=True) if rollout_id else None
+        attempt = await self._trajectories.find(rollout_id, with_steps=True) if rollout_id else None
         if attempt is not None:
             steps = {step.index: step for step in attempt.steps}
             step = find_step(steps, StepBody(prompt_ids=prompt_ids, response_ids=response_ids))
@@ -426,7 +297,7 @@ class FlowRoutes:
 
 
 class GenerateRoute:
-    """Reads whose call it is, and hands it on with its body unread."""
+    """Reads the rollout from the body of a `/generate` call, then passes the call on with its body unread."""
 
     def __init__(self, model: ASGIApp, tokens: GatewayTokens, *, body_bytes: int) -> None:
         self._model = model
@@ -440,19 +311,19 @@ class GenerateRoute:
         self._attribute(scope, _ids(body))
         unread = [body]
 
-        async def again() -> AsgiMessage:
+        async def receive_again() -> AsgiMessage:
             return {"type": "http.request", "body": unread.pop()} if unread else await receive()
 
-        await self._model(scope, again, send)
+        await self._model(scope, receive_again, send)
 
     def _attribute(self, scope: Scope, ids: dict[str, Any]) -> None:
-        named, held = ids.get("trajectory_uid") or "", scope["rollout_id"]
+        named, token_rollout = ids.get("trajectory_uid") or "", scope["rollout_id"]
         if not isinstance(named, str):
             raise RequestError("trajectory_uid must be a string", status=422, code="invalid_value", param="trajectory_uid")
-        if held and named and self._tokens.rollout_of(named) != held:
-            text = f"trajectory_uid names {named[:200]}, but the caller's is {held}; leave it out"
+        if token_rollout and named and self._tokens.rollout_of(named) != token_rollout:
+            text = f"trajectory_uid names {named[:200]}, but the caller's is {token_rollout}; leave it out"
             raise RequestError(text, status=403, code="rollout_mismatch", param="trajectory_uid")
-        if not held:
+        if not token_rollout:
             named = named or header(scope["headers"], b"x-rollout-id")
             scope["rollout_id"] = self._tokens.rollout_of(named) if named else self._tokens.new_trajectory_uid()
         if scope[PROMPT_UID] == DEFAULT_PROMPT and isinstance(ids.get("prompt_uid"), str):
@@ -464,3 +335,134 @@ def _ids(body: bytes) -> dict[str, Any]:
         return parse_json(body)
     except RequestError as error:
         raise RequestError(str(error), status=422, code=error.code) from error
+
+
+# Submitted steps
+
+SUBMITTED, NOT_SUBMITTED = "submitted by its flow", "not submitted by its flow"
+MAX_COMPARED_STEPS = 64
+"""Newest steps that a refused one is compared with, to say in what it differs."""
+
+
+class MatchedStep(NamedTuple):
+    submitted: StepBody
+    recorded: Step
+
+
+class RolloutSubmission(NamedTuple):
+    """The submitted steps of one rollout, checked and not yet stored."""
+
+    rollout_id: str
+    graph: TokenGraph
+    found: list[MatchedStep]
+
+
+class Submissions:
+    """Stores what flows submit. Submitting the same again changes nothing."""
+
+    def __init__(self, pool: Pool, sessions: Sessions, trajectories: Trajectories, pipeline: CallPipeline) -> None:
+        self._pool = pool
+        self._sessions = sessions
+        self._trajectories = trajectories
+        self._pipeline = pipeline
+
+    async def take(self, by_rollout: Mapping[str, Sequence[StepBody]], channel: str | None) -> None:
+        """Store the rewards of steps, and complete a rollout with its last one; RequestError before anything is stored."""
+        accepted = [await self._accept(rollout_id, steps, channel) for rollout_id, steps in by_rollout.items()]
+        for rollout_id, graph, found in filter(None, accepted):
+            for each in found:
+                await self._store(rollout_id, each)
+            if any(submitted.is_last for submitted, _ in found):
+                await self._mark_others(rollout_id, graph)
+                await self._trajectories.finish(rollout_id)
+
+    async def _accept(self, rollout_id: str, steps: Sequence[StepBody], channel: str | None) -> RolloutSubmission | None:
+        try:
+            session = await self._sessions.get(rollout_id)
+            graph = await session.graph(self._pool)
+        except RequestError as error:
+            if error.code not in ("rollout_complete", "rollout_ended"):
+                raise
+            await self._check_repeated(rollout_id, steps, error)
+            return None
+        if channel not in (None, session.rollout.channel):
+            self._pipeline.count("ignored:channel")
+        return RolloutSubmission(rollout_id, graph, [self._find(graph, submitted) for submitted in steps])
+
+    def _find(self, graph: TokenGraph, submitted: StepBody) -> MatchedStep:
+        step = find_step(graph.steps, submitted)
+        if step is None:
+            raise RequestError(f"this step was not sampled here: {_difference(graph, submitted)}", status=409, code="not_sampled")
+        for name in submitted.ignored():
+            self._pipeline.count(f"ignored:{name}")
+        logprobs = submitted.rollout_log_probs
+        if logprobs is not None and not all(map(_close, logprobs, step.logprobs)):
+            self._pipeline.count("replaced:rollout_log_probs")
+        if submitted.policy_version not in (0, *step.versions):
+            self._pipeline.count("replaced:policy_version")
+        return MatchedStep(submitted, step)
+
+    async def _store(self, rollout_id: str, found: MatchedStep) -> None:
+        index, reward = found.recorded.index, found.submitted.reward
+        if reward is None:
+            await self._mark(Mark(rollout_id=rollout_id, step=index, note=SUBMITTED))
+        else:
+            await self._trajectories.grade(Grade(rollout_id=rollout_id, reward=reward, source=FLOW_SOURCE, step=index))
+
+    async def _mark_others(self, rollout_id: str, graph: TokenGraph) -> None:
+        """Exclude steps that were never submitted from training."""
+        attempt = await self._pool.attempt(rollout_id, first_step=graph.next_step, first_node=graph.next_node)
+        known = _submitted(attempt) | {mark.step for mark in attempt.marks}
+        for index in sorted(graph.steps.keys() - known):
+            await self._mark(Mark(rollout_id=rollout_id, step=index, trainable=False, note=NOT_SUBMITTED))
+
+    async def _mark(self, mark: Mark) -> None:
+        with pool_refusals(status=409, code="not_marked"):
+            await self._pool.mark(mark)
+
+    async def _check_repeated(self, rollout_id: str, steps: Sequence[StepBody], late: RequestError) -> None:
+        """Accept a repeated submission to a rollout that has ended; raises `late` for anything new."""
+        attempt = await self._pool.attempt(rollout_id)
+        recorded, known = {step.index: step for step in attempt.steps}, _submitted(attempt)
+        rewards = {grade.step: grade.reward for grade in attempt.grades if grade.source == FLOW_SOURCE and grade.step is not None}
+        for submitted in steps:
+            step = find_step(recorded, submitted)
+            if step is None or step.index not in known or rewards.get(step.index) != submitted.reward:
+                raise late
+
+
+def find_step(steps: Mapping[int, Step], submitted: StepBody) -> Step | None:
+    """The recorded step with exactly these tokens; of several, the one with the submitted index."""
+    digest, reply_ids = context_digest([*submitted.prompt_ids, *submitted.response_ids]), tuple(submitted.response_ids)
+    same = [step for step in steps.values() if step.context == digest and step.completion_ids == reply_ids]
+    return next((step for step in same if step.index == submitted.step_index), same[0] if same else None)
+
+
+def _submitted(attempt: Attempt) -> set[int]:
+    graded = {grade.step for grade in attempt.grades if grade.source == FLOW_SOURCE and grade.step is not None}
+    return graded | {mark.step for mark in attempt.marks if mark.note == SUBMITTED and mark.step is not None}
+
+
+def _close(submitted: float, recorded: float) -> bool:
+    return math.isclose(submitted, recorded, abs_tol=1e-3)
+
+
+def _difference(graph: TokenGraph, submitted: StepBody) -> str:
+    """How the step differs from the most similar recorded one."""
+    newest = sorted(graph.steps)[-MAX_COMPARED_STEPS:]
+    if not newest:
+        return "its rollout has no recorded call; generate through this gateway first"
+    ids = [*submitted.prompt_ids, *submitted.response_ids]
+    alike = {index: _alike(graph.context(index), ids) for index in newest}
+    best = max(newest, key=lambda index: (alike[index], index))
+    prompt, reply = len(graph.prompt(graph.steps[best].node)), len(graph.steps[best].completion_ids)
+    at = alike[best]
+    if at == prompt + reply == len(ids):
+        return f"step {best} has these tokens, but {prompt} of them are its prompt, not {len(submitted.prompt_ids)}"
+    which, index = ("prompt_ids", at) if at < prompt else ("response_ids", at - prompt)
+    sizes = f"{prompt} and {reply} tokens were recorded, {len(submitted.prompt_ids)} and {len(submitted.response_ids)} given"
+    return f"it differs from step {best} in {which}[{index}] ({sizes}); submit the ids that /generate answered, unchanged"
+
+
+def _alike(one: Sequence[int], other: Sequence[int]) -> int:
+    return next((index for index, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

@@ -65,7 +65,7 @@ class ModelRoute:
             seconds = time.perf_counter() - started
             metrics.end(self._name, response.status, response.summary, seconds=seconds)
             if self._tracer is not None:
-                self._tracer.tell(self._name, response.summary, scope["headers"], seconds=seconds)
+                self._tracer.record_call(self._name, response.summary, scope["headers"], seconds=seconds)
 
     async def _serve(self, response: PendingResponse, scope: Scope, receive: Receive, send: Send) -> None:
         summary = response.summary

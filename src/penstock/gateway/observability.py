@@ -1,4 +1,4 @@
-"""What the gateway counts, and how Prometheus reads it: its text format 0.0.4, written here."""
+"""Observability: the gateway's metrics in Prometheus' text format 0.0.4, and one OpenTelemetry span for each model call."""
 
 import asyncio
 import os
@@ -18,11 +18,12 @@ if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider
 
 
+# Metrics
+
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
-
 Samples = dict[str, dict[str, float]]
-"""Of each family, its values by the text that stands before them: `penstock_refused_total{code="stopping"}` → 3."""
+"""Family, to its values by name and labels as they are printed: `penstock_refused_total{code="stopping"}` → 3."""
 
 
 class MetricFamily(NamedTuple):
@@ -54,12 +55,10 @@ FAMILIES = {
     "penstock_first_token_seconds": MetricFamily("histogram", "Time until the engine's first token."),
 }
 MERGED_BY_MAX = frozenset({"penstock_gateway_info", "penstock_policy_version"})
-"""Of several workers the highest value counts; of all others their sum."""
+"""Families of which the workers' highest value counts; all others are summed."""
 
 
 class Histogram:
-    """How often a time fell between two bounds."""
-
     __slots__ = ("counts", "sum")
 
     def __init__(self) -> None:
@@ -72,14 +71,14 @@ class Histogram:
 
 
 class GatewayMetrics:
-    """The counts of one process. A call costs some increments; everything else is done when somebody reads."""
+    """The counts of one process. A call costs some increments; the rest is done when metrics are read."""
 
     def __init__(self) -> None:
         self.in_flight = 0
         self.refused: Counter[str] = Counter()
         self.breaks: Counter[str] = Counter()
         self.notices: Counter[str] = Counter()
-        """What was not done as callers asked, by name; names of one kind begin alike: `ignored:seed`."""
+        """What was not done as callers asked, by name; a prefix says the kind: `ignored:seed`."""
         self._calls: Counter[tuple[str, str]] = Counter()
         self._steps: Counter[str] = Counter()
         self._prompt_tokens = self._sampled_tokens = self._exact_tokens = 0
@@ -87,11 +86,10 @@ class GatewayMetrics:
         self._first_token = Histogram()
 
     def begin(self) -> None:
-        """A model call has come; `end` says that it is over."""
+        """A model call starts; `end` counts it."""
         self.in_flight += 1
 
     def end(self, dialect: str, status: str, summary: CallSummary, *, seconds: float) -> None:
-        """Count a model call that is over."""
         self.in_flight -= 1
         self._calls[dialect, status] += 1
         self._seconds[dialect].add(seconds)
@@ -106,18 +104,17 @@ class GatewayMetrics:
             self._exact_tokens += len(step.completion_ids) if step.context else 0
 
     def samples(self, *, model: str, version: int, rollouts: int) -> Samples:
-        """Everything as it is now."""
         kinds = {kind: Counter[str]() for kind in ("ignored", "repeated", "noticed")}
         for notice, count in self.notices.items():
             kind, name = _kind(notice)
             kinds[kind][name] += count
-        found: Samples = {
+        samples: Samples = {
             "penstock_gateway_info": _lines("penstock_gateway_info", [((model,), 1)]),
             "penstock_call_seconds": _all_buckets("penstock_call_seconds", {(k,): v for k, v in self._seconds.items()}),
             "penstock_first_token_seconds": _all_buckets("penstock_first_token_seconds", {(): self._first_token}),
             "penstock_calls_total": _lines("penstock_calls_total", self._calls.items()),
         }
-        plain = {
+        unlabelled = {
             "policy_version": version,
             "open_rollouts": rollouts,
             "calls_in_flight": self.in_flight,
@@ -125,7 +122,7 @@ class GatewayMetrics:
             "sampled_tokens_total": self._sampled_tokens,
             "exact_tokens_total": self._exact_tokens,
         }
-        named = {
+        labelled = {
             "refused": self.refused,
             "repeated_calls": kinds["repeated"],
             "ignored": kinds["ignored"],
@@ -133,15 +130,15 @@ class GatewayMetrics:
             "steps": self._steps,
             "breaks": self.breaks,
         }
-        found |= {f"penstock_{name}": _lines(f"penstock_{name}", [((), value)]) for name, value in plain.items()}
-        for name, counts in named.items():
+        samples |= {f"penstock_{name}": _lines(f"penstock_{name}", [((), value)]) for name, value in unlabelled.items()}
+        for name, counts in labelled.items():
             full = f"penstock_{name}_total"
-            found[full] = _lines(full, [((label,), count) for label, count in counts.items()])
-        return found
+            samples[full] = _lines(full, [((label,), count) for label, count in counts.items()])
+        return samples
 
 
 def merge(every: Iterable[Samples]) -> Samples:
-    """The samples of several workers as those of one gateway."""
+    """The samples of several workers, added up."""
     merged: Samples = {}
     for samples in every:
         for name, lines in samples.items():
@@ -153,7 +150,6 @@ def merge(every: Iterable[Samples]) -> Samples:
 
 
 def as_text(samples: Samples) -> str:
-    """The exposition, families in their order, values in theirs."""
     parts: list[str] = []
     for name, family in FAMILIES.items():
         parts += [f"# HELP {name} {family.text}", f"# TYPE {name} {family.kind}"]
@@ -162,7 +158,7 @@ def as_text(samples: Samples) -> str:
 
 
 def _kind(notice: str) -> tuple[str, str]:
-    """`ignored:seed` → ignored seed; `joined_call` → repeated joined; the rest as it is."""
+    """`ignored:seed` → ignored, seed; `joined_call` → repeated, joined; all else → noticed."""
     kind, _, name = notice.partition(":")
     if kind == "ignored":
         return kind, name
@@ -171,13 +167,13 @@ def _kind(notice: str) -> tuple[str, str]:
 
 def _lines(name: str, values: Iterable[tuple[tuple[str, ...], float]]) -> dict[str, float]:
     labels = FAMILIES[name].labels
-    return {_line(name, zip(labels, given, strict=True)): value for given, value in values}
+    return {_line(name, zip(labels, label_values, strict=True)): value for label_values, value in values}
 
 
 def _all_buckets(name: str, histograms: Mapping[tuple[str, ...], Histogram]) -> dict[str, float]:
     lines: dict[str, float] = {}
-    for given, histogram in histograms.items():
-        labels = [*zip(FAMILIES[name].labels, given, strict=True)]
+    for label_values, histogram in histograms.items():
+        labels = [*zip(FAMILIES[name].labels, label_values, strict=True)]
         bounds = [*(f"{bound:g}" for bound in BOUNDS_S), "+Inf"]
         for bound, count in zip(bounds, accumulate(histogram.counts), strict=True):
             lines[_line(f"{name}_bucket", [*labels, ("le", bound)])] = count
@@ -199,13 +195,15 @@ def _number(value: float) -> str:
     return f"{value:d}" if isinstance(value, int) else repr(value)
 
 
+# Tracing
+
 PROVIDER = "penstock"
 FLUSH_TIMEOUT_MS = 5_000
-"""How long a stopping gateway waits for tracer to be taken."""
+"""How long a stopping gateway waits for the exporter."""
 
 
 class CallTracer:
-    """Tells a tracer of calls once they are over. A caller's `traceparent` header is the span's parent."""
+    """Makes a span of each call once it has ended. A caller's `traceparent` header is the span's parent."""
 
     def __init__(self, provider: "TracerProvider", *, model: str) -> None:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -215,8 +213,8 @@ class CallTracer:
         self._model = model
         self._parents = TraceContextTextMapPropagator()
 
-    def tell(self, dialect: str, summary: CallSummary, headers: Headers, *, seconds: float) -> None:
-        """End a span that began `seconds` ago."""
+    def record_call(self, dialect: str, summary: CallSummary, headers: Headers, *, seconds: float) -> None:
+        """Record a span that began `seconds` ago and ends now."""
         from opentelemetry.trace import SpanKind, Status, StatusCode
 
         end_ns = time.time_ns()
@@ -235,27 +233,27 @@ class CallTracer:
         span.end(end_ns)
 
     def close(self) -> None:
-        """Give out what waits. Blocks: call it in a thread."""
+        """Export what is buffered. Blocks: call it in a thread."""
         for name, arguments in (("force_flush", (FLUSH_TIMEOUT_MS,)), ("shutdown", ())):
             if finish := getattr(self._provider, name, None):
                 finish(*arguments)
 
 
 def span_attributes(summary: CallSummary, model: str, dialect: str) -> dict[str, Any]:
-    """What the conventions have a word for, and under our own name what they have none for."""
-    told: dict[str, Any] = {
+    """Attributes of the GenAI conventions, and our own for what they lack. No message content."""
+    fields: dict[str, Any] = {
         "gen_ai.provider.name": PROVIDER,
         "gen_ai.request.model": model,
         "penstock.dialect": dialect,
     }
     if summary.caller is not None:
-        told["gen_ai.conversation.id"] = f"{summary.caller.rollout_id}/{summary.caller.transcript}"
-        told["penstock.rollout_id"] = summary.caller.rollout_id
+        fields["gen_ai.conversation.id"] = f"{summary.caller.rollout_id}/{summary.caller.transcript}"
+        fields["penstock.rollout_id"] = summary.caller.rollout_id
     if summary.call is not None:
-        told |= _request(summary)
+        fields |= _request_attributes(summary)
     if summary.steps:
         steps = summary.steps
-        told |= {
+        fields |= {
             "gen_ai.response.id": steps[0].answer,
             "gen_ai.response.model": model,
             "gen_ai.response.finish_reasons": [step.finish for step in steps],
@@ -263,14 +261,14 @@ def span_attributes(summary: CallSummary, model: str, dialect: str) -> dict[str,
             "gen_ai.usage.output_tokens": sum(step.sampled for step in steps),
             "penstock.policy_version": max((version for step in steps for version in step.versions), default=0),
         }
-    return told
+    return fields
 
 
-def _request(summary: CallSummary) -> dict[str, Any]:
+def _request_attributes(summary: CallSummary) -> dict[str, Any]:
     call = summary.call
     assert call is not None
     sampling = call.sampling
-    asked: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "gen_ai.request.max_tokens": sampling.max_tokens,
         "gen_ai.request.temperature": sampling.temperature,
         "gen_ai.request.top_p": sampling.top_p,
@@ -281,30 +279,30 @@ def _request(summary: CallSummary) -> dict[str, Any]:
         "gen_ai.request.stream": True if call.stream else None,
         "gen_ai.response.time_to_first_chunk": summary.first_token_s if call.stream else None,
     }
-    return {name: value for name, value in asked.items() if value is not None}
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 @asynccontextmanager
-async def open_tracer(wanted: bool, *, model: str) -> AsyncGenerator[CallTracer | None]:
+async def open_tracer(enabled: bool, *, model: str) -> AsyncGenerator[CallTracer | None]:
     """Spans over OTLP, as its usual environment variables say (`OTEL_EXPORTER_OTLP_ENDPOINT`, …); None where none are wanted."""
-    if not wanted:
+    if not enabled:
         yield None
         return
-    tracer = _over_otlp(model)
+    tracer = _otlp_tracer(model)
     try:
         yield tracer
     finally:
         await asyncio.to_thread(tracer.close)
 
 
-def _over_otlp(model: str) -> CallTracer:
+def _otlp_tracer(model: str) -> CallTracer:
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as cause:
-        raise ConfigError(f"tracer need OpenTelemetry ({cause}); run: pip install 'penstock[otel]'") from cause
+        raise ConfigError(f"spans need OpenTelemetry ({cause}); run: pip install 'penstock[otel]'") from cause
     named = {} if "OTEL_SERVICE_NAME" in os.environ else {"pipeline.name": "penstock-gateway"}
     provider = TracerProvider(resource=Resource.create(named))
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))

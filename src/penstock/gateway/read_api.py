@@ -1,4 +1,7 @@
-"""Where a reader of several channels stands: one place in each, so that none is passed over when another grows."""
+"""The read API: pages of steps, trajectories and events of the pool, and curation marks.
+
+A cursor holds a position in each channel, so that no entry is missed or repeated while channels grow.
+"""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, replace
@@ -10,38 +13,216 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.engines.base import Engine
-from penstock.errors import PoolError, PoolFailed, RequestError
 from penstock.gateway.flows import read_as, schema_error
 from penstock.gateway.graph import TokenGraph
 from penstock.gateway.routes import json_response
+from penstock.gateway.session import pool_refusals
 from penstock.gateway.trajectories import AFTER_ALL
 from penstock.pool.base import Change, Pool, PoolStats
 from penstock.pool.paging import iterate_groups
 from penstock.records import Attempt, Group, Mark, Step
 
 MAX_ENTRIES = 200
-"""Of entries in one answer; also how many there are where the reader does not say."""
+"""Entries in one response, at most and by default."""
 MAX_OFFSET = 1000
-"""How many entries may be passed over by `offset`; further on, a cursor leads without reading what lies before."""
+"""Bound of `offset`, which reads what it skips; a cursor does not."""
+MAX_TEXT_CHARACTERS = 2_000
+"""Of a reply's text."""
+CHANGES_PER_READ = 1000
+MAX_READS = 20
+"""Of changes, for one response."""
+MAX_SCANNED_GROUPS = 1000
+"""Groups read for one response, however few entries they give."""
+ROLLOUT_CHANGES = ("ended", "graded", "marked")
+Entries = Callable[[Group], Iterable[dict[str, Any]]]
+Marks = dict[int | None, Mark]
+"""Of one rollout, by step; None is the whole rollout."""
 
 
 class ChannelCursor(NamedTuple):
-    """In a channel: the number of a group, and how many of that number's entries were told."""
+    """A position in a channel: the seq of a group, and how many of its entries were sent."""
 
     seq: int = 0
-    told: int = 0
+    sent: int = 0
 
     def __str__(self) -> str:
-        return f"{self.seq}.{self.told}"
+        return f"{self.seq}.{self.sent}"
+
+
+class CurationUpdate(BaseModel):
+    """A mark for a step or for a whole trajectory."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    key: str = ""
+    """`trajectory:step`"""
+    trajectory_uid: str = ""
+    step_index: int | None = Field(default=None, ge=0)
+    trainable: bool | None = None
+    quality: FiniteFloat | None = Field(default=None, ge=0)
+    note: str | None = Field(default=None, max_length=2000)
+
+
+class CurationBody(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    updates: list[CurationUpdate] = Field(max_length=1000)
+
+
+class ReadApi:
+    def __init__(self, pool: Pool, engine: Engine, *, mode: str, body_bytes: int) -> None:
+        self._pool = pool
+        self._engine = engine
+        self._mode = mode
+        self._body_bytes = body_bytes
+
+    async def config(self, request: Request) -> Response:
+        own = {"mode": self._mode, "model": self._engine.model, "policy_version": self._engine.version, "limit": MAX_ENTRIES}
+        return json_response({**own, "channels": await self._pool.channels()})
+
+    async def stats(self, request: Request) -> Response:
+        """Counts of the requested channels, and their sums."""
+        channels = await self._channels(request)
+        by_channel = {name: stats(await self._pool.stats(name)) for name in channels}
+        cursor = await self._pool.position()
+        return json_response({**total(by_channel.values()), "channels": by_channel, "event_cursor": cursor})
+
+    async def steps(self, request: Request) -> Response:
+        """Steps, of one trajectory if `trajectory_uid` is given; with `tokens=true` also their token ids."""
+        with_ids = request.query_params.get("tokens") in ("1", "true")
+        return await self._page(request, "steps", lambda group: steps(group, with_ids=with_ids))
+
+    async def trajectories(self, request: Request) -> Response:
+        return await self._page(request, "trajectories", trajectories)
+
+    async def events(self, request: Request) -> Response:
+        """Changes since each channel's cursor, in order."""
+        channels = await self._channels(request)
+        after = read_positions(request, channels)
+        at, limit = min(after.values(), default=0), read_limit(request)
+        found: list[dict[str, Any]] = []
+        more = False
+        for _ in range(MAX_READS):
+            page = await self._pool.changes(at, limit=CHANGES_PER_READ)
+            for change in page:
+                if len(found) == limit:
+                    break
+                at = change.position
+                if change.channel in after and at > after[change.channel]:
+                    found.append(event(change))
+            more = len(page) == CHANGES_PER_READ or (bool(page) and at < page[-1].position)
+            if not more or len(found) == limit:
+                break
+        cursors = {channel: max(at, position) for channel, position in after.items()}
+        return json_response({"events": found, "cursors": cursors, "cursor": at, "more": more})
+
+    async def curate(self, request: Request) -> Response:
+        """Exclude steps or rollouts from training, or weight them. Has no effect on groups that a trainer has claimed (`late`)."""
+        body = await read_as(request, CurationBody, self._body_bytes)
+        late: list[str] = []
+        known: dict[str, Marks] = {}
+        for index, update in enumerate(body.updates):
+            mark = await self._mark(update, index, known)
+            with pool_refusals(status=404, code="unknown_step"):
+                in_time = await self._pool.mark(mark)
+            known[mark.rollout_id][mark.step] = mark
+            late += [] if in_time else [update.key or mark.rollout_id]
+        return json_response({"updated": len(body.updates) - len(late), "late": late})
+
+    async def _mark(self, update: CurationUpdate, at: int, known: dict[str, Marks]) -> Mark:
+        """The current mark with the update applied; `known` caches the marks of rollouts that were read."""
+        rollout_id, index = update.trajectory_uid, update.step_index
+        if update.key:
+            rollout_id, _, step = update.key.rpartition(":")
+            if not rollout_id or not step.isdecimal() or len(step) > 9:
+                raise schema_error("must be `trajectory:step`", "body", "updates", at, "key")
+            index = int(step)
+        if not rollout_id:
+            raise schema_error("say what is meant, by key or trajectory_uid", "body", "updates", at)
+        if rollout_id not in known:
+            attempt = await self._attempt(rollout_id, first=AFTER_ALL)
+            known[rollout_id] = {mark.step: mark for mark in attempt.marks}
+        changes = update.model_dump(include={"trainable", "quality", "note"}, exclude_none=True)
+        return replace(known[rollout_id].get(index) or Mark(rollout_id=rollout_id, step=index), **changes)
+
+    async def _page(self, request: Request, name: str, entries: Entries) -> Response:
+        limit, skip = read_limit(request), read_offset(request)
+        if uid := request.query_params.get("trajectory_uid"):
+            group = await self._as_group(uid)
+            entries_read = list(islice(entries(group), skip, skip + limit + 1))
+            return json_response({name: entries_read[:limit], "cursors": {}, "more": len(entries_read) > limit})
+        channels = await self._channels(request)
+        cursors_by_channel, found, more = read_cursors(request, channels), list[dict[str, Any]](), False
+        for channel in channels:
+            page = await self._read(channel, cursors_by_channel[channel], entries, limit=limit - len(found), skip=skip)
+            found += page.found
+            cursors_by_channel[channel], more, skip = page.cursor, page.more, page.skip
+            if more:
+                break
+        return json_response(
+            {name: found, "cursors": {channel: str(cursor) for channel, cursor in cursors_by_channel.items()}, "more": more}
+        )
+
+    async def _read(self, channel: str, cursor: ChannelCursor, entries: Entries, *, limit: int, skip: int) -> "_EntryPage":
+        """Entries of one channel from a cursor on, and the cursor after them."""
+        page, before, scanned = _EntryPage(cursor, skip), cursor.sent, 0
+        async for group in iterate_groups(self._pool, channel, first_seq=cursor.seq):
+            scanned += 1
+            if scanned > MAX_SCANNED_GROUPS:
+                page.more = True
+                return page
+            if group.seq != page.cursor.seq:
+                page.cursor = ChannelCursor(group.seq)
+            for entry in entries(group):
+                if group.seq == cursor.seq and before:
+                    before -= 1
+                    continue
+                if len(page.found) == limit:
+                    page.more = True
+                    return page
+                page.take(entry)
+        return page
+
+    async def _as_group(self, rollout_id: str) -> Group:
+        """A rollout as a group of its own."""
+        attempt = await self._attempt(rollout_id)
+        rollout, task = attempt.rollout, await self._pool.task(rollout_id)
+        return Group(id=rollout.group_id, seq=0, task=task, channel=rollout.channel, attempts=(attempt,))
+
+    async def _attempt(self, rollout_id: str, *, first: int = 0) -> Attempt:
+        with pool_refusals(status=404, code="unknown_rollout"):
+            return await self._pool.attempt(rollout_id, first_step=first, first_node=first)
+
+    async def _channels(self, request: Request) -> list[str]:
+        return read_channels(request, await self._pool.channels())
+
+
+class _EntryPage:
+    """The entries read from a channel, and the cursor after them."""
+
+    def __init__(self, cursor: ChannelCursor, skip: int) -> None:
+        self.cursor = cursor
+        self.skip = skip
+        """Entries still to be skipped."""
+        self.found: list[dict[str, Any]] = []
+        self.more = False
+
+    def take(self, entry: dict[str, Any]) -> None:
+        self.cursor = self.cursor._replace(sent=self.cursor.sent + 1)
+        if self.skip:
+            self.skip -= 1
+        else:
+            self.found.append(entry)
+
+
+# Query parameters
 
 
 def read_limit(request: Request) -> int:
-    """How many entries are wanted."""
     return min(_query_number(request, "limit", MAX_ENTRIES, low=1), MAX_ENTRIES)
 
 
 def read_offset(request: Request) -> int:
-    """How many entries are to be passed over."""
     offset = _query_number(request, "offset", 0, low=0)
     if offset > MAX_OFFSET:
         raise schema_error(f"pass over at most {MAX_OFFSET} entries; go on from the cursors of the last answer", "query", "offset")
@@ -49,14 +230,14 @@ def read_offset(request: Request) -> int:
 
 
 def read_channels(request: Request, known: Iterable[str]) -> list[str]:
-    """The channels that are asked for, by `channel` or `channels`, commas between them; all that are known where none is."""
+    """The channels in `channel` or `channels`, comma-separated; all known ones if there are none."""
     given = request.query_params.get("channels") or request.query_params.get("channel") or ""
     named = [name for part in given.split(",") if (name := part.strip())]
     return list(dict.fromkeys(named)) or list(known)
 
 
 def read_positions(request: Request, channels: Iterable[str]) -> dict[str, int]:
-    """Of events: where each channel is read from. `cursor` is one number for all, or `train:12,val:9`."""
+    """The position of each channel for events. `cursor` is one number for all, or `train:12,val:9`."""
     given = request.query_params.get("cursor", "")
     if given.isdecimal():
         return dict.fromkeys(channels, int(given))
@@ -65,22 +246,22 @@ def read_positions(request: Request, channels: Iterable[str]) -> dict[str, int]:
 
 
 def read_cursors(request: Request, channels: Iterable[str]) -> dict[str, ChannelCursor]:
-    """Of entries: where each channel is read from. `cursor` is what an answer's cursors said: `train:12.3,val:0.0`."""
+    """The cursor of each channel for entries: `train:12.3,val:0.0`."""
     parts = _cursor_parts(request.query_params.get("cursor", ""))
-    places: dict[str, ChannelCursor] = {}
+    cursors_by_channel: dict[str, ChannelCursor] = {}
     for channel in channels:
-        seq, _, told = parts.get(channel, "0.0").partition(".")
-        places[channel] = ChannelCursor(_cursor_number(seq), _cursor_number(told or "0"))
-    return places
+        seq, _, sent = parts.get(channel, "0.0").partition(".")
+        cursors_by_channel[channel] = ChannelCursor(_cursor_number(seq), _cursor_number(sent or "0"))
+    return cursors_by_channel
 
 
 def _cursor_parts(given: str) -> dict[str, str]:
     parts: dict[str, str] = {}
     for part in filter(None, given.split(",")):
-        channel, colon, place = part.rpartition(":")
+        channel, colon, position = part.rpartition(":")
         if not colon or not channel:
             raise schema_error("must be like `train:12,val:9`, as the last answer's cursors say", "query", "cursor")
-        parts[channel.strip()] = place
+        parts[channel.strip()] = position
     return parts
 
 
@@ -99,9 +280,7 @@ def _query_number(request: Request, name: str, default: int, *, low: int) -> int
     return int(text)
 
 
-MAX_TEXT_CHARACTERS = 2_000
-"""Characters of a reply's text."""
-ROLLOUT_CHANGES = ("ended", "graded", "marked")
+# Entries
 
 
 def trajectories(group: Group) -> Iterator[dict[str, Any]]:
@@ -145,7 +324,7 @@ def steps(group: Group, *, with_ids: bool = False) -> Iterator[dict[str, Any]]:
 
 
 def _prompt_sizes(attempt: Attempt) -> dict[int, int]:
-    """How many tokens the prompt of each step has."""
+    """Length of each step's prompt in tokens."""
     nodes = {node.id: node for node in attempt.nodes}
     sizes: dict[int, int] = {}
     ends: dict[int | None, int] = {None: 0}
@@ -161,7 +340,7 @@ def _ids(graph: TokenGraph, step: Step) -> dict[str, Any]:
 
 
 def _step(step: Step, mark: Mark, *, out: bool) -> dict[str, Any]:
-    """What the step itself says, and its mark; `out` where its whole rollout was taken out of training."""
+    """The step with its mark; `out`: its whole rollout is excluded from training."""
     return {
         "key": f"{step.rollout_id}:{step.index}",
         "trajectory_uid": step.rollout_id,
@@ -178,13 +357,12 @@ def _step(step: Step, mark: Mark, *, out: bool) -> dict[str, Any]:
 
 
 def event(change: Change) -> dict[str, Any]:
-    """One thing that happened."""
     name = "trajectory_uid" if change.kind in ROLLOUT_CHANGES else "group_id"
     return {"cursor": change.position, "kind": change.kind, "channel": change.channel, name: change.id}
 
 
 def stats(counts: PoolStats) -> dict[str, Any]:
-    """The counts of a channel: under our names, and beside them under a flow's."""
+    """The counts of a channel, under our names and under those of the Claw-R1 API."""
     ready = counts.groups_complete - counts.groups_trained - counts.groups_leased - counts.groups_stale
     ready -= counts.groups_dropped + counts.groups_short
     return asdict(counts) | {
@@ -203,7 +381,7 @@ def stats(counts: PoolStats) -> dict[str, Any]:
 
 
 def total(counts: Iterable[dict[str, Any]]) -> dict[str, int]:
-    """The sums of those counts that add up."""
+    """The sums over channels, of the counts that can be added."""
     summed: dict[str, int] = {}
     for channel in counts:
         for name, value in channel.items():
@@ -213,198 +391,12 @@ def total(counts: Iterable[dict[str, Any]]) -> dict[str, int]:
 
 
 def prompt_uid(group: Group) -> str:
-    """What a flow calls the group: by its prompt where it said so."""
+    """The prompt uid that the flow gave, else the group's id."""
     return str((group.task.metadata or {}).get("prompt_uid") or group.id)
 
 
 def reward_of(attempt: Attempt) -> float | None:
-    """The reward; of one that runs, the sum of what its steps have so far."""
+    """The reward; of a running rollout the sum of its steps' grades so far."""
     if attempt.end is not None or not attempt.grades:
         return attempt.reward
     return sum(grade.reward for grade in attempt.grades if grade.step is not None)
-
-
-CHANGES_PER_READ = 1000
-"""Of changes, how many are read at once."""
-MAX_READS = 20
-"""How often, for one answer."""
-MAX_SCANNED_GROUPS = 1000
-"""Of groups, how many are read for one answer at most: one that is asked for little may have to look at many."""
-
-Entries = Callable[[Group], Iterable[dict[str, Any]]]
-Marks = dict[int | None, Mark]
-"""Of one rollout, by what they are about."""
-
-
-class CurationUpdate(BaseModel):
-    """What a curator says of a step, or of a whole trajectory."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    key: str = ""
-    """`trajectory:step`"""
-    trajectory_uid: str = ""
-    step_index: int | None = Field(default=None, ge=0)
-    trainable: bool | None = None
-    quality: FiniteFloat | None = Field(default=None, ge=0)
-    note: str | None = Field(default=None, max_length=2000)
-
-
-class CurationBody(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    updates: list[CurationUpdate] = Field(max_length=1000)
-
-
-class ReadApi:
-    def __init__(self, pool: Pool, engine: Engine, *, mode: str, body_bytes: int) -> None:
-        self._pool = pool
-        self._engine = engine
-        self._mode = mode
-        self._body_bytes = body_bytes
-
-    async def config(self, request: Request) -> Response:
-        """What is served, and how it is read."""
-        own = {"mode": self._mode, "model": self._engine.model, "policy_version": self._engine.version, "limit": MAX_ENTRIES}
-        return json_response({**own, "channels": await self._pool.channels()})
-
-    async def stats(self, request: Request) -> Response:
-        """Counts of the channels that are asked for, and their sums."""
-        channels = await self._channels(request)
-        by_channel = {name: stats(await self._pool.stats(name)) for name in channels}
-        cursor = await self._pool.position()
-        return json_response({**total(by_channel.values()), "channels": by_channel, "event_cursor": cursor})
-
-    async def steps(self, request: Request) -> Response:
-        """Steps, those of one trajectory where `trajectory_uid` names it; with `tokens=true` their ids too."""
-        with_ids = request.query_params.get("tokens") in ("1", "true")
-        return await self._page(request, "steps", lambda group: steps(group, with_ids=with_ids))
-
-    async def trajectories(self, request: Request) -> Response:
-        return await self._page(request, "trajectories", trajectories)
-
-    async def events(self, request: Request) -> Response:
-        """What happened since each channel's cursor, in order."""
-        channels = await self._channels(request)
-        after = read_positions(request, channels)
-        at, limit = min(after.values(), default=0), read_limit(request)
-        found: list[dict[str, Any]] = []
-        more = False
-        for _ in range(MAX_READS):
-            page = await self._pool.changes(at, limit=CHANGES_PER_READ)
-            for change in page:
-                if len(found) == limit:
-                    break
-                at = change.position
-                if change.channel in after and at > after[change.channel]:
-                    found.append(event(change))
-            more = len(page) == CHANGES_PER_READ or (bool(page) and at < page[-1].position)
-            if not more or len(found) == limit:
-                break
-        cursors = {channel: max(at, position) for channel, position in after.items()}
-        return json_response({"events": found, "cursors": cursors, "cursor": at, "more": more})
-
-    async def curate(self, request: Request) -> Response:
-        """Take steps or rollouts out of training, or weigh them; it holds for groups that no trainer has taken yet."""
-        body = await read_as(request, CurationBody, self._body_bytes)
-        late: list[str] = []
-        known: dict[str, Marks] = {}
-        for place, update in enumerate(body.updates):
-            mark = await self._mark(update, place, known)
-            try:
-                in_time = await self._pool.mark(mark)
-            except PoolFailed:
-                raise
-            except PoolError as error:
-                raise RequestError(str(error), status=404, code="unknown_step") from error
-            known[mark.rollout_id][mark.step] = mark
-            late += [] if in_time else [update.key or mark.rollout_id]
-        return json_response({"updated": len(body.updates) - len(late), "late": late})
-
-    async def _mark(self, update: CurationUpdate, place: int, known: dict[str, Marks]) -> Mark:
-        """What stands on it now, with what the update says; `known` are the marks of rollouts that were asked for before."""
-        rollout_id, index = update.trajectory_uid, update.step_index
-        if update.key:
-            rollout_id, _, step = update.key.rpartition(":")
-            if not rollout_id or not step.isdecimal() or len(step) > 9:
-                raise schema_error("must be `trajectory:step`", "body", "updates", place, "key")
-            index = int(step)
-        if not rollout_id:
-            raise schema_error("say what is meant, by key or trajectory_uid", "body", "updates", place)
-        if rollout_id not in known:
-            attempt = await self._attempt(rollout_id, first=AFTER_ALL)
-            known[rollout_id] = {mark.step: mark for mark in attempt.marks}
-        said = update.model_dump(include={"trainable", "quality", "note"}, exclude_none=True)
-        return replace(known[rollout_id].get(index) or Mark(rollout_id=rollout_id, step=index), **said)
-
-    async def _page(self, request: Request, name: str, entries: Entries) -> Response:
-        limit, skip = read_limit(request), read_offset(request)
-        if uid := request.query_params.get("trajectory_uid"):
-            group = await self._alone(uid)
-            told = list(islice(entries(group), skip, skip + limit + 1))
-            return json_response({name: told[:limit], "cursors": {}, "more": len(told) > limit})
-        channels = await self._channels(request)
-        places, found, more = read_cursors(request, channels), list[dict[str, Any]](), False
-        for channel in channels:
-            page = await self._read(channel, places[channel], entries, limit=limit - len(found), skip=skip)
-            found += page.found
-            places[channel], more, skip = page.place, page.more, page.skip
-            if more:
-                break
-        return json_response({name: found, "cursors": {channel: str(place) for channel, place in places.items()}, "more": more})
-
-    async def _read(self, channel: str, place: ChannelCursor, entries: Entries, *, limit: int, skip: int) -> "_EntryPage":
-        """Entries of one channel from a place on; the place behind them."""
-        page, before, scanned = _EntryPage(place, skip), place.told, 0
-        async for group in iterate_groups(self._pool, channel, first_seq=place.seq):
-            scanned += 1
-            if scanned > MAX_SCANNED_GROUPS:
-                page.more = True
-                return page
-            if group.seq != page.place.seq:
-                page.place = ChannelCursor(group.seq)
-            for entry in entries(group):
-                if group.seq == place.seq and before:
-                    before -= 1
-                    continue
-                if len(page.found) == limit:
-                    page.more = True
-                    return page
-                page.take(entry)
-        return page
-
-    async def _alone(self, rollout_id: str) -> Group:
-        """A rollout as if its group had no other."""
-        attempt = await self._attempt(rollout_id)
-        rollout, task = attempt.rollout, await self._pool.task(rollout_id)
-        return Group(id=rollout.group_id, seq=0, task=task, channel=rollout.channel, attempts=(attempt,))
-
-    async def _attempt(self, rollout_id: str, *, first: int = 0) -> Attempt:
-        try:
-            return await self._pool.attempt(rollout_id, first_step=first, first_node=first)
-        except PoolFailed:
-            raise
-        except PoolError as error:
-            raise RequestError(str(error), status=404, code="unknown_rollout") from error
-
-    async def _channels(self, request: Request) -> list[str]:
-        return read_channels(request, await self._pool.channels())
-
-
-class _EntryPage:
-    """What was read of a channel, and where."""
-
-    def __init__(self, place: ChannelCursor, skip: int) -> None:
-        self.place = place
-        self.skip = skip
-        """How many more entries are to be passed over."""
-        self.found: list[dict[str, Any]] = []
-        self.more = False
-
-    def take(self, entry: dict[str, Any]) -> None:
-        """One more entry was read."""
-        self.place = self.place._replace(told=self.place.told + 1)
-        if self.skip:
-            self.skip -= 1
-        else:
-            self.found.append(entry)

@@ -4,7 +4,8 @@ import asyncio
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Mapping, Set
+from collections.abc import Generator, Mapping, Set
+from contextlib import contextmanager
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -264,6 +265,17 @@ def over_error(attempt: Attempt) -> RequestError:
     return completed_error(attempt.rollout.id) if is_complete else ended_error(attempt.rollout.id, attempt.end)
 
 
+@contextmanager
+def pool_refusals(*, status: int, code: str) -> Generator[None]:
+    """Turn a refusal of the pool into this status. A pool that fails (PoolFailed) becomes a 503, which may be retried."""
+    try:
+        yield
+    except PoolFailed:
+        raise
+    except PoolError as error:
+        raise RequestError(str(error), status=status, code=code) from error
+
+
 # All rollouts
 
 
@@ -380,13 +392,9 @@ class Sessions:
         counters = self._peers and self._peers.read_counters(
             rollout_id
         )  # before the pool, so that no change between the two is missed
-        try:
+        with pool_refusals(status=404, code="unknown_rollout"):
             attempt = await self._pool.attempt(rollout_id)
             task = await self._pool.task(rollout_id)
-        except PoolFailed:
-            raise
-        except PoolError as error:
-            raise RequestError(str(error), status=404, code="unknown_rollout") from error
         if attempt.end is not None:
             raise over_error(attempt)
         default = self._defaults.get(attempt.rollout.channel) or self._defaults.get("") or Sampling()

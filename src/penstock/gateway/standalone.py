@@ -1,4 +1,4 @@
-"""Opening what answers: an engine with the renderer of its model, or an endpoint, which needs none."""
+"""A gateway without a training run: its settings, its folder, and opening pool, engine and gateway."""
 
 import secrets
 import socket
@@ -43,7 +43,7 @@ CONFIG, SECRET, TOKENS = "config.json", "secret", "tokens.json"
 
 
 class Settings(Section):
-    """The sections of a run's config file that a gateway has a use for."""
+    """The sections of a run's config file that a gateway needs."""
 
     model: ModelSection = ModelSection()
     sampling: SamplingSection = SamplingSection()
@@ -52,7 +52,7 @@ class Settings(Section):
     gateway: GatewaySection = GatewaySection()
 
     def defaults(self) -> Sampling:
-        """What holds for calls that do not say otherwise."""
+        """Sampling defaults of calls."""
         given = self.sampling
         return Sampling(
             max_tokens=given.max_tokens, temperature=given.temperature, top_p=given.top_p, top_k=given.top_k, min_p=given.min_p
@@ -67,7 +67,7 @@ class ModelFiles(NamedTuple):
 
 
 class OpenGateway(NamedTuple):
-    """A gateway that serves, and what it stands on."""
+    """A running gateway with its pool and engine."""
 
     gateway: Gateway
     pool: Pool

@@ -1,11 +1,11 @@
-"""Rollouts that callers name themselves: each is opened in the pool by the first request about it, and completed once."""
+"""Trajectories: rollouts that callers name themselves. The first request opens one in the pool; it is completed once."""
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.errors import PoolConflict, PoolError, PoolFailed, RequestError
+from penstock.errors import PoolError, PoolFailed, RequestError
 from penstock.gateway.auth import GatewayTokens
 from penstock.gateway.session import (
     COMPLETED_BY_FLOW,
@@ -17,27 +17,28 @@ from penstock.gateway.session import (
     make_task,
     open_adhoc,
     over_error,
+    pool_refusals,
     sampling_of,
 )
 from penstock.pool.base import Pool
 from penstock.records import Attempt, End, Grade, Rollout, Task
 
 FLOW_SOURCE = "flow"
-"""Of the grades that a flow gives."""
+"""The source of grades that a flow gives."""
 DEFAULT_CHANNEL = "train"
 _PROMPT = "prompt_uid"
 _FLOW = f"{RESERVED_PREFIX}flow"
 TRAJECTORY_UID = re.compile(r"(?![mfca]k-)[A-Za-z0-9][A-Za-z0-9._:-]{0,199}")
-"""Of a trajectory: it stands in paths, and no token looks like it."""
+"""Safe in paths, and never mistaken for a token."""
 MAX_PROMPT_UID = 1000
-"""Characters of a prompt's uid."""
+"""Characters."""
 AFTER_ALL = 2**31 - 1
-"""The number of no step."""
+"""As `first_step` and `first_node`: read an attempt without its steps and nodes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Registration:
-    """What is said of a trajectory; None where it is not said."""
+    """What a caller sets of a trajectory; None if not set."""
 
     prompt_uid: str | None = None
     channel: str | None = None
@@ -53,7 +54,7 @@ class Trajectories:
         self._tokens = tokens
 
     async def session(self, rollout_id: str, prompt_uid: str | None, *, is_retry: bool = False) -> Session:
-        """The rollout's session, see `Sessions.get`; with the prompt's uid as `prompt_uid`, one that is not there is opened."""
+        """See `Sessions.get`. With a `prompt_uid`, an unknown rollout is opened."""
         try:
             return await self._sessions.get(rollout_id, is_retry=is_retry)
         except RequestError as error:
@@ -62,23 +63,23 @@ class Trajectories:
         await self.register(rollout_id, Registration(prompt_uid=prompt_uid))
         return await self._sessions.get(rollout_id)
 
-    async def register(self, rollout_id: str, said: Registration) -> None:
-        """Open the trajectory as it is said; RequestError 409 where it is there otherwise, 410 where it is complete."""
+    async def register(self, rollout_id: str, registration: Registration) -> None:
+        """Open the trajectory; RequestError 409 if it exists with other values, 410 if it is complete."""
         attempt = await self.find(rollout_id)
         if attempt is None:
-            await self._open(rollout_id, said)
+            await self._open(rollout_id, registration)
             attempt = await self.get(rollout_id)
         self._refuse_over(attempt)
         task = await self._pool.task(rollout_id)
-        if difference := _difference(said, attempt, task):
+        if difference := _difference(registration, attempt, task):
             text = f"trajectory {rollout_id} is there with another {difference}; register it before its first call, and once"
             raise RequestError(text, status=409, code="registered_otherwise", param=difference)
-        if said.sampling and _FLOW not in (task.metadata or {}):
-            await self._resample(rollout_id, task, said.sampling)
+        if registration.sampling and _FLOW not in (task.metadata or {}):
+            await self._resample(rollout_id, task, registration.sampling)
 
-    async def find(self, rollout_id: str, *, whole: bool = False) -> Attempt | None:
-        """What is recorded of it, its steps only if `whole`; None where the pool does not know it."""
-        first = 0 if whole else AFTER_ALL
+    async def find(self, rollout_id: str, *, with_steps: bool = False) -> Attempt | None:
+        """The attempt, with its steps only if `with_steps`; None if the pool does not know it."""
+        first = 0 if with_steps else AFTER_ALL
         try:
             return await self._pool.attempt(rollout_id, first_step=first, first_node=first)
         except PoolFailed:
@@ -87,14 +88,14 @@ class Trajectories:
             return None
 
     async def get(self, rollout_id: str) -> Attempt:
-        """What is recorded of it, without its steps; RequestError 404 where the pool does not know it."""
+        """The attempt without its steps; RequestError 404 if the pool does not know it."""
         if (attempt := await self.find(rollout_id)) is None:
             text = f"no trajectory {rollout_id!r} here; begin it with /init_trajectory or its first call"
             raise RequestError(text, status=404, code="unknown_rollout")
         return attempt
 
     async def complete(self, rollout_id: str, reward: float | None) -> Rollout:
-        """Grade it and refuse further calls; RequestError 404 for an unknown one, 409 or 410 for one that is over."""
+        """Grade it and refuse further calls; RequestError 404 if unknown, 409 or 410 if it has ended."""
         if self._tokens.is_trajectory(rollout_id) and await self.find(rollout_id) is None:
             await self._open(rollout_id, Registration())
         attempt = await self.get(rollout_id)
@@ -105,17 +106,13 @@ class Trajectories:
         return attempt.rollout
 
     async def grade(self, grade: Grade) -> None:
-        """Store it; RequestError 409 where another one stands, or the rollout has ended."""
+        """Store a grade; RequestError 409 if there is another one, or the rollout has ended."""
         self._sessions.note_grade(grade.rollout_id)
-        try:
+        with pool_refusals(status=409, code="not_graded"):
             await self._pool.grade(grade)
-        except PoolFailed:
-            raise
-        except PoolError as error:
-            raise RequestError(str(error), status=409, code="not_graded") from error
 
     async def finish(self, rollout_id: str) -> None:
-        """Refuse further calls, and end the rollout unless a runner has it open and will."""
+        """Refuse further calls, and end the rollout, unless a runner in this process will."""
         if not self._sessions.is_open_here(rollout_id):
             await self._pool.end(rollout_id, End.COMPLETED, COMPLETED_BY_FLOW)
         self._sessions.close(rollout_id, complete=True)
@@ -126,8 +123,8 @@ class Trajectories:
         if self._sessions.is_complete(attempt.rollout.id):
             raise completed_error(attempt.rollout.id)
 
-    async def _open(self, rollout_id: str, said: Registration) -> None:
-        prompt = said.prompt_uid or ""
+    async def _open(self, rollout_id: str, registration: Registration) -> None:
+        prompt = registration.prompt_uid or ""
         if not TRAJECTORY_UID.fullmatch(rollout_id):
             text = f"{rollout_id[:60]!r} cannot name a trajectory; use up to 200 letters, digits and . _ : -"
             raise RequestError(text, status=422, code="invalid_value", param="trajectory_uid")
@@ -135,22 +132,18 @@ class Trajectories:
             raise RequestError(
                 f"prompt_uid is longer than {MAX_PROMPT_UID} characters", status=422, code="invalid_value", param="prompt_uid"
             )
-        try:
+        with pool_refusals(status=409, code="rollout_exists"):
             await open_adhoc(
                 self._pool,
                 rollout_id=rollout_id,
                 task_id=prompt or FLOW_SOURCE,
-                channel=said.channel or DEFAULT_CHANNEL,
-                sampling=said.sampling or {},
-                metadata={**(said.metadata or {}), _PROMPT: prompt, _FLOW: True},
+                channel=registration.channel or DEFAULT_CHANNEL,
+                sampling=registration.sampling or {},
+                metadata={**(registration.metadata or {}), _PROMPT: prompt, _FLOW: True},
             )
-        except PoolFailed:
-            raise
-        except (PoolConflict, PoolError) as error:
-            raise RequestError(str(error), status=409, code="rollout_exists") from error
 
     async def _resample(self, rollout_id: str, task: Task, sampling: Mapping[str, Any]) -> None:
-        """Let calls of a rollout that its run opened be sampled otherwise: as long as the run has it open, and from the start."""
+        """Change the sampling of a rollout that its run opened. Kept in this process only, and refused after its first call."""
         session = await self._sessions.get(rollout_id)
         changed = sampling_of(make_task(task.id, sampling), session.sampling)
         if changed != session.sampling and (await session.graph(self._pool)).steps:
@@ -159,16 +152,19 @@ class Trajectories:
         session.sampling = changed
 
 
-def _difference(said: Registration, attempt: Attempt, task: Task) -> str | None:
-    """What is said otherwise than it is; of a rollout that its run opened, all but the channel is for the run to say."""
-    if said.channel is not None and said.channel != attempt.rollout.channel:
+def _difference(registration: Registration, attempt: Attempt, task: Task) -> str | None:
+    """The first field that differs from the existing trajectory; of a rollout that its run opened only the channel is checked."""
+    if registration.channel is not None and registration.channel != attempt.rollout.channel:
         return "channel"
     kept = task.metadata or {}
     if _FLOW not in kept:
         return None
-    if said.prompt_uid is not None and said.prompt_uid != kept[_PROMPT]:
+    if registration.prompt_uid is not None and registration.prompt_uid != kept[_PROMPT]:
         return _PROMPT
     own = {name: value for name, value in kept.items() if name != _PROMPT and not name.startswith(RESERVED_PREFIX)}
-    if said.metadata is not None and {name: value for name, value in said.metadata.items() if name != _PROMPT} != own:
+    if (
+        registration.metadata is not None
+        and {name: value for name, value in registration.metadata.items() if name != _PROMPT} != own
+    ):
         return "metadata"
-    return "sampling" if said.sampling is not None and dict(said.sampling) != changed_sampling(task) else None
+    return "sampling" if registration.sampling is not None and dict(registration.sampling) != changed_sampling(task) else None

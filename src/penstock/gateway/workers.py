@@ -7,27 +7,24 @@ cannot, and stops on SIGTERM or when its parent is gone.
 import asyncio
 import signal
 import sys
-from asyncio.subprocess import PIPE, Process
+from asyncio.subprocess import Process
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-
-import orjson
 
 from penstock.codec import from_json, to_json
 from penstock.errors import ConfigError, EngineError, PenstockError
 from penstock.gateway.shared_counters import Peers
 from penstock.gateway.standalone import ModelFiles, Settings, load_secret, open_gateway, read_settings
 from penstock.http.listen import bind
-from penstock.system.garbage import collect_seldom
+from penstock.system.processes import end_process, kill_process, read_answer, relax_gc, start_child, write_answer
 
 FIRST_RESTART_WAIT_S, MAX_RESTART_WAIT_S = 0.1, 10.0
 """Before a worker that died within `YOUNG_S` is replaced; doubled each time."""
 YOUNG_S = 30.0
 GRACE_S = 5.0
 """For a worker to exit after its calls have ended."""
-READY = b'{"event":"ready"}\n'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,8 +89,8 @@ class WorkerSupervisor:
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
         except asyncio.CancelledError:
-            self._drain_s = 0.0
-            self._kill()
+            for process in self._living():
+                kill_process(process)
             raise
         finally:
             await self._end_all()
@@ -111,17 +108,12 @@ class WorkerSupervisor:
             await asyncio.sleep(wait_s)
 
     async def _start(self, number: int) -> Process:
-        command = (sys.executable, "-P", "-m", "penstock.gateway.workers")
-        process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, start_new_session=True)
+        process = await start_child("penstock.gateway.workers", to_json(replace(self._config, number=number)))
         self._processes[number] = process
-        assert process.stdin is not None  # stays open as long as the parent lives: its end tells the worker to stop
-        process.stdin.write(to_json(replace(self._config, number=number)) + b"\n")
         return process
 
     async def _await_ready(self, number: int, process: Process) -> None:
-        assert process.stdout is not None
-        line = await process.stdout.readline()
-        status = orjson.loads(line) if line else {"error": f"worker {number} died as it started"}
+        status = await read_answer(process, f"worker {number} died as it started")
         if "error" in status and not self._started:
             raise (ConfigError if status.get("bad_input") else EngineError)(status["error"])
         if "error" in status or self._started:
@@ -134,20 +126,12 @@ class WorkerSupervisor:
 
     async def _end_all(self) -> None:
         """Send SIGTERM, wait, and kill what is left."""
-        living = [process for process in self._processes.values() if process.returncode is None]
-        for process in living:
-            process.terminate()
-        waits = [asyncio.ensure_future(process.wait()) for process in living]
-        try:
-            if waits:
-                await asyncio.wait(waits, timeout=self._drain_s + GRACE_S)
-        finally:
-            self._kill()
+        async with asyncio.TaskGroup() as group:
+            for process in self._living():
+                group.create_task(end_process(process, self._drain_s + GRACE_S))
 
-    def _kill(self) -> None:
-        for process in self._processes.values():
-            if process.returncode is None:
-                process.kill()
+    def _living(self) -> list[Process]:
+        return [process for process in self._processes.values() if process.returncode is None]  # ids of others may be reused
 
 
 async def run_worker(config: WorkerConfig, parent_pipe: asyncio.StreamReader) -> None:
@@ -162,7 +146,7 @@ async def run_worker(config: WorkerConfig, parent_pipe: asyncio.StreamReader) ->
         settings, model, folder=folder, secret=load_secret(folder), sock=sock, peers=peers, is_open=config.is_open
     )
     async with opening as opened:
-        _write_line(READY)
+        write_answer(event="ready")
         async with asyncio.TaskGroup() as group:
             tasks = [
                 group.create_task(peers.save_periodically(opened.gateway.samples)),
@@ -186,16 +170,11 @@ async def _main() -> int:
     try:
         await run_worker(config, pipe)
     except PenstockError as error:
-        _write_line(orjson.dumps({"error": str(error), "bad_input": isinstance(error, ConfigError)}) + b"\n")
+        write_answer(error=str(error), bad_input=isinstance(error, ConfigError))
         return 2
     return 0
 
 
-def _write_line(line: bytes) -> None:
-    sys.stdout.buffer.write(line)
-    sys.stdout.buffer.flush()
-
-
 if __name__ == "__main__":
-    collect_seldom()
+    relax_gc()
     sys.exit(asyncio.run(_main()))

@@ -8,7 +8,7 @@ from starlette.types import Receive
 
 from penstock.errors import RequestError
 
-ON_DISCONNECT = "penstock.when_left"
+ON_DISCONNECT = "penstock.on_disconnect"
 """In a scope, by our server: called with a function, has that called once the caller leaves; called with None, no longer."""
 Headers = Iterable[tuple[bytes, bytes]]
 

@@ -84,7 +84,7 @@ class RequestExchange:
         """Whether nothing more is said to the caller."""
         return self.cycle.response_complete or self.cycle.disconnected
 
-    def when_left(self, call: Callable[[], None] | None) -> None:
+    def on_disconnect(self, call: Callable[[], None] | None) -> None:
         """See `LEAVING`."""
         self._call = call
         if self.cycle.disconnected:
@@ -167,7 +167,7 @@ class HttpConnection(HttpToolsProtocol):
         if len(self.pipeline) >= MAX_PIPELINED:
             raise RequestError(f"more than {MAX_PIPELINED} requests came ahead of their answers", code="malformed_request")
         exchange = RequestExchange(self, self._serve)
-        self.scope[ON_DISCONNECT] = exchange.when_left  # type: ignore[typeddict-unknown-key]
+        self.scope[ON_DISCONNECT] = exchange.on_disconnect  # type: ignore[typeddict-unknown-key]
         self.app = cast(Any, exchange)
         super().on_headers_complete()
         exchange.cycle = self.cycle

@@ -13,6 +13,7 @@ from shutil import copyfileobj
 import orjson
 
 from penstock.errors import ModelError
+from penstock.system.processes import last_line, module_command
 
 CHILD = "penstock.models.convert"
 NEEDS = ("torch", "transformers", "accelerate", "gguf", "safetensors")
@@ -23,7 +24,7 @@ def convert_gguf(file: Path, folder: Path) -> None:
     with file.open("rb") as opened:
         if opened.read(4) != b"GGUF":
             raise ModelError(f"{file} is not a GGUF file, whatever its name says; fetch it again")
-    command = [sys.executable, "-P", "-m", CHILD, str(file), str(folder)]
+    command = [*module_command(CHILD), str(file), str(folder)]
     result = subprocess.run(
         command, capture_output=True, text=True, stdin=subprocess.DEVNULL, env={**os.environ, "HF_HUB_OFFLINE": "1"}, check=False
     )
@@ -31,7 +32,7 @@ def convert_gguf(file: Path, folder: Path) -> None:
         return
     if "No space left on device" in result.stderr:
         raise ModelError(f"the disk is full: {file.name} could not be converted; free some space, or set PENSTOCK_CACHE")
-    reason = (result.stderr.strip().splitlines() or [f"ended with status {result.returncode}"])[-1]
+    reason = last_line(result.stderr) or f"ended with status {result.returncode}"
     raise ModelError(f"{file.name} cannot be converted: {reason}; give a GGUF file of a model that transformers can read")
 
 

@@ -2,9 +2,8 @@
 
 import asyncio
 import tempfile
-from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -15,7 +14,7 @@ from penstock.pool.sql.database import PoolDatabase
 from penstock.pool.writer import AwaitedWrite, BatchOperation, Writer
 from penstock.pool.writer_process import DRAIN_S, WriterSettings
 from penstock.pool.writer_protocol import decode_answers, encode_request
-from penstock.sdk.agent_spec import module_command
+from penstock.system.processes import end_process, read_answer, start_child
 
 T = TypeVar("T")
 
@@ -109,33 +108,13 @@ async def open_writer_process(folder: Path, *, keeps: Sequence[int] = ()) -> Asy
     """
     # not in the run folder: the path of a socket must be short
     with tempfile.TemporaryDirectory(prefix="penstock-", ignore_cleanup_errors=True) as scratch:
-        process = await asyncio.create_subprocess_exec(
-            *module_command("penstock.pool.writer_process"), stdin=PIPE, stdout=PIPE, start_new_session=True, pass_fds=keeps
-        )
+        settings = WriterSettings(str(folder), f"{scratch}/writer")
+        process = await start_child("penstock.pool.writer_process", orjson.dumps(settings._asdict()), pass_fds=keeps)
         try:
-            yield await _await_ready(process, WriterSettings(str(folder), f"{scratch}/writer"))
+            answer = await read_answer(process, "the process that writes to the pool died as it started")
+            if "error" in answer:
+                raise PoolFailed(answer["error"])
+            yield settings.socket
         finally:
-            await _stop(process)
-
-
-async def _await_ready(process: Process, settings: WriterSettings) -> str:
-    assert process.stdin is not None and process.stdout is not None, "they are pipes"
-    process.stdin.write(orjson.dumps(settings._asdict()) + b"\n")
-    line = await process.stdout.readline()
-    answer: dict[str, Any] = orjson.loads(line) if line else {"error": "the process that writes to the pool died as it started"}
-    if "error" in answer:
-        raise PoolFailed(answer["error"])
-    return settings.socket
-
-
-async def _stop(process: Process) -> None:
-    assert process.stdin is not None, "it is a pipe"
-    process.stdin.close()
-    try:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(DRAIN_S + 1):
-                await process.wait()
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
+            assert process.stdin is not None, "it is a pipe"
+            await end_process(process, DRAIN_S + 1, ask=process.stdin.close)

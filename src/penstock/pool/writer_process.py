@@ -24,7 +24,7 @@ from penstock.errors import PenstockError
 from penstock.pool.sql.sqlite import FAULTS, explain, open_database
 from penstock.pool.writer import MAX_BATCH, BatchWriter, PendingWrite
 from penstock.pool.writer_protocol import RequestDecoder, encode_answers
-from penstock.system.garbage import collect_seldom
+from penstock.system.processes import relax_gc, write_answer
 
 DRAIN_S = 20.0
 """How long clients may go on after the starter is gone: they cancel their rollouts and record that."""
@@ -156,11 +156,10 @@ def main() -> int:
 
 def _report(code: int, **line: Any) -> int:
     """Write a line of JSON to stdout; returns `code`."""
-    with suppress(BrokenPipeError):
-        os.write(1, orjson.dumps(line) + b"\n")
+    write_answer(**line)
     return code
 
 
 if __name__ == "__main__":
-    collect_seldom()
+    relax_gc()
     sys.exit(main())

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from penstock.errors import EngineError, PenstockError
 from penstock.events import Events
 from penstock.sdk.workflow import ConcurrencyConfig
+from penstock.system.async_tools import leaf_errors
 
 T = TypeVar("T")
 
@@ -61,7 +62,7 @@ class AuthorTasks:
         except SystemExit as cause:
             raise error(f"{what}: called sys.exit({reprlib.repr(cause.code)}); return or raise an error instead") from cause
         except BaseException as cause:  # the author's code: anything may come, and it ends this rollout alone
-            leaf = next(leaves(cause))
+            leaf = next(leaf_errors(cause))
             kind = EngineError if any(map(_is_gateway_fault, _chain(leaf))) else error
             raise kind(f"{what}: {self._describe(leaf)}") from cause
 
@@ -134,15 +135,6 @@ def one_line(cause: BaseException) -> str:
             text = f"{type(cause).__name__}: its message cannot be shown"
     text = " ".join(text.split()).encode("utf-8", "backslashreplace").decode()
     return text if len(text) <= _MAX_MESSAGE_CHARS else f"{text[:_MAX_MESSAGE_CHARS]}…"
-
-
-def leaves(error: BaseException) -> Iterator[BaseException]:
-    """Yields the errors inside nested exception groups, in order."""
-    if isinstance(error, BaseExceptionGroup):
-        for inner in error.exceptions:  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
-            yield from leaves(inner)  # pyright: ignore[reportUnknownArgumentType]
-    else:
-        yield error
 
 
 def _is_gateway_fault(error: BaseException) -> bool:

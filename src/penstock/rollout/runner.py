@@ -22,7 +22,7 @@ from penstock.rollout.transcripts import Transcript, make_samples, transcripts
 from penstock.sdk.discovery import Agent
 from penstock.sdk.routing import MAIN
 from penstock.sdk.samples import RolloutSample
-from penstock.system.async_tools import settled
+from penstock.system.async_tools import finish_shielded
 from penstock.system.redaction import Redactor
 
 NO_CALL = "the workflow made no model call through penstock"
@@ -82,12 +82,12 @@ class Runner:
             try:
                 outcome = await self._attempt(rollout, task, sampling)
             except asyncio.CancelledError:
-                await settled(self._end(rollout, RolloutOutcome(End.CANCELLED, STOPPED), started))
+                await finish_shielded(self._end(rollout, RolloutOutcome(End.CANCELLED, STOPPED), started))
                 raise
             except WorkerLost as lost:
                 self._emit_end(rollout, Attempt(rollout=rollout, end=End.LOST, message=str(lost)), started)
                 raise
-        return await settled(self._end(rollout, outcome, started))
+        return await finish_shielded(self._end(rollout, outcome, started))
 
     async def compute_reward(self, rollout_id: str, messages: list[Message], fields: Mapping[str, Any]) -> float:
         """Returns the grader's reward for a conversation of a running rollout; nothing is recorded.

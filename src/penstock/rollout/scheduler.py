@@ -18,9 +18,8 @@ from penstock.errors import PoolFull, WorkerLost
 from penstock.events import Events
 from penstock.pool.base import GroupLimit, Pool
 from penstock.records import End, Group, Rollout, Sampling, Task, make_rollout
-from penstock.rollout.author_tasks import leaves
 from penstock.rollout.runner import Runner
-from penstock.system.async_tools import settled
+from penstock.system.async_tools import finish_shielded, leaf_errors
 
 TOPPED_UP = "too few of its group completed"
 TOO_FEW = "too few rollouts completed"
@@ -172,7 +171,7 @@ class Scheduler:
                 await self._stopped.wait()
                 maker.cancel()
         except BaseExceptionGroup as group:  # the first error says enough, and reads better alone
-            raise next(leaves(group)) from None
+            raise next(leaf_errors(group)) from None
 
     async def _make_groups(self) -> None:
         await self._count_lost()
@@ -254,7 +253,7 @@ class Scheduler:
             end = End.LOST
         except asyncio.CancelledError:
             if not group.expired:  # else `GroupPolicy.expire` cancelled it, and the group goes on to its end
-                await settled(self._reopen(rollout))
+                await finish_shielded(self._reopen(rollout))
                 raise
         finally:
             self._slots.release()

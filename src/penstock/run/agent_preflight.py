@@ -6,20 +6,17 @@ Run as a module, this is the child: it reads an agent spec from stdin and writes
 import faulthandler
 import json
 import os
-import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from penstock.config import AgentSection
 from penstock.errors import ConfigError
-from penstock.sdk.agent_spec import AgentSpec, module_command
+from penstock.sdk.agent_spec import AgentSpec
 from penstock.sdk.discovery import check_constructors
-from penstock.system.process_group import how_ended
+from penstock.system.processes import describe_exit, last_line, run_module
 
 STARTUP_S = 30.0
 """For the interpreter to start, besides the time that the author's file takes."""
@@ -44,8 +41,15 @@ def preflight(
     """
     spec, entry = AgentSpec.to_load(source, workflow, grader), source.entry
     with tempfile.TemporaryFile() as answer_file, tempfile.TemporaryFile() as stack, tempfile.TemporaryFile() as output:
-        code = _run_child(spec, (answer_file, stack, output), timeout_s)
-        answer_text, crash, printed = _read(answer_file), _crash_location(_read(stack), entry), _read(output).split("\n")
+        code = run_module(
+            __name__,
+            *(str(answer_file.fileno()), str(stack.fileno()), str(timeout_s)),
+            stdin=spec.write(),
+            output=output.fileno(),
+            timeout_s=timeout_s + STARTUP_S,
+            pass_fds=(answer_file.fileno(), stack.fileno()),
+        )
+        answer_text, crash, printed = _read(answer_file), _crash_location(_read(stack), entry), last_line(_read(output))
     if code == 0 and answer_text:
         answer = json.loads(answer_text)
         if answer["refused"]:
@@ -53,30 +57,8 @@ def preflight(
         return AgentTraits(answer["columns"])
     if crash.timed_out or code is None:
         raise ConfigError(f"{crash.text}: importing it took longer than {timeout_s:g} s; move long work {GUARD}")
-    last = next((f" and had said {line.strip()[:200]!r}" for line in reversed(printed) if line.strip()), "")
-    raise ConfigError(f"{crash.text}: importing it failed: its process {how_ended(code)}{last}; move what did that {GUARD}")
-
-
-def _run_child(spec: AgentSpec, files: tuple[IO[bytes], IO[bytes], IO[bytes]], timeout_s: float) -> int | None:
-    """Returns the child's exit code, None if it timed out; its whole process group is killed afterwards."""
-    verdict, stack, output = (file.fileno() for file in files)
-    process = subprocess.Popen(
-        [*module_command(__name__), str(verdict), str(stack), str(timeout_s)],
-        stdin=subprocess.PIPE,
-        stdout=output,
-        stderr=output,
-        pass_fds=(verdict, stack),
-        start_new_session=True,
-    )
-    try:
-        process.communicate(spec.write(), timeout=timeout_s + STARTUP_S)
-        return process.returncode
-    except subprocess.TimeoutExpired:
-        return None
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    last = f" and had said {printed[:200]!r}" if printed else ""
+    raise ConfigError(f"{crash.text}: importing it failed: its process {describe_exit(code)}{last}; move what did that {GUARD}")
 
 
 def _read(file: IO[bytes]) -> str:

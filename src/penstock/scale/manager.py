@@ -10,12 +10,11 @@ from dataclasses import dataclass, field
 
 from penstock.errors import ConfigError, WorkerLost
 from penstock.events import Events
-from penstock.rollout.author_tasks import leaves
 from penstock.rollout.processes.job_protocol import JobResult
 from penstock.scale.actor_calls import MAX_DEATHS, Actor, ActorGone, call_result
 from penstock.scale.package import RayError
 from penstock.scale.worker import EVENT_NUMBER, WorkerJob, WorkerLocation, kill_worker
-from penstock.system.async_tools import settled
+from penstock.system.async_tools import finish_shielded, leaf_errors
 
 LATE_S = 10.0
 """How long an answer may be overdue before its worker counts as stuck: something blocks its event loop."""
@@ -74,7 +73,7 @@ class AgentFlowManager:
             async with asyncio.TaskGroup() as group:
                 opened = [group.create_task(self._open(handle)) for handle in handles]
         except BaseExceptionGroup as several:
-            raise next(leaves(several)) from None
+            raise next(leaf_errors(several)) from None
         for worker in opened:
             self._add_worker(worker.result())
 
@@ -97,7 +96,7 @@ class AgentFlowManager:
         try:
             return await asyncio.shield(future)
         except asyncio.CancelledError:
-            await settled(self._withdraw(entry, grace_s))
+            await finish_shielded(self._withdraw(entry, grace_s))
             raise
         finally:
             future.cancel()

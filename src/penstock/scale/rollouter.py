@@ -13,7 +13,7 @@ import torch
 from penstock.run.opening import open_pool
 from penstock.scale.actor_calls import EventBuffer
 from penstock.scale.run_spec import RunSpec, exclusive_process
-from penstock.system.garbage import collect_seldom
+from penstock.system.processes import relax_gc
 from penstock.train.policy import PUBLISHED_KEPT
 from penstock.train.training_run import LocalRollouts, open_rollouts
 
@@ -24,7 +24,7 @@ class AsyncRollouter:
     """Opened by the first call. After Ray restarted its process it serves version 0 until it is given weights."""
 
     def __init__(self, folder: str) -> None:
-        collect_seldom()
+        relax_gc()
         self._spec = RunSpec.read(folder)
         self._events = EventBuffer()
         self._stack: AsyncExitStack | None = None

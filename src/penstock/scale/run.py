@@ -14,7 +14,6 @@ from penstock.config import RunConfig
 from penstock.errors import ConfigError, TrainError
 from penstock.events import Events, Listener
 from penstock.pool import POOLS
-from penstock.rollout.author_tasks import leaves
 from penstock.run.folder import RunFolder, locked, open_run_folder
 from penstock.run.inputs import Inputs, refuse_untrainable
 from penstock.scale.actor_calls import MAX_DEATHS, Actor, ActorGone, call_result, relay_events, wait_restarted
@@ -25,6 +24,7 @@ from penstock.scale.parameter_sync import FILES, ParameterSynchronizer
 from penstock.scale.rollouter import AsyncRollouter
 from penstock.scale.run_spec import RunSpec
 from penstock.scale.trainer import AsyncTrainer
+from penstock.system.async_tools import leaf_errors
 from penstock.train.summary import Summary, finished_summary
 
 COPIES = 3
@@ -91,7 +91,7 @@ async def open_actors(config: RunConfig, inputs: Inputs, folder: RunFolder, even
                 for each in relays:
                     each.cancel()
     except BaseExceptionGroup as several:
-        raise next(leaves(several)) from None
+        raise next(leaf_errors(several)) from None
     finally:
         for actor in (trainer, rollouter, synchronizer):
             ray.kill(actor)

@@ -45,8 +45,3 @@ class AgentSpec:
         """The agent, loaded here; see `open_agent`."""
         sys.path[:] = self.path
         return open_agent(AgentSection.model_validate(self.agent), self.workflow, self.grader)
-
-
-def module_command(module: str) -> list[str]:
-    """The command that runs a module of ours in an interpreter like this one, whatever files lie in the current folder."""
-    return [sys.executable, "-P", "-u", "-m", module]  # unbuffered: what was printed before a crash is seen

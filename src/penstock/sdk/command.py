@@ -24,7 +24,7 @@ from penstock.sdk.discovery import Agent, LoadedGrader, find_grader, import_entr
 from penstock.sdk.environment import rollout_environment, without_secrets
 from penstock.sdk.routing import running_rollout
 from penstock.sdk.workflow import AgentWorkflow, AgentWorkflowConfig
-from penstock.system.process_group import end_group, how_ended
+from penstock.system.processes import describe_exit, end_group
 
 PROMPT = "{prompt}"
 """Stands, in an argument, for the text of the task's last message."""
@@ -61,7 +61,7 @@ class CommandWorkflow(AgentWorkflow[CommandConfig]):
             finally:
                 await end_group(process, GRACE_S if process.returncode is None else 0.0)
             if code != 0:
-                raise WorkflowError(f"{_name(config.command)} {how_ended(code)}{_last_words(files[2])}")
+                raise WorkflowError(f"{_name(config.command)} {describe_exit(code)}{_last_words(files[2])}")
 
 
 def command_agent(source: AgentSection, workflow: Mapping[str, Any], grader: Mapping[str, Any]) -> Agent:

@@ -1,1 +1,1 @@
-"""What every room needs of the machine: files, locks, processes, asyncio tools."""
+"""The operating system, used in one way by all: files, locks, child processes, asyncio tools."""

@@ -1,21 +1,30 @@
-"""Small asyncio tools."""
+"""Asyncio helpers that several rooms need."""
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+SHIELDED_S = 30.0
+"""How long a cancelled caller waits for its shielded work."""
 
-SETTLE_S = 30.0
-"""Bound on a write that is finished although its caller was cancelled."""
 
-
-async def settled(work: Coroutine[Any, Any, T]) -> T:
-    """Await a short write to its end; a cancellation that comes meanwhile goes on afterwards."""
+async def finish_shielded(work: Coroutine[Any, Any, T]) -> T:
+    """Await a short write to its end; a cancellation that comes meanwhile is raised afterwards."""
     job = asyncio.create_task(work)
     try:
         return await asyncio.shield(job)
     except asyncio.CancelledError:
-        await asyncio.wait({job}, timeout=SETTLE_S)
+        # A shield protects `job`, but returns at once: without this wait the caller could close what `job` still writes to.
+        await asyncio.wait({job}, timeout=SHIELDED_S)
         raise
+
+
+def leaf_errors(error: BaseException) -> Iterator[BaseException]:
+    """The errors inside nested exception groups, in order; the error itself if it is no group."""
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
+            yield from leaf_errors(inner)  # pyright: ignore[reportUnknownArgumentType]
+    else:
+        yield error

@@ -1,4 +1,4 @@
-"""Secrets out of what is kept as text: known values, and what looks like a key. Token ids are kept as they were sampled."""
+"""Redaction of secrets in stored text: known values, and what looks like a key. Token ids are kept as they were sampled."""
 
 import re
 from collections.abc import Iterable
@@ -17,16 +17,16 @@ PATTERNS = (
     r"\bxox[abprs]-[A-Za-z0-9-]{10,}",
     r"-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?-----END [A-Z ]*PRIVATE KEY-----",
 )
-"""What keys of common services, and our own tokens, look like."""
+"""Keys of common services, and our own tokens."""
 
 SIGNS = ("k-", "AKIA", "gh", "hf_", "xox", "PRIVATE KEY")
-"""One of these is in whatever matches a pattern: most texts have none, and looking for them is cheap."""
+"""Every match of a pattern contains one of these: most texts have none, and a search for them is cheap."""
 
 REDACTED = "[redacted]"
 
 
 class Redactor:
-    """Takes secrets out of messages; `values` are known ones."""
+    """Removes secrets from messages; `values` are known ones."""
 
     def __init__(self, values: Iterable[str] = ()) -> None:
         known = sorted({value for value in values if len(value) >= 8}, key=len, reverse=True)
@@ -34,12 +34,11 @@ class Redactor:
         self._secret = re.compile("|".join([*map(re.escape, known), *PATTERNS]))
 
     def message(self, message: Message) -> Message:
-        """The message without secrets; the very same object where nothing in it looks like one."""
+        """The message without secrets; the same object if nothing in it looks like one."""
         text = orjson.dumps(message)
         return self._clean(message) if any(sign in text for sign in self._signs) else message
 
     def text(self, text: str) -> str:
-        """A text without secrets."""
         return self._secret.sub(REDACTED, text)
 
     def _clean(self, value: Any) -> Any:

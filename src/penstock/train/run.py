@@ -10,9 +10,9 @@ from penstock.codec import to_json
 from penstock.config import RunConfig
 from penstock.errors import ConfigError
 from penstock.events import Events, Listener
-from penstock.rollout.author_tasks import leaves
 from penstock.run.folder import locked, open_run_folder
 from penstock.run.inputs import Inputs, refuse_untrainable
+from penstock.system.async_tools import leaf_errors
 from penstock.train import policy
 from penstock.train.held_out import BackgroundEvaluation, evaluate
 from penstock.train.loop import TrainProgress, train_steps
@@ -114,4 +114,4 @@ def _raise_first() -> Generator[None]:
     try:
         yield
     except BaseExceptionGroup as group:
-        raise next(leaves(group)) from None
+        raise next(leaf_errors(group)) from None

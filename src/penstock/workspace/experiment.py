@@ -1,4 +1,4 @@
-"""`[advanced]` of an experiment file: keys of penstock's own tables, and whatever others understand."""
+"""Experiment files of a workspace: reading and checking them, and their conversion to run configs and request bodies."""
 
 import math
 import re
@@ -15,6 +15,22 @@ from penstock.errors import ConfigError, Issue, combine_issues
 from penstock.workspace.layout import ROLLOUTS
 from penstock.workspace.sections import FILE_MODELS, EvalFile, RunKind, TrainFile
 
+BODY_KEYS = {
+    "experiment": "experiment_config",
+    "evaluation": "evaluation_config",
+    "training": "training_config",
+    "sampling": "sampling_config",
+    "checkpoints": "checkpoints_config",
+    "advanced": "advanced_config",
+    "env": "env_config",
+    "secrets": "secrets",
+    "workflow": "workflow_config",
+    "grader": "grader_config",
+}
+"""Key in the request body of each table."""
+TABLE_NAMES = {key: table for table, key in BODY_KEYS.items()}
+KIND_TABLES = {"eval": ("evaluation",), "train": ("training", "sampling", "checkpoints")}
+"""Tables that belong to one kind of file only."""
 MOVED_KEYS = {
     "agent.entry": "experiment.entrypoint",
     "dataset.train": "experiment.dataset",
@@ -22,69 +38,236 @@ MOVED_KEYS = {
     "workflow": "workflow",
     "grader": "grader",
 }
-"""Keys that the file has another place for."""
-
-
-class AdvancedTables(NamedTuple):
-    """What was found under `[advanced]`."""
-
-    tree: dict[str, dict[str, Any]]
-    """Tables of a run's config."""
-    unknown: tuple[Issue, ...]
-    """Keys that mean nothing here; they are kept with the run."""
-    wrong: tuple[Issue, ...]
-
-
-def read_advanced(table: Mapping[str, Any], *, engine: str | None = None) -> AdvancedTables:
-    """Sort the keys: `[advanced.train] steps = 2` and `"train.steps" = 2` say the same. `engine` is the model path's."""
-    tree: dict[str, dict[str, Any]] = {}
-    unknown: list[Issue] = []
-    wrong: list[Issue] = []
-    kind = _engine_section(table, engine)
-    for section, key, value in _flatten(table):
-        name = f"{section}.{key}" if key else section
-        if other := MOVED_KEYS.get(name) or MOVED_KEYS.get(section):
-            wrong.append(Issue(f"advanced.{name}", f"advanced.{name}: {other} says that; write it there"))
-        elif key and _known(section, key, kind):
-            tree.setdefault(section, {})[key] = value
-        else:
-            unknown.append(Issue(f"advanced.{name}", f"advanced.{name} is kept with the run and changes nothing here"))
-    return AdvancedTables(tree, tuple(unknown), tuple(wrong))
-
-
-def _flatten(table: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
-    for key, value in table.items():
-        section, _, rest = key.partition(".")
-        if rest or not isinstance(value, Mapping):
-            yield section, rest, value
-        else:
-            yield from ((section, inner, held) for inner, held in cast("Mapping[str, Any]", value).items())
-
-
-def _engine_section(table: Mapping[str, Any], engine: str | None) -> type[BaseModel]:
-    named = {f"{section}.{key}": value for section, key, value in _flatten(table)}.get("engine.name", engine)
-    return engine_section(named) if isinstance(named, str) else EngineSection
-
-
-def _known(section: str, key: str, engine: type[BaseModel]) -> bool:
-    if section not in RunConfig.model_fields:
-        return False
-    kind: Any = engine if section == "engine" else RunConfig.model_fields[section].annotation
-    return not (isinstance(kind, type) and issubclass(kind, BaseModel)) or key in kind.model_fields
-
-
+"""Keys that must not be under `[advanced]`, and the keys to use instead."""
+COMMANDS = {"eval": "penstock eval run", "train": "penstock train"}
+DEFAULT_MAX_TOKENS = 8192
+"""Tokens per reply in an evaluation, whose file has no key for it; equals the default of `training.max_response_length`."""
 LITELLM_PROVIDERS = (
     *("azure", "bedrock", "cerebras", "cohere", "databricks", "deepinfra", "deepseek", "fireworks_ai", "gemini", "groq", "litellm"),
     *("mistral", "nvidia_nim", "ollama", "openrouter", "perplexity", "replicate", "sambanova", "together_ai", "vertex_ai", "xai"),
 )
-"""Providers that are reached through LiteLLM."""
+"""Providers that the `litellm` engine reaches."""
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[^@\s]+)?", re.ASCII)
 
 
-def model_tables(model_path: str, code: Path, where: str) -> dict[str, Any]:
-    """The `model` and `engine` tables for a model path; a path is looked for under `code` first.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experiment:
+    """A checked experiment file. Whether the paths and names in it exist was not checked yet."""
 
-    `openai/NAME`, `anthropic/NAME` and `PROVIDER/NAME` of LiteLLM's are endpoints; any other `ORG/NAME` is a repository on the hub.
+    kind: RunKind
+    file: EvalFile | TrainFile
+    tables: dict[str, Any]
+    """The tables as written."""
+    advanced: dict[str, dict[str, Any]]
+    """Run config tables from `[advanced]`."""
+    warnings: tuple[Issue, ...]
+    """Keys without an effect."""
+
+    @property
+    def rollout(self) -> str:
+        return self.file.experiment.rollout
+
+    @property
+    def entrypoint(self) -> str:
+        return self.file.experiment.entrypoint
+
+    @property
+    def model_path(self) -> str:
+        return self.file.experiment.model_path
+
+    @property
+    def dataset(self) -> str:
+        return self.file.experiment.dataset
+
+    @property
+    def branch(self) -> str | None:
+        return self.file.experiment.branch
+
+    @property
+    def commit_sha(self) -> str | None:
+        return self.file.experiment.commit_sha
+
+    @property
+    def env(self) -> dict[str, str]:
+        return dict(self.file.env)
+
+    @property
+    def secrets(self) -> tuple[str, ...]:
+        """Names of the required secrets."""
+        return tuple(self.file.secrets.required)
+
+    def run_config(self, *, code: Path, dataset: Path, rows: int, model: str | None = None) -> dict[str, Any]:
+        """Returns the tables for `make_config`, with absolute paths.
+
+        `code` is the workspace or a copy of it; `rows` is the row count of `dataset`; `model` replaces the file's `model_path`.
+        """
+        where = f"the experiment {self.rollout!r}"
+        folder = self._folder(code, where)
+        tree: dict[str, Any] = {
+            "run": {"name": self.rollout},
+            "agent": {"entry": str(folder / self.entrypoint), "folder": str(folder)},
+            "dataset": {"train": str(dataset.resolve())},
+            **({"model": {"name": model}} if model is not None else model_tables(self.model_path, code, where)),
+            "workflow": self.file.workflow,
+            "grader": self.file.grader,
+        }
+        merge_tables(
+            tree, _evaluation_config(self.file, rows) if isinstance(self.file, EvalFile) else _training_config(self.file, rows)
+        )
+        advanced = {section: dict(values) for section, values in self.advanced.items()}
+        for section, key, base in (("dataset", "eval", code), ("agent", "flows", folder), ("agent", "folder", folder)):
+            if isinstance(path := advanced.get(section, {}).get(key), str):
+                advanced[section][key] = str((base / path).resolve())
+        return merge_tables(tree, advanced)
+
+    def _folder(self, code: Path, where: str) -> Path:
+        folder = (code / ROLLOUTS / self.rollout).resolve()
+        if not folder.is_dir():
+            there = sorted(path.name for path in (code / ROLLOUTS).glob("*") if path.is_dir())
+            known = f"there are {', '.join(there)}" if there else f"make it with: penstock rollout init {self.rollout}"
+            raise combine_issues(where, [Issue("experiment.rollout", f"no folder {ROLLOUTS}/{self.rollout}; {known}")])
+        if not (folder / self.entrypoint).is_file():
+            text = f"no file {ROLLOUTS}/{self.rollout}/{self.entrypoint}; check experiment.entrypoint"
+            raise combine_issues(where, [Issue("experiment.entrypoint", text)])
+        return folder
+
+
+def is_experiment(tables: Mapping[str, Any]) -> bool:
+    """Whether the tables are those of an experiment file, not of a run config."""
+    return "experiment" in tables
+
+
+def read_experiment(tables: Mapping[str, Any], kind: RunKind, where: str) -> Experiment:
+    """Checks all tables; ConfigError lists all problems."""
+    model = FILE_MODELS[kind]
+    issues = [*_other_kind_tables(tables, kind), *_conflicts(tables)]
+    ours = {name: values for name, values in tables.items() if name not in KIND_TABLES["train" if kind == "eval" else "eval"]}
+    issues += find_issues(model, ours)
+    path = _table(tables, "experiment").get("model_path")
+    engine = endpoint_engine(path) if isinstance(path, str) else None
+    advanced = read_advanced(_table(tables, "advanced"), engine=engine)
+    issues += advanced.wrong
+    if kind == "train" and engine is not None:
+        text = f"experiment.model_path = {path!r}: others hold its weights, so it cannot be trained"
+        issues.append(Issue("experiment.model_path", f"{text}; name weights, such as smollm2-135m or hf:ORG/NAME"))
+    if issues:
+        raise combine_issues(where, issues)
+    file = model.model_validate(ours)
+    warnings = (*advanced.unknown, *_unused_keys(file, advanced.tree))
+    return Experiment(kind=kind, file=file, tables=dict(tables), advanced=advanced.tree, warnings=warnings)
+
+
+def _other_kind_tables(tables: Mapping[str, Any], kind: RunKind) -> list[Issue]:
+    other: RunKind = "train" if kind == "eval" else "eval"
+    word = "a training run" if kind == "eval" else "an evaluation"
+    return [
+        Issue(name, f"[{name}] is a table of {word}: run the file with `{COMMANDS[other]}`, or leave the table out")
+        for name in KIND_TABLES[other]
+        if name in tables
+    ]
+
+
+def _conflicts(tables: Mapping[str, Any]) -> list[Issue]:
+    """Returns issues with combinations of keys."""
+    issues: list[Issue] = []
+    experiment, required = _table(tables, "experiment"), _table(tables, "secrets").get("required")
+    if experiment.get("branch") is not None and experiment.get("commit_sha") is not None:
+        issues.append(Issue("experiment.commit_sha", "experiment has both branch and commit_sha; keep one of them"))
+    names = [name for name in cast("list[Any]", required) if isinstance(name, str)] if isinstance(required, list) else []
+    for name in dict.fromkeys(names):
+        if name in _table(tables, "env"):
+            issues.append(Issue(f"env.{name}", f"{name} is in [env] and in secrets.required; keep it in one of them"))
+    return issues
+
+
+def _unused_keys(file: EvalFile | TrainFile, advanced: Mapping[str, Mapping[str, Any]]) -> list[Issue]:
+    if not isinstance(file, TrainFile):
+        return []
+    found: list[Issue] = []
+    if file.training.max_prompt_length is not None:
+        text = "training.max_prompt_length is kept with the run and bounds nothing: a prompt may fill the model's context"
+        found.append(Issue("training.max_prompt_length", text))
+    if "eval_interval" in file.checkpoints.model_fields_set and "eval" not in advanced.get("dataset", {}):
+        text = "checkpoints.eval_interval needs held-out tasks; name them with: [advanced.dataset] eval = 'data/NAME.jsonl'"
+        found.append(Issue("checkpoints.eval_interval", text))
+    return found
+
+
+def _table(tables: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Returns a table; empty if it is missing or no table."""
+    found = tables.get(name)
+    return cast("Mapping[str, Any]", found) if isinstance(found, Mapping) else {}
+
+
+# Request bodies.
+
+
+def to_body(tables: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the request body for an experiment file, without empty tables."""
+    return {BODY_KEYS[table]: values for table, values in tables.items() if table in BODY_KEYS and values}
+
+
+def to_tables(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the tables of a request body; ignores its other keys."""
+    return {TABLE_NAMES[key]: values for key, values in body.items() if key in TABLE_NAMES and values is not None}
+
+
+# Conversion to a run config.
+
+
+def _evaluation_config(file: EvalFile, rows: int) -> dict[str, dict[str, Any]]:
+    evaluation = file.evaluation
+    powers = (2**power for power in range(evaluation.n.bit_length()))
+    limits: dict[str, Any] = {
+        "agent_timeout_s": evaluation.agent_workflow_timeout_s,
+        "grader_timeout_s": evaluation.grader_timeout_s,
+    }
+    return {
+        "rollout": limits | ({"concurrency": evaluation.batch_size} if evaluation.batch_size else {}),
+        "eval": {
+            "samples": evaluation.n,
+            "k": sorted({*powers, evaluation.n}),
+            "passes": evaluation.pass_threshold,
+            "rows": f"0-{min(evaluation.limit, rows) - 1}" if evaluation.limit and rows else "",
+        },
+        "sampling": {"max_tokens": DEFAULT_MAX_TOKENS},
+    }
+
+
+def _training_config(file: TrainFile, rows: int) -> dict[str, dict[str, Any]]:
+    training, groups = file.training, max(1, min(file.training.rollout_batch_size, rows))
+    return {
+        "rollout": {
+            "group_size": training.n_samples_per_prompt,
+            "groups_per_step": groups,
+            "agent_timeout_s": training.agent_workflow_timeout_s,
+            "grader_timeout_s": training.grader_timeout_s,
+        },
+        "sampling": {
+            "temperature": file.sampling.rollout_temperature,
+            "top_p": file.sampling.rollout_top_p,
+            "max_tokens": training.max_response_length,
+        },
+        "train": {
+            "lr": training.lr,
+            "steps": math.ceil(training.total_epochs * rows / groups),
+            "eval_every": file.checkpoints.eval_interval,
+            "checkpoint_every": file.checkpoints.checkpoint_save_freq,
+        },
+    }
+
+
+def merge_tables(tree: dict[str, Any], more: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Updates each table of `tree` with the keys of `more`; returns `tree`."""
+    for section, values in more.items():
+        tree[section] = {**tree.get(section, {}), **values}
+    return tree
+
+
+def model_tables(model_path: str, code: Path, where: str) -> dict[str, Any]:
+    """Returns the `model` and `engine` tables for a model path. A local path is looked up under `code` first.
+
+    `openai/NAME`, `anthropic/NAME` and `PROVIDER/NAME` of LiteLLM's are endpoints; any other `ORG/NAME` is one of Hugging Face.
     """
     if (code / model_path).exists():
         return {"model": {"name": str((code / model_path).resolve())}}
@@ -116,237 +299,50 @@ def _check_engine(name: str, model_path: str, where: str) -> None:
         raise combine_issues(where, [Issue("experiment.model_path", text)]) from cause
 
 
-BODY_KEYS = {
-    "experiment": "experiment_config",
-    "evaluation": "evaluation_config",
-    "training": "training_config",
-    "sampling": "sampling_config",
-    "checkpoints": "checkpoints_config",
-    "advanced": "advanced_config",
-    "env": "env_config",
-    "secrets": "secrets",
-    "workflow": "workflow_config",
-    "grader": "grader_config",
-}
-"""What each table of the file is called in a body."""
-TABLE_NAMES = {key: table for table, key in BODY_KEYS.items()}
+# The [advanced] table.
 
 
-def to_body(tables: Mapping[str, Any]) -> dict[str, Any]:
-    """The body that submits an experiment file; empty tables are left out."""
-    return {BODY_KEYS[table]: values for table, values in tables.items() if table in BODY_KEYS and values}
+class AdvancedTables(NamedTuple):
+    tree: dict[str, dict[str, Any]]
+    """Tables of a run config."""
+    unknown: tuple[Issue, ...]
+    """Keys without an effect here; they are stored with the run."""
+    wrong: tuple[Issue, ...]
 
 
-def to_tables(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The experiment file that a body was made of. Keys of a body that are no tables are left out."""
-    return {TABLE_NAMES[key]: values for key, values in body.items() if key in TABLE_NAMES and values is not None}
+def read_advanced(table: Mapping[str, Any], *, engine: str | None = None) -> AdvancedTables:
+    """Sorts the keys; `[advanced.train] steps = 2` and `"train.steps" = 2` mean the same. `engine` is that of the model path."""
+    tree: dict[str, dict[str, Any]] = {}
+    unknown: list[Issue] = []
+    wrong: list[Issue] = []
+    kind = _engine_section(table, engine)
+    for section, key, value in _flatten(table):
+        name = f"{section}.{key}" if key else section
+        if other := MOVED_KEYS.get(name) or MOVED_KEYS.get(section):
+            wrong.append(Issue(f"advanced.{name}", f"advanced.{name}: {other} says that; write it there"))
+        elif key and _known(section, key, kind):
+            tree.setdefault(section, {})[key] = value
+        else:
+            unknown.append(Issue(f"advanced.{name}", f"advanced.{name} is kept with the run and changes nothing here"))
+    return AdvancedTables(tree, tuple(unknown), tuple(wrong))
 
 
-KIND_TABLES = {"eval": ("evaluation",), "train": ("training", "sampling", "checkpoints")}
-"""Tables that only files of one kind have."""
-COMMANDS = {"eval": "penstock eval run", "train": "penstock train"}
-DEFAULT_MAX_TOKENS = 8192
-"""Cap of one reply in an evaluation, whose file has no key for it; the default of `training.max_response_length`."""
+def _flatten(table: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
+    for key, value in table.items():
+        section, _, rest = key.partition(".")
+        if rest or not isinstance(value, Mapping):
+            yield section, rest, value
+        else:
+            yield from ((section, inner_key, inner) for inner_key, inner in cast("Mapping[str, Any]", value).items())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Experiment:
-    """A file that was read and checked; nothing that it names was looked for yet."""
-
-    kind: RunKind
-    file: EvalFile | TrainFile
-    """All of its tables."""
-    tables: dict[str, Any]
-    """The same as they were written."""
-    advanced: dict[str, dict[str, Any]]
-    """Tables of a run's config that it sets by itself."""
-    warnings: tuple[Issue, ...]
-    """What is kept and changes nothing."""
-
-    @property
-    def rollout(self) -> str:
-        """Name of its folder under rollouts/."""
-        return self.file.experiment.rollout
-
-    @property
-    def entrypoint(self) -> str:
-        """The file in that folder."""
-        return self.file.experiment.entrypoint
-
-    @property
-    def model_path(self) -> str:
-        """What is to answer."""
-        return self.file.experiment.model_path
-
-    @property
-    def dataset(self) -> str:
-        """A name, or the path of a file."""
-        return self.file.experiment.dataset
-
-    @property
-    def branch(self) -> str | None:
-        """Whose code is run; None where the file says nothing."""
-        return self.file.experiment.branch
-
-    @property
-    def commit_sha(self) -> str | None:
-        """The commit whose code is run, perhaps shortened."""
-        return self.file.experiment.commit_sha
-
-    @property
-    def env(self) -> dict[str, str]:
-        """Variables for the run's process."""
-        return dict(self.file.env)
-
-    @property
-    def secrets(self) -> tuple[str, ...]:
-        """Names of the variables whose values are kept elsewhere."""
-        return tuple(self.file.secrets.required)
-
-    def run_config(self, *, code: Path, dataset: Path, rows: int, model: str | None = None) -> dict[str, Any]:
-        """The tables that `make_config` takes, with absolute paths.
-
-        `code` is the workspace, or a copy of it; `rows` those of `dataset`; `model` stands in for the file's `model_path`.
-        """
-        where = f"the experiment {self.rollout!r}"
-        folder = self._folder(code, where)
-        tree: dict[str, Any] = {
-            "run": {"name": self.rollout},
-            "agent": {"entry": str(folder / self.entrypoint), "folder": str(folder)},
-            "dataset": {"train": str(dataset.resolve())},
-            **({"model": {"name": model}} if model is not None else model_tables(self.model_path, code, where)),
-            "workflow": self.file.workflow,
-            "grader": self.file.grader,
-        }
-        merge_tables(
-            tree, _evaluation_config(self.file, rows) if isinstance(self.file, EvalFile) else _training_config(self.file, rows)
-        )
-        further = {section: dict(values) for section, values in self.advanced.items()}
-        for section, key, base in (("dataset", "eval", code), ("agent", "flows", folder), ("agent", "folder", folder)):
-            if isinstance(path := further.get(section, {}).get(key), str):
-                further[section][key] = str((base / path).resolve())
-        return merge_tables(tree, further)
-
-    def _folder(self, code: Path, where: str) -> Path:
-        folder = (code / ROLLOUTS / self.rollout).resolve()
-        if not folder.is_dir():
-            there = sorted(path.name for path in (code / ROLLOUTS).glob("*") if path.is_dir())
-            known = f"there are {', '.join(there)}" if there else f"make it with: penstock rollout init {self.rollout}"
-            raise combine_issues(where, [Issue("experiment.rollout", f"no folder {ROLLOUTS}/{self.rollout}; {known}")])
-        if not (folder / self.entrypoint).is_file():
-            text = f"no file {ROLLOUTS}/{self.rollout}/{self.entrypoint}; check experiment.entrypoint"
-            raise combine_issues(where, [Issue("experiment.entrypoint", text)])
-        return folder
+def _engine_section(table: Mapping[str, Any], engine: str | None) -> type[BaseModel]:
+    named = {f"{section}.{key}": value for section, key, value in _flatten(table)}.get("engine.name", engine)
+    return engine_section(named) if isinstance(named, str) else EngineSection
 
 
-def is_experiment(tables: Mapping[str, Any]) -> bool:
-    """Whether tables are those of an experiment file and not of a run's config."""
-    return "experiment" in tables
-
-
-def read_experiment(tables: Mapping[str, Any], kind: RunKind, where: str) -> Experiment:
-    """Check all tables; ConfigError has an issue for everything that is wrong with them."""
-    kinds = FILE_MODELS[kind]
-    issues = [*_other_kind_tables(tables, kind), *_conflicts(tables)]
-    ours = {name: values for name, values in tables.items() if name not in KIND_TABLES["train" if kind == "eval" else "eval"]}
-    issues += find_issues(kinds, ours)
-    path = _table(tables, "experiment").get("model_path")
-    engine = endpoint_engine(path) if isinstance(path, str) else None
-    advanced = read_advanced(_table(tables, "advanced"), engine=engine)
-    issues += advanced.wrong
-    if kind == "train" and engine is not None:
-        text = f"experiment.model_path = {path!r}: others hold its weights, so it cannot be trained"
-        issues.append(Issue("experiment.model_path", f"{text}; name weights, such as smollm2-135m or hf:ORG/NAME"))
-    if issues:
-        raise combine_issues(where, issues)
-    file = kinds.model_validate(ours)
-    warnings = (*advanced.unknown, *_unused_keys(file, advanced.tree))
-    return Experiment(kind=kind, file=file, tables=dict(tables), advanced=advanced.tree, warnings=warnings)
-
-
-def merge_tables(tree: dict[str, Any], more: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """`tree` with the keys of each table of `more`."""
-    for section, values in more.items():
-        tree[section] = {**tree.get(section, {}), **values}
-    return tree
-
-
-def _evaluation_config(file: EvalFile, rows: int) -> dict[str, dict[str, Any]]:
-    given = file.evaluation
-    powers = (2**power for power in range(given.n.bit_length()))
-    limits: dict[str, Any] = {"agent_timeout_s": given.agent_workflow_timeout_s, "grader_timeout_s": given.grader_timeout_s}
-    return {
-        "rollout": limits | ({"concurrency": given.batch_size} if given.batch_size else {}),
-        "eval": {
-            "samples": given.n,
-            "k": sorted({*powers, given.n}),
-            "passes": given.pass_threshold,
-            "rows": f"0-{min(given.limit, rows) - 1}" if given.limit and rows else "",
-        },
-        "sampling": {"max_tokens": DEFAULT_MAX_TOKENS},
-    }
-
-
-def _training_config(file: TrainFile, rows: int) -> dict[str, dict[str, Any]]:
-    given, groups = file.training, max(1, min(file.training.rollout_batch_size, rows))
-    return {
-        "rollout": {
-            "group_size": given.n_samples_per_prompt,
-            "groups_per_step": groups,
-            "agent_timeout_s": given.agent_workflow_timeout_s,
-            "grader_timeout_s": given.grader_timeout_s,
-        },
-        "sampling": {
-            "temperature": file.sampling.rollout_temperature,
-            "top_p": file.sampling.rollout_top_p,
-            "max_tokens": given.max_response_length,
-        },
-        "train": {
-            "lr": given.lr,
-            "steps": math.ceil(given.total_epochs * rows / groups),
-            "eval_every": file.checkpoints.eval_interval,
-            "checkpoint_every": file.checkpoints.checkpoint_save_freq,
-        },
-    }
-
-
-def _other_kind_tables(tables: Mapping[str, Any], kind: RunKind) -> list[Issue]:
-    other: RunKind = "train" if kind == "eval" else "eval"
-    word = "a training run" if kind == "eval" else "an evaluation"
-    return [
-        Issue(name, f"[{name}] is a table of {word}: run the file with `{COMMANDS[other]}`, or leave the table out")
-        for name in KIND_TABLES[other]
-        if name in tables
-    ]
-
-
-def _conflicts(tables: Mapping[str, Any]) -> list[Issue]:
-    """What is wrong with keys only as they stand beside others."""
-    issues: list[Issue] = []
-    experiment, required = _table(tables, "experiment"), _table(tables, "secrets").get("required")
-    if experiment.get("branch") is not None and experiment.get("commit_sha") is not None:
-        issues.append(Issue("experiment.commit_sha", "experiment has both branch and commit_sha; keep one of them"))
-    names = [name for name in cast("list[Any]", required) if isinstance(name, str)] if isinstance(required, list) else []
-    for name in dict.fromkeys(names):
-        if name in _table(tables, "env"):
-            issues.append(Issue(f"env.{name}", f"{name} is in [env] and in secrets.required; keep it in one of them"))
-    return issues
-
-
-def _unused_keys(file: EvalFile | TrainFile, advanced: Mapping[str, Mapping[str, Any]]) -> list[Issue]:
-    if not isinstance(file, TrainFile):
-        return []
-    found: list[Issue] = []
-    if file.training.max_prompt_length is not None:
-        text = "training.max_prompt_length is kept with the run and bounds nothing: a prompt may fill the model's context"
-        found.append(Issue("training.max_prompt_length", text))
-    if "eval_interval" in file.checkpoints.model_fields_set and "eval" not in advanced.get("dataset", {}):
-        text = "checkpoints.eval_interval needs held-out tasks; name them with: [advanced.dataset] eval = 'data/NAME.jsonl'"
-        found.append(Issue("checkpoints.eval_interval", text))
-    return found
-
-
-def _table(tables: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """One that may be missing, or no table at all."""
-    found = tables.get(name)
-    return cast("Mapping[str, Any]", found) if isinstance(found, Mapping) else {}
+def _known(section: str, key: str, engine: type[BaseModel]) -> bool:
+    if section not in RunConfig.model_fields:
+        return False
+    kind: Any = engine if section == "engine" else RunConfig.model_fields[section].annotation
+    return not (isinstance(kind, type) and issubclass(kind, BaseModel)) or key in kind.model_fields

@@ -1,4 +1,4 @@
-"""Where a workspace's things are: rollouts, experiment files, datasets. Git is not needed."""
+"""Layout of a workspace: the folders of rollouts, experiment files and datasets. It needs no git."""
 
 import re
 from dataclasses import dataclass
@@ -10,27 +10,27 @@ ROLLOUTS, EVALS, TRAININGS, DATASETS = "rollouts", "configs/eval", "configs/trai
 FOLDERS = (ROLLOUTS, EVALS, TRAININGS, DATASETS)
 DATASET_SUFFIXES = (".jsonl", ".csv", ".parquet")
 ROLLOUT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-"""What a rollout may be called."""
+"""Valid names of rollouts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """A folder with the four folders in it."""
+    """A folder that contains FOLDERS."""
 
     path: Path
 
     def rollouts(self) -> list[str]:
-        """Names of the folders under rollouts/ that hold Python files, in order."""
+        """Returns the folders under rollouts/ that contain Python files, sorted."""
         folder = self.path / ROLLOUTS
         found = folder.iterdir() if folder.is_dir() else ()
         return sorted(each.name for each in found if each.is_dir() and not each.name.startswith(".") and any(each.glob("*.py")))
 
     def missing(self) -> list[str]:
-        """Folders of the layout that are not there."""
+        """Returns the folders of the layout that do not exist."""
         return [name for name in FOLDERS if not (self.path / name).is_dir()]
 
     def dataset(self, name: str) -> Path:
-        """The file of a dataset: data/NAME with one of the known endings, or a path; DatasetError names what there is."""
+        """Returns a dataset's file: data/NAME with a known suffix, or a path; DatasetError lists the datasets that exist."""
         named = [self.path / DATASETS / f"{name}{ending}" for ending in DATASET_SUFFIXES]
         paths = [Path(name).expanduser(), self.path / name, self.path / DATASETS / name]
         found = [path for path in named if path.is_file()] or [
@@ -41,13 +41,13 @@ class Workspace:
             raise DatasetError(f"experiment.dataset = {name!r} is several files: {names}; write the one with its ending")
         if found:
             return found[0].resolve()
-        there = sorted(path.stem for path in (self.path / DATASETS).glob("*") if path.suffix in DATASET_SUFFIXES)
-        known = f"there are {', '.join(there)}" if there else "there is none yet"
+        existing = sorted(path.stem for path in (self.path / DATASETS).glob("*") if path.suffix in DATASET_SUFFIXES)
+        known = f"there are {', '.join(existing)}" if existing else "there is none yet"
         raise DatasetError(f"experiment.dataset = {name!r}: no {DATASETS}/{name}.jsonl, .csv or .parquet; {known}")
 
 
 def find_workspace(start: Path) -> Workspace | None:
-    """The nearest folder with all four, from `start` upwards."""
+    """Returns the nearest workspace from `start` upwards; None if there is none."""
     here = start.resolve()
     for folder in (here, *here.parents):
         workspace = Workspace(folder)
@@ -57,7 +57,7 @@ def find_workspace(start: Path) -> Workspace | None:
 
 
 def workspace_of(start: Path) -> Workspace:
-    """The same; ConfigError where there is none."""
+    """Returns the nearest workspace from `start` upwards; ConfigError if there is none."""
     found = find_workspace(start)
     if found is None:
         text = f"{start}: not inside a workspace, a folder with {', '.join(f'{name}/' for name in FOLDERS)}"

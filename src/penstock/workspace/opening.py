@@ -1,4 +1,4 @@
-"""A file on disk to the config of a run, whichever form it has: penstock's own tables, or an experiment of a workspace."""
+"""Loads a run config from a file: a run config itself, or an experiment file of a workspace."""
 
 import os
 from collections.abc import Callable, Iterable
@@ -18,11 +18,11 @@ def _ignore_warning(line: str) -> None:
 
 
 def load_run_config(
-    file: Path, overrides: Iterable[str], kind: RunKind, *, tell: Callable[[str], None] = _ignore_warning
+    file: Path, overrides: Iterable[str], kind: RunKind, *, warn: Callable[[str], None] = _ignore_warning
 ) -> RunConfig:
-    """Read `file`, apply overrides of the run's own keys, check everything; `tell` hears of keys that change nothing.
+    """Reads `file`, applies overrides of run config keys and checks everything; calls `warn` for keys without an effect.
 
-    The variables under `[env]` of an experiment are set in this process, where its agent looks for them.
+    Sets the variables under `[env]` of an experiment in this process, for its agent.
     """
     tables = read_toml(file)
     if not is_experiment(tables):
@@ -40,19 +40,19 @@ def load_run_config(
         tree["run"] = {"name": file.stem, "folder": str(workspace.path / "runs"), **experiment.advanced.get("run", {})}
         override(tree, overrides)
         if kind == "eval" and isinstance(samples := tree["eval"].get("samples"), int):
-            tree["eval"]["k"] = [k for k in tree["eval"]["k"] if k <= samples]  # --samples may have made them fewer
+            tree["eval"]["k"] = [k for k in tree["eval"]["k"] if k <= samples]  # an override may have reduced the samples
         config = make_config(tree, str(file))
         check_kind(config, kind)
     problems.refuse(str(file))
     assert config is not None  # else that has raised
     for warning in experiment.warnings:
-        tell(f"{file}: {warning.line}")
+        warn(f"{file}: {warning.line}")
     os.environ.update(experiment.env)
     return config
 
 
 def check_kind(config: RunConfig, kind: RunKind) -> None:
-    """ConfigError where a run of this kind cannot be made with such an engine."""
+    """Raises ConfigError if the engine cannot do a run of this kind."""
     if kind == "train":
         refuse_untrainable(config)
 
@@ -60,5 +60,5 @@ def check_kind(config: RunConfig, kind: RunKind) -> None:
 def _check_secrets(experiment: Experiment, where: str) -> None:
     missing = [name for name in experiment.secrets if not os.environ.get(name)]
     if missing:
-        told = "the environment has none; set it, or keep it with `penstock secret set` and submit the run"
-        raise combine_issues(where, [Issue("secrets.required", f"{name}: {told}") for name in missing])
+        text = "the environment has none; set it, or keep it with `penstock secret set` and submit the run"
+        raise combine_issues(where, [Issue("secrets.required", f"{name}: {text}") for name in missing])

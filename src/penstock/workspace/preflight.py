@@ -1,4 +1,4 @@
-"""What is checked before a run is begun or submitted: everything at once, and, if asked, one rollout from end to end."""
+"""Checks before a run: all settings and inputs at once and, as a dry run, one complete rollout."""
 
 import asyncio
 import tempfile
@@ -23,9 +23,9 @@ from penstock.workspace.sections import RunKind
 
 
 def check_project(config: RunConfig, where: str) -> None:
-    """Raise one ConfigError with an issue for each thing that is wrong: names, port, executor, agent, every row, the model.
+    """Raises one ConfigError with all problems: names, port, executor, agent, every row, the model.
 
-    The agent's code is loaded in a process of its own, nothing is written, and no model is fetched.
+    Loads the agent's code in a separate process; writes nothing and pulls no model.
     """
     problems = Problems()
     checked = check_inputs(config, problems, REGISTRIES)
@@ -38,7 +38,7 @@ def check_project(config: RunConfig, where: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryRunResult:
-    """What came of one rollout that was tried and forgotten."""
+    """Result of a dry run."""
 
     model: str
     task: str
@@ -49,13 +49,12 @@ class DryRunResult:
     steps: int
     """Model calls."""
     tokens: int
-    """Sampled in all of them."""
+    """Sampled tokens."""
     seconds: float
-    """Of the rollout, loading left out."""
+    """Duration of the rollout, without loading."""
 
     @property
     def completed(self) -> bool:
-        """Whether it ended as it should."""
         return self.status == End.COMPLETED
 
 
@@ -64,9 +63,9 @@ def _ignore_event(kind: str, fields: dict[str, Any]) -> None:
 
 
 def dry_run(config: RunConfig, *, kind: RunKind = "eval", listener: Listener = _ignore_event) -> DryRunResult:
-    """Run the first task once, from the agent to its grade, in a folder that is removed; nothing is trained.
+    """Runs and grades the first task once, in a temporary folder, without training.
 
-    The agent's code is loaded in this process, and the model is pulled if it is not here.
+    Loads the agent's code in this process, and pulls the model if needed.
     """
     check_kind(config, kind)
     return asyncio.run(_run_first_task(config, read_inputs(config, listener, registries=REGISTRIES), kind, listener))

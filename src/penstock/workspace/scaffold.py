@@ -1,4 +1,4 @@
-"""The files of a rollout in a workspace, as they are written: code from the examples, and what surrounds it."""
+"""Scaffolding: writes workspaces, rollouts and projects from templates, with code from the examples."""
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -11,8 +11,9 @@ from penstock.errors import ConfigError
 from penstock.workspace.layout import DATASETS, EVALS, ROLLOUT_NAME, ROLLOUTS, TRAININGS, Workspace
 
 EXAMPLES = Path(__file__).parent.parent / "templates"
-"""The project's examples, wherever penstock is installed."""
-
+"""The examples, as packaged with penstock."""
+CONFIG_FILE = "penstock.toml"
+"""Default config file of `penstock train` and `penstock eval run`."""
 EXPERIMENT = """\
 [experiment]
 rollout = "{name}"            # folder under rollouts/
@@ -84,58 +85,40 @@ Change `main.py` and the tasks into yours. `--dry-run` checks everything and tri
 `penstock train submit` hand the same files to a controller.
 """
 GITIGNORE = "runs/\n.penstock/\n__pycache__/\n.venv/\n"
-
-
-def read_example(path: str) -> str:
-    return (EXAMPLES / path).read_text(encoding="utf-8")
-
-
-def rollout_files(name: str, *, about: str, code: dict[str, str], extras: str = "local") -> dict[str, str]:
-    """What a rollout consists of, by path from the workspace; `code` are the examples that its Python files are copies of."""
-    folder = f"{ROLLOUTS}/{name}"
-    told = {"evals": EVALS, "trainings": TRAININGS, "datasets": DATASETS, "name": name}
-    evaluated = EXPERIMENT.format(name=name, endpoints=", openai/NAME")
-    trained = EXPERIMENT.format(name=name, endpoints="")
-    return {
-        **{f"{folder}/{file}": read_example(original) for file, original in code.items()},
-        f"{folder}/pyproject.toml": PROJECT.format(name=name, extras=extras, version=metadata.version("penstock")),
-        f"{folder}/README.md": README.format(about=about, **told),
-        f"{EVALS}/{name}.toml": EVALUATION.format(name=name, experiment=evaluated),
-        f"{TRAININGS}/{name}.toml": TRAINING.format(name=name, experiment=trained),
-        f"{DATASETS}/{name}.jsonl": read_example("multiply/tasks.jsonl"),
-    }
-
-
 PLAIN_CODE = {"main.py": "multiply/agent.py"}
 PLAIN_ABOUT = "An agent that multiplies with a tool, written with a plain `openai` client"
+TASK_FILES = {"tasks.jsonl": "multiply/tasks.jsonl", "heldout.jsonl": "multiply/heldout.jsonl"}
+
+
+# Workspaces and rollouts.
 
 
 def make_workspace(folder: Path) -> Workspace:
-    """`folder` as a workspace; what is there stays."""
+    """Makes `folder` a workspace; existing files stay."""
     create_missing_folders(folder)
     return Workspace(folder.resolve())
 
 
 def missing_folders(folder: Path) -> list[str]:
-    """What keeps `folder` from being a workspace."""
+    """Returns the folders that `folder` lacks to be a workspace."""
     return Workspace(folder).missing()
 
 
 def create_missing_folders(folder: Path) -> list[str]:
-    """Make the folders that are missing, and say which; ConfigError where one cannot be made."""
-    made = missing_folders(folder)
-    for name in made:
+    """Creates the missing folders and returns their names; ConfigError if one cannot be created."""
+    created = missing_folders(folder)
+    for name in created:
         try:
             (folder / name).mkdir(parents=True, exist_ok=True)
             if not any((folder / name).iterdir()):
                 (folder / name / ".gitkeep").touch()  # git keeps no empty folders
         except OSError as cause:
             raise ConfigError(f"{folder / name}: cannot be made: {cause.strerror}; see what is there, and who may write") from cause
-    return made
+    return created
 
 
 def init_rollout(workspace: Workspace, name: str, force: bool = False) -> list[Path]:
-    """Write rollouts/NAME, its experiment files and its tasks; with `force`, over all of these but tasks. The files, in order."""
+    """Writes rollouts/NAME, its experiment files and its dataset; returns the paths. `force` overwrites all but the dataset."""
     check_name(name)
     files = rollout_files(name, about=PLAIN_ABOUT, code=PLAIN_CODE)
     if force:
@@ -144,82 +127,65 @@ def init_rollout(workspace: Workspace, name: str, force: bool = False) -> list[P
 
 
 def check_name(name: str) -> None:
-    """ConfigError where no rollout may be called so."""
     if not ROLLOUT_NAME.fullmatch(name):
         raise ConfigError(f"{name!r} is no name for a rollout; use letters, digits, '.', '_' and '-', a letter or digit first")
 
 
-def write_files(folder: Path, files: Mapping[str, str], *, force: bool = False) -> list[Path]:
-    """Write all or none of them; ConfigError names what is in the way. `force` writes over files."""
-    paths = {folder / path: text for path, text in files.items()}
-    there = [path for path in paths if path.exists()]
-    if there and not force:
-        raise ConfigError(f"{there[0]} is there already and stays; give another folder or name, or --force")
-    new = {parent for path in paths for parent in path.parents if not parent.exists()}
-    try:
-        for path, text in paths.items():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
-    except OSError as cause:
-        _undo_write([path for path in paths if path not in there], new)
-        raise ConfigError(f"{cause.filename or folder}: cannot be written: {cause.strerror}; give another folder") from cause
-    return list(paths)
+def rollout_files(name: str, *, about: str, code: dict[str, str], extras: str = "local") -> dict[str, str]:
+    """Returns the texts of a rollout's files by path in the workspace; `code` maps its Python files to examples."""
+    folder = f"{ROLLOUTS}/{name}"
+    paths = {"evals": EVALS, "trainings": TRAININGS, "datasets": DATASETS, "name": name}
+    evaluated = EXPERIMENT.format(name=name, endpoints=", openai/NAME")
+    trained = EXPERIMENT.format(name=name, endpoints="")
+    return {
+        **{f"{folder}/{file}": read_example(original) for file, original in code.items()},
+        f"{folder}/pyproject.toml": PROJECT.format(name=name, extras=extras, version=metadata.version("penstock")),
+        f"{folder}/README.md": README.format(about=about, **paths),
+        f"{EVALS}/{name}.toml": EVALUATION.format(name=name, experiment=evaluated),
+        f"{TRAININGS}/{name}.toml": TRAINING.format(name=name, experiment=trained),
+        f"{DATASETS}/{name}.jsonl": read_example("multiply/tasks.jsonl"),
+    }
 
 
-def _undo_write(files: Iterable[Path], folders: Iterable[Path]) -> None:
-    """Take back what was written, as far as that can be done."""
-    for path in files:
-        with suppress(OSError):
-            path.unlink()
-    for path in sorted(folders, key=lambda folder: -len(folder.parts)):
-        with suppress(OSError):
-            path.rmdir()
+def read_example(path: str) -> str:
+    return (EXAMPLES / path).read_text(encoding="utf-8")
 
 
-def write_gitignore(folder: Path) -> None:
-    """Say what git need not keep, where nobody has said it yet."""
-    file = folder / ".gitignore"
-    if not file.exists():
-        file.write_text(GITIGNORE, encoding="utf-8")
-
-
-CONFIG_FILE = "penstock.toml"
-"""What `penstock train` and `penstock eval run` take where no file is named."""
-TASK_FILES = {"tasks.jsonl": "multiply/tasks.jsonl", "heldout.jsonl": "multiply/heldout.jsonl"}
+# Project templates.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Template:
-    """A project, as it is written into a folder."""
+    """A project template."""
 
     about: str
     files: Callable[[], dict[str, str]]
-    """Texts by their paths."""
+    """Returns texts by path."""
     extra: str = ""
-    """What must be installed beside `penstock[local]`."""
+    """Extra to install besides `penstock[local]`."""
     rollout: str = ""
-    """Of one that is a workspace: its rollout. Else it is a folder with a `penstock.toml`."""
+    """Name of the rollout if the template is a workspace; empty for a folder with a `penstock.toml`."""
 
     @property
-    def following(self) -> list[str]:
-        """The commands that come next, in that folder."""
+    def next_commands(self) -> list[str]:
+        """Returns the commands to run next, in that folder."""
         install = [f'pip install "penstock[local,{self.extra}]"'] if self.extra else []
         evals, trainings = (f" {folder}/{self.rollout}.toml" if self.rollout else "" for folder in (EVALS, TRAININGS))
         return [*install, f"penstock eval run{evals}", f"penstock train{trainings}"]
 
 
 def _folder_files(toml: str, *names: str, **others: str) -> Callable[[], dict[str, str]]:
-    """The files of an example: its config, what lies beside it under the same name, and tasks of another one."""
+    """Returns a function for the files of an example: its config, `names` beside it, and `others` from other examples."""
 
     def files() -> dict[str, str]:
-        home = Path(toml).parent
+        folder = Path(toml).parent
         config = (
             read_example(toml).replace(f" examples/{toml}", "").replace('"../multiply/', '"')
-        )  # all of it is in one folder there
+        )  # the project has all files in one folder
         return {
             CONFIG_FILE: config,
-            **{name: read_example(f"{home}/{name}") for name in names},
-            **{to: read_example(it) for to, it in others.items()},
+            **{name: read_example(f"{folder}/{name}") for name in names},
+            **{name: read_example(example) for name, example in others.items()},
         }
 
     return files
@@ -273,7 +239,7 @@ TEMPLATES = {
 
 
 def apply_template(folder: Path, name: str, *, force: bool = False) -> list[Path]:
-    """Write a template's project, all or nothing; ConfigError names what is in the way, which `force` writes over."""
+    """Writes a template's project, all files or none; ConfigError if a file exists, unless `force`."""
     template = TEMPLATES.get(name)
     if template is None:
         raise ConfigError(f"there is no template {name!r}; there are {', '.join(TEMPLATES)}")
@@ -282,3 +248,40 @@ def apply_template(folder: Path, name: str, *, force: bool = False) -> list[Path
         create_missing_folders(folder)
         write_gitignore(folder)
     return written
+
+
+# Writing.
+
+
+def write_files(folder: Path, files: Mapping[str, str], *, force: bool = False) -> list[Path]:
+    """Writes all files or none; ConfigError if a file exists, unless `force`."""
+    paths = {folder / path: text for path, text in files.items()}
+    existing = [path for path in paths if path.exists()]
+    if existing and not force:
+        raise ConfigError(f"{existing[0]} is there already and stays; give another folder or name, or --force")
+    new = {parent for path in paths for parent in path.parents if not parent.exists()}
+    try:
+        for path, text in paths.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+    except OSError as cause:
+        _undo_write([path for path in paths if path not in existing], new)
+        raise ConfigError(f"{cause.filename or folder}: cannot be written: {cause.strerror}; give another folder") from cause
+    return list(paths)
+
+
+def _undo_write(files: Iterable[Path], folders: Iterable[Path]) -> None:
+    """Removes what was written, as far as possible."""
+    for path in files:
+        with suppress(OSError):
+            path.unlink()
+    for path in sorted(folders, key=lambda folder: -len(folder.parts)):
+        with suppress(OSError):
+            path.rmdir()
+
+
+def write_gitignore(folder: Path) -> None:
+    """Writes a .gitignore if there is none."""
+    file = folder / ".gitignore"
+    if not file.exists():
+        file.write_text(GITIGNORE, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The tables of an experiment file, each with the values that hold where a key is left out."""
+"""The tables of an experiment file, with their defaults and validation."""
 
 import re
 from pathlib import PurePosixPath
@@ -15,7 +15,7 @@ VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]*")
 SECRET = re.compile(r"[A-Z][A-Z0-9_]*")
 RESERVED = "_OSMOSIS_"
 PLACEHOLDER = "openai/osmosis-rollout"
-"""What an agent calls the policy by: it never names a model of its own."""
+"""The name by which agents call the policy; no model has it."""
 
 
 def _folder_name(text: str) -> str:
@@ -67,13 +67,13 @@ def _secret_names(names: list[str]) -> list[str]:
 
 
 class StrictSection(Section):
-    """A table whose values must have their own types: `"8"` is no number."""
+    """A table without type coercion: `"8"` is no number."""
 
     model_config = ConfigDict(strict=True)
 
 
 class ExperimentTable(StrictSection):
-    """`[experiment]`: what is run."""
+    """`[experiment]`: code, model and dataset."""
 
     rollout: Annotated[str, AfterValidator(_folder_name)]
     """Folder under rollouts/."""
@@ -88,11 +88,11 @@ class ExperimentTable(StrictSection):
 
 class EvaluationTable(StrictSection):
     limit: int | None = Field(default=None, ge=1)
-    """So many rows, from the first on; None takes all."""
+    """The first rows to run; None runs all."""
     n: int = Field(default=1, ge=1)
     """Attempts at each row."""
     batch_size: int | None = Field(default=None, ge=1)
-    """Rollouts that run at once; None leaves that to `rollout.concurrency`."""
+    """Concurrent rollouts; None uses `rollout.concurrency`."""
     pass_threshold: float = 1.0
     agent_workflow_timeout_s: float = Field(default=450.0, gt=0)
     grader_timeout_s: float = Field(default=150.0, gt=0)
@@ -117,26 +117,26 @@ class SamplingTable(StrictSection):
 
 
 class CheckpointsTable(StrictSection):
-    """`[checkpoints]`: both count steps."""
+    """`[checkpoints]`: intervals in steps."""
 
     eval_interval: int = Field(default=10, ge=1)
     checkpoint_save_freq: int = Field(default=20, ge=1)
 
 
 class SecretsTable(StrictSection):
-    """`[secrets]`: never a value."""
+    """`[secrets]`: names only, no values."""
 
     required: Annotated[list[str], AfterValidator(_secret_names)] = Field(default_factory=list[str])
 
 
 class ExperimentFile(StrictSection):
-    """What files of both kinds hold."""
+    """The tables of both kinds of files."""
 
     experiment: ExperimentTable
     env: dict[Annotated[str, AfterValidator(_variable_name)], str] = Field(default_factory=dict[str, str])
     secrets: SecretsTable = SecretsTable()
     advanced: dict[str, Any] = Field(default_factory=dict[str, Any])
-    """Further keys of penstock's own tables."""
+    """Further keys of a run config."""
     workflow: dict[str, Any] = Field(default_factory=dict[str, Any])
     grader: dict[str, Any] = Field(default_factory=dict[str, Any])
 

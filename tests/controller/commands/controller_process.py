@@ -71,7 +71,7 @@ def controller_up(home: Path, *arguments: Any) -> Generator[ControllerProcess]:
 
 
 def end_runs(home: Path) -> None:
-    """Kill the keepers that a controller has left at work, and their runs with them."""
+    """Kill the monitors that a controller has left at work, and their runs with them."""
     for lock in home.glob("runs/*/keeper.lock"):
         with lock.open("a") as file:
             try:

@@ -36,7 +36,7 @@ def test_a_new_rollout_has_code_configs_and_tasks_that_fit_together(tmp_path):
     ]
     heard = []
     for kind, file in (("eval", "configs/eval/mine.toml"), ("train", "configs/training/mine.toml")):
-        config = load_run_config(tmp_path / file, (), kind, tell=heard.append)
+        config = load_run_config(tmp_path / file, (), kind, warn=heard.append)
         assert open_agent(config.agent, config.workflow, config.grader).workflow_config is None
         assert load_tasks(config.dataset.train) and config.sampling.max_tokens == 40
     assert heard == [] and config.train.steps == 8

@@ -93,7 +93,7 @@ def test_missing_secrets_and_a_missing_dataset_are_told_together(workspace, monk
 
 def test_keys_that_change_nothing_are_told_to_whoever_listens(workspace):
     heard = []
-    load_run_config(edited(workspace, "[secrets]", "[advanced]\ngpu = 8\n[secrets]"), (), "eval", tell=heard.append)
+    load_run_config(edited(workspace, "[secrets]", "[advanced]\ngpu = 8\n[secrets]"), (), "eval", warn=heard.append)
     assert len(heard) == 1 and "advanced.gpu is kept with the run" in heard[0]
 
 

@@ -4,24 +4,28 @@ import json
 from pathlib import Path
 from typing import Any
 
-from penstock.cli.summary import Ending, as_object, as_text
+from penstock.cli.summary import ResumeCommand, TrainingResult, as_object, as_text
 from penstock.train.summary import Summary
 
 
-def ending(**changes: Any) -> Ending:
+def training_result(**changes: Any) -> TrainingResult:
     facts: dict[str, Any] = {"name": "demo", "folder": "runs/demo", "status": "finished", "steps": 10, "first_reward": 0.25}
     facts |= {"last_reward": 1.0, "eval_before": 0.5, "eval_after": 0.875, "exact_token_rate": 1.0, "rollouts": 320}
     facts |= {"sampled_tokens": 12345, "trained_tokens": 12000, "train_seconds": 192.4, "policy_version": 10}
     facts |= {"checkpoint": "runs/demo/checkpoints/10", "ends": {"completed": 318, "timeout": 2}}
     summary = Summary(**(facts | changes))
     reasons = {"timeout": {"the workflow ran longer than 120 s": 2}}
-    return Ending(
-        summary=summary, rewards=[0.25, 1.0], reasons=reasons, report=Path("runs/demo/report.html"), command="penstock train a.toml"
+    return TrainingResult(
+        summary=summary,
+        rewards=[0.25, 1.0],
+        reasons=reasons,
+        report=Path("runs/demo/report.html"),
+        resume=ResumeCommand("penstock train a.toml"),
     )
 
 
 def test_the_last_words_name_results_places_and_the_next_command():
-    text = as_text(ending())
+    text = as_text(training_result())
     for said in (
         "Run demo finished: 10 steps in 3:12.",
         "0.250 → 1.000",
@@ -38,16 +42,16 @@ def test_the_last_words_name_results_places_and_the_next_command():
 
 def test_what_is_not_exact_is_told_by_reason():
     told = {"inexact": {"context_differs": 12}, "masked": {"greedy": 2, "zero_advantage": 9}, "breaks": {"history_edited": 3}}
-    text = as_text(ending(exact_token_rate=0.99902, unhashed_tokens=1000, **told))
+    text = as_text(training_result(exact_token_rate=0.99902, unhashed_tokens=1000, **told))
     assert "99.9 % of 12,345 sampled tokens, 1,000 without a digest" in text
     for said in ("not exact   tokens: 12 context_differs", "masked      steps: 2 greedy", "breaks      3 history_edited"):
         assert said in text
     assert "zero_advantage" not in text
-    assert json.loads(as_object(ending(**told)))["masked"] == told["masked"]
+    assert json.loads(as_object(training_result(**told)))["masked"] == told["masked"]
 
 
 def test_a_long_reason_is_wrapped_and_a_very_long_one_is_cut():
-    told = ending()
+    told = training_result()
     told.reasons["agent_error"] = {"a reason " * 200: 1}
     lines = as_text(told).splitlines()
     assert max(len(line) for line in lines) <= 80
@@ -55,31 +59,33 @@ def test_a_long_reason_is_wrapped_and_a_very_long_one_is_cut():
 
 
 def test_a_run_stopped_before_its_last_evaluation_shows_the_first():
-    assert "0.500 before training" in as_text(ending(status="stopped", eval_after=None))
+    assert "0.500 before training" in as_text(training_result(status="stopped", eval_after=None))
 
 
 def test_a_stopped_run_names_the_command_that_goes_on():
-    text = as_text(ending(status="stopped", steps=3))
+    text = as_text(training_result(status="stopped", steps=3))
     assert "stopped safely after step 3" in text
     assert text.rstrip().endswith("penstock train a.toml")
 
 
 def test_a_run_that_had_finished_says_so_and_how_to_start_over():
-    text = as_text(ending(already_finished=True))
+    text = as_text(training_result(already_finished=True))
     assert "finished earlier" in text
     assert "penstock train a.toml --fresh" in text
 
 
 def test_a_run_without_evaluation_or_rollouts_still_sums_up():
     text = as_text(
-        ending(eval_before=None, eval_after=None, first_reward=None, last_reward=None, exact_token_rate=None, ends={}, rollouts=0)
+        training_result(
+            eval_before=None, eval_after=None, first_reward=None, last_reward=None, exact_token_rate=None, ends={}, rollouts=0
+        )
     )
     assert "held-out" not in text
     assert "- → -" in text
 
 
 def test_the_summary_as_json_is_one_object_with_all_fields():
-    told = json.loads(as_object(ending()))
+    told = json.loads(as_object(training_result()))
     assert told["last_reward"] == 1.0
     assert told["ends"] == {"completed": 318, "timeout": 2}
     assert told["report"] == "runs/demo/report.html"

@@ -22,16 +22,16 @@ def test_only_the_ids_are_needed_and_the_rest_says_nothing():
 
 
 def test_ids_come_as_any_sequence_and_go_out_as_lists_of_int():
-    told = SubmittedStep((1, 2), Tensor([3.0]), rollout_log_probs=array.array("f", [-0.5]), reward=1).wire()
+    told = SubmittedStep((1, 2), Tensor([3.0]), rollout_log_probs=array.array("f", [-0.5]), reward=1).to_json()
     assert (told["prompt_ids"], told["response_ids"], told["rollout_log_probs"], told["reward"]) == ([1, 2], [3], [-0.5], 1.0)
 
 
 def test_metadata_goes_out_as_plain_values():
-    assert SubmittedStep([1], [2], metadata={"seen": {3}}).wire()["metadata"] == {"seen": [3]}
+    assert SubmittedStep([1], [2], metadata={"seen": {3}}).to_json()["metadata"] == {"seen": [3]}
 
 
 def test_an_empty_reply_can_be_handed_in():
-    assert SubmittedStep([1], [], rollout_log_probs=[]).wire()["response_ids"] == []
+    assert SubmittedStep([1], [], rollout_log_probs=[]).to_json()["response_ids"] == []
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from claw_r1._names import lazily
+from claw_r1._names import lazy_attributes
 
 if TYPE_CHECKING:
     from claw_r1.agent_flow.agent_flow import AgentFlowBase, AgentFlowManager, AgentFlowWorker, register
@@ -18,7 +18,7 @@ __all__ = [
     "register",
 ]
 
-__getattr__ = lazily(
+__getattr__ = lazy_attributes(
     __name__,
     dict.fromkeys(("AgentFlowBase", "AgentFlowManager", "AgentFlowWorker", "register"), f"{__name__}.agent_flow")
     | {

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from claw_r1._names import lazily
+from claw_r1._names import lazy_attributes
 
 if TYPE_CHECKING:
     from penstock.scale.manager import AgentFlowManager
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 __all__ = ["AgentFlowBase", "AgentFlowManager", "AgentFlowWorker", "Step", "register"]
 
-__getattr__ = lazily(
+__getattr__ = lazy_attributes(
     __name__,
     dict.fromkeys(("AgentFlowBase", "register"), "penstock.sdk.flow")
     | {"AgentFlowManager": "penstock.scale.manager", "AgentFlowWorker": "penstock.scale.worker"}

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from claw_r1._names import lazily
+from claw_r1._names import lazy_attributes
 
 if TYPE_CHECKING:
     from claw_r1.blackbox_agent.blackbox_agent_flow import BlackBoxAgentFlowBase
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BlackBoxAgentFlowBase", "BlackBoxGSM8KAgentFlow", "GSM8KAgent"]
 
-__getattr__ = lazily(
+__getattr__ = lazy_attributes(
     __name__,
     {
         "BlackBoxAgentFlowBase": f"{__name__}.blackbox_agent_flow",

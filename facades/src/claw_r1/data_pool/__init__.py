@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from claw_r1._names import lazily
+from claw_r1._names import lazy_attributes
 
 if TYPE_CHECKING:
     from claw_r1.data_pool.data_model import Step
@@ -12,7 +12,7 @@ __all__ = ["Step"]
 _POOL = "the pool is Penstock's own; read it with `penstock pool` or the gateway's GET /api/stats, /api/steps, /api/trajectories"
 _EXPORT = "sequences are packed by penstock.train; `penstock pool export` writes them for other trainers"
 
-__getattr__ = lazily(
+__getattr__ = lazy_attributes(
     __name__,
     {"Step": f"{__name__}.data_model"},
     {

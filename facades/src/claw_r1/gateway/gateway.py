@@ -19,7 +19,7 @@ from penstock.http.listen import is_loopback
 PORT = 8100
 
 
-class Converted(NamedTuple):
+class GatewayCommand(NamedTuple):
     """Claw-R1's flags as those of `penstock gateway`."""
 
     arguments: list[str]
@@ -44,40 +44,40 @@ def _serve(arguments: list[str]) -> int:
     return run(converted.arguments)
 
 
-def convert(arguments: Sequence[str]) -> Converted:
+def convert(arguments: Sequence[str]) -> GatewayCommand:
     """The command line of `penstock gateway` that does the same; ConfigError names a flag that cannot be kept."""
-    given = _parser().parse_args(arguments)
-    if given.reward_worker_name:
+    flags = _parser().parse_args(arguments)
+    if flags.reward_worker_name:
         text = "no reward worker is asked: /compute_reward goes by the rule of the row's data_source; leave it out"
-        raise ConfigError(f"--reward-worker-name {given.reward_worker_name}: {text}")
-    made = ["gateway", "--folder", str(_folder(given.data_pool_name)), "--model", str(model(given.tokenizer_path))]
-    made += ["--host", given.host, "--port", str(given.port)]
-    addresses = [each.strip() for each in given.vllm_addresses.split(",") if each.strip()]
+        raise ConfigError(f"--reward-worker-name {flags.reward_worker_name}: {text}")
+    command = ["gateway", "--folder", str(_folder(flags.data_pool_name)), "--model", str(model(flags.tokenizer_path))]
+    command += ["--host", flags.host, "--port", str(flags.port)]
+    addresses = [each.strip() for each in flags.vllm_addresses.split(",") if each.strip()]
     if addresses:
-        made += ["--engine", "vllm"]
+        command += ["--engine", "vllm"]
     for address in addresses:
-        made += ["--url", address if "://" in address else f"http://{address}"]
-    if given.response_length:
-        made += ["--set", f"sampling.max_tokens={given.response_length}"]
-    if is_loopback(given.host):
-        made.append("--open")
-    return Converted(made, _notices(given))
+        command += ["--url", address if "://" in address else f"http://{address}"]
+    if flags.response_length:
+        command += ["--set", f"sampling.max_tokens={flags.response_length}"]
+    if is_loopback(flags.host):
+        command.append("--open")
+    return GatewayCommand(command, _notices(flags))
 
 
 def _folder(name: str) -> Path:
     return Path(name) if "/" in name else Path("runs", name)
 
 
-def _notices(given: argparse.Namespace) -> list[str]:
+def _notices(flags: argparse.Namespace) -> list[str]:
     notices: list[str] = []
-    if given.prompt_length:
+    if flags.prompt_length:
         notices.append(
-            f"no effect here: --prompt-length {given.prompt_length} (a prompt is never cut; one that does not fit is refused)"
+            f"no effect here: --prompt-length {flags.prompt_length} (a prompt is never cut; one that does not fit is refused)"
         )
-    if given.ray_address or given.ray_namespace:
+    if flags.ray_address or flags.ray_namespace:
         notices.append("no effect here: --ray-address, --ray-namespace (the pool is a folder of this machine)")
-    if not is_loopback(given.host):
-        notices.append(f"every call needs a token on {given.host}; without --host the gateway is for this machine alone, and open")
+    if not is_loopback(flags.host):
+        notices.append(f"every call needs a token on {flags.host}; without --host the gateway is for this machine alone, and open")
     return notices
 
 

@@ -49,7 +49,7 @@ def login(
             f"Logged in already as {before.email}.",
             "noop",
         )
-    made = _login_of(ControllerClient(url, token), token) if token is not None else _approved(url, terminal(context))
+    made = _login_of(ControllerClient(url, token), token) if token is not None else _wait_for_approval(url, terminal(context))
     save_login(url, made)
     return _told(url, made, "token", f"Logged in at {url} as {made.email}.", "success", saved=True)
 
@@ -59,15 +59,15 @@ def logout(context: typer.Context, yes: Yes = False) -> Operation:
     """Forget the login at OSMOSIS_PLATFORM_URL, and make its token worthless."""
     url = platform_url()
     login = saved_login(url) if url else None
-    told: dict[str, Any] = {"logged_in": False, "platform_url": url} | (
+    status: dict[str, Any] = {"logged_in": False, "platform_url": url} | (
         {"env_token_set": True} if os.environ.get("OSMOSIS_TOKEN") else {}
     )
     if url is None or login is None:
-        return Operation(operation="auth.logout", status="noop", message="Not logged in; nothing to do.", resource=told)
+        return Operation(operation="auth.logout", status="noop", message="Not logged in; nothing to do.", resource=status)
     terminal(context).confirm(f"Log {login.email} out?", yes=yes, summary={"Account": login.email, "Controller": url})
-    told["revoked"] = _revoked(ControllerClient(url, login.token), login, terminal(context))
+    status["revoked"] = _revoke(ControllerClient(url, login.token), login, terminal(context))
     forget_login(url)
-    return Operation(operation="auth.logout", message=f"Logged out at {url}.", resource=told)
+    return Operation(operation="auth.logout", message=f"Logged out at {url}.", resource=status)
 
 
 @app.command("whoami")
@@ -110,9 +110,9 @@ def _login_of(client: ControllerClient, token: str) -> Login:
     )
 
 
-def _approved(url: str, told: Terminal) -> Login:
+def _wait_for_approval(url: str, term: Terminal) -> Login:
     """Wait until somebody approves this machine at the controller."""
-    if not told.can_ask:
+    if not term.can_ask:
         raise CliError(
             "Nobody can approve a login here; pass --token, or set OSMOSIS_TOKEN", "INTERACTIVE_REQUIRED", flags=["--token"]
         )
@@ -132,15 +132,14 @@ def _approved(url: str, told: Terminal) -> Login:
     raise CliError("Nobody approved the login in time; run: osmosis auth login", "AUTH_REQUIRED")
 
 
-def _revoked(client: ControllerClient, login: Login, told: Terminal) -> bool:
-    """Whether the token opens nothing any more."""
+def _revoke(client: ControllerClient, login: Login, term: Terminal) -> bool:
     if login.token_id is None:
         return False
     try:
         client.revoke(login.token_id)
     except ControllerError as error:
         if error.status != 401:
-            told.warn(f"The token could not be made worthless: {error}")
+            term.warn(f"The token could not be made worthless: {error}")
             return False
     return True
 

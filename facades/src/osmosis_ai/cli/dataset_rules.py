@@ -12,13 +12,13 @@ from penstock.sdk.dataset import DatasetRow, each_row, parse_json
 LARGEST = 5 * 1024**3
 FEWEST_ROWS = 4
 LISTED = 20
-"""Errors that are told in full; more are counted."""
+"""Errors listed in full; more are counted."""
 REQUIRED = ("system_prompt", "user_prompt")
 TEXTS = (*REQUIRED, "ground_truth")
 
 
 @dataclass(slots=True)
-class Found:
+class DatasetIssues:
     """What was found in a file."""
 
     rows: int = 0
@@ -33,12 +33,12 @@ class Shapes:
     types: dict[str, tuple[str, str]] = field(default_factory=dict[str, tuple[str, str]])
     """By a key's path: the JSON type it has, and where it was first seen."""
     filled: bool = False
-    given: bool = False
+    present: bool = False
 
 
-def check_file(path: Path) -> Found:
+def check_file(path: Path) -> DatasetIssues:
     """Read the whole file, a row at a time."""
-    found, more = Found(), 0
+    found, more = DatasetIssues(), 0
     for error in _flaws(path, found):
         if len(found.errors) < LISTED:
             found.errors.append(error)
@@ -49,7 +49,7 @@ def check_file(path: Path) -> Found:
     return found
 
 
-def _flaws(path: Path, found: Found) -> Iterator[str]:
+def _flaws(path: Path, found: DatasetIssues) -> Iterator[str]:
     if path.is_file() and (size := path.stat().st_size) > LARGEST:
         yield f"{path}: {size} bytes; a dataset has at most 5 GB"
         return
@@ -64,7 +64,7 @@ def _flaws(path: Path, found: Found) -> Iterator[str]:
         return
     if found.rows < FEWEST_ROWS:
         yield f"{path}: {found.rows} rows; a dataset has at least {FEWEST_ROWS}"
-    if shapes.given and not shapes.filled:
+    if shapes.present and not shapes.filled:
         yield f"{path}: metadata is an empty object in every row; leave the column out"
 
 
@@ -95,9 +95,9 @@ def _metadata_flaws(row: DatasetRow, shapes: Shapes) -> Iterator[str]:
     if not isinstance(value, dict):
         yield f"{row.where}: metadata is {type(value).__name__}; write an object, or one as JSON text"
         return
-    told = cast("dict[str, Any]", value)
-    shapes.given, shapes.filled = True, shapes.filled or bool(told)
-    yield from _shape_flaws(told, "metadata", row.where, shapes)
+    metadata = cast("dict[str, Any]", value)
+    shapes.present, shapes.filled = True, shapes.filled or bool(metadata)
+    yield from _shape_flaws(metadata, "metadata", row.where, shapes)
 
 
 def _shape_flaws(value: Mapping[str, Any], path: str, where: str, shapes: Shapes) -> Iterator[str]:

@@ -129,9 +129,9 @@ def preview(name: Name, rows: Annotated[int, typer.Option("--rows", help="How ma
     record = here.client.dataset(name)
     found: list[Record] | None = record.get("data_preview")
     shown = (found or [])[:rows]
-    told = {"requested_rows": rows, "returned_rows": len(shown), "available": found is not None}
+    counts = {"requested_rows": rows, "returned_rows": len(shown), "available": found is not None}
     absent = {} if found is not None else {"message": f"The dataset {name} is {record.get('status')}; its rows cannot be shown."}
-    data = {"dataset": dataset_item(record), "rows": shown, **told, **absent, **here.where}
+    data = {"dataset": dataset_item(record), "rows": shown, **counts, **absent, **here.where}
     lines = {f"Row {place}": [f"{key}: {plain(value)}" for key, value in row.items()] for place, row in enumerate(shown)}
     return Detail(
         data=data, fields={"Name": record.get("file_name"), "Preview": absent.get("message") or len(shown)}, sections=lines

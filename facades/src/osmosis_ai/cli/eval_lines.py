@@ -46,10 +46,10 @@ def results_of(summary: Record, results: Record) -> list[str]:
     stats = dict(results.get("reward_stats") or {})
     pass_at_k: Record = stats.pop("pass_at_k", None) or {}
     counts = ", ".join(f"{name} {summary[name]}" for name in ("graded", "passed", "failed", "skipped") if name in summary)
-    told = {
+    parts = {
         "Results": counts,
         "Pass Threshold": summary.get("pass_threshold"),
         "Reward Stats": settings(stats),
         "Pass@k": ", ".join(f"{k}: {NONE if value is None else f'{value:.3f}'}" for k, value in pass_at_k.items()),
     }
-    return [f"{label}: {value}" for label, value in told.items() if value not in (None, "")]
+    return [f"{label}: {value}" for label, value in parts.items() if value not in (None, "")]

@@ -108,12 +108,12 @@ def stop(context: typer.Context, name: Name, yes: Yes = False) -> Operation:
     return stop_run("eval", name, terminal(context), yes=yes)
 
 
-def _save(told: Terminal, here: Connection, row: Record, output: Path | None) -> tuple[str | None, str | None]:
+def _save(term: Terminal, here: Connection, row: Record, output: Path | None) -> tuple[str | None, str | None]:
     """Where metrics.json was saved, or why it was not; nothing is written for scripts that did not say where."""
-    if output is None and told.mode != "human":
+    if output is None and term.mode != "human":
         return None, None
     try:
-        fetched = download_outputs(here, row["id"], Selection(("metrics",), None), told, output=output, overwrite=True, yes=True)
+        fetched = download_outputs(here, row["id"], Selection(("metrics",), None), term, output=output, overwrite=True, yes=True)
     except (ConfigError, ControllerError) as error:
         return None, f"metrics.json was not saved: {error}"
     return str(Path(fetched.resource["output_path"]) / "metrics.json"), None

@@ -35,7 +35,7 @@ class Failure:
 
 
 def failure_of(error: Exception) -> Failure:
-    """What is told of an error."""
+    """The fields of an error."""
     match error:
         case CliError():
             return Failure(code=error.code, message=str(error), details=error.details)
@@ -74,6 +74,6 @@ def _listed(message: str, issues: Any) -> str:
 def _line(issue: Any) -> str:
     if not isinstance(issue, dict):
         return str(issue)
-    told = cast("dict[str, Any]", issue)
-    meant = f" (did you mean '{told['key_correction']}'?)" if told.get("key_correction") else ""
-    return f"{told.get('key')}: {told.get('message')}{meant}" if told.get("key") else f"{told.get('message')}{meant}"
+    fields = cast("dict[str, Any]", issue)
+    meant = f" (did you mean '{fields['key_correction']}'?)" if fields.get("key_correction") else ""
+    return f"{fields.get('key')}: {fields.get('message')}{meant}" if fields.get("key") else f"{fields.get('message')}{meant}"

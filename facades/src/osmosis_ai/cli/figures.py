@@ -52,12 +52,12 @@ def duration(milliseconds: float | None) -> str | None:
 
 def settings(config: dict[str, Any] | None) -> str | None:
     """`key=value, table.key=value`, without the model, which has a line of its own."""
-    told: list[str] = []
+    texts: list[str] = []
     for key, value in sorted((config or {}).items()):
         table = cast("dict[str, Any]", value) if isinstance(value, dict) else {}
-        pairs = [(f"{key}.{inner}", one) for inner, one in sorted(table.items())] or [(key, value)]
-        told += [f"{name}={one}" for name, one in pairs if one is not None and name != "model_path"]
-    return ", ".join(told) or None
+        pairs = [(f"{key}.{inner}", item) for inner, item in sorted(table.items())] or [(key, value)]
+        texts += [f"{name}={item}" for name, item in pairs if item is not None and name != "model_path"]
+    return ", ".join(texts) or None
 
 
 def two_digits(value: float | None) -> str:

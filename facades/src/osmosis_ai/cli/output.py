@@ -58,10 +58,10 @@ class Terminal:
         """Go on only where the user says so; a script says it with --yes."""
         if yes:
             return
-        told = [{"label": label, "value": value} for label, value in summary.items()]
+        listed = [{"label": label, "value": value} for label, value in summary.items()]
         if not self.can_ask:
             text = f"{prompt} Nobody can be asked here; pass --yes"
-            raise CliError(text, "INTERACTIVE_REQUIRED", prompt=prompt, summary=told, notes=[], warnings=list(warnings))
+            raise CliError(text, "INTERACTIVE_REQUIRED", prompt=prompt, summary=listed, notes=[], warnings=list(warnings))
         typer.echo("\n".join(columns([[f"{label}:", plain(value)] for label, value in summary.items()])), err=True)
         if not typer.confirm(prompt, err=True):
             typer.echo("Nothing was done.", err=True)

@@ -70,13 +70,13 @@ def download_outputs(
     fetched = download_files(here.client, "eval", run["id"], files, root, overwrite=overwrite)
     failed = refused + [{"path": path, "error": error} for path, error in fetched.failed.items()]
     resource = _resource(run, selection, files, fetched) | {"files_failed": failed, "manifest_totals": below(manifest, "totals")}
-    told = {"status": "partial" if failed else "success", "output_path": str(root), "rows": selection.rows}
+    outcome = {"status": "partial" if failed else "success", "output_path": str(root), "rows": selection.rows}
     counts = f"{len(fetched.downloaded)} fetched, {len(fetched.skipped)} there already, {len(failed)} failed"
     return Operation(
         operation="eval.download",
-        status=told["status"] or "",
+        status=outcome["status"] or "",
         message=f"Files of {run['name']} in {root}: {counts}.",
-        resource=resource | told | here.where,
+        resource=resource | outcome | here.where,
         hints=[f"{one['path']}: {one['error']}" for one in failed],
         exit_code=1 if failed else 0,
     )

@@ -55,9 +55,9 @@ class Detail:
 
     def lines(self, mode: Mode) -> list[str]:
         """`Label: value`, aligned for people."""
-        told = [(label, plain(value)) for label, value in self.fields.items() if value not in (None, "")]
-        width = max((len(label) for label, _ in told), default=0) + 2 if mode == "human" else 0
-        lines = [f"{label + ':':<{width}} {value}" for label, value in told]
+        values = [(label, plain(value)) for label, value in self.fields.items() if value not in (None, "")]
+        width = max((len(label) for label, _ in values), default=0) + 2 if mode == "human" else 0
+        lines = [f"{label + ':':<{width}} {value}" for label, value in values]
         for heading, below in self.sections.items():
             lines += ["", f"{heading}", *below] if mode == "human" else below
         return lines
@@ -81,8 +81,8 @@ class Operation:
 
     def as_json(self) -> dict[str, Any]:
         """The envelope without its version."""
-        told = {"status": self.status, "operation": self.operation, "resource": self.resource, "message": self.message}
-        return told | ({"next_steps_structured": self.steps} if self.steps else {}) | dict(self.extra)
+        values = {"status": self.status, "operation": self.operation, "resource": self.resource, "message": self.message}
+        return values | ({"next_steps_structured": self.steps} if self.steps else {}) | dict(self.extra)
 
     def lines(self, mode: Mode) -> list[str]:
         """The message, then the hints."""

@@ -37,7 +37,7 @@ def rubric(
         raise CliError(f"--score-min {score_min:g} is not below --score-max {score_max:g}; turn them around")
     if timeout is not None and timeout <= 0:
         raise CliError(f"--timeout is {timeout:g}; give a positive number of seconds")
-    told = terminal(context)
+    term = terminal(context)
     judging = judge_file(
         file,
         rubric=read_rubric(Path(text[1:]).expanduser()) if text.startswith("@") else text,
@@ -45,7 +45,7 @@ def rubric(
         scale=Scale(score_min, score_max),
         samples=number,
         output=_file(output),
-        tell=lambda done, total: None if told.mode == "json" else typer.echo(f"{done}/{total} verdicts", err=True),
+        tell=lambda done, total: None if term.mode == "json" else typer.echo(f"{done}/{total} verdicts", err=True),
     )
     return _told(asyncio.run(judging), model, _file(output))
 

@@ -52,7 +52,7 @@ def stop_run(kind: Kind, name: str, terminal: Terminal, *, yes: bool) -> Operati
 
 def configuration(detail: Record) -> list[str]:
     """How a run was set up, a line for each part that is known."""
-    told = {
+    labels = {
         "Entrypoint": detail.get("entrypoint"),
         "Config": settings(detail.get("config")),
         "Branch": detail.get("branch"),
@@ -60,7 +60,7 @@ def configuration(detail: Record) -> list[str]:
         "Secrets": settings(detail.get("resolved_secret_scopes")),
         "Environment Variables": settings(detail.get("env_config")),
     }
-    return [f"{label}: {value}" for label, value in told.items() if value]
+    return [f"{label}: {value}" for label, value in labels.items() if value]
 
 
 def progress(summary: Record) -> str | None:

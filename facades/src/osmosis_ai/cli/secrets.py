@@ -92,12 +92,12 @@ def _scope(word: str, choice: str = "personal or workspace") -> Literal["user", 
     raise CliError(f"--scope {word}: write {choice}")
 
 
-def _value(told: Terminal, variable: str | None) -> str:
+def _value(term: Terminal, variable: str | None) -> str:
     if variable is not None:
         value = os.environ.get(variable, "")
         if not value:
             raise CliError(f"--env {variable}: that variable is not set, or empty")
         return value
-    if not told.can_ask:
+    if not term.can_ask:
         raise CliError("Nobody can be asked for the value here; pass --env VAR", "INTERACTIVE_REQUIRED", flags=["--env"])
     return typer.prompt("Value", hide_input=True, err=True)

@@ -24,8 +24,8 @@ def submit(kind: Kind, config: Path, terminal: Terminal, *, yes: bool) -> Operat
     prepared = prepare_submission(kind, file)
     summary = {"Rollout": prepared.rollout, "Entrypoint": prepared.entrypoint, "Model": prepared.model, "Dataset": prepared.dataset}
     pinned = {"Branch": prepared.branch, "Commit": prepared.commit_sha, "Secrets": ", ".join(prepared.secrets)}
-    told = summary | {label: value for label, value in pinned.items() if value}
-    terminal.confirm(f"Submit this {WORDS[kind]}?", yes=yes, summary=told)
+    shown = summary | {label: value for label, value in pinned.items() if value}
+    terminal.confirm(f"Submit this {WORDS[kind]}?", yes=yes, summary=shown)
     return _told(kind, send_submission(prepared, here.client), prepared, here)
 
 

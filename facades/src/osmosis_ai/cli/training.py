@@ -70,9 +70,9 @@ def show(
         lambda: here.client.metrics("train", row["id"]), lambda got: training_export(detail, got), pending=status in PENDING
     )
     saved, warning = _save(terminal(context), here, row, numbers.export, output) if numbers.export else (None, None)
-    summary, told = training_summary(row), taken(row, ("examples_processed_count", "notes"))
+    summary, details = training_summary(row), taken(row, ("examples_processed_count", "notes"))
     data = {
-        "training_run": training_item(row) | told,
+        "training_run": training_item(row) | details,
         "summary": summary,
         **known({"platform_url": row.get("platform_url")}),
         "checkpoints": checkpoints,
@@ -108,9 +108,9 @@ def _checkpoints(here: Connection, name: str) -> list[Record]:
     return [taken(one, CHECKPOINT) for one in found]
 
 
-def _save(told: Terminal, here: Connection, row: Record, export: Record, output: str | None) -> tuple[str | None, str | None]:
+def _save(term: Terminal, here: Connection, row: Record, export: Record, output: str | None) -> tuple[str | None, str | None]:
     """Where the metrics were saved, or why they were not; nothing is written for scripts that did not say where."""
-    if output is None and told.mode != "human":
+    if output is None and term.mode != "human":
         return None, None
     default = f"{row.get('name') or 'run'}_{row['id'][:8]}.json"
     if output is None:

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from osmosis_ai.rollout._names import lazily
+from osmosis_ai.rollout._names import lazy_attributes
 
 if TYPE_CHECKING:
     from osmosis_ai.rollout.agent_workflow import AgentWorkflow
@@ -71,7 +71,7 @@ _HERE = "osmosis_ai.rollout"
 _CONTEXTS = ("AgentWorkflowContext", "GraderContext", "HarborAgentWorkflowContext", "RolloutContext", "get_rollout_context")
 _STRANDS = ("OsmosisRolloutModel", "OsmosisStrandsAgent")
 
-__getattr__ = lazily(
+__getattr__ = lazy_attributes(
     _HERE,
     dict.fromkeys(__all__, f"{_HERE}.types")
     | dict.fromkeys(_CONTEXTS, f"{_HERE}.context")

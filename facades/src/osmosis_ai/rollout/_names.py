@@ -5,7 +5,7 @@ from importlib import import_module
 from typing import Any
 
 
-def lazily(module: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
+def lazy_attributes(module: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
     """A `__getattr__` for `module`: each of its names is found in the module that `homes` gives for it."""
 
     def find(name: str) -> Any:

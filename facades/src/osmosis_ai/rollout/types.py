@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 from pydantic.dataclasses import dataclass
 
-from osmosis_ai.rollout._names import lazily
+from osmosis_ai.rollout._names import lazy_attributes
 from penstock.rollout.server.protocol import (
     GraderCompleteRequest,
     GraderStatus,
@@ -46,7 +46,7 @@ __all__ = [
     "RolloutStatus",
 ]
 
-__getattr__ = lazily(__name__, dict.fromkeys(("ExecutionRequest", "ExecutionResult"), "penstock.rollout.server.backend"))
+__getattr__ = lazy_attributes(__name__, dict.fromkeys(("ExecutionRequest", "ExecutionResult"), "penstock.rollout.server.backend"))
 
 MessageDict = dict[str, Any]
 
@@ -73,9 +73,9 @@ class RolloutSample(samples.RolloutSample):
             self.trajectory_messages = deepcopy(self.messages)
 
     @classmethod
-    def model_validate(cls, given: Any) -> Self:
+    def model_validate(cls, obj: Any) -> Self:
         """One made of a mapping."""
-        return TypeAdapter(cls).validate_python(given)
+        return TypeAdapter(cls).validate_python(obj)
 
     def model_copy(self, *, update: dict[str, Any] | None = None, deep: bool = False) -> Self:
         """A copy with some fields changed."""

@@ -2,7 +2,7 @@
 
 import re
 
-from penstock.chat.parsers.base import BaseToolFormat, CallParser, ParseOptions, PartialCall, Read, ReplyParser, read_object
+from penstock.chat.parsers.base import BaseToolFormat, CallParser, ParseOptions, PartialCall, Read, read_object
 
 CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"  # noqa: RUF001 (the tokens are spelt so)
 CALL_BEGIN, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"  # noqa: RUF001
@@ -22,7 +22,7 @@ class DeepSeek(BaseToolFormat):
     def begin(self, name: str) -> str:
         return f"{CALLS_BEGIN}{CALL_BEGIN}function{SEPARATOR}{name}" + (f"\n{FENCED}\n" if name else "")
 
-    def parser(self, options: ParseOptions) -> ReplyParser:
+    def parser(self, options: ParseOptions) -> "DeepSeekParser":
         return DeepSeekParser(options)
 
 

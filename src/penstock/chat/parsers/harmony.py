@@ -6,16 +6,7 @@
 import re
 from collections.abc import Callable, Sequence
 
-from penstock.chat.parsers.base import (
-    BaseToolFormat,
-    CallParser,
-    ParseOptions,
-    PartialCall,
-    Read,
-    ReplyParser,
-    overlap,
-    read_object,
-)
+from penstock.chat.parsers.base import BaseToolFormat, CallParser, ParseOptions, PartialCall, Read, overlap, read_object
 from penstock.chat.templates import flatten
 from penstock.records import Message
 
@@ -43,7 +34,7 @@ class Harmony(BaseToolFormat):
     def begin(self, name: str) -> str:
         return f"{CHANNEL}commentary to=functions.{name}" + (f" {CONSTRAIN}json{MESSAGE}" if name else "")
 
-    def parser(self, options: ParseOptions) -> ReplyParser:
+    def parser(self, options: ParseOptions) -> "HarmonyParser":
         return HarmonyParser(options)
 
 

@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from penstock.chat.parsers.base import BaseToolFormat, CallParser, ParseOptions, PartialCall, Read, ReplyParser, read_call
+from penstock.chat.parsers.base import BaseToolFormat, CallParser, ParseOptions, PartialCall, Read, read_call
 from penstock.chat.templates import Tool, flatten, json_value
 from penstock.records import Message
 
@@ -67,7 +67,7 @@ class Hermes(BaseToolFormat):
     def begin(self, name: str) -> str:
         return f'{OPEN}\n{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments":' if name else f'{OPEN}\n{{"name": "'
 
-    def parser(self, options: ParseOptions) -> ReplyParser:
+    def parser(self, options: ParseOptions) -> "HermesParser":
         return HermesParser(options)
 
 

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from penstock.chat.parsers.base import BaseToolFormat, CallParser, ParseOptions, PartialCall, Read, ReplyParser, read_call
+from penstock.chat.parsers.base import BaseToolFormat, CallParser, ParseOptions, PartialCall, Read, read_call
 from penstock.records import Message
 
 TAG = "<|python_tag|>"
@@ -24,7 +24,7 @@ class Llama(BaseToolFormat):
     def begin(self, name: str) -> str:
         return f'{{"name": {json.dumps(name, ensure_ascii=False)}, "parameters":' if name else '{"name": "'
 
-    def parser(self, options: ParseOptions) -> ReplyParser:
+    def parser(self, options: ParseOptions) -> "LlamaParser":
         return LlamaParser(options)
 
 

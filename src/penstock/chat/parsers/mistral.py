@@ -6,16 +6,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any
 
-from penstock.chat.parsers.base import (
-    BaseToolFormat,
-    CallParser,
-    ParseOptions,
-    PartialCall,
-    Read,
-    ReplyParser,
-    read_call,
-    read_object,
-)
+from penstock.chat.parsers.base import BaseToolFormat, CallParser, ParseOptions, PartialCall, Read, read_call, read_object
 from penstock.records import Message
 
 CALLS, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
@@ -36,7 +27,7 @@ class Mistral(BaseToolFormat):
     def begin(self, name: str) -> str:
         return f'{CALLS}[{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments":' if name else f'{CALLS}[{{"name": "'
 
-    def parser(self, options: ParseOptions) -> ReplyParser:
+    def parser(self, options: ParseOptions) -> "MistralParser":
         return MistralParser(options)
 
 

@@ -5,7 +5,7 @@ import json
 import re
 from typing import Any
 
-from penstock.chat.parsers.base import BaseToolFormat, CallParser, ParseOptions, PartialCall, Read, ReplyParser, TextSource
+from penstock.chat.parsers.base import BaseToolFormat, CallParser, ParseOptions, PartialCall, Read, TextSource
 
 START, END = "<|python_start|>", "<|python_end|>"
 NAME, KEY = re.compile(r"[\w.\-]*"), re.compile(r"\w*")
@@ -23,7 +23,7 @@ class Pythonic(BaseToolFormat):
     def begin(self, name: str) -> str:
         return f"[{name}(" if name else "["
 
-    def parser(self, options: ParseOptions) -> ReplyParser:
+    def parser(self, options: ParseOptions) -> "PythonicParser":
         return PythonicParser(options)
 
 

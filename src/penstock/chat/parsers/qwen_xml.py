@@ -6,7 +6,7 @@ from typing import Any
 
 import orjson
 
-from penstock.chat.parsers.base import BaseToolFormat, CallParser, ParseOptions, PartialCall, Read, ReplyParser
+from penstock.chat.parsers.base import BaseToolFormat, CallParser, ParseOptions, PartialCall, Read
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 FUNCTION, FUNCTION_END = "<function=", "</function>"
@@ -34,7 +34,7 @@ class QwenXml(BaseToolFormat):
     def begin(self, name: str) -> str:
         return f"{OPEN}\n{FUNCTION}{name}" + (">\n" if name else "")
 
-    def parser(self, options: ParseOptions) -> ReplyParser:
+    def parser(self, options: ParseOptions) -> "QwenXmlParser":
         return QwenXmlParser(options)
 
 

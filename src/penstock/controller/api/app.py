@@ -1,4 +1,4 @@
-"""What a caller is told of an error: a status, a code, one line, and every issue where there are several. Never a traceback."""
+"""The controller's HTTP app: all routes behind access control, error responses, and the server."""
 
 import asyncio
 import errno
@@ -31,13 +31,112 @@ from penstock.http.server import HttpServer
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 RETRY_AFTER = {429: "30", 503: "10"}
-"""Seconds after which a caller may try again."""
-
+"""Retry-After header, in seconds, by status."""
+DRAIN_S = 2.0
+"""For clients to read responses after the controller was stopped."""
+CLIENT_STALL_S = 60.0
+"""A client that reads nothing for this long is disconnected."""
+Endpoint = Callable[[Request], Awaitable[Response]]
 log = logging.getLogger(__name__)
 
 
+def make_app(controller: Controller, base_url: str, *, names: Collection[str] | None = None) -> Starlette:
+    """Builds the app. `names` are the accepted host names; None accepts any. Links use `base_url` if that is https."""
+    tokens = ApiTokens(controller.database, controller.home.token())
+    links = SignedLinks(controller.home.secret("links"), base_url)
+    results = RunResults(controller)
+    account = AccountRoutes(tokens, DeviceLogins(controller.database, tokens), links)
+    unprotected = [Route("/health", _health, methods=["GET"]), *account.routes()]
+    unprotected += [*runs.routes(controller, results), *outputs.routes(controller, links, results)]
+    routers = (
+        runs.snapshot_routes,
+        repositories.rollout_routes,
+        datasets.routes,
+        models.routes,
+        secrets.routes,
+        repositories.routes,
+    )
+    unprotected += [route for routes in routers for route in routes(controller, links)]
+    access = AccessControl(tokens, links)
+    protected = [access.protect(route) for route in unprotected]
+    app = Starlette(routes=protected, exception_handlers={HTTPException: routing_error_response})
+    app.router.redirect_slashes = False
+    app.add_middleware(HostCheck, names=None if names is None else frozenset(names))
+    return app
+
+
+async def _health(request: Request) -> Response:
+    return reply({"status": "ok", "service": "penstock controller", "version": __version__})
+
+
+class HostCheck:
+    """Middleware: refuses unknown host names (DNS rebinding), and routes by the raw path, so that `%2F` stays in its segment."""
+
+    def __init__(self, app: ASGIApp, names: frozenset[str] | None) -> None:
+        self._app = app
+        self._names = names
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        host = header(scope["headers"], b"host")
+        if self._names is not None and _host_name(host) not in self._names:
+            text = f"this controller is not called {_host_name(host)!r}; start it with that name among --name if it is yours"
+            await error_response(RequestError(text, status=421, code="WRONG_HOST"))(scope, receive, send)
+            return
+        CALLER_BASE_URL.set(f"http://{host}" if host else "")  # links lead to where this caller reaches us
+        raw = scope.get("raw_path") or scope["path"].encode()
+        await self._app({**scope, "path": raw.decode("latin-1")}, receive, send)
+
+
+def _host_name(host: str) -> str:
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return ""
+
+
+class AccessControl:
+    """Wraps every route with its access check and with error responses."""
+
+    def __init__(self, tokens: ApiTokens, links: SignedLinks) -> None:
+        self._tokens = tokens
+        self._links = links
+
+    def protect(self, route: Route) -> Route:
+        """Returns the route with access check and error responses."""
+        (method,) = (route.methods or set()) - {"HEAD"}
+        level = required_access(method, route.path)
+        endpoint: Endpoint = route.endpoint
+
+        async def protected(request: Request) -> Response:
+            try:
+                request.scope["path_params"] = {name: unquote(value) for name, value in request.path_params.items()}
+                await asyncio.to_thread(self._authorize, level, request)
+                return await endpoint(request)
+            except ClientDisconnect:
+                return Response(status_code=400)
+            except Exception as error:
+                return error_response(error)
+
+        return Route(route.path, protected, methods=[method], name=level)
+
+    def _authorize(self, level: AccessLevel, request: Request) -> None:
+        if level is AccessLevel.LINK:
+            purpose, _, token = request.url.path.removeprefix(f"{PATH}/").partition("/")
+            request.state.link = self._links.read(purpose, token)
+        elif level is not AccessLevel.NOTHING:
+            request.state.who = self._tokens.identify(request.headers.get("authorization"))
+            if level is AccessLevel.OWNER:
+                require_owner(request.state.who)
+
+
+# Error responses.
+
+
 def error_response(error: Exception) -> Response:
-    """What no one here expected is logged with its traceback, and told without."""
+    """Returns an error as JSON: code, message and all issues. An unexpected error is logged; its text is not sent."""
     known = _as_controller_error(error)
     if known is None:
         log.error("a request failed", exc_info=error)
@@ -49,7 +148,7 @@ def error_response(error: Exception) -> Response:
 
 
 async def routing_error_response(request: Request, error: Exception) -> Response:
-    """Of a path or a method that is not served."""
+    """Returns the response for an unknown path or method."""
     assert isinstance(error, HTTPException)
     code = {404: "ROUTE_UNKNOWN", 405: "METHOD_NOT_ALLOWED"}.get(error.status_code, "REFUSED")
     text = f"{request.method} {request.url.path}: {error.detail.lower()}"
@@ -82,125 +181,27 @@ def _issues(error: ConfigError) -> dict[str, Any]:
     return {"issues": issues, "field": error.issues[0].key}
 
 
-Endpoint = Callable[[Request], Awaitable[Response]]
-
-
-def make_app(controller: Controller, base_url: str, *, names: Collection[str] | None = None) -> Starlette:
-    """All routes. `names` are those that callers may know us by; None takes any. An https `base_url` is where links lead to."""
-    tokens = ApiTokens(controller.database, controller.home.token())
-    links = SignedLinks(controller.home.secret("links"), base_url)
-    results = RunResults(controller)
-    account = AccountRoutes(tokens, DeviceLogins(controller.database, tokens), links)
-    listed = [Route("/health", _health, methods=["GET"]), *account.routes()]
-    listed += [*runs.routes(controller, results), *outputs.routes(controller, links, results)]
-    routers = (
-        runs.snapshot_routes,
-        repositories.rollout_routes,
-        datasets.routes,
-        models.routes,
-        secrets.routes,
-        repositories.routes,
-    )
-    listed += [route for routes in routers for route in routes(controller, links)]
-    door = AccessControl(tokens, links)
-    app = Starlette(routes=[door.guarded(route) for route in listed], exception_handlers={HTTPException: routing_error_response})
-    app.router.redirect_slashes = False
-    app.add_middleware(HostCheck, names=None if names is None else frozenset(names))
-    return app
-
-
-async def _health(request: Request) -> Response:
-    return reply({"status": "ok", "service": "penstock controller", "version": __version__})
-
-
-class HostCheck:
-    """Before any route: refuses a web page that was tricked into calling us, and leaves each segment of a path as it was sent."""
-
-    def __init__(self, app: ASGIApp, names: frozenset[str] | None) -> None:
-        self._app = app
-        self._names = names
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Note by which name the caller knows us, too: its links are to lead there."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        host = header(scope["headers"], b"host")
-        if self._names is not None and _host_name(host) not in self._names:
-            text = f"this controller is not called {_host_name(host)!r}; start it with that name among --name if it is yours"
-            await error_response(RequestError(text, status=421, code="WRONG_HOST"))(scope, receive, send)
-            return
-        CALLER_BASE_URL.set(f"http://{host}" if host else "")
-        raw = scope.get("raw_path") or scope["path"].encode()
-        await self._app({**scope, "path": raw.decode("latin-1")}, receive, send)
-
-
-class AccessControl:
-    """What stands before the function of every route."""
-
-    def __init__(self, tokens: ApiTokens, links: SignedLinks) -> None:
-        self._tokens = tokens
-        self._links = links
-
-    def guarded(self, route: Route) -> Route:
-        """The same route for those alone who may ask; whatever it raises is told in the platform's form."""
-        (method,) = (route.methods or set()) - {"HEAD"}
-        needed = required_access(method, route.path)
-        endpoint: Endpoint = route.endpoint
-
-        async def guarded(request: Request) -> Response:
-            try:
-                request.scope["path_params"] = {name: unquote(value) for name, value in request.path_params.items()}
-                await asyncio.to_thread(self._admit, needed, request)
-                return await endpoint(request)
-            except ClientDisconnect:
-                return Response(status_code=400)
-            except Exception as error:
-                return error_response(error)
-
-        return Route(route.path, guarded, methods=[method], name=needed)
-
-    def _admit(self, needed: AccessLevel, request: Request) -> None:
-        if needed is AccessLevel.LINK:
-            what, _, token = request.url.path.removeprefix(f"{PATH}/").partition("/")
-            request.state.link = self._links.read(what, token)
-        elif needed is not AccessLevel.NOTHING:
-            request.state.who = self._tokens.identify(request.headers.get("authorization"))
-            if needed is AccessLevel.OWNER:
-                require_owner(request.state.who)
-
-
-def _host_name(host: str) -> str:
-    try:
-        return urlsplit(f"//{host}").hostname or ""
-    except ValueError:
-        return ""
-
-
-DRAIN_S = 2.0
-"""How long a stopped controller lets callers take the answers that are written."""
-CLIENT_STALL_S = 60.0
-"""How long a caller may take nothing of its answer before it is cut off."""
+# The server.
 
 
 @asynccontextmanager
 async def serve_controller(
     controller: Controller, *, host: str = "127.0.0.1", port: int = 0, base_url: str = "", names: Collection[str] = ()
 ) -> AsyncGenerator[str]:
-    """Serve until this is left; yields the address for callers on this machine.
+    """Serves the API; yields its URL for clients on this machine.
 
-    `base_url` is how callers reach it where that is another, such as https://… of a proxy. `names` are further ones that it may be
-    called by; on an interface other than this machine's own, without any, every name is taken: the token is what counts.
+    `base_url` is how clients reach it if that differs, such as https://… of a proxy. `names` are further host names to accept. On
+    an external interface without `names`, every host name is accepted: the token protects the API.
     """
-    outside = urlsplit(base_url).hostname if base_url.startswith(("http://", "https://")) else None
-    if base_url and not outside:
+    external = urlsplit(base_url).hostname if base_url.startswith(("http://", "https://")) else None
+    if base_url and not external:
         raise ConfigError(f"base URL {base_url!r}: write it as https://name, or http://name:port")
     with _bind(host, port) as bound:
-        here = url_of(host, bound.getsockname()[1]).removesuffix("/v1")
-        known = known_names(host, [*names, outside] if outside else names)
-        app = make_app(controller, base_url or here, names=known)
+        local_url = url_of(host, bound.getsockname()[1]).removesuffix("/v1")
+        known = known_names(host, [*names, external] if external else names)
+        app = make_app(controller, base_url or local_url, names=known)
         async with HttpServer(app, bound, drain_s=DRAIN_S, reader_s=CLIENT_STALL_S):
-            yield here
+            yield local_url
 
 
 def _bind(host: str, port: int) -> socket.socket:

@@ -1,6 +1,6 @@
-"""Who may ask for what: the owner's token from the controller's folder, and tokens of devices that the owner let in.
+"""Authentication: the owner's token from the home folder, tokens of devices, and the device logins that create them.
 
-Only hashes of devices' tokens are kept. What a route needs follows from its path; one that is not named here needs a token.
+Of device tokens only hashes are stored. A route's access level follows from its path; unlisted routes need a token.
 """
 
 import hmac
@@ -26,23 +26,29 @@ from penstock.errors import ControllerError
 TOKENS_TABLE = """CREATE TABLE IF NOT EXISTS tokens (
     id TEXT PRIMARY KEY, hash TEXT NOT NULL UNIQUE, name TEXT NOT NULL, created_at TEXT NOT NULL, expires_at TEXT NOT NULL,
     revoked INTEGER NOT NULL DEFAULT 0)"""
+LOGINS_TABLE = """CREATE TABLE IF NOT EXISTS logins (
+    device_hash TEXT PRIMARY KEY, user_code TEXT NOT NULL UNIQUE, name TEXT NOT NULL, until REAL NOT NULL, answer TEXT)"""
 OWNER = "owner"
-"""Id and name of who has the token of the folder."""
+"""Token id and name of whoever has the token of the home folder."""
+PUBLIC_PATHS = frozenset({"/health", "/device", "/api/cli/device/authorize", "/api/cli/device/token"})
+OWNER_ROUTES = frozenset({("POST", "/api/cli/device/approve"), ("POST", "/api/cli/repositories")})
+"""Routes that approve logins, or open folders of the controller's machine."""
 TOKEN_LIFETIME = timedelta(days=90)
+LOGIN_LIFETIME_S = 900
+POLL_INTERVAL_S = 2
+MAX_LOGINS = 50
+"""Pending logins at once: anyone who reaches the controller can start one."""
+CODE_ALPHABET = "BCDFGHJKLMNPQRSTVWXZ23456789"
+"""Of user codes: no characters that look alike, and no vowels, so that no words occur."""
 
 
 class AccessLevel(StrEnum):
-    """What a route asks of its caller."""
+    """What a route requires of its caller."""
 
     NOTHING = "nothing"
     LINK = "link"
     TOKEN = "token"
     OWNER = "owner"
-
-
-PUBLIC_PATHS = frozenset({"/health", "/device", "/api/cli/device/authorize", "/api/cli/device/token"})
-OWNER_ROUTES = frozenset({("POST", "/api/cli/device/approve"), ("POST", "/api/cli/repositories")})
-"""What lets others in, or opens a folder of the controller's machine."""
 
 
 def required_access(method: str, path: str) -> AccessLevel:
@@ -60,25 +66,31 @@ class Identity(NamedTuple):
 
     @property
     def is_owner(self) -> bool:
-        """Whether it is the controller's own token."""
         return self.token_id == OWNER
 
     @property
     def email(self) -> str:
-        """Clients want one; nothing is ever sent there."""
+        """A placeholder: clients expect one."""
         return f"{self.token_id}@{socket.gethostname() or 'localhost'}"
 
 
+def require_owner(who: Identity) -> None:
+    """Raises ControllerError 403 unless `who` is the owner."""
+    if not who.is_owner:
+        text = "this needs the owner's token, which lies in the controller's folder; run the command on the controller's machine"
+        raise ControllerError(text, code="FORBIDDEN", status=403)
+
+
 class ApiTokens:
-    """Those that open this controller."""
+    """The owner's token and the table of device tokens."""
 
     def __init__(self, database: ControllerDatabase, owner_token: str) -> None:
         self._database = database
         self._owner = _hash(owner_token)
         database.create(TOKENS_TABLE)
 
-    def make(self, name: str) -> tuple[str, Identity]:
-        """A new one for a device; it can be read here and never again."""
+    def create(self, name: str) -> tuple[str, Identity]:
+        """Creates a device token; only its hash is stored."""
         token, token_id = f"pst_{secrets.token_urlsafe(32)}", new_id()
         expires_at = (datetime.now(UTC) + TOKEN_LIFETIME).isoformat(timespec="seconds")
         statement = "INSERT INTO tokens (id, hash, name, created_at, expires_at) VALUES (?, ?, ?, ?, ?)"
@@ -86,16 +98,16 @@ class ApiTokens:
         return token, Identity(token_id, name, expires_at)
 
     def identify(self, authorization: str | None) -> Identity:
-        """Of a request with this header; ControllerError 401 with one of the platform's codes."""
+        """Returns whose token an Authorization header has; ControllerError 401 with one of the platform's codes."""
         if authorization is None:
             raise _unauthorized("no token was sent; send it as `Authorization: Bearer …`", "AUTH_HEADER_MISSING")
         scheme, _, token = authorization.partition(" ")
         if scheme.lower() != "bearer" or not token.strip():
             raise _unauthorized("the Authorization header has no token; send it as `Authorization: Bearer …`", "TOKEN_MISSING")
-        shown = _hash(token.strip())
-        if hmac.compare_digest(shown, self._owner):
+        token_hash = _hash(token.strip())
+        if hmac.compare_digest(token_hash, self._owner):
             return Identity(OWNER, OWNER)
-        row = self._database.row("SELECT * FROM tokens WHERE hash = ?", [shown])
+        row = self._database.row("SELECT * FROM tokens WHERE hash = ?", [token_hash])
         if row is None:
             raise _unauthorized("the token is not one of this controller's; log in again", "TOKEN_INVALID")
         if row["revoked"]:
@@ -105,7 +117,7 @@ class ApiTokens:
         return Identity(row["id"], row["name"], row["expires_at"])
 
     def revoke(self, token_id: str, who: Identity) -> None:
-        """Make one worthless: one's own, or any by the owner."""
+        """Revokes a token: one's own, or as the owner any."""
         if token_id == OWNER:
             text = "the owner's token lies in the controller's folder; remove the file `token` there and start it again"
             raise ControllerError(text, code="TOKEN_PERMANENT", status=409)
@@ -115,40 +127,13 @@ class ApiTokens:
             raise ControllerError(f"there is no token {token_id!r}", code="TOKEN_NOT_FOUND", status=404)
 
 
-def require_owner(who: Identity) -> None:
-    """ControllerError 403 for all but the owner."""
-    if not who.is_owner:
-        text = "this needs the owner's token, which lies in the controller's folder; run the command on the controller's machine"
-        raise ControllerError(text, code="FORBIDDEN", status=403)
-
-
-def _hash(token: str) -> str:
-    return sha256(token.encode("utf-8", "surrogateescape")).hexdigest()
-
-
-def _unauthorized(message: str, code: str) -> ControllerError:
-    return ControllerError(message, code=code, status=401)
-
-
-LOGINS_TABLE = """CREATE TABLE IF NOT EXISTS logins (
-    device_hash TEXT PRIMARY KEY, user_code TEXT NOT NULL UNIQUE, name TEXT NOT NULL, until REAL NOT NULL, answer TEXT)"""
-CODE_ALPHABET = "BCDFGHJKLMNPQRSTVWXZ23456789"
-"""Of a user's code: none that is taken for another, none that makes words."""
-LOGIN_LIFETIME_S = 900
-POLL_INTERVAL_S = 2
-MAX_LOGINS = 50
-"""Logins that wait at once: anyone who reaches the controller may begin one."""
-
-
 class PendingLogin(NamedTuple):
-    """A login that waits."""
-
     device_code: str
     user_code: str
 
 
 class DeviceLogins:
-    """Those that wait. They are few and short-lived, and survive a controller that is started again."""
+    """The table of pending device logins."""
 
     def __init__(self, database: ControllerDatabase, tokens: ApiTokens) -> None:
         self._database = database
@@ -156,20 +141,20 @@ class DeviceLogins:
         database.create(LOGINS_TABLE)
 
     def begin(self, name: str) -> PendingLogin:
-        """For a device of this name."""
+        """Starts a login for a device of this name."""
         with self._database.transaction():
             self._database.write("DELETE FROM logins WHERE until < ?", [time.time()])
             waiting = self._database.rows("SELECT count(*) FROM logins")[0][0]
             if waiting >= MAX_LOGINS:
                 raise ControllerError(f"{waiting} logins wait already; try again later", code="TOO_MANY_LOGINS", status=429)
             code = "".join(secrets.choice(CODE_ALPHABET) for _ in range(8))
-            begun = PendingLogin(secrets.token_urlsafe(32), f"{code[:4]}-{code[4:]}")
+            login = PendingLogin(secrets.token_urlsafe(32), f"{code[:4]}-{code[4:]}")
             statement = "INSERT INTO logins (device_hash, user_code, name, until) VALUES (?, ?, ?, ?)"
-            self._database.write(statement, [_hash_code(begun.device_code), begun.user_code, name, time.time() + LOGIN_LIFETIME_S])
-        return begun
+            self._database.write(statement, [_hash(login.device_code), login.user_code, name, time.time() + LOGIN_LIFETIME_S])
+        return login
 
     def answer(self, user_code: str, *, approve: bool) -> str:
-        """Let the device in that shows this code, or not; its name. A code is answered once."""
+        """Approves or denies the login with this code, once; returns the device's name."""
         code = normalize_code(user_code)
         name = self._database.row("SELECT name FROM logins WHERE user_code = ?", [code])
         statement = "UPDATE logins SET answer = ? WHERE user_code = ? AND answer IS NULL AND until >= ?"
@@ -181,8 +166,8 @@ class DeviceLogins:
         return name["name"]
 
     def token(self, device_code: str) -> tuple[str, Identity]:
-        """For a device that was let in, once; until then, ControllerError with the platform's word for how it stands."""
-        device = _hash_code(device_code)
+        """Creates the token of an approved login, once; until then ControllerError with a code of the OAuth device flow."""
+        device = _hash(device_code)
         with self._database.transaction():
             row = self._database.row("SELECT * FROM logins WHERE device_hash = ?", [device])
             if row is None or row["until"] < time.time():
@@ -192,25 +177,11 @@ class DeviceLogins:
             if row["answer"] is None:
                 raise _login_state("authorization_pending")
             self._database.write("DELETE FROM logins WHERE device_hash = ?", [device])
-            return self._tokens.make(row["name"])
-
-
-def normalize_code(text: str) -> str:
-    """As it was shown, however it was typed: upper case, one dash."""
-    letters = re.sub(r"[^A-Z0-9]", "", text.upper())[:8]
-    return f"{letters[:4]}-{letters[4:]}" if letters else ""
-
-
-def _login_state(word: str) -> ControllerError:
-    return ControllerError(word, code=word.upper(), status=400)
-
-
-def _hash_code(code: str) -> str:
-    return sha256(code.encode("utf-8", "surrogatepass")).hexdigest()
+            return self._tokens.create(row["name"])
 
 
 class AccountRoutes:
-    """Routes of who asks."""
+    """Routes for logins and tokens."""
 
     def __init__(self, tokens: ApiTokens, logins: DeviceLogins, links: SignedLinks) -> None:
         self._tokens = tokens
@@ -237,13 +208,13 @@ class AccountRoutes:
 
     async def _authorize(self, request: Request) -> Response:
         body = await read_object(request)
-        begun = self._logins.begin(string_field(body, "deviceName", default="a device")[:100])
+        login = self._logins.begin(string_field(body, "deviceName", default="a device")[:100])
         page = f"{self._links.base}/device"
-        whole = {"verification_uri": page, "verification_uri_complete": f"{page}?code={begun.user_code}"}
-        return reply(begun._asdict() | whole | {"expires_in": LOGIN_LIFETIME_S, "interval": POLL_INTERVAL_S})
+        uris = {"verification_uri": page, "verification_uri_complete": f"{page}?code={login.user_code}"}
+        return reply(login._asdict() | uris | {"expires_in": LOGIN_LIFETIME_S, "interval": POLL_INTERVAL_S})
 
     async def _page(self, request: Request) -> Response:
-        """What the browser of who logs in shows: whom to ask."""
+        """Returns the page that the device's browser shows: how the owner approves the login."""
         code = normalize_code(request.query_params.get("code", "")) or "CODE"
         text = f"To let this device in, run on the controller's machine:\n\n    penstock controller approve {code}\n"
         return PlainTextResponse(text, headers={"cache-control": "no-store", "x-content-type-options": "nosniff"})
@@ -263,5 +234,23 @@ class AccountRoutes:
         return reply({"id": request.path_params["token_id"], "status": "revoked"})
 
 
+def normalize_code(text: str) -> str:
+    """Returns a typed code in upper case with one dash."""
+    letters = re.sub(r"[^A-Z0-9]", "", text.upper())[:8]
+    return f"{letters[:4]}-{letters[4:]}" if letters else ""
+
+
 def _user(who: Identity) -> dict[str, str]:
     return {"id": who.token_id, "email": who.email, "name": who.name}
+
+
+def _hash(token: str) -> str:
+    return sha256(token.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _unauthorized(message: str, code: str) -> ControllerError:
+    return ControllerError(message, code=code, status=401)
+
+
+def _login_state(word: str) -> ControllerError:
+    return ControllerError(word, code=word.upper(), status=400)

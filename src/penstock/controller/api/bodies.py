@@ -1,4 +1,4 @@
-"""Request bodies in, JSON replies out."""
+"""Request bodies, query parameters and JSON replies."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
@@ -10,17 +10,17 @@ from starlette.responses import Response
 from penstock.errors import ControllerError
 
 MAX_BODY_BYTES = 4 << 20
-"""Bytes of a JSON body: a submission holds settings, never files."""
+"""Limit of a JSON body: a submission holds settings, no files."""
 
 
 def reply(body: Mapping[str, Any], status: int = 200, **headers: str) -> Response:
-    """A JSON object. Numbers that are not finite become null: a client takes them for absent."""
+    """Returns a JSON response. Non-finite numbers become null, which clients take for absent."""
     return Response(orjson.dumps(dict(body), option=orjson.OPT_NON_STR_KEYS), status, headers, media_type="application/json")
 
 
-async def read_object(request: Request, *, largest: int = MAX_BODY_BYTES) -> dict[str, Any]:
-    """The JSON object that a body is; `{}` for none. ControllerError 400 or 413 for anything else."""
-    body = await read_bytes(request, largest)
+async def read_object(request: Request, *, max_bytes: int = MAX_BODY_BYTES) -> dict[str, Any]:
+    """Returns the JSON object of a request's body; `{}` if it is empty. ControllerError 400 or 413 otherwise."""
+    body = await read_bytes(request, max_bytes)
     if not body.strip():
         return {}
     try:
@@ -32,24 +32,23 @@ async def read_object(request: Request, *, largest: int = MAX_BODY_BYTES) -> dic
     return cast(dict[str, Any], value)
 
 
-async def read_bytes(request: Request, largest: int) -> bytes:
-    """A body of at most `largest` bytes."""
+async def read_bytes(request: Request, max_bytes: int) -> bytes:
     parts: list[bytes] = []
     size = 0
     async for part in request.stream():
         size += len(part)
-        if size > largest:
-            raise too_large(largest)
+        if size > max_bytes:
+            raise too_large(max_bytes)
         parts.append(part)
     return b"".join(parts)
 
 
-def too_large(largest: int) -> ControllerError:
-    return ControllerError(f"the request's body is larger than {largest} bytes; send less", code="BODY_TOO_LARGE", status=413)
+def too_large(max_bytes: int) -> ControllerError:
+    return ControllerError(f"the request's body is larger than {max_bytes} bytes; send less", code="BODY_TOO_LARGE", status=413)
 
 
 def string_field(body: Mapping[str, Any], key: str, *, default: str | None = None) -> str:
-    """A string of a body; ControllerError 400 where it is missing (and there is no default) or of another type."""
+    """Returns a non-empty string of a body; ControllerError 400 if it is missing without a default, or no string."""
     value = body.get(key, default)
     if not isinstance(value, str) or not value.strip():
         text = f"{key} is missing" if value is None else f"{key} must be a string that is not empty"
@@ -58,24 +57,22 @@ def string_field(body: Mapping[str, Any], key: str, *, default: str | None = Non
 
 
 def as_object(value: object) -> dict[str, Any]:
-    """A part of a body that is an object; empty where it is anything else."""
+    """Returns a JSON object as a dict; empty for any other value."""
     return cast(dict[str, Any], value) if isinstance(value, dict) else {}
 
 
 MAX_PAGE_ROWS = 50
-"""Rows of a page; also how many there are where the caller does not say."""
+"""Largest page, and the default."""
 MAX_OFFSET = 1 << 53
 
 
 class PageRequest(NamedTuple):
-    """Which rows are asked for."""
-
     limit: int
     offset: int
 
 
 def page_request(request: Request) -> PageRequest:
-    """From `limit` (1 to 50) and `offset`; ControllerError 400 for others."""
+    """Reads `limit` (1 to 50) and `offset`; ControllerError 400 if they are invalid."""
     return PageRequest(
         int_param(request, "limit", MAX_PAGE_ROWS, low=1, high=MAX_PAGE_ROWS),
         int_param(request, "offset", 0, low=0, high=MAX_OFFSET),
@@ -85,15 +82,15 @@ def page_request(request: Request) -> PageRequest:
 def page_reply(
     key: str, rows: Sequence[Mapping[str, Any]], total: int, limit: int, offset: int, *, more: Mapping[str, Any] | None = None
 ) -> Response:
-    """One page, and where the next begins; `more` stands beside the list."""
+    """Returns a page of rows under `key`, with the offset of the next page; `more` are further keys."""
     end = offset + len(rows)
     has_more = bool(rows) and end < total
-    place = {"total_count": total, "has_more": has_more, "next_offset": end if has_more else None}
-    return reply({key: list(rows)} | place | dict(more or {}))
+    position = {"total_count": total, "has_more": has_more, "next_offset": end if has_more else None}
+    return reply({key: list(rows)} | position | dict(more or {}))
 
 
 def int_param(request: Request, name: str, default: int, *, low: int, high: int) -> int:
-    """A whole number of the query; ControllerError 400 where it is something else or out of bounds."""
+    """Reads an integer of the query; ControllerError 400 if it is no integer or out of bounds."""
     text = request.query_params.get(name)
     if text is None:
         return default

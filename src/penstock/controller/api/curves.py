@@ -1,4 +1,4 @@
-"""What a training run has come to so far: its metrics under the platform's names."""
+"""Progress of training runs: their metrics as curves, under the platform's names. Files are read incrementally."""
 
 import threading
 from collections import OrderedDict
@@ -13,7 +13,7 @@ import orjson
 from penstock.run.folder import RunFolder
 
 FileStamps = tuple[tuple[int, int], ...]
-"""When files were last written, and their sizes."""
+"""Modification time and size of several files."""
 MAX_CACHED = 200
 
 METRIC_NAMES = {
@@ -31,32 +31,30 @@ METRIC_NAMES = {
     "rollout_s": ("perf/rollout_s", "Seconds of rollouts"),
     "train_s": ("perf/train_s", "Seconds of the update"),
 }
-"""Of a step's metrics: the platform's key where it has one, else one of the same form."""
+"""Key and title of each metric: the platform's own where it has one, else one of the same form."""
 HELD_OUT = ("eval/validation/reward", "Held-out reward")
 
 
 class CurvePoint(NamedTuple):
-    """A value after a step."""
-
     step: int
     value: float
     of: int | str
-    """What was measured, by which its time is known: the step, or an evaluation such as `during-8`."""
+    """What was measured: a step, or an evaluation such as `during-8`. The key of its time."""
 
 
 Curves = dict[tuple[str, str], list[CurvePoint]]
-"""By key and title."""
+"""Points by metric key and title."""
 
 
 @dataclass(slots=True)
 class EventTimes:
-    """When steps and held-out evaluations ended, from the event log; read on from where the last reading stopped."""
+    """End times of steps and held-out evaluations, from the event log."""
 
     offset: int = 0
     ends: dict[int | str, float] = field(default_factory=dict[int | str, float])
 
     def read_on(self, file: Path) -> None:
-        """Take in what was added."""
+        """Reads what was added since the last call."""
         for line in _complete_lines(file, self.offset):
             self.offset += len(line)
             if b'"kind":"train.step"' in line[:80] or b'"kind":"eval.end"' in line[:80]:
@@ -67,25 +65,25 @@ class EventTimes:
 
 @dataclass(slots=True)
 class StepMetrics:
-    """What the steps came to, from the metrics; read on from where the last reading stopped."""
+    """Metrics of all steps, from metrics.jsonl."""
 
     offset: int = 0
-    read: bytes = b""
-    """The line before `offset`. A file in which it stands elsewhere, or no more, was cut or written anew."""
+    last_line: bytes = b""
+    """The line before `offset`. If the file has another line there, it was truncated or rewritten."""
     last: dict[str, Any] = field(default_factory=dict[str, Any])
-    """The last step's metrics."""
+    """Metrics of the last step."""
     curves: Curves = field(default_factory=Curves)
     examples: int = 0
 
     def read_on(self, file: Path) -> "StepMetrics":
-        """With what was added; read from the beginning where the file is not the one that was read."""
-        lines = _complete_lines(file, self.offset - len(self.read))
-        if self.read and next(lines, b"") != self.read:
+        """Reads what was added; starts again from the beginning if the file was truncated or rewritten."""
+        lines = _complete_lines(file, self.offset - len(self.last_line))
+        if self.last_line and next(lines, b"") != self.last_line:
             return StepMetrics().read_on(file)
         for line in lines:
             if line.endswith(b"}\n"):
                 self._add(orjson.loads(line))
-            self.offset, self.read = self.offset + len(line), line
+            self.offset, self.last_line = self.offset + len(line), line
         return self
 
     def _add(self, entry: dict[str, Any]) -> None:
@@ -100,36 +98,38 @@ class StepMetrics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingProgress:
-    """A training run in numbers."""
+    """The metrics of a training run so far."""
 
     curves: Curves
     ends: dict[int | str, float]
-    """When what was measured ended, in seconds since 1970."""
-    otherwise: float
-    """When the rest did, as far as is known."""
+    """End times, in seconds since 1970."""
+    default_end: float
+    """Used for points without an end time."""
     step: int
     steps: int | None
-    """None before the first."""
+    """Planned steps; None before the first one."""
     reward: float | None
     """Of the last step."""
     examples: int
-    """Tasks whose groups were trained."""
+    """Groups that were trained."""
 
     def metrics(self) -> list[dict[str, Any]]:
-        """As the platform gives them; timestamps are milliseconds since 1970."""
-        at = {of: round(seconds * 1000) for of, seconds in self.ends.items()}
-        rest = round(self.otherwise * 1000)
+        """Returns the curves in the platform's form; timestamps are milliseconds since 1970."""
+        ends_ms = {of: round(seconds * 1000) for of, seconds in self.ends.items()}
+        default_ms = round(self.default_end * 1000)
         return [
             {
                 "metric_key": key,
                 "title": title,
-                "data_points": [{"step": step, "value": value, "timestamp": at.get(of, rest)} for step, value, of in points],
+                "data_points": [
+                    {"step": step, "value": value, "timestamp": ends_ms.get(of, default_ms)} for step, value, of in points
+                ],
             }
             for (key, title), points in self.curves.items()
         ]
 
     def summaries(self) -> list[dict[str, Any]]:
-        """Of each curve: where it began, where it is, and between what."""
+        """Returns first, last, minimum and maximum of each curve."""
         found: list[dict[str, Any]] = []
         for (key, title), points in self.curves.items():
             values = [point.value for point in points]
@@ -139,35 +139,37 @@ class TrainingProgress:
 
 
 class TrainingReader:
+    """Reads the progress of training runs. Caches what it read, of a limited number of runs."""
+
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._times: OrderedDict[Path, EventTimes] = OrderedDict()
         self._steps: dict[Path, StepMetrics] = {}
-        self._read: dict[Path, tuple[FileStamps, TrainingProgress]] = {}
+        self._progress: dict[Path, tuple[FileStamps, TrainingProgress]] = {}
 
     def read(self, path: Path) -> TrainingProgress:
-        """Of the run in this folder, which may not be there yet. What has not changed is not read again; ask in a thread."""
+        """Returns the progress of the run in this folder, which need not exist yet. Blocks on files: call it in a thread."""
         stamp = tuple(_stamp(path / name) for name in ("metrics.jsonl", "evals.json", "events.jsonl"))
         with self._lock:
-            known, trained = self._read.get(path, ((), None))
-            if trained is None or known != stamp:
-                trained = self._trained(path)
-                self._read[path] = (stamp, trained)
-            return trained
+            known, progress = self._progress.get(path, ((), None))
+            if progress is None or known != stamp:
+                progress = self._read_progress(path)
+                self._progress[path] = (stamp, progress)
+            return progress
 
-    def _trained(self, path: Path) -> TrainingProgress:
+    def _read_progress(self, path: Path) -> TrainingProgress:
         folder = RunFolder(path, resumed=True)
         times = self._times.setdefault(path, EventTimes())
         while len(self._times) > MAX_CACHED:
-            forgotten, _ = self._times.popitem(last=False)
-            self._read.pop(forgotten, None)
-            self._steps.pop(forgotten, None)
+            dropped, _ = self._times.popitem(last=False)
+            self._progress.pop(dropped, None)
+            self._steps.pop(dropped, None)
         times.read_on(folder.events)
         steps = self._steps[path] = self._steps.get(path, StepMetrics()).read_on(path / "metrics.jsonl")
         return TrainingProgress(
             curves={name: points.copy() for name, points in steps.curves.items()} | _held_out_curve(folder.evaluations()),
             ends=times.ends.copy(),
-            otherwise=_changed_at(path),
+            default_end=_changed_at(path),
             step=steps.last.get("step", 0),
             steps=steps.last.get("steps"),
             reward=steps.last.get("reward"),
@@ -181,7 +183,7 @@ def _held_out_curve(evals: dict[str, float | None]) -> Curves:
 
 
 def _complete_lines(file: Path, offset: int) -> Iterator[bytes]:
-    """From there on; one that is being written is left for the next time."""
+    """Yields the lines from `offset` on, without a last one that is still being written."""
     if file.exists():
         with file.open("rb") as lines:
             lines.seek(offset)

@@ -1,4 +1,4 @@
-"""Datasets over HTTP: a record for each, uploads and downloads by links, and what was noted while one was received."""
+"""Routes for datasets: uploads and downloads by signed links, details and logs."""
 
 import asyncio
 from typing import Any
@@ -18,17 +18,17 @@ BASE = "/api/cli/datasets"
 
 
 def routes(controller: Controller, links: SignedLinks) -> list[Route]:
-    station = DatasetRoutes(controller, links)
+    handlers = DatasetRoutes(controller, links)
     return [
-        Route(BASE, station.begin, methods=["POST"]),
-        Route(BASE, station.listed, methods=["GET"]),
-        Route(f"{BASE}/{{ref}}", station.shown, methods=["GET"]),
-        Route(f"{BASE}/{{ref}}/complete", station.complete, methods=["POST"]),
-        Route(f"{BASE}/{{ref}}/abort", station.abort, methods=["POST"]),
-        Route(f"{BASE}/{{ref}}/download", station.download, methods=["GET"]),
-        Route(f"{BASE}/{{ref}}/logs", station.logs, methods=["GET"]),
-        Route(f"{PATH}/dataset-upload/{{token}}", station.upload, methods=["PUT"]),
-        Route(f"{PATH}/dataset/{{token}}", station.file, methods=["GET"]),
+        Route(BASE, handlers.begin, methods=["POST"]),
+        Route(BASE, handlers.list_datasets, methods=["GET"]),
+        Route(f"{BASE}/{{ref}}", handlers.show, methods=["GET"]),
+        Route(f"{BASE}/{{ref}}/complete", handlers.complete, methods=["POST"]),
+        Route(f"{BASE}/{{ref}}/abort", handlers.abort, methods=["POST"]),
+        Route(f"{BASE}/{{ref}}/download", handlers.download, methods=["GET"]),
+        Route(f"{BASE}/{{ref}}/logs", handlers.logs, methods=["GET"]),
+        Route(f"{PATH}/dataset-upload/{{token}}", handlers.upload, methods=["PUT"]),
+        Route(f"{PATH}/dataset/{{token}}", handlers.file, methods=["GET"]),
     ]
 
 
@@ -38,65 +38,61 @@ class DatasetRoutes:
         self._links = links
 
     async def begin(self, request: Request) -> Response:
-        """A record with `upload`: one PUT of the whole file, by a link that is good for this upload alone."""
+        """Starts an upload. `upload` of the reply describes one PUT of the whole file, to a link for this upload only."""
         body = await read_object(request)
         name, extension, size = string_field(body, "file_name"), string_field(body, "extension"), body.get("file_size")
         if not isinstance(size, int) or isinstance(size, bool):
             raise _invalid_body("file_size must be a whole number of bytes", "file_size")
         replaced = string_field(body, "overwrite_dataset_id") if body.get("overwrite_dataset_id") is not None else None
-        begun = await asyncio.to_thread(
+        dataset = await asyncio.to_thread(
             self._datasets.begin, name, size, extension.lower().lstrip("."), replaced, creator=request.state.who.name
         )
-        upload = self._datasets.upload(begun.id)
-        assert upload is not None, "it was begun"
-        url = self._links.make("dataset-upload", dataset=begun.id, key=upload.key)
+        upload = self._datasets.upload(dataset.id)
+        assert upload is not None, "begin has created it"
+        url = self._links.create("dataset-upload", dataset=dataset.id, key=upload.key)
         simple: dict[str, Any] = {
             "method": "simple",
-            "s3_key": f"{begun.id}/{upload.key}",
+            "s3_key": f"{dataset.id}/{upload.key}",
             "presigned_url": url,
             "upload_headers": {},
         }
-        return reply(_record(begun) | {"upload": simple | {"expires_in": int(self._links.lifetime_s)}}, 201)
+        return reply(_record(dataset) | {"upload": simple | {"expires_in": int(self._links.lifetime_s)}}, 201)
 
     async def upload(self, request: Request) -> Response:
-        """Bytes of a file, as they come."""
         link = request.state.link
         await self._datasets.receive(link["dataset"], request.stream(), key=link["key"])
         return Response(status_code=204)
 
     async def complete(self, request: Request) -> Response:
-        """The record, once every row was looked at; as `processing` where that takes long."""
+        """Returns the dataset after its validation; as `processing` if that takes long."""
         body = await read_object(request)
         extension = string_field(body, "file_extension") if body.get("file_extension") is not None else None
         return reply(_record(await self._datasets.complete(request.path_params["ref"], extension)))
 
     async def abort(self, request: Request) -> Response:
-        """The record of a dataset for which nothing is expected any more."""
         return reply(_record(await asyncio.to_thread(self._datasets.abort, request.path_params["ref"])))
 
-    async def listed(self, request: Request) -> Response:
+    async def list_datasets(self, request: Request) -> Response:
         limit, offset = page_request(request)
         found, total = await asyncio.to_thread(self._datasets.page, limit=limit, offset=offset)
         return page_reply("datasets", [_record(each) for each in found], total, limit, offset)
 
-    async def shown(self, request: Request) -> Response:
-        """A record with the first rows."""
+    async def show(self, request: Request) -> Response:
         found = self._datasets.get(request.path_params["ref"])
         rows = await asyncio.to_thread(preview, found.path) if found.digest else None
         return reply(_record(found) | {"data_preview": rows})
 
     async def download(self, request: Request) -> Response:
-        """A link to the content as it is now: it leads there even where the dataset is replaced meanwhile."""
+        """Returns a link to the present content; it stays valid if the dataset is replaced."""
         found = self._datasets.get(request.path_params["ref"])
         if found.digest is None:
             text = f"dataset {found.name!r} has no content: it is {found.status}{f' ({found.message})' if found.message else ''}"
             raise ControllerError(text, code="DATASET_NOT_READY", status=409)
         name = f"{found.name}.{found.extension}"
-        url = self._links.make("dataset", dataset=found.id, file=found.path.name, name=name)
+        url = self._links.create("dataset", dataset=found.id, file=found.path.name, name=name)
         return reply({"presigned_url": url, "expires_in": int(self._links.lifetime_s), "file_name": name})
 
     async def file(self, request: Request) -> Response:
-        """The content behind a link."""
         link = request.state.link
         path = self._datasets.get(link["dataset"]).path.with_name(link["file"])
         if not path.is_file():
@@ -107,7 +103,6 @@ class DatasetRoutes:
         return FileResponse(path, media_type="application/octet-stream", headers=headers)
 
     async def logs(self, request: Request) -> Response:
-        """A page of what was noted."""
         found = self._datasets.get(request.path_params["ref"])
         limit, direction = int_param(request, "limit", 50, low=1, high=200), request.query_params.get("direction", "older")
         if direction not in ("older", "newer"):

@@ -1,7 +1,7 @@
-"""Links that carry their own authority, for clients that send no token to them: signed, and good for a while.
+"""Signed links: URLs that grant access for a limited time, for clients that send no token with them.
 
-A link is `/api/cli/links/<what>/<token>`. The app reads the token of every request under `/api/cli/links/` before its route does,
-and leaves the facts in `request.state.link`, so that no such route can forget to.
+A link is `/api/cli/links/<purpose>/<token>`. The app verifies the token of every request under `/api/cli/links/` before its route
+runs, and puts the link's facts into `request.state.link`; so no route can forget to.
 """
 
 import hmac
@@ -17,14 +17,14 @@ from penstock.errors import ControllerError
 
 PATH = "/api/cli/links"
 LIFETIME_S = 3600
-"""Longer than a client's longest upload of one part."""
+"""Longer than any single upload takes."""
 
 CALLER_BASE_URL: ContextVar[str] = ContextVar("REACHED", default="")
-"""Where the caller whose request is answered found us; the app sets it, for each request."""
+"""Base URL that the current request's client used; set by the app for each request."""
 
 
 class SignedLinks:
-    """Makes and reads them. They lead to `base_url` where that is https, else to where the caller found us, by a tunnel too."""
+    """Creates and verifies links, to `base_url` if that is https, else to the URL that the client used, such as a tunnel's."""
 
     def __init__(self, key: bytes, base_url: str, *, lifetime_s: float = LIFETIME_S) -> None:
         self._key = hmac.new(key, b"penstock links", sha256).digest()
@@ -33,33 +33,33 @@ class SignedLinks:
 
     @property
     def base(self) -> str:
-        """Where the caller whose request is answered finds us."""
+        """The base URL for the current request's client."""
         return self._base_url if self._base_url.startswith("https:") else CALLER_BASE_URL.get() or self._base_url
 
-    def make(self, what: str, **facts: Any) -> str:
-        """A URL for the route `/api/cli/links/<what>/{token}`, which is told these facts and no others."""
-        told = orjson.dumps({"what": what, "until": time.time() + self.lifetime_s, "facts": facts})
-        return f"{self.base}{PATH}/{what}/{_encode(told)}.{self._sign(told)}"
+    def create(self, purpose: str, **facts: Any) -> str:
+        """Returns a URL for the route `/api/cli/links/<purpose>/{token}`, which gets exactly these facts."""
+        payload = orjson.dumps({"what": purpose, "until": time.time() + self.lifetime_s, "facts": facts})
+        return f"{self.base}{PATH}/{purpose}/{_encode(payload)}.{self._sign(payload)}"
 
-    def read(self, what: str, token: str) -> dict[str, Any]:
-        """The facts of a link; ControllerError 403 for one that is over, or that this controller did not make for `what`."""
-        told_text, _, signature = token.partition(".")
-        told = _decode(told_text)
-        if not hmac.compare_digest(signature.encode("utf-8", "replace"), self._sign(told).encode()):
+    def read(self, purpose: str, token: str) -> dict[str, Any]:
+        """Returns the facts of a link; ControllerError 403 if it expired or was not created here for `purpose`."""
+        encoded, _, signature = token.partition(".")
+        payload = _decode(encoded)
+        if not hmac.compare_digest(signature.encode("utf-8", "replace"), self._sign(payload).encode()):
             raise _invalid_link("this link is not one of this controller's; ask for a new one", "LINK_INVALID")
-        found: dict[str, Any] = orjson.loads(told)
-        if found["what"] != what:
+        found: dict[str, Any] = orjson.loads(payload)
+        if found["what"] != purpose:
             raise _invalid_link("this link was made for something else; ask for a new one", "LINK_INVALID")
         if found["until"] < time.time():
             raise _invalid_link("this link is over; ask for a new one", "LINK_EXPIRED")
         return found["facts"]
 
-    def _sign(self, told: bytes) -> str:
-        return hmac.new(self._key, told, sha256).hexdigest()
+    def _sign(self, payload: bytes) -> str:
+        return hmac.new(self._key, payload, sha256).hexdigest()
 
 
-def _encode(told: bytes) -> str:
-    return urlsafe_b64encode(told).decode().rstrip("=")
+def _encode(payload: bytes) -> str:
+    return urlsafe_b64encode(payload).decode().rstrip("=")
 
 
 def _decode(text: str) -> bytes:

@@ -1,4 +1,4 @@
-"""A log a page at a time, backwards from its end or forwards from any place; the file may grow meanwhile."""
+"""Pages of a run's log, backwards from its end or forwards from a cursor. The file may grow meanwhile."""
 
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from pathlib import Path
@@ -11,21 +11,19 @@ from penstock.controller.api.bodies import as_object, int_param
 from penstock.errors import ControllerError
 
 MAX_ENTRIES, DEFAULT_ENTRIES = 200, 50
-"""Entries of a page."""
+"""Entries per page."""
 BLOCK_BYTES = 1 << 16
 
 
 class LogQuery(NamedTuple):
-    """Which page is asked for."""
-
     limit: int
     newer: bool
-    place: int | None
-    """Byte in the file that the page ends before (begins at, with `newer`); None is the end (the beginning)."""
+    offset: int | None
+    """Byte offset at which the page ends, or with `newer` starts; None is the end, or with `newer` the start, of the file."""
 
 
 def log_query(request: Request, log_id: str) -> LogQuery:
-    """Of the log of `log_id`, whose cursors are no other's; ControllerError 400."""
+    """Reads the query parameters; ControllerError 400 if they are invalid, or for a cursor of another log than `log_id`."""
     limit = int_param(request, "limit", DEFAULT_ENTRIES, low=1, high=MAX_ENTRIES)
     direction = request.query_params.get("direction", "older")
     if direction not in ("older", "newer"):
@@ -34,20 +32,20 @@ def log_query(request: Request, log_id: str) -> LogQuery:
     return LogQuery(limit, direction == "newer", _cursor_position(cursor, log_id) if cursor else None)
 
 
-def log_page(file: Path, log_id: str, asked: LogQuery) -> dict[str, Any]:
-    """`{logs, next_cursor}`, oldest first. Backwards the cursor is null at the beginning; forwards it says where to go on."""
+def log_page(file: Path, log_id: str, query: LogQuery) -> dict[str, Any]:
+    """Returns `{logs, next_cursor}`, oldest first. The cursor is null at the beginning of the file, never with `newer`."""
     size = _complete_size(file)
-    if asked.newer:
-        start = min(asked.place or 0, size)
-        lines, end = _read_forwards(file, start, size, asked.limit)
+    if query.newer:
+        start = min(query.offset or 0, size)
+        lines, end = _read_forwards(file, start, size, query.limit)
         return {"logs": [_entry(line) for line in lines], "next_cursor": _cursor(log_id, end)}
-    end = size if asked.place is None else min(asked.place, size)
-    lines, start = _read_backwards(file, end, asked.limit)
+    end = size if query.offset is None else min(query.offset, size)
+    lines, start = _read_backwards(file, end, query.limit)
     return {"logs": [_entry(line) for line in lines], "next_cursor": _cursor(log_id, start) if start else None}
 
 
 def log_text(file: Path) -> bytes:
-    """The whole log for a reader: a line for each entry, further lines of it indented."""
+    """Returns the whole log as text: a line per entry, its further lines indented."""
     if not file.exists():
         return b""
     entries = [_entry(line) for line in file.read_bytes()[: _complete_size(file)].splitlines()]
@@ -55,24 +53,24 @@ def log_text(file: Path) -> bytes:
 
 
 def _line(*, timestamp: str, level: str, step: str, message: str, **_: Any) -> str:
-    place = f"[step {step}] " if step else ""
-    text = f"{timestamp} {level.upper():7} {place}{message}"
+    prefix = f"[step {step}] " if step else ""
+    text = f"{timestamp} {level.upper():7} {prefix}{message}"
     return text.replace("\n", "\n    ") + "\n"
 
 
 def _entry(line: bytes) -> dict[str, Any]:
-    """Strings for a client, whatever was written."""
+    """Returns a line as an entry, with strings for all fields even if the line is malformed."""
     try:
-        told = as_object(orjson.loads(line))
+        entry = as_object(orjson.loads(line))
     except ValueError:
-        told = {"message": line.decode("utf-8", "replace")}
-    texts = {name: "" if told.get(name) is None else str(told[name]) for name in ("timestamp", "level", "step", "message")}
-    details = told.get("details")
+        entry = {"message": line.decode("utf-8", "replace")}
+    texts = {name: "" if entry.get(name) is None else str(entry[name]) for name in ("timestamp", "level", "step", "message")}
+    details = entry.get("details")
     return texts | {"details": details if isinstance(details, dict) else None}
 
 
 def _complete_size(file: Path) -> int:
-    """Bytes up to the end of the last whole line."""
+    """Returns the file's size without a last line that is still being written."""
     try:
         size = file.stat().st_size
     except OSError:
@@ -99,7 +97,7 @@ def _read_forwards(file: Path, start: int, size: int, limit: int) -> tuple[list[
 
 
 def _read_backwards(file: Path, end: int, limit: int) -> tuple[list[bytes], int]:
-    """The last `limit` lines before `end`, and where the first of them begins."""
+    """Returns the last `limit` lines before `end`, and the offset of the first."""
     if not end:
         return [], 0
     part, start = b"", end
@@ -109,23 +107,22 @@ def _read_backwards(file: Path, end: int, limit: int) -> tuple[list[bytes], int]
             start -= step
             log.seek(start)
             part = log.read(step) + part
-    lines = part.splitlines(keepends=True)
-    kept = lines[-limit:]
-    return kept, end - sum(map(len, kept))
+    lines = part.splitlines(keepends=True)[-limit:]
+    return lines, end - sum(map(len, lines))
 
 
-def _cursor(log_id: str, place: int) -> str:
-    return urlsafe_b64encode(f"{log_id}:{place}".encode()).decode().rstrip("=")
+def _cursor(log_id: str, offset: int) -> str:
+    return urlsafe_b64encode(f"{log_id}:{offset}".encode()).decode().rstrip("=")
 
 
 def _cursor_position(cursor: str, log_id: str) -> int:
     try:
-        whose, _, place = urlsafe_b64decode(cursor.encode("ascii") + b"=" * (-len(cursor) % 4)).decode().rpartition(":")
+        cursor_log, _, offset = urlsafe_b64decode(cursor.encode("ascii") + b"=" * (-len(cursor) % 4)).decode().rpartition(":")
     except ValueError:
-        whose = place = ""
-    if whose != log_id or not place.isdecimal() or len(place) > 18:
+        cursor_log = offset = ""
+    if cursor_log != log_id or not offset.isdecimal() or len(offset) > 18:
         raise _invalid_query("cursor", "the cursor is not one of this log's; take it from the last page, or leave it out")
-    return int(place)
+    return int(offset)
 
 
 def _invalid_query(name: str, text: str) -> ControllerError:

@@ -1,4 +1,4 @@
-"""Models over HTTP: those to begin with, those that runs have trained, and which of them are served."""
+"""Routes for models: pretrained models, checkpoints, and their deployment."""
 
 import asyncio
 from pathlib import Path
@@ -18,14 +18,14 @@ BASE = "/api/cli/models"
 
 
 def routes(controller: Controller, links: SignedLinks) -> list[Route]:
-    """Where what is; a name with a slash arrives as one segment."""
-    station = ModelRoutes(controller)
+    """A name with a slash is one path segment (`%2F`)."""
+    handlers = ModelRoutes(controller)
     return [
-        Route(f"{BASE}/base", station.base, methods=["GET"]),
-        Route(f"{BASE}/lora", station.trained, methods=["GET"]),
-        Route(f"{BASE}/{{name}}", station.shown, methods=["GET"]),
-        Route(f"{BASE}/{{name}}/deploy", station.deploy, methods=["POST"]),
-        Route(f"{BASE}/{{name}}/undeploy", station.undeploy, methods=["POST"]),
+        Route(f"{BASE}/base", handlers.base, methods=["GET"]),
+        Route(f"{BASE}/lora", handlers.trained, methods=["GET"]),
+        Route(f"{BASE}/{{name}}", handlers.show, methods=["GET"]),
+        Route(f"{BASE}/{{name}}/deploy", handlers.deploy, methods=["POST"]),
+        Route(f"{BASE}/{{name}}/undeploy", handlers.undeploy, methods=["POST"]),
     ]
 
 
@@ -34,50 +34,53 @@ class ModelRoutes:
         self._deployments = controller.deployments
 
     async def base(self, request: Request) -> Response:
-        """A page of models that no run has trained."""
+        """Returns a page of pretrained models."""
         limit, offset = page_request(request)
-        found = await asyncio.to_thread(self._deployments.catalogue.base)
-        rows = [_base_record(model) | self._serving(model.name) for model in found[offset : offset + limit]]
+        found = await asyncio.to_thread(self._deployments.models.base)
+        rows = [_base_record(model) | self._deployment_fields(model.name) for model in found[offset : offset + limit]]
         return page_reply("models", rows, len(found), limit, offset, more=self._counts())
 
     async def trained(self, request: Request) -> Response:
-        """A page of checkpoints, with how many models may be served beside it."""
+        """Returns a page of checkpoints."""
         limit, offset = page_request(request)
-        found = await asyncio.to_thread(self._deployments.catalogue.trained)
-        rows = [_record(each) | self._serving(each.name) for each in found[offset : offset + limit]]
+        found = await asyncio.to_thread(self._deployments.models.trained)
+        rows = [_checkpoint_record(each) | self._deployment_fields(each.name) for each in found[offset : offset + limit]]
         return page_reply("models", rows, len(found), limit, offset, more=self._counts())
 
-    async def shown(self, request: Request) -> Response:
-        """One of them; while it is served, also where and with which token."""
-        found = await asyncio.to_thread(self._deployments.catalogue.find, request.path_params["name"])
-        record = _base_record(found) if isinstance(found, PretrainedModel) else _record(found)
+    async def show(self, request: Request) -> Response:
+        """Returns one model; while it is deployed, also its URL and token."""
+        found = await asyncio.to_thread(self._deployments.models.find, request.path_params["name"])
+        record = _base_record(found) if isinstance(found, PretrainedModel) else _checkpoint_record(found)
         deployment = self._deployments.get(found.name)
-        return reply(record | self._serving(found.name) | {"hf_upload_status": None, "hf_url": None} | _access(deployment))
+        record |= self._deployment_fields(found.name) | {"hf_upload_status": None, "hf_url": None}
+        return reply(record | _access(deployment))
 
     async def deploy(self, request: Request) -> Response:
-        """Serve it; `starting` where loading it takes long. The body may name an `engine`."""
+        """Deploys a model; its status is `starting` if loading takes long. The body may name an `engine`."""
         engine = string_field(await read_object(request), "engine", default="embedded")
-        done = await self._deployments.deploy(request.path_params["name"], by=request.state.who.name, engine=engine)
-        return reply({"id": done.name, "model_name": done.name, "status": done.status} | _access(done))
+        deployment = await self._deployments.deploy(request.path_params["name"], by=request.state.who.name, engine=engine)
+        return reply({"id": deployment.name, "model_name": deployment.name, "status": deployment.status} | _access(deployment))
 
     async def undeploy(self, request: Request) -> Response:
-        """Serve it no longer."""
         name = await self._deployments.undeploy(request.path_params["name"])
         return reply({"id": name, "model_name": name, "status": "inactive"})
 
-    def _serving(self, name: str) -> dict[str, Any]:
-        known = self._deployments.get(name)
-        if known is None:
+    def _deployment_fields(self, name: str) -> dict[str, Any]:
+        deployment = self._deployments.get(name)
+        if deployment is None:
             return {"deployment_status": None, "deployed_at": None, "deployed_by": None}
-        status = "active" if known.status == "active" else "inactive"
-        told = {"deployment_message": known.message} if known.message else {}
-        return {"deployment_status": status, "deployed_at": known.deployed_at, "deployed_by": known.deployed_by or None} | told
+        fields = {
+            "deployment_status": "active" if deployment.status == "active" else "inactive",
+            "deployed_at": deployment.deployed_at,
+            "deployed_by": deployment.deployed_by or None,
+        }
+        return fields | ({"deployment_message": deployment.message} if deployment.message else {})
 
     def _counts(self) -> dict[str, Any]:
-        return {"active_deployments": len(self._deployments.names()), "max_active_deployments": self._deployments.most}
+        return {"active_deployments": len(self._deployments.names()), "max_active_deployments": self._deployments.max_deployments}
 
 
-def _record(checkpoint: Checkpoint) -> dict[str, Any]:
+def _checkpoint_record(checkpoint: Checkpoint) -> dict[str, Any]:
     return {
         "id": checkpoint.name,
         "model_name": checkpoint.name,
@@ -95,13 +98,13 @@ def _base_record(model: PretrainedModel) -> dict[str, Any]:
 
 
 def _access(deployment: Deployment | None) -> dict[str, Any]:
-    """How callers reach a served model: for those who have the controller's token."""
+    """Returns how to call a deployed model. The token is shown to everyone who has the controller's token."""
     if deployment is None or deployment.url is None:
         return {"inference_model": None}
-    where = {"inference_url": deployment.url, "inference_token": deployment.token, "inference_engine": deployment.engine}
-    return {"inference_model": deployment.name} | where
+    access = {"inference_url": deployment.url, "inference_token": deployment.token, "inference_engine": deployment.engine}
+    return {"inference_model": deployment.name} | access
 
 
 def _plain(model: str) -> str:
-    """A model's name; of a folder, its last part."""
+    """Returns a model's name; of a path, its last part."""
     return Path(model).name if model.startswith("/") else model

@@ -1,7 +1,7 @@
-"""Copies of what a run has come to, for downloads: each is written once, never changed, and known by its own name.
+"""Downloads of a run's outputs: manifests of its files, and signed links to them.
 
-A client first learns a file's size and fetches it later, while the run goes on: so what it was told of is kept. No copy holds a
-secret of the run.
+A client reads a manifest first and downloads the files later, while the run may go on. Files that still change are therefore
+copied; a copy is never changed, and its name is the file's token in the manifest. Copies hold no secret of the run.
 """
 
 import asyncio
@@ -41,29 +41,44 @@ from penstock.errors import ControllerError
 from penstock.records import Attempt, Task
 from penstock.system.files import write_file
 
+OUTPUT_TYPES: Mapping[RunKind, tuple[str, ...]] = {
+    "eval": ("metrics", "trajectories", "artifacts", "logs", "report"),
+    "train": ("metrics", "logs", "report", "checkpoints"),
+}
 MAX_COPIES = 8
-"""Copies of a file that changes, such as the log of a run that goes on; older ones are removed."""
+"""Copies of a file that changes, such as the log; older ones are removed."""
 MAX_REDACTED_BYTES = 16 << 20
-"""Of an agent's own file that is looked through for secrets."""
+"""Larger artifacts are not searched for secrets."""
+MAX_ROW = 10_000_000
+"""The highest row of a query."""
+MAX_LINKS = 500
+"""Links per request."""
+TRAINER_FILES = ("state.json", "optimizer.state", "optimizer.safetensors")
+"""Files of a checkpoint that only the trainer needs."""
+ATTEMPT_PATH = re.compile(r"(?:trajectories|artifacts)/row_(\d{1,8})_run_\d{1,8}[./]")
+COPY_NAME = re.compile(r"[a-z]+-[A-Za-z0-9_.-]{1,200}")
+"""Matches the name of a copy; no other path."""
+
+
+# Copies.
 
 
 @dataclass(frozen=True, slots=True)
 class RunExports:
-    """Of one run. They are read and written where this is called: in a thread, but for `keep_trajectories`."""
+    """The copies of one run's outputs. Methods block on files: call them in a thread, except `copy_trajectories`."""
 
     run: Run
     files: RunFiles
-    strike: SecretRedactor | None
-    """None where the run has no secrets."""
+    redact: SecretRedactor | None
+    """None if the run has no secrets."""
 
     @property
     def folder(self) -> Path:
-        """Where the copies are."""
         return self.files.path / "exports"
 
-    def keep(self, stem: str, suffix: str, content: bytes) -> Path:
-        """A copy of something that may change."""
-        content = self._clean(content)
+    def copy(self, stem: str, suffix: str, content: bytes) -> Path:
+        """Returns a copy of content that may change, named by its SHA-256."""
+        content = self._redacted(content)
         path = self.folder / f"{stem}-{sha256(content).hexdigest()[:32]}{suffix}"
         if not path.exists():
             self._write(path, content)
@@ -72,38 +87,38 @@ class RunExports:
                 each.unlink(missing_ok=True)
         return path
 
-    async def keep_trajectories(self, tried: Iterable[AttemptSummary]) -> dict[AttemptSummary, Path]:
-        """A copy of each; what has ended does not change, so that it is made once."""
-        wanted = {each: self.folder / f"trajectory-{each.rollout_id}.json" for each in tried}
-        missing = [each for each, path in wanted.items() if not path.exists()]
+    async def copy_trajectories(self, attempts: Iterable[AttemptSummary]) -> dict[AttemptSummary, Path]:
+        """Returns a file for each attempt; written once, since an ended attempt does not change."""
+        paths = {each: self.folder / f"trajectory-{each.rollout_id}.json" for each in attempts}
+        missing = [each for each, path in paths.items() if not path.exists()]
         pool = await asyncio.to_thread(open_pool, self.files.results(self.run)) if missing else None
         if pool is None:
-            return {each: path for each, path in wanted.items() if each not in missing}
+            return {each: path for each, path in paths.items() if each not in missing}
         try:
             for each in missing:
                 attempt, task = await pool.attempt(each.rollout_id), await pool.task(each.rollout_id)
-                await asyncio.to_thread(self._keep_trajectory, wanted[each], each.row, task, attempt)
+                await asyncio.to_thread(self._write_trajectory, paths[each], each.row, task, attempt)
         finally:
             await pool.close()
-        return wanted
+        return paths
 
-    def _keep_trajectory(self, path: Path, row: int, task: Task, attempt: Attempt) -> None:
-        self._write(path, self._clean(trajectory(self.run, row, task, attempt)))
+    def _write_trajectory(self, path: Path, row: int, task: Task, attempt: Attempt) -> None:
+        self._write(path, self._redacted(trajectory(self.run, row, task, attempt)))
 
-    def clean_copy(self, file: Path) -> Path:
-        """An agent's own file; a copy where it holds a secret."""
-        if self.strike is None or file.stat().st_size > MAX_REDACTED_BYTES:
+    def without_secrets(self, file: Path) -> Path:
+        """Returns an artifact, or a redacted copy if it holds a secret."""
+        if self.redact is None or file.stat().st_size > MAX_REDACTED_BYTES:
             return file
         content = file.read_bytes()
-        if self._clean(content) == content:
+        if self._redacted(content) == content:
             return file
-        return self.keep(f"artifact-{sha256(str(file).encode()).hexdigest()[:16]}", "", content)
+        return self.copy(f"artifact-{sha256(str(file).encode()).hexdigest()[:16]}", "", content)
 
-    def _clean(self, content: bytes) -> bytes:
-        if self.strike is None:
+    def _redacted(self, content: bytes) -> bytes:
+        if self.redact is None:
             return content
         try:
-            return self.strike(content.decode()).encode()
+            return self.redact(content.decode()).encode()
         except UnicodeDecodeError:
             return content
 
@@ -113,7 +128,7 @@ class RunExports:
 
 
 def secret_redactor(run: Run, vault: Vault) -> SecretRedactor | None:
-    """What takes the run's secrets out of a text; those that were removed since are not known any more."""
+    """Returns a redactor for the run's secrets; None if it has none. Secrets that were deleted since are unknown."""
     values: list[str] = []
     for name in run.submission.secrets:
         try:
@@ -123,79 +138,48 @@ def secret_redactor(run: Run, vault: Vault) -> SecretRedactor | None:
     return SecretRedactor(values) if values else None
 
 
-OUTPUT_TYPES: Mapping[RunKind, tuple[str, ...]] = {
-    "eval": ("metrics", "trajectories", "artifacts", "logs", "report"),
-    "train": ("metrics", "logs", "report", "checkpoints"),
-}
-MAX_ROW = 10_000_000
-"""The highest row that can be asked for."""
-TRAINER_FILES = ("state.json", "optimizer.state", "optimizer.safetensors")
-"""Files of a checkpoint that only the trainer reads."""
-ATTEMPT_PATH = re.compile(r"(?:trajectories|artifacts)/row_(\d{1,8})_run_\d{1,8}[./]")
+# Manifests.
 
 
 class OutputFile(NamedTuple):
-    """A file to download."""
+    """A file in a manifest."""
 
     path: str
-    """As the client is to name it."""
+    """The path for the client."""
     size: int
     file: Path
-    """Where its bytes are."""
-
-
-def requested_types(request: Request, kind: RunKind) -> tuple[str, ...]:
-    """Of `types=metrics,logs`; ControllerError 400 for an unknown one."""
-    given = [part.strip() for part in request.query_params.get("types", "metrics").split(",") if part.strip()]
-    if wrong := [each for each in given if each not in OUTPUT_TYPES[kind]]:
-        text = f"types: {wrong[0][:40]!r} is none of {', '.join(OUTPUT_TYPES[kind])}"
-        raise ControllerError(text, code="QUERY_INVALID", status=400, details={"field": "types"})
-    return tuple(dict.fromkeys(given))
-
-
-def requested_rows(request: Request) -> frozenset[int] | None:
-    """Of `rows=3,7,10-20`; None for all."""
-    text = request.query_params.get("rows", "")
-    if not text:
-        return None
-    found: set[int] = set()
-    for part in text.split(","):
-        matched = re.fullmatch(r"\s*(\d{1,8})\s*(?:-\s*(\d{1,8})\s*)?", part, re.ASCII)
-        first, last = (int(matched[1]), int(matched[2] or matched[1])) if matched else (1, 0)
-        if last < first or last - first > MAX_ROW:
-            problem = f"rows = {text[:40]!r}: write rows and ranges from 0 on, such as 3,7,10-20"
-            raise ControllerError(problem, code="QUERY_INVALID", status=400, details={"field": "rows"})
-        found.update(range(first, last + 1))
-    return frozenset(found)
+    """The file or its copy."""
 
 
 class ManifestBuilder:
     def __init__(self, results: RunResults) -> None:
         self._results = results
 
-    async def of(self, run: Run, exports: RunExports, types: Iterable[str], rows: frozenset[int] | None = None) -> list[OutputFile]:
-        """The files that there are now; those that still change are copied, so that they stay as they are told of."""
-        seen = await self._results.seen(run) if run.kind == "eval" else None
+    async def build(
+        self, run: Run, exports: RunExports, types: Iterable[str], rows: frozenset[int] | None = None
+    ) -> list[OutputFile]:
+        """Returns the present files of these types; copies those that still change."""
+        progress = await self._results.evaluation(run) if run.kind == "eval" else None
         found: list[OutputFile] = []
         for kind in types:
             if kind == "metrics":
                 content = await self._metrics(run)
                 found.append(await asyncio.to_thread(_copy_output, exports, "metrics.json", content))
-            elif kind == "trajectories" and seen is not None:
-                found += await _trajectories(exports, seen, rows)
-            elif kind == "artifacts" and seen is not None:
-                found += await asyncio.to_thread(_artifacts, exports, seen.ordered(rows))
+            elif kind == "trajectories" and progress is not None:
+                found += await _trajectories(exports, progress, rows)
+            elif kind == "artifacts" and progress is not None:
+                found += await asyncio.to_thread(_artifacts, exports, progress.ordered(rows))
             elif kind in FILE_TYPES:
                 found += await asyncio.to_thread(FILE_TYPES[kind], run, exports)
         return found
 
-    async def one(self, run: Run, exports: RunExports, path: str) -> OutputFile:
-        """The file that a manifest calls `path`, as it is now; ControllerError 404."""
+    async def find(self, run: Run, exports: RunExports, path: str) -> OutputFile:
+        """Returns the present file of this manifest path; ControllerError 404 if there is none."""
         head = path.partition("/")[0]
         types = {"metrics.json": "metrics", "summary.jsonl": "trajectories", "logs.txt": "logs", "report.html": "report"}
-        kind, place = types.get(head, head), ATTEMPT_PATH.match(path)
-        rows = frozenset({int(place[1])}) if place else None
-        found = await self.of(run, exports, [kind], rows) if kind in OUTPUT_TYPES[run.kind] else []
+        kind, attempt = types.get(head, head), ATTEMPT_PATH.match(path)
+        rows = frozenset({int(attempt[1])}) if attempt else None
+        found = await self.build(run, exports, [kind], rows) if kind in OUTPUT_TYPES[run.kind] else []
         for each in found:
             if each.path == path:
                 return each
@@ -212,32 +196,31 @@ class ManifestBuilder:
 
 
 def unknown_output(run: Run, path: str) -> ControllerError:
-    """Of a file that cannot be downloaded."""
     text = f"{run.name} has no file {path[:200]!r}; ask for its manifest again"
     return ControllerError(text, code="OUTPUT_NOT_FOUND", status=404, details={"field": "path"})
 
 
-async def _trajectories(exports: RunExports, seen: EvaluationProgress, rows: frozenset[int] | None) -> list[OutputFile]:
-    tried, section = seen.ordered(rows), eval_section(exports.files)
-    lines = [{**each._asdict(), "passed": has_passed(each, section), "path": _trajectory_path(each)} for each in tried]
+async def _trajectories(exports: RunExports, progress: EvaluationProgress, rows: frozenset[int] | None) -> list[OutputFile]:
+    attempts, section = progress.ordered(rows), eval_section(exports.files)
+    lines = [{**each._asdict(), "passed": has_passed(each, section), "path": _trajectory_path(each)} for each in attempts]
     text = b"".join(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE) for line in lines)
-    kept = await exports.keep_trajectories(tried)
-    short = await asyncio.to_thread(_copy_output, exports, "summary.jsonl", text)
-    return [short, *(_output_file(_trajectory_path(each), file) for each, file in kept.items())]
+    copies = await exports.copy_trajectories(attempts)
+    summary = await asyncio.to_thread(_copy_output, exports, "summary.jsonl", text)
+    return [summary, *(_output_file(_trajectory_path(each), file) for each, file in copies.items())]
 
 
-def _artifacts(exports: RunExports, tried: Iterable[AttemptSummary]) -> list[OutputFile]:
-    """What agents left in the folders of their rollouts; never a link, which could lead anywhere."""
+def _artifacts(exports: RunExports, attempts: Iterable[AttemptSummary]) -> list[OutputFile]:
+    """Returns the files that agents left in their rollouts' folders; no symbolic links, which could lead anywhere."""
     found: list[OutputFile] = []
     root = exports.files.results(exports.run) / "artifacts"
-    for each in tried:
+    for each in attempts:
         top = root / each.rollout_id
         for folder, _, names in os.walk(top):
             for file in sorted(Path(folder) / name for name in names):
                 inside = file.relative_to(top).as_posix()
                 if file.is_symlink() or not file.is_file() or inside == "manifest.json" or "\\" in inside:
                     continue
-                found.append(_output_file(f"artifacts/row_{each.row}_run_{each.place}/{inside}", exports.clean_copy(file)))
+                found.append(_output_file(f"artifacts/row_{each.row}_run_{each.place}/{inside}", exports.without_secrets(file)))
     return found
 
 
@@ -251,12 +234,16 @@ def _report(run: Run, exports: RunExports) -> list[OutputFile]:
 
 
 def _checkpoints(run: Run, exports: RunExports) -> list[OutputFile]:
-    """Model folders, ready to be used; without what only the trainer reads."""
+    """Returns the files of model folders, without those that only the trainer needs."""
     found: list[OutputFile] = []
     for each in checkpoints_of(run, exports.files.results(run)):
         files = [file for file in sorted(each.path.iterdir()) if file.is_file() and file.name not in TRAINER_FILES]
         found += [_output_file(f"checkpoints/step-{each.step}/{file.name}", file) for file in files]
     return found
+
+
+FILE_TYPES = {"logs": _logs, "report": _report, "checkpoints": _checkpoints}
+"""Types whose files do not depend on the run's progress."""
 
 
 def _trajectory_path(each: AttemptSummary) -> str:
@@ -265,25 +252,17 @@ def _trajectory_path(each: AttemptSummary) -> str:
 
 def _copy_output(exports: RunExports, path: str, content: bytes) -> OutputFile:
     stem, _, suffix = path.partition(".")
-    return _output_file(path, exports.keep(stem, f".{suffix}", content))
+    return _output_file(path, exports.copy(stem, f".{suffix}", content))
 
 
 def _output_file(path: str, file: Path) -> OutputFile:
     return OutputFile(path, file.stat().st_size, file)
 
 
-FILE_TYPES = {"logs": _logs, "report": _report, "checkpoints": _checkpoints}
-"""Types whose files are there, or not, whatever the run is doing."""
-
-
-MAX_LINKS = 500
-"""Links that are made at once."""
-COPY_NAME = re.compile(r"[a-z]+-[A-Za-z0-9_.-]{1,200}")
-"""The name of a copy; never of anything else."""
+# Routes.
 
 
 def routes(controller: Controller, links: SignedLinks, results: RunResults) -> list[Route]:
-    """Of both kinds, and where links lead."""
     manifests = ManifestBuilder(results)
     both = [route for kind in PATHS for route in OutputRoutes(controller, links, manifests, kind).routes()]
 
@@ -298,7 +277,7 @@ def routes(controller: Controller, links: SignedLinks, results: RunResults) -> l
 
 
 class OutputRoutes:
-    """Of one kind of run."""
+    """Routes for one kind of run."""
 
     def __init__(self, controller: Controller, links: SignedLinks, manifests: ManifestBuilder, kind: RunKind) -> None:
         self._controller = controller
@@ -315,45 +294,70 @@ class OutputRoutes:
 
     async def _manifest(self, request: Request) -> Response:
         types, rows = requested_types(request, self._kind), requested_rows(request)
-        run, exports = await asyncio.to_thread(self._opened, request)
-        listed = await self._manifests.of(run, exports, types, rows)
-        files = [_view(each, exports) for each in listed]
-        return reply({"files": files, "totals": {"files": len(files), "bytes": sum(each.size for each in listed)}})
+        run, exports = await asyncio.to_thread(self._open_run, request)
+        outputs = await self._manifests.build(run, exports, types, rows)
+        files = [_view(each, exports) for each in outputs]
+        return reply({"files": files, "totals": {"files": len(files), "bytes": sum(each.size for each in outputs)}})
 
     async def _urls(self, request: Request) -> Response:
         items = _items(await read_object(request))
-        run, exports = await asyncio.to_thread(self._opened, request)
-        made: list[dict[str, Any]] = []
+        run, exports = await asyncio.to_thread(self._open_run, request)
+        links: list[dict[str, Any]] = []
         for path, token in items:
             file = await self._file(run, exports, path, token)
-            url = self._links.make("output", run=run.id, file=file.relative_to(exports.files.path).as_posix())
-            made.append({"path": path, "url": url} | ({"token": token} if token else {}))
-        return reply({"items": made, "expires_in": int(self._links.lifetime_s)})
+            url = self._links.create("output", run=run.id, file=file.relative_to(exports.files.path).as_posix())
+            links.append({"path": path, "url": url} | ({"token": token} if token else {}))
+        return reply({"items": links, "expires_in": int(self._links.lifetime_s)})
 
     async def _file(self, run: Run, exports: RunExports, path: str, token: str | None) -> Path:
-        """The copy that a token names, else the file that goes by this path now."""
+        """Returns the copy that a token names, else the present file of this path."""
         if token is None:
-            return (await self._manifests.one(run, exports, path)).file
+            return (await self._manifests.find(run, exports, path)).file
         file = exports.folder / token
         if not COPY_NAME.fullmatch(token) or not file.is_file():
             raise unknown_output(run, path)
         return file
 
-    def _opened(self, request: Request) -> tuple[Run, RunExports]:
+    def _open_run(self, request: Request) -> tuple[Run, RunExports]:
         run = self._controller.runs.get(self._kind, request.path_params["ref"])
         return run, RunExports(run, RunFiles(self._controller.home.runs / run.id), secret_redactor(run, self._controller.vault))
 
 
-def _view(listed: OutputFile, exports: RunExports) -> dict[str, Any]:
-    """A copy's name is its token; a file that does not change needs none."""
-    token = {"token": listed.file.name} if listed.file.parent == exports.folder else {}
-    return {"path": listed.path, "size": listed.size} | token
+def _view(output: OutputFile, exports: RunExports) -> dict[str, Any]:
+    """Returns a manifest entry. A copy's name is its token; a file that does not change needs none."""
+    token = {"token": output.file.name} if output.file.parent == exports.folder else {}
+    return {"path": output.path, "size": output.size} | token
+
+
+def requested_types(request: Request, kind: RunKind) -> tuple[str, ...]:
+    """Reads `types=metrics,logs`; ControllerError 400 for an unknown type."""
+    types = [part.strip() for part in request.query_params.get("types", "metrics").split(",") if part.strip()]
+    if wrong := [each for each in types if each not in OUTPUT_TYPES[kind]]:
+        text = f"types: {wrong[0][:40]!r} is none of {', '.join(OUTPUT_TYPES[kind])}"
+        raise ControllerError(text, code="QUERY_INVALID", status=400, details={"field": "types"})
+    return tuple(dict.fromkeys(types))
+
+
+def requested_rows(request: Request) -> frozenset[int] | None:
+    """Reads `rows=3,7,10-20`; None for all rows."""
+    text = request.query_params.get("rows", "")
+    if not text:
+        return None
+    found: set[int] = set()
+    for part in text.split(","):
+        matched = re.fullmatch(r"\s*(\d{1,8})\s*(?:-\s*(\d{1,8})\s*)?", part, re.ASCII)
+        first, last = (int(matched[1]), int(matched[2] or matched[1])) if matched else (1, 0)
+        if last < first or last - first > MAX_ROW:
+            problem = f"rows = {text[:40]!r}: write rows and ranges from 0 on, such as 3,7,10-20"
+            raise ControllerError(problem, code="QUERY_INVALID", status=400, details={"field": "rows"})
+        found.update(range(first, last + 1))
+    return frozenset(found)
 
 
 def _items(body: dict[str, Any]) -> list[tuple[str, str | None]]:
-    """`items` of a request: paths and tokens; ControllerError 400."""
-    given: object = body.get("items")
-    items = cast(list[Any], given) if isinstance(given, list) else []
+    """Returns paths and tokens of `items`; ControllerError 400 if they are invalid."""
+    value: object = body.get("items")
+    items = cast(list[Any], value) if isinstance(value, list) else []
     if not 1 <= len(items) <= MAX_LINKS:
         raise _invalid_body(f"items must be a list of 1 to {MAX_LINKS} files")
     found: list[tuple[str, str | None]] = []

@@ -1,4 +1,4 @@
-"""Repositories on the controller's machine that stand for an owner/name."""
+"""Routes for repositories registered on the controller's machine, and for the rollouts in them."""
 
 import asyncio
 from pathlib import Path
@@ -16,25 +16,23 @@ from penstock.errors import ControllerError
 
 
 def routes(controller: Controller, links: SignedLinks) -> list[Route]:
-    """To list them, and to add one."""
-
-    async def listed(request: Request) -> Response:
+    async def list_repositories(request: Request) -> Response:
         limit, offset = page_request(request)
         found, total = await asyncio.to_thread(controller.repositories.page, limit=limit, offset=offset)
-        return page_reply("repositories", [_view(each) for each in found], total, limit, offset)
+        return page_reply("repositories", [_repository_record(each) for each in found], total, limit, offset)
 
     async def register(request: Request) -> Response:
         body = await read_object(request)
         name, path = string_field(body, "name"), Path(string_field(body, "path"))
-        return reply(_view(await asyncio.to_thread(controller.repositories.register, name, path)), 201)
+        return reply(_repository_record(await asyncio.to_thread(controller.repositories.register, name, path)), 201)
 
     return [
-        Route("/api/cli/repositories", listed, methods=["GET"]),
+        Route("/api/cli/repositories", list_repositories, methods=["GET"]),
         Route("/api/cli/repositories", register, methods=["POST"]),
     ]
 
 
-def _view(repository: Repository) -> dict[str, Any]:
+def _repository_record(repository: Repository) -> dict[str, Any]:
     return {"id": repository.name, "name": repository.name, "path": str(repository.path), "created_at": repository.created_at}
 
 
@@ -42,7 +40,7 @@ HEADER = "x-osmosis-git"
 
 
 def rollout_routes(controller: Controller, links: SignedLinks) -> list[Route]:
-    async def listed(request: Request) -> Response:
+    async def list_rollouts(request: Request) -> Response:
         limit, offset = page_request(request)
         name = request.headers.get(HEADER, "").strip().lower()
         if not name:
@@ -51,13 +49,14 @@ def rollout_routes(controller: Controller, links: SignedLinks) -> list[Route]:
         branch = request.query_params.get("branch") or None
         found = await asyncio.to_thread(controller.repositories.rollouts, name, branch=branch)
         repository = controller.repositories.find(name)
-        rows = [_record(rollout, repository.name, found, repository.created_at) for rollout in found.names[offset : offset + limit]]
+        names = found.names[offset : offset + limit]
+        rows = [_rollout_record(rollout, repository.name, found, repository.created_at) for rollout in names]
         return page_reply("rollouts", rows, len(found.names), limit, offset, more={"branch": branch})
 
-    return [Route("/api/cli/rollouts", listed, methods=["GET"])]
+    return [Route("/api/cli/rollouts", list_rollouts, methods=["GET"])]
 
 
-def _record(rollout: str, repository: str, listing: RolloutListing, created_at: str) -> dict[str, Any]:
+def _rollout_record(rollout: str, repository: str, listing: RolloutListing, created_at: str) -> dict[str, Any]:
     return {
         "id": f"{repository}/{rollout}",
         "name": rollout,

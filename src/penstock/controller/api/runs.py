@@ -1,4 +1,4 @@
-"""A submission's code and where it came from, before admission looks at the rest."""
+"""Routes for runs: submission with its code, lists, details, stop, metrics, logs and checkpoints; upload of snapshots."""
 
 import asyncio
 import re
@@ -27,119 +27,9 @@ from penstock.controller.snapshots import snapshot_commit
 from penstock.errors import ControllerError
 from penstock.system.files import replacing
 
-DIGEST = re.compile(r"[0-9a-f]{64}")
-
-
-async def submit(controller: Controller, kind: RunKind, body: Mapping[str, Any], *, git: str | None, who: Identity) -> Run:
-    """Queue a run of the code that the body brings as a `snapshot`, else of the repository that `git` names."""
-    waiting = len(await asyncio.to_thread(controller.runs.waiting))
-    if waiting >= controller.limits.queued:
-        text = f"{waiting} runs wait already; wait for some to end, or stop some"
-        raise ControllerError(text, code="QUEUE_FULL", status=429)
-    if "snapshot" in body:
-        origin = _client_origin(body.get("origin"), git, who)
-        return await admit(controller, kind, body, snapshot=_uploaded_snapshot(controller, body["snapshot"]), origin=origin)
-    snapshot, origin = await asyncio.to_thread(_repository_snapshot, controller, body, git, who)
-    return await admit(controller, kind, body, snapshot=snapshot, origin=origin)
-
-
-def snapshot_path(controller: Controller, digest: object) -> Path:
-    """Where code with this SHA-256 is, or would be, kept; ControllerError 400 where it is none."""
-    if not isinstance(digest, str) or not DIGEST.fullmatch(digest):
-        text = "snapshot must be the SHA-256 of an archive: 64 hexadecimal digits in lower case"
-        raise ControllerError(text, code="SNAPSHOT_INVALID", status=400, details={"field": "snapshot"})
-    return controller.home.snapshots / f"{digest}.tar.gz"
-
-
-def _uploaded_snapshot(controller: Controller, digest: object) -> Path:
-    path = snapshot_path(controller, digest)
-    if not path.is_file():
-        text = f"this controller has no snapshot {digest}; upload it first: PUT /api/cli/snapshots/{digest}"
-        raise ControllerError(text, code="SNAPSHOT_UNKNOWN", status=404, details={"field": "snapshot"})
-    return path
-
-
-def _client_origin(origin: object, git: str | None, who: Identity) -> CodeOrigin:
-    """As the client says: its code may differ from any commit."""
-    told = as_object(origin)
-    branch, commit = told.get("branch"), told.get("commit_sha")
-    return CodeOrigin(
-        repository=git or "",
-        branch=branch if isinstance(branch, str) else None,
-        commit_sha=commit if isinstance(commit, str) else None,
-        dirty=told.get("dirty") is True,
-        creator=who.name,
-    )
-
-
-def _repository_snapshot(
-    controller: Controller, body: Mapping[str, Any], git: str | None, who: Identity
-) -> tuple[Path, CodeOrigin]:
-    """HEAD, or the branch or commit that the body pins. It waits for git, so it runs in a thread."""
-    if not git:
-        text = "the submission brings no code: send X-Osmosis-Git: owner/name of a registered repository, or a snapshot"
-        raise ControllerError(text, code="CODE_MISSING", status=400, details={"field": "snapshot"})
-    experiment = as_object(body.get("experiment_config"))
-    pins = [pin for key in ("commit_sha", "branch") if isinstance(pin := experiment.get(key), str) and pin]
-    branch = experiment.get("branch")
-    with snapshot_commit(controller.repositories.get(git), pins[0] if pins else None) as taken:
-        path = snapshot_path(controller, taken.digest)
-        if not path.exists():
-            with replacing(path) as draft:
-                shutil.copyfile(taken.path, draft)
-    origin = CodeOrigin(
-        repository=git.lower(),
-        branch=branch if isinstance(branch, str) else taken.branch,
-        commit_sha=taken.commit_sha,
-        dirty=taken.dirty,
-        creator=who.name,
-    )
-    return path, origin
-
-
-def snapshot_routes(controller: Controller, links: SignedLinks) -> list[Route]:
-    largest = controller.limits.snapshot_mb * 1_000_000
-
-    async def put(request: Request) -> Response:
-        """201, or 200 where it was here already; nothing is kept of one that is not what its name says."""
-        digest: str = request.path_params["digest"]
-        path = snapshot_path(controller, digest)
-        known = path.exists()
-        draft = path.with_name(f".{digest}.{secrets.token_hex(4)}")
-        try:
-            found = await _receive(request.stream(), None if known else draft, largest)
-            if found != digest:
-                text = f"the archive's SHA-256 is {found}, not {digest}; it was changed on the way: send it again"
-                raise ControllerError(text, code="SNAPSHOT_MISMATCH", status=400)
-            if not known:
-                await asyncio.to_thread(draft.replace, path)
-        finally:
-            await asyncio.to_thread(draft.unlink, missing_ok=True)
-        return reply({"snapshot": digest, "size": path.stat().st_size}, 200 if known else 201)
-
-    return [Route("/api/cli/snapshots/{digest}", put, methods=["PUT"])]
-
-
-async def _receive(stream: AsyncIterable[bytes], draft: Path | None, largest: int) -> str:
-    """The SHA-256 of what comes, which is written to `draft` where there is one."""
-    digest, size = sha256(), 0
-    out = None if draft is None else await asyncio.to_thread(draft.open, "wb")
-    try:
-        async for part in stream:
-            size += len(part)
-            if size > largest:
-                raise too_large(largest)
-            digest.update(part)
-            if out is not None:
-                await asyncio.to_thread(out.write, part)
-    finally:
-        if out is not None:
-            out.close()
-    return digest.hexdigest()
-
-
 PATHS: Mapping[RunKind, str] = {"eval": "/api/cli/eval-runs", "train": "/api/cli/training-runs"}
 KEYS: Mapping[RunKind, str] = {"eval": "eval_runs", "train": "training_runs"}
+DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 def routes(controller: Controller, results: RunResults) -> list[Route]:
@@ -176,7 +66,7 @@ class RunRoutes:
         files = self._results.files(run)
         if self._kind == "eval":
             return views.eval_row(run, await self._results.results(run), run_settings(files))
-        return views.training_row(run, await self._results.trained(run), planned_steps(files))
+        return views.training_row(run, await self._results.training(run), planned_steps(files))
 
     async def _detail(self, request: Request) -> Response:
         run = await self._run(request)
@@ -184,7 +74,7 @@ class RunRoutes:
         if self._kind == "eval":
             return reply(views.eval_detail(run, await self._results.results(run), chosen))
         steps = planned_steps(self._results.files(run))
-        return reply(views.training_detail(run, await self._results.trained(run), steps, chosen))
+        return reply(views.training_detail(run, await self._results.training(run), steps, chosen))
 
     async def _submit(self, request: Request) -> Response:
         body = await read_object(request)
@@ -205,14 +95,13 @@ class RunRoutes:
 
     async def _logs(self, request: Request) -> Response:
         run = await self._run(request)
-        asked = log_query(request, run.id)
-        return reply(await asyncio.to_thread(log_page, self._results.files(run).log, run.id, asked))
+        query = log_query(request, run.id)
+        return reply(await asyncio.to_thread(log_page, self._results.files(run).log, run.id, query))
 
     async def checkpoints(self, request: Request) -> Response:
-        """Those of a training run, by step."""
         run = await self._run(request)
         found = await asyncio.to_thread(checkpoints_of, run, self._results.files(run).results(run))
-        listed = [
+        checkpoints = [
             {
                 "id": f"{run.id}-{each.step}",
                 "checkpoint_name": each.name,
@@ -223,7 +112,117 @@ class RunRoutes:
             }
             for each in reversed(found)
         ]
-        return reply({"training_run_id": run.id, "training_run_name": run.name, "checkpoints": listed})
+        return reply({"training_run_id": run.id, "training_run_name": run.name, "checkpoints": checkpoints})
 
     async def _run(self, request: Request) -> Run:
         return await asyncio.to_thread(self._controller.runs.get, self._kind, request.path_params["ref"])
+
+
+# Submission.
+
+
+async def submit(controller: Controller, kind: RunKind, body: Mapping[str, Any], *, git: str | None, who: Identity) -> Run:
+    """Queues a run with the code of the body's `snapshot`, else of the repository that `git` names."""
+    if "snapshot" in body:
+        origin = _client_origin(body.get("origin"), git, who)
+        return await admit(controller, kind, body, snapshot=_uploaded_snapshot(controller, body["snapshot"]), origin=origin)
+    snapshot, origin = await asyncio.to_thread(_repository_snapshot, controller, body, git, who)
+    return await admit(controller, kind, body, snapshot=snapshot, origin=origin)
+
+
+def _uploaded_snapshot(controller: Controller, digest: object) -> Path:
+    path = snapshot_path(controller, digest)
+    if not path.is_file():
+        text = f"this controller has no snapshot {digest}; upload it first: PUT /api/cli/snapshots/{digest}"
+        raise ControllerError(text, code="SNAPSHOT_UNKNOWN", status=404, details={"field": "snapshot"})
+    return path
+
+
+def _client_origin(origin: object, git: str | None, who: Identity) -> CodeOrigin:
+    """Returns the origin as the client states it: its code may differ from every commit."""
+    fields = as_object(origin)
+    branch, commit = fields.get("branch"), fields.get("commit_sha")
+    return CodeOrigin(
+        repository=git or "",
+        branch=branch if isinstance(branch, str) else None,
+        commit_sha=commit if isinstance(commit, str) else None,
+        dirty=fields.get("dirty") is True,
+        creator=who.name,
+    )
+
+
+def _repository_snapshot(
+    controller: Controller, body: Mapping[str, Any], git: str | None, who: Identity
+) -> tuple[Path, CodeOrigin]:
+    """Packs HEAD, or the branch or commit that the body pins. Waits for git: call it in a thread."""
+    if not git:
+        text = "the submission brings no code: send X-Osmosis-Git: owner/name of a registered repository, or a snapshot"
+        raise ControllerError(text, code="CODE_MISSING", status=400, details={"field": "snapshot"})
+    experiment = as_object(body.get("experiment_config"))
+    pins = [pin for key in ("commit_sha", "branch") if isinstance(pin := experiment.get(key), str) and pin]
+    branch = experiment.get("branch")
+    with snapshot_commit(controller.repositories.get(git), pins[0] if pins else None) as packed:
+        path = snapshot_path(controller, packed.digest)
+        if not path.exists():
+            with replacing(path) as draft:
+                shutil.copyfile(packed.path, draft)
+    origin = CodeOrigin(
+        repository=git.lower(),
+        branch=branch if isinstance(branch, str) else packed.branch,
+        commit_sha=packed.commit_sha,
+        dirty=packed.dirty,
+        creator=who.name,
+    )
+    return path, origin
+
+
+# Snapshots.
+
+
+def snapshot_routes(controller: Controller, links: SignedLinks) -> list[Route]:
+    max_bytes = controller.limits.snapshot_mb * 1_000_000
+
+    async def put(request: Request) -> Response:
+        """Stores an archive: 201, or 200 if it exists. Keeps nothing if its SHA-256 differs from its name."""
+        digest: str = request.path_params["digest"]
+        path = snapshot_path(controller, digest)
+        known = path.exists()
+        draft = path.with_name(f".{digest}.{secrets.token_hex(4)}")
+        try:
+            found = await _receive(request.stream(), None if known else draft, max_bytes)
+            if found != digest:
+                text = f"the archive's SHA-256 is {found}, not {digest}; it was changed on the way: send it again"
+                raise ControllerError(text, code="SNAPSHOT_MISMATCH", status=400)
+            if not known:
+                await asyncio.to_thread(draft.replace, path)
+        finally:
+            await asyncio.to_thread(draft.unlink, missing_ok=True)
+        return reply({"snapshot": digest, "size": path.stat().st_size}, 200 if known else 201)
+
+    return [Route("/api/cli/snapshots/{digest}", put, methods=["PUT"])]
+
+
+def snapshot_path(controller: Controller, digest: object) -> Path:
+    """Returns the path of the archive with this SHA-256, which need not exist; ControllerError 400 if it is no SHA-256."""
+    if not isinstance(digest, str) or not DIGEST.fullmatch(digest):
+        text = "snapshot must be the SHA-256 of an archive: 64 hexadecimal digits in lower case"
+        raise ControllerError(text, code="SNAPSHOT_INVALID", status=400, details={"field": "snapshot"})
+    return controller.home.snapshots / f"{digest}.tar.gz"
+
+
+async def _receive(stream: AsyncIterable[bytes], draft: Path | None, max_bytes: int) -> str:
+    """Writes a stream to `draft`, if given; returns its SHA-256."""
+    digest, size = sha256(), 0
+    out = None if draft is None else await asyncio.to_thread(draft.open, "wb")
+    try:
+        async for part in stream:
+            size += len(part)
+            if size > max_bytes:
+                raise too_large(max_bytes)
+            digest.update(part)
+            if out is not None:
+                await asyncio.to_thread(out.write, part)
+    finally:
+        if out is not None:
+            out.close()
+    return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""Secrets over HTTP: set, listed and deleted; no route tells a value."""
+"""Routes for secrets: set, list and delete_secret. No route returns a value."""
 
 import asyncio
 from typing import Any
@@ -19,30 +19,30 @@ PATH = "/api/cli/environment-secrets"
 def routes(controller: Controller, links: SignedLinks) -> list[Route]:
     vault = controller.vault
 
-    async def listed(request: Request) -> Response:
+    async def list_secrets(request: Request) -> Response:
         limit, offset = page_request(request)
         scope = request.query_params.get("scope", "all")
         found, total = await asyncio.to_thread(vault.page, scope, limit=limit, offset=offset)
         return page_reply("environment_secrets", [_record(each) for each in found], total, limit, offset)
 
-    async def set_one(request: Request) -> Response:
+    async def set_secret(request: Request) -> Response:
         body = await read_object(request)
         value = body.get("value")
-        if not isinstance(value, str):  # never shown, so not by `text_of`, whose errors may grow to do that
+        if not isinstance(value, str):  # not `string_field`: its errors might one day show the value
             raise ControllerError("value must be text", code="SECRET_INVALID", status=400, details={"field": "value"})
         name, scope, who = string_field(body, "name"), string_field(body, "scope", default="user"), request.state.who.name
         return reply(_record(await asyncio.to_thread(vault.set, name, value, scope, by=who)))
 
-    async def delete(request: Request) -> Response:
+    async def delete_secret(request: Request) -> Response:
         body = await read_object(request)
         name, scope = string_field(body, "name"), string_field(body, "scope", default="user")
         await asyncio.to_thread(vault.delete, name, scope)
         return reply({"name": name, "scope": scope})
 
     return [
-        Route(PATH, listed, methods=["GET"]),
-        Route(PATH, set_one, methods=["POST"]),
-        Route(PATH, delete, methods=["DELETE"]),
+        Route(PATH, list_secrets, methods=["GET"]),
+        Route(PATH, set_secret, methods=["POST"]),
+        Route(PATH, delete_secret, methods=["DELETE"]),
     ]
 
 

@@ -1,4 +1,4 @@
-"""Runs as the platform shows them, in lists and one at a time. Pure."""
+"""The platform's JSON views of runs, in lists, details and trajectories. Pure functions."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from penstock.records import Attempt, Task
 from penstock.rollout.transcripts import transcripts
 
 NOT_SHOWN = ("experiment", "env", "secrets", "model", "agent", "dataset", "run")
-"""Tables that a detail tells in other places."""
+"""Tables that a detail shows elsewhere, or not at all."""
 
 
 def accepted(run: Run) -> dict[str, Any]:
@@ -28,14 +28,14 @@ def eval_detail(run: Run, results: dict[str, Any] | None, settings: dict[str, An
     return {"eval_run": _scalars(run), "config": config, "results": results, **_references(run), **_origin(run)}
 
 
-def training_row(run: Run, trained: TrainingProgress, steps: int | None) -> dict[str, Any]:
-    """Of a list; `steps` are those that were asked for."""
-    return {**_scalars(run), **_references(run), **_progress(trained, steps)}
+def training_row(run: Run, progress: TrainingProgress, steps: int | None) -> dict[str, Any]:
+    """Returns the view in a list; `steps` is the planned number."""
+    return {**_scalars(run), **_references(run), **_progress(progress, steps)}
 
 
-def training_detail(run: Run, trained: TrainingProgress, steps: int | None, settings: dict[str, Any]) -> dict[str, Any]:
-    more = {"examples_processed_count": trained.examples, "notes": run.message or None}
-    scalars = {**_scalars(run), **_progress(trained, steps), **more}
+def training_detail(run: Run, progress: TrainingProgress, steps: int | None, settings: dict[str, Any]) -> dict[str, Any]:
+    more = {"examples_processed_count": progress.examples, "notes": run.message or None}
+    scalars = {**_scalars(run), **_progress(progress, steps), **more}
     return {"training_run": scalars, "config": _training_config(run, settings), **_references(run), **_origin(run)}
 
 
@@ -53,7 +53,7 @@ def _scalars(run: Run) -> dict[str, Any]:
 
 
 def _references(run: Run) -> dict[str, Any]:
-    """The names that lists and details use are not the same, so each has all."""
+    """Lists and details use different key names; each reference has all of them."""
     model, dataset, rollout = run.submission.model, run.submission.dataset, run.submission.rollout
     return {
         "model": {"id": model, "name": model, "model_name": model},
@@ -77,12 +77,12 @@ def _origin(run: Run) -> dict[str, Any]:
     }
 
 
-def _progress(trained: TrainingProgress, steps: int | None) -> dict[str, Any]:
-    return {"current_step": trained.step, "total_steps": trained.steps or steps, "reward": trained.reward}
+def _progress(progress: TrainingProgress, steps: int | None) -> dict[str, Any]:
+    return {"current_step": progress.step, "total_steps": progress.steps or steps, "reward": progress.reward}
 
 
 def _eval_config(run: Run, settings: dict[str, Any]) -> dict[str, Any]:
-    """Flat. What was submitted as `[evaluation]`, or our own `[eval]`, and always the model and the attempts at each row."""
+    """Returns the submitted `[evaluation]` table, or else `[eval]`, plus model and attempts per row."""
     section: dict[str, Any] = settings.get("eval", {})
     table = as_object(run.submission.tables.get("evaluation")) or {key: value for key, value in section.items() if key != "samples"}
     return {**_plain(table), "model_path": run.submission.model, "n": section.get("samples", 1)}
@@ -95,14 +95,14 @@ def _training_config(run: Run, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain(table: dict[str, Any]) -> dict[str, Any]:
-    """Without what is not set."""
+    """Returns the table without unset values."""
     return {key: value for key, value in table.items() if value is not None and value != ""}
 
 
 def trajectory(run: Run, row: int, task: Task, attempt: Attempt) -> bytes:
-    """As JSON: every transcript with its messages and tools, every grade, every model call with its tokens and time."""
-    told, spent = transcripts(attempt), rollout_usage(attempt)
-    first = next(iter(told.values()), None)
+    """Returns an attempt as JSON: transcripts with messages and tools, grades, and model calls with tokens and time."""
+    by_name, spent = transcripts(attempt), rollout_usage(attempt)
+    first = next(iter(by_name.values()), None)
     content: dict[str, Any] = {
         "eval_run": {"id": run.id, "name": run.name},
         "row": row,
@@ -114,7 +114,7 @@ def trajectory(run: Run, row: int, task: Task, attempt: Attempt) -> bytes:
         "reward": attempt.reward,
         "grades": [{"source": g.source, "reward": g.reward, "transcript": g.transcript, "step": g.step} for g in attempt.grades],
         "messages": first.messages if first else [],
-        "transcripts": {name: {"messages": each.messages, "tools": each.tools} for name, each in told.items()},
+        "transcripts": {name: {"messages": each.messages, "tools": each.tools} for name, each in by_name.items()},
         "calls": _calls(attempt),
         "tokens": {"prompt": spent.prompt_tokens, "sampled": spent.completion_tokens},
     }

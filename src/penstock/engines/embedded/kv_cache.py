@@ -83,21 +83,13 @@ class PrefixTree:
 
     def plan(self, tokens: Sequence[int]) -> Segment | None:
         """Return the end of the path for `tokens`, held for the caller; missing segments are planned. None if there is no room."""
-        last, matched = self._match(self.root, tokens)
-        self._hold(last)
-        if not self._make_room(len(tokens) - matched):
-            self.release(last)
-            return None
-        return self._move_hold(last, self._grow(last, tokens[matched:]))
+        return self._hold_path(self.root, tokens)
 
     def extend(self, held: Segment, tokens: Sequence[int], kv: KeyValues) -> Segment | None:
         """Store a copy of computed `tokens` below `held` and move the hold to their end; None, and no change, without room."""
-        last, matched = self._match(held, tokens)
-        self._hold(last)
-        if not self._make_room(len(tokens) - matched):
-            self.release(last)
+        last = self._hold_path(held, tokens)
+        if last is None:
             return None
-        last = self._move_hold(last, self._grow(last, tokens[matched:]))
         for segment in last.path():
             if not segment.ready:
                 segment.kv = kv.part(segment.start - held.end, segment.end - held.end)
@@ -109,6 +101,17 @@ class PrefixTree:
         segment.holders -= 1
         while not segment.ready and _is_free(segment):
             segment = self._remove(segment)
+
+    def _hold_path(self, start: Segment, tokens: Sequence[int]) -> Segment | None:
+        last, matched = self._match(start, tokens)
+        self._hold(last)  # before room is made, which removes segments that nobody holds
+        if not self._make_room(len(tokens) - matched):
+            self.release(last)
+            return None
+        end = self._grow(last, tokens[matched:])
+        self._hold(end)
+        last.holders -= 1
+        return end
 
     def _match(self, last: Segment, tokens: Sequence[int]) -> tuple[Segment, int]:
         """The deepest segment below `last` on the path of `tokens`, split if they leave it midway; how many tokens match."""
@@ -146,11 +149,6 @@ class PrefixTree:
         self._clock += 1
         for part in segment.path():
             part.used = self._clock
-
-    def _move_hold(self, old: Segment, new: Segment) -> Segment:
-        self._hold(new)
-        old.holders -= 1
-        return new
 
     def _make_room(self, tokens: int) -> bool:
         excess = self.tokens + tokens - self.capacity

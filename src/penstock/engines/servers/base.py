@@ -172,7 +172,7 @@ def _reported_error(error: Any) -> UpstreamError:
 # The engine
 
 
-class ServedModel(NamedTuple):
+class RemoteModel(NamedTuple):
     """What a server says about its model."""
 
     model: str
@@ -199,7 +199,7 @@ class RemoteEngine(ABC):
         urls: Sequence[str],
         *,
         name: str,
-        served: ServedModel,
+        served: RemoteModel,
         folder: Path = Path(),
         timeouts: RequestTimeouts | None = None,
         policy: RetryPolicy | None = None,
@@ -284,11 +284,16 @@ class RemoteEngine(ABC):
     async def close(self) -> None:
         await self.client.close()
 
+    @classmethod
+    def preflight(cls, section: RemoteSection, model: str) -> None:
+        """ConfigError if no server answers, or if they differ. Blocks."""
+        inspect_servers(cls, section.addresses(), model, section.key())
+
     # What each kind of server does in its own way
 
     @classmethod
     @abstractmethod
-    async def inspect(cls, http: HttpClient, url: str, name: str) -> ServedModel:
+    async def inspect(cls, http: HttpClient, url: str, name: str) -> RemoteModel:
         """Ask the server at `url` about the model of this name, else about its only one."""
 
     @abstractmethod
@@ -317,8 +322,6 @@ class RemoteEngine(ABC):
     async def weights_label(self, url: str) -> str:
         """The label of the weights that the server at `url` holds."""
 
-    # Requests
-
     def _check_request(self, prompt_ids: Sequence[int], sampling: Sampling) -> None:
         length, most = len(prompt_ids), sampling.max_tokens
         if not length:
@@ -337,8 +340,6 @@ class RemoteEngine(ABC):
             return ServerRequest(orjson.dumps(self.body(prompt, sampling, key)), self.reader(prompt, sampling, server), key)
 
         return prepare
-
-    # Weights
 
     def _weights(self, version: int, folder: Path) -> PublishedWeights:
         return PublishedWeights(version, folder.absolute(), f"penstock-{self._run}-{version}")
@@ -418,7 +419,7 @@ E = TypeVar("E", bound=RemoteEngine)
 class FleetInspection(NamedTuple):
     """What the servers of a fleet say about themselves."""
 
-    served: ServedModel
+    served: RemoteModel
     down: frozenset[str]
     """URLs that do not answer."""
 
@@ -459,9 +460,9 @@ def inspect_servers(engine: type[RemoteEngine], urls: Sequence[str], name: str, 
 
 async def _inspect_all(
     engine: type[RemoteEngine], urls: Sequence[str], name: str, key: str
-) -> tuple[dict[str, ServedModel], dict[str, UpstreamError]]:
+) -> tuple[dict[str, RemoteModel], dict[str, UpstreamError]]:
     http = HttpClient(RequestTimeouts(), key=key)
-    found: dict[str, ServedModel] = {}
+    found: dict[str, RemoteModel] = {}
     errors: dict[str, UpstreamError] = {}
     try:
         for url in urls:

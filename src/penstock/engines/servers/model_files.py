@@ -34,20 +34,16 @@ class ModelContents(NamedTuple):
 
 def check_same_shape(folder: Path, start: Path, context_length: int) -> ModelContents:
     """Read `folder`; EngineError if it is incomplete, has other tensors than `start`, or a shorter context than is served."""
-    contents = read_contents(folder)
-    _compare(contents.shapes, read_shapes(start), folder)
-    longest = contents.config.get("max_position_embeddings")
-    if isinstance(longest, int) and context_length > longest:
-        raise EngineError(f"the servers have a context of {context_length} tokens, the model in {folder} one of {longest}")
-    return contents
-
-
-def read_contents(folder: Path) -> ModelContents:
-    """EngineError if the folder is incomplete."""
+    shapes = read_shapes(folder)
     try:
-        return ModelContents(read_shapes(folder), _read_json(folder / "config.json"))
+        config = _read_json(folder / "config.json")
     except (OSError, ValueError) as cause:
         raise EngineError(f"{folder} has no config.json that can be read: {cause}") from cause
+    _compare(shapes, read_shapes(start), folder)
+    longest = config.get("max_position_embeddings")
+    if isinstance(longest, int) and context_length > longest:
+        raise EngineError(f"the servers have a context of {context_length} tokens, the model in {folder} one of {longest}")
+    return ModelContents(shapes, config)
 
 
 def read_shapes(folder: Path) -> Shapes:

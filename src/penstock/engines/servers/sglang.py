@@ -6,15 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.engines.fleet import EngineServer
-from penstock.engines.servers.base import (
-    LOAD_S,
-    RemoteEngine,
-    RemoteSection,
-    ReplyReader,
-    ServedModel,
-    inspect_servers,
-    open_remote,
-)
+from penstock.engines.servers.base import LOAD_S, RemoteEngine, RemoteModel, RemoteSection, ReplyReader, open_remote
 from penstock.engines.servers.model_files import PublishedWeights
 from penstock.errors import EngineError
 from penstock.http.client import HttpClient, UpstreamError
@@ -70,11 +62,7 @@ class SglangReader(ReplyReader):
             raise UpstreamError(f"sent {len(scored)} log-probabilities with {total} tokens, {fresh} of them new", kind="garbled")
         self._count = total
         scored = scored[len(scored) - fresh :]
-        self.add(
-            [entry[1] for entry in scored],
-            [entry[0] for entry in scored],
-            None if reason is None else reason["type"],
-        )
+        self.add([entry[1] for entry in scored], [entry[0] for entry in scored], reason and reason["type"])
 
 
 MIN_TEMPERATURE = 1e-5
@@ -91,7 +79,7 @@ class SglangSection(RemoteSection):
     """`[engine]` for `name = "sglang"`."""
 
     def preflight(self, model: str) -> None:
-        inspect_servers(SglangEngine, self.addresses(), model, self.key())
+        SglangEngine.preflight(self, model)
 
 
 class SglangEngine(RemoteEngine):
@@ -147,7 +135,7 @@ class SglangEngine(RemoteEngine):
         return str(answer["weight_version"])
 
     @classmethod
-    async def inspect(cls, http: HttpClient, url: str, name: str) -> ServedModel:
+    async def inspect(cls, http: HttpClient, url: str, name: str) -> RemoteModel:
         await http.request_json(f"{url}/health")
         listed = await http.request_json(f"{url}/v1/models")
         args = await http.request_json(f"{url}/get_server_info")
@@ -156,7 +144,7 @@ class SglangEngine(RemoteEngine):
             seeded = bool(args.get("enable_deterministic_inference"))
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as cause:
             raise UpstreamError(f"{url} does not say what it serves; is it an SGLang server?", kind="garbled") from cause
-        return ServedModel(model, context_length, await _is_processed(http, url), seeded)
+        return RemoteModel(model, context_length, await _is_processed(http, url), seeded)
 
 
 def open_engine(

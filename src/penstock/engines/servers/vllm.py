@@ -6,31 +6,18 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 from penstock.engines.fleet import EngineServer
-from penstock.engines.servers.base import (
-    LOAD_S,
-    RemoteEngine,
-    RemoteSection,
-    ReplyReader,
-    ServedModel,
-    inspect_servers,
-    is_plain,
-    open_remote,
-)
+from penstock.engines.servers.base import LOAD_S, RemoteEngine, RemoteModel, RemoteSection, ReplyReader, is_plain, open_remote
 from penstock.engines.servers.model_files import ModelContents, PublishedWeights
 from penstock.errors import EngineError
 from penstock.http.client import HttpClient, UpstreamError
 from penstock.records import Sampling
 
 
-class CompletionLogprobs(TypedDict):
-    token_logprobs: list[float]
-
-
 class CompletionChoice(TypedDict, total=False):
     """What one event adds to the reply; only the fields that are read."""
 
     token_ids: list[int] | None
-    logprobs: CompletionLogprobs | None
+    logprobs: dict[str, list[float]] | None
     prompt_token_ids: list[int] | None
     """In the first event: the prompt as the server saw it."""
     finish_reason: Literal["stop", "length"] | None
@@ -82,7 +69,7 @@ class VllmSection(RemoteSection):
     """`[engine]` for `name = "vllm"`."""
 
     def preflight(self, model: str) -> None:
-        inspect_servers(VllmEngine, self.addresses(), model, self.key())
+        VllmEngine.preflight(self, model)
 
 
 class VllmEngine(RemoteEngine):
@@ -108,10 +95,7 @@ class VllmEngine(RemoteEngine):
             )
 
     async def load_weights(self, url: str, wanted: PublishedWeights) -> None:
-        """See `RemoteEngine.load_weights`. Requests of other clients are kept.
-
-        They continue under the new weights, and their caches are computed again.
-        """
+        """See `RemoteEngine.load_weights`. Requests of other clients continue under the new weights, with new caches."""
         post = self.client.http.request_json
         await post(f"{url}/pause?mode=keep", {})
         try:
@@ -128,10 +112,7 @@ class VllmEngine(RemoteEngine):
         await post(f"{url}/resume", {})
 
     async def load_obstacle(self, url: str, model: ModelContents) -> str:
-        """See `RemoteEngine.load_obstacle`.
-
-        vLLM crashes on weights of another shape. The vocabulary size is compared first: the last id must be accepted, the next not.
-        """
+        # vLLM crashes on weights of another shape. Its vocabulary size shows in which ids it accepts: the last, but not the next.
         size = model.shapes.get("model.embed_tokens.weight", (0,))[0]
         if size and not (await self._has(url, size - 1) and not await self._has(url, size)):
             return f"its model has not {size} tokens; start it with the model of the run"
@@ -158,7 +139,7 @@ class VllmEngine(RemoteEngine):
         return str(answer["weight_version"])
 
     @classmethod
-    async def inspect(cls, http: HttpClient, url: str, name: str) -> ServedModel:
+    async def inspect(cls, http: HttpClient, url: str, name: str) -> RemoteModel:
         await http.request_json(f"{url}/health")
         listed = await http.request_json(f"{url}/v1/models")
         try:
@@ -169,7 +150,7 @@ class VllmEngine(RemoteEngine):
             context_length = int(models[chosen]["max_model_len"])
         except (KeyError, TypeError, ValueError, AttributeError) as cause:
             raise UpstreamError(f"{url}/v1/models does not say what is served; is it a vLLM server?", kind="garbled") from cause
-        return ServedModel(chosen, context_length, await _is_processed(http, url, chosen))
+        return RemoteModel(chosen, context_length, await _is_processed(http, url, chosen))
 
 
 def open_engine(

@@ -1,4 +1,4 @@
-"""What a dialect offers: one wire format, both ways. It does no I/O; sampling, recording and sending are done elsewhere."""
+"""The interface of a dialect: one wire format, requests and responses. A dialect does no I/O."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,10 +12,10 @@ from penstock.records import Sampling, Step, Usage
 
 @dataclass(slots=True)
 class ModelAnswer:
-    """What is known of an answer while it is written."""
+    """A response while a dialect formats it."""
 
     id: str
-    """As `Step.answer` keeps it; a dialect puts its own prefix before it."""
+    """The answer's name (`Step.answer`); a dialect adds its own prefix."""
     created: float
     """Seconds since 1970."""
     model: str
@@ -25,26 +25,20 @@ class ModelAnswer:
     """All choices, once they are durable."""
 
     def usage(self, steps: Sequence[Step]) -> Usage:
-        """Tokens read and sampled: ours to count, or what an endpoint told of each choice, whose prompts it read one by one."""
-        told = [step.usage.prompt_tokens for step in steps if step.usage is not None]
-        prompt = sum(told) if told else len(self.prompt.ids)
+        """Token counts: our own, or an endpoint's reports, which count the prompt once for each choice."""
+        reported = [step.usage.prompt_tokens for step in steps if step.usage is not None]
+        prompt = sum(reported) if reported else len(self.prompt.ids)
         return Usage(prompt_tokens=prompt, completion_tokens=sum(step.sampled for step in steps))
 
 
 class DialectTokenizer(Protocol):
-    """What a dialect asks of a tokenizer."""
+    """What a dialect needs of a tokenizer."""
 
-    def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that one token stands for."""
-        ...
+    def token_bytes(self, token_id: int) -> bytes: ...
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of tokens."""
-        ...
+    def decode(self, ids: Sequence[int]) -> str: ...
 
-    def encode(self, text: str) -> Sequence[int]:
-        """The tokens of a text."""
-        ...
+    def encode(self, text: str) -> Sequence[int]: ...
 
     def shield(self, value: Any) -> Any:
         """A text for `encode` in which nothing is taken for a special token."""
@@ -52,7 +46,7 @@ class DialectTokenizer(Protocol):
 
 
 class UnsentTokens(NamedTuple):
-    """Tokens of a choice that no event has told of yet."""
+    """Tokens of a choice that no event has sent yet."""
 
     ids: Sequence[int]
     logprobs: Sequence[float]
@@ -60,18 +54,18 @@ class UnsentTokens(NamedTuple):
 
 
 class EventWriter(Protocol):
-    """Writes the events of one streamed answer; it may remember what it has told."""
+    """Formats the events of one streamed response; keeps state between calls."""
 
     def start(self) -> bytes:
         """The first events of the stream."""
         ...
 
     def delta(self, choice: int, deltas: list[Delta], unsent: UnsentTokens) -> bytes:
-        """Events for what a choice has grown by; empty where there is nothing to tell."""
+        """Events for new deltas of a choice; empty if there is nothing to send."""
         ...
 
     def finish_choice(self, choice: int, step: Step, unsent: UnsentTokens) -> bytes:
-        """Events that end a choice, which is durable now."""
+        """Events that end a choice, which is now durable."""
         ...
 
     def finish(self, steps: list[Step]) -> bytes:
@@ -81,32 +75,32 @@ class EventWriter(Protocol):
 
 class Dialect(Protocol):
     path: str
-    """Its route, from `/v1` on."""
+    """Of its route."""
     count_path: str | None
-    """The route that only counts a request's tokens; None where the dialect has none."""
+    """Of the route that counts a prompt's tokens; None if the dialect has none."""
     ping: bytes
-    """An event that says nothing, sent while the engine is silent so that nobody on the way gives the connection up."""
+    """An event without content, sent while the engine is silent, so that no proxy closes the connection."""
 
     def parse(self, body: dict[str, Any], defaults: Sampling, history: ConversationHistory) -> ModelCall:
-        """The call that a request body makes. A field is honoured, refused by name, or listed as ignored."""
+        """Parse a request body. Every field is honoured, refused by name, or listed as ignored."""
         ...
 
     def json_body(self, answer: ModelAnswer) -> bytes:
-        """The body of an answer that is not streamed."""
+        """The body of a response that is not streamed."""
         ...
 
     def events(self, answer: ModelAnswer) -> EventWriter:
-        """A writer for an answer that is."""
+        """The writer of a streamed response."""
         ...
 
     def count(self, tokens: int) -> dict[str, Any]:
-        """What `count_path` answers for a prompt of this many tokens."""
+        """The response body of `count_path`."""
         ...
 
     def error(self, error: RequestError) -> dict[str, Any]:
-        """The body of a refusal."""
+        """The body of an error."""
         ...
 
     def error_event(self, error: RequestError) -> bytes:
-        """The last event of a stream that breaks off."""
+        """The last event of a stream that fails."""
         ...

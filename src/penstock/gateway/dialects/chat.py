@@ -20,7 +20,7 @@ HONOURED = frozenset(
     | SAMPLING_FIELDS
 )
 LABELS = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"})
-"""Fields that say who asks or how to keep the answer; sampling does not depend on them."""
+"""Fields that do not affect sampling; ignored without a notice."""
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
@@ -54,7 +54,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "guided_choice": (),
     "guided_grammar": (),
 }
-"""Fields that would change the sampling in a way that is not offered, with the values that change nothing."""
+"""Fields that are not supported, with the values that have no effect and are accepted."""
 
 MAX_CHOICES = 128
 
@@ -93,7 +93,7 @@ class ChatDialect:
         )
 
     def json_body(self, answer: ModelAnswer) -> bytes:
-        choices = [self._choice(answer, place, step) for place, step in enumerate(answer.steps)]
+        choices = [self._choice(answer, index, step) for index, step in enumerate(answer.steps)]
         body = _head(answer, "chat.completion") | {"choices": choices, "usage": _usage(answer, answer.steps)}
         if answer.call.token_ids:
             body["prompt_token_ids"] = tuple(answer.prompt.ids)
@@ -111,8 +111,8 @@ class ChatDialect:
     def error_event(self, error: RequestError) -> bytes:
         return sse_data(error_body(error))
 
-    def _choice(self, answer: ModelAnswer, place: int, step: Step) -> dict[str, Any]:
-        choice: dict[str, Any] = {"index": place, "message": step.message, "finish_reason": _finish(step), "logprobs": None}
+    def _choice(self, answer: ModelAnswer, index: int, step: Step) -> dict[str, Any]:
+        choice: dict[str, Any] = {"index": index, "message": step.message, "finish_reason": _finish(step), "logprobs": None}
         if answer.call.logprobs:
             choice["logprobs"] = logprobs(self._tokenizer, step.completion_ids, step.full_logprobs or step.logprobs)
         if answer.call.token_ids:
@@ -161,16 +161,16 @@ class ChatEvents:
 
 
 def logprobs(tokenizer: DialectTokenizer, ids: Sequence[int], values: Sequence[float]) -> dict[str, Any]:
-    """Of the model's plain distribution, as vLLM gives them; the ones sampled from are in the record."""
+    """Log-probabilities of the plain distribution, as vLLM reports them; the record has those of the sampling distribution."""
     content: list[dict[str, Any]] = []
     for token_id, logprob in zip(ids, values, strict=True):
-        spelt = tokenizer.token_bytes(token_id)
-        content.append({"token": spelt.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(spelt), "top_logprobs": []})
+        token = tokenizer.token_bytes(token_id)
+        content.append({"token": token.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(token), "top_logprobs": []})
     return {"content": content, "refusal": None}
 
 
 def error_body(error: RequestError) -> dict[str, Any]:
-    """An error in the OpenAI form, which the routes without a dialect use too."""
+    """An error in the OpenAI form; routes without a dialect use it too."""
     kinds = {401: "authentication_error", 403: "permission_error", 409: "conflict_error", 429: "rate_limit_error"}
     kind = kinds.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
     return {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}}

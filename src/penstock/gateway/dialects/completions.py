@@ -1,4 +1,4 @@
-"""The legacy completions dialect: `/v1/completions`, a prompt that no chat template touches, with vLLM's `return_token_ids`."""
+"""The legacy completions dialect: `/v1/completions`, a prompt without a chat template, with vLLM's `return_token_ids`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +19,7 @@ HONOURED = SAMPLING_FIELDS | frozenset(
     {"model", "prompt", "max_tokens", "n", "best_of", "echo", "logprobs", "stream", "stream_options", "return_token_ids"}
 )
 LABELS = frozenset({"user"})
-"""Fields that say who asks; sampling does not depend on them."""
+"""Fields that do not affect sampling; ignored without a notice."""
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
@@ -43,9 +43,9 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "guided_choice": (),
     "guided_grammar": (),
 }
-"""Fields that would change the sampling in a way that is not offered, with the values that change nothing.
+"""Fields that are not supported, with the values that have no effect and are accepted.
 
-`logprobs` counts the likeliest other tokens: 0 gives those of the sampled tokens alone.
+`logprobs` is the number of likeliest other tokens: 0 gives only those of the sampled tokens.
 """
 
 MAX_CHOICES = 128
@@ -58,19 +58,17 @@ class CompletionsDialect:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._ids = tokenizer.core.get_vocab_size()
+        self._vocab_size = tokenizer.core.get_vocab_size()
 
     def parse(self, body: dict[str, Any], defaults: Sampling, history: ConversationHistory) -> ModelCall:
         refuse_unsupported(body, NEUTRAL)
         choices = fields.integer(body, "n", 1, low=1, high=MAX_CHOICES)
         if body.get("best_of") not in (None, choices):
             raise unsupported("best_of", body["best_of"])
-        tells = body.get("logprobs") is not None and body["logprobs"] is not False
-        if tells and fields.flag(body, "echo"):
+        with_logprobs = body.get("logprobs") is not None and body["logprobs"] is not False
+        if with_logprobs and fields.flag(body, "echo"):
             raise RequestError("echo with logprobs is not supported; leave one out", code="unsupported_parameter", param="echo")
-        options = fields.as_object({} if body.get("stream_options") is None else body["stream_options"])
-        if options is None:
-            raise fields.invalid("stream_options", "must be an object")
+        options = fields.nested(body, "stream_options")
         model = body.get("model", "")
         return ModelCall(
             model=model if isinstance(model, str) else "",
@@ -80,7 +78,7 @@ class CompletionsDialect:
             choices=choices,
             stream=fields.flag(body, "stream"),
             usage_in_stream=fields.flag(options, "include_usage"),
-            logprobs=tells,
+            logprobs=with_logprobs,
             token_ids=fields.flag(body, "return_token_ids"),
             echo=(("echo", fields.flag(body, "echo")),),
             ignored=tuple(sorted(name for name in body.keys() - HONOURED - LABELS - NEUTRAL.keys() if body[name] is not None)),
@@ -111,7 +109,7 @@ class CompletionsDialect:
         return sse_data(error_body(error))
 
     def _prompt(self, value: Any) -> str | tuple[int, ...]:
-        """One prompt: text or token ids, by itself or alone in a list."""
+        """One prompt as text or token ids; a list with one prompt is accepted."""
         listed = fields.as_list(value)
         if listed and not isinstance(listed[0], int):
             if len(listed) > 1:
@@ -122,8 +120,7 @@ class CompletionsDialect:
         ids = fields.integers({"prompt": value}, "prompt") if fields.as_list(value) else ()
         if not ids:
             raise fields.invalid("prompt", f"must be text or a list of token ids, and not empty; not {fields.preview(value)}")
-        if max(ids) >= self._ids:
-            raise fields.invalid("prompt", f"holds token {max(ids)}; this model has {self._ids} of them, counted from 0")
+        fields.check_vocabulary(ids, "prompt", self._vocab_size)
         return ids
 
 
@@ -132,8 +129,8 @@ class CompletionEvents:
         self._answer = answer
         self._tokenizer = tokenizer
         self._head = response_head(answer)
-        self._told = [0] * answer.call.choices
-        """Characters that have been told of, by choice: where the next token's text begins."""
+        self._sent_characters = [0] * answer.call.choices
+        """By choice: the text offset of the next token."""
 
     def start(self) -> bytes:
         text = echoed_prompt(self._answer, self._tokenizer)
@@ -146,8 +143,8 @@ class CompletionEvents:
 
     def delta(self, choice: int, deltas: list[Delta], unsent: UnsentTokens) -> bytes:
         text = "".join([delta.text for delta in deltas if not isinstance(delta, CallDelta)])
-        tells = self._answer.call.token_ids or self._answer.call.logprobs
-        return self._event(choice, text, unsent) if text or (unsent.ids and tells) else b""
+        sends_tokens = self._answer.call.token_ids or self._answer.call.logprobs
+        return self._event(choice, text, unsent) if text or (unsent.ids and sends_tokens) else b""
 
     def finish_choice(self, choice: int, step: Step, unsent: UnsentTokens) -> bytes:
         return self._event(choice, "", unsent, finish=step.finish)
@@ -159,22 +156,22 @@ class CompletionEvents:
         return counted + b"data: [DONE]\n\n"
 
     def _event(self, choice: int, text: str, unsent: UnsentTokens, *, finish: str | None = None) -> bytes:
-        told = choice_entry(choice, text, finish=finish)
+        entry = choice_entry(choice, text, finish=finish)
         if self._answer.call.logprobs:
-            told["logprobs"] = logprobs(self._tokenizer, *unsent, start=self._told[choice])
-            self._told[choice] += sum(map(len, told["logprobs"]["tokens"]))
+            entry["logprobs"] = logprobs(self._tokenizer, *unsent, start=self._sent_characters[choice])
+            self._sent_characters[choice] += sum(map(len, entry["logprobs"]["tokens"]))
         if self._answer.call.token_ids:
-            told["token_ids"] = unsent.ids
-        return sse_data(self._head | {"choices": [told]})
+            entry["token_ids"] = unsent.ids
+        return sse_data(self._head | {"choices": [entry]})
 
 
 def response_head(answer: ModelAnswer) -> dict[str, Any]:
-    """What the answer and every event of it begin with."""
+    """The fields that the response and each of its events share."""
     return {"id": f"cmpl-{answer.id}", "object": "text_completion", "created": int(answer.created), "model": answer.model}
 
 
 def echoed_prompt(answer: ModelAnswer, tokenizer: Tokenizer) -> str:
-    """The prompt, where the caller wants it before the completion."""
+    """The prompt, if the caller wants it before the completion."""
     if not dict(answer.call.echo).get("echo"):
         return ""
     raw = answer.call.raw
@@ -182,12 +179,11 @@ def echoed_prompt(answer: ModelAnswer, tokenizer: Tokenizer) -> str:
 
 
 def choice_entry(place: int, text: str, *, finish: str | None = None) -> dict[str, Any]:
-    """One choice, or what it has grown by."""
     return {"index": place, "text": text, "logprobs": None, "finish_reason": finish}
 
 
 def logprobs(tokenizer: Tokenizer, ids: Sequence[int], values: Sequence[float], *, start: int = 0) -> dict[str, Any]:
-    """Of the model's plain distribution; the ones sampled from are in the record."""
+    """Log-probabilities of the plain distribution; the record has those of the sampling distribution."""
     tokens = [tokenizer.token_bytes(token_id).decode("utf-8", "replace") for token_id in ids]
     offsets: list[int] = []
     for token in tokens:
@@ -197,6 +193,5 @@ def logprobs(tokenizer: Tokenizer, ids: Sequence[int], values: Sequence[float], 
 
 
 def usage(answer: ModelAnswer, steps: Sequence[Step]) -> dict[str, int]:
-    """Tokens of the prompt, and of all choices."""
     prompt, sampled = len(answer.prompt.ids), sum(len(step.completion_ids) for step in steps)
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}

@@ -1,6 +1,6 @@
-"""Reading request fields: each is of its type and range, or refused by name."""
+"""Reading request fields: each has its type and range, or is refused by name."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -10,21 +10,20 @@ from penstock.gateway.last_request import LastRequest
 from penstock.records import Message, Sampling
 
 MAX_DEPTH = 64
-"""Levels of nesting that messages and tools may have; the store and the templates take no unbounded depth."""
+"""Nesting levels of messages and tools; the store and the templates recurse."""
 
 
 def as_object(value: Any) -> dict[str, Any] | None:
-    """`value` if it is a JSON object."""
+    """`value` if it is a JSON object, else None."""
     return cast("dict[str, Any]", value) if isinstance(value, dict) else None
 
 
 def as_list(value: Any) -> list[Any] | None:
-    """`value` if it is a JSON list."""
+    """`value` if it is a JSON list, else None."""
     return cast("list[Any]", value) if isinstance(value, list) else None
 
 
 def invalid(name: str, what: str) -> RequestError:
-    """A field whose value cannot be used."""
     return RequestError(f"{name} {what}", code="invalid_value", param=name)
 
 
@@ -73,11 +72,11 @@ def integers(body: dict[str, Any], name: str) -> tuple[int, ...]:
 
 
 def messages(value: Any, last_request: LastRequest, name: str = "messages") -> tuple[Message, ...]:
-    """Chat messages in the OpenAI form, with plain text content and nothing that neither a template nor a digest reads."""
+    """Chat messages in the OpenAI form, reduced to text content and the fields that templates and digests read."""
     given = as_list(value)
     if not given:
         raise invalid(name, "must be a list with at least one message")
-    return last_request.messages(given, lambda place, each: _message(each, f"{name}[{place}]"))
+    return last_request.messages(given, lambda index, each: _message(each, f"{name}[{index}]"))
 
 
 def tools(value: Any, last_request: LastRequest, name: str = "tools") -> tuple[Tool, ...]:
@@ -86,7 +85,7 @@ def tools(value: Any, last_request: LastRequest, name: str = "tools") -> tuple[T
 
 
 def forced_tool(value: Any, tools: tuple[Tool, ...], name: str = "tool_choice") -> str | None:
-    """The tool that must be called, empty for any of them; None where the model is free (`auto`, or absent)."""
+    """The tool that must be called, empty for any; None if the model may choose (`auto`, or absent)."""
     if value in (None, "auto", "none"):
         return None
     named = as_object(value) or {}
@@ -95,6 +94,19 @@ def forced_tool(value: Any, tools: tuple[Tool, ...], name: str = "tool_choice") 
     if not isinstance(wanted, str) or (wanted and wanted not in known) or not known:
         raise invalid(name, f"must be 'auto', 'none', 'required' or one of the tools given, not {preview(value)}")
     return wanted
+
+
+def nested(body: dict[str, Any], name: str, full_name: str = "") -> dict[str, Any]:
+    """An object; absent is empty. `full_name` is for the error."""
+    value = as_object({} if body.get(name) is None else body[name])
+    if value is None:
+        raise invalid(full_name or name, "must be an object")
+    return value
+
+
+def check_vocabulary(ids: Sequence[int], name: str, size: int) -> None:
+    if max(ids) >= size:
+        raise invalid(name, f"holds token {max(ids)}; this model has {size} of them, counted from 0")
 
 
 def check_depth(value: Any, name: str) -> None:
@@ -108,7 +120,7 @@ def check_depth(value: Any, name: str) -> None:
 
 
 def preview(value: Any) -> str:
-    """A value, short enough for a message."""
+    """The value, shortened for an error message."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:60]}…"
 
@@ -129,11 +141,11 @@ def _tools(value: Any, name: str) -> tuple[Tool, ...]:
     if given is None:
         raise invalid(name, "must be a list of tools")
     check_depth(given, name)
-    for place, each in enumerate(given):
+    for index, each in enumerate(given):
         tool = as_object(each) or {}
         function = as_object(tool.get("function")) or {}
         if tool.get("type") != "function" or not isinstance(function.get("name"), str):
-            raise invalid(f"{name}[{place}]", "must be a function tool with a name; other kinds are not supported")
+            raise invalid(f"{name}[{index}]", "must be a function tool with a name; other kinds are not supported")
     return tuple(given)
 
 
@@ -150,9 +162,9 @@ def _message(value: Any, name: str) -> Message:
         message["tool_calls"] = _calls(given["tool_calls"], f"{name}.tool_calls")
     if role == "assistant" and (given.get("function_call") or given.get("audio")):
         raise invalid(name, "has a function_call or audio, which are not supported; use tool_calls")
-    thought = (given.get("reasoning_content") or given.get("reasoning")) if role == "assistant" else None
-    if isinstance(thought, str):
-        message["reasoning_content"] = thought
+    reasoning = (given.get("reasoning_content") or given.get("reasoning")) if role == "assistant" else None
+    if isinstance(reasoning, str):
+        message["reasoning_content"] = reasoning
     for key in ("name", "tool_call_id"):
         if given.get(key) is not None:
             message[key] = string(given[key], f"{name}.{key}")
@@ -165,7 +177,7 @@ def _content(value: Any, name: str) -> str:
     parts = as_list(value)
     if parts is None:
         raise invalid(name, f"must be a string or a list of text parts, not {preview(value)}")
-    return flatten([{"text": _part(as_object(part) or {}, f"{name}[{place}]")} for place, part in enumerate(parts)])
+    return flatten([{"text": _part(as_object(part) or {}, f"{name}[{index}]")} for index, part in enumerate(parts)])
 
 
 def _part(part: dict[str, Any], name: str) -> str:
@@ -177,9 +189,9 @@ def _part(part: dict[str, Any], name: str) -> str:
 
 def _calls(value: Any, name: str) -> list[dict[str, Any]]:
     calls: list[dict[str, Any]] = []
-    for place, each in enumerate(as_list(value) or [None]):
+    for index, each in enumerate(as_list(value) or [None]):
         call = as_object(each) or {}
-        function, where = as_object(call.get("function")), f"{name}[{place}]"
+        function, where = as_object(call.get("function")), f"{name}[{index}]"
         if function is None:
             raise invalid(where, "must be a function call")
         arguments: Any = function.get("arguments", "{}")
@@ -197,11 +209,11 @@ def string(value: Any, name: str) -> str:
 
 
 SAMPLING_FIELDS = frozenset({"temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "seed"})
-"""What `sampling` reads, besides the limit."""
+"""The fields that `read_sampling` reads, besides the limit."""
 
 
 def read_sampling(body: dict[str, Any], defaults: Sampling, limit: str) -> Sampling:
-    """What the request says, and `defaults` for the rest; `limit` is the field that holds the most tokens to sample."""
+    """The sampling of a request, with `defaults` for absent fields; `limit` names the field with the maximum of tokens."""
     if body.get(limit) is None and not body.keys() & SAMPLING_FIELDS:
         return defaults
     seed = body.get("seed")
@@ -219,7 +231,7 @@ def read_sampling(body: dict[str, Any], defaults: Sampling, limit: str) -> Sampl
 
 
 def refuse_unsupported(body: dict[str, Any], neutral: Mapping[str, tuple[Any, ...]]) -> None:
-    """Refuse the first field whose value would change the answer in a way that is not offered."""
+    """Refuse the first unsupported field whose value is not in `neutral`."""
     for name, values in neutral.items():
         value = body.get(name)
         if value is not None and value not in values:
@@ -227,5 +239,4 @@ def refuse_unsupported(body: dict[str, Any], neutral: Mapping[str, tuple[Any, ..
 
 
 def unsupported(name: str, value: Any) -> RequestError:
-    """A field that is understood and not offered."""
     return RequestError(f"{name}={preview(value)} is not supported; leave it out", code="unsupported_parameter", param=name)

@@ -1,6 +1,6 @@
 """The white-box dialect: `/generate`, messages or token ids in, text with its ids, log-probabilities and versions out.
 
-Tool calls are left in the text: a flow reads them itself.
+Tool calls stay in the text: a flow parses them itself.
 """
 
 from collections.abc import Generator
@@ -21,7 +21,7 @@ from penstock.gateway.reply import sse_data
 from penstock.records import Sampling
 
 LABELS = frozenset({"trajectory_uid", "prompt_uid", "model", "logprobs"})
-"""Fields that sampling does not depend on; log-probabilities are always told."""
+"""Fields that do not affect sampling; log-probabilities are always returned."""
 HONOURED = LABELS | SAMPLING_FIELDS | {"messages", "tools", "prompt_ids", "sampling_params", "max_tokens"}
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     **CHAT_NEUTRAL,
@@ -34,7 +34,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "video_data": ([], {}),
     "multi_modal_data": ([], {}),
 }
-"""Fields that would change the answer in a way that is not offered, with the values that change nothing."""
+"""Fields that are not supported, with the values that have no effect and are accepted."""
 
 
 class GenerateDialect:
@@ -43,13 +43,13 @@ class GenerateDialect:
     ping = b""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._ids = tokenizer.core.get_vocab_size()
+        self._vocab_size = tokenizer.core.get_vocab_size()
 
     def parse(self, body: dict[str, Any], defaults: Sampling, history: ConversationHistory) -> ModelCall:
-        """See `Dialect.parse`. The form is told by which of `messages` and `prompt_ids` is there."""
+        """See `Dialect.parse`; takes either `messages` or `prompt_ids`."""
         with _as_422():
-            asked = _merged(body)
-            refuse_unsupported(asked, NEUTRAL)
+            merged = _merged(body)
+            refuse_unsupported(merged, NEUTRAL)
             if ("messages" in body) == ("prompt_ids" in body):
                 raise fields.invalid("messages", "or prompt_ids must be given, one of the two")
             raw = self._prompt(body["prompt_ids"]) if "prompt_ids" in body else None
@@ -60,14 +60,14 @@ class GenerateDialect:
                 messages=() if raw is not None else fields.messages(flatten_nested(body["messages"]), history.last_request),
                 tools=() if raw is not None else fields.tools(body.get("tools"), history.last_request),
                 raw=raw,
-                sampling=read_sampling(asked, defaults, "max_tokens"),
+                sampling=read_sampling(merged, defaults, "max_tokens"),
                 echo=(("prompt_uid", fields.string(body.get("prompt_uid") or "", "prompt_uid")),),
-                ignored=tuple(sorted(name for name in asked.keys() - HONOURED - NEUTRAL.keys() if asked[name] is not None)),
+                ignored=tuple(sorted(name for name in merged.keys() - HONOURED - NEUTRAL.keys() if merged[name] is not None)),
             )
 
     def json_body(self, answer: ModelAnswer) -> bytes:
         step = answer.steps[0]
-        told: dict[str, Any] = {
+        body: dict[str, Any] = {
             "trajectory_uid": step.rollout_id,
             **dict(answer.call.echo),
             "step_index": step.index,
@@ -81,8 +81,8 @@ class GenerateDialect:
             "policy_versions": step.versions,
         }
         if "reasoning_content" in step.message:
-            told["reasoning_content"] = step.message["reasoning_content"]
-        return orjson.dumps(told)
+            body["reasoning_content"] = step.message["reasoning_content"]
+        return orjson.dumps(body)
 
     def events(self, answer: ModelAnswer) -> EventWriter:
         """See `Dialect.events`; `parse` takes no call that wants them."""
@@ -101,13 +101,12 @@ class GenerateDialect:
         ids = fields.integers({"prompt_ids": value}, "prompt_ids") if fields.as_list(value) else ()
         if not ids:
             raise fields.invalid("prompt_ids", f"must be a list of token ids, and not empty; not {fields.preview(value)}")
-        if max(ids) >= self._ids:
-            raise fields.invalid("prompt_ids", f"holds token {max(ids)}; this model has {self._ids} of them, counted from 0")
+        fields.check_vocabulary(ids, "prompt_ids", self._vocab_size)
         return ids
 
 
 def flatten_nested(messages: Any) -> Any:
-    """The messages, each whose content is a list of messages replaced by those: a row's prompt used as the content of one."""
+    """Replace each message whose content is a list of messages by those: a row's prompt may be used as the content of one."""
     given = fields.as_list(messages)
     if given is None:
         return messages
@@ -120,10 +119,8 @@ def flatten_nested(messages: Any) -> Any:
 
 
 def _merged(body: dict[str, Any]) -> dict[str, Any]:
-    """The body with the fields of `sampling_params` beside its own; refused where the two differ."""
-    given = fields.as_object({} if body.get("sampling_params") is None else body["sampling_params"])
-    if given is None:
-        raise fields.invalid("sampling_params", "must be an object")
+    """The body with the fields of `sampling_params`; refused if both set a field and differ."""
+    given = fields.nested(body, "sampling_params")
     for name in given.keys() & body.keys():
         if None not in (given[name], body[name]) and given[name] != body[name]:
             raise fields.invalid(name, "is said twice, and not the same; leave one out")
@@ -132,7 +129,7 @@ def _merged(body: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _as_422() -> Generator[None]:
-    """What is wrong with a field is a 422 here, as this dialect's clients know it."""
+    """Turn status 400 into 422, which this dialect's clients expect."""
     try:
         yield
     except RequestError as error:

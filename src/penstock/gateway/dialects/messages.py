@@ -1,4 +1,4 @@
-"""A call's arguments on their way to clients that parse them as they come, and give up where they are no JSON."""
+"""The Anthropic messages dialect: `/v1/messages`, with `count_tokens` and message threads."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -18,9 +18,515 @@ from penstock.gateway.dialects.fields import SAMPLING_FIELDS, read_sampling, ref
 from penstock.gateway.reply import CallDelta, Delta, deltas_of
 from penstock.records import Message, Sampling, Step
 
+HONOURED = frozenset(
+    {"model", "messages", "system", "tools", "tool_choice", "stream", "thread", "thinking", "output_config"}
+    | {"max_tokens", "stop_sequences", *SAMPLING_FIELDS - {"stop"}}
+)
+LABELS = frozenset(
+    {"metadata", "service_tier", "speed", "inference_geo", "user_profile_id", "workspace_id", "diagnostics", "cache_control"}
+    | {"betas", "anthropic_beta", "anthropic_version"}
+)
+"""Fields that do not affect sampling; ignored without a notice."""
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "output_format": (),
+    "compaction": (),
+}
+"""Fields that are not supported, with the values that have no effect and are accepted."""
+IGNORED_TOOL_OPTIONS = ("strict", "defer_loading", "input_examples", "allowed_callers")
+"""What a tool may ask for besides being offered; it is offered without."""
+ERROR_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    409: "conflict_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    504: "timeout_error",
+    529: "overloaded_error",
+}
+"""The vendor's names of errors. 503 has none: clients retry it longer than what they know as an overloaded vendor."""
+NUMBER = re.compile(r"\d+")
+
+
+def sse_event(kind: str, **content: Any) -> bytes:
+    """One event, under its name."""
+    return b"event: " + kind.encode() + b"\ndata: " + orjson.dumps({"type": kind, **content}) + b"\n\n"
+
+
+class MessagesDialect:
+    path = "/v1/messages"
+    count_path = "/v1/messages/count_tokens"
+    ping = sse_event("ping")
+
+    def __init__(self, tokenizer: DialectTokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def parse(self, body: dict[str, Any], defaults: Sampling, history: ConversationHistory) -> ModelCall:
+        refuse_unsupported(body, NEUTRAL)
+        held = _held(body, history)
+        spoken = split_conversation(body.get("system"), fields.as_list(body.get("messages", [])) or _no_messages(body, held))
+        messages = history.last_request.messages([*held.messages, *spoken.units], _read)
+        _refuse_prefill(messages, body)
+        tools = held.tools or history.last_request.tools(body.get("tools"), _tools)
+        choice = _choice(body)
+        model = body.get("model", "")
+        return ModelCall(
+            model=model if isinstance(model, str) else "",
+            messages=messages,
+            sampling=replace(
+                read_sampling(body, defaults, "max_tokens"), stop=fields.strings(body, "stop_sequences") or defaults.stop
+            ),
+            tools=tools,
+            reads_calls=bool(tools) and choice.get("type") != "none",
+            forced=_forced(choice, tools),
+            stream=fields.flag(body, "stream"),
+            ignored=tuple(sorted({*_ignored(body, choice), *spoken.ignored})),
+        )
+
+    def json_body(self, answer: ModelAnswer) -> bytes:
+        step = answer.steps[0]
+        said = {"content": content(answer, step.message), **stop_fields(step, self._tokenizer)}
+        return orjson.dumps(message_head(answer) | said | {"usage": usage(answer, [step])})
+
+    def events(self, answer: ModelAnswer) -> "MessagesEvents":
+        return MessagesEvents(answer, self._tokenizer)
+
+    def count(self, tokens: int) -> dict[str, Any]:
+        return {"input_tokens": tokens}
+
+    def error(self, error: RequestError) -> dict[str, Any]:
+        kind = ERROR_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+        text = _too_long(str(error)) if error.code == "context_length_exceeded" else str(error)
+        details = {"error_code": error.code, **({"param": error.param} if error.param else {})}
+        return {"type": "error", "error": {"type": kind, "message": text, "details": details}}
+
+    def error_event(self, error: RequestError) -> bytes:
+        return sse_event("error", error=self.error(error)["error"])
+
+
+def _too_long(text: str) -> str:
+    """The vendor's wording: agents of this dialect match it to know that they must compact their history."""
+    match NUMBER.findall(text):
+        case [tokens, limit]:
+            return f"prompt is too long: {tokens} tokens > {limit} maximum"
+        case _:
+            return f"prompt is too long: {text}"
+
+
+# Reading requests
+
+
+class ThreadHistory(NamedTuple):
+    """The messages and tools of a thread, which the request does not repeat."""
+
+    messages: tuple[Message, ...] = ()
+    tools: tuple[Tool, ...] = ()
+
+
+def _held(body: dict[str, Any], history: ConversationHistory) -> ThreadHistory:
+    """The thread that the request continues. Any answer can be continued, so creating a thread does nothing."""
+    thread = fields.as_object(body.get("thread") or {"type": "create"}) or {}
+    if thread.get("type") == "create":
+        return ThreadHistory()
+    before = thread.get("previous_message_id")
+    if thread.get("type") != "continue" or not isinstance(before, str):
+        raise fields.invalid("thread", "must be of type create, or of type continue with a previous_message_id")
+    for name in ("system", "tools"):
+        if body.get(name) is not None:
+            raise fields.invalid(name, "is that of the thread; leave it out, or start another thread")
+    answer = before.removeprefix("msg_")
+    messages, tools = history.messages(answer), history.tools(answer)
+    if messages is None or tools is None:
+        text = f"no answer here is called {before}; send the whole conversation"
+        raise RequestError(text, status=404, code="thread_not_found", param="thread.previous_message_id")
+    return ThreadHistory(messages, tools)
+
+
+def _no_messages(body: dict[str, Any], held: ThreadHistory) -> list[Any]:
+    if held.messages and body.get("messages") in (None, []):
+        return []
+    raise fields.invalid("messages", "must be a list with at least one message")
+
+
+def _refuse_prefill(messages: tuple[Message, ...], body: dict[str, Any]) -> None:
+    """Refuse a reply that the caller has begun. A request without `max_tokens` only counts tokens and may end with one."""
+    if messages[-1]["role"] == "assistant" and body.get("max_tokens") is not None:
+        text = "messages must not end with an assistant message: a reply that the caller has begun cannot be gone on with"
+        raise RequestError(text, code="unsupported_parameter", param="messages")
+
+
+def _tools(value: Any) -> tuple[Tool, ...]:
+    """The caller's own tools in the OpenAI form, without those that the vendor would run."""
+    given = fields.as_list([] if value is None else value)
+    if given is None:
+        raise fields.invalid("tools", "must be a list of tools")
+    fields.check_depth(given, "tools")
+    return tuple(_tool(fields.as_object(each), f"tools[{place}]") for place, each in enumerate(given) if _hosted(each) is None)
+
+
+def _tool(given: dict[str, Any] | None, name: str) -> Tool:
+    schema = fields.as_object((given or {}).get("input_schema"))
+    if given is None or not isinstance(given.get("name"), str) or schema is None:
+        raise fields.invalid(name, "must be a tool with a name and an input_schema")
+    about = given.get("description")
+    described = {"description": about} if isinstance(about, str) else {}
+    return {"type": "function", "function": {"name": given["name"], **described, "parameters": schema}}
+
+
+def _hosted(tool: Any) -> str | None:
+    """The type of a tool whose schema only the vendor knows; None for the caller's own."""
+    given = fields.as_object(tool) or {}
+    kind = given.get("type")
+    return kind if isinstance(kind, str) and kind != "custom" and "input_schema" not in given else None
+
+
+def _choice(body: dict[str, Any]) -> dict[str, Any]:
+    choice = fields.as_object(body.get("tool_choice") or {"type": "auto"}) or {}
+    if choice.get("type") not in ("auto", "any", "tool", "none"):
+        text = f"must be an object of type auto, any, tool or none, not {fields.preview(body['tool_choice'])}"
+        raise fields.invalid("tool_choice", text)
+    return choice
+
+
+def _forced(choice: dict[str, Any], tools: tuple[Tool, ...]) -> str | None:
+    if choice["type"] in ("auto", "none"):
+        return None
+    known = [tool["function"]["name"] for tool in tools]
+    wanted = "" if choice["type"] == "any" else choice.get("name")
+    if not isinstance(wanted, str) or not known or (wanted and wanted not in known):
+        asked = fields.preview(wanted) if wanted else "a call"
+        offered = ", ".join(known[:10]) or "none"
+        raise fields.invalid("tool_choice", f"asks for {asked}, which no tool here can answer; those that can be called: {offered}")
+    return wanted
+
+
+def _ignored(body: dict[str, Any], choice: dict[str, Any]) -> set[str]:
+    """Names of what was asked for and is not done. A null or empty field asks for nothing."""
+    names = {name for name in body.keys() - HONOURED - LABELS - NEUTRAL.keys() if body[name] not in (None, [], {})}
+    thinking, output = fields.as_object(body.get("thinking")) or {}, fields.as_object(body.get("output_config")) or {}
+    if output.get("format") is not None:
+        raise unsupported("output_config.format", output["format"])
+    if thinking.get("type", "disabled") != "disabled":
+        names.add("thinking")
+    names |= {f"output_config.{name}" for name, value in output.items() if value is not None}
+    if fields.flag(choice, "disable_parallel_tool_use"):
+        names.add("tool_choice.disable_parallel_tool_use")
+    for tool in fields.as_list(body.get("tools")) or ():
+        given = fields.as_object(tool) or {}
+        names |= (
+            {f"tool:{kind}"} if (kind := _hosted(tool)) else {f"tool.{name}" for name in IGNORED_TOOL_OPTIONS if given.get(name)}
+        )
+    return names
+
+
+# Messages from content blocks
+
+CLAUDE_CODE_UNPARSED = "__unparsedToolInput"
+"""The key under which Claude Code sends such arguments back, with their beginning as `raw` and their length as `len`."""
+BILLING_PREFIX = "x-anthropic-billing-header:"
+"""How a block of `system` begins that speaks to the vendor, not to the model, and may change from call to call."""
+
+
+class ContentBlock(NamedTuple):
+    """A content block and its position: the turn (None: `system`), and the index in it."""
+
+    turn: int | None
+    place: int
+    value: Any
+
+    @property
+    def name(self) -> str:
+        """For error messages."""
+        return f"system[{self.place}]" if self.turn is None else f"messages[{self.turn}].content[{self.place}]"
+
+
+class MessageBlocks(NamedTuple):
+    """The content blocks of one message."""
+
+    role: str
+    blocks: tuple[ContentBlock, ...]
+
+
+class SplitConversation(NamedTuple):
+    """A request's conversation, split into messages that are not yet parsed."""
+
+    units: list[MessageBlocks]
+    ignored: frozenset[str]
+    """Names of what no message will hold."""
+
+
+def split_conversation(system: Any, turns: Sequence[Any]) -> SplitConversation:
+    """Group content blocks into messages. Blocks are not parsed yet."""
+    ignored: set[str] = set()
+    units: list[MessageBlocks] = []
+    given = [] if system is None else _placed(system, None, "system")
+    told = tuple(each for each in given if not _is_billing(each.value))
+    if len(told) < len(given):
+        ignored.add("system:billing_header")
+    if any((fields.as_object(each.value) or {}).get("text") != "" for each in told):
+        units.append(MessageBlocks("system", told))
+    side, run = "", list[ContentBlock]()
+    for turn, value in enumerate(turns):
+        role, blocks = _turn(value, turn)
+        if role != side or role == "system":
+            units += _units(side, run)
+            side, run = role, []
+        run += blocks
+    units += _units(side, run)
+    if any(_kind(block.value) == "redacted_thinking" for unit in units for block in unit.blocks):
+        ignored.add("block:redacted_thinking")
+    return SplitConversation(units, frozenset(ignored))
+
+
+def _read(place: int, unit: MessageBlocks | Message) -> Message:
+    return read_message(unit) if isinstance(unit, MessageBlocks) else unit
+
+
+def read_message(unit: MessageBlocks) -> Message:
+    """Parse one message; a block that the model cannot take is refused by its position."""
+    for block in unit.blocks:
+        fields.check_depth(block.value, block.name)
+    if unit.role == "assistant":
+        return _assistant(unit.blocks)
+    if unit.role == "tool":
+        return _result(unit.blocks[0])
+    return {"role": unit.role, "content": flatten([{"text": _text(each.value, each.name)} for each in unit.blocks])}
+
+
+def _turn(value: Any, turn: int) -> tuple[str, list[ContentBlock]]:
+    given = fields.as_object(value)
+    if given is None:
+        raise fields.invalid(f"messages[{turn}]", "must be an object")
+    role = given.get("role")
+    if role not in ("user", "assistant", "system"):
+        raise fields.invalid(f"messages[{turn}].role", f"must be user, assistant or system, not {fields.preview(role)}")
+    return role, _placed(given.get("content"), turn, f"messages[{turn}].content")
+
+
+def _placed(content: Any, turn: int | None, name: str) -> list[ContentBlock]:
+    """Blocks with their places; a plain string is one block of text."""
+    if isinstance(content, str):
+        return [ContentBlock(turn, 0, {"type": "text", "text": content})]
+    blocks = fields.as_list(content)
+    if blocks is None:
+        raise fields.invalid(name, f"must be a string or a list of content blocks, not {fields.preview(content)}")
+    return [ContentBlock(turn, place, block) for place, block in enumerate(blocks)]
+
+
+def _units(role: str, run: list[ContentBlock]) -> Iterable[MessageBlocks]:
+    """The messages of a turn."""
+    if role != "user":
+        return [MessageBlocks(role, tuple(run))] if role else []
+    results = [block for block in run if _kind(block.value) == "tool_result"]
+    texts = tuple(block for block in run if _kind(block.value) != "tool_result")
+    own = [MessageBlocks("user", texts)] if texts or not results else []
+    return [*(MessageBlocks("tool", (block,)) for block in results), *own]
+
+
+def _assistant(blocks: Sequence[ContentBlock]) -> Message:
+    said: list[str] = []
+    thought: list[str] = []
+    calls: list[dict[str, Any]] = []
+    for placed in blocks:
+        kind, block = _kind(placed.value), fields.as_object(placed.value) or {}
+        if kind == "thinking":
+            thought.append(fields.string(block.get("thinking"), f"{placed.name}.thinking"))
+        elif kind == "tool_use":
+            calls.append(_call(block, placed.name))
+        elif kind != "redacted_thinking":
+            said.append(_text(block, placed.name))
+    message: Message = {"role": "assistant", "content": "".join(said)}
+    if any(thought):
+        message["reasoning_content"] = "".join(thought)
+    if calls:
+        message["content"] = message["content"] or None
+        message["tool_calls"] = calls
+    return message
+
+
+def _call(block: dict[str, Any], name: str) -> dict[str, Any]:
+    function = {"name": fields.string(block.get("name"), f"{name}.name"), "arguments": _arguments(block.get("input", {}))}
+    return {"id": fields.string(block.get("id"), f"{name}.id"), "type": "function", "function": function}
+
+
+def _arguments(given: Any) -> str:
+    """JSON text of a call's input; what was no JSON when it was sampled is that text again."""
+    wrapped = fields.as_object(given) or {}
+    raw = wrapped.get(INVALID_JSON)
+    if len(wrapped) == 1 and (cut := fields.as_object(wrapped.get(CLAUDE_CODE_UNPARSED))) is not None:
+        raw = cut.get("raw")
+        raw = raw if isinstance(raw, str) and len(raw.encode("utf-16-le")) // 2 == cut.get("len") else None
+    return raw if isinstance(raw, str) else orjson.dumps(given).decode()
+
+
+def _result(placed: ContentBlock) -> Message:
+    """A tool's result. An error is marked as one, unless its text says so itself."""
+    block = fields.as_object(placed.value) or {}
+    content: Any = block.get("content")
+    text = content if isinstance(content, str) else _joined(content, f"{placed.name}.content")
+    if fields.flag(block, "is_error") and "error" not in text[:40].lower():
+        text = f"Error: {text}"
+    return {"role": "tool", "content": text, "tool_call_id": fields.string(block.get("tool_use_id"), f"{placed.name}.tool_use_id")}
+
+
+def _joined(content: Any, name: str) -> str:
+    parts = fields.as_list([] if content is None else content)
+    if parts is None:
+        raise fields.invalid(name, f"must be a string or a list of text blocks, not {fields.preview(content)}")
+    return flatten([{"text": _text(part, f"{name}[{place}]")} for place, part in enumerate(parts)])
+
+
+def _text(value: Any, name: str) -> str:
+    kind = _kind(value)
+    if kind != "text":
+        raise fields.invalid(name, f"must be a text block here; {fields.preview(kind)} is not supported")
+    return fields.string((fields.as_object(value) or {}).get("text"), f"{name}.text")
+
+
+def _kind(value: Any) -> Any:
+    return (fields.as_object(value) or {}).get("type")
+
+
+def _is_billing(value: Any) -> bool:
+    text = (fields.as_object(value) or {}).get("text")
+    return isinstance(text, str) and text.startswith(BILLING_PREFIX) and "\n" not in text
+
+
+# Writing responses
+
+EMPTY_TEXT_BLOCK: dict[str, Any] = {"type": "text", "text": ""}
+"""What an empty reply is: clients read the first block without looking."""
+
+
+class MessagesEvents:
+    """See `EventWriter`. One block is open at a time; what does not belong to it closes it."""
+
+    def __init__(self, answer: ModelAnswer, tokenizer: DialectTokenizer) -> None:
+        self._answer = answer
+        self._tokenizer = tokenizer
+        self._index = -1
+        self._open = ""
+        """The kind of the open block; empty where none is."""
+        self._input = ToolInputStream()
+        """Of the open call."""
+
+    def start(self) -> bytes:
+        return sse_event("message_start", message=message_head(self._answer) | {"usage": usage(self._answer, [])})
+
+    def delta(self, choice: int, deltas: list[Delta], unsent: UnsentTokens) -> bytes:
+        return b"".join([self._grow(delta) for delta in deltas])
+
+    def finish_choice(self, choice: int, step: Step, unsent: UnsentTokens) -> bytes:
+        begun = self._begin(EMPTY_TEXT_BLOCK) if self._index < 0 else b""
+        reason, used = stop_fields(step, self._tokenizer), usage(self._answer, [step])
+        return begun + self._close(cut=step.finish == "length") + sse_event("message_delta", delta=reason, usage=used)
+
+    def finish(self, steps: list[Step]) -> bytes:
+        return sse_event("message_stop")
+
+    def _grow(self, delta: Delta) -> bytes:
+        if isinstance(delta, CallDelta):
+            begun = self._begin(_tool_use_block(delta, {})) if delta.begins else b""
+            return begun + self._delta("input_json_delta", "partial_json", self._input.push(delta.arguments))
+        if isinstance(delta, Reasoning):
+            begun = b"" if self._open == "thinking" else self._begin({"type": "thinking", "thinking": "", "signature": ""})
+            return begun + self._delta("thinking_delta", "thinking", delta.text)
+        begun = b"" if self._open == "text" else self._begin(EMPTY_TEXT_BLOCK)
+        return begun + self._delta("text_delta", "text", delta.text)
+
+    def _begin(self, block: dict[str, Any]) -> bytes:
+        closed = self._close()
+        self._index += 1
+        self._open = block["type"]
+        self._input = ToolInputStream()
+        return closed + sse_event("content_block_start", index=self._index, content_block=block)
+
+    def _delta(self, kind: str, key: str, value: str) -> bytes:
+        return sse_event("content_block_delta", index=self._index, delta={"type": kind, key: value}) if value else b""
+
+    def _close(self, *, cut: bool = False) -> bytes:
+        """End the open block; `cut` says that the reply was cut short in it."""
+        if not self._open:
+            return b""
+        rest = b""
+        if self._open == "thinking":
+            rest = self._delta("signature_delta", "signature", signature(self._answer))
+        elif self._open == "tool_use":
+            rest = self._delta("input_json_delta", "partial_json", self._input.finish(cut=cut))
+        self._open = ""
+        return rest + sse_event("content_block_stop", index=self._index)
+
+
+def message_head(answer: ModelAnswer) -> dict[str, Any]:
+    """What an answer and its first event share; nothing said yet."""
+    return {
+        "id": f"msg_{answer.id}",
+        "type": "message",
+        "role": "assistant",
+        "model": answer.model,
+        "content": [],
+        "stop_reason": None,
+        "stop_sequence": None,
+    }
+
+
+def content(answer: ModelAnswer, message: Message) -> list[dict[str, Any]]:
+    """A reply's blocks: thinking, text, calls."""
+    blocks: list[dict[str, Any]] = []
+    for delta in deltas_of(message):
+        if isinstance(delta, CallDelta):
+            blocks.append(_tool_use_block(delta, tool_input(delta.arguments)))
+        elif isinstance(delta, Reasoning):
+            blocks.append({"type": "thinking", "thinking": delta.text, "signature": signature(answer)})
+        else:
+            blocks.append({"type": "text", "text": delta.text})
+    return blocks or [EMPTY_TEXT_BLOCK]
+
+
+def stop_fields(step: Step, tokenizer: DialectTokenizer) -> dict[str, str | None]:
+    """Why the reply ended. Calls go first: whatever ended the reply, they must be answered."""
+    if step.finish == "length":
+        return {"stop_reason": "max_tokens", "stop_sequence": None}
+    if step.message.get("tool_calls"):
+        return {"stop_reason": "tool_use", "stop_sequence": None}
+    found = _stop_string(step, tokenizer)
+    return {"stop_reason": "end_turn" if found is None else "stop_sequence", "stop_sequence": found}
+
+
+def usage(answer: ModelAnswer, steps: Sequence[Step]) -> dict[str, int]:
+    """Tokens read and sampled; how many of them an engine had cached is not told."""
+    used, cached = answer.usage(steps), {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
+    return {"input_tokens": used.prompt_tokens, **cached, "output_tokens": used.completion_tokens}
+
+
+def signature(answer: ModelAnswer) -> str:
+    """A placeholder: clients drop thinking that is not signed."""
+    return f"penstock:{answer.id}"
+
+
+def _tool_use_block(call: CallDelta, given: Any) -> dict[str, Any]:
+    return {"type": "tool_use", "id": call.id, "name": call.name, "input": given}
+
+
+def _stop_string(step: Step, tokenizer: DialectTokenizer) -> str | None:
+    """The stop string that ended the reply, which the record has and the text has not; None where the model itself ended it."""
+    if not step.sampling.stop or (step.completion_ids and step.completion_ids[-1] in step.sampling.stop_ids):
+        return None
+    sampled = tokenizer.decode(step.completion_ids)
+    found = [(place, each) for each in step.sampling.stop if (place := sampled.find(each)) >= 0]
+    return min(found)[1] if found else None
+
+
+# Tool input as JSON
+
 INVALID_JSON = "INVALID_JSON"
 """The key under which arguments that are no JSON object travel in one, both ways."""
-
 SPACE = re.compile(r"[ \t\n\r]+")
 INSIDE = re.compile(
     r"(?:[^\"\\\x00-\x1f]+|\\[\"\\/bfnrt]|\\u(?![dD][89a-fA-F])[\da-fA-F]{4}"
@@ -35,7 +541,7 @@ KEYS, VALUES = ("key", "first key"), ("value", "first value")
 
 
 class ToolInputStream:
-    """Arguments in parts: what was given out is always the beginning of a JSON object, and in the end a whole one.
+    """Streams tool arguments: what it returns is always the beginning of a JSON object, and at the end a complete one.
 
     Text that no object goes on with is held back, and told in the end under `INVALID_JSON`, beside the members that were given
     out already. The parser behind it only counts brackets, so what stands between them may be anything; nothing comes after.
@@ -137,511 +643,3 @@ def tool_input(arguments: str) -> Any:
     except orjson.JSONDecodeError:
         is_object = False
     return orjson.Fragment(arguments or "{}") if is_object else {INVALID_JSON: arguments}
-
-
-CLAUDE_CODE_UNPARSED = "__unparsedToolInput"
-"""The key under which Claude Code sends such arguments back, with their beginning as `raw` and their length as `len`."""
-BILLING_PREFIX = "x-anthropic-billing-header:"
-"""How a block of `system` begins that speaks to the vendor, not to the model, and may change from call to call."""
-
-
-class ContentBlock(NamedTuple):
-    """A content block and where it stands: in which turn (None: in `system`), and where in it."""
-
-    turn: int | None
-    place: int
-    value: Any
-
-    @property
-    def name(self) -> str:
-        """As an error names it."""
-        return f"system[{self.place}]" if self.turn is None else f"messages[{self.turn}].content[{self.place}]"
-
-
-class MessageBlocks(NamedTuple):
-    """What one message is made of."""
-
-    role: str
-    blocks: tuple[ContentBlock, ...]
-
-
-class SplitConversation(NamedTuple):
-    """A request's conversation, ready to be read message by message."""
-
-    units: list[MessageBlocks]
-    ignored: frozenset[str]
-    """What of it no message will have."""
-
-
-def split_conversation(system: Any, turns: Sequence[Any]) -> SplitConversation:
-    """Which blocks go into which message. Nothing inside a block is read yet."""
-    ignored: set[str] = set()
-    units: list[MessageBlocks] = []
-    given = [] if system is None else _placed(system, None, "system")
-    told = tuple(each for each in given if not _is_billing(each.value))
-    if len(told) < len(given):
-        ignored.add("system:billing_header")
-    if any((fields.as_object(each.value) or {}).get("text") != "" for each in told):
-        units.append(MessageBlocks("system", told))
-    side, run = "", list[ContentBlock]()
-    for turn, value in enumerate(turns):
-        role, blocks = _turn(value, turn)
-        if role != side or role == "system":
-            units += _units(side, run)
-            side, run = role, []
-        run += blocks
-    units += _units(side, run)
-    if any(_kind(block.value) == "redacted_thinking" for unit in units for block in unit.blocks):
-        ignored.add("block:redacted_thinking")
-    return SplitConversation(units, frozenset(ignored))
-
-
-def read_message(unit: MessageBlocks) -> Message:
-    """The message that a unit is; refused by its place where a block is none that the model can take."""
-    for block in unit.blocks:
-        fields.check_depth(block.value, block.name)
-    if unit.role == "assistant":
-        return _assistant(unit.blocks)
-    if unit.role == "tool":
-        return _result(unit.blocks[0])
-    return {"role": unit.role, "content": flatten([{"text": _text(each.value, each.name)} for each in unit.blocks])}
-
-
-def _turn(value: Any, turn: int) -> tuple[str, list[ContentBlock]]:
-    given = fields.as_object(value)
-    if given is None:
-        raise fields.invalid(f"messages[{turn}]", "must be an object")
-    role = given.get("role")
-    if role not in ("user", "assistant", "system"):
-        raise fields.invalid(f"messages[{turn}].role", f"must be user, assistant or system, not {fields.preview(role)}")
-    return role, _placed(given.get("content"), turn, f"messages[{turn}].content")
-
-
-def _placed(content: Any, turn: int | None, name: str) -> list[ContentBlock]:
-    """Blocks with their places; a plain string is one block of text."""
-    if isinstance(content, str):
-        return [ContentBlock(turn, 0, {"type": "text", "text": content})]
-    blocks = fields.as_list(content)
-    if blocks is None:
-        raise fields.invalid(name, f"must be a string or a list of content blocks, not {fields.preview(content)}")
-    return [ContentBlock(turn, place, block) for place, block in enumerate(blocks)]
-
-
-def _units(role: str, run: list[ContentBlock]) -> Iterable[MessageBlocks]:
-    """The messages of a turn."""
-    if role != "user":
-        return [MessageBlocks(role, tuple(run))] if role else []
-    results = [block for block in run if _kind(block.value) == "tool_result"]
-    texts = tuple(block for block in run if _kind(block.value) != "tool_result")
-    own = [MessageBlocks("user", texts)] if texts or not results else []
-    return [*(MessageBlocks("tool", (block,)) for block in results), *own]
-
-
-def _assistant(blocks: Sequence[ContentBlock]) -> Message:
-    said: list[str] = []
-    thought: list[str] = []
-    calls: list[dict[str, Any]] = []
-    for placed in blocks:
-        kind, block = _kind(placed.value), fields.as_object(placed.value) or {}
-        if kind == "thinking":
-            thought.append(_string(block.get("thinking"), f"{placed.name}.thinking"))
-        elif kind == "tool_use":
-            calls.append(_call(block, placed.name))
-        elif kind != "redacted_thinking":
-            said.append(_text(block, placed.name))
-    message: Message = {"role": "assistant", "content": "".join(said)}
-    if any(thought):
-        message["reasoning_content"] = "".join(thought)
-    if calls:
-        message["content"] = message["content"] or None
-        message["tool_calls"] = calls
-    return message
-
-
-def _call(block: dict[str, Any], name: str) -> dict[str, Any]:
-    function = {"name": _string(block.get("name"), f"{name}.name"), "arguments": _arguments(block.get("input", {}))}
-    return {"id": _string(block.get("id"), f"{name}.id"), "type": "function", "function": function}
-
-
-def _arguments(given: Any) -> str:
-    """JSON text of a call's input; what was no JSON when it was sampled is that text again."""
-    wrapped = fields.as_object(given) or {}
-    raw = wrapped.get(INVALID_JSON)
-    if len(wrapped) == 1 and (cut := fields.as_object(wrapped.get(CLAUDE_CODE_UNPARSED))) is not None:
-        raw = cut.get("raw")
-        raw = raw if isinstance(raw, str) and len(raw.encode("utf-16-le")) // 2 == cut.get("len") else None
-    return raw if isinstance(raw, str) else orjson.dumps(given).decode()
-
-
-def _result(placed: ContentBlock) -> Message:
-    """A tool's result. An error is marked as one, unless its text says so itself."""
-    block = fields.as_object(placed.value) or {}
-    content: Any = block.get("content")
-    text = content if isinstance(content, str) else _joined(content, f"{placed.name}.content")
-    if fields.flag(block, "is_error") and "error" not in text[:40].lower():
-        text = f"Error: {text}"
-    return {"role": "tool", "content": text, "tool_call_id": _string(block.get("tool_use_id"), f"{placed.name}.tool_use_id")}
-
-
-def _joined(content: Any, name: str) -> str:
-    parts = fields.as_list([] if content is None else content)
-    if parts is None:
-        raise fields.invalid(name, f"must be a string or a list of text blocks, not {fields.preview(content)}")
-    return flatten([{"text": _text(part, f"{name}[{place}]")} for place, part in enumerate(parts)])
-
-
-def _text(value: Any, name: str) -> str:
-    kind = _kind(value)
-    if kind != "text":
-        raise fields.invalid(name, f"must be a text block here; {fields.preview(kind)} is not supported")
-    return _string((fields.as_object(value) or {}).get("text"), f"{name}.text")
-
-
-def _string(value: Any, name: str) -> str:
-    if not isinstance(value, str):
-        raise fields.invalid(name, f"must be a string, not {fields.preview(value)}")
-    return value
-
-
-def _kind(value: Any) -> Any:
-    return (fields.as_object(value) or {}).get("type")
-
-
-def _is_billing(value: Any) -> bool:
-    text = (fields.as_object(value) or {}).get("text")
-    return isinstance(text, str) and text.startswith(BILLING_PREFIX) and "\n" not in text
-
-
-EMPTY_TEXT_BLOCK: dict[str, Any] = {"type": "text", "text": ""}
-"""What an empty reply is: clients read the first block without looking."""
-
-
-class MessagesEvents:
-    """See `EventWriter`. One block is open at a time; what does not belong to it closes it."""
-
-    def __init__(self, answer: ModelAnswer, tokenizer: DialectTokenizer) -> None:
-        self._answer = answer
-        self._tokenizer = tokenizer
-        self._index = -1
-        self._open = ""
-        """The kind of the open block; empty where none is."""
-        self._input = ToolInputStream()
-        """Of the open call."""
-
-    def start(self) -> bytes:
-        return sse_event("message_start", message=message_head(self._answer) | {"usage": usage(self._answer, [])})
-
-    def delta(self, choice: int, deltas: list[Delta], unsent: UnsentTokens) -> bytes:
-        return b"".join([self._grow(delta) for delta in deltas])
-
-    def finish_choice(self, choice: int, step: Step, unsent: UnsentTokens) -> bytes:
-        begun = self._begin(EMPTY_TEXT_BLOCK) if self._index < 0 else b""
-        reason, used = stop_fields(step, self._tokenizer), usage(self._answer, [step])
-        return begun + self._close(cut=step.finish == "length") + sse_event("message_delta", delta=reason, usage=used)
-
-    def finish(self, steps: list[Step]) -> bytes:
-        return sse_event("message_stop")
-
-    def _grow(self, delta: Delta) -> bytes:
-        if isinstance(delta, CallDelta):
-            begun = self._begin(_tool_use_block(delta, {})) if delta.begins else b""
-            return begun + self._delta("input_json_delta", "partial_json", self._input.push(delta.arguments))
-        if isinstance(delta, Reasoning):
-            begun = b"" if self._open == "thinking" else self._begin({"type": "thinking", "thinking": "", "signature": ""})
-            return begun + self._delta("thinking_delta", "thinking", delta.text)
-        begun = b"" if self._open == "text" else self._begin(EMPTY_TEXT_BLOCK)
-        return begun + self._delta("text_delta", "text", delta.text)
-
-    def _begin(self, block: dict[str, Any]) -> bytes:
-        closed = self._close()
-        self._index += 1
-        self._open = block["type"]
-        self._input = ToolInputStream()
-        return closed + sse_event("content_block_start", index=self._index, content_block=block)
-
-    def _delta(self, kind: str, key: str, value: str) -> bytes:
-        return sse_event("content_block_delta", index=self._index, delta={"type": kind, key: value}) if value else b""
-
-    def _close(self, *, cut: bool = False) -> bytes:
-        """End the open block; `cut` says that the reply was cut short in it."""
-        if not self._open:
-            return b""
-        rest = b""
-        if self._open == "thinking":
-            rest = self._delta("signature_delta", "signature", signature(self._answer))
-        elif self._open == "tool_use":
-            rest = self._delta("input_json_delta", "partial_json", self._input.finish(cut=cut))
-        self._open = ""
-        return rest + sse_event("content_block_stop", index=self._index)
-
-
-def sse_event(kind: str, **content: Any) -> bytes:
-    """One event, under its name."""
-    return b"event: " + kind.encode() + b"\ndata: " + orjson.dumps({"type": kind, **content}) + b"\n\n"
-
-
-def message_head(answer: ModelAnswer) -> dict[str, Any]:
-    """What an answer and its first event share; nothing said yet."""
-    return {
-        "id": f"msg_{answer.id}",
-        "type": "message",
-        "role": "assistant",
-        "model": answer.model,
-        "content": [],
-        "stop_reason": None,
-        "stop_sequence": None,
-    }
-
-
-def content(answer: ModelAnswer, message: Message) -> list[dict[str, Any]]:
-    """A reply's blocks: thinking, text, calls."""
-    blocks: list[dict[str, Any]] = []
-    for delta in deltas_of(message):
-        if isinstance(delta, CallDelta):
-            blocks.append(_tool_use_block(delta, tool_input(delta.arguments)))
-        elif isinstance(delta, Reasoning):
-            blocks.append({"type": "thinking", "thinking": delta.text, "signature": signature(answer)})
-        else:
-            blocks.append({"type": "text", "text": delta.text})
-    return blocks or [EMPTY_TEXT_BLOCK]
-
-
-def stop_fields(step: Step, tokenizer: DialectTokenizer) -> dict[str, str | None]:
-    """Why the reply ended. Calls go first: whatever ended the reply, they must be answered."""
-    if step.finish == "length":
-        return {"stop_reason": "max_tokens", "stop_sequence": None}
-    if step.message.get("tool_calls"):
-        return {"stop_reason": "tool_use", "stop_sequence": None}
-    found = _stop_string(step, tokenizer)
-    return {"stop_reason": "end_turn" if found is None else "stop_sequence", "stop_sequence": found}
-
-
-def usage(answer: ModelAnswer, steps: Sequence[Step]) -> dict[str, int]:
-    """Tokens read and sampled; how many of them an engine had cached is not told."""
-    used, cached = answer.usage(steps), {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
-    return {"input_tokens": used.prompt_tokens, **cached, "output_tokens": used.completion_tokens}
-
-
-def signature(answer: ModelAnswer) -> str:
-    """Something to send back with thinking: clients drop thinking that is not signed."""
-    return f"penstock:{answer.id}"
-
-
-def _tool_use_block(call: CallDelta, given: Any) -> dict[str, Any]:
-    return {"type": "tool_use", "id": call.id, "name": call.name, "input": given}
-
-
-def _stop_string(step: Step, tokenizer: DialectTokenizer) -> str | None:
-    """The stop string that ended the reply, which the record has and the text has not; None where the model itself ended it."""
-    if not step.sampling.stop or (step.completion_ids and step.completion_ids[-1] in step.sampling.stop_ids):
-        return None
-    sampled = tokenizer.decode(step.completion_ids)
-    found = [(place, each) for each in step.sampling.stop if (place := sampled.find(each)) >= 0]
-    return min(found)[1] if found else None
-
-
-HONOURED = frozenset(
-    {"model", "messages", "system", "tools", "tool_choice", "stream", "thread", "thinking", "output_config"}
-    | {"max_tokens", "stop_sequences", *SAMPLING_FIELDS - {"stop"}}
-)
-LABELS = frozenset(
-    {"metadata", "service_tier", "speed", "inference_geo", "user_profile_id", "workspace_id", "diagnostics", "cache_control"}
-    | {"betas", "anthropic_beta", "anthropic_version"}
-)
-"""Fields that say who asks, how to serve it, or for which version of the format; sampling does not depend on them."""
-
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
-    "output_format": (),
-    "compaction": (),
-}
-"""Fields that would change the answer in a way that is not offered, with the values that change nothing."""
-
-IGNORED_TOOL_OPTIONS = ("strict", "defer_loading", "input_examples", "allowed_callers")
-"""What a tool may ask for besides being offered; it is offered without."""
-
-ERROR_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    408: "timeout_error",
-    409: "conflict_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    504: "timeout_error",
-    529: "overloaded_error",
-}
-"""The vendor's names of errors. 503 has none: clients retry it longer than what they know as an overloaded vendor."""
-
-NUMBER = re.compile(r"\d+")
-
-
-class MessagesDialect:
-    path = "/v1/messages"
-    count_path = "/v1/messages/count_tokens"
-    ping = sse_event("ping")
-
-    def __init__(self, tokenizer: DialectTokenizer) -> None:
-        self._tokenizer = tokenizer
-
-    def parse(self, body: dict[str, Any], defaults: Sampling, history: ConversationHistory) -> ModelCall:
-        refuse_unsupported(body, NEUTRAL)
-        held = _held(body, history)
-        spoken = split_conversation(body.get("system"), fields.as_list(body.get("messages", [])) or _no_messages(body, held))
-        messages = history.last_request.messages([*held.messages, *spoken.units], _read)
-        _refuse_prefill(messages, body)
-        tools = held.tools or history.last_request.tools(body.get("tools"), _tools)
-        choice = _choice(body)
-        model = body.get("model", "")
-        return ModelCall(
-            model=model if isinstance(model, str) else "",
-            messages=messages,
-            sampling=replace(
-                read_sampling(body, defaults, "max_tokens"), stop=fields.strings(body, "stop_sequences") or defaults.stop
-            ),
-            tools=tools,
-            reads_calls=bool(tools) and choice.get("type") != "none",
-            forced=_forced(choice, tools),
-            stream=fields.flag(body, "stream"),
-            ignored=tuple(sorted({*_ignored(body, choice), *spoken.ignored})),
-        )
-
-    def json_body(self, answer: ModelAnswer) -> bytes:
-        step = answer.steps[0]
-        said = {"content": content(answer, step.message), **stop_fields(step, self._tokenizer)}
-        return orjson.dumps(message_head(answer) | said | {"usage": usage(answer, [step])})
-
-    def events(self, answer: ModelAnswer) -> MessagesEvents:
-        return MessagesEvents(answer, self._tokenizer)
-
-    def count(self, tokens: int) -> dict[str, Any]:
-        return {"input_tokens": tokens}
-
-    def error(self, error: RequestError) -> dict[str, Any]:
-        kind = ERROR_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
-        text = _too_long(str(error)) if error.code == "context_length_exceeded" else str(error)
-        details = {"error_code": error.code, **({"param": error.param} if error.param else {})}
-        return {"type": "error", "error": {"type": kind, "message": text, "details": details}}
-
-    def error_event(self, error: RequestError) -> bytes:
-        return sse_event("error", error=self.error(error)["error"])
-
-
-class ThreadHistory(NamedTuple):
-    """What the server holds of a message thread, so that the request need not say it again."""
-
-    messages: tuple[Message, ...] = ()
-    tools: tuple[Tool, ...] = ()
-
-
-def _held(body: dict[str, Any], history: ConversationHistory) -> ThreadHistory:
-    """Every answer can be gone on from, so a thread needs no creating; only its messages and tools are looked up."""
-    thread = fields.as_object(body.get("thread") or {"type": "create"}) or {}
-    if thread.get("type") == "create":
-        return ThreadHistory()
-    before = thread.get("previous_message_id")
-    if thread.get("type") != "continue" or not isinstance(before, str):
-        raise fields.invalid("thread", "must be of type create, or of type continue with a previous_message_id")
-    for name in ("system", "tools"):
-        if body.get(name) is not None:
-            raise fields.invalid(name, "is that of the thread; leave it out, or start another thread")
-    answer = before.removeprefix("msg_")
-    messages, tools = history.messages(answer), history.tools(answer)
-    if messages is None or tools is None:
-        text = f"no answer here is called {before}; send the whole conversation"
-        raise RequestError(text, status=404, code="thread_not_found", param="thread.previous_message_id")
-    return ThreadHistory(messages, tools)
-
-
-def _no_messages(body: dict[str, Any], held: ThreadHistory) -> list[Any]:
-    if held.messages and body.get("messages") in (None, []):
-        return []
-    raise fields.invalid("messages", "must be a list with at least one message")
-
-
-def _read(place: int, unit: MessageBlocks | Message) -> Message:
-    return read_message(unit) if isinstance(unit, MessageBlocks) else unit
-
-
-def _refuse_prefill(messages: tuple[Message, ...], body: dict[str, Any]) -> None:
-    """A request without `max_tokens` only counts, and may end anywhere."""
-    if messages[-1]["role"] == "assistant" and body.get("max_tokens") is not None:
-        text = "messages must not end with an assistant message: a reply that the caller has begun cannot be gone on with"
-        raise RequestError(text, code="unsupported_parameter", param="messages")
-
-
-def _tools(value: Any) -> tuple[Tool, ...]:
-    """The caller's own tools in the OpenAI form; those that the vendor would run are left out."""
-    given = fields.as_list([] if value is None else value)
-    if given is None:
-        raise fields.invalid("tools", "must be a list of tools")
-    fields.check_depth(given, "tools")
-    return tuple(_tool(fields.as_object(each), f"tools[{place}]") for place, each in enumerate(given) if _hosted(each) is None)
-
-
-def _tool(given: dict[str, Any] | None, name: str) -> Tool:
-    schema = fields.as_object((given or {}).get("input_schema"))
-    if given is None or not isinstance(given.get("name"), str) or schema is None:
-        raise fields.invalid(name, "must be a tool with a name and an input_schema")
-    about = given.get("description")
-    described = {"description": about} if isinstance(about, str) else {}
-    return {"type": "function", "function": {"name": given["name"], **described, "parameters": schema}}
-
-
-def _hosted(tool: Any) -> str | None:
-    """The type of a tool whose schema only the vendor knows; None for the caller's own."""
-    given = fields.as_object(tool) or {}
-    kind = given.get("type")
-    return kind if isinstance(kind, str) and kind != "custom" and "input_schema" not in given else None
-
-
-def _choice(body: dict[str, Any]) -> dict[str, Any]:
-    choice = fields.as_object(body.get("tool_choice") or {"type": "auto"}) or {}
-    if choice.get("type") not in ("auto", "any", "tool", "none"):
-        text = f"must be an object of type auto, any, tool or none, not {fields.preview(body['tool_choice'])}"
-        raise fields.invalid("tool_choice", text)
-    return choice
-
-
-def _forced(choice: dict[str, Any], tools: tuple[Tool, ...]) -> str | None:
-    if choice["type"] in ("auto", "none"):
-        return None
-    known = [tool["function"]["name"] for tool in tools]
-    wanted = "" if choice["type"] == "any" else choice.get("name")
-    if not isinstance(wanted, str) or not known or (wanted and wanted not in known):
-        asked = fields.preview(wanted) if wanted else "a call"
-        offered = ", ".join(known[:10]) or "none"
-        raise fields.invalid("tool_choice", f"asks for {asked}, which no tool here can answer; those that can be called: {offered}")
-    return wanted
-
-
-def _ignored(body: dict[str, Any], choice: dict[str, Any]) -> set[str]:
-    """What was asked for and is not done. A field that is null or empty asks for nothing."""
-    names = {name for name in body.keys() - HONOURED - LABELS - NEUTRAL.keys() if body[name] not in (None, [], {})}
-    thinking, output = fields.as_object(body.get("thinking")) or {}, fields.as_object(body.get("output_config")) or {}
-    if output.get("format") is not None:
-        raise unsupported("output_config.format", output["format"])
-    if thinking.get("type", "disabled") != "disabled":
-        names.add("thinking")
-    names |= {f"output_config.{name}" for name, value in output.items() if value is not None}
-    if fields.flag(choice, "disable_parallel_tool_use"):
-        names.add("tool_choice.disable_parallel_tool_use")
-    for tool in fields.as_list(body.get("tools")) or ():
-        given = fields.as_object(tool) or {}
-        names |= (
-            {f"tool:{kind}"} if (kind := _hosted(tool)) else {f"tool.{name}" for name in IGNORED_TOOL_OPTIONS if given.get(name)}
-        )
-    return names
-
-
-def _too_long(text: str) -> str:
-    """As agents of this dialect know that they must compact their history: by these words, and by the numbers after them."""
-    match NUMBER.findall(text):
-        case [tokens, limit]:
-            return f"prompt is too long: {tokens} tokens > {limit} maximum"
-        case _:
-            return f"prompt is too long: {text}"

@@ -1,4 +1,4 @@
-"""The tools of a Responses request: as functions for the model, and back under the names and kinds that the client knows."""
+"""The OpenAI Responses dialect: `/v1/responses`, with `previous_response_id`, item references, namespaces and freeform tools."""
 
 import json
 import re
@@ -19,6 +19,144 @@ from penstock.gateway.dialects.chat import error_body, logprobs
 from penstock.gateway.dialects.fields import SAMPLING_FIELDS, read_sampling, refuse_unsupported, unsupported
 from penstock.gateway.reply import CallDelta, Delta
 from penstock.records import Finish, Message, Sampling, Step
+
+HONOURED = SAMPLING_FIELDS | frozenset(
+    {"model", "input", "instructions", "previous_response_id", "tools", "tool_choice", "stream", "max_output_tokens"}
+    | {"include", "parallel_tool_calls", "reasoning", "text", "truncation"}
+)
+"""The last row's are read in part; `_unmet` names the rest."""
+LABELS = frozenset(
+    {"user", "metadata", "store", "service_tier", "safety_identifier", "client_metadata", "stream_options", "max_tool_calls"}
+    | {"prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"}
+)
+"""Fields that do not affect sampling; ignored without a notice."""
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "background": (False,),
+    "conversation": (),
+    "prompt": (),
+    "n": (1,),
+    "top_logprobs": (0,),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "response_format": ({"type": "text"},),
+}
+"""Fields that are not supported, with the values that have no effect and are accepted."""
+ECHOED: dict[str, Any] = {
+    "background": False,
+    "instructions": None,
+    "max_output_tokens": None,
+    "max_tool_calls": None,
+    "metadata": {},
+    "parallel_tool_calls": True,
+    "previous_response_id": None,
+    "prompt_cache_key": None,
+    "reasoning": {"effort": None, "summary": None},
+    "safety_identifier": None,
+    "store": True,
+    "text": {"format": {"type": "text"}},
+    "tool_choice": "auto",
+    "tools": [],
+    "top_logprobs": 0,
+    "truncation": "disabled",
+    "user": None,
+}
+"""What the response object repeats of the request, with the value of what was left out."""
+LOGPROBS = "message.output_text.logprobs"
+
+
+class ResponsesDialect:
+    path = "/v1/responses"
+    count_path = "/v1/responses/input_tokens"
+    ping = b": still sampling\n\n"
+
+    def __init__(self, tokenizer: DialectTokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def parse(self, body: dict[str, Any], defaults: Sampling, history: ConversationHistory) -> ModelCall:
+        refuse_unsupported(body, NEUTRAL)
+        _check_format(body)
+        tools = history.last_request.tools(body.get("tools"), offered_tools)
+        model = body.get("model", "")
+        return ModelCall(
+            model=model if isinstance(model, str) else "",
+            messages=read_messages(body, history),
+            sampling=read_sampling(body, defaults, "max_output_tokens"),
+            tools=tools,
+            reads_calls=bool(tools) and body.get("tool_choice") != "none",
+            forced=_forced(body.get("tool_choice"), tools),
+            stream=fields.flag(body, "stream"),
+            logprobs=LOGPROBS in _included(body),
+            echo=tuple((name, body[name] if body.get(name) is not None else other) for name, other in ECHOED.items()),
+            ignored=tuple(sorted(set(_unmet(body)))),
+        )
+
+    def json_body(self, answer: ModelAnswer) -> bytes:
+        (step,) = answer.steps
+        known = client_tool_names(dict(answer.call.echo).get("tools"))
+        items = output_items(answer, step, known, self._tokenizer)
+        return orjson.dumps(final_response(answer, step, items, self._tokenizer))
+
+    def events(self, answer: ModelAnswer) -> "ResponseEvents":
+        return ResponseEvents(answer, self._tokenizer)
+
+    def count(self, tokens: int) -> dict[str, Any]:
+        return {"object": "response.input_tokens", "input_tokens": tokens}
+
+    def error(self, error: RequestError) -> dict[str, Any]:
+        return error_body(error)
+
+    def error_event(self, error: RequestError) -> bytes:
+        """See `Dialect.error_event`. The error stands in it twice: as the API documents the event, and where its SDKs look."""
+        detail = error_body(error)["error"]
+        body = {
+            "type": "error",
+            "code": detail["code"],
+            "message": detail["message"],
+            "param": detail["param"],
+            "sequence_number": 0,
+        }
+        return b"event: error\ndata: " + orjson.dumps(body | {"error": detail}) + b"\n\n"
+
+
+def _check_format(body: dict[str, Any]) -> None:
+    text = fields.nested(body, "text")
+    form = fields.nested(text, "format", "text.format")
+    if text.get("format") is not None and form.get("type") != "text":
+        raise unsupported("text.format", form)
+
+
+def _included(body: dict[str, Any]) -> list[str]:
+    named = fields.as_list([] if body.get("include") is None else body["include"])
+    if named is None or not all(isinstance(each, str) for each in named):
+        raise fields.invalid("include", "must be a list of names")
+    return named
+
+
+def _forced(choice: Any, tools: tuple[Tool, ...]) -> str | None:
+    """The tool that must be called, by the name that the model knows it by."""
+    named = fields.as_object(choice) or {}
+    if isinstance(named.get("namespace"), str) and isinstance(named.get("name"), str):
+        choice = {"name": flat_name(named["name"], named["namespace"])}
+    return fields.forced_tool(choice, tools)
+
+
+def _unmet(body: dict[str, Any]) -> Iterator[str]:
+    """What was asked for and is not done."""
+    given = {name for name, value in body.items() if value is not None}
+    yield from given - HONOURED - LABELS - NEUTRAL.keys()
+    yield from ignored_tool_options(body.get("tools"))
+    yield from (f"include:{name}" for name in _included(body) if name != LOGPROBS)
+    yield from (f"reasoning.{name}" for name, value in fields.nested(body, "reasoning").items() if value is not None)
+    yield from (f"text.{name}" for name, value in fields.nested(body, "text").items() if name != "format" and value is not None)
+    if body.get("truncation") not in (None, "disabled"):
+        yield "truncation"
+    if body.get("parallel_tool_calls") is not None and not fields.flag(body, "parallel_tool_calls"):
+        yield "parallel_tool_calls"
+
+
+# Tools: functions for the model, the client's names and kinds for the client
 
 FREEFORM: dict[str, Any] = {
     "type": "object",
@@ -206,10 +344,11 @@ def _as_function(given: _ToolEntry, flat: str) -> Tool:
     return {"type": "function", "function": function}
 
 
+# Messages from input items
+
 RESPONSE_ID = "resp_"
 ITEM_ID = re.compile(r"(msg|rs|fc|ctc)_(.+)_(\d+)")
 """Our own items: kind, answer, and which of its kind it is in the answer."""
-
 CALLS = ("function_call", "custom_tool_call")
 RESULTS = ("function_call_output", "custom_tool_call_output")
 TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
@@ -393,6 +532,8 @@ def _part(part: dict[str, Any], name: str) -> str:
     return fields.string(part.get(TEXTS[kind]), f"{name}.{TEXTS[kind]}")
 
 
+# Output items
+
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
 STATUS: dict[Finish, Status] = {"stop": "completed", "length": "incomplete", "cancelled": "failed", "error": "failed"}
 
@@ -516,6 +657,8 @@ def _status(begun: str | None) -> Status:
     return "in_progress" if begun is None else "completed"
 
 
+# Events
+
 DELTA_EVENTS = {
     "message": ("output_text", "text"),
     "reasoning": ("reasoning_text", "text"),
@@ -523,10 +666,8 @@ DELTA_EVENTS = {
     "custom_tool_call": ("custom_tool_call_input", "input"),
 }
 """By type of item: what the events of its growth are called, and the key of what has grown when it is done."""
-
 ITEMS_WITH_PARTS = ("message", "reasoning")
 """Items whose text stands in a content part."""
-
 MakeItem = Callable[[str | None], dict[str, Any]]
 """An item, for what has been written of it; None: nothing yet."""
 
@@ -633,7 +774,7 @@ class ResponseEvents:
     def _delta(self, item: _OpenItem, shown: str, logprobs: list[dict[str, Any]]) -> bytes:
         """The event that every few tokens make: all but the text is spelt beforehand, where nothing else changes."""
         if logprobs and item.kind == "message":
-            return self._growth(item, "delta", **_place_in(item.kind), logprobs=logprobs, delta=shown)
+            return self._item_event(item, "delta", **_place_in(item.kind), logprobs=logprobs, delta=shown)
         number, self._sent = self._sent, self._sent + 1
         return b'%b,"sequence_number":%d,"delta":%b}\n\n' % (item.delta_head, number, orjson.dumps(shown))
 
@@ -650,7 +791,9 @@ class ResponseEvents:
             made["content"][0]["logprobs"] = extra["logprobs"] = item.sent_logprobs
         key = DELTA_EVENTS[item.kind][1]
         parts.append(
-            self._growth(item, "done", **{key: made["content"][0][key] if item.kind in ITEMS_WITH_PARTS else made[key]}, **extra)
+            self._item_event(
+                item, "done", **{key: made["content"][0][key] if item.kind in ITEMS_WITH_PARTS else made[key]}, **extra
+            )
         )
         if item.kind in ITEMS_WITH_PARTS:
             parts.append(self._part_event("response.content_part.done", made))
@@ -659,7 +802,7 @@ class ResponseEvents:
         self._open = None
         return parts
 
-    def _growth(self, item: _OpenItem, event: str, **extra: Any) -> bytes:
+    def _item_event(self, item: _OpenItem, event: str, **extra: Any) -> bytes:
         return self._event(f"response.{DELTA_EVENTS[item.kind][0]}.{event}", item_id=item.id, output_index=len(self._done), **extra)
 
     def _part_event(self, event: str, item: dict[str, Any]) -> bytes:
@@ -675,150 +818,3 @@ class ResponseEvents:
 def _place_in(kind: str) -> dict[str, Any]:
     """Where an item's text stands, if that is in a content part."""
     return {"content_index": 0} if kind in ITEMS_WITH_PARTS else {}
-
-
-HONOURED = SAMPLING_FIELDS | frozenset(
-    {"model", "input", "instructions", "previous_response_id", "tools", "tool_choice", "stream", "max_output_tokens"}
-    | {"include", "parallel_tool_calls", "reasoning", "text", "truncation"}
-)
-"""The last row's are read in part; `_unmet` names the rest."""
-
-LABELS = frozenset(
-    {"user", "metadata", "store", "service_tier", "safety_identifier", "client_metadata", "stream_options", "max_tool_calls"}
-    | {"prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"}
-)
-"""Fields that say who asks, how to keep the answer, or what only a vendor's tools would do; sampling does not depend on them."""
-
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "background": (False,),
-    "conversation": (),
-    "prompt": (),
-    "n": (1,),
-    "top_logprobs": (0,),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
-    "response_format": ({"type": "text"},),
-}
-"""Fields that would change the answer in a way that is not offered, with the values that change nothing."""
-
-ECHOED: dict[str, Any] = {
-    "background": False,
-    "instructions": None,
-    "max_output_tokens": None,
-    "max_tool_calls": None,
-    "metadata": {},
-    "parallel_tool_calls": True,
-    "previous_response_id": None,
-    "prompt_cache_key": None,
-    "reasoning": {"effort": None, "summary": None},
-    "safety_identifier": None,
-    "store": True,
-    "text": {"format": {"type": "text"}},
-    "tool_choice": "auto",
-    "tools": [],
-    "top_logprobs": 0,
-    "truncation": "disabled",
-    "user": None,
-}
-"""What the response object repeats of the request, with the value of what was left out."""
-
-LOGPROBS = "message.output_text.logprobs"
-
-
-class ResponsesDialect:
-    path = "/v1/responses"
-    count_path = "/v1/responses/input_tokens"
-    ping = b": still sampling\n\n"
-
-    def __init__(self, tokenizer: DialectTokenizer) -> None:
-        self._tokenizer = tokenizer
-
-    def parse(self, body: dict[str, Any], defaults: Sampling, history: ConversationHistory) -> ModelCall:
-        refuse_unsupported(body, NEUTRAL)
-        _check_format(body)
-        tools = history.last_request.tools(body.get("tools"), offered_tools)
-        model = body.get("model", "")
-        return ModelCall(
-            model=model if isinstance(model, str) else "",
-            messages=read_messages(body, history),
-            sampling=read_sampling(body, defaults, "max_output_tokens"),
-            tools=tools,
-            reads_calls=bool(tools) and body.get("tool_choice") != "none",
-            forced=_forced(body.get("tool_choice"), tools),
-            stream=fields.flag(body, "stream"),
-            logprobs=LOGPROBS in _included(body),
-            echo=tuple((name, body[name] if body.get(name) is not None else other) for name, other in ECHOED.items()),
-            ignored=tuple(sorted(set(_unmet(body)))),
-        )
-
-    def json_body(self, answer: ModelAnswer) -> bytes:
-        (step,) = answer.steps
-        known = client_tool_names(dict(answer.call.echo).get("tools"))
-        items = output_items(answer, step, known, self._tokenizer)
-        return orjson.dumps(final_response(answer, step, items, self._tokenizer))
-
-    def events(self, answer: ModelAnswer) -> ResponseEvents:
-        return ResponseEvents(answer, self._tokenizer)
-
-    def count(self, tokens: int) -> dict[str, Any]:
-        return {"object": "response.input_tokens", "input_tokens": tokens}
-
-    def error(self, error: RequestError) -> dict[str, Any]:
-        return error_body(error)
-
-    def error_event(self, error: RequestError) -> bytes:
-        """See `Dialect.error_event`. The error stands in it twice: as the API documents the event, and where its SDKs look."""
-        detail = error_body(error)["error"]
-        body = {
-            "type": "error",
-            "code": detail["code"],
-            "message": detail["message"],
-            "param": detail["param"],
-            "sequence_number": 0,
-        }
-        return b"event: error\ndata: " + orjson.dumps(body | {"error": detail}) + b"\n\n"
-
-
-def _check_format(body: dict[str, Any]) -> None:
-    text = _object(body, "text")
-    form = _object(text, "format", "text.format")
-    if text.get("format") is not None and form.get("type") != "text":
-        raise unsupported("text.format", form)
-
-
-def _included(body: dict[str, Any]) -> list[str]:
-    named = fields.as_list([] if body.get("include") is None else body["include"])
-    if named is None or not all(isinstance(each, str) for each in named):
-        raise fields.invalid("include", "must be a list of names")
-    return named
-
-
-def _forced(choice: Any, tools: tuple[Tool, ...]) -> str | None:
-    """The tool that must be called, by the name that the model knows it by."""
-    named = fields.as_object(choice) or {}
-    if isinstance(named.get("namespace"), str) and isinstance(named.get("name"), str):
-        choice = {"name": flat_name(named["name"], named["namespace"])}
-    return fields.forced_tool(choice, tools)
-
-
-def _unmet(body: dict[str, Any]) -> Iterator[str]:
-    """What was asked for and is not done."""
-    given = {name for name, value in body.items() if value is not None}
-    yield from given - HONOURED - LABELS - NEUTRAL.keys()
-    yield from ignored_tool_options(body.get("tools"))
-    yield from (f"include:{name}" for name in _included(body) if name != LOGPROBS)
-    yield from (f"reasoning.{name}" for name, value in _object(body, "reasoning").items() if value is not None)
-    yield from (f"text.{name}" for name, value in _object(body, "text").items() if name != "format" and value is not None)
-    if body.get("truncation") not in (None, "disabled"):
-        yield "truncation"
-    if body.get("parallel_tool_calls") is not None and not fields.flag(body, "parallel_tool_calls"):
-        yield "parallel_tool_calls"
-
-
-def _object(body: dict[str, Any], name: str, shown: str = "") -> dict[str, Any]:
-    value = fields.as_object({} if body.get(name) is None else body[name])
-    if value is None:
-        raise fields.invalid(shown or name, "must be an object")
-    return value

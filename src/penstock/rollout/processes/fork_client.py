@@ -16,10 +16,10 @@ from typing import Any, Self
 from penstock.errors import ConfigError
 from penstock.rollout.processes.fork_server import BEGIN, COMMAND, JOB_ENDED, KILL, TERMINATE
 from penstock.rollout.processes.job_protocol import receive_async, send_async
-from penstock.sdk.agent_spec import AgentSpec, module_command
+from penstock.sdk.agent_spec import AgentSpec
 from penstock.sdk.discovery import Agent
-from penstock.system.async_tools import settled
-from penstock.system.process_group import how_ended
+from penstock.system.async_tools import finish_shielded
+from penstock.system.processes import describe_exit, module_command, signal_group
 
 KILLED_S = 10.0
 """How long killed processes may take to be gone."""
@@ -90,7 +90,7 @@ class ForkClient:
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._disconnect("was ended with the run")
-        await settled(self._wait_for_exit())
+        await finish_shielded(self._wait_for_exit())
 
     @asynccontextmanager
     async def job(self, grace_s: float) -> AsyncGenerator[JobProcess, None]:
@@ -102,13 +102,13 @@ class ForkClient:
         try:
             yield process
         except asyncio.CancelledError:
-            await settled(self._end(process, grace_s, terminate=True))
+            await finish_shielded(self._end(process, grace_s, terminate=True))
             raise
         except BaseException:
-            await settled(self._end(process, 0.0))
+            await finish_shielded(self._end(process, 0.0))
             raise
         else:
-            await settled(self._end(process, grace_s))
+            await finish_shielded(self._end(process, grace_s))
 
     async def _begin(self) -> JobProcess:
         async with self._starting:
@@ -178,13 +178,13 @@ class ForkClient:
                 self._check_agent(json.loads(await receive_async(ours)))
         except BaseException as error:
             self._disconnect("never began")
-            await settled(self._wait_for_exit())
+            await finish_shielded(self._wait_for_exit())
             if isinstance(error, TimeoutError):
                 text = f"{self._agent.entry}: importing it took longer than executor.start_s = {self._start_s:g}; raise it"
                 raise ConfigError(text) from error
             if isinstance(error, EOFError | ConnectionError):
                 code = self._server.returncode or 0
-                raise ConfigError(f"{self._agent.entry}: the process that imports it {how_ended(code)}") from error
+                raise ConfigError(f"{self._agent.entry}: the process that imports it {describe_exit(code)}") from error
             raise
         asyncio.get_running_loop().add_reader(ours, self._read_ended_jobs, ours)
 
@@ -232,8 +232,7 @@ class ForkClient:
             async with asyncio.timeout(KILLED_S):
                 await self._server.wait()
         except TimeoutError:
-            with suppress(ProcessLookupError):
-                os.killpg(self._server.pid, signal.SIGKILL)
+            signal_group(self._server.pid, signal.SIGKILL)
             await self._server.wait()
 
 
@@ -243,7 +242,7 @@ def _set_ended(process: JobProcess, how: str) -> None:
 
 
 def _describe_status(status: int) -> str:
-    return how_ended(os.waitstatus_to_exitcode(status)) if status >= 0 else f"could not be started: {os.strerror(-status)}"
+    return describe_exit(os.waitstatus_to_exitcode(status)) if status >= 0 else f"could not be started: {os.strerror(-status)}"
 
 
 async def _wait_writable(sock: socket.socket) -> None:

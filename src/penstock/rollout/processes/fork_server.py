@@ -25,9 +25,9 @@ from penstock.errors import ConfigError
 from penstock.rollout.processes.job_process import SOCKET_FD, exit_process, ignore_hangup, kill_on_hangup, run_job
 from penstock.rollout.processes.job_protocol import receive, send
 from penstock.rollout.processes.preload import preload_clients
-from penstock.sdk.agent_spec import AgentSpec, module_command
+from penstock.sdk.agent_spec import AgentSpec
 from penstock.sdk.discovery import Agent
-from penstock.system.orphans import adopt, children, sweep
+from penstock.system.processes import adopt_orphans, child_pids, kill_orphans, module_command, signal_group
 
 COMMAND = struct.Struct("!cI")
 """The action, and the job's number."""
@@ -47,7 +47,7 @@ class ForkServer:
         self._output = output
         self._jobs: dict[int, int] = {}
         """Process ids by job number."""
-        self._import_children = children()
+        self._import_children = child_pids()
         """Processes that the author's file started when it was imported; they are kept, since any job may need them."""
         # SIGCHLD writes to this pipe, so that one poll waits for commands and for ended jobs.
         self._wakeup_read, self._wakeup_write = os.pipe()
@@ -56,7 +56,7 @@ class ForkServer:
 
     def serve(self) -> None:
         """Runs commands until the control socket closes."""
-        adopt()
+        adopt_orphans()
         signal.signal(signal.SIGCHLD, _ignore)
         signal.set_wakeup_fd(self._wakeup_write, warn_on_full_buffer=False)
         poll = select.poll()
@@ -73,7 +73,7 @@ class ForkServer:
         signal.alarm(QUIT_S)  # kills us if the jobs, or exit hooks and threads of the author's file, take too long to end
         for pid in self._jobs.values():
             _kill(pid)
-        while sweep(self._import_children):
+        while kill_orphans(self._import_children):
             select.select([], [], [], SWEEP_S)
 
     def _run_command(self) -> None:
@@ -120,7 +120,7 @@ class ForkServer:
         ended = [item for item in self._jobs.items() if os.waitid(os.P_PID, item[1], os.WEXITED | os.WNOHANG | os.WNOWAIT)]
         for _, pid in ended:
             _kill(pid)  # its group, while the zombie still holds the process id: no other process can have it
-        sweep({*self._jobs.values(), *self._import_children})
+        kill_orphans({*self._jobs.values(), *self._import_children})
         for number, pid in ended:
             _, status = os.waitpid(pid, 0)
             del self._jobs[number]
@@ -133,9 +133,7 @@ def _ignore(number: int, frame: FrameType | None) -> None:
 
 def _kill(pid: int) -> None:
     """Kills a job with all that it started. One that has no process group of its own yet has started nothing."""
-    try:
-        os.killpg(pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
+    if not signal_group(pid, signal.SIGKILL):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 

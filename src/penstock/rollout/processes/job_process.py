@@ -28,7 +28,7 @@ from penstock.sdk.clients import Clients
 from penstock.sdk.discovery import Agent
 from penstock.sdk.environment import rollout_environment
 from penstock.sdk.samples import RolloutSample
-from penstock.system.orphans import adopt
+from penstock.system.processes import adopt_orphans
 
 SOCKET_FD = 3
 """The file descriptor at which a fresh interpreter finds its socket."""
@@ -37,7 +37,7 @@ SOCKET_FD = 3
 def run_job(sock: socket.socket, agent: Agent | None, output: int) -> None:
     """Reads a job from `sock`, runs it in a session of its own and sends the result. Without a log, it prints to `output`."""
     os.setsid()
-    adopt()
+    adopt_orphans()
     sock.set_inheritable(False)
     spec, job = AgentSpec.read(receive(sock)), from_json(AgentJob, receive(sock))
     samples = read_samples(receive(sock))

@@ -17,7 +17,7 @@ from penstock.config import enclosing_rollout
 from penstock.errors import ConfigError, EngineError, GraderError, WorkflowError
 from penstock.events import Events
 from penstock.records import End, Task
-from penstock.rollout.author_tasks import AuthorTasks, leaves, one_line
+from penstock.rollout.author_tasks import AuthorTasks, one_line
 from penstock.rollout.executors.base import artifacts_dir
 from penstock.rollout.in_process import InProcessAgent, Reward, WorkflowResult, collect_samples
 from penstock.rollout.runner import no_call_message
@@ -27,6 +27,7 @@ from penstock.sdk.discovery import Agent
 from penstock.sdk.routing import RolloutContext, get_rollout_context, outside_rollouts
 from penstock.sdk.samples import RolloutSample
 from penstock.sdk.workflow import AgentWorkflow, AgentWorkflowConfig, Grader, GraderConfig
+from penstock.system.async_tools import leaf_errors
 
 ARTIFACTS = Path(".penstock/artifacts")
 DEADLINE_S = 3600.0
@@ -335,7 +336,7 @@ def category_of(error: BaseException, policy_url: str | None = None) -> RolloutE
         return RolloutErrorCategory.TIMEOUT
     if isinstance(error, EngineError):
         return RolloutErrorCategory.HTTP_ERROR
-    first = next(leaves(error.__cause__)) if error.__cause__ is not None else error
+    first = next(leaf_errors(error.__cause__)) if error.__cause__ is not None else error
     if policy_url is not None and any(_is_http(each) and _is_from(each, policy_url) for each in _chain(first)):
         return RolloutErrorCategory.HTTP_ERROR
     if isinstance(first, TimeoutError):
@@ -349,7 +350,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
     for _ in range(_MAX_CHAIN):
         if not waiting:
             return
-        for leaf in leaves(waiting.pop(0)):
+        for leaf in leaf_errors(waiting.pop(0)):
             yield leaf
             cause = leaf.__cause__ or (None if leaf.__suppress_context__ else leaf.__context__)
             if cause is not None:

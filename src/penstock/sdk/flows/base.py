@@ -223,7 +223,7 @@ class AgentFlowBase(ABC):
     async def gateway_submit_steps(self, steps: Sequence[SubmittedStep | Mapping[str, Any]], channel: str | None = None) -> int:
         """Hand in steps; how many were taken. Without a channel it is the rollout's own."""
         made = [step if isinstance(step, SubmittedStep) else SubmittedStep(**step) for step in steps]
-        return await self._client.submit([self._attributed(step.wire()) for step in made], channel or self.channel)
+        return await self._client.submit([self._attributed(step.to_json()) for step in made], channel or self.channel)
 
     @overload
     async def gateway_compute_reward(

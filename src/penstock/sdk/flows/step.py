@@ -51,7 +51,7 @@ class SubmittedStep:
             if getattr(self, name) is not None and len(getattr(self, name)):
                 raise ValueError(f"Step.{name} cannot be trained on here; leave it out")
 
-    def wire(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """As the gateway takes it."""
         told = {each.name: getattr(self, each.name) for each in fields(self)}
         return {**told, "multi_modal_data": None, "routed_experts": None, "metadata": cast("Any", to_json_values(self.metadata))}

@@ -77,7 +77,7 @@ async def _run(call: str, tools: Tools) -> str:
     if not isinstance(arguments, dict):
         return f"error: the arguments of {name} are not a JSON object"
     try:
-        return _told(await _called(tools[name], cast("dict[str, Any]", arguments)))
+        return _result_text(await _called(tools[name], cast("dict[str, Any]", arguments)))
     except Exception as error:  # a tool fails on what the model asked for; the model is told, and may ask again
         return f"error: {name}: {type(error).__name__}: {error}"
 
@@ -89,7 +89,7 @@ async def _called(tool: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     return await result if inspect.isawaitable(result) else result
 
 
-def _told(result: Any) -> str:
+def _result_text(result: Any) -> str:
     return result if isinstance(result, str) else json.dumps(result, default=str)
 
 

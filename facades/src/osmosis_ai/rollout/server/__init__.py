@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from osmosis_ai.rollout._names import lazily
+from osmosis_ai.rollout._names import lazy_attributes
 
 if TYPE_CHECKING:
     from osmosis_ai.rollout.server.auth import ControllerAuth
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ControllerAuth", "create_rollout_server"]
 
-__getattr__ = lazily(
+__getattr__ = lazy_attributes(
     __name__,
     {"ControllerAuth": "osmosis_ai.rollout.server.auth", "create_rollout_server": "penstock.rollout.server.app"},
 )

@@ -5,50 +5,56 @@ from typing import Any, NamedTuple
 from claw_r1.keys import ACTOR, FLOW, ROLLOUT
 
 
-class Only(NamedTuple):
+class FixedKey(NamedTuple):
     """A key that may say what is so anyway, and nothing else."""
 
     values: tuple[Any, ...]
     reason: str
 
 
-ONLY: dict[str, Only] = {
-    "algorithm.use_kl_in_reward": Only((False,), f"the KL penalty is in the loss; set {ACTOR}.use_kl_loss"),
-    f"{ACTOR}.kl_loss_type": Only(("low_var_kl", "k3"), "the KL penalty is estimated in this one way"),
-    f"{ACTOR}.entropy_coeff": Only((0,), "the loss has no entropy term"),
-    f"{ACTOR}.policy_loss.loss_mode": Only(("vanilla",), "the loss is PPO's clip"),
-    f"{ACTOR}.use_rollout_log_probs": Only((True,), "tokens are trained with the log-probabilities that they were sampled with"),
-    f"{ACTOR}.optim.lr_warmup_steps": Only((-1, 0, None), "the learning rate is constant"),
-    f"{ACTOR}.optim.lr_warmup_steps_ratio": Only((0,), "the learning rate is constant"),
-    f"{ACTOR}.optim.lr_scheduler_type": Only(("constant",), "the learning rate is constant"),
-    f"{ROLLOUT}.mode": Only(("async",), "rollouts are always asynchronous; for synchronous training run claw_r1.main_agent_ppo"),
-    f"{ROLLOUT}.repetition_penalty": Only((1,), "engines sample without it"),
-    f"{ROLLOUT}.val_kwargs.n": Only((1,), "each held-out task is tried once; put rows into the file several times"),
-    f"{ROLLOUT}.val_kwargs.top_p": Only((1,), "held-out rollouts have a temperature of their own, and nothing else"),
-    f"{ROLLOUT}.val_kwargs.top_k": Only((-1, 0), "held-out rollouts have a temperature of their own, and nothing else"),
-    f"{FLOW}.custom_async_server.path": Only((None,), "no server is started; name an engine with penstock.engine.name"),
-    f"{FLOW}.custom_async_server.name": Only((None,), "no server is started; name an engine with penstock.engine.name"),
-    "actor_rollout_ref.model.lora_rank": Only((0,), "all weights are trained"),
-    "actor_rollout_ref.model.external_lib": Only((None,), "no code of a model is run"),
-    "actor_rollout_ref.model.custom_chat_template": Only((None,), "put it into the model's tokenizer_config.json"),
-    "async_training.require_batches": Only((1,), "a step takes one batch; set data.train_batch_size"),
-    "async_training.use_rollout_log_probs": Only(
+FIXED_KEYS: dict[str, FixedKey] = {
+    "algorithm.use_kl_in_reward": FixedKey((False,), f"the KL penalty is in the loss; set {ACTOR}.use_kl_loss"),
+    f"{ACTOR}.kl_loss_type": FixedKey(("low_var_kl", "k3"), "the KL penalty is estimated in this one way"),
+    f"{ACTOR}.entropy_coeff": FixedKey((0,), "the loss has no entropy term"),
+    f"{ACTOR}.policy_loss.loss_mode": FixedKey(("vanilla",), "the loss is PPO's clip"),
+    f"{ACTOR}.use_rollout_log_probs": FixedKey(
         (True,), "tokens are trained with the log-probabilities that they were sampled with"
     ),
-    "data.custom_cls.path": Only((None,), "rows are read by Penstock"),
-    "data.prompt_key": Only(("prompt",), "rename the column to prompt"),
-    "data.reward_fn_key": Only(("data_source",), "rename the column to data_source"),
-    "data.tokenizer": Only((None,), "the model's own is used"),
-    "data.train_max_samples": Only((-1,), "cut the file"),
-    "data.truncation": Only(("error",), "a prompt is never cut: one that does not fit is refused, and ends its own rollout"),
-    "reward_model.enable": Only((False,), "no reward model is started; ask yours in a grader or in custom_reward_function.path"),
-    "reward_model.type": Only(("rule",), "no reward model is started; ask yours in a grader or in custom_reward_function.path"),
-    "trainer.critic_warmup": Only((0,), "no critic is trained"),
-    "trainer.resume_from_path": Only((None,), "a run is taken up under its own name; set trainer.default_local_dir"),
-    "trainer.val_only": Only((False,), "set trainer.total_training_steps=0"),
+    f"{ACTOR}.optim.lr_warmup_steps": FixedKey((-1, 0, None), "the learning rate is constant"),
+    f"{ACTOR}.optim.lr_warmup_steps_ratio": FixedKey((0,), "the learning rate is constant"),
+    f"{ACTOR}.optim.lr_scheduler_type": FixedKey(("constant",), "the learning rate is constant"),
+    f"{ROLLOUT}.mode": FixedKey(
+        ("async",), "rollouts are always asynchronous; for synchronous training run claw_r1.main_agent_ppo"
+    ),
+    f"{ROLLOUT}.repetition_penalty": FixedKey((1,), "engines sample without it"),
+    f"{ROLLOUT}.val_kwargs.n": FixedKey((1,), "each held-out task is tried once; put rows into the file several times"),
+    f"{ROLLOUT}.val_kwargs.top_p": FixedKey((1,), "held-out rollouts have a temperature of their own, and nothing else"),
+    f"{ROLLOUT}.val_kwargs.top_k": FixedKey((-1, 0), "held-out rollouts have a temperature of their own, and nothing else"),
+    f"{FLOW}.custom_async_server.path": FixedKey((None,), "no server is started; name an engine with penstock.engine.name"),
+    f"{FLOW}.custom_async_server.name": FixedKey((None,), "no server is started; name an engine with penstock.engine.name"),
+    "actor_rollout_ref.model.lora_rank": FixedKey((0,), "all weights are trained"),
+    "actor_rollout_ref.model.external_lib": FixedKey((None,), "no code of a model is run"),
+    "actor_rollout_ref.model.custom_chat_template": FixedKey((None,), "put it into the model's tokenizer_config.json"),
+    "async_training.require_batches": FixedKey((1,), "a step takes one batch; set data.train_batch_size"),
+    "async_training.use_rollout_log_probs": FixedKey(
+        (True,), "tokens are trained with the log-probabilities that they were sampled with"
+    ),
+    "data.custom_cls.path": FixedKey((None,), "rows are read by Penstock"),
+    "data.prompt_key": FixedKey(("prompt",), "rename the column to prompt"),
+    "data.reward_fn_key": FixedKey(("data_source",), "rename the column to data_source"),
+    "data.tokenizer": FixedKey((None,), "the model's own is used"),
+    "data.train_max_samples": FixedKey((-1,), "cut the file"),
+    "data.truncation": FixedKey(("error",), "a prompt is never cut: one that does not fit is refused, and ends its own rollout"),
+    "reward_model.enable": FixedKey(
+        (False,), "no reward model is started; ask yours in a grader or in custom_reward_function.path"
+    ),
+    "reward_model.type": FixedKey(("rule",), "no reward model is started; ask yours in a grader or in custom_reward_function.path"),
+    "trainer.critic_warmup": FixedKey((0,), "no critic is trained"),
+    "trainer.resume_from_path": FixedKey((None,), "a run is taken up under its own name; set trainer.default_local_dir"),
+    "trainer.val_only": FixedKey((False,), "set trainer.total_training_steps=0"),
 }
 
-IDLE: dict[str, tuple[str, ...]] = {
+IGNORED_KEYS: dict[str, tuple[str, ...]] = {
     "one model in one process, or servers that penstock.engine.url names: nothing is laid out over GPUs": (
         *("trainer.n_gpus_per_node", "trainer.nnodes", "rollout.n_gpus_per_node", "rollout.nnodes"),
         *("trainer.tensor_model_parallel_size", "trainer.pipeline_model_parallel_size", "rollout.tensor_model_parallel_size"),

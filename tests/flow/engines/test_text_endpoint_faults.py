@@ -4,7 +4,7 @@ import asyncio
 import json
 
 import pytest
-from relay_cases import KEY, WELL, Answer, Endpoint, chunk, heard, open_relay
+from text_endpoint_cases import KEY, WELL, Answer, Endpoint, all_chunks, chunk, open_endpoint
 
 from penstock.engines import SECTIONS
 from penstock.engines.text_endpoints.base import TextPart, ToolCallPart
@@ -25,7 +25,7 @@ def ask(*answers: Answer, kind: str = "openai", **fields):
 
     async def work():
         async with Endpoint(*answers) as endpoint:
-            return await heard(open_relay(kind, endpoint.url, **fields)), endpoint
+            return await all_chunks(open_endpoint(kind, endpoint.url, **fields)), endpoint
 
     return asyncio.run(work())
 
@@ -103,7 +103,7 @@ def test_what_would_be_refused_again_is_told_at_once(answer, said):
     async def work() -> None:
         async with Endpoint(answer) as endpoint:
             with pytest.raises(RequestError, match=said) as raised:
-                await heard(open_relay("openai", endpoint.url))
+                await all_chunks(open_endpoint("openai", endpoint.url))
             assert (raised.value.code, raised.value.status, len(endpoint.requests)) == ("engine_error", 400, 1)
             assert SECRET not in str(raised.value)
 
@@ -115,7 +115,7 @@ def test_an_agent_hears_of_a_conversation_that_is_too_long_as_it_expects():
         long = Answer(b'{"error": {"message": "This model\'s maximum context length is 8 tokens"}}', 400)
         async with Endpoint(long) as endpoint:
             with pytest.raises(RequestError) as raised:
-                await heard(open_relay("openai", endpoint.url))
+                await all_chunks(open_endpoint("openai", endpoint.url))
             assert raised.value.code == "context_length_exceeded"
 
     asyncio.run(work())
@@ -146,7 +146,7 @@ def test_a_reply_that_breaks_off_or_makes_no_sense_is_named_and_not_asked_for_ag
     async def work() -> None:
         async with Endpoint(answer) as endpoint:
             with pytest.raises(EngineError, match=said):
-                await heard(open_relay("openai", endpoint.url, **QUICK))
+                await all_chunks(open_endpoint("openai", endpoint.url, **QUICK))
             assert len(endpoint.requests) == 1
 
     asyncio.run(work())
@@ -195,7 +195,7 @@ def test_the_vendors_key_goes_to_the_vendor_and_nowhere_else(monkeypatch):
     async def work() -> None:
         async with Endpoint(Answer(b"", 401)) as endpoint:
             with pytest.raises(RequestError, match=r"name the variable that holds its key in engine\.api_key_env"):
-                await heard(open_relay("openai", endpoint.url, key=None))
+                await all_chunks(open_endpoint("openai", endpoint.url, key=None))
             assert not [value for value in endpoint.headers[0].values() if SECRET in value]
 
     asyncio.run(work())

@@ -9,7 +9,7 @@ from pathlib import Path
 import cli_cases
 import pytest
 from eval_cases import attempts
-from relay_cases import KEY, Answer, Endpoint, base_url, in_thread
+from text_endpoint_cases import KEY, Answer, Endpoint, base_url, in_thread
 
 from penstock.cli.app import run
 from penstock.config import EngineSection
@@ -157,7 +157,7 @@ def test_a_missing_key_is_one_line_before_anything_begins(project, served, capsy
     assert not (project / "runs").exists()
 
 
-def test_a_gateway_that_stands_alone_relays_too(tmp_path, monkeypatch):
+def test_a_gateway_that_stands_alone_asks_endpoints_too(tmp_path, monkeypatch):
     monkeypatch.setenv(KEY, "any")
     with in_thread(Endpoint) as endpoint:
         given = ("--url", endpoint.url, "--set", f"engine.api_key_env={KEY}", "--set", "model.name=far")

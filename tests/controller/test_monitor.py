@@ -1,4 +1,4 @@
-"""A keeper stands by one process: what that says, how it ends, and what dies with it."""
+"""A monitor runs one process: its output, its end, and what is killed with it."""
 
 import json
 import os
@@ -81,7 +81,7 @@ def test_the_last_line_that_tells_of_an_error_is_the_reason_of_a_failure(home: H
     assert ending.message == "its process was killed by SIGKILL, by the user or for want of memory"
 
 
-def test_a_second_keeper_leaves_while_the_first_one_holds_the_run_and_after_it_is_over(home: Home) -> None:
+def test_a_second_monitor_leaves_while_the_first_one_holds_the_run_and_after_it_is_over(home: Home) -> None:
     run = lay_out(home, WAITS)
     with kept(home, run) as first:
         until(is_ready(home, run))
@@ -96,7 +96,7 @@ def test_a_second_keeper_leaves_while_the_first_one_holds_the_run_and_after_it_i
     assert ledger(home, run) == ["begin", "asked"]
 
 
-def test_of_keepers_that_start_at_once_one_carries_out_the_run(home: Home) -> None:
+def test_of_monitors_that_start_at_once_one_carries_out_the_run(home: Home) -> None:
     run = lay_out(home, COUNTS)
     with kept(home, run) as one, kept(home, run) as two, kept(home, run) as three, kept(home, run) as four:
         assert [process.wait(60) for process in (one, two, three, four)] == [0] * 4
@@ -104,7 +104,7 @@ def test_of_keepers_that_start_at_once_one_carries_out_the_run(home: Home) -> No
     assert messages(home, run)[0] == "the run begins" and len(messages(home, run)) == 24
 
 
-def test_a_keeper_that_was_not_told_all_secrets_leaves(home: Home) -> None:
+def test_a_monitor_that_was_not_told_all_secrets_leaves(home: Home) -> None:
     run = lay_out(home, COUNTS)
     command = [sys.executable, "-m", "penstock.controller.monitor", str(files_of(home, run).path)]
     assert subprocess.run(command, input=b'{"KEY": "cut o', timeout=30, check=False).returncode == 0
@@ -123,7 +123,7 @@ def test_a_run_that_is_asked_to_stop_ends_safely_and_one_that_will_not_is_killed
         assert ending and (ending.code, ending.stopped) == (code, True)
 
 
-def test_a_keeper_that_others_end_leaves_its_run_to_be_taken_up_again(home: Home) -> None:
+def test_a_monitor_that_others_end_leaves_its_run_to_be_taken_up_again(home: Home) -> None:
     run = lay_out(home, WAITS)
     with kept(home, run) as process:
         until(is_ready(home, run))
@@ -133,7 +133,7 @@ def test_a_keeper_that_others_end_leaves_its_run_to_be_taken_up_again(home: Home
     assert messages(home, run)[-1].endswith("the run is taken up again by a controller")
 
 
-def test_the_run_dies_with_its_keeper_and_strays_are_ended_by_the_next(home: Home) -> None:
+def test_the_run_dies_with_its_monitor_and_strays_are_ended_by_the_next(home: Home) -> None:
     run = lay_out(home, WAITS.replace("print('ready'", STRAY + "print('ready'"))
     code = files_of(home, run).code
     with kept(home, run) as process:

@@ -223,8 +223,8 @@ def test_litellm_is_called_as_its_documents_say(tmp_path, monkeypatch):
     section = SECTIONS.load("litellm")(name="litellm", api_key_env="K")
 
     async def ask(name: str) -> list:
-        relay = ENGINES.load("litellm")(Path(), name=name, section=section, seed=0)
-        return [chunk async for chunk in relay.complete(asked())]
+        endpoint = ENGINES.load("litellm")(Path(), name=name, section=section, seed=0)
+        return [chunk async for chunk in endpoint.complete(asked())]
 
     try:
         found = asyncio.run(ask("groq/open"))

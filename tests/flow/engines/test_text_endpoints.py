@@ -8,7 +8,7 @@ import pytest
 from anthropic import AsyncAnthropic
 from gateway_cases import TOOL, USER, renderer
 from openai import AsyncOpenAI, BadRequestError
-from relay_cases import Both, relayed
+from text_endpoint_cases import Both, gateway_before
 
 from penstock.testing import ScriptedEngine, ScriptedReply
 from penstock.train.sequences import exactness, read_graph, why_untrainable
@@ -87,7 +87,7 @@ DIALECTS = {"chat": by_chat, "responses": by_responses, "messages": by_messages}
 def test_an_agent_calls_a_tool_and_answers_through_an_endpoint(kind, dialect, stream, monkeypatch):
     async def work() -> None:
         engine = scripted(f"Let me see. {CALL}", "It is 42.")
-        async with relayed(kind, engine, renderer(), monkeypatch.setenv) as both:
+        async with gateway_before(kind, engine, renderer(), monkeypatch.setenv) as both:
             arguments, text, prompt_tokens = await DIALECTS[dialect](both, stream)
             assert (arguments, text) == ({"a": 6}, "It is 42.")
             assert RESULT in renderer().tokenizer.decode(engine.prompts[1])
@@ -102,9 +102,9 @@ def test_an_agent_calls_a_tool_and_answers_through_an_endpoint(kind, dialect, st
     asyncio.run(work())
 
 
-def test_what_was_relayed_is_never_trained_and_nothing_of_it_is_called_inexact(monkeypatch):
+def test_what_an_endpoint_wrote_is_never_trained_and_nothing_of_it_is_called_inexact(monkeypatch):
     async def work() -> None:
-        async with relayed("openai", scripted(CALL, "42"), renderer(), monkeypatch.setenv) as both:
+        async with gateway_before("openai", scripted(CALL, "42"), renderer(), monkeypatch.setenv) as both:
             await by_chat(both, stream=False)
             attempt = await both.attempt()
             graph = read_graph(attempt)
@@ -118,7 +118,7 @@ def test_what_was_relayed_is_never_trained_and_nothing_of_it_is_called_inexact(m
 def test_text_reaches_the_agent_while_the_endpoint_still_writes(kind, monkeypatch):
     async def work() -> None:
         engine = scripted(ScriptedReply("It is 42, I am quite sure.", stall_after=4))
-        async with relayed(kind, engine, renderer(), monkeypatch.setenv) as both:
+        async with gateway_before(kind, engine, renderer(), monkeypatch.setenv) as both:
             async with AsyncOpenAI(api_key=both.session.token, base_url=both.session.base_url, max_retries=0) as client:
                 stream = await client.chat.completions.create(model="any", messages=[USER], stream=True)
                 chunks = aiter(stream)
@@ -136,7 +136,7 @@ def test_text_reaches_the_agent_while_the_endpoint_still_writes(kind, monkeypatc
 def test_sampling_and_several_choices_reach_the_endpoint(monkeypatch):
     async def work() -> None:
         engine = scripted("a", "b")
-        async with relayed("openai", engine, renderer(), monkeypatch.setenv) as both:
+        async with gateway_before("openai", engine, renderer(), monkeypatch.setenv) as both:
             async with AsyncOpenAI(api_key=both.session.token, base_url=both.session.base_url, max_retries=0) as client:
                 given = {"temperature": 0.5, "top_p": 0.9, "seed": 3, "stop": ["X"], "max_tokens": 500, "n": 2}
                 answer = await client.chat.completions.create(model="any", messages=[USER], **given)
@@ -163,7 +163,7 @@ def test_sampling_and_several_choices_reach_the_endpoint(monkeypatch):
 )
 def test_what_needs_tokens_is_refused_plainly(path, body, said, monkeypatch):
     async def work() -> None:
-        async with relayed("openai", scripted(), renderer(), monkeypatch.setenv) as both:
+        async with gateway_before("openai", scripted(), renderer(), monkeypatch.setenv) as both:
             headers = {"authorization": f"Bearer {both.session.token}"}
             response = await both.bench.http().post(path, content=json.dumps(body), headers=headers)
             assert response.status_code == 400
@@ -175,7 +175,7 @@ def test_what_needs_tokens_is_refused_plainly(path, body, said, monkeypatch):
 
 def test_what_an_anthropic_endpoint_has_no_word_for_is_refused(monkeypatch):
     async def work() -> None:
-        async with relayed("anthropic", scripted(), renderer(), monkeypatch.setenv) as both:
+        async with gateway_before("anthropic", scripted(), renderer(), monkeypatch.setenv) as both:
             client = both.bench.openai(both.session)
             with pytest.raises(BadRequestError, match="seed: an Anthropic endpoint has no such setting"):
                 await client.chat.completions.create(model="any", messages=[USER], seed=1)

@@ -1,4 +1,4 @@
-"""Endpoints for the tests of relays: our own gateway in front of an engine, and a server that misbehaves as it is told."""
+"""Endpoints for the tests of text endpoints: our own gateway in front of an engine, and a server that misbehaves as it is told."""
 
 import asyncio
 import json
@@ -20,11 +20,11 @@ from penstock.testing import GatewayFixture, workbench
 
 T = TypeVar("T")
 
-KEY = "RELAY_TEST_KEY"
+KEY = "ENDPOINT_TEST_KEY"
 """The environment variable that holds the endpoint's key."""
 
 
-def open_relay(kind: str, url: str, *, key: str | None = KEY, **fields: Any) -> TextEndpoint:
+def open_endpoint(kind: str, url: str, *, key: str | None = KEY, **fields: Any) -> TextEndpoint:
     """The engine of this name, for the model `far`."""
     section = SECTIONS.load(kind)(name=kind, url=url, api_key_env=key, **fields)
     return ENGINES.load(kind)("", name="far", section=section, seed=0)
@@ -36,7 +36,7 @@ def base_url(kind: str, served: str) -> str:
 
 
 class Both(NamedTuple):
-    """A gateway that relays, and the one that it relays to."""
+    """A gateway in front of an endpoint, which is another gateway of ours."""
 
     bench: GatewayFixture
     session: Session
@@ -52,17 +52,17 @@ class Both(NamedTuple):
 
 
 @asynccontextmanager
-async def relayed(kind: str, engine: Any, renderer: Renderer, set_key: Callable[[str, str], None]) -> AsyncGenerator[Both]:
+async def gateway_before(kind: str, engine: Any, renderer: Renderer, set_key: Callable[[str, str], None]) -> AsyncGenerator[Both]:
     """An agent's gateway in front of an endpoint, which is a gateway of ours in front of `engine`."""
     async with workbench(engine, renderer, serves=True) as far:
         far_session = await far.rollout(sampling=Sampling(max_tokens=300))
         set_key(KEY, far_session.token)
-        relay = open_relay(kind, base_url(kind, far_session.base_url))
+        endpoint = open_endpoint(kind, base_url(kind, far_session.base_url))
         try:
-            async with workbench(relay, None, serves=True) as bench:
+            async with workbench(endpoint, None, serves=True) as bench:
                 yield Both(bench, await bench.rollout(sampling=Sampling(max_tokens=200)), far, far_session)
         finally:
-            await relay.close()
+            await endpoint.close()
 
 
 def chunk(delta: dict[str, Any] | None = None, **more: Any) -> bytes:
@@ -155,10 +155,10 @@ def in_thread(opened: Callable[[], AbstractAsyncContextManager[T]]) -> Generator
         thread.join(60)
 
 
-async def heard(relay: TextEndpoint, **asked: Any) -> list[TextChunk]:
-    """All that comes of one request; the relay is closed."""
+async def all_chunks(endpoint: TextEndpoint, **asked: Any) -> list[TextChunk]:
+    """All that comes of one request; the endpoint is closed."""
     try:
         request = TextRequest(messages=[{"role": "user", "content": "6 times 7?"}], sampling=Sampling(max_tokens=9), **asked)
-        return [chunk async for chunk in relay.complete(request)]
+        return [chunk async for chunk in endpoint.complete(request)]
     finally:
-        await relay.close()
+        await endpoint.close()
