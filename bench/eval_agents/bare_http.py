@@ -22,7 +22,7 @@ def session() -> aiohttp.ClientSession:
     """The one that the rollouts of this event loop share."""
     context = get_rollout_context()
     assert context is not None and context.clients is not None
-    kept = context.clients.kept(("bench", False), Connections)
+    kept = context.clients.get_or_make(("bench", False), Connections)
     assert kept is not None
     return kept.session
 

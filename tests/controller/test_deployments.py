@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,13 +19,14 @@ from penstock.chat.renderer import Renderer
 from penstock.controller.database import ControllerDatabase
 from penstock.controller.deployments import Deployments
 from penstock.controller.home import Home
-from penstock.controller.model_server import DeploymentApp, EphemeralPool, bind_port
+from penstock.controller.model_server import DeploymentApp, bind_port
 from penstock.controller.runs import RunQueue, RunStatus
 from penstock.errors import ControllerError
 from penstock.gateway.app import Gateway
 from penstock.http.server import HttpServer
 from penstock.models import resolve
 from penstock.pool.base import PoolStats
+from penstock.pool.memory import MemoryPool
 from penstock.records import Sampling
 from penstock.testing import ScriptedEngine, write_tokenizer
 
@@ -150,7 +150,7 @@ def test_each_call_is_a_stranger_and_nothing_of_it_is_kept(tmp_path):
     async def whole():
         write_tokenizer(tmp_path / "model")
         renderer = Renderer.load(tmp_path / "model")
-        engine, pool = ScriptedEngine(["one", "two", "six"], renderer.tokenizer), EphemeralPool(time.monotonic)
+        engine, pool = ScriptedEngine(["one", "two", "six"], renderer.tokenizer), MemoryPool(tmp_path)
         gateway = Gateway(engine, renderer, pool, secret=b"s" * 32)
         front = DeploymentApp(gateway, pool, token="right", sampling=Sampling(max_tokens=50))
         async with HttpServer(front, sock := bind_port(0), drain_s=1, reader_s=20):

@@ -241,7 +241,7 @@ def test_a_caller_who_does_not_go_on_is_cut_off(said, limit, code, monkeypatch):
 def test_a_large_body_may_take_long_while_it_comes(monkeypatch):
     monkeypatch.setattr(server, "BODY_S", 0.05)  # as above
     monkeypatch.setattr(server, "HEAD_S", 0.2)
-    monkeypatch.setattr(server, "SLOWEST_BYTES_S", 10)
+    monkeypatch.setattr(server, "MIN_BODY_BYTES_PER_S", 10)
     monkeypatch.setattr(server, "SWEEP_S", 0.02)
 
     async def main():

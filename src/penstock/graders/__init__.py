@@ -1,6 +1,6 @@
-"""Ready-made graders, one file each, and the rules by which rows of known datasets are scored."""
+"""Built-in graders, one file each, and the rules that score rows of known datasets."""
 
 from penstock.registry import Registry
 
 RULES = Registry("rule", {"openai/gsm8k": "penstock.graders.gsm8k:score"})
-"""By a row's `data_source`: what gives a reward for `(text, truth)`, the policy's words and the row's ground truth."""
+"""By a row's `data_source`: a function of `(text, truth)`, the policy's text and the row's ground truth, that returns a reward."""

@@ -1,4 +1,4 @@
-"""A function of the author's as the grader: `compute_score(data_source, solution_str, ground_truth, extra_info)`."""
+"""FunctionGrader: scores by the author's function `compute_score(data_source, solution_str, ground_truth, extra_info)`."""
 
 import asyncio
 import inspect
@@ -17,7 +17,7 @@ from penstock.sdk.workflow import Grader, GraderConfig
 
 
 class FunctionGraderConfig(GraderConfig):
-    """`[grader]` of a run that is graded by a function."""
+    """`[grader]` with `name = "function"`."""
 
     name: str = "function"
     path: Path
@@ -26,10 +26,10 @@ class FunctionGraderConfig(GraderConfig):
 
 
 class FunctionGrader(Grader):
-    """Scores a whole rollout once, with what `said` gives as `solution_str`.
+    """Scores a whole rollout once, with its `assistant_text` as `solution_str`.
 
-    The row's `extra_info` comes with two more keys: `num_turns`, of all sides together, and `messages`, the recorded conversation.
-    The function gives a number, or a mapping with one under `score`; it may be a coroutine.
+    The row's `extra_info` gets two more keys: `num_turns`, of all sides together, and `messages`, the recorded conversation. The
+    function returns a number, or a mapping with one under `score`; it may be a coroutine.
     """
 
     settings = FunctionGraderConfig
@@ -42,13 +42,13 @@ class FunctionGrader(Grader):
         sample, fields = ctx.samples.get(MAIN) or ctx.sample, ctx.metadata or {}
         messages = sample.transcript or sample.messages
         extra: Any = fields.get("extra_info") if isinstance(fields.get("extra_info"), Mapping) else {}
-        given: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             "data_source": fields.get("data_source"),
             "solution_str": assistant_text(messages),
             "ground_truth": ctx.label,
             "extra_info": {**extra, "num_turns": count_turns(messages), "messages": messages},
         }
-        score = await asyncio.to_thread(self._function, **given)  # whatever it waits for, others are graded meanwhile
+        score = await asyncio.to_thread(self._function, **arguments)  # it may block
         if inspect.isawaitable(score):
             score = await score
         ctx.set_reward(_number(score))
@@ -56,7 +56,7 @@ class FunctionGrader(Grader):
 
 @cache
 def load_function(path: Path, name: str) -> Callable[..., Any]:
-    """The function `name` of the file; ConfigError where there is none."""
+    """Loads the function `name` of a file; ConfigError if there is none."""
     found = getattr(import_entry(path), name, None)
     if not callable(found):
         raise ConfigError(f"{path}: has no function {name!r}; define {name}(data_source, solution_str, ground_truth, extra_info)")
@@ -64,7 +64,7 @@ def load_function(path: Path, name: str) -> Callable[..., Any]:
 
 
 def count_turns(messages: list[Message]) -> int:
-    """How often the word passed: messages of one side in a row are one turn, and the system prompt is none.
+    """Counts the turns: consecutive messages of one role are one turn, and the system prompt is none.
 
     >>> turns([{"role": "user"}, {"role": "assistant"}, {"role": "tool"}, {"role": "tool"}, {"role": "assistant"}])
     4

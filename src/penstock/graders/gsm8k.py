@@ -15,13 +15,13 @@ _ANY = re.compile(_NUMBER)
 
 
 def score(text: str, truth: str, *, flexible: bool = False) -> float:
-    """1.0 where the last `#### <number>` of `text` is `truth`, digit by digit, else 0.0; `flexible` takes its last number."""
+    """Returns 1.0 if the last `#### <number>` of `text` equals `truth`, else 0.0; `flexible` takes its last number."""
     found = (_ANY if flexible else _MARKED).findall(text)
     return 1.0 if found and plain_number(found[-1]) == plain_number(truth) else 0.0
 
 
 def ground_truth(answer: str) -> str:
-    """The number at the end of a worked answer of the dataset, without commas."""
+    """Returns the number at the end of a worked answer of the dataset, without commas."""
     _, mark, number = answer.rpartition(f"{MARK} ")
     truth = plain_number(number)
     if not mark or not _ANY.fullmatch(truth):
@@ -30,5 +30,5 @@ def ground_truth(answer: str) -> str:
 
 
 def plain_number(text: str) -> str:
-    """A number as it is compared: without commas, dollar signs and space around it."""
+    """Returns a number without commas, dollar signs and surrounding space."""
     return text.replace(",", "").replace("$", "").strip()

@@ -1,4 +1,4 @@
-"""A rubric as the grader: another model reads the conversation and gives a score.
+"""RubricGrader: another model, the judge, reads the conversation and scores it by a rubric.
 
 [grader]
 name = "rubric"
@@ -21,32 +21,32 @@ from penstock.sdk.context import GraderContext
 from penstock.sdk.workflow import Grader, GraderConfig
 
 VERDICT_FILE = "verdict.json"
-"""In the rollout's artifacts: what the judge said."""
+"""The judge's verdict, in the rollout's artifacts."""
 
 
 class RubricGraderConfig(GraderConfig):
-    """`[grader]` of a run that is graded by a judge."""
+    """`[grader]` with `name = "rubric"`."""
 
     name: str = "rubric"
     rubric: str = ""
-    """The text; or `path`."""
+    """The text; alternatively `path`."""
     path: Path | None = None
-    """A file that has it."""
+    """A file with the text."""
     model: str
     """`openai/gpt-5-mini` and the like; with `url`, whatever that endpoint calls it."""
     url: str = ""
-    """Of an OpenAI-compatible endpoint, up to `/v1`; empty takes the provider's that the model's name begins with."""
+    """Of an OpenAI-compatible endpoint, up to `/v1`; empty: the provider's that the model's name begins with."""
     api_key_env: str = ""
-    """The environment variable that has the key; empty takes the provider's usual one, and none with `url`."""
+    """The environment variable of the key; empty: the provider's usual one, or none with `url`."""
     score_min: float = 0.0
     score_max: float = 1.0
     timeout_s: float = Field(default=30.0, gt=0)
-    """Of one answer; `rollout.grader_timeout_s` is that of the whole verdict, a second try included."""
+    """Of one answer; `rollout.grader_timeout_s` holds for the whole verdict, with a second try."""
     temperature: float | None = Field(default=None, ge=0)
     """None leaves it to the endpoint."""
 
     @model_validator(mode="after")
-    def _one_rubric(self) -> Self:
+    def _check(self) -> Self:
         if bool(self.rubric.strip()) == (self.path is not None):
             raise ValueError("give the rubric's text or the path of its file, one of the two")
         if self.score_min >= self.score_max:
@@ -55,7 +55,7 @@ class RubricGraderConfig(GraderConfig):
 
 
 class RubricGrader(Grader):
-    """Scores a whole rollout once, all its transcripts together. What the judge said is kept as an artifact of the rollout."""
+    """Scores a whole rollout once, all its transcripts together. The verdict is kept as an artifact of the rollout."""
 
     settings = RubricGraderConfig
 
@@ -80,7 +80,7 @@ class RubricGrader(Grader):
 
 
 def read_rubric(path: Path) -> str:
-    """The text of a rubric's file; ConfigError where there is none."""
+    """Returns the text of a rubric's file; ConfigError if there is none."""
     try:
         text = path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as cause:
@@ -91,7 +91,7 @@ def read_rubric(path: Path) -> str:
 
 
 def read_verdict_file(folder: Path) -> Verdict | None:
-    """What a judge said of the rollout whose artifacts are in `folder`; None where none did."""
+    """Returns the verdict on the rollout whose artifacts are in `folder`, or None."""
     try:
         found: Any = orjson.loads((folder / VERDICT_FILE).read_bytes())
         return Verdict(float(found["score"]), str(found["explanation"]))
@@ -100,20 +100,20 @@ def read_verdict_file(folder: Path) -> Verdict | None:
 
 
 def judge_case(ctx: GraderContext) -> Case:
-    """A rollout as a judge reads it: what was asked, then all that was said and done."""
-    asked: list[str] = []
-    said: list[str] = []
+    """Makes the case of a rollout: the messages before the first reply are the task, all others the answer."""
+    tasks: list[str] = []
+    answers: list[str] = []
     for name, sample in ctx.samples.items():
         messages = sample.transcript or sample.messages
-        first = next((place for place, each in enumerate(messages) if each.get("role") == "assistant"), len(messages))
+        first = next((index for index, each in enumerate(messages) if each.get("role") == "assistant"), len(messages))
         head = f"[transcript {name}]\n" if len(ctx.samples) > 1 else ""
-        asked.append(head + format_conversation(messages[:first]))
-        said.append(head + format_conversation(messages[first:]))
-    return Case("\n\n".join(said), task="\n\n".join(asked), reference=ctx.label or "")
+        tasks.append(head + format_conversation(messages[:first]))
+        answers.append(head + format_conversation(messages[first:]))
+    return Case("\n\n".join(answers), task="\n\n".join(tasks), reference=ctx.label or "")
 
 
 def format_conversation(messages: Sequence[Message]) -> str:
-    """Messages as text, tool calls included."""
+    """Formats messages as text, tool calls included."""
     return "\n".join(_line(message) for message in messages)
 
 
@@ -121,5 +121,5 @@ def _line(message: Mapping[str, Any]) -> str:
     content = message.get("content")
     text = content if isinstance(content, str) else "" if content is None else json.dumps(content, ensure_ascii=False)
     calls: list[dict[str, Any]] = [call.get("function") or {} for call in message.get("tool_calls") or ()]
-    called = [f"calls {call.get('name')}({call.get('arguments')})" for call in calls]
-    return f"{message.get('role', '?')}: " + "\n".join(filter(None, [text, *called]))
+    call_lines = [f"calls {call.get('name')}({call.get('arguments')})" for call in calls]
+    return f"{message.get('role', '?')}: " + "\n".join(filter(None, [text, *call_lines]))

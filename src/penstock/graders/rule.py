@@ -1,4 +1,4 @@
-"""Rules by data source: the reward of a row that says which dataset it is from."""
+"""RuleGrader: scores a rollout by the rule of its row's `data_source`."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
@@ -12,7 +12,7 @@ from penstock.sdk.workflow import Grader
 
 
 class RuleGrader(Grader):
-    """Scores a whole rollout once, by the rule of its row's `data_source`; see `said` for what is scored."""
+    """Scores the whole rollout once, by its `assistant_text`."""
 
     async def grade(self, ctx: GraderContext) -> None:
         sample = ctx.samples.get(MAIN) or ctx.sample
@@ -21,9 +21,9 @@ class RuleGrader(Grader):
 
 
 def rule_reward(text: str, fields: Mapping[str, Any]) -> float:
-    """By `fields["data_source"]`, against `fields["ground_truth"]` or `fields["reward_model"]["ground_truth"]`.
+    """Scores `text` by the rule of `fields["data_source"]`, against `ground_truth` or `reward_model.ground_truth`.
 
-    GraderError where one of them is missing, or where there is no such rule.
+    Raises GraderError if one of them is missing, or if there is no such rule.
     """
     source, truth = fields.get("data_source"), _truth(fields)
     known = ", ".join(RULES)
@@ -31,7 +31,7 @@ def rule_reward(text: str, fields: Mapping[str, Any]) -> float:
         raise GraderError(f"no rule: the row has no 'data_source'; add it (known: {known}), or define a Grader")
     if truth is None:
         raise GraderError(f"rule {source!r}: the row has no ground truth; add 'reward_model': {{'ground_truth': '…'}}")
-    if ":" in source:  # a table would import it, and it comes out of a dataset
+    if ":" in source:  # `load` would import it, and datasets must not name code
         raise GraderError(f"unknown data source {source!r}; known: {known}")
     try:
         rule = RULES.load(source)
@@ -41,7 +41,7 @@ def rule_reward(text: str, fields: Mapping[str, Any]) -> float:
 
 
 def assistant_text(messages: Iterable[Message]) -> str:
-    """All that the policy said, in order: a rule judges the whole, so that neither an early guess nor a late call decides alone."""
+    """Returns all text of the policy, in order: an answer may come before or after a tool call."""
     return "\n".join(filter(None, (_text(message.get("content")) for message in messages if message.get("role") == "assistant")))
 
 
@@ -54,7 +54,7 @@ def _truth(fields: Mapping[str, Any]) -> str | None:
 
 
 def _text(content: Any) -> str:
-    """Of a message: its text, or that of its parts."""
+    """Returns a message's text, or that of its parts."""
     if not isinstance(content, list):
         return str(content or "")
     parts = [cast("Mapping[str, Any]", part) for part in cast("list[Any]", content) if isinstance(part, Mapping)]

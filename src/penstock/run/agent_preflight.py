@@ -39,7 +39,7 @@ def preflight(
 
     Raises the ConfigError that `open_agent` would, or one that says how the child hung or died, with the last line that it printed.
     """
-    spec, entry = AgentSpec.to_load(source, workflow, grader), source.entry
+    spec, entry = AgentSpec.from_config(source, workflow, grader), source.entry
     with tempfile.TemporaryFile() as answer_file, tempfile.TemporaryFile() as stack, tempfile.TemporaryFile() as output:
         code = run_module(
             __name__,

@@ -101,7 +101,7 @@ class RunSpec:
 
 def portable_agent_spec(agent: Agent) -> bytes:
     """Returns the agent's spec with absolute paths, for a process with another working directory."""
-    return AgentSpec.to_load(_absolute(agent.source), *agent.tables).write()
+    return AgentSpec.from_config(_absolute(agent.source), *agent.tables).write()
 
 
 def _absolute(source: AgentSection) -> AgentSection:

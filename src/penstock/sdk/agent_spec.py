@@ -1,4 +1,4 @@
-"""The author's file in another interpreter: what that one needs to load the same agent."""
+"""AgentSpec: what another interpreter needs to load the same agent."""
 
 import json
 import sys
@@ -12,24 +12,21 @@ from penstock.sdk.discovery import Agent, open_agent
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentSpec:
-    """An agent as another interpreter can make it."""
-
     agent: dict[str, Any]
     """`[agent]` of the TOML."""
     workflow: dict[str, Any]
     grader: dict[str, Any]
     path: list[str]
-    """Where modules are looked for."""
+    """`sys.path`."""
 
     @classmethod
     def of(cls, agent: Agent) -> Self:
-        """Of an agent that was loaded here."""
         workflow, grader = agent.tables
-        return cls.to_load(agent.source, workflow, grader)
+        return cls.from_config(agent.source, workflow, grader)
 
     @classmethod
-    def to_load(cls, source: AgentSection, workflow: Mapping[str, Any], grader: Mapping[str, Any]) -> Self:
-        """Of an agent that has not been loaded yet."""
+    def from_config(cls, source: AgentSection, workflow: Mapping[str, Any], grader: Mapping[str, Any]) -> Self:
+        """For an agent that is not loaded here."""
         agent = source.model_dump(mode="json")
         return cls(agent=agent, workflow=dict(workflow), grader=dict(grader), path=list(sys.path))
 
@@ -38,10 +35,10 @@ class AgentSpec:
         return cls(**json.loads(text))
 
     def write(self) -> bytes:
-        """As JSON; a date of the TOML becomes its ISO form, which a config class reads too."""
+        """Returns JSON; a date of the TOML becomes its ISO form, which config classes accept."""
         return json.dumps(asdict(self), default=str).encode()
 
     def load(self) -> Agent:
-        """The agent, loaded here; see `open_agent`."""
+        """Loads the agent in this interpreter; see `open_agent`."""
         sys.path[:] = self.path
         return open_agent(AgentSection.model_validate(self.agent), self.workflow, self.grader)

@@ -1,4 +1,4 @@
-"""Clients of the two vendors' packages, bound to a rollout: its own token, its own headers, nothing from the environment."""
+"""Clients of the `openai` and `anthropic` packages, bound to a rollout: its token, its headers, nothing from the environment."""
 
 import asyncio
 import importlib
@@ -17,46 +17,42 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 NO_KEY = "none"
-"""Sent to an endpoint that asks for no key: an empty one would make the packages look for the user's own."""
-
-
-DIRECT: dict[str, None] = {"all://": None, "http://": None, "https://": None}
-"""No proxy, whatever the environment says: `anthropic` reads it even where httpx is told not to."""
+"""Sent to an endpoint without keys: with an empty one, the packages would look for the user's own."""
+NO_PROXIES: dict[str, None] = {"all://": None, "http://": None, "https://": None}
+"""`anthropic` reads proxies from the environment even with `trust_env=False`."""
 
 
 class Clients:
-    """Connections that the rollouts of one event loop share; made when first asked for, closed by whoever made this.
+    """HTTP clients that the rollouts of one event loop share; each is made on first use.
 
-    The loop is the one that this is made in; made outside of any, the first one that asks.
+    The loop is the one that this is made in; if made outside of any, the first one that asks.
     """
 
     def __init__(self) -> None:
-        self._made: dict[tuple[str, bool], Any] = {}
+        self._shared: dict[tuple[str, bool], Any] = {}
         self._loop = _running_loop()
 
     def of(self, package: str, secure: bool) -> Any:
-        """The shared connections for clients of `package`; None in another event loop, where they could not be used."""
-        return self.kept((package, secure), lambda: _connections(package, secure))
+        """Returns the shared HTTP client for `package`; None in another event loop, where it could not be used."""
+        return self.get_or_make((package, secure), lambda: _make_http_client(package, secure))
 
-    def kept(self, key: tuple[str, bool], make: Callable[[], T]) -> T | None:
-        """What `make` made when `key` was first asked for; it is closed by its `shut`. None in another event loop."""
+    def get_or_make(self, key: tuple[str, bool], make: Callable[[], T]) -> T | None:
+        """Returns the shared client of `key`, which must have `shut`; None in another event loop."""
         loop = _running_loop()
         self._loop = self._loop or loop
         if loop is None or loop is not self._loop:
             return None
-        if key not in self._made:
-            self._made[key] = make()
-        return self._made[key]
+        if key not in self._shared:
+            self._shared[key] = make()
+        return self._shared[key]
 
     async def close(self) -> None:
-        """Close them all, for everyone."""
-        for connections in self._made.values():
-            await connections.shut()
-        self._made.clear()
+        for client in self._shared.values():
+            await client.shut()
+        self._shared.clear()
 
 
 def openai_client(context: "RolloutContext", transcript: str) -> "AsyncOpenAI":
-    """An `openai` client for one transcript of a rollout."""
     try:
         from openai import AsyncOpenAI
     except ImportError as cause:
@@ -66,89 +62,90 @@ def openai_client(context: "RolloutContext", transcript: str) -> "AsyncOpenAI":
         base_url=context.base_url,
         organization="",
         project="",
-        http_client=_shared(context, "openai"),
+        http_client=_http_client(context, "openai"),
     )
-    return _headed(client, context, transcript)
+    return _with_headers(client, context, transcript)
 
 
 def anthropic_client(context: "RolloutContext", transcript: str) -> "AsyncAnthropic":
-    """An `anthropic` client for one transcript of a rollout."""
     try:
         from anthropic import AsyncAnthropic
     except ImportError as cause:
         raise ConfigError("ctx.anthropic() needs the `anthropic` package: pip install anthropic") from cause
     base_url = context.base_url.removesuffix("/").removesuffix("/v1")
-    client = AsyncAnthropic(api_key=context.api_key or NO_KEY, base_url=base_url, http_client=_shared(context, "anthropic"))
-    return _headed(client, context, transcript)
+    client = AsyncAnthropic(api_key=context.api_key or NO_KEY, base_url=base_url, http_client=_http_client(context, "anthropic"))
+    return _with_headers(client, context, transcript)
 
 
 def openai_blocking_client(context: "RolloutContext", transcript: str) -> "OpenAI":
-    """The same without `async`, for frameworks that call from threads of their own."""
+    """As `openai_client`, without `async`: for frameworks that call from threads of their own."""
     from openai import DefaultHttpxClient, OpenAI
 
-    class Connections(DefaultHttpxClient):
-        """One for each call, so that none is left open when nobody closes the client."""
+    class BlockingHttpClient(DefaultHttpxClient):
+        """Closes the connection after each call, since nobody closes the client."""
 
         def send(self, request: Any, **options: Any) -> Any:
             refuse_to_block("a call without await", "the framework's async form, such as `ainvoke`")
             request.headers["connection"] = "close"
             return super().send(request, **options)
 
-    connections = Connections(trust_env=False, verify=context.base_url.startswith("https:"), follow_redirects=False)
+    http_client = BlockingHttpClient(trust_env=False, verify=context.base_url.startswith("https:"), follow_redirects=False)
     key = context.api_key or NO_KEY
-    client = OpenAI(api_key=key, base_url=context.base_url, organization="", project="", http_client=connections)
-    return _headed(client, context, transcript)
+    client = OpenAI(api_key=key, base_url=context.base_url, organization="", project="", http_client=http_client)
+    return _with_headers(client, context, transcript)
 
 
 def refuse_to_block(what: str, instead: str) -> None:
-    """RuntimeError where an event loop runs in this thread: stopped, it could not serve the answer that is waited for."""
+    """Raises RuntimeError if an event loop runs in this thread: while blocked, it could not serve the awaited reply."""
     if _running_loop() is not None:
         raise RuntimeError(
             f"{what} would hold up the event loop, and with it the gateway that must answer; use {instead}, or asyncio.to_thread"
         )
 
 
-def _headed(client: T, context: "RolloutContext", transcript: str) -> T:
-    """The client with the rollout's headers, instead of those that OPENAI_CUSTOM_HEADERS and its like hold for the vendor."""
-    setattr(client, "_custom_headers", context.headers(transcript))  # noqa: B010  # the constructors only add to the environment's
+def _with_headers(client: T, context: "RolloutContext", transcript: str) -> T:
+    # The constructors would add the headers to those of OPENAI_CUSTOM_HEADERS and the like, which are for the vendor.
+    setattr(client, "_custom_headers", context.headers(transcript))  # noqa: B010
     return client
 
 
-def _shared(context: "RolloutContext", package: str) -> Any:
+def _http_client(context: "RolloutContext", package: str) -> Any:
     if not context.base_url.startswith(("http://", "https://")):
         raise ConfigError(f"the rollout's base_url is {context.base_url!r}; give the policy's address, as http://host:port/v1")
     secure = context.base_url.startswith("https:")
     shared = context.clients.of(package, secure) if context.clients else None
-    return shared if shared is not None else _connections(package, secure, lasting=False)
+    return shared if shared is not None else _make_http_client(package, secure, lasting=False)
 
 
-def _connections(package: str, secure: bool, *, lasting: bool = True) -> Any:
-    """An HTTP client as the package likes it. The gateway is ours, so proxies from the environment are left out."""
+def _make_http_client(package: str, secure: bool, *, lasting: bool = True) -> Any:
+    """Makes an HTTP client for `package` that ignores proxies. A `lasting` one keeps its connections, until `shut`."""
     vendor: Any = importlib.import_module(package)
-    away: Any = vendor.DefaultAsyncHttpxClient
-    base: Any = _aiohttp_client(vendor) if lasting else away
-    home = _running_loop() if lasting else None
-    timeout = vendor.Timeout(600.0, connect=60.0)  # the vendors' 5 s to connect pass while a crowd of rollouts holds the event loop
+    one_off: Any = vendor.DefaultAsyncHttpxClient
+    base: Any = _aiohttp_client(vendor) if lasting else one_off
+    home_loop = _running_loop() if lasting else None
+    timeout = vendor.Timeout(
+        600.0, connect=60.0
+    )  # the default 5 s to connect are too short when many rollouts share the event loop
     settings: dict[str, Any] = {
         "trust_env": False,
-        "verify": secure,
-        "mounts": DIRECT,
+        "verify": secure,  # without TLS, the machine's certificates need not be read
+        "mounts": NO_PROXIES,
         "timeout": timeout,
         "follow_redirects": False,
     }
 
-    class Connections(base):
-        """Stays open when a workflow closes its client, as it may: its neighbours are still calling.
+    class SharedHttpClient(base):
+        """Stays open when a workflow closes its client: other rollouts use it too.
 
-        Connections belong to an event loop. A call made in another, as by a tool in a thread, opens one and closes it; so does
-        each call where nobody would close what is kept.
+        Connections belong to an event loop. A call in another loop, as from a tool in a thread, opens and closes its own
+        connection; so does each call of a client that is not `lasting`, since nobody would close it.
         """
 
         async def send(self, request: Any, **options: Any) -> Any:
-            at_home = _running_loop() is home
+            at_home = _running_loop() is home_loop
             if not at_home:
                 request.headers["connection"] = "close"
-            sender: Any = super() if at_home else away(**settings)
+            sender: Any = super() if at_home else one_off(**settings)
             return await sender.send(request, **options)
 
         async def aclose(self) -> None:
@@ -158,11 +155,11 @@ def _connections(package: str, secure: bool, *, lasting: bool = True) -> Any:
         async def shut(self) -> None:
             await super().aclose()
 
-    return Connections(**settings)  # without TLS there is no need to read the machine's certificates
+    return SharedHttpClient(**settings)
 
 
 def _aiohttp_client(vendor: Any) -> Any:
-    """The package's client on aiohttp where it has one: httpx looks through all its connections for each call that it makes."""
+    """Returns the package's client on aiohttp if installed: httpx scans all its connections for each call."""
     kind: Any = getattr(vendor, "DefaultAioHttpClient", None)
     installed = kind is not None and any("httpx_aiohttp" in each.__module__ for each in kind.__mro__)
     return kind if installed else vendor.DefaultAsyncHttpxClient

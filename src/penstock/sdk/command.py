@@ -1,7 +1,7 @@
-"""A program in any language as an agent: run for each rollout, led to the gateway by its environment, ended with all it started.
+"""A program in any language as an agent: run for each rollout, led to the gateway by its environment, and killed at the end.
 
 [agent]
-command = ["node", "agent.mjs"]   # any program that speaks the OpenAI or the Anthropic API
+command = ["node", "agent.mjs"]   # any program that uses the OpenAI or the Anthropic API
 entry = "grader.py"               # one Grader
 """
 
@@ -27,29 +27,29 @@ from penstock.sdk.workflow import AgentWorkflow, AgentWorkflowConfig
 from penstock.system.processes import describe_exit, end_group
 
 PROMPT = "{prompt}"
-"""Stands, in an argument, for the text of the task's last message."""
+"""Replaced, in an argument, by the text of the task's last message."""
 GRACE_S = 1.0
-"""Between asking a late or cancelled program to end and killing it; executors give an agent at least twice that."""
-LARGEST_VARIABLE = 100_000
-"""Bytes; Linux takes 128 KiB in one variable. A larger task comes on stdin alone."""
+"""Between SIGTERM and SIGKILL; executors give an agent at least twice that."""
+MAX_VARIABLE_CHARS = 100_000
+"""Linux takes 128 KiB in one variable. A larger task comes on stdin alone."""
 _ERROR = re.compile(r"error|exception|fatal|panic", re.IGNORECASE)
-"""In a line that says what went wrong; many runtimes end with a stack or their version."""
-_TAIL = 4096
-_LONGEST = 300
+"""Marks a line that says what went wrong; many runtimes end their output with a stack or their version."""
+_TAIL_BYTES = 4096
+_MAX_LINE_CHARS = 300
 
 
 class CommandConfig(AgentWorkflowConfig):
-    """`[workflow]` of a command: fields that penstock does not know are told to the program with its task."""
+    """`[workflow]` of a command; unknown fields are sent to the program with its task."""
 
     command: tuple[str, ...]
     folder: Path
 
 
 class CommandWorkflow(AgentWorkflow[CommandConfig]):
-    """Runs the program on one task. It has done well where its exit code is 0."""
+    """Runs the program on one task; any exit code but 0 is a failure."""
 
     async def run(self, ctx: AgentWorkflowContext[CommandConfig]) -> None:
-        """See `AgentWorkflow.run`. What the program prints is kept in `ctx.artifacts_dir`."""
+        """See `AgentWorkflow.run`. The program's output is kept in `ctx.artifacts_dir`."""
         config = self.config
         assert config is not None  # `command_agent` makes no other
         task = _task(ctx, config)
@@ -61,29 +61,29 @@ class CommandWorkflow(AgentWorkflow[CommandConfig]):
             finally:
                 await end_group(process, GRACE_S if process.returncode is None else 0.0)
             if code != 0:
-                raise WorkflowError(f"{_name(config.command)} {describe_exit(code)}{_last_words(files[2])}")
+                raise WorkflowError(f"{_name(config.command)} {describe_exit(code)}{_error_line(files[2])}")
 
 
 def command_agent(source: AgentSection, workflow: Mapping[str, Any], grader: Mapping[str, Any]) -> Agent:
-    """The agent that `agent.command` names, with the grader of `agent.entry`; ConfigError where there is no such program."""
+    """Returns the agent that `agent.command` names, with the grader of `agent.entry`; ConfigError if there is no such program."""
     _check_program(source.command, source.folder)
-    taken = sorted({"command", "folder"} & workflow.keys())
-    if taken:
-        raise ConfigError(f"[workflow] {taken[0]}: it is a key of [agent]; write it there, or call it something else")
+    reserved = sorted({"command", "folder"} & workflow.keys())
+    if reserved:
+        raise ConfigError(f"[workflow] {reserved[0]}: it is a key of [agent]; write it there, or call it something else")
     fields = {"name": _name(source.command), **workflow, "command": source.command, "folder": source.folder}
-    judge = _judge(source.entry, grader)
+    loaded = _load_grader(source.entry, grader)
     return Agent(
         entry=source.entry,
         workflow=CommandWorkflow,
         workflow_config=validate(CommandConfig, fields, "[workflow]"),
-        grader=judge.grader,
-        grader_config=judge.config,
+        grader=loaded.grader,
+        grader_config=loaded.config,
         source=source,
         tables=(workflow, grader),
     )
 
 
-def _judge(entry: Path, table: Mapping[str, Any]) -> LoadedGrader:
+def _load_grader(entry: Path, table: Mapping[str, Any]) -> LoadedGrader:
     return (
         load_built_in_grader(table["name"], table, entry)
         if names_built_in_grader(table)
@@ -114,26 +114,26 @@ def _name(command: Sequence[str]) -> str:
 
 
 def _task(ctx: AgentWorkflowContext[CommandConfig], config: CommandConfig) -> str:
-    """The task as JSON: what a workflow sees of it, never the label."""
-    told = {
+    """Returns the task as JSON: a workflow's view of it, never the label."""
+    fields = {
         "rollout_id": running_rollout("agent.command").rollout_id,
         "prompt": ctx.prompt,
         "metadata": ctx.metadata,
         "config": config.model_extra or {},
     }
-    return json.dumps(told, default=str)
+    return json.dumps(fields, default=str)
 
 
 def _environment(task: str, artifacts: Path | None) -> dict[str, str]:
     context = running_rollout("agent.command")
     own = rollout_environment(context.base_url, context.api_key, context.rollout_id)
-    own |= {"PENSTOCK_TASK": task} if len(task) <= LARGEST_VARIABLE else {}
+    own |= {"PENSTOCK_TASK": task} if len(task) <= MAX_VARIABLE_CHARS else {}
     own |= {"PENSTOCK_ARTIFACTS": str(artifacts.resolve())} if artifacts else {}
     return without_secrets(os.environ) | own
 
 
 Files = tuple[IO[bytes], IO[bytes], IO[bytes]]
-"""stdin, stdout, stderr. Files, so that neither a program that does not read nor one that leaves children holds anyone up."""
+"""stdin, stdout, stderr. Files, not pipes: a program that does not read, or leaves children behind, then blocks nobody."""
 
 
 def _files(stack: ExitStack, task: str, artifacts: Path | None) -> Files:
@@ -145,14 +145,14 @@ def _files(stack: ExitStack, task: str, artifacts: Path | None) -> Files:
 
 
 def _output(stack: ExitStack, file: Path | None) -> IO[bytes]:
-    """A new file, which goes again if nothing is written to it."""
+    """Opens a new file, which is removed at the end if it is empty."""
     if file is None:
         return cast("IO[bytes]", stack.enter_context(TemporaryFile()))
-    stack.callback(_drop_empty, file)
+    stack.callback(_remove_if_empty, file)
     return stack.enter_context(file.open("w+b"))
 
 
-def _drop_empty(file: Path) -> None:
+def _remove_if_empty(file: Path) -> None:
     with suppress(OSError):
         if file.stat().st_size == 0:
             file.unlink()
@@ -161,8 +161,8 @@ def _drop_empty(file: Path) -> None:
 async def _start(
     config: CommandConfig, prompt: Sequence[Mapping[str, Any]], environment: Mapping[str, str], files: Files
 ) -> Process:
-    asked = _text(prompt[-1].get("content")) if prompt else ""
-    line = [config.command[0], *(argument.replace(PROMPT, asked) for argument in config.command[1:])]
+    question = _text(prompt[-1].get("content")) if prompt else ""
+    line = [config.command[0], *(argument.replace(PROMPT, question) for argument in config.command[1:])]
     stdin, stdout, stderr = files
     try:
         return await asyncio.create_subprocess_exec(
@@ -173,16 +173,16 @@ async def _start(
 
 
 def _text(content: Any) -> str:
-    """Of a message: its text, or that of its parts."""
+    """Returns a message's text, or that of its parts."""
     if not isinstance(content, list):
         return str(content or "")
     parts = cast("list[dict[str, Any]]", content)
     return "\n".join(str(part["text"]) for part in parts if "text" in part)
 
 
-def _last_words(stderr: IO[bytes]) -> str:
-    """Why it failed, to end a sentence with: its last line that speaks of an error, else its last; nothing where there is none."""
-    stderr.seek(max(0, stderr.seek(0, os.SEEK_END) - _TAIL))
+def _error_line(stderr: IO[bytes]) -> str:
+    """Returns the last line that mentions an error, else the last line, with a colon before it; empty without output."""
+    stderr.seek(max(0, stderr.seek(0, os.SEEK_END) - _TAIL_BYTES))
     lines = [" ".join(line.split()) for line in stderr.read().decode("utf-8", "replace").splitlines() if line.strip()]
-    named = [line for line in lines if _ERROR.search(line)]
-    return f": {(named or lines)[-1][:_LONGEST]}" if lines else ""
+    errors = [line for line in lines if _ERROR.search(line)]
+    return f": {(errors or lines)[-1][:_MAX_LINE_CHARS]}" if lines else ""

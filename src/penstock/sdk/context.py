@@ -1,4 +1,4 @@
-"""What a workflow and a grader are given: the task's side for one, the label and the transcripts for the other."""
+"""The contexts of a workflow (the task without its label) and of a grader (the label and the transcripts)."""
 
 import math
 import reprlib
@@ -21,7 +21,7 @@ C = TypeVar("C")
 
 
 class ArtifactsDir:
-    """A field for a path, whose folder is made when the field is read: most rollouts never do. None where it cannot be made."""
+    """A descriptor for a path whose folder is made when it is read, as most rollouts never do. None if it cannot be made."""
 
     def __get__(self, owner: Any, kind: Any = None) -> Path | None:
         if owner is None or (path := cast("Path | None", vars(owner)["_artifacts_dir"])) is None:
@@ -38,7 +38,7 @@ class ArtifactsDir:
 
 
 def remove_empty_artifacts_dir(context: Any) -> None:
-    """Remove the folder that was made for a context, if nothing was put there."""
+    """Removes the folder that was made for a context if it is empty."""
     made = cast("Path | None", vars(context).get("_made"))
     if made is not None:
         with suppress(OSError):
@@ -47,46 +47,46 @@ def remove_empty_artifacts_dir(context: Any) -> None:
 
 @dataclass
 class AgentWorkflowContext(Generic[C]):
-    """What a workflow sees of its task: never the label."""
+    """A workflow's view of its task: never the label."""
 
     prompt: list[Message]
     config: C | None = None
     _: KW_ONLY
     metadata: dict[str, Any] | None = None
-    artifacts_dir: ArtifactsDir = ArtifactsDir()  # a descriptor: what is read and set is a path or None
+    artifacts_dir: ArtifactsDir = ArtifactsDir()  # a descriptor: reads and writes are `Path | None`
 
     def openai(self, transcript: str = MAIN) -> "AsyncOpenAI":
-        """An `openai` client for the running rollout; the model's name may be anything."""
+        """Returns an `openai` client for the running rollout; the model's name may be anything."""
         return running_rollout("ctx.openai()").openai(transcript)
 
     def anthropic(self, transcript: str = MAIN) -> "AsyncAnthropic":
-        """An `anthropic` client for the running rollout; the model's name may be anything."""
+        """Returns an `anthropic` client for the running rollout; the model's name may be anything."""
         return running_rollout("ctx.anthropic()").anthropic(transcript)
 
     @property
     def base_url(self) -> str:
-        """Where any other OpenAI-style client must send its calls, ending in `/v1`."""
+        """The base URL for any other OpenAI-style client, ending in `/v1`."""
         return running_rollout("ctx.base_url").base_url
 
     @property
     def api_key(self) -> str:
-        """The key such a client must use: it is this rollout's own and opens model routes only."""
+        """The key for such a client: it is this rollout's own and opens model routes only."""
         return running_rollout("ctx.api_key").api_key
 
 
 @dataclass
 class GraderContext:
-    """What a grader sees, and where it puts its verdict."""
+    """A grader's view of a rollout, and where it sets rewards."""
 
     label: str | None = None
     samples: dict[str, RolloutSample] = field(default_factory=dict[str, RolloutSample])
     _: KW_ONLY
     metadata: dict[str, Any] | None = None
-    artifacts_dir: ArtifactsDir = ArtifactsDir()  # a descriptor: what is read and set is a path or None
+    artifacts_dir: ArtifactsDir = ArtifactsDir()  # a descriptor: reads and writes are `Path | None`
     project_path: Path | None = None
     """The folder of the file that holds the grader."""
     reward: float | None = None
-    """Of the whole rollout; None where only its transcripts or steps were graded."""
+    """Of the whole rollout; None if only its transcripts or steps were graded."""
     step_rewards: dict[int, float] = field(default_factory=dict[int, float])
     """By the index of the call."""
 
@@ -94,7 +94,6 @@ class GraderContext:
         self.metadata = fast_copy(self.metadata)
 
     def get_samples(self) -> dict[str, RolloutSample]:
-        """The transcripts by id."""
         return self.samples
 
     @property
@@ -109,11 +108,11 @@ class GraderContext:
         self.samples[sample_id].reward = finite_reward(reward)
 
     def set_reward(self, reward: float) -> None:
-        """Reward the whole rollout."""
+        """Rewards the whole rollout."""
         self.reward = finite_reward(reward)
 
     def set_step_reward(self, step: int, reward: float) -> None:
-        """Reward one call, by its index among `samples[…].steps`. If nothing else is rewarded, the rollout gets the sum."""
+        """Rewards one call, by its index in `samples[…].steps`. If nothing else is rewarded, the rollout gets the sum."""
         known = sorted(index for sample in self.samples.values() for index in sample.steps)
         if step not in known:
             raise ValueError(f"unknown step {step!r}; this rollout has {known}")
@@ -121,14 +120,14 @@ class GraderContext:
 
 
 def finite_reward(reward: Any) -> float:
-    """`reward` as a float; GraderError names a value that cannot be trained on."""
-    refused = GraderError(f"reward {reprlib.repr(reward)} is not a finite number; give a finite float")
+    """Returns `reward` as a float; GraderError if it is no finite number."""
+    error = GraderError(f"reward {reprlib.repr(reward)} is not a finite number; give a finite float")
     if isinstance(reward, bool) or not isinstance(reward, Real):
-        raise refused
+        raise error
     try:
         number = float(reward)
     except OverflowError as cause:
-        raise refused from cause
+        raise error from cause
     if not math.isfinite(number):
-        raise refused
+        raise error
     return number

@@ -1,4 +1,4 @@
-"""The author's file to an Agent: its one workflow, its one grader, and their configs with the TOML tables applied."""
+"""Loads an Agent from the author's file: its one workflow, its one grader, and their configs with the TOML tables applied."""
 
 import difflib
 import hashlib
@@ -29,7 +29,7 @@ PACKAGE_OF_MODULE = {
     "osmosis_ai": "penstock-facades",
     "strands": "strands-agents",
 }
-"""What to install for modules that are not called like their package."""
+"""The package to install for a module of another name."""
 GRADERS = Registry(
     "grader",
     {
@@ -38,36 +38,66 @@ GRADERS = Registry(
         "rubric": "penstock.graders.rubric:RubricGrader",
     },
 )
-"""Ready-made ones. `[grader] name` takes one of them, whatever grader the entry file holds."""
-LONGEST_NAME = 256
+"""The built-in graders. `[grader] name` selects one, whatever grader the entry file holds."""
+AGENT_KINDS = Registry(
+    "kind of agent",
+    {
+        "command": "penstock.sdk.command:command_agent",
+        "flow": "penstock.sdk.flows.agent:flow_agent",
+    },
+)
+FLOW_BASE_MODULE = "penstock.sdk.flows.base"
+"""The module of the base class of flows. It is compared by name: a file without flows need not wait for its import."""
+MAX_NAME_CHARS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agent:
-    """What an author's file holds, ready to run. Each rollout makes instances of its own, with a copy of the config."""
+    """What an author's file holds, ready to run. Each rollout makes its own instances, with a copy of the config."""
 
     entry: Path
     workflow: type[AgentWorkflow[Any]]
     workflow_config: AgentWorkflowConfig | None
-    """None where the file has no config object and the TOML sets nothing."""
+    """None if the file has no config object and the TOML sets nothing."""
     grader: type[Grader] | None
-    """None only where an agent was put together by hand, to be run without being graded."""
+    """None only for an agent that was made in code, to be run without being graded."""
     grader_config: GraderConfig | None
     source: AgentSection = field(default_factory=AgentSection)
-    """`[agent]` of the TOML: with the tables, what another process needs to load the same agent."""
+    """`[agent]` of the TOML. With `tables`, it lets another process load the same agent."""
     tables: tuple[Mapping[str, Any], Mapping[str, Any]] = ({}, {})
     """`[workflow]` and `[grader]` of the TOML."""
     trusted: bool = False
-    """Whether its code may submit, grade and complete its own rollouts, as a flow does: it then gets a flow token."""
+    """Whether its code gets a flow token, which may submit, grade and complete its own rollouts."""
 
     @property
     def grader_name(self) -> str:
-        """As its grades carry it."""
+        """The source of its grades."""
         return self.grader_config.name if self.grader_config else self.grader.__name__ if self.grader else "none"
 
 
+def open_agent(source: AgentSection, workflow: Mapping[str, Any], grader: Mapping[str, Any]) -> Agent:
+    """Loads the agent that `source` names; `workflow` and `grader` are the TOML tables of that name."""
+    if source.command and (source.flow or source.flows):
+        raise ConfigError("[agent] has both a command and flows; keep one of them")
+    if source.command:
+        return AGENT_KINDS.load("command")(source, workflow, grader)
+    if source.flow or source.flows:
+        return AGENT_KINDS.load("flow")(source, workflow, grader)
+    module = import_entry(source.entry)
+    if _defines_flows(module):
+        return AGENT_KINDS.load("flow")(source, workflow, grader, module)
+    return find_agent(module, source, workflow, grader)
+
+
+def _defines_flows(module: ModuleType) -> bool:
+    """Returns whether an entry file defines flows and no workflow."""
+    if any(True for _ in subclasses(module, AgentWorkflow)):
+        return False
+    return any(base.__module__ == FLOW_BASE_MODULE for member in subclasses(module, object) for base in member.__mro__)
+
+
 def load_agent(source: AgentSection | Path, workflow: Mapping[str, Any], grader: Mapping[str, Any]) -> Agent:
-    """Import the entry file and find its workflow and grader; `workflow` and `grader` are TOML tables that set config fields.
+    """Imports the entry file and finds its workflow and grader; `workflow` and `grader` are TOML tables that set config fields.
 
     The file holds exactly one concrete AgentWorkflow subclass and one concrete Grader subclass, imported names included, and at
     most one config object of each. Its folder is importable, so it may import its siblings.
@@ -77,45 +107,43 @@ def load_agent(source: AgentSection | Path, workflow: Mapping[str, Any], grader:
 
 
 def find_agent(module: ModuleType, source: AgentSection, workflow: Mapping[str, Any], grader: Mapping[str, Any]) -> Agent:
-    """The workflow and the grader of an imported entry file; see `load_agent`."""
+    """Finds the workflow and the grader of an imported entry file; see `load_agent`."""
     entry = source.entry
-    agent_class = _one_class(module, AgentWorkflow, entry)
+    agent_class = _only_class(module, AgentWorkflow, entry)
     _check_async(agent_class, "run", entry)
-    judge = find_grader(module, grader, entry)
+    loaded = find_grader(module, grader, entry)
     return Agent(
         entry=entry,
         workflow=agent_class,
         workflow_config=_config(module, AgentWorkflowConfig, agent_class, "workflow", workflow, entry),
-        grader=judge.grader,
-        grader_config=judge.config,
+        grader=loaded.grader,
+        grader_config=loaded.config,
         source=source,
         tables=(workflow, grader),
     )
 
 
 class LoadedGrader(NamedTuple):
-    """A grader as a file holds it."""
-
     grader: type[Grader]
     config: GraderConfig | None
 
 
 def find_grader(module: ModuleType, table: Mapping[str, Any], entry: Path) -> LoadedGrader:
-    """The ready-made grader that `[grader]` names, else the one of an imported entry file, with `[grader]` applied."""
+    """Returns the built-in grader that `[grader]` names, else the one of an imported entry file, with `[grader]` applied."""
     if names_built_in_grader(table):
         return load_built_in_grader(table["name"], table, entry)
-    grader = _one_class(module, Grader, entry)
+    grader = _only_class(module, Grader, entry)
     _check_async(grader, "grade", entry)
     return LoadedGrader(grader, _config(module, GraderConfig, grader, "grader", table, entry))
 
 
 def names_built_in_grader(table: Mapping[str, Any]) -> bool:
-    """Whether `[grader]` names a grader of ours: the entry file need not hold one."""
+    """Returns whether `[grader]` names a built-in grader: the entry file need not hold one."""
     return table.get("name", "") in GRADERS
 
 
 def load_built_in_grader(name: str, table: Mapping[str, Any], entry: Path) -> LoadedGrader:
-    """A ready-made grader with `[grader]` applied; its files are taken from the entry file's folder."""
+    """Loads a built-in grader with `[grader]` applied; its paths are relative to the entry file's folder."""
     grader = GRADERS.load(name)
     config = _apply(getattr(grader, "settings", GraderConfig), None, {"name": name, **table}, name, "grader")
     files = {key: entry.parent / value for key, value in config if isinstance(value, Path)}
@@ -123,7 +151,7 @@ def load_built_in_grader(name: str, table: Mapping[str, Any], entry: Path) -> Lo
 
 
 def check_constructors(agent: Agent) -> None:
-    """Make one workflow and one grader, as every rollout does; ConfigError names the one that cannot be made."""
+    """Makes one workflow and one grader, as every rollout does; ConfigError names the one that cannot be made."""
     for cls, config in ((agent.workflow, agent.workflow_config), (agent.grader, agent.grader_config)):
         try:
             _ = cls and cls(deepcopy(config))
@@ -136,12 +164,13 @@ def check_constructors(agent: Agent) -> None:
 
 
 def import_entry(entry: Path) -> ModuleType:
-    """The author's file as a module; ConfigError says on which line it failed."""
+    """Imports the author's file; ConfigError says on which line it failed."""
     if entry.suffix != ".py" or not entry.is_file():
         raise ConfigError(f"{entry}: no such Python file; set [agent] entry to the .py file that holds the workflow and the grader")
     folder = entry.resolve().parent
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
+    # The file becomes a module of a package made for its folder, so that relative imports work and equal file names do not clash.
     name = f"penstock_agent_{hashlib.sha256(str(folder).encode()).hexdigest()[:12]}"
     package = ModuleType(name)
     package.__path__ = [str(folder)]
@@ -165,21 +194,20 @@ def _import_failure(entry: Path, cause: BaseException, package: str) -> str:
         where = f"{entry if same else cause.filename}, line {cause.lineno}"
         return f"{where}: SyntaxError: {cause.msg}; fix the file"
     if isinstance(cause, ModuleNotFoundError):
-        return f"{where}: {text.replace(f'{package}.', '.')}; {_install(cause.name or '', package, entry)}"
+        return f"{where}: {text.replace(f'{package}.', '.')}; {_install_hint(cause.name or '', package, entry)}"
     if isinstance(cause, SystemExit):
         return f"{where}: the file exits when it is imported; keep that under `if __name__ == '__main__':`"
     return f"{where}: {text}; fix what the file does on import"
 
 
 def _where(entry: Path, cause: BaseException) -> str:
-    """The last line of the author's file that led to it."""
+    """Returns the last line of the author's file in the traceback."""
     file = str(entry.resolve())
     lines = [frame.lineno for frame in traceback.extract_tb(cause.__traceback__) if frame.filename == file]
     return f"{entry}, line {lines[-1]}" if lines else str(entry)
 
 
-def _install(module: str, package: str, entry: Path) -> str:
-    """What to do about a module that is not there."""
+def _install_hint(module: str, package: str, entry: Path) -> str:
     top, _, below = module.partition(".")
     if top == package:
         return f"put {below.partition('.')[0]}.py next to {entry.name}"
@@ -189,18 +217,18 @@ def _install(module: str, package: str, entry: Path) -> str:
 
 
 def _members(module: ModuleType) -> Iterator[Any]:
-    """Each thing in the module once, however many names it has. Look at its type only: a lazy proxy may fail at `isinstance`."""
+    # Each object once, however many names it has. Callers check `type(member)`: `isinstance` may make a lazy proxy fail.
     yield from {id(value): value for value in vars(module).values()}.values()
 
 
 def subclasses(module: ModuleType, base: type[T]) -> Iterator[type[T]]:
-    """The classes in a module, imported ones too, that are built on `base`."""
+    """Yields the subclasses of `base` in a module, imported ones too."""
     for member in _members(module):
         if issubclass(type(member), type) and issubclass(member, base) and member is not base:
             yield member
 
 
-def _one_class(module: ModuleType, base: type[T], entry: Path) -> type[T]:
+def _only_class(module: ModuleType, base: type[T], entry: Path) -> type[T]:
     found = [m for m in subclasses(module, base) if not inspect.isabstract(m)]
     if len(found) == 1:
         return found[0]
@@ -209,10 +237,10 @@ def _one_class(module: ModuleType, base: type[T], entry: Path) -> type[T]:
         raise ConfigError(
             f"{entry}: several {base.__name__} subclasses: {names}; keep one, make the others abstract or move them out"
         )
-    raise ConfigError(f"{entry}: no concrete {base.__name__} subclass; define one ({_remedy(module, base)})")
+    raise ConfigError(f"{entry}: no concrete {base.__name__} subclass; define one ({_missing_class_hint(module, base)})")
 
 
-def _remedy(module: ModuleType, base: type[Any]) -> str:
+def _missing_class_hint(module: ModuleType, base: type[Any]) -> str:
     for member in subclasses(module, base):
         return f"{member.__name__} still lacks {', '.join(sorted(getattr(member, '__abstractmethods__', ())))}"
     return f"class My{base.__name__}({base.__name__}): …"
@@ -242,7 +270,7 @@ def _config(module: ModuleType, base: type[C], owner: type[Any], section: str, t
 
 
 def _config_class(module: ModuleType, base: type[C], owner: type[Any]) -> type[C]:
-    """The class that `AgentWorkflow[Config]` names, else the only config class in the file, else the plain one."""
+    """Returns the class that `AgentWorkflow[Config]` names, else the only config class in the file, else `base`."""
     named = [arg for cls in owner.__mro__ for origin in vars(cls).get("__orig_bases__", ()) for arg in get_args(origin)]
     own = [cls for cls in named if inspect.isclass(cls) and issubclass(cls, base)]
     in_file = list(subclasses(module, base))
@@ -251,26 +279,26 @@ def _config_class(module: ModuleType, base: type[C], owner: type[Any]) -> type[C
 
 def _apply(cls: type[C], config: C | None, table: Mapping[str, Any], default_name: str, section: str) -> C:
     where = f"[{section}] for {cls.__name__}"
-    given: dict[str, Any] = dict(config) if config else {}
-    known = {*cls.model_fields, *given}
+    fields: dict[str, Any] = dict(config) if config else {}
+    known = {*cls.model_fields, *fields}
     for key in table:
-        if key not in known and not _plain(cls, given):
+        if key not in known and not _takes_any_key(cls, fields):
             near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(sorted(known))}"
             raise ConfigError(f"{where}: unknown key {key!r}; {hint}")
     if cls.model_fields["name"].is_required():
-        given.setdefault("name", default_name)
-    return validate(cls, _merged(given, table), where)
+        fields.setdefault("name", default_name)
+    return validate(cls, _merged(fields, table), where)
 
 
-def _plain(cls: type[BaseConfig], given: Mapping[str, Any]) -> bool:
-    """Whether nothing says which fields there are: then any key of the TOML becomes one."""
-    return cls in (AgentWorkflowConfig, GraderConfig) and set(given) <= set(cls.model_fields)
+def _takes_any_key(cls: type[BaseConfig], fields: Mapping[str, Any]) -> bool:
+    """Returns whether the author defined no fields: then any key of the TOML becomes one."""
+    return cls in (AgentWorkflowConfig, GraderConfig) and set(fields) <= set(cls.model_fields)
 
 
-def _merged(given: Mapping[str, Any], table: Mapping[str, Any]) -> dict[str, Any]:
-    """`given` with the values of `table`; a nested table changes only the fields that it names."""
-    merged = dict(given)
+def _merged(fields: Mapping[str, Any], table: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns `fields` with the values of `table`; a nested table changes only the fields that it names."""
+    merged = dict(fields)
     for key, value in table.items():
         old = merged.get(key)
         nested = isinstance(value, Mapping) and isinstance(old, BaseModel)
@@ -279,9 +307,9 @@ def _merged(given: Mapping[str, Any], table: Mapping[str, Any]) -> dict[str, Any
 
 
 def _check_name(config: BaseConfig, entry: Path) -> None:
-    if not 1 <= len(config.name.strip()) <= LONGEST_NAME:
-        said = f"{type(config).__name__}.name has {len(config.name)} characters"
-        raise ConfigError(f"{entry}: {said}; give it 1 to {LONGEST_NAME}, not all of them blank")
+    if not 1 <= len(config.name.strip()) <= MAX_NAME_CHARS:
+        problem = f"{type(config).__name__}.name has {len(config.name)} characters"
+        raise ConfigError(f"{entry}: {problem}; give it 1 to {MAX_NAME_CHARS}, not all of them blank")
 
 
 def _check_copy(config: BaseConfig, entry: Path) -> None:
@@ -292,35 +320,3 @@ def _check_copy(config: BaseConfig, entry: Path) -> None:
         raise ConfigError(
             f"{entry}: {type(config).__name__} cannot be copied for each rollout ({reason}); build such fields in run()"
         ) from cause
-
-
-AGENT_KINDS = Registry(
-    "kind of agent",
-    {
-        "command": "penstock.sdk.command:command_agent",
-        "flow": "penstock.sdk.flows.agent:flow_agent",
-    },
-)
-FLOW_BASE_MODULE = "penstock.sdk.flows.base"
-"""Where the base of all flows is: a file without flows has not imported it, and need not wait for it."""
-
-
-def open_agent(source: AgentSection, workflow: Mapping[str, Any], grader: Mapping[str, Any]) -> Agent:
-    """What `source` names, ready to run; `workflow` and `grader` are the TOML tables of that name."""
-    if source.command and (source.flow or source.flows):
-        raise ConfigError("[agent] has both a command and flows; keep one of them")
-    if source.command:
-        return AGENT_KINDS.load("command")(source, workflow, grader)
-    if source.flow or source.flows:
-        return AGENT_KINDS.load("flow")(source, workflow, grader)
-    module = import_entry(source.entry)
-    if _is_of_flows(module):
-        return AGENT_KINDS.load("flow")(source, workflow, grader, module)
-    return find_agent(module, source, workflow, grader)
-
-
-def _is_of_flows(module: ModuleType) -> bool:
-    """Whether an entry file is written with flows, and without a workflow."""
-    if any(True for _ in subclasses(module, AgentWorkflow)):
-        return False
-    return any(base.__module__ == FLOW_BASE_MODULE for member in subclasses(module, object) for base in member.__mro__)

@@ -1,19 +1,19 @@
-"""The environment of a program whose model calls belong to a rollout: the variables that lead there, and none of our secrets."""
+"""Environment variables for a program in a rollout: the gateway's address and the rollout's token, and none of our secrets."""
 
 import os
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 OWN_PREFIXES = ("ANTHROPIC_", "AZURE_OPENAI_", "OPENAI_", "PENSTOCK_")
-"""How the names of variables begin that a program gets from its rollout or not at all: keys of the user's own, and our tokens."""
+"""Prefixes of variables that a program gets from its rollout or not at all: the user's own keys, and our tokens."""
 SECRETS = frozenset(
     {"HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "PGPASSFILE", "PGPASSWORD", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} | {"WANDB_API_KEY"}
 )
-"""Others that open what a run uses: models, the pool, the cluster, its reports."""
+"""Further secrets of a run: for models, the pool, the cluster, its reports."""
 
 
 def rollout_environment(base_url: str, token: str, rollout_id: str) -> dict[str, str]:
-    """To be put over the variables that a process has: they hold none of the tokens that open more than this session."""
+    """Returns the variables that lead the usual clients to the rollout's session."""
     anthropic = base_url.removesuffix("/").removesuffix("/v1")
     known = os.environ.get("NO_PROXY") or os.environ.get("no_proxy") or ""
     direct = [known, "127.0.0.1", "localhost", "::1", urlsplit(base_url).hostname or ""]
@@ -32,5 +32,5 @@ def rollout_environment(base_url: str, token: str, rollout_id: str) -> dict[str,
 
 
 def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
-    """What a program may inherit that must open nothing but its own session."""
+    """Returns the variables that an agent's program may inherit."""
     return {name: value for name, value in environment.items() if not name.startswith(OWN_PREFIXES) and name not in SECRETS}

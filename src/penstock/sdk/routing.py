@@ -1,7 +1,8 @@
-"""Threads that code of a rollout starts belong to that rollout: its context goes with the work, into pools and new threads alike.
+"""The context of the running rollout: where its model calls go, in its tasks and threads, and which calls bypassed the gateway.
 
-asyncio hands its context to tasks and to `to_thread`, but Python hands none to `threading.Thread`, `ThreadPoolExecutor.submit` or
-`run_in_executor`. A call made there would lose its rollout, or, in a pooled thread, be taken for another's.
+asyncio passes its context on to tasks and to `to_thread`, but Python passes none to `threading.Thread`,
+`ThreadPoolExecutor.submit` or `run_in_executor`. A call made there would lose its rollout or, in a pooled thread, be recorded in
+another one. So both are patched when the first rollout is entered.
 """
 
 import contextvars
@@ -29,48 +30,19 @@ if TYPE_CHECKING:
     from penstock.sdk.clients import Clients
 
 
-def propagate_contexts_to_threads() -> None:
-    """From now on, threads and thread pools of this process run their work in the context of whoever asked for it."""
-    if threading.Thread.start.__module__ != __name__:
-        setattr(threading.Thread, "start", _carrying_start(threading.Thread.start))  # noqa: B010
-        setattr(ThreadPoolExecutor, "submit", _carrying_submit(ThreadPoolExecutor.submit))  # noqa: B010
-
-
-def _carrying_start(start: Callable[[threading.Thread], None]) -> Callable[[threading.Thread], None]:
-    def carrying(self: threading.Thread) -> None:
-        run, context = self.run, copy_context()
-
-        def inside() -> None:
-            vars(self).pop("run", None)  # what is put over the class's own below, so that the thread does not hold itself
-            context.run(run)
-
-        self.run = inside
-        start(self)
-
-    return carrying
-
-
-def _carrying_submit(submit: Callable[..., Future[Any]]) -> Callable[..., Future[Any]]:
-    def carrying(self: ThreadPoolExecutor, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        # The pool's own threads, which outlive this work, start in an empty context: they belong to nobody.
-        return Context().run(submit, self, copy_context().run, fn, *args, **kwargs)
-
-    return carrying
-
-
 MAIN = "main"
 """The transcript of an agent that names none."""
 NAME = re.compile(r"[!-~]([ -~]{0,198}[!-~])?")
-"""Of a transcript: it must come through a header as it is."""
+"""Of a transcript: the name is sent as a header."""
 
 _active: contextvars.ContextVar["RolloutContext | None"] = contextvars.ContextVar("penstock_rollout", default=None)
 
 
 class SampleSource(Protocol):
-    """An agent or session that can tell its conversation, in its framework's own form."""
+    """An agent or session that can report its conversation, in its framework's own form."""
 
     async def get_sample(self, name: str) -> RolloutSample:
-        """What was said so far; `name` is what it was registered as."""
+        """Returns the conversation so far; `name` is the name that it was registered under."""
         ...
 
 
@@ -87,20 +59,18 @@ class RolloutContext:
     """Of all attempts at the same task."""
     channel: str = "train"
     flow_token: str = field(default="", repr=False)
-    """Lets a flow submit, grade and complete this rollout; empty for agents that may not."""
+    """Lets a flow submit, grade and complete this rollout; empty for untrusted agents."""
     sampling: Sampling | None = None
-    """What holds for calls that do not say otherwise; None where it is not known here."""
+    """The defaults of calls that set no sampling of their own; None if unknown here."""
     sample_sources: dict[str, SampleSource] = field(default_factory=dict[str, SampleSource])
     """By transcript, in the order in which they were registered."""
     direct_calls: set[str] = field(default_factory=set[str])
-    """Providers that were called directly, past the gateway."""
+    """Hosts of model providers that were called directly, past the gateway."""
     clients: "Clients | None" = field(default=None, repr=False)
     """Connections shared with other rollouts; None opens new ones."""
     _tokens: list[contextvars.Token["RolloutContext | None"]] = field(default_factory=list[Any], repr=False)
 
     def __enter__(self) -> Self:
-        pass
-
         propagate_contexts_to_threads()
         watch_direct_calls()
         self._tokens.append(_active.set(self))
@@ -110,47 +80,47 @@ class RolloutContext:
         _active.reset(self._tokens.pop())
 
     def headers(self, transcript: str = MAIN) -> dict[str, str]:
-        """Headers that say which transcript of which rollout a call belongs to."""
+        """Returns the headers that assign a call to a transcript of this rollout."""
         if not NAME.fullmatch(transcript):
-            what = f"{reprlib.repr(transcript)} cannot name a transcript"
-            raise ValueError(f"{what}; use up to 200 printable ASCII characters, no space around them")
+            problem = f"{reprlib.repr(transcript)} cannot name a transcript"
+            raise ValueError(f"{problem}; use up to 200 printable ASCII characters, no space around them")
         return {"x-rollout-id": self.rollout_id, "x-sample-id": transcript}
 
     def openai(self, transcript: str = MAIN) -> "AsyncOpenAI":
-        """An `openai` client whose calls are recorded in this rollout, as `transcript`."""
+        """Returns an `openai` client whose calls are recorded as `transcript` of this rollout."""
         from penstock.sdk.clients import openai_client
 
         return openai_client(self, transcript)
 
     def anthropic(self, transcript: str = MAIN) -> "AsyncAnthropic":
-        """An `anthropic` client whose calls are recorded in this rollout, as `transcript`."""
+        """Returns an `anthropic` client whose calls are recorded as `transcript` of this rollout."""
         from penstock.sdk.clients import anthropic_client
 
         return anthropic_client(self, transcript)
 
     def register_sample_source(self, name: str, source: SampleSource) -> None:
-        """Let `source` tell transcript `name` to the grader; a name can be used once."""
+        """Makes `source` report transcript `name` to the grader; a name can be used once."""
         if name in self.sample_sources:
             raise ValueError(f"sample {name!r} is registered already; give each agent or session of a rollout a name of its own")
         self.sample_sources[name] = source
 
     def set_sample_source(self, source: SampleSource) -> None:
-        """The same for a rollout that holds one conversation."""
+        """As `register_sample_source`, for a rollout with one conversation."""
         self.register_sample_source(MAIN, source)
 
     async def get_samples(self) -> dict[str, RolloutSample]:
-        """What each source tells, in the order in which they were registered."""
+        """Returns the sample of each source, in the order in which they were registered."""
         return {name: await source.get_sample(name) for name, source in self.sample_sources.items()}
 
 
 def get_rollout_context() -> RolloutContext | None:
-    """The context of the rollout that this code runs in; None outside of one."""
+    """Returns the context of the rollout that this code runs in, or None."""
     return _active.get()
 
 
 @contextmanager
 def outside_rollouts() -> Generator[None]:
-    """Inside it, no rollout is running: for a grader, which must not hold the agent's key."""
+    """Hides the running rollout inside it: a grader must not have the agent's key."""
     token = _active.set(None)
     try:
         yield
@@ -159,12 +129,14 @@ def outside_rollouts() -> Generator[None]:
 
 
 def running_rollout(what: str) -> RolloutContext:
-    """The context of the running rollout; ConfigError says that `what` needs one."""
+    """Returns the context of the running rollout; ConfigError says that `what` needs one."""
     context = get_rollout_context()
     if context is None:
         raise ConfigError(f"{what} works inside a rollout only; run the workflow with `penstock train`")
     return context
 
+
+# Detection of direct calls
 
 PROVIDERS = (
     "anthropic.com",
@@ -181,26 +153,58 @@ PROVIDERS = (
     "together.xyz",
     "x.ai",
 )
-"""Whose hosts, or subdomains, serve models; Amazon's are told by `bedrock` in the name."""
+"""Hosts that serve models, with their subdomains; see `is_provider` for Amazon's."""
 
 
 @cache
 def watch_direct_calls() -> None:
-    """Note on the running rollout's context each provider whose address is looked up. Python offers no way to stop watching."""
-    sys.addaudithook(_noticed)
+    """Adds each model provider whose address is looked up to the running rollout's `direct_calls`."""
+    sys.addaudithook(_audit_hook)  # cannot be removed again; hence the cache
 
 
 def is_provider(host: str) -> bool:
-    """Whether models are served there."""
+    """Returns whether `host` serves models of a known provider."""
     name = host.lower().rstrip(".")
     amazon = name.startswith("bedrock") and name.endswith(".amazonaws.com")
     return amazon or any(name == known or name.endswith(f".{known}") for known in PROVIDERS)
 
 
-def _noticed(event: str, args: tuple[Any, ...]) -> None:
+def _audit_hook(event: str, args: tuple[Any, ...]) -> None:
     if event != "socket.getaddrinfo":
         return
     host: str = args[0].decode("ascii", "replace") if isinstance(args[0], bytes) else str(args[0])
     context = get_rollout_context()
     if context is not None and is_provider(host):
         context.direct_calls.add(host)
+
+
+# Context propagation to threads
+
+
+def propagate_contexts_to_threads() -> None:
+    """Patches threads and thread pools of this process to run their work in the context of the code that started it."""
+    if threading.Thread.start.__module__ != __name__:
+        setattr(threading.Thread, "start", _start_in_context(threading.Thread.start))  # noqa: B010
+        setattr(ThreadPoolExecutor, "submit", _submit_in_context(ThreadPoolExecutor.submit))  # noqa: B010
+
+
+def _start_in_context(start: Callable[[threading.Thread], None]) -> Callable[[threading.Thread], None]:
+    def patched(self: threading.Thread) -> None:
+        run, context = self.run, copy_context()
+
+        def run_in_context() -> None:
+            vars(self).pop("run", None)  # set below; removed so that the thread does not reference itself
+            context.run(run)
+
+        self.run = run_in_context
+        start(self)
+
+    return patched
+
+
+def _submit_in_context(submit: Callable[..., Future[Any]]) -> Callable[..., Future[Any]]:
+    def patched(self: ThreadPoolExecutor, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        # `submit` may start a thread of the pool, which outlives this work: it starts in an empty context, not in this rollout's.
+        return Context().run(submit, self, copy_context().run, fn, *args, **kwargs)
+
+    return patched

@@ -18,11 +18,11 @@ class RolloutSample:
 
     id: str
     messages: list[Message] = field(default_factory=list[Message])
-    """In the form of the agent's own framework where one told them, else as recorded: the last call's messages and its reply."""
+    """In the form of the agent's framework if it reported them, else as recorded: the last call's messages and its reply."""
     transcript: list[Message] = field(default_factory=list[Message])
-    """As recorded, in the OpenAI form, system prompt included; empty where the gateway saw no call of it."""
+    """As recorded, in the OpenAI form, system prompt included; empty if the gateway saw no call of it."""
     tools: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
-    """Schemas of the tools that its last call offered."""
+    """Schemas of the tools in its last call."""
     steps: tuple[int, ...] = ()
     """Indices of its calls, for `GraderContext.set_step_reward`."""
     label: str | None = None
@@ -32,11 +32,11 @@ class RolloutSample:
     extra_fields: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def model_dump(self, **options: Any) -> dict[str, Any]:
-        """Its fields as plain values; `options` as pydantic's models take them."""
+        """As pydantic's `model_dump`, with its options."""
         return cast("dict[str, Any]", _adapter(type(self)).dump_python(self, **options))
 
     def model_dump_json(self, **options: Any) -> str:
-        """The same as JSON."""
+        """As pydantic's `model_dump_json`, with its options."""
         return _adapter(type(self)).dump_json(self, **options).decode()
 
 
@@ -46,28 +46,28 @@ def _adapter(cls: type[RolloutSample]) -> TypeAdapter[RolloutSample]:
 
 
 def fast_copy(value: Any) -> Any:
-    """A deep copy, at a fraction of `deepcopy`'s cost for what comes from JSON."""
+    """Returns a deep copy, at a fraction of `deepcopy`'s cost for JSON values."""
     kind = value.__class__
     if kind is dict:
         return {key: fast_copy(item) for key, item in value.items()}
     if kind is list:
         return [fast_copy(item) for item in value]
-    return value if kind in _FIXED else deepcopy(value)
+    return value if kind in _IMMUTABLE else deepcopy(value)
 
 
-_FIXED = frozenset({str, int, float, bool, type(None)})
+_IMMUTABLE = frozenset({str, int, float, bool, type(None)})
 
 
 def to_json_values(messages: Any) -> list[Message]:
-    """`messages` as JSON values of our own, whatever objects a framework put in: every executor hands the grader the same."""
+    """Converts messages to JSON values, whatever objects a framework put in: the grader sees the same from every executor."""
     option = orjson.OPT_NON_STR_KEYS | orjson.OPT_PASSTHROUGH_DATACLASS
     try:
-        return cast("list[Message]", orjson.loads(orjson.dumps(messages, default=_plain, option=option)))
+        return cast("list[Message]", orjson.loads(orjson.dumps(messages, default=_json_value, option=option)))
     except orjson.JSONEncodeError:  # integers beyond 64 bits or lone surrogates, which only Python's own writer takes
         return cast("list[Message]", deepcopy(messages))
 
 
-def _plain(value: Any) -> Any:
+def _json_value(value: Any) -> Any:
     if isinstance(value, bytes | bytearray):
         return base64.b64encode(value).decode()
     if hasattr(value, "model_dump"):

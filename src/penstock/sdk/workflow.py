@@ -1,4 +1,4 @@
-"""AgentWorkflow: what an author subclasses to write an agent for penstock."""
+"""AgentWorkflow and Grader, the classes that an author subclasses, and their configs."""
 
 from abc import ABC, abstractmethod
 from typing import Any, Generic, TypeVar
@@ -9,8 +9,6 @@ from penstock.sdk.context import AgentWorkflowContext, GraderContext
 
 
 class ConcurrencyConfig(BaseModel):
-    """How many of a thing may run at once."""
-
     model_config = ConfigDict(extra="forbid")
 
     max_concurrent: int | None = Field(default=None, ge=1)
@@ -36,7 +34,7 @@ TConfig = TypeVar("TConfig", bound=BaseConfig)
 
 
 class AgentWorkflow(ABC, Generic[TConfig]):
-    """An agent. Each rollout gets an instance of its own; every model call goes through the rollout's context."""
+    """An agent. Each rollout gets its own instance; every model call goes through the rollout's context."""
 
     def __init__(self, config: TConfig | None = None) -> None:
         self.config = config
@@ -53,7 +51,7 @@ class GraderConfig(BaseConfig):
 
 
 class Grader(ABC):
-    """Judges one rollout after its agent has finished."""
+    """Grades one rollout after its agent has finished."""
 
     def __init__(self, config: Any = None) -> None:
         self.config = config

@@ -1,4 +1,4 @@
-"""Flows as an Agent: a workflow that makes, for each rollout, the flow that its row names, and runs it on the row's columns."""
+"""Flows as an Agent: a workflow that makes the flow that a row names and runs it on the row's columns."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -27,29 +27,29 @@ from penstock.sdk.routing import RolloutContext, running_rollout
 from penstock.sdk.workflow import AgentWorkflow, AgentWorkflowConfig, Grader
 
 AGENT_NAME = "agent_name"
-"""The column by which a row names its flow."""
+"""The column that names a row's flow."""
 RUN_TABLE = "penstock"
-"""The table under `[workflow]` in which a run tells its flows of itself: `model`, a folder, and `group_size`."""
+"""The table under `[workflow]` that holds the run's `model` (a folder) and `group_size`, for its flows."""
 
 
 class FlowWorkflow(AgentWorkflow[AgentWorkflowConfig]):
-    """Runs one flow for one rollout. Each agent has a subclass of its own, which holds its flows."""
+    """Runs one flow for one rollout. Each agent has its own subclass, which holds its flows."""
 
     flows: ClassVar[FlowTable]
     default: ClassVar[str]
     """The flow of rows that name none."""
 
     async def run(self, ctx: AgentWorkflowContext[AgentWorkflowConfig]) -> None:
-        """Raises WorkflowError where the flow says that it failed."""
+        """Raises WorkflowError if the flow returns 0."""
         rollout = running_rollout("a flow")
         columns = dict(ctx.metadata or {})
         name = columns.pop(AGENT_NAME, None) or self.default
-        flow = self._made(str(name), rollout)
+        flow = self._make_flow(str(name), rollout)
         steps = await flow.run(sampling_params(rollout.sampling), **flow_kwargs(columns, ctx.prompt, rollout))
         if steps == 0:
             raise WorkflowError(f"flow {name!r} returned 0, which says that it failed; return the number of its steps")
 
-    def _made(self, name: str, rollout: RolloutContext) -> AgentFlowBase:
+    def _make_flow(self, name: str, rollout: RolloutContext) -> AgentFlowBase:
         flow = self.flows.pick(name)
         table = dict((self.config and self.config.model_extra) or {})
         run: dict[str, Any] = table.pop(RUN_TABLE, {})
@@ -66,7 +66,7 @@ class FlowWorkflow(AgentWorkflow[AgentWorkflowConfig]):
 
 
 def sampling_params(sampling: Sampling | None) -> dict[str, Any]:
-    """How the run samples, as flows are told; nothing where that is not known here."""
+    """Returns the run's sampling under the names that flows use; empty if unknown here."""
     if sampling is None:
         return {}
     return {
@@ -79,7 +79,7 @@ def sampling_params(sampling: Sampling | None) -> dict[str, Any]:
 
 
 def flow_kwargs(columns: Mapping[str, Any], prompt: list[Message], rollout: RolloutContext) -> dict[str, Any]:
-    """What a flow's `run` is given: the row's columns, its prompt, and which rollout of which group it is."""
+    """Returns the keywords of a flow's `run`: the row's columns, its prompt, and the ids of rollout and group."""
     row: dict[str, Any] = {
         **columns,
         "raw_prompt": prompt,
@@ -93,10 +93,10 @@ def flow_kwargs(columns: Mapping[str, Any], prompt: list[Message], rollout: Roll
 def flow_agent(
     source: AgentSection, workflow: Mapping[str, Any], grader: Mapping[str, Any], module: ModuleType | None = None
 ) -> Agent:
-    """The flows that `source` names, in its entry file and its YAML list, either of which may be absent.
+    """Returns the agent with the flows of the entry file and of the YAML list, either of which may be absent.
 
-    `module` is the entry file where it has been imported already. The grader is the entry file's, else the function
-    that `[grader] path` names, else the rules by data source.
+    `module` is the entry file if it is imported already. The grader is the entry file's, else the function that `[grader] path`
+    names, else the rule of the row's data source.
     """
     if module is None and source.entry.is_file():
         module = import_entry(source.entry)
@@ -107,13 +107,13 @@ def flow_agent(
     default = _default(source, own)
     table.check([default])
     config = validate(AgentWorkflowConfig, {"name": default, **workflow}, "[workflow]")
-    judge = _judge(module, grader, source.entry)
+    loaded = _load_grader(module, grader, source.entry)
     return Agent(
         entry=source.entry,
         workflow=type("FlowWorkflow", (FlowWorkflow,), {"flows": table, "default": default, "__module__": __name__}),
         workflow_config=config,
-        grader=judge.grader,
-        grader_config=judge.config,
+        grader=loaded.grader,
+        grader_config=loaded.config,
         source=source,
         tables=(workflow, grader),
         trusted=True,
@@ -121,15 +121,17 @@ def flow_agent(
 
 
 def is_flow_agent(agent: Agent) -> bool:
-    """Whether an agent runs flows: its rows then keep all their columns."""
+    """Returns whether an agent runs flows: its tasks then keep all columns of their rows."""
     return issubclass(agent.workflow, FlowWorkflow)
 
 
 def with_run_settings(agent: Agent, *, model: Path, group_size: int) -> Agent:
-    """A flow agent that knows the run it is in, wherever it is loaded: for its flows' tokenizer and config; others as they are."""
+    """Adds the run's model and group size to a flow agent, for its flows' tokenizer and config; returns other agents unchanged."""
     if not is_flow_agent(agent) or agent.workflow_config is None:
         return agent
-    files = {} if model == Path() else {"model": str(model.resolve())}  # an endpoint has none, and its flows no tokenizer
+    files = (
+        {} if model == Path() else {"model": str(model.resolve())}
+    )  # a model behind an endpoint has no folder, so its flows have no tokenizer
     run = {RUN_TABLE: {**files, "group_size": group_size}}
     workflow, grader = agent.tables
     config = agent.workflow_config.model_copy(update=run)
@@ -137,7 +139,7 @@ def with_run_settings(agent: Agent, *, model: Path, group_size: int) -> Agent:
 
 
 def check_rows(agent: Agent, tasks: Iterable[Task], where: Path) -> None:
-    """ConfigError where a row names a flow that there is not."""
+    """Raises ConfigError if a row names an unknown flow."""
     if not issubclass(agent.workflow, FlowWorkflow):
         return
     try:
@@ -147,12 +149,12 @@ def check_rows(agent: Agent, tasks: Iterable[Task], where: Path) -> None:
 
 
 def _projects(source: AgentSection) -> list[Path]:
-    """The user's own folders: that of the entry file, and that of the YAML list."""
+    """Returns the folders of the entry file and of the YAML list."""
     return list(dict.fromkeys([source.entry.parent, *([source.flows.parent] if source.flows else [])]))
 
 
 def _own_flows(module: ModuleType) -> list[type[AgentFlowBase]]:
-    """The flows that a file holds, less the ones that it only imports to build on."""
+    """Returns the flows in a file, without those that it imports only as base classes."""
     found = [flow for flow in subclasses(module, AgentFlowBase) if not flow.__module__.startswith("penstock.")]
     built_on = {base for flow in found for base in flow.__mro__[1:] if base.__module__ != module.__name__}
     return [flow for flow in found if flow not in built_on and not getattr(flow, "__abstractmethods__", None)]
@@ -176,7 +178,7 @@ def _default(source: AgentSection, own: Mapping[str, FlowEntry]) -> str:
     raise ConfigError(f"{where}: no flow; define a subclass of AgentFlowBase, or set agent.flow")
 
 
-def _judge(module: ModuleType | None, table: Mapping[str, Any], entry: Path) -> LoadedGrader:
+def _load_grader(module: ModuleType | None, table: Mapping[str, Any], entry: Path) -> LoadedGrader:
     if module is not None and not names_built_in_grader(table) and any(True for _ in subclasses(module, Grader)):
         return find_grader(module, table, entry)
     name = table["name"] if names_built_in_grader(table) else "function" if "path" in table else "rule"

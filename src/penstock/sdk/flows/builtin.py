@@ -1,17 +1,17 @@
-"""The simplest flow: the row's prompt gets one reply, which is its one step."""
+"""The built-in flows: one reply to the row's prompt, and several turns with or without tools."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from penstock.records import Message
-from penstock.sdk.flows import tools as offers
+from penstock.sdk.flows import tools as flow_tools
 from penstock.sdk.flows.base import AgentFlowBase, GeneratedReply, prompt_messages, row_columns
 from penstock.sdk.flows.config import MAX_TURNS
 from penstock.sdk.flows.step import SubmittedStep
 
 
 class SingleStepSingleTurnAgentFlow(AgentFlowBase):
-    """Built in as `single_step_single_turn_agent`; the grader gives the reward."""
+    """`single_step_single_turn_agent`: one reply, which is the one step. The grader gives the reward."""
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> int:
         reply = await self._reply({"messages": prompt_messages(kwargs), **sampling_params})
@@ -30,48 +30,48 @@ CHECK_PROMPT = "Check each part of your answer. Then answer once more, with the 
 
 
 class MultiStepAgentFlow(AgentFlowBase):
-    """Built in as `multi_step_agent`. With tools, it runs them until a reply calls none; without, the model answers twice.
+    """`multi_step_agent`. With tools, it runs them until a reply calls none; without, the model answers twice.
 
-    The reward comes from the run's grader, asked through the gateway, and stands on the last step.
+    The reward is the run's grader's, computed through the gateway; it is the last step's.
     """
 
     tools: Mapping[str, Callable[..., Any]] = {}
-    """By the name that the model calls them by; a subclass sets its own."""
+    """By the name that the model uses; a subclass sets its own."""
 
     def is_terminal(self, text: str) -> bool:
-        """Whether a reply is the last one: it calls no tool."""
-        return offers.TOOL_CALL_OPENING not in text
+        """Returns whether a reply is the last one: it calls no tool."""
+        return flow_tools.TOOL_CALL_OPENING not in text
 
     async def execute_tool(self, text: str) -> str:
-        """Run the tools that a reply calls, each as `<tool_call>{"name": …, "arguments": {…}}</tool_call>`; their results.
+        """Runs the tools that a reply calls as `<tool_call>{"name": …, "arguments": {…}}</tool_call>`; returns their results.
 
-        A call that cannot be run gives a text that says why, for the model to read.
+        A call that cannot be run gives a text that says why, for the model.
         """
-        return await offers.run_tool_calls(text, self.tools)
+        return await flow_tools.run_tool_calls(text, self.tools)
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> int:
         messages, turn = prompt_messages(kwargs), 0
-        offered = {"tools": offers.tool_schemas(self.tools)} if self.tools else {}
+        tools = {"tools": flow_tools.tool_schemas(self.tools)} if self.tools else {}
         while True:
-            reply = await self._reply({"messages": messages, **offered, **sampling_params})
+            reply = await self._reply({"messages": messages, **tools, **sampling_params})
             messages.append({"role": "assistant", "content": reply.text})
             turn += 1
-            more = await self._more(reply.text, turn)
-            reward = None if more else await self._judged(messages, kwargs)
+            next_message = await self._next_message(reply.text, turn)
+            reward = None if next_message else await self._compute_reward(messages, kwargs)
             await self._submit(reply, turn - 1, reward=reward, kwargs=kwargs)
-            if more is None:
+            if next_message is None:
                 return turn
-            messages.append(more)
+            messages.append(next_message)
 
-    async def _more(self, text: str, turn: int) -> Message | None:
-        """What is said after the reply of a turn; None where it was the last."""
+    async def _next_message(self, text: str, turn: int) -> Message | None:
+        """Returns the message after a reply, or None if the reply was the last."""
         if not self.tools:
             return {"role": "user", "content": CHECK_PROMPT} if turn == 1 else None
         if self.is_terminal(text) or turn >= self._max_turns:
             return None
         return {"role": "tool", "content": await self.execute_tool(text)}
 
-    async def _judged(self, messages: list[Message], kwargs: dict[str, Any]) -> float:
+    async def _compute_reward(self, messages: list[Message], kwargs: dict[str, Any]) -> float:
         fields = row_columns(kwargs)
         return await self.gateway_compute_reward(trajectory_uid=kwargs["trajectory_uid"], messages=messages, dataset_fields=fields)
 

@@ -1,6 +1,7 @@
-"""A flow's way to the gateway over HTTP: its own routes with the flow token, generation with the model token.
+"""A flow's HTTP client of the gateway: the flow routes with the flow token, generation with the model token.
 
-Connections belong to an event loop: rollouts of the same loop share them, through their context; elsewhere a call opens its own.
+Connections belong to an event loop: rollouts of the same loop share them, through their context; in another loop each call opens
+its own.
 """
 
 import asyncio
@@ -17,22 +18,22 @@ from penstock.sdk.clients import Clients
 
 TIMEOUT_S = 600.0
 TRIES = 3
-"""Of a generation that the gateway or the engine was too busy for: as many as the vendors' clients make."""
+"""Of a generation that the gateway or the engine was too busy for; the vendors' clients make as many."""
 RETRY_STATUSES = (429, 503)
-_LONGEST_PAUSE_S = 30.0
-_WORDS = 300
+_MAX_RETRY_AFTER_S = 30.0
+_MAX_QUOTED_CHARS = 300
 
 
 class TrajectoryEndpoint(NamedTuple):
-    """A rollout that an agent may call the model in."""
+    """The endpoint of a rollout that was opened at the gateway."""
 
     trajectory_uid: str
     base_url: str
-    """For any OpenAI client; what belongs to the rollout is in its path."""
+    """For any OpenAI client; its path names the rollout."""
 
 
 class FlowConnections:
-    """HTTP connections to keep and share; `shut` closes them."""
+    """HTTP connections to share; `shut` closes them."""
 
     def __init__(self) -> None:
         self.session = aiohttp.ClientSession(
@@ -40,53 +41,50 @@ class FlowConnections:
         )
 
     async def shut(self) -> None:
-        """Close them, for everyone."""
         await self.session.close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlowClient:
-    """Calls of one rollout's flow. Each raises RequestError with the gateway's own words, status and code where it is refused."""
+    """The calls of one rollout's flow. Each raises RequestError with the gateway's message, status and code if it is refused."""
 
     root: str
-    """Of the gateway, without a slash at its end."""
+    """The gateway's URL, without a trailing slash."""
     model_token: str = field(default="", repr=False)
-    """Empty for a gateway that asks for none."""
+    """Empty for a gateway in open mode."""
     flow_token: str = field(default="", repr=False)
-    """The same."""
+    """As `model_token`."""
     clients: Clients | None = None
 
     async def generate(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """One reply of the model, recorded."""
         for left in reversed(range(TRIES)):
             try:
                 return await self._post(f"{self.root}/generate", body, self.model_token)
-            except _Refused as error:
+            except _RefusedRequest as error:
                 if error.status not in RETRY_STATUSES or error.retry_after_s is None or not left:
                     raise
                 await asyncio.sleep(error.retry_after_s)
         raise AssertionError  # the last try raises
 
     async def submit(self, steps: list[dict[str, Any]], channel: str) -> int:
-        """Hand in steps; how many were taken."""
+        """Submits steps; returns how many were accepted."""
         answer = await self._post(f"{self.root}/submit_steps", {"steps": steps}, self.flow_token, params={"channel": channel})
         return int(answer["accepted"])
 
     async def compute_reward(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Ask the run's judge."""
         return await self._post(f"{self.root}/compute_reward", body, self.flow_token)
 
     async def begin(self) -> TrajectoryEndpoint:
-        """The rollout that the flow token belongs to; in open mode, a new one."""
+        """Returns the rollout of the flow token; in open mode, opens a new one."""
         answer = await self._post(f"{self.root}/init_trajectory", {}, self.flow_token)
         return TrajectoryEndpoint(answer["trajectory_uid"], answer["base_url"])
 
     async def register(self, base_url: str, channel: str, metadata: Mapping[str, Any]) -> None:
-        """Say what the calls under `base_url` belong to."""
+        """Registers the rollout behind `base_url`."""
         await self._post(f"{base_url.rstrip('/')}/register_trajectory", {"channel": channel, "metadata": metadata}, self.flow_token)
 
     async def complete(self, base_url: str, channel: str, reward: float | None) -> None:
-        """No more calls come under `base_url`; None leaves the verdict to the grader."""
+        """Completes the rollout behind `base_url`; without a reward it is left to the grader."""
         await self._post(f"{base_url.rstrip('/')}/complete_trajectory", {"channel": channel, "reward": reward}, self.flow_token)
 
     async def _post(self, url: str, body: Mapping[str, Any], token: str, params: Mapping[str, str] | None = None) -> dict[str, Any]:
@@ -97,7 +95,7 @@ class FlowClient:
         try:
             async with (
                 self._session() as session,
-                session.post(url, data=_written(body, what), headers=headers, params=params, allow_redirects=False) as answer,
+                session.post(url, data=_encode(body, what), headers=headers, params=params, allow_redirects=False) as answer,
             ):
                 return _read(what, answer, await answer.read())
         except (aiohttp.ClientError, TimeoutError) as cause:
@@ -108,7 +106,7 @@ class FlowClient:
     @asynccontextmanager
     async def _session(self) -> AsyncGenerator[aiohttp.ClientSession]:
         secure = self.root.startswith("https:")
-        shared = self.clients.kept(("aiohttp", secure), FlowConnections) if self.clients else None
+        shared = self.clients.get_or_make(("aiohttp", secure), FlowConnections) if self.clients else None
         if shared is not None:
             yield shared.session
             return
@@ -119,13 +117,13 @@ class FlowClient:
             await own.shut()
 
 
-class _Refused(RequestError):
-    """With the seconds after which to ask again; None where that is no use."""
+class _RefusedRequest(RequestError):
+    """A refusal, with the seconds of its Retry-After header, if any."""
 
     retry_after_s: float | None = None
 
 
-def _written(body: Mapping[str, Any], what: str) -> bytes:
+def _encode(body: Mapping[str, Any], what: str) -> bytes:
     try:
         return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
     except TypeError as cause:
@@ -139,15 +137,15 @@ def _read(what: str, answer: aiohttp.ClientResponse, text: bytes) -> dict[str, A
         body = None
     if answer.status == 200 and isinstance(body, dict):
         return cast("dict[str, Any]", body)
-    message, code = _words(body, text)
-    refused = _Refused(f"{what}: {answer.status}: {message}", status=answer.status, code=code)
+    message, code = _error_message(body, text)
+    refused = _RefusedRequest(f"{what}: {answer.status}: {message}", status=answer.status, code=code)
     pause = answer.headers.get("retry-after", "")
-    refused.retry_after_s = min(float(pause), _LONGEST_PAUSE_S) if pause.isdigit() else None
+    refused.retry_after_s = min(float(pause), _MAX_RETRY_AFTER_S) if pause.isdigit() else None
     raise refused
 
 
-def _words(body: Any, text: bytes) -> tuple[str, str]:
-    """The message and the code of a refusal, in whichever form it came."""
+def _error_message(body: Any, text: bytes) -> tuple[str, str]:
+    """Returns the message and the code of a refusal, in whichever form it came."""
     if isinstance(body, dict):
         fields = cast("dict[str, Any]", body)
         error: Any = fields.get("error") or fields.get("detail")
@@ -158,11 +156,11 @@ def _words(body: Any, text: bytes) -> tuple[str, str]:
             return str(inner.get("message") or inner), str(inner.get("code") or fields.get("code") or "refused")
         if error:
             return str(error), str(fields.get("code") or "refused")
-    return text.decode("utf-8", "replace")[:_WORDS] or "no words", "refused"
+    return text.decode("utf-8", "replace")[:_MAX_QUOTED_CHARS] or "no words", "refused"
 
 
 def _flaw(entry: Any) -> str:
-    """One thing that is wrong with a body, and where, as servers of this kind list them."""
-    told = cast("dict[str, Any]", entry) if isinstance(entry, dict) else {"msg": entry}
-    where = ".".join(str(part) for part in told.get("loc", ()))
-    return f"{where}: {told.get('msg')}" if where else str(told.get("msg"))
+    """Formats one entry of a validation error's `detail`."""
+    fields = cast("dict[str, Any]", entry) if isinstance(entry, dict) else {"msg": entry}
+    where = ".".join(str(part) for part in fields.get("loc", ()))
+    return f"{where}: {fields.get('msg')}" if where else str(fields.get("msg"))

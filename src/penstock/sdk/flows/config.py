@@ -6,15 +6,15 @@ from typing import Any, cast
 from penstock.records import Sampling
 
 PROMPT_LENGTH = 32_768
-"""Where the config says none: the gateway refuses what does not fit, so nothing need be cut to be safe."""
+"""The default is generous: the gateway refuses a prompt that does not fit."""
 MAX_TURNS = 3
 
 
 class ConfigTree(Mapping[str, Any]):
-    """Read-only. A key is an attribute too; a table below is a tree of its own."""
+    """Read-only. Keys are attributes too; nested tables are trees."""
 
     def __init__(self, table: Mapping[str, Any], name: str = "") -> None:
-        self._table = {key: _below(value, f"{name}.{key}" if name else key) for key, value in table.items()}
+        self._table = {key: _subtree(value, f"{name}.{key}" if name else key) for key, value in table.items()}
         self._name = name
 
     def __getitem__(self, key: str) -> Any:
@@ -42,14 +42,14 @@ class ConfigTree(Mapping[str, Any]):
 
 
 def flow_config(table: Mapping[str, Any], sampling: Sampling | None, *, group_size: int = 1, flow: str = "") -> ConfigTree:
-    """`table` over what the run itself says, under the names that flows know."""
-    given = sampling or Sampling()
+    """Returns the run's settings under the names that flows use, overridden by `table`."""
+    sampling = sampling or Sampling()
     rollout = {
         "n": group_size,
-        "temperature": given.temperature,
-        "top_p": given.top_p,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
         "prompt_length": PROMPT_LENGTH,
-        "response_length": given.max_tokens,
+        "response_length": sampling.max_tokens,
         "max_turns": MAX_TURNS,
         "calculate_log_probs": True,
         "agent": {"default_agent_flow": flow},
@@ -66,5 +66,5 @@ def _merged(defaults: Mapping[str, Any], table: Mapping[str, Any]) -> dict[str, 
     return merged
 
 
-def _below(value: Any, name: str) -> Any:
+def _subtree(value: Any, name: str) -> Any:
     return ConfigTree(cast("Mapping[str, Any]", value), name) if isinstance(value, Mapping) else value

@@ -1,4 +1,4 @@
-"""SubmittedStep: what a flow hands in of one model call; the gateway joins the rest from its own record of that call."""
+"""SubmittedStep: a flow's part of one model call; the gateway adds the rest from its own record of that call."""
 
 import math
 from collections.abc import Iterable
@@ -8,19 +8,19 @@ from typing import Any, cast
 from penstock.sdk.context import finite_reward
 from penstock.sdk.samples import to_json_values
 
-LARGEST_ID = 2**31 - 1
+MAX_TOKEN_ID = 2**31 - 1
 
 
 @dataclass
 class SubmittedStep:
-    """One call: all tokens that the model saw, and the tokens that it sampled. ValueError names a field that cannot be used."""
+    """One call: its whole context and the tokens that it sampled. ValueError names a field that cannot be used."""
 
     prompt_ids: list[int]
     """The whole context, as the engine saw it."""
     response_ids: list[int]
-    """What was sampled, and nothing else."""
+    """The sampled tokens, and nothing else."""
     reward: float | None = None
-    """Of this call; None leaves the verdict to the grader."""
+    """Of this call; None leaves it to the grader."""
     multi_modal_data: Any = None
     """Must be empty: the gateway takes text."""
     rollout_log_probs: list[float] | None = None
@@ -33,7 +33,7 @@ class SubmittedStep:
     """The group; empty is the running one."""
     step_index: int = 0
     policy_version: int = 0
-    """Not believed: the version is the one that the engine served."""
+    """Ignored: the version is the one that the engine served."""
     is_last: bool = False
     """Whether the rollout is complete with this call."""
     metadata: dict[str, Any] | None = field(default=None, repr=False)
@@ -52,32 +52,32 @@ class SubmittedStep:
                 raise ValueError(f"Step.{name} cannot be trained on here; leave it out")
 
     def to_json(self) -> dict[str, Any]:
-        """As the gateway takes it."""
-        told = {each.name: getattr(self, each.name) for each in fields(self)}
-        return {**told, "multi_modal_data": None, "routed_experts": None, "metadata": cast("Any", to_json_values(self.metadata))}
+        """Returns the body that the gateway takes."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {**values, "multi_modal_data": None, "routed_experts": None, "metadata": cast("Any", to_json_values(self.metadata))}
 
 
-def _ids(given: Any, name: str) -> list[int]:
-    ids = _items(given, f"Step.{name}")
-    for place, token_id in enumerate(ids):
-        if type(token_id) is not int or not 0 <= token_id <= LARGEST_ID:
-            raise ValueError(f"Step.{name}[{place}] is {token_id!r}; give token ids")
+def _ids(value: Any, name: str) -> list[int]:
+    ids = _items(value, f"Step.{name}")
+    for index, token_id in enumerate(ids):
+        if type(token_id) is not int or not 0 <= token_id <= MAX_TOKEN_ID:
+            raise ValueError(f"Step.{name}[{index}] is {token_id!r}; give token ids")
     return ids
 
 
-def _log_probs(given: Any, length: int) -> list[float]:
-    values = _items(given, "Step.rollout_log_probs")
+def _log_probs(value: Any, length: int) -> list[float]:
+    values = _items(value, "Step.rollout_log_probs")
     if len(values) != length:
         raise ValueError(f"Step.rollout_log_probs has {len(values)} values for {length} response_ids; give one for each")
-    for place, value in enumerate(values):
-        if not isinstance(value, int | float) or not math.isfinite(value):
-            raise ValueError(f"Step.rollout_log_probs[{place}] is {value!r}; give finite numbers")
+    for index, item in enumerate(values):
+        if not isinstance(item, int | float) or not math.isfinite(item):
+            raise ValueError(f"Step.rollout_log_probs[{index}] is {item!r}; give finite numbers")
     return [float(value) for value in values]
 
 
-def _items(given: Any, name: str) -> list[Any]:
-    """A list, tuple, array or tensor as a list of plain numbers."""
-    values = given.tolist() if hasattr(given, "tolist") else given
+def _items(value: Any, name: str) -> list[Any]:
+    """Returns a list, tuple, array or tensor as a list of plain numbers."""
+    values = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(values, str | bytes) or not isinstance(values, Iterable):
-        raise ValueError(f"{name} is {type(given).__name__}; give a list of numbers")
+        raise ValueError(f"{name} is {type(value).__name__}; give a list of numbers")
     return list(cast("Iterable[Any]", values))

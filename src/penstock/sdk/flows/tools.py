@@ -1,4 +1,4 @@
-"""The model's tokenizer for flows that want one: loaded when first used, once for each process."""
+"""The tokenizer and the tool calls of flows."""
 
 import asyncio
 import importlib
@@ -15,12 +15,12 @@ from penstock.records import Message
 
 
 def load_tokenizer(source: Any) -> Any:
-    """A tokenizer of `transformers` out of the model folder that `source` names; anything else as it is."""
-    return _loaded(Path(source)) if isinstance(source, str | Path) else source
+    """Loads a tokenizer from the model folder that `source` names, once per process; anything but a path is returned as it is."""
+    return _load(Path(source)) if isinstance(source, str | Path) else source
 
 
 def render_messages(tokenizer: Any, messages: list[Message], options: Mapping[str, Any], *, reply: bool = True) -> list[int]:
-    """The token ids of messages, ready for a reply."""
+    """Returns the token ids of messages, ready for a reply."""
     if tokenizer is None:
         raise ConfigError("this flow has no tokenizer; give AgentFlowBase(tokenizer=…), or call gateway_generate with messages")
     known = {name: value for name, value in options.items() if value is not None}
@@ -29,14 +29,14 @@ def render_messages(tokenizer: Any, messages: list[Message], options: Mapping[st
 
 
 def template_preamble(tokenizer: Any, options: Mapping[str, Any]) -> list[int]:
-    """What the template puts before the first message: what one message has and a second one does not add."""
+    """Returns what the template puts before the first message: the tokens that one message has and a second one does not add."""
     message: Message = {"role": "user", "content": "."}
     one, two = (render_messages(tokenizer, [message] * count, options, reply=False) for count in (1, 2))
     return one[: max(0, 2 * len(one) - len(two))]
 
 
 @cache
-def _loaded(folder: Path) -> Any:
+def _load(folder: Path) -> Any:
     if not folder.is_dir():
         raise ConfigError(f"self.tokenizer: {folder} is not on this machine; share the model's folder, or send messages instead")
     try:
@@ -55,20 +55,20 @@ _TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list:
 
 
 async def run_tool_calls(text: str, tools: Tools) -> str:
-    """The results of all calls in `text`, one after another, a line break between them."""
+    """Runs all calls in `text`, one after another; returns their results, one per line."""
     results = [await _run(call, tools) for call in TOOL_CALL.findall(text)]
     return "\n".join(results) or f"error: no tool call; write {TOOL_CALL_OPENING}{{…}}</tool_call>"
 
 
 def tool_schemas(tools: Tools) -> list[dict[str, Any]]:
-    """The tools as a chat template takes them: a function's docstring describes it, its annotations its arguments."""
+    """Returns the tools' schemas for a chat template, from the functions' docstrings and annotations."""
     return [{"type": "function", "function": _schema(name, tool)} for name, tool in tools.items()]
 
 
 async def _run(call: str, tools: Tools) -> str:
     try:
-        asked: Any = json.loads(call)
-        name, arguments = asked["name"], asked.get("arguments", asked.get("parameters", {}))
+        fields: Any = json.loads(call)
+        name, arguments = fields["name"], fields.get("arguments", fields.get("parameters", {}))
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return 'error: not a tool call; write {"name": "…", "arguments": {…}} as JSON'
@@ -77,12 +77,12 @@ async def _run(call: str, tools: Tools) -> str:
     if not isinstance(arguments, dict):
         return f"error: the arguments of {name} are not a JSON object"
     try:
-        return _result_text(await _called(tools[name], cast("dict[str, Any]", arguments)))
-    except Exception as error:  # a tool fails on what the model asked for; the model is told, and may ask again
+        return _result_text(await _call(tools[name], cast("dict[str, Any]", arguments)))
+    except Exception as error:  # the model reads the error and may correct its call
         return f"error: {name}: {type(error).__name__}: {error}"
 
 
-async def _called(tool: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+async def _call(tool: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     if inspect.iscoroutinefunction(tool):
         return await tool(**arguments)
     result = await asyncio.to_thread(tool, **arguments)
