@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from penstock.config import EvalSection
-from penstock.evals.outcome import Stored
+from penstock.evals.outcome import StoredEvaluation
 from penstock.pool.memory import MemoryPool
 from penstock.records import End, Grade, Node, Sampling, Step, Task, make_rollout
 from penstock.reports.evaluation import render_eval_page
@@ -44,7 +44,7 @@ def rendered(folder, make, config, summary, seconds):
 
     async def work():
         pool = await make(folder)
-        return await render_eval_page(Stored(config, summary, pool, seconds), folder / "artifacts")
+        return await render_eval_page(StoredEvaluation(config, summary, pool, seconds), folder / "artifacts")
 
     with ThreadPoolExecutor() as elsewhere:  # the browser's driver keeps an event loop in this thread
         (folder / "report.html").write_text(elsewhere.submit(lambda: asyncio.run(work())).result())

@@ -122,10 +122,10 @@ def test_no_metadata_of_a_row_is_copied_onto_its_steps(renderer):
 
 @pytest.mark.slow
 def test_workers_on_other_nodes_are_told_an_address_that_they_can_reach_or_the_run_is_refused():
-    from penstock.scale.cluster import open_cluster, own_node, seen_from
+    from penstock.scale.cluster import open_cluster, own_node, reachable_url
 
     def seen(url, *, several_nodes):
-        return asyncio.run(seen_from(url, several_nodes=several_nodes))
+        return asyncio.run(reachable_url(url, several_nodes=several_nodes))
 
     with open_cluster("", namespace="test"), socket.create_server(("127.0.0.1", 0)) as here, socket.create_server(("", 0)) as all_:
         port, own = all_.getsockname()[1], own_node()["NodeManagerAddress"]

@@ -30,7 +30,7 @@ async def run(folder: Path, address: str, host: str) -> str:
         options = {"gateway": gateway, "pool": pool, "events": setup.events, "limits": limits}
         section = read_section("ray", {"workers": 2, "address": address})
         async with open_runner(load_agent(AGENT, {}, {}), section=section, **options) as runner:
-            nodes = {place.node_id for place in runner.executor._manager.places}
+            nodes = {place.node_id for place in runner.executor._manager.locations}
             end = await runner.run(rollout, task, Sampling(max_tokens=64))
             return f"{end} over {len(nodes)} nodes"
 

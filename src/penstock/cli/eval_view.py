@@ -15,9 +15,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from penstock.cli.output import aligned, clock, counts, reward_text
 
 if TYPE_CHECKING:
-    from penstock.evals.compare import Compared
+    from penstock.evals.compare import Comparison
     from penstock.evals.metrics import Difference, Estimate
-    from penstock.evals.outcome import Outcome
+    from penstock.evals.outcome import EvalOutcome
     from penstock.evals.run import Evaluation
     from penstock.evals.spending import Latency, Spending
 
@@ -132,14 +132,14 @@ def as_text(found: "Evaluation", page: Path | None, train: str) -> str:
     return f"\n{head}\n\n" + "\n".join(f"  {label:<12}{text}".rstrip() for label, text in rows) + "\n"
 
 
-def regrade_text(own: "Outcome", before: Path, folder: Path) -> str:
+def regrade_text(own: "EvalOutcome", before: Path, folder: Path) -> str:
     rows = [("reward", _estimate(own.reward)), *((f"pass@{k}", _estimate(value)) for k, value in own.passes.items())]
     rows += [("rollouts", f"{own.rollouts:,}: {counts(own.ends)}"), ("folder", str(folder))]
     rows.append(("next", f"penstock eval compare {before} {folder}"))
     return f"\n{aligned(rows)}\n"
 
 
-def comparison_text(found: "Compared") -> str:
+def comparison_text(found: "Comparison") -> str:
     rows = [("A", f"{found.first}: {reward_text(found.means[0])}"), ("B", f"{found.second}: {reward_text(found.means[1])}")]
     rows.append(("B - A", _difference(found.difference)))
     rows.append(("tasks", f"{found.tasks} that both tried: B is better on {found.better}, worse on {found.worse}"))
@@ -194,12 +194,12 @@ def evaluation_lines(found: "Evaluation", page: Path | None) -> str:
     return _text([*head, *_outcome(found.outcome), *tail])
 
 
-def regrade_lines(found: "Outcome", folder: Path, page: Path | None) -> str:
+def regrade_lines(found: "EvalOutcome", folder: Path, page: Path | None) -> str:
     """The plain form of `penstock eval regrade`."""
     return _text([PlainLine("folder", folder), *_outcome(found), PlainLine("report", page)])
 
 
-def comparison_lines(found: "Compared") -> str:
+def comparison_lines(found: "Comparison") -> str:
     """The plain form of `penstock eval compare`."""
     lines = [
         PlainLine("tasks", found.tasks),
@@ -216,7 +216,7 @@ def comparison_lines(found: "Compared") -> str:
     return _text(lines)
 
 
-def _outcome(own: "Outcome") -> list[PlainLine]:
+def _outcome(own: "EvalOutcome") -> list[PlainLine]:
     lines = [PlainLine("tasks", own.tasks), PlainLine("samples", own.samples), PlainLine("rollouts", own.rollouts)]
     lines += [_estimate_lines("reward", own.reward), *(_estimate_lines(f"pass@{k}", value) for k, value in own.passes.items())]
     lines += [PlainLine(f"end.{end}", count) for end, count in own.ends.items()]

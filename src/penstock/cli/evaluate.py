@@ -18,7 +18,7 @@ from penstock.workspace.scaffold import CONFIG_FILE
 if TYPE_CHECKING:
     from penstock.cli.eval_view import EvalView
     from penstock.config import RunConfig
-    from penstock.evals.rubric import Judged, JudgedRow
+    from penstock.evals.rubric import JudgedRow, RubricResult
     from penstock.evals.run import Evaluation
 
 
@@ -252,7 +252,7 @@ def _rubric_line(row: "JudgedRow") -> str:
     return "\t".join([str(row.row), name, mean, str(len(row.scores)), str(len(row.errors))])
 
 
-def _rubric_text(found: "Judged") -> str:
+def _rubric_text(found: "RubricResult") -> str:
     own, lines = found.statistics, [f"\n{len(found.rows)} rows judged by {found.model}, {found.samples} x each.\n"]
     for row in found.rows:
         reason = " ".join((row.explanations or row.errors or ("",))[0].split())

@@ -13,7 +13,7 @@ from penstock.cli.output import counts, percent, ranges
 
 if TYPE_CHECKING:
     from penstock.models import PullProgress
-    from penstock.train.verify import Audit, Compared, Finding
+    from penstock.train.verify import Audit, StepFinding, TokenDeviation
 
 SHOWN = 20
 """Findings listed as text; JSON has them all."""
@@ -120,11 +120,11 @@ def _versions(numbers: Collection[int]) -> str:
     return f"policy version{'s' if len(numbers) > 1 else ''} {ranges(numbers)}"
 
 
-def _finding(finding: "Finding") -> str:
+def _finding(finding: "StepFinding") -> str:
     size = f"{finding.tokens} token{'s' if finding.tokens != 1 else ''}"
     worst = f"; {_compared(finding.worst)}" if finding.worst else ""
     return f"rollout {finding.rollout_id}, step {finding.step}: {finding.reason}, {size}{worst}"
 
 
-def _compared(token: "Compared") -> str:
+def _compared(token: "TokenDeviation") -> str:
     return f"token {token.token} recorded {token.recorded:.6g}, recomputed {token.recomputed:.6g} with version {token.version}"

@@ -1,4 +1,4 @@
-"""What an evaluation's rewards say: unbiased pass@k, means with bootstrap intervals, and whether two evaluations differ. Pure."""
+"""Statistics of rewards: unbiased pass@k, means with bootstrap intervals, and tests of paired differences. Pure."""
 
 import math
 import random
@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 DRAWS = 2000
-"""Of each bootstrap and permutation: the last digit of a 95 % interval is steady then."""
+"""Of each bootstrap and permutation test: enough to fix the second digit of a 95 % interval."""
 LEVEL = 0.95
 
 
@@ -26,7 +26,7 @@ class Difference(NamedTuple):
     low: float
     high: float
     p: float
-    """Share of sign flips that differ as much, were there no difference between the two."""
+    """Two-sided p-value: the share of sign flips whose sum is at least as large."""
 
 
 def pass_at_k(attempts: int, passed: int, k: int) -> float:
@@ -64,7 +64,7 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 @lru_cache(maxsize=16)
 def _interval(values: tuple[float, ...], seed: int) -> tuple[float, float]:
-    """Kept: rewards of 0 and 1 are pass@1 too, and a report asks for what was just told."""
+    """Cached: with rewards of 0 and 1, reward and pass@1 are the same values, and the report asks again."""
     draw, count = random.Random(seed), len(values)
     drawn = sorted(_mean(draw.choices(values, k=count)) for _ in range(DRAWS))
     edge = int(DRAWS * (1.0 - LEVEL) / 2)
@@ -72,7 +72,7 @@ def _interval(values: tuple[float, ...], seed: int) -> tuple[float, float]:
 
 
 def _sign_flips(gains: Sequence[float], seed: int) -> float:
-    """Tasks without a gain tell nothing; up to 12 others every pattern of signs is counted, beyond that some are drawn."""
+    """Exact for up to 12 tasks with a gain, sampled beyond; tasks without one do not matter."""
     gains = [gain for gain in gains if gain]
     observed = abs(sum(gains)) - 1e-12
     if len(gains) <= 12:

@@ -1,4 +1,4 @@
-"""Another grader over an evaluation's rollouts: nothing is sampled again, and the first verdicts stay where they are."""
+"""Another grader over an evaluation's rollouts: nothing is sampled again, and the source keeps its grades."""
 
 import asyncio
 from collections.abc import AsyncIterable, Container, Iterable
@@ -9,9 +9,9 @@ import orjson
 
 from penstock.config import RunConfig, make_config, override
 from penstock.errors import ConfigError, EngineError, GraderError
-from penstock.evals.attempts import stored
-from penstock.evals.outcome import Outcome, open_evaluation, outcome, scores
-from penstock.evals.run import judged_files
+from penstock.evals.attempts import read_groups
+from penstock.evals.outcome import EvalOutcome, open_evaluation, outcome, score_tasks
+from penstock.evals.run import grading_files
 from penstock.evals.spending import prices_of
 from penstock.events import Events
 from penstock.pool.base import Pool
@@ -25,7 +25,7 @@ from penstock.run.opening import open_pool
 from penstock.sdk.discovery import Agent, open_agent
 
 GRADED = (End.COMPLETED, End.GRADER_ERROR)
-"""Ends of rollouts whose agent had come to its end."""
+"""Ends of rollouts whose agent completed."""
 
 
 def regrade_config(folder: Path, *, agent: Path | None, name: str, overrides: Iterable[str]) -> RunConfig:
@@ -43,24 +43,24 @@ def regrade_config(folder: Path, *, agent: Path | None, name: str, overrides: It
     return make_config(tree, str(folder / "config.json"))
 
 
-async def regrade(source: Path, config: RunConfig, *, fresh: bool = False) -> tuple[RunFolder, Outcome]:
-    """Grade what `source` holds into an evaluation of its own, which a stopped one goes on with; its folder and its numbers."""
+async def regrade(source: Path, config: RunConfig, *, fresh: bool = False) -> tuple[RunFolder, EvalOutcome]:
+    """Grade the rollouts of `source` into a new evaluation, or resume that; returns its folder and outcome."""
     preflight(config.agent, config.workflow, config.grader)
     agent = open_agent(config.agent, config.workflow, config.grader)
     async with open_evaluation(source) as recorded:
-        folder = open_run_folder(config, fresh=fresh, files=judged_files(agent))
+        folder = open_run_folder(config, fresh=fresh, files=grading_files(agent))
         with locked(folder.path):
             pool = open_pool(config, folder)
             try:
                 await _Regrader(pool, agent, config, folder.path / "artifacts").copy(recorded.groups())
                 prices = prices_of(config.model_dump(include={"engine"}))
-                return folder, outcome(await scores(stored(pool)), config.eval, prices=prices)
+                return folder, outcome(await score_tasks(read_groups(pool)), config.eval, prices=prices)
             finally:
                 await pool.close()
 
 
 class _Regrader:
-    """Copies groups, with another grader's verdicts."""
+    """Copies groups, with another grader's grades."""
 
     def __init__(self, pool: Pool, agent: Agent, config: RunConfig, artifacts: Path) -> None:
         self._pool, self._agent, self._artifacts = pool, agent, artifacts
@@ -68,8 +68,8 @@ class _Regrader:
         self._slots, self._timeout_s = asyncio.Semaphore(config.rollout.concurrency), config.rollout.grader_timeout_s
 
     async def copy(self, groups: AsyncIterable[Group]) -> None:
-        """All attempts that have ended, less those that the pool has; one of a group at a time."""
-        ended = {a.rollout.id async for group in stored(self._pool) for a in group.attempts if a.end is not None}
+        """Copy all ended attempts that the pool does not have; those of one group in sequence."""
+        ended = {a.rollout.id async for group in read_groups(self._pool) for a in group.attempts if a.end is not None}
         async with asyncio.TaskGroup() as tasks:
             async for group in groups:
                 await self._slots.acquire()

@@ -1,4 +1,4 @@
-"""A judge over answers that lie in a file: nothing is sampled, nothing is recorded, each row gets its scores."""
+"""A judge model over answers in a file: nothing is sampled or recorded, each row gets scores."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -17,11 +17,11 @@ from penstock.system.files import write_file
 ANSWERS = ("solution", "solution_str", "messages")
 TASKS = ("prompt", "original_input")
 REFERENCES = ("label", "ground_truth")
-"""Under which of these keys a row has what is judged, what was asked, and what would be right."""
-AT_ONCE = 8
+"""Keys of a row, in order of preference: the answer, the task, the reference."""
+CONCURRENCY = 8
 
 
-class Asked(NamedTuple):
+class RubricCase(NamedTuple):
     name: str
     """Its `id`, else `row N`, from 1 on."""
     case: Case
@@ -29,7 +29,7 @@ class Asked(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgedRow:
-    """What the judge said of one row, as often as it was asked."""
+    """The verdicts on one row."""
 
     row: int
     """From 1 on."""
@@ -38,11 +38,11 @@ class JudgedRow:
     explanations: tuple[str, ...]
     """One for each score."""
     errors: tuple[str, ...]
-    """Why there are not more of them."""
+    """One for each verdict that is missing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Statistics:
+class ScoreStatistics:
     """Of scores; None where there are none."""
 
     count: int
@@ -54,30 +54,30 @@ class Statistics:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Judged:
+class RubricResult:
     file: str
     model: str
     samples: int
     rows: tuple[JudgedRow, ...]
-    statistics: Statistics
+    statistics: ScoreStatistics
     """Of all scores together."""
 
     @property
     def errors(self) -> int:
-        """How many verdicts there are not."""
+        """The number of missing verdicts."""
         return sum(len(row.errors) for row in self.rows)
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self) | {"errors": self.errors}
 
 
-def read_answers(path: Path) -> list[Asked]:
-    """The rows of a JSONL file; DatasetError names the first that cannot be judged."""
+def read_answers(path: Path) -> list[RubricCase]:
+    """Returns the rows of a JSONL file; DatasetError names the first that cannot be judged."""
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as cause:
         raise DatasetError(f"{path}: cannot be read: {cause}; give a JSONL file of answers") from cause
-    found = [_asked(line, number, path) for number, line in enumerate(lines, 1) if line.strip()]
+    found = [_case(line, number, path) for number, line in enumerate(lines, 1) if line.strip()]
     if not found:
         raise DatasetError(f"{path}: has no row; write one JSON object on each line, with 'solution'")
     return found
@@ -92,7 +92,7 @@ async def judge_file(
     samples: int = 1,
     output: Path | None = None,
     tell: Callable[[int, int], None] = lambda done, total: None,
-) -> Judged:
+) -> RubricResult:
     """Ask the judge `samples` times about every row of `path`; a row without a verdict has its errors, and others go on.
 
     `rubric` is the text itself. `tell(done, total)` is called after each verdict. The result is also written to `output` as JSON.
@@ -102,25 +102,27 @@ async def judge_file(
         raise ConfigError(f"{samples} verdicts for each row: ask for at least one")
     if not rubric.strip():
         raise ConfigError("the rubric is empty; write what makes an answer good")
-    _check_place(output)
+    _check_output(output)
     verdicts = await _verdicts(LlmJudge(endpoint, rubric, scale), rows, samples, tell)
     judged = [_row(number, row, verdicts[number * samples : (number + 1) * samples]) for number, row in enumerate(rows)]
     scores = [score for row in judged for score in row.scores]
-    result = Judged(file=str(path), model=endpoint.model, samples=samples, rows=tuple(judged), statistics=statistics(scores))
+    result = RubricResult(file=str(path), model=endpoint.model, samples=samples, rows=tuple(judged), statistics=statistics(scores))
     if output is not None:
         _write(output, orjson.dumps(result.as_json(), option=orjson.OPT_INDENT_2))
     return result
 
 
-def statistics(scores: Sequence[float]) -> Statistics:
+def statistics(scores: Sequence[float]) -> ScoreStatistics:
     """Of any number of scores."""
     if not scores:
-        return Statistics(count=0, mean=None, low=None, high=None, deviation=None)
-    return Statistics(count=len(scores), mean=mean(scores), low=min(scores), high=max(scores), deviation=pstdev(scores))
+        return ScoreStatistics(count=0, mean=None, low=None, high=None, deviation=None)
+    return ScoreStatistics(count=len(scores), mean=mean(scores), low=min(scores), high=max(scores), deviation=pstdev(scores))
 
 
-async def _verdicts(judge: LlmJudge, rows: Sequence[Asked], samples: int, tell: Callable[[int, int], None]) -> list[Verdict | str]:
-    """In the order of the rows; in place of a verdict that there is not, why."""
+async def _verdicts(
+    judge: LlmJudge, rows: Sequence[RubricCase], samples: int, tell: Callable[[int, int], None]
+) -> list[Verdict | str]:
+    """Returns the verdicts in the order of the rows; an error message in place of a missing one."""
     asked = [row.case for row in rows for _ in range(samples)]
     found: list[Verdict | str] = [""] * len(asked)
     left, done = iter(range(len(asked))), 0
@@ -136,12 +138,12 @@ async def _verdicts(judge: LlmJudge, rows: Sequence[Asked], samples: int, tell: 
             tell(done, len(asked))
 
     async with judge, asyncio.TaskGroup() as workers:
-        for _ in range(min(AT_ONCE, len(asked))):
+        for _ in range(min(CONCURRENCY, len(asked))):
             workers.create_task(work())
     return found
 
 
-def _row(number: int, row: Asked, verdicts: Sequence[Verdict | str]) -> JudgedRow:
+def _row(number: int, row: RubricCase, verdicts: Sequence[Verdict | str]) -> JudgedRow:
     given = [each for each in verdicts if isinstance(each, Verdict)]
     return JudgedRow(
         row=number + 1,
@@ -152,7 +154,7 @@ def _row(number: int, row: Asked, verdicts: Sequence[Verdict | str]) -> JudgedRo
     )
 
 
-def _asked(line: str, number: int, path: Path) -> Asked:
+def _case(line: str, number: int, path: Path) -> RubricCase:
     try:
         row: Any = orjson.loads(line)
     except ValueError as cause:
@@ -170,7 +172,7 @@ def _asked(line: str, number: int, path: Path) -> Asked:
         reference=_text(fields, REFERENCES),
         context="" if context is None else orjson.dumps(context).decode(),
     )
-    return Asked(str(fields.get("id") or f"row {number}"), case)
+    return RubricCase(str(fields.get("id") or f"row {number}"), case)
 
 
 def _text(row: Mapping[str, Any], keys: Sequence[str]) -> str:
@@ -183,7 +185,7 @@ def _text(row: Mapping[str, Any], keys: Sequence[str]) -> str:
     return orjson.dumps(value).decode()
 
 
-def _check_place(output: Path | None) -> None:
+def _check_output(output: Path | None) -> None:
     if output is not None and (output.is_dir() or not output.resolve().parent.is_dir()):
         raise ConfigError(f"{output}: a file cannot be written there; name one in a folder that exists")
 

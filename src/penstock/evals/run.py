@@ -1,4 +1,4 @@
-"""An evaluation from end to end: checked, opened or taken up again, run, summed up."""
+"""An evaluation from start to end: checked, opened or resumed, run, summed up."""
 
 import asyncio
 import time
@@ -12,9 +12,9 @@ import orjson
 
 from penstock.config import RunConfig
 from penstock.errors import ConfigError
-from penstock.evals.attempts import EvalRow, Plan, make, plan, stored
-from penstock.evals.outcome import Outcome, outcome, scores
-from penstock.evals.processes import advice, check_limits, check_processes, open_processes, spare_of
+from penstock.evals.attempts import EvalPlan, EvalRow, plan_attempts, read_groups, run_attempts
+from penstock.evals.outcome import EvalOutcome, outcome, score_tasks
+from penstock.evals.processes import check_limits, check_processes, open_processes, prefetch_count, processes_hint
 from penstock.evals.spending import Prices, prices_of, rollout_seconds
 from penstock.evals.worker_process import wait_for_processes
 from penstock.events import Events, Listener
@@ -33,29 +33,29 @@ MAY_CHANGE = (
     "engine.stall_s", "rollout.executor", "rollout.concurrency", "rollout.retries", "rollout.group", "rollout.min_size",
     "rollout.top_up", "rollout.max_", "rollout.overflow",
 )  # fmt: skip
-"""What decides nothing about an attempt that has ended."""
+"""Keys that a resumed evaluation may change: they have no influence on attempts that have ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """What an evaluation came to, and where it is."""
+    """The result of an evaluation."""
 
     name: str
     folder: str
     status: str
-    """"finished", or "stopped" where it can be taken up again."""
+    """"finished", or "stopped" if it can be resumed."""
     model: str
-    outcome: Outcome
+    outcome: EvalOutcome
     resumed: int
     """Attempts that an earlier process had made."""
     seconds: float
     """Of this process, loading left out."""
     prices: Prices | None = None
-    """By which its cost was told."""
+    """From which its cost was computed."""
 
 
 def evaluation_config(config: RunConfig) -> RunConfig:
-    """The settings of an evaluation: kept apart from training runs of the same name, and checked."""
+    """Returns the checked settings of an evaluation, in a folder apart from training runs of the same name."""
     if too_many := [k for k in config.eval.k if not 1 <= k <= config.eval.samples]:
         raise ConfigError(f"eval.k = {too_many[0]}: pass@{too_many[0]} needs as many attempts; raise eval.samples, or leave it out")
     if not POOLS.load(config.pool.name).durable:
@@ -71,18 +71,18 @@ def select_rows(config: RunConfig, inputs: Inputs) -> list[EvalRow]:
 
 
 def chosen_rows(text: str, count: int, path: Path) -> list[int]:
-    """`0-9,17` as numbers, each once and in order; all where it is empty."""
+    """Returns rows such as `0-9,17` as sorted numbers; all if `text` is empty."""
     if not text.strip():
         return list(range(count))
-    found: set[int] = set()
+    evaluation: set[int] = set()
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()):
             raise ConfigError(f"eval.rows = {text!r}: write rows and ranges, such as 0-9,17")
-        found.update(range(int(first), int(last or first) + 1))
-    if beyond := sorted(number for number in found if number >= count):
+        evaluation.update(range(int(first), int(last or first) + 1))
+    if beyond := sorted(number for number in evaluation if number >= count):
         raise ConfigError(f"eval.rows = {text!r}: {path} has rows 0 to {count - 1}, not {beyond[0]}")
-    return sorted(found)
+    return sorted(evaluation)
 
 
 async def evaluate(
@@ -94,23 +94,23 @@ async def evaluate(
     fresh: bool = False,
     retry_failed: bool = False,
 ) -> Evaluation:
-    """Try each row as often as `eval.samples` says, or go on where an earlier process stopped; `stop` leaves what runs undone."""
+    """Run `eval.samples` attempts at each row, or resume an earlier process's evaluation; `stop` cancels what runs."""
     rows = select_rows(config, inputs)
     check_limits(config, inputs.agent)
-    folder = open_run_folder(config, fresh=fresh, may_change=MAY_CHANGE, files=judged_files(inputs.agent))
+    folder = open_run_folder(config, fresh=fresh, may_change=MAY_CHANGE, files=grading_files(inputs.agent))
     with locked(folder.path), Events(folder.events) as events:
         events.listen(listener)
         await wait_for_processes(folder.path, events)
         pool = open_pool(config, folder)
         try:
-            planned = await plan(rows, pool, samples=config.eval.samples, retry_failed=retry_failed)
-            started = await _run(config, inputs, folder, events, pool, planned, stop)
+            planned = await plan_attempts(rows, pool, samples=config.eval.samples, retry_failed=retry_failed)
+            started = await _run_missing(config, inputs, folder, events, pool, planned, stop)
             numbers = {row.number for row in rows}
-            scored = await scores(group async for group in stored(pool) if group.seq in numbers)
+            scored = await score_tasks(group async for group in read_groups(pool) if group.seq in numbers)
         finally:
             await pool.close()
         prices = prices_of(config.model_dump(include={"engine"}))
-        found = Evaluation(
+        evaluation = Evaluation(
             name=config.run.name,
             folder=str(folder.path),
             status="stopped" if stop.is_set() else "finished",
@@ -120,42 +120,45 @@ async def evaluate(
             seconds=round(time.monotonic() - started, 3),
             prices=prices,
         )
-        folder.write_summary(orjson.dumps(as_json(found)))
-        events.emit("eval.over", status=found.status, rollouts=found.outcome.rollouts)
-        return found
+        folder.write_summary(orjson.dumps(as_json(evaluation)))
+        events.emit("eval.over", status=evaluation.status, rollouts=evaluation.outcome.rollouts)
+        return evaluation
 
 
-def as_json(found: Evaluation) -> dict[str, Any]:
+def as_json(evaluation: Evaluation) -> dict[str, Any]:
     """Plain values; estimates by name."""
-    return asdict(found) | {"outcome": found.outcome.as_json(), "prices": found.prices and found.prices._asdict()}
+    return asdict(evaluation) | {
+        "outcome": evaluation.outcome.as_json(),
+        "prices": evaluation.prices and evaluation.prices._asdict(),
+    }
 
 
-def judged_files(agent: Agent) -> list[Path]:
-    """What decides of a rollout beside the settings: the entry file, and files of the grader's."""
+def grading_files(agent: Agent) -> list[Path]:
+    """Returns the files that decide a rollout's result besides the settings: the entry file, and the grader's."""
     files = [value for _, value in agent.grader_config or () if isinstance(value, Path)]
     return [file for file in (agent.entry, *files) if file.is_file()]
 
 
-async def _run(
-    config: RunConfig, inputs: Inputs, folder: RunFolder, events: Events, pool: Pool, planned: Plan, stop: asyncio.Event
+async def _run_missing(
+    config: RunConfig, inputs: Inputs, folder: RunFolder, events: Events, pool: Pool, planned: EvalPlan, stop: asyncio.Event
 ) -> float:
     """Make what is missing; when that began, loading left out."""
-    if not planned.places:
+    if not planned.attempts:
         return time.monotonic()
-    count = min(config.eval.processes, config.rollout.concurrency, len(planned.places))  # one more would have nothing to do
-    async with _runs(config, inputs, folder, events, pool, count) as runs:
+    count = min(config.eval.processes, config.rollout.concurrency, len(planned.attempts))  # one more would have nothing to do
+    async with _open_runner(config, inputs, folder, events, pool, count) as runs:
         started, computed = time.monotonic(), time.process_time()
-        events.emit("eval.begin", model=inputs.model, folder=str(folder.path), rollouts=len(planned.places), done=planned.done)
+        events.emit("eval.begin", model=inputs.model, folder=str(folder.path), rollouts=len(planned.attempts), done=planned.done)
         work = asyncio.ensure_future(
-            make(
-                planned.places,
+            run_attempts(
+                planned.attempts,
                 runs,
                 pool,
                 sampling=_sampling(config),
                 concurrency=config.rollout.concurrency,
                 retries=config.rollout.retries,
-                ahead=count,
-                spare=spare_of(config.rollout.concurrency, count),
+                first_alone=count,
+                prefetch=prefetch_count(config.rollout.concurrency, count),
             )
         )
         stopped = asyncio.ensure_future(stop.wait())
@@ -167,16 +170,16 @@ async def _run(
             with suppress(asyncio.CancelledError):
                 await work
         took = {"busy_s": time.process_time() - computed, "seconds": time.monotonic() - started}
-        if count == 1 and (text := advice(config, inputs.agent, **took)):
+        if count == 1 and (text := processes_hint(config, inputs.agent, **took)):
             events.emit("stage", text=text)
         return started
 
 
 @asynccontextmanager
-async def _runs(
+async def _open_runner(
     config: RunConfig, inputs: Inputs, folder: RunFolder, events: Events, pool: Pool, count: int
 ) -> AsyncGenerator[RunnerPort]:
-    """What makes attempts: this process alone, or `count` others."""
+    """Yields what runs attempts: this process's runner, or `count` other processes."""
     if count > 1:
         async with open_processes(config, inputs, folder, events, pool, count=count) as processes:
             yield processes

@@ -1,4 +1,4 @@
-"""What rollouts took: model calls, tokens, money where prices are known, and time. Pure, but for reading times back."""
+"""The usage of rollouts: model calls, tokens, cost where prices are known, and time. Pure, but for reading durations back."""
 
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,32 +20,32 @@ class Prices(NamedTuple):
 
 
 class Latency(NamedTuple):
-    """How long a thing took, in seconds: half of them no longer than `p50`, all but one in twenty no longer than `p95`."""
+    """Quantiles of durations in seconds."""
 
     p50: float
     p95: float
 
 
-class Took(NamedTuple):
-    """What one rollout took: of its tokens no more than their number."""
+class RolloutUsage(NamedTuple):
+    """The usage of one rollout."""
 
     rollout_id: str
     call_s: Sequence[float]
-    """Of each of its model calls."""
+    """Duration of each model call."""
     prompt_tokens: int
     completion_tokens: int
-    told: bool
+    tokens_known: bool
     """False where an endpoint did not tell its tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spending:
-    """Of some rollouts together."""
+    """The usage of several rollouts together."""
 
     steps: int
     """Model calls."""
     prompt_tokens: int
-    """What the model read: a conversation that goes on is read again with each call."""
+    """Prompt tokens of every call: a conversation counts again with each call."""
     completion_tokens: int
     """What it sampled."""
     cost: float | None
@@ -60,27 +60,28 @@ class Spending:
         return asdict(self) | times
 
 
-def took(attempt: Attempt) -> Took:
-    """From what was recorded of it."""
-    return Took(
+def rollout_usage(attempt: Attempt) -> RolloutUsage:
+    return RolloutUsage(
         rollout_id=attempt.rollout.id,
         call_s=array("d", [step.seconds for step in attempt.steps]),
         prompt_tokens=sum(_prompts(attempt)),
         completion_tokens=sum(step.sampled for step in attempt.steps),
-        told=all(step.usage is None or step.usage.prompt_tokens > 0 for step in attempt.steps),
+        tokens_known=all(step.usage is None or step.usage.prompt_tokens > 0 for step in attempt.steps),
     )
 
 
-def spending(rollouts: Sequence[Took], *, prices: Prices | None = None, seconds: Mapping[str, float] | None = None) -> Spending:
-    """All of it; `seconds` are those of rollouts by their id."""
+def spending(
+    rollouts: Sequence[RolloutUsage], *, prices: Prices | None = None, seconds: Mapping[str, float] | None = None
+) -> Spending:
+    """Returns the sums; `seconds` are the rollouts' durations by id."""
     read, sampled = sum(each.prompt_tokens for each in rollouts), sum(each.completion_tokens for each in rollouts)
-    told = all(each.told for each in rollouts)
+    tokens_known = all(each.tokens_known for each in rollouts)
     calls = [call_s for each in rollouts for call_s in each.call_s]
     return Spending(
         steps=len(calls),
         prompt_tokens=read,
         completion_tokens=sampled,
-        cost=(read * prices.prompt + sampled * prices.completion) / 1e6 if prices and told else None,
+        cost=(read * prices.prompt + sampled * prices.completion) / 1e6 if prices and tokens_known else None,
         call_s=latency(calls),
         rollout_s=latency([seconds[each.rollout_id] for each in rollouts if each.rollout_id in seconds] if seconds else []),
     )
@@ -91,14 +92,14 @@ def latency(seconds: Sequence[float]) -> Latency | None:
 
 
 def prices_of(config: Mapping[str, Any]) -> Prices | None:
-    """Those of a run's settings; None where one of them is not set."""
+    """Returns the prices of a run's settings; None where one is not set."""
     engine: Mapping[str, Any] = config.get("engine") or {}
     prompt, completion = engine.get("price_in"), engine.get("price_out")
     return None if prompt is None or completion is None else Prices(float(prompt), float(completion))
 
 
 def rollout_seconds(events: Path) -> dict[str, float]:
-    """How long rollouts took, by their id, from a run's event log; nothing where there is none."""
+    """Returns durations of rollouts by id, from a run's event log; empty if there is none."""
     if not events.exists():
         return {}
     with events.open("rb") as lines:
@@ -110,12 +111,12 @@ def _event(line: bytes) -> dict[str, Any]:
     try:
         found: Any = orjson.loads(line)
         return found if found["kind"] == "rollout.end" else {}
-    except (ValueError, LookupError, TypeError):  # a kill cut it short
+    except (ValueError, LookupError, TypeError):  # a kill cut the line short
         return {}
 
 
 def _prompts(attempt: Attempt) -> Iterable[int]:
-    """Tokens of each call's prompt; further choices of one answer read nothing again."""
+    """Yields the tokens of each call's prompt; further choices of one call (`n` > 1) share it."""
     nodes, steps = {node.id: node for node in attempt.nodes}, {step.index: step for step in attempt.steps}
     lengths: dict[int, int] = {}
     for step in attempt.steps:
@@ -126,7 +127,7 @@ def _prompts(attempt: Attempt) -> Iterable[int]:
 
 
 def _path(node_id: int, nodes: Mapping[int, Node], steps: Mapping[int, Step], lengths: dict[int, int]) -> int:
-    """Tokens from the root to the end of a node; `lengths` are those that are known."""
+    """Returns the tokens from the root to the end of a node; `lengths` caches them by node."""
     way: list[Node] = []
     at: int | None = node_id
     while at is not None and at not in lengths:

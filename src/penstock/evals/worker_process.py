@@ -1,7 +1,7 @@
-"""One of the processes that make an evaluation's attempts: `python -m penstock.evals.worker_process`, started by `processes.py`.
+"""A process that makes attempts of an evaluation: `python -m penstock.evals.worker_process`, started by `processes.py`.
 
-JSON lines come in by stdin: `Orders`, then an `Order` each. JSON lines go out by stdout: that it is ready, or why it cannot be;
-every event; and how each rollout came out. stdin ends with the parent, and with stdin this process.
+JSON lines come in by stdin: a `WorkerSetup`, then one `WorkerCommand` each. JSON lines go out by stdout: ready, or why
+not; every event; the end of each rollout. stdin ends with the parent, and with stdin this process.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ from penstock.sdk.agent_spec import AgentSpec
 from penstock.system.locks import FileLock
 from penstock.system.processes import exit_after_parent, relax_gc
 
-LONGEST = 1 << 30
+MAX_LINE_BYTES = 1 << 30
 """Bytes of one line."""
 EXIT_S = 15.0
 """For a process to release everything once its parent is gone; it is then ended as it is."""
@@ -64,24 +64,23 @@ def _process_lock(folder: Path) -> Path:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Orders:
-    """What a process is told once."""
+class WorkerSetup:
+    """The first line: what the process opens."""
 
     config: dict[str, Any]
-    recipe: str
-    """Of the agent; see `Recipe`."""
+    agent_spec: str
     model: str
     model_folder: str
     run_folder: str
     number: int = 0
-    at_once: int = 1
-    """Rollouts whose agents run at once; others that it is asked for wait here, so that none has to be asked for in between."""
+    concurrency: int = 1
+    """Rollouts whose agents run at once; further ones wait here, so that the next one starts without a round trip."""
     writer_address: str = ""
-    """Of the process that writes for all of them; see `open_writer_process`. Empty if each writes by itself."""
+    """Of the process that writes the pool for all of them; see `open_writer_process`. Empty if each process writes itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class EvalRolloutRequest:
     """A rollout to run to its end."""
 
     rollout: Rollout
@@ -90,108 +89,107 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
-    """What a process is told again and again: one of these."""
+class WorkerCommand:
+    """Every further line: a rollout to run, or the id of one to cancel."""
 
-    ask: Ask | None = None
+    request: EvalRolloutRequest | None = None
     cancel: str = ""
-    """The id of a rollout that is to be undone."""
 
 
-class Teller:
-    """Lines to the parent. What is said in one turn of the loop is written at once; where the parent is slow, this waits."""
+class LineWriter:
+    """JSON lines to the parent. Lines of one turn of the event loop go in one write, which blocks while the parent is slow."""
 
     def __init__(self, out: FileIO) -> None:
         self._out = out
         self._lines: list[bytes] = []
 
-    def say(self, **line: Any) -> None:
-        """Send one line with these fields, soon."""
+    def write(self, **line: Any) -> None:
         if not self._lines:
             asyncio.get_running_loop().call_soon(self.flush)
         self._lines.append(json_line(line))
 
     def flush(self) -> None:
-        """Send what was said; a parent that is gone has no use for it."""
+        """Write the buffered lines; they are dropped if the parent is gone."""
         waiting, self._lines = memoryview(b"".join(self._lines)), []
         with suppress(BrokenPipeError):
-            while waiting:
+            while waiting:  # a raw write may take only a part
                 waiting = waiting[self._out.write(waiting) :]
 
 
-async def work(orders: Orders, pipe: asyncio.StreamReader, teller: Teller) -> None:
-    """Run what the parent asks for until `pipe` ends."""
-    agent = AgentSpec.read(orders.recipe.encode()).load()
-    config = make_config(orders.config, "the evaluation's config")
-    folder = RunFolder(Path(orders.run_folder), resumed=True)
+async def run_worker(setup: WorkerSetup, pipe: asyncio.StreamReader, writer: LineWriter) -> None:
+    """Run the rollouts that the parent requests until `pipe` ends."""
+    agent = AgentSpec.read(setup.agent_spec.encode()).load()
+    config = make_config(setup.config, "the evaluation's config")
+    folder = RunFolder(Path(setup.run_folder), resumed=True)
     inputs = Inputs(
         tasks=[],
         heldout=[],
         agent=agent,
         executor=read_section(config.rollout.executor, config.executor),
-        model=orders.model,
-        folder=Path(orders.model_folder),
+        model=setup.model,
+        folder=Path(setup.model_folder),
     )
     events = Events()
-    events.listen(partial(_tell, teller, orders.number))
+    events.listen(partial(_forward_event, writer, setup.number))
     with process_lock(folder.path):
-        pool = _open_pool(config, orders)
+        pool = _open_pool(config, setup)
         try:
             async with open_rollout_runner(config, inputs, folder, events, pool) as opened:
-                teller.say(ready=True)
-                await _serve(pipe, opened.runner, teller, asyncio.Semaphore(orders.at_once))
+                writer.write(ready=True)
+                await _serve(pipe, opened.runner, writer, asyncio.Semaphore(setup.concurrency))
         finally:
             await pool.close()
 
 
-def _open_pool(config: RunConfig, orders: Orders) -> Pool:
-    options = {"writer_address": orders.writer_address} if orders.writer_address else {}
-    return POOLS.load(config.pool.name)(Path(orders.run_folder), url=config.pool.url, **options)
+def _open_pool(config: RunConfig, setup: WorkerSetup) -> Pool:
+    options = {"writer_address": setup.writer_address} if setup.writer_address else {}
+    return POOLS.load(config.pool.name)(Path(setup.run_folder), url=config.pool.url, **options)
 
 
-def _tell(teller: Teller, number: int, kind: str, fields: dict[str, Any]) -> None:
-    if kind != "stage" or number == 0:  # all of them load the same
-        teller.say(event=kind, fields=fields)
+def _forward_event(writer: LineWriter, number: int, kind: str, fields: dict[str, Any]) -> None:
+    if kind != "stage" or number == 0:  # every process loads the same things: one of them reports it
+        writer.write(event=kind, fields=fields)
 
 
-async def _serve(pipe: asyncio.StreamReader, runner: Runner, teller: Teller, room: Slot) -> None:
+async def _serve(pipe: asyncio.StreamReader, runner: Runner, writer: LineWriter, slots: Slot) -> None:
     running: dict[str, asyncio.Task[dict[str, Any]]] = {}
 
-    def over(rollout_id: str, done: asyncio.Task[dict[str, Any]]) -> None:
+    def report_end(rollout_id: str, done: asyncio.Task[dict[str, Any]]) -> None:
         del running[rollout_id]
-        told = {"error": "WorkerLost", "message": "it was cancelled"} if done.cancelled() else done.result()
-        teller.say(over=rollout_id, **told)
+        result = {"error": "WorkerLost", "message": "it was cancelled"} if done.cancelled() else done.result()
+        writer.write(over=rollout_id, **result)
 
     async with asyncio.TaskGroup() as group:
         while line := await pipe.readline():
-            order = from_json(Order, line)
-            if order.ask is not None:
-                task = running[order.ask.rollout.id] = group.create_task(_run(order.ask, runner, room))
-                task.add_done_callback(partial(over, order.ask.rollout.id))
-            elif order.cancel in running:
-                running[order.cancel].cancel()
+            command = from_json(WorkerCommand, line)
+            if command.request is not None:
+                rollout_id = command.request.rollout.id
+                task = running[rollout_id] = group.create_task(_run(command.request, runner, slots))
+                task.add_done_callback(partial(report_end, rollout_id))
+            elif command.cancel in running:
+                running[command.cancel].cancel()
         for task in running.values():
             task.cancel()
 
 
-async def _run(ask: Ask, runner: Runner, room: Slot) -> dict[str, Any]:
-    """How a rollout came out, as the parent is told."""
+async def _run(request: EvalRolloutRequest, runner: Runner, slots: Slot) -> dict[str, Any]:
+    """Returns the rollout's end or error, as fields of the line to the parent."""
     try:
-        return {"end": await runner.run(ask.rollout, ask.task, ask.sampling, slot=room)}
+        return {"end": await runner.run(request.rollout, request.task, request.sampling, slot=slots)}
     except PenstockError as error:
         return {"error": type(error).__name__, "message": str(error)}
     except Exception as error:
         traceback.print_exc()
-        return {"error": "", "message": f"rollout {ask.rollout.id}: {type(error).__name__}: {error}"}
+        return {"error": "", "message": f"rollout {request.rollout.id}: {type(error).__name__}: {error}"}
 
 
 class _Pipes(NamedTuple):
-    orders: FileIO
+    commands: FileIO
     out: FileIO
 
 
 def _own_pipes() -> _Pipes:
-    """stdin and stdout for this module alone: an agent that reads finds nothing, and what it prints goes to stderr."""
+    """Take stdin and stdout for this module: an agent that reads gets nothing, and what it prints goes to stderr."""
     pipes = _Pipes(FileIO(os.dup(0), "rb"), FileIO(os.dup(1), "wb"))
     with Path(os.devnull).open("rb") as nothing:
         os.dup2(nothing.fileno(), 0)
@@ -200,16 +198,16 @@ def _own_pipes() -> _Pipes:
 
 
 async def _main(pipes: _Pipes) -> int:
-    pipe, teller = asyncio.StreamReader(limit=LONGEST), Teller(pipes.out)
-    transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(pipe), pipes.orders)
+    pipe, writer = asyncio.StreamReader(limit=MAX_LINE_BYTES), LineWriter(pipes.out)
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(pipe), pipes.commands)
     try:
         if line := await pipe.readline():
-            await work(from_json(Orders, line), pipe, teller)
+            await run_worker(from_json(WorkerSetup, line), pipe, writer)
     except PenstockError as error:
-        teller.say(refused=str(error), bad_input=isinstance(error, ConfigError))
+        writer.write(refused=str(error), bad_input=isinstance(error, ConfigError))
         return 2
     finally:
-        teller.flush()
+        writer.flush()
         transport.close()
     return 0
 
@@ -217,5 +215,5 @@ async def _main(pipes: _Pipes) -> int:
 if __name__ == "__main__":
     relax_gc()
     own = _own_pipes()
-    exit_after_parent(own.orders.fileno(), EXIT_S)
+    exit_after_parent(own.commands.fileno(), EXIT_S)
     sys.exit(asyncio.run(_main(own)))

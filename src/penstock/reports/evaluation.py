@@ -1,4 +1,4 @@
-"""An evaluation as one HTML page: its numbers, how rewards are spread, every task, and the transcripts worth reading."""
+"""The report of an evaluation as one HTML page: numbers, histograms, every task, and the transcripts worth reading."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -6,18 +6,18 @@ from pathlib import Path
 
 from penstock.config import EvalSection
 from penstock.evals.metrics import Estimate
-from penstock.evals.outcome import Outcome, Scores, Stored, open_evaluation, outcome, scores
+from penstock.evals.outcome import EvalOutcome, StoredEvaluation, TaskScores, open_evaluation, outcome, score_tasks
 from penstock.evals.spending import Latency
 from penstock.graders.rubric import read_verdict_file
 from penstock.pool.base import Pool
 from penstock.records import End
-from penstock.reports.html import Pick, config_part, document, histogram, number, table, tiles, transcript
+from penstock.reports.html import TranscriptPick, config_section, document, histogram, number, table, tiles, transcript
 from penstock.system.files import write_file
 
-SHOWN = 3
+TRANSCRIPTS_EACH = 3
 """Best and worst rollouts with their transcripts, and failed ones of each end."""
-LISTED = 1000
-"""Tasks in the list of all; what is left out is counted."""
+MAX_TASKS = 1000
+"""Tasks that are listed; the others are counted."""
 
 
 async def write_eval_page(folder: Path) -> Path:
@@ -27,12 +27,12 @@ async def write_eval_page(folder: Path) -> Path:
     return write_file(folder / "report.html", page.encode("utf-8", "replace"))
 
 
-async def render_eval_page(found: Stored, artifacts: Path | None = None) -> str:
-    """The whole document; in `artifacts` are the rollouts' folders, with what a judge said of them."""
+async def render_eval_page(found: StoredEvaluation, artifacts: Path | None = None) -> str:
+    """Returns the page; `artifacts` has the rollouts' folders, with the verdicts of a judge."""
     section = EvalSection.model_validate(found.config.get("eval", {}))
-    scored = await scores(found.groups())
+    scored = await score_tasks(found.groups())
     result = outcome(scored, section, prices=found.prices, seconds=found.seconds)
-    picked = await picks(scored, found.pool)
+    picked = await choose_transcripts(scored, found.pool)
     name, model = found.config["run"]["name"], found.config["model"]["name"]
     body = f"""{_tiles(result)}
 <h2>Mean reward of each task</h2>
@@ -45,39 +45,39 @@ async def render_eval_page(found: Stored, artifacts: Path | None = None) -> str:
 {_reasons(result)}
 <h2>Transcripts</h2>
 {"".join(transcript(replace(pick, note=_note(artifacts, pick))) for pick in picked)}
-{config_part(found.config, "evaluation")}"""
+{config_section(found.config, "evaluation")}"""
     status = found.summary.get("status", "not finished")
     return document(name, f"{model} · {result.tasks} tasks x {result.samples} · {status}", body)
 
 
-async def picks(scored: Sequence[Scores], pool: Pool) -> list[Pick]:
-    """The worst, the best, and some of each way to fail; each once."""
-    tried = [each for task in scored for each in task.tried]
-    graded = sorted((each for each in tried if each.end is End.COMPLETED), key=lambda each: each.reward)
-    chosen = [("worst", each) for each in graded[:SHOWN]] + [("best", each) for each in graded[::-1][:SHOWN]]
-    for end in sorted({str(each.end) for each in tried if each.end is not End.COMPLETED}):
-        chosen += [("failed", each) for each in tried if each.end == end][:SHOWN]
+async def choose_transcripts(scored: Sequence[TaskScores], pool: Pool) -> list[TranscriptPick]:
+    """Returns the worst, the best, and some of each way to fail; each once."""
+    attempts = [each for task in scored for each in task.attempts]
+    graded = sorted((each for each in attempts if each.end is End.COMPLETED), key=lambda each: each.reward)
+    chosen = [("worst", each) for each in graded[:TRANSCRIPTS_EACH]] + [("best", each) for each in graded[::-1][:TRANSCRIPTS_EACH]]
+    for end in sorted({str(each.end) for each in attempts if each.end is not End.COMPLETED}):
+        chosen += [("failed", each) for each in attempts if each.end == end][:TRANSCRIPTS_EACH]
     reasons: dict[str, str] = {}
     for why, each in chosen:
-        reasons.setdefault(each.took.rollout_id, why)
-    return [Pick(why=why, task=await pool.task(name), attempt=await pool.attempt(name)) for name, why in reasons.items()]
+        reasons.setdefault(each.usage.rollout_id, why)
+    return [TranscriptPick(why=why, task=await pool.task(name), attempt=await pool.attempt(name)) for name, why in reasons.items()]
 
 
-def _tiles(result: Outcome) -> str:
+def _tiles(result: EvalOutcome) -> str:
     named = [_between("reward", result.reward), *(_between(f"pass@{k}", value) for k, value in result.passes.items())]
     spent = result.spent
     named += [("rollouts", f"{result.rollouts:,}"), ("model calls", f"{spent.steps:,}")]
     named += [("tokens sampled", f"{spent.completion_tokens:,}"), ("tokens read", f"{spent.prompt_tokens:,}")]
     named += [("cost", "-" if spent.cost is None else f"{spent.cost:.4g}")]
-    named += [("call, p50 / p95", _took(spent.call_s)), ("rollout, p50 / p95", _took(spent.rollout_s))]
+    named += [("call, p50 / p95", _latency(spent.call_s)), ("rollout, p50 / p95", _latency(spent.rollout_s))]
     return tiles(named)
 
 
-def _took(seconds: Latency | None) -> str:
+def _latency(seconds: Latency | None) -> str:
     return "-" if seconds is None else f"{seconds.p50:.3g} / {seconds.p95:.3g} s"
 
 
-def _note(artifacts: Path | None, pick: Pick) -> str:
+def _note(artifacts: Path | None, pick: TranscriptPick) -> str:
     verdict = read_verdict_file(artifacts / pick.attempt.rollout.id) if artifacts else None
     return verdict.explanation if verdict else ""
 
@@ -86,14 +86,15 @@ def _between(name: str, value: Estimate | None) -> tuple[str, str]:
     return (name, "-") if value is None else (f"{name} ({value.low:.2f} to {value.high:.2f})", f"{value.value:.3f}")
 
 
-def _tasks(scored: Sequence[Scores]) -> str:
+def _tasks(scored: Sequence[TaskScores]) -> str:
     rows = [
-        (each.row, each.task_id, number(each.mean), " ".join(number(reward) for reward in each.rewards)) for each in scored[:LISTED]
+        (each.row, each.task_id, number(each.mean), " ".join(number(reward) for reward in each.rewards))
+        for each in scored[:MAX_TASKS]
     ]
-    beyond = f'<p class="dim">and {len(scored) - LISTED:,} more</p>' if len(scored) > LISTED else ""
+    beyond = f'<p class="dim">and {len(scored) - MAX_TASKS:,} more</p>' if len(scored) > MAX_TASKS else ""
     return table(["row", "task", "mean", "rewards"], rows) + beyond
 
 
-def _reasons(result: Outcome) -> str:
+def _reasons(result: EvalOutcome) -> str:
     rows = [(end, count, message[:300]) for end, messages in result.reasons.items() for message, count in messages.items()]
     return table(["end", "rollouts", "message"], rows) if rows else ""

@@ -1,4 +1,4 @@
-"""The reward curve as inline SVG: axes, a line, and a tooltip per step, without a script."""
+"""Parts of the HTML reports: page, tables, transcripts, and charts as inline SVG, all without a script."""
 
 import base64
 import hashlib
@@ -18,7 +18,7 @@ LEFT, RIGHT, TOP, BOTTOM = 44, 12, 12, 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
+class CurvePoint:
     """One step of the curve."""
 
     step: int
@@ -27,8 +27,8 @@ class Point:
     """What its tooltip says."""
 
 
-def reward_curve(points: list[Point], heldout: Sequence[Point] = ()) -> str:
-    """The whole `<svg>`; `heldout` are rings beside the line, of steps that it has.
+def reward_curve(points: list[CurvePoint], heldout: Sequence[CurvePoint] = ()) -> str:
+    """Returns an `<svg>` with a tooltip per step; `heldout` rewards are rings beside the line.
 
     Rewards between 0 and 1 are drawn on that scale, others on a round one around them.
     """
@@ -68,7 +68,7 @@ def _scale(rewards: list[float]) -> tuple[float, float, list[float]]:
 
 
 def _some_steps(first: int, last: int) -> list[int]:
-    """At most about ten steps to name on the axis."""
+    """Returns about ten steps to label on the axis."""
     gap = max(1, math.ceil((last - first + 1) / 10))
     return list(range(first, last + 1, gap))
 
@@ -82,11 +82,11 @@ def _column(step: int, x: float) -> str:
     return f'<text class="tick" x="{x:.1f}" y="{HEIGHT - 10}" text-anchor="middle">{step}</text>'
 
 
-def _ring(point: Point, x: float, y: float) -> str:
+def _ring(point: CurvePoint, x: float, y: float) -> str:
     return f'<g><circle class="held" cx="{x:.1f}" cy="{y:.1f}" r="5"/><title>{escape(point.title)}</title></g>'
 
 
-def _mark(point: Point, x: float, y: float, reach: float) -> str:
+def _mark(point: CurvePoint, x: float, y: float, reach: float) -> str:
     dot = f'<circle class="dot" cx="{x:.1f}" cy="{y:.1f}" r="3"/>'
     target = f'<rect class="target" x="{x - reach:.1f}" y="{TOP}" width="{2 * reach:.1f}" height="{HEIGHT - TOP - BOTTOM}"/>'
     return f"<g>{target}{dot}<title>{escape(point.title)}</title></g>"
@@ -96,14 +96,14 @@ BARS, HISTOGRAM_WIDTH, HISTOGRAM_HEIGHT, FOOT = 20, 760, 180, 24
 
 
 def histogram(values: Sequence[float], *, what: str, of: str, low: float, high: float) -> str:
-    """The whole `<svg>`, at least from `low` to `high`: how many of `what` have which `of`."""
+    """Returns an `<svg>` of how many `what` have which `of`; the axis reaches at least from `low` to `high`."""
     if not values:
         return f'<p class="dim">There are no {escape(what)} yet.</p>'
     low, high = min(low, *values), max(high, *values)
     width, counts = (high - low or 1.0) / BARS, [0] * BARS
     for value in values:
         counts[min(BARS - 1, int((value - low) / width))] += 1
-    bars = [_bar(place, count, max(counts), _said(count, place, low, width, what, of)) for place, count in enumerate(counts)]
+    bars = [_bar(place, count, max(counts), _bar_title(count, place, low, width, what, of)) for place, count in enumerate(counts)]
     ticks = [
         f'<text class="tick" x="{at * (HISTOGRAM_WIDTH - 30) + 2:.0f}" y="{HISTOGRAM_HEIGHT - 6}">'
         f"{low + at * BARS * width:.3g}</text>"
@@ -118,20 +118,20 @@ def histogram(values: Sequence[float], *, what: str, of: str, low: float, high: 
     )
 
 
-def _said(count: int, place: int, low: float, width: float, what: str, of: str) -> str:
+def _bar_title(count: int, place: int, low: float, width: float, what: str, of: str) -> str:
     return f"{count} {what} with a {of} from {low + place * width:.3g} to {low + (place + 1) * width:.3g}"
 
 
-def _bar(place: int, count: int, most: int, said: str) -> str:
+def _bar(place: int, count: int, most: int, title: str) -> str:
     step, tall = HISTOGRAM_WIDTH / BARS, (HISTOGRAM_HEIGHT - FOOT - 10) * count / most
     box = f'x="{place * step + 1:.1f}" y="{HISTOGRAM_HEIGHT - FOOT - tall:.1f}" width="{step - 2:.1f}" height="{tall:.1f}"'
-    return f'<g><rect class="dot" {box}/><title>{escape(said)}</title></g>'
+    return f'<g><rect class="dot" {box}/><title>{escape(title)}</title></g>'
 
 
-LONGEST = 20_000
-"""Characters of one message that are shown; what is cut is counted."""
-MOST = 100
-"""Messages of one transcript that are shown from its beginning, and from its end; others are counted."""
+MAX_MESSAGE_CHARS = 20_000
+"""Characters of one message that are shown; the rest is counted."""
+MAX_MESSAGES = 100
+"""Messages of one transcript that are shown from its start, and from its end; the others are counted."""
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1d2430; --dim: #667085; --line: #d9dee6; --page: #fff; --card: #f6f7f9; --mark: #0a7f58; }
@@ -162,14 +162,14 @@ pre { margin: .2rem 0; white-space: pre-wrap; overflow-wrap: anywhere; font: 13p
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pick:
+class TranscriptPick:
     """A rollout worth reading, and why."""
 
     why: str
     task: Task
     attempt: Attempt
     note: str = ""
-    """What a judge said of it."""
+    """The judge's explanation."""
 
 
 def document(title: str, subtitle: str, body: str) -> str:
@@ -194,14 +194,13 @@ def document(title: str, subtitle: str, body: str) -> str:
 
 
 def tiles(named: Iterable[tuple[str, str]]) -> str:
-    """The few numbers that a reader asks for first."""
+    """Returns the numbers that a reader asks for first, as a row of boxes."""
     return '<div class="tiles">' + "".join(f'<div class="tile">{escape(k)}<b>{escape(v)}</b></div>' for k, v in named) + "</div>"
 
 
-def config_part(config: dict[str, Any], of: str) -> str:
-    """The settings that led to it."""
-    told = f"<summary>The resolved config of this {of}</summary><pre>{_json(config, indent=True)}</pre>"
-    return f"<h2>Configuration</h2>\n<details>{told}</details>"
+def config_section(config: dict[str, Any], of: str) -> str:
+    body = f"<summary>The resolved config of this {of}</summary><pre>{_json(config, indent=True)}</pre>"
+    return f"<h2>Configuration</h2>\n<details>{body}</details>"
 
 
 def table(heads: Iterable[object], rows: Iterable[Iterable[object]]) -> str:
@@ -210,20 +209,20 @@ def table(heads: Iterable[object], rows: Iterable[Iterable[object]]) -> str:
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
-def transcript(pick: Pick) -> str:
-    """A rollout to unfold, every message of it."""
+def transcript(pick: TranscriptPick) -> str:
+    """Returns a rollout's messages, folded under a summary line."""
     attempt = pick.attempt
-    said = f"{attempt.rollout.id}: reward {number(attempt.reward)}, {attempt.end or 'running'}"
+    summary = f"{attempt.rollout.id}: reward {number(attempt.reward)}, {attempt.end or 'running'}"
     parts = [f'<p class="dim">{escape(attempt.message)}</p>' if attempt.message else ""]
     if pick.task.label is not None:
         parts.append(f'<p class="dim">label: {escape(_cut(pick.task.label))}</p>')
     if pick.note:
         parts.append(f'<p class="dim">judge: {escape(_cut(pick.note))}</p>')
-    told = transcripts(attempt)
-    for name, transcript in told.items():
-        parts.append(f"<h3>{escape(name)}</h3>" if len(told) > 1 else "")
+    found = transcripts(attempt)
+    for name, transcript in found.items():
+        parts.append(f"<h3>{escape(name)}</h3>" if len(found) > 1 else "")
         parts += [_tools(transcript.tools), *_messages(transcript.messages)]
-    return f"<details><summary><b>{escape(pick.why)}</b> {escape(said)}</summary>{''.join(parts)}</details>"
+    return f"<details><summary><b>{escape(pick.why)}</b> {escape(summary)}</summary>{''.join(parts)}</details>"
 
 
 def _tools(schemas: list[dict[str, Any]]) -> str:
@@ -232,10 +231,10 @@ def _tools(schemas: list[dict[str, Any]]) -> str:
 
 
 def _messages(messages: list[Message]) -> list[str]:
-    if len(messages) <= 2 * MOST:
+    if len(messages) <= 2 * MAX_MESSAGES:
         return [_message(message) for message in messages]
-    left_out = f'<p class="dim">{len(messages) - 2 * MOST:,} messages are left out here</p>'
-    return [*map(_message, messages[:MOST]), left_out, *map(_message, messages[-MOST:])]
+    left_out = f'<p class="dim">{len(messages) - 2 * MAX_MESSAGES:,} messages are left out here</p>'
+    return [*map(_message, messages[:MAX_MESSAGES]), left_out, *map(_message, messages[-MAX_MESSAGES:])]
 
 
 def _message(message: Message) -> str:
@@ -256,21 +255,25 @@ def _json(value: object, *, indent: bool = False) -> str:
 
 
 def _cut(text: str) -> str:
-    return text if len(text) <= LONGEST else f"{text[:LONGEST]}… ({len(text) - LONGEST:,} more characters)"
+    return (
+        text
+        if len(text) <= MAX_MESSAGE_CHARS
+        else f"{text[:MAX_MESSAGE_CHARS]}… ({len(text) - MAX_MESSAGE_CHARS:,} more characters)"
+    )
 
 
 def change(before: float | None, after: float | None) -> str:
-    """From one reward to another."""
+    """Returns `before → after`, with a dash for None."""
     return " → ".join("-" if value is None else f"{value:.3f}" for value in (before, after))
 
 
 def percent(share: float | None) -> str:
-    """Never rounded up to 100."""
+    """Returns a share in percent, never rounded up to 100."""
     return "-" if share is None else f"{int(share * 10000) / 100:g} %"
 
 
 def number(value: Any) -> str:
-    """Four digits, or a dash where there is none."""
+    """Returns four digits of a float, a dash for None."""
     if value is None:
         return "-"
     return f"{value:.4g}" if isinstance(value, float) else str(value)

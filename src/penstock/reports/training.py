@@ -1,4 +1,4 @@
-"""A training run as one HTML page."""
+"""The report of a training run as one HTML page: `write_report` reads the run folder and its pool, `render_page` is pure."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -14,10 +14,10 @@ from penstock.pool import POOLS
 from penstock.pool.base import Pool
 from penstock.records import Attempt, End, Group, Task
 from penstock.reports.html import (
-    Pick,
-    Point,
+    CurvePoint,
+    TranscriptPick,
     change,
-    config_part,
+    config_section,
     document,
     number,
     percent,
@@ -29,7 +29,7 @@ from penstock.reports.html import (
 from penstock.system.files import write_file
 
 
-class Heldout(NamedTuple):
+class HeldoutReward(NamedTuple):
     step: int
     when: str
     """`before`, `during` or `after` training."""
@@ -38,56 +38,56 @@ class Heldout(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunFacts:
-    """All that the page tells about a run."""
+class RunReport:
+    """The content of the page."""
 
     name: str
     config: dict[str, Any]
-    """As the run folder keeps it."""
+    """From the run folder."""
     metrics: list[dict[str, Any]]
     """One entry per trained step."""
     summary: dict[str, Any]
     """Empty until the run has stopped or finished."""
-    heldout: list[Heldout] = field(default_factory=list[Heldout])
+    heldout: list[HeldoutReward] = field(default_factory=list[HeldoutReward])
     """In the order of their steps."""
     ends: dict[str, int] = field(default_factory=dict[str, int])
     breaks: dict[str, int] = field(default_factory=dict[str, int])
-    """How often messages were rendered anew although the rollout had earlier steps, by reason."""
-    picks: list[Pick] = field(default_factory=list[Pick])
+    """How often messages were rendered from scratch although the rollout had earlier steps, by reason."""
+    picks: list[TranscriptPick] = field(default_factory=list[TranscriptPick])
     picked_from: str = ""
-    """Which rollouts the picks were chosen among."""
+    """Which groups the transcripts were chosen among."""
 
 
-def render_page(facts: RunFacts) -> str:
-    status = facts.summary.get("status") or "not finished"
-    model = facts.config.get("model", {}).get("name", "")
-    body = f"""{_tiles(facts)}
+def render_page(report: RunReport) -> str:
+    status = report.summary.get("status") or "not finished"
+    model = report.config.get("model", {}).get("name", "")
+    body = f"""{_tiles(report)}
 <h2>Mean reward per step</h2>
-{reward_curve([_point(entry) for entry in facts.metrics if entry["reward"] is not None], _marks(facts.heldout))}
-{_evaluations(facts.heldout)}
-{_steps(facts.metrics)}
+{reward_curve([_point(entry) for entry in report.metrics if entry["reward"] is not None], _marks(report.heldout))}
+{_evaluations(report.heldout)}
+{_steps(report.metrics)}
 <h2>Exact tokens</h2>
-{_exactness(facts)}
+{_exactness(report)}
 <h2>How rollouts ended, held-out ones included</h2>
-{table(["end", "rollouts"], facts.ends.items()) if facts.ends else "<p>None yet.</p>"}
+{table(["end", "rollouts"], report.ends.items()) if report.ends else "<p>None yet.</p>"}
 <h2>Transcripts</h2>
-<p class="dim">{escape(facts.picked_from)}</p>
-{"".join(transcript(pick) for pick in facts.picks)}
-{config_part(facts.config, "run")}"""
-    return document(facts.name, f"{model} · {len(facts.metrics)} steps · {status}", body)
+<p class="dim">{escape(report.picked_from)}</p>
+{"".join(transcript(pick) for pick in report.picks)}
+{config_section(report.config, "run")}"""
+    return document(report.name, f"{model} · {len(report.metrics)} steps · {status}", body)
 
 
-def _tiles(facts: RunFacts) -> str:
-    summary, rewards = facts.summary, [entry["reward"] for entry in facts.metrics]
+def _tiles(report: RunReport) -> str:
+    summary, rewards = report.summary, [entry["reward"] for entry in report.metrics]
     first = summary.get("first_reward", rewards[0] if rewards else None)
     last = summary.get("last_reward", rewards[-1] if rewards else None)
-    exact = _exact_rate(facts.metrics)
+    exact = _exact_rate(report.metrics)
     return tiles(
         [
             ("training reward", change(first, last)),
             ("held-out reward", change(summary.get("eval_before"), summary.get("eval_after"))),
             ("exact tokens", percent(exact)),
-            ("rollouts", f"{summary.get('rollouts', sum(facts.ends.values())):,}"),
+            ("rollouts", f"{summary.get('rollouts', sum(report.ends.values())):,}"),
             ("seconds", number(summary.get("train_seconds"))),
         ]
     )
@@ -98,41 +98,41 @@ def _exact_rate(metrics: list[dict[str, Any]]) -> float | None:
     return sum(entry["exact_tokens"] for entry in metrics) / sampled if sampled else None
 
 
-def _exactness(facts: RunFacts) -> str:
-    """What keeps tokens from being trained as they were sampled, or at all, by reason; entries of old runs may lack some of it."""
+def _exactness(report: RunReport) -> str:
+    """Returns why tokens were not exact or not trained, by reason; entries of old runs may lack some counts."""
     totals: dict[str, Counter[str]] = {"inexact": Counter(), "masked": Counter()}
-    for entry in facts.metrics:
+    for entry in report.metrics:
         for name, total in totals.items():
             total.update(entry.get(name, {}))
-    named = [("tokens not exact", totals["inexact"]), ("steps masked", totals["masked"]), ("breaks", facts.breaks)]
+    named = [("tokens not exact", totals["inexact"]), ("steps masked", totals["masked"]), ("breaks", report.breaks)]
     rows = [(what, reason, f"{count:,}") for what, counted in named for reason, count in counted.items()]
-    sampled = sum(entry["sampled_tokens"] for entry in facts.metrics)
-    unhashed = sum(entry.get("unhashed_tokens", 0) for entry in facts.metrics)
-    said = f"{percent(_exact_rate(facts.metrics))} of {sampled:,} sampled tokens are exact, {unhashed:,} of them unhashed."
-    return f'<p class="dim">{escape(said)}</p>' + (table(["what", "reason", "count"], rows) if rows else "")
+    sampled = sum(entry["sampled_tokens"] for entry in report.metrics)
+    unhashed = sum(entry.get("unhashed_tokens", 0) for entry in report.metrics)
+    text = f"{percent(_exact_rate(report.metrics))} of {sampled:,} sampled tokens are exact, {unhashed:,} of them unhashed."
+    return f'<p class="dim">{escape(text)}</p>' + (table(["what", "reason", "count"], rows) if rows else "")
 
 
-def _point(entry: dict[str, Any]) -> Point:
+def _point(entry: dict[str, Any]) -> CurvePoint:
     counted = f"{entry['rollouts']} rollouts, {entry['groups_equal']} of {entry['groups']} groups of equal reward"
-    return Point(
+    return CurvePoint(
         step=entry["step"], reward=entry["reward"], title=f"step {entry['step']}: reward {number(entry['reward'])}, {counted}"
     )
 
 
-def _marks(heldout: list[Heldout]) -> list[Point]:
-    """The evaluations beside training, for the curve."""
-    said = "held-out after step {step}: reward {reward}"
+def _marks(heldout: list[HeldoutReward]) -> list[CurvePoint]:
+    """Returns the evaluations during training, as points of the curve."""
+    text = "held-out after step {step}: reward {reward}"
     return [
-        Point(step=one.step, reward=one.reward, title=said.format(step=one.step, reward=number(one.reward)))
-        for one in heldout
-        if one.when == "during" and one.reward is not None
+        CurvePoint(step=each.step, reward=each.reward, title=text.format(step=each.step, reward=number(each.reward)))
+        for each in heldout
+        if each.when == "during" and each.reward is not None
     ]
 
 
-def _evaluations(heldout: list[Heldout]) -> str:
-    if not any(one.when == "during" for one in heldout):
+def _evaluations(heldout: list[HeldoutReward]) -> str:
+    if not any(each.when == "during" for each in heldout):
         return ""
-    rows = [(one.step, one.when, "skipped or failed" if one.reward is None else number(one.reward)) for one in heldout]
+    rows = [(each.step, each.when, "skipped or failed" if each.reward is None else number(each.reward)) for each in heldout]
     return f"<h2>Held-out evaluations</h2>{table(['step', 'training', 'mean reward'], rows)}"
 
 
@@ -144,8 +144,8 @@ def _steps(metrics: list[dict[str, Any]]) -> str:
     )
 
 
-SCANNED = 100
-"""Groups read at the start and at the end of a run to choose transcripts from: a long run has more than a page should wait for."""
+SCANNED_GROUPS = 100
+"""Groups read at the start and at the end of a run to choose transcripts from: reading all of a long run would take too long."""
 
 
 async def write_report(folder: Path) -> Path:
@@ -153,21 +153,21 @@ async def write_report(folder: Path) -> Path:
     config = _run_config(folder)
     metrics = _read_lines(folder / "metrics.jsonl")
     summary = _read_object(folder / "summary.json")
-    facts = RunFacts(
+    report = RunReport(
         name=config["run"]["name"],
         config=config,
         metrics=metrics,
         summary=summary,
         heldout=_heldout(_read_object(folder / "evals.json")),
-        **await _recorded(folder, config),
+        **await _read_pool(folder, config),
     )
-    return write_file(folder / "report.html", render_page(facts).encode("utf-8", "replace"))
+    return write_file(folder / "report.html", render_page(report).encode("utf-8", "replace"))
 
 
-def choose(groups: list[Group], replaced: Sequence[tuple[Task, Attempt]] = ()) -> list[Pick]:
-    """The rollouts worth reading: first, last, best, worst, and the last of each way to fail; one that is several comes once.
+def choose_transcripts(groups: list[Group], replaced: Sequence[tuple[Task, Attempt]] = ()) -> list[TranscriptPick]:
+    """Returns the rollouts worth reading: first, last, best, worst, and the last of each way to fail; each once.
 
-    `replaced` are attempts that others took the place of, which failed or were lost too.
+    `replaced` are attempts that were made again: they failed or were lost too.
     """
     all_of_them = [(group.task, attempt) for group in groups for attempt in group.attempts if attempt.end is not None]
     graded = [(task, attempt, attempt.reward) for task, attempt in all_of_them if attempt.reward is not None]
@@ -179,17 +179,17 @@ def choose(groups: list[Group], replaced: Sequence[tuple[Task, Attempt]] = ()) -
         chosen = [(why, task, attempt) for why, (task, attempt, _) in named]
     failed = {attempt.end: (task, attempt) for task, attempt in (*replaced, *all_of_them) if attempt.end is not End.COMPLETED}
     chosen += [("failed", task, attempt) for task, attempt in failed.values()]
-    picks: dict[str, Pick] = {}
+    picks: dict[str, TranscriptPick] = {}
     for why, task, attempt in chosen:
         known = picks.get(attempt.rollout.id)
-        picks[attempt.rollout.id] = Pick(why=f"{known.why}, {why}" if known else why, task=task, attempt=attempt)
+        picks[attempt.rollout.id] = TranscriptPick(why=f"{known.why}, {why}" if known else why, task=task, attempt=attempt)
     return list(picks.values())
 
 
-def _heldout(evaluations: dict[str, float | None]) -> list[Heldout]:
+def _heldout(evaluations: dict[str, float | None]) -> list[HeldoutReward]:
     """In the order of their steps."""
     named = [(*when.rpartition("-")[::2], reward) for when, reward in evaluations.items()]
-    return sorted(Heldout(int(step), when, reward) for when, step, reward in named)
+    return sorted(HeldoutReward(int(step), when, reward) for when, step, reward in named)
 
 
 def _run_config(folder: Path) -> dict[str, Any]:
@@ -199,27 +199,34 @@ def _run_config(folder: Path) -> dict[str, Any]:
     return settings["config"]
 
 
-async def _recorded(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """What the pool adds: ends, breaks and transcripts."""
+async def _read_pool(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """Returns the fields of `RunReport` that come from the pool: ends, breaks and transcripts."""
     kind = POOLS.load(config["pool"]["name"])
     if kind.why_unreadable(folder):
         return {"picked_from": "This run kept no transcripts."}
     pool: Pool = kind(folder, url=config["pool"].get("url", ""))
     try:
         stats = await pool.stats("train")
-        groups = await pool.groups("train", limit=SCANNED)
-        rest = max(SCANNED, stats.last_seq + 1 - SCANNED)
-        groups += await pool.groups("train", first_seq=rest, limit=SCANNED)
+        groups = await pool.groups("train", limit=SCANNED_GROUPS)
+        rest = max(SCANNED_GROUPS, stats.last_seq + 1 - SCANNED_GROUPS)
+        groups += await pool.groups("train", first_seq=rest, limit=SCANNED_GROUPS)
         replaced = [(group.task, attempt) for group in groups for attempt in await _replaced(pool, group)]
         ends = dict(sorted((await pool.stats()).ends.items(), key=lambda item: -item[1]))
     finally:
         await pool.close()
-    scanned = "all training groups" if stats.last_seq < 2 * SCANNED else f"the first and the last {SCANNED} training groups"
-    return {"ends": ends, "breaks": stats.breaks, "picks": choose(groups, replaced), "picked_from": f"Chosen among {scanned}."}
+    scanned = (
+        "all training groups" if stats.last_seq < 2 * SCANNED_GROUPS else f"the first and the last {SCANNED_GROUPS} training groups"
+    )
+    return {
+        "ends": ends,
+        "breaks": stats.breaks,
+        "picks": choose_transcripts(groups, replaced),
+        "picked_from": f"Chosen among {scanned}.",
+    }
 
 
 async def _replaced(pool: Pool, group: Group) -> list[Attempt]:
-    """The attempts of a group that no longer count."""
+    """Returns the attempts of a group that were made again."""
     counting = {attempt.rollout.id for attempt in group.attempts}
     if all(attempt.rollout.attempt == 1 for attempt in group.attempts):
         return []
@@ -234,7 +241,7 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
-    """The entries of a JSONL file; a line that is still being written is left out."""
+    """Returns the entries of a JSONL file; a line that is still being written is left out."""
     if not path.exists():
         return []
     return [orjson.loads(line) for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"}\n")]

@@ -1,4 +1,4 @@
-"""The run folder: everything a run leaves behind, in one place that can be zipped and sent to a colleague."""
+"""The run folder: every file of a run, in one place that can be zipped and sent to a colleague."""
 
 import hashlib
 import secrets
@@ -21,7 +21,7 @@ MAY_CHANGE = (
     "executor.", "scale.", "engine.url", "engine.api_key_env", "engine.retries", "engine.retry_s", "engine.first_token_s",
     "engine.stall_s",
 )  # fmt: skip
-"""Keys, or how they begin, that a resumed run may change: none of them changes what was trained so far."""
+"""Keys, or prefixes of keys, that a resumed run may change: none has an influence on what was trained so far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,22 +41,22 @@ class RunFolder:
         return self.path / "events.jsonl"
 
     def config(self) -> RunConfig:
-        """What the run was started with."""
+        """Returns the config that the run was started with."""
         return make_config(orjson.loads((self.path / "config.json").read_bytes())["config"], str(self.path / "config.json"))
 
-    def forget(self) -> None:
-        """Take back that this run was started, so that it can be started later."""
+    def discard_start(self) -> None:
+        """Remove the config, so that the folder counts as not started."""
         (self.path / "config.json").unlink()
 
     def secret(self) -> bytes:
-        """The key that signs this run's model tokens; made once, readable by the owner only."""
+        """Returns the key that signs this run's model tokens; created once, readable by the owner only."""
         file = self.path / "secret"
         if not file.exists():
             create_private(file, secrets.token_bytes(32))
         return file.read_bytes()
 
     def metrics(self) -> list[dict[str, Any]]:
-        """One entry per training step; a line that a kill cut short is left out."""
+        """Returns one entry per training step; a line that a kill cut short is left out."""
         lines = _lines(self.path / "metrics.jsonl")
         return [orjson.loads(line) for line in lines if line.endswith(b"}\n")]
 
@@ -66,43 +66,42 @@ class RunFolder:
             out.write(orjson.dumps(entry, option=orjson.OPT_APPEND_NEWLINE))
 
     def keep_metrics(self, steps: int) -> list[dict[str, Any]]:
-        """Forget the metrics of steps after `steps`, which a kill undid; return those kept."""
+        """Drop the metrics of steps after `steps`, which a kill undid; returns those kept."""
         kept = [entry for entry in self.metrics() if entry["step"] <= steps]
         text = b"".join(orjson.dumps(entry, option=orjson.OPT_APPEND_NEWLINE) for entry in kept)
         write_file(self.path / "metrics.jsonl", text)
         return kept
 
     def evaluations(self) -> dict[str, float | None]:
-        """Held-out rewards by when they were measured, such as `before-0` or `during-8`; None where one was due and not made."""
+        """Returns held-out rewards by time, such as `before-0` or `during-8`; None where one was skipped or failed."""
         file = self.path / "evals.json"
         return orjson.loads(file.read_bytes()) if file.exists() else {}
 
     def add_evaluation(self, when: str, reward: float | None) -> None:
-        """Keep a held-out reward, so that a resumed run need not measure it again."""
+        """Record a held-out reward, so that a resumed run does not measure it again."""
         write_file(self.path / "evals.json", orjson.dumps({**self.evaluations(), when: reward}))
 
     def keep_evaluations(self, steps: int) -> None:
-        """Forget what was measured after `steps`, of weights that a kill undid."""
+        """Drop evaluations after `steps`, of weights that a kill undid."""
         kept = {when: reward for when, reward in self.evaluations().items() if int(when.rpartition("-")[2]) <= steps}
         if kept != self.evaluations():
             write_file(self.path / "evals.json", orjson.dumps(kept))
 
     def summary(self) -> bytes | None:
-        """What the run came to when it last ended, as JSON."""
+        """Returns the summary of when the run last ended, as JSON."""
         file = self.path / "summary.json"
         return file.read_bytes() if file.exists() else None
 
     def write_summary(self, summary: bytes) -> None:
-        """Keep what the run came to."""
         write_file(self.path / "summary.json", orjson.dumps(orjson.loads(summary), option=orjson.OPT_INDENT_2))
 
 
 def open_run_folder(
     config: RunConfig, *, fresh: bool, may_change: tuple[str, ...] = MAY_CHANGE, files: Sequence[Path] = ()
 ) -> RunFolder:
-    """Make the folder, or take up the one that is there. Settings and files that are not as it was started with are refused.
+    """Create the folder, or open the existing one; ConfigError if settings or files differ from those that it was started with.
 
-    `may_change` are keys, or how they begin, of which that is not so; `files` are looked at beside the datasets.
+    `may_change` are keys, or prefixes of keys, that may differ; `files` are compared besides the datasets.
     """
     path = config.run.folder / config.run.name
     settings = {"config": config.model_dump(mode="json"), "datasets": _digests(config, files)}
@@ -122,7 +121,7 @@ def open_run_folder(
 
 
 def find_run_folder(path: Path) -> RunFolder:
-    """The folder of a run that was started, for reading; ConfigError where it is none."""
+    """Returns the folder of a run that was started; ConfigError if it is none."""
     try:
         settings: Any = orjson.loads((path / "config.json").read_bytes())
     except (OSError, ValueError):
@@ -134,7 +133,7 @@ def find_run_folder(path: Path) -> RunFolder:
 
 @contextmanager
 def locked(path: Path) -> Generator[None]:
-    """Hold the run for this process alone; the lock dies with the process."""
+    """Lock the run for this process; the system releases the lock when the process dies."""
     refusal = ConfigError(f"{path}: another process is training this run; wait for it or pick another run.name")
     with exclusive_lock(path / ".lock", refusal):
         yield
@@ -156,7 +155,7 @@ def _digest(file: Path) -> str:
 
 
 def _archive(path: Path) -> None:
-    """Keep a run under another name, its tables included where they are not in the folder."""
+    """Rename a run, with its tables if they are in a database elsewhere."""
     kept, pool = _archive_name(path), dict[str, Any]()
     if (file := path / "config.json").exists():
         pool = orjson.loads(file.read_bytes())["config"]["pool"]

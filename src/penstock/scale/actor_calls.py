@@ -1,4 +1,4 @@
-"""Calls of actors: what they raise comes back as it was raised, and what they have to tell is fetched in bunches."""
+"""Calls of Ray actors: their errors come back as they were raised, and their events are fetched in batches."""
 
 import asyncio
 import json
@@ -10,26 +10,26 @@ from penstock.events import Events
 from penstock.scale.package import RayActorError, RayTaskError, ray
 
 Actor = Any
-"""A handle of one of our actors: `handle.method.remote(…)` is an awaitable answer."""
+"""A handle of one of our actors: `handle.method.remote(…)` is awaitable."""
 
 ActorGone = RayActorError
-"""The process of an actor died, or cannot be reached; a restarted one answers the next call."""
+"""The process of an actor died or cannot be reached; once restarted, it answers the next call."""
 
 
-BACK_S = 180.0
-"""How long an actor that died may take to be started anew."""
-_AGAIN_S = 0.2
-IN_A_ROW = 3
+RESTART_S = 180.0
+"""How long the restart of an actor that died may take."""
+_RETRY_S = 0.2
+MAX_DEATHS = 3
 """How often an actor may die, with no progress in between, before the run is given up."""
 
 
-def named(name: str) -> Actor:
-    """The actor of that name in this run's namespace. A name can be given to an actor that is started anew; a handle gets lost."""
+def get_actor(name: str) -> Actor:
+    """Returns the actor of that name in this run's namespace. A name outlives a restart of whoever holds it; a handle does not."""
     return cast("Actor", ray.get_actor(name))
 
 
-async def answer(call: Awaitable[Any]) -> Any:
-    """What a call of an actor gives. An error of ours is raised with its own type and message, without Ray's traceback in it."""
+async def call_result(call: Awaitable[Any]) -> Any:
+    """Returns the result of a call. A PenstockError is raised with its own type and message, without Ray's traceback in it."""
     try:
         return await call
     except RayTaskError as error:
@@ -39,79 +39,79 @@ async def answer(call: Awaitable[Any]) -> Any:
         raise
 
 
-async def come_back(actor: Actor) -> None:
-    """Wait until an actor that died is there again: meanwhile Ray fails every call of it. ActorGone where it does not come."""
-    deadline = asyncio.get_running_loop().time() + BACK_S
+async def wait_restarted(actor: Actor) -> None:
+    """Wait until an actor that died is restarted: meanwhile Ray fails every call. ActorGone if that takes too long."""
+    deadline = asyncio.get_running_loop().time() + RESTART_S
     while True:
         try:
-            await answer(actor.ready.remote())
+            await call_result(actor.ready.remote())
             return
         except ActorGone:
             if asyncio.get_running_loop().time() > deadline:
                 raise
-            await asyncio.sleep(_AGAIN_S)
+            await asyncio.sleep(_RETRY_S)
 
 
-class Outbox:
-    """What an actor has to tell one who asks again and again. Items wait until they are fetched, in order."""
+class ItemQueue:
+    """Items of an actor that one reader polls; they wait in order until they are fetched."""
 
     def __init__(self) -> None:
         self._items: list[Any] = []
         self._filled = asyncio.Event()
 
     def put(self, item: Any) -> None:
-        """Add one; from the actor's own event loop."""
+        """Add an item; call it from the actor's event loop."""
         self._items.append(item)
         self._filled.set()
 
     async def take(self) -> list[Any]:
-        """All that there is; waits for the first."""
+        """Returns all items; waits for the first."""
         await self._filled.wait()
         return self.rest()
 
     def rest(self) -> list[Any]:
-        """All that there is, at once."""
+        """Returns all items without waiting."""
         items, self._items = self._items, []
         self._filled.clear()
         return items
 
 
-class Telling:
-    """The events of an actor, for the driver to fetch: it has the log, and whoever listens."""
+class EventBuffer:
+    """The events of an actor, for the driver to fetch: the driver has the event log and the listeners."""
 
     def __init__(self) -> None:
         self.events = Events()
-        self._outbox = Outbox()
+        self._queue = ItemQueue()
 
     def open(self) -> None:
-        """From now on, events are kept; from within the actor's event loop. Threads may emit them too."""
+        """Start to buffer events; call it within the actor's event loop. Threads may emit events too."""
         loop = asyncio.get_running_loop()
 
-        def tell(kind: str, fields: dict[str, Any]) -> None:
-            loop.call_soon_threadsafe(self._outbox.put, _frame(kind, fields))
+        def put(kind: str, fields: dict[str, Any]) -> None:
+            loop.call_soon_threadsafe(self._queue.put, _frame(kind, fields))
 
-        self.events.listen(tell)
+        self.events.listen(put)
 
-    async def told(self) -> list[bytes]:
-        """What happened since the last call; waits for the first. An empty one is the last."""
-        return await self._outbox.take()
+    async def take(self) -> list[bytes]:
+        """Returns the events since the last call; waits for the first. An empty frame is the last one."""
+        return await self._queue.take()
 
     def close(self) -> None:
-        """Nothing more will be told."""
-        asyncio.get_running_loop().call_soon(self._outbox.put, b"")
+        """Mark the end of the events."""
+        asyncio.get_running_loop().call_soon(self._queue.put, b"")
 
 
 def _frame(kind: str, fields: dict[str, Any]) -> bytes:
     return json.dumps([kind, fields], default=str).encode()
 
 
-async def relay(actor: Actor, events: Events) -> None:
-    """Emit here what an actor tells, until it says that this was all."""
+async def relay_events(actor: Actor, events: Events) -> None:
+    """Emit an actor's events here until their end."""
     while True:
         try:
-            frames: list[bytes] = await answer(actor.told.remote())
-        except ActorGone:  # restarted, or given up by whoever waits for its answer
-            await asyncio.sleep(_AGAIN_S)
+            frames: list[bytes] = await call_result(actor.take_events.remote())
+        except ActorGone:  # it is being restarted, or `supervise` gives it up
+            await asyncio.sleep(_RETRY_S)
             continue
         for frame in frames:
             if not frame:

@@ -1,4 +1,4 @@
-"""The Ray cluster of a run: one that is started here and ends with us, or one that is running; and where things are in it."""
+"""The Ray cluster of a run: started on this machine for the run, or one that is running already; and its nodes."""
 
 import asyncio
 import ipaddress
@@ -19,10 +19,10 @@ from penstock.scale.package import NodeAffinitySchedulingStrategy, RayError, ray
 
 STORE_BYTES = 128 << 20
 """Least memory of a local cluster's object store: jobs and answers are small, weights come on top."""
-PROBE_S = 2.0
-STRANGER_S = 120.0
-REFUSED = 3
-STRANGER = """
+CONNECT_S = 2.0
+PROBE_TIMEOUT_S = 120.0
+REFUSED_CODE = 3
+PROBE_PROGRAM = """
 import sys
 from ray._raylet import GcsClient
 from ray.exceptions import AuthenticationError
@@ -47,7 +47,7 @@ def open_cluster(address: str, *, namespace: str, store_bytes: int = STORE_BYTES
     if ray.is_initialized():
         yield
         return
-    with _own_signals():
+    with _keep_sigterm():
         _connect(address, namespace, store_bytes)
     try:
         refuse_open_cluster()
@@ -62,14 +62,14 @@ def live_nodes() -> list[dict[str, Any]]:
     return [node for node in nodes if node["Alive"]]
 
 
-def here() -> str:
+def own_node_id() -> str:
     """The id of the node that this process is on."""
     return ray.get_runtime_context().get_node_id()
 
 
 def own_node() -> dict[str, Any]:
     """The machine that this process is on."""
-    return next(node for node in live_nodes() if node["NodeID"] == here())
+    return next(node for node in live_nodes() if node["NodeID"] == own_node_id())
 
 
 def on_node(node_id: str) -> Any:
@@ -80,17 +80,17 @@ def on_node(node_id: str) -> Any:
 def refuse_open_cluster() -> None:
     """Several machines without a token between them would run anyone's code: ConfigError.
 
-    That we have a token says nothing, since a cluster that asks for none lets us in too; so one without a token tries the door.
+    Our own token proves nothing, since a cluster that asks for none lets us in too; so a program without a token tries to connect.
     """
     nodes, address = live_nodes(), cast("str", ray.get_runtime_context().gcs_address)
-    if len(nodes) > 1 and not _refuses_strangers(address):
+    if len(nodes) > 1 and not _requires_token(address):
         raise ConfigError(
             f"the Ray cluster has {len(nodes)} nodes and lets in whoever reaches it; start every node and this command with "
             "RAY_AUTH_MODE=token and the same RAY_AUTH_TOKEN (`ray get-auth-token --generate` makes one)"
         )
 
 
-async def seen_from(base_url: str, *, several_nodes: bool) -> str:
+async def reachable_url(base_url: str, *, several_nodes: bool) -> str:
     """The gateway's URL as workers on all nodes can use it: loopback becomes this node's own address where there are several.
 
     ConfigError where the gateway does not listen there.
@@ -108,29 +108,29 @@ async def seen_from(base_url: str, *, several_nodes: bool) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host` means the machine that says it, and no other."""
+    """Whether `host` means the caller's own machine."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
 
 
-def _refuses_strangers(address: str) -> bool:
+def _requires_token(address: str) -> bool:
     others = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH_")}
-    command = [sys.executable, "-c", STRANGER, address, str(REFUSED)]
-    done = subprocess.run(command, env=others | {"RAY_AUTH_MODE": "disabled"}, capture_output=True, timeout=STRANGER_S)
-    return done.returncode == REFUSED
+    command = [sys.executable, "-c", PROBE_PROGRAM, address, str(REFUSED_CODE)]
+    done = subprocess.run(command, env=others | {"RAY_AUTH_MODE": "disabled"}, capture_output=True, timeout=PROBE_TIMEOUT_S)
+    return done.returncode == REFUSED_CODE
 
 
 def _listens(host: str, port: int) -> bool:
-    with suppress(OSError), socket.create_connection((host, port), timeout=PROBE_S):
+    with suppress(OSError), socket.create_connection((host, port), timeout=CONNECT_S):
         return True
     return False
 
 
 def _connect(address: str, namespace: str, store_bytes: int) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    logging.getLogger("ray").setLevel(logging.ERROR)  # how it is doing is told by our own events
+    logging.getLogger("ray").setLevel(logging.ERROR)  # our own events report its state
     quiet: dict[str, Any] = {"namespace": namespace, "log_to_driver": False, "logging_level": logging.ERROR}
     try:
         if address:
@@ -144,8 +144,8 @@ def _connect(address: str, namespace: str, store_bytes: int) -> None:
 
 
 @contextmanager
-def _own_signals() -> Generator[None]:
-    """Ray takes SIGTERM for itself; give it back to whoever had it."""
+def _keep_sigterm() -> Generator[None]:
+    """Ray replaces the SIGTERM handler; restore the one before."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -17,10 +17,10 @@ from penstock.rollout.author_tasks import make_slots
 from penstock.rollout.executors.base import Executor, ExecutorContext, GatewaySession, SessionSpec
 from penstock.rollout.in_process import Reward, WorkflowResult
 from penstock.rollout.processes.job_protocol import AgentJob, JobKind, JobResult, write_samples
-from penstock.scale.cluster import here, live_nodes, on_node, open_cluster, seen_from
+from penstock.scale.cluster import live_nodes, on_node, open_cluster, own_node_id, reachable_url
 from penstock.scale.manager import AgentFlowManager
 from penstock.scale.package import ray
-from penstock.scale.run_spec import recipe
+from penstock.scale.run_spec import portable_agent_spec
 from penstock.scale.worker import AgentFlowWorker
 from penstock.sdk.samples import RolloutSample
 
@@ -54,16 +54,20 @@ class RayExecutor(Executor):
         agent = context.agent
         self._context = context
         self._section: RaySection = context.section or RaySection()
-        self._recipe = recipe(agent)
+        self._agent_spec = portable_agent_spec(agent)
         self._workflow_slots = make_slots(agent.workflow_config and agent.workflow_config.concurrency)
         self._grader_slots = make_slots(agent.grader_config and agent.grader_config.concurrency)
         self._stack = ExitStack()
         self._several_nodes = False
-        self._hired = itertools.count()
+        self._started = itertools.count()
         self._urls: dict[str, str] = {}
         section = self._section
         self._manager = AgentFlowManager(
-            self._hire, workers=section.workers, room=section.concurrency, start_s=section.start_s, events=context.events
+            self._start_worker,
+            workers=section.workers,
+            concurrency=section.concurrency,
+            start_s=section.start_s,
+            events=context.events,
         )
 
     async def __aenter__(self) -> Self:
@@ -94,21 +98,21 @@ class RayExecutor(Executor):
     async def _url(self, base_url: str) -> str:
         """The gateway as workers see it."""
         if base_url not in self._urls:
-            self._urls[base_url] = await seen_from(base_url, several_nodes=self._several_nodes)
+            self._urls[base_url] = await reachable_url(base_url, several_nodes=self._several_nodes)
         return self._urls[base_url]
 
-    def _hire(self) -> Any:
+    def _start_worker(self) -> Any:
         options = {"num_cpus": self._section.cpus, "scheduling_strategy": self._where(), "max_restarts": 0}
-        return ray.remote(AgentFlowWorker).options(**options).remote(self._recipe, grace_s=self._section.grace_s)
+        return ray.remote(AgentFlowWorker).options(**options).remote(self._agent_spec, grace_s=self._section.grace_s)
 
     def _where(self) -> Any:
         """The node of the next worker. On the only one they stay, also if others join: the gateway may be on its loopback."""
         if not self._several_nodes:
-            return on_node(here())
+            return on_node(own_node_id())
         if self._section.cpus:
             return "SPREAD"
         nodes = sorted(node["NodeID"] for node in live_nodes())  # Ray does not spread what asks for no processor
-        return on_node(nodes[next(self._hired) % len(nodes)])
+        return on_node(nodes[next(self._started) % len(nodes)])
 
     def _job(self, kind: JobKind, task: Task, rollout_id: str, timeout_s: float, session: SessionSpec | None) -> AgentJob:
         folder = self._context.artifacts and self._context.artifacts.resolve() / rollout_id
@@ -129,7 +133,7 @@ class RayExecutor(Executor):
         except ValueError as cause:
             raise self._unsent(job, cause) from cause
         grace_s = job.grace_s
-        answer = await self._manager.do(frame, write_samples(samples), patience_s=job.timeout_s + grace_s, grace_s=grace_s)
+        answer = await self._manager.run(frame, write_samples(samples), timeout_s=job.timeout_s + grace_s, grace_s=grace_s)
         if error := answer.error():
             raise error
         return answer

@@ -1,15 +1,15 @@
-"""ParameterSynchronizer: an actor that holds the weights of the current policy version and hands them to what samples with them."""
+"""ParameterSynchronizer: an actor that holds the weights of the current policy version and loads them into the rollouter."""
 
 import asyncio
 from pathlib import Path
 from typing import Any
 
 from penstock.errors import TrainError
-from penstock.scale.actor_calls import IN_A_ROW, ActorGone, answer, come_back, named
+from penstock.scale.actor_calls import MAX_DEATHS, ActorGone, call_result, get_actor, wait_restarted
 from penstock.scale.package import ray
-from penstock.train.policy import COPIED
+from penstock.train.policy import MODEL_SUFFIXES
 
-FILES = (*COPIED, ".safetensors")
+FILES = (*MODEL_SUFFIXES, ".safetensors")
 """How the names of a model folder's files end."""
 
 
@@ -20,23 +20,23 @@ class ParameterSynchronizer:
         self._rollouter = rollouter
         self._files: dict[str, Any] = {}
         self._turn = asyncio.Lock()
-        """What a trainer that died has begun ends before the next one's."""
+        """A call of a trainer that died ends before the next trainer's begins."""
 
     async def publish(self, version: int, folder: str) -> None:
-        """Hold the files of a model folder and have them served as `version`; returns when they are."""
+        """Hold the files of a model folder and load them into the rollouter as `version`; returns once they are served."""
         async with self._turn:
             self._files = await asyncio.to_thread(_put, Path(folder))
-            await self._hand_over(version)
+            await self._load(version)
 
-    async def _hand_over(self, version: int) -> None:
-        rollouter = named(self._rollouter)
-        for _ in range(IN_A_ROW):
+    async def _load(self, version: int) -> None:
+        rollouter = get_actor(self._rollouter)
+        for _ in range(MAX_DEATHS):
             try:
-                await answer(rollouter.load.remote(version, list(self._files), *self._files.values()))
+                await call_result(rollouter.load.remote(version, list(self._files), *self._files.values()))
                 return
-            except ActorGone:  # it comes back without any weights
-                await come_back(rollouter)
-        raise TrainError(f"policy version {version} reached no rollouter: {IN_A_ROW} died over it; see Ray's logs")
+            except ActorGone:  # it restarts without these weights
+                await wait_restarted(rollouter)
+        raise TrainError(f"policy version {version} reached no rollouter: {MAX_DEATHS} died over it; see Ray's logs")
 
 
 def _put(folder: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The side of a run that makes rollouts, as a trainer in another process sees it."""
+"""The rollout source of a trainer whose rollouter is another process."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -7,14 +7,14 @@ from typing import Any
 
 from penstock.errors import TrainError
 from penstock.events import Events
-from penstock.scale.actor_calls import IN_A_ROW, Actor, ActorGone, answer, come_back
+from penstock.scale.actor_calls import MAX_DEATHS, Actor, ActorGone, call_result, wait_restarted
 from penstock.scale.package import ray
 
 
 class RemoteRollouts:
-    """`Rollouts` over an AsyncRollouter. One that died and was started anew gets the current weights, and goes on.
+    """A `RolloutSource` over an AsyncRollouter. After a restart, the rollouter gets the current weights and goes on.
 
-    What the dead one had under way is in the pool without an end; the scheduler of the next makes new attempts at that.
+    Rollouts of the dead one are in the pool without an end; the next one's scheduler makes new attempts at them.
     """
 
     def __init__(self, rollouter: Actor, synchronizer: Actor, events: Events) -> None:
@@ -36,55 +36,55 @@ class RemoteRollouts:
     def advance(self, steps_trained: int) -> None:
         self._deaths = self._deaths if steps_trained == self._steps_trained else 0
         self._steps_trained = steps_trained
-        self._rollouter.advance.remote(steps_trained)  # one that is dead now hears of it in `run`
+        self._rollouter.advance.remote(steps_trained)  # if it is dead now, `run` passes it on after the restart
 
     def stop(self) -> None:
         self._stopped = True
         self._rollouter.stop.remote()
 
     async def evaluate(self) -> list[str]:
-        return await self._until(lambda: self._call("evaluate", self._version), although_stopped=True)
+        return await self._until(lambda: self._call("evaluate", self._version), even_if_stopped=True)
 
     async def load(self, version: int, folder: Path) -> None:
         async with self._publishing:
             self._served = (version, folder)
-            await self._hand_over()
+            await self._publish()
 
     @property
     def _version(self) -> int:
         return self._served[0] if self._served else 0
 
-    async def _hand_over(self) -> None:
+    async def _publish(self) -> None:
         if self._served is not None:
             version, folder = self._served
-            await answer(self._synchronizer.publish.remote(version, str(folder)))
+            await call_result(self._synchronizer.publish.remote(version, str(folder)))
 
-    async def _until(self, call: Callable[[], Awaitable[Any]], *, although_stopped: bool = False) -> Any:
-        """What `call` gives, from a rollouter that has the current weights, however often it must be started anew for that."""
+    async def _until(self, call: Callable[[], Awaitable[Any]], *, even_if_stopped: bool = False) -> Any:
+        """Returns the result of `call` from a rollouter that has the current weights, across its restarts."""
         while True:
             try:
                 result = await call()
-                if result is not None and result is not False:  # else it is behind
+                if result is not None and result is not False:  # else it lacks the current weights
                     return result
             except ActorGone as gone:
-                if self._stopped and not although_stopped:
+                if self._stopped and not even_if_stopped:
                     return None
                 self._count(gone)
-                await come_back(self._rollouter)
+                await wait_restarted(self._rollouter)
             async with self._publishing:
-                await self._hand_over()
+                await self._publish()
 
     def _count(self, gone: Exception) -> None:
         self._deaths += 1
         reason = str(gone).splitlines()[0]
         self._events.emit("rollouter.lost", message=reason, in_a_row=self._deaths)
-        if self._deaths > IN_A_ROW:
+        if self._deaths > MAX_DEATHS:
             raise TrainError(f"the rollouter died {self._deaths} times without a step of training: {reason}; see Ray's logs")
 
     async def _call(self, method: str, *arguments: Any) -> Any:
         call = getattr(self._rollouter, method).remote(*arguments)
         try:
-            return await answer(call)
+            return await call_result(call)
         except asyncio.CancelledError:
             ray.cancel(call)
             raise

@@ -1,4 +1,4 @@
-"""AsyncRollouter: an actor that has engine, gateway, runner and scheduler, and makes rollouts for a trainer that is elsewhere."""
+"""AsyncRollouter: an actor with engine, gateway, runner and scheduler, which makes rollouts for a trainer elsewhere."""
 
 import asyncio
 import os
@@ -11,22 +11,22 @@ from typing import Any, TypeVar
 import torch
 
 from penstock.run.opening import open_pool
-from penstock.scale.actor_calls import Telling
-from penstock.scale.run_spec import Sent, exclusive_process
+from penstock.scale.actor_calls import EventBuffer
+from penstock.scale.run_spec import RunSpec, exclusive_process
 from penstock.system.processes import relax_gc
-from penstock.train.policy import KEPT
+from penstock.train.policy import PUBLISHED_KEPT
 from penstock.train.training_run import LocalRollouts, open_rollouts
 
 T = TypeVar("T")
 
 
 class AsyncRollouter:
-    """Opened by the first call. A process that Ray started anew is behind: it serves version 0 until it is given weights."""
+    """Opened by the first call. After Ray restarted its process it serves version 0 until it is given weights."""
 
     def __init__(self, folder: str) -> None:
         relax_gc()
-        self._sent = Sent.read(folder)
-        self._telling = Telling()
+        self._spec = RunSpec.read(folder)
+        self._events = EventBuffer()
         self._stack: AsyncExitStack | None = None
         self._rollouts: LocalRollouts | None = None
         self._opening = asyncio.Lock()
@@ -34,24 +34,24 @@ class AsyncRollouter:
         self._listening = False
 
     async def begin(self) -> bool:
-        """Serve a trainer that starts: what was under way for one before it is ended, its tokens recorded."""
-        await self._shut()
-        await self._opened()
+        """Prepare for a trainer that starts: what runs for an earlier one is cancelled, with its tokens recorded."""
+        await self._close_rollouts()
+        await self._ensure_open()
         return True
 
     async def run(self, steps_trained: int, version: int) -> bool:
-        """See `Rollouts.run`. False, at once, where this process was never given `version`."""
-        rollouts = await self._opened()
+        """See `RolloutSource.run`. False, at once, where this process was never given `version`."""
+        rollouts = await self._ensure_open()
         if rollouts.engine.version < version:
             return False
         rollouts.advance(steps_trained)
-        await self._under_way(rollouts.run())
+        await self._cancellable(rollouts.run())
         return True
 
     async def evaluate(self, version: int) -> list[str] | None:
-        """See `Rollouts.evaluate`. None, at once, where this process was never given `version`."""
-        rollouts = await self._opened()
-        return None if rollouts.engine.version < version else await self._under_way(rollouts.evaluate())
+        """See `RolloutSource.evaluate`. None, at once, where this process was never given `version`."""
+        rollouts = await self._ensure_open()
+        return None if rollouts.engine.version < version else await self._cancellable(rollouts.evaluate())
 
     async def advance(self, steps_trained: int) -> None:
         if self._rollouts is not None:
@@ -62,28 +62,28 @@ class AsyncRollouter:
             self._rollouts.stop()
 
     async def load(self, version: int, names: list[str], *contents: bytes) -> None:
-        """See `Rollouts.load`; `contents` are the files `names` of a model folder."""
-        rollouts = await self._opened()
-        kept = Path(self._sent.run_folder) / "received"
+        """See `RolloutSource.load`; `contents` are the files `names` of a model folder."""
+        rollouts = await self._ensure_open()
+        kept = Path(self._spec.run_folder) / "received"
         folder = kept / f"{version:06d}"
         await asyncio.to_thread(_write, folder, dict(zip(names, contents, strict=True)))
         await rollouts.load(version, folder)
-        for old in sorted(each for each in kept.iterdir() if each != folder)[: 1 - KEPT]:
+        for old in sorted(each for each in kept.iterdir() if each != folder)[: 1 - PUBLISHED_KEPT]:
             await asyncio.to_thread(shutil.rmtree, old, ignore_errors=True)
 
     async def ready(self) -> None:
-        """Answer, as any process can that has started."""
+        """Returns once the process has started."""
 
-    async def told(self) -> list[bytes]:
-        """Events since the last call."""
-        return await self._telling.told()
+    async def take_events(self) -> list[bytes]:
+        """Returns the events since the last call."""
+        return await self._events.take()
 
     async def close(self) -> None:
-        """End all that is under way and let go of everything."""
-        await self._shut()
-        self._telling.close()
+        """Cancel everything that runs and close everything."""
+        await self._close_rollouts()
+        self._events.close()
 
-    async def _opened(self) -> LocalRollouts:
+    async def _ensure_open(self) -> LocalRollouts:
         async with self._opening:
             if self._rollouts is None:
                 self._rollouts = await self._open()
@@ -92,21 +92,21 @@ class AsyncRollouter:
     async def _open(self) -> LocalRollouts:
         if not self._listening:
             self._listening = True
-            self._telling.open()
-            self._telling.events.emit("rollouter.start", pid=os.getpid())
-        torch.set_num_threads(self._sent.threads)
-        config, folder = self._sent.make_config(), self._sent.make_folder(resumed=True)
-        inputs = self._sent.make_inputs(config, self._sent.load_agent())
+            self._events.open()
+            self._events.events.emit("rollouter.start", pid=os.getpid())
+        torch.set_num_threads(self._spec.threads)
+        config, folder = self._spec.make_config(), self._spec.make_folder(resumed=True)
+        inputs = self._spec.make_inputs(config, self._spec.load_agent())
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(exclusive_process(folder.path / ".rollouter.lock"))
             pool = open_pool(config, folder)
             stack.push_async_callback(pool.close)
-            opened = open_rollouts(config, inputs, folder, self._telling.events, pool)
+            opened = open_rollouts(config, inputs, folder, self._events.events, pool)
             rollouts = await stack.enter_async_context(opened)
             self._stack = stack.pop_all()
         return rollouts
 
-    async def _shut(self) -> None:
+    async def _close_rollouts(self) -> None:
         async with self._opening:
             for task in self._running:
                 task.cancel()
@@ -116,8 +116,8 @@ class AsyncRollouter:
             if stack is not None:
                 await stack.aclose()
 
-    async def _under_way(self, work: Coroutine[Any, Any, T]) -> T:
-        """Await what a new trainer must be able to end, since the one that asked for it may be dead."""
+    async def _cancellable(self, work: Coroutine[Any, Any, T]) -> T:
+        """Await `work` such that a new trainer can cancel it, since the one that asked for it may be dead."""
         task = asyncio.create_task(work)
         self._running.add(task)
         try:

@@ -1,4 +1,4 @@
-"""A training run on Ray: the driver, which starts the actors, hears them, and starts again those that die."""
+"""A training run on Ray: the driver, which starts the actors, relays their events, and resumes after one died."""
 
 import asyncio
 import secrets
@@ -16,20 +16,20 @@ from penstock.events import Events, Listener
 from penstock.pool import POOLS
 from penstock.run.folder import RunFolder, locked, open_run_folder
 from penstock.run.inputs import Inputs, refuse_untrainable
-from penstock.scale.actor_calls import IN_A_ROW, Actor, ActorGone, answer, come_back, relay
-from penstock.scale.cluster import STORE_BYTES, here, on_node, open_cluster, own_node
+from penstock.scale.actor_calls import MAX_DEATHS, Actor, ActorGone, call_result, relay_events, wait_restarted
+from penstock.scale.cluster import STORE_BYTES, on_node, open_cluster, own_node, own_node_id
 from penstock.scale.executor import RaySection
 from penstock.scale.package import ray
 from penstock.scale.parameter_sync import FILES, ParameterSynchronizer
 from penstock.scale.rollouter import AsyncRollouter
-from penstock.scale.run_spec import Sent
+from penstock.scale.run_spec import RunSpec
 from penstock.scale.trainer import AsyncTrainer
 from penstock.system.async_tools import leaf_errors
-from penstock.train.summary import Summary, finished
+from penstock.train.summary import Summary, finished_summary
 
 COPIES = 3
 """Of the weights in the object store at once: the version that is served, the one that comes, and one on its way."""
-LAST_WORDS_S = 10.0
+CLOSE_S = 10.0
 
 
 class Actors(NamedTuple):
@@ -43,11 +43,11 @@ async def train_on_ray(
     config: RunConfig, inputs: Inputs, *, listener: Listener, stop: asyncio.Event, fresh: bool = False
 ) -> Summary:
     """As `penstock.train.run.train`, with rollouts and training in processes of a Ray cluster."""
-    refuse_misfits(config, inputs)
+    refuse_unscalable(config, inputs)
     folder = open_run_folder(config, fresh=fresh)
     with locked(folder.path), Events(folder.events) as events:
         events.listen(listener)
-        if done := finished(folder, config):
+        if done := finished_summary(folder, config):
             return done
         events.emit("stage", text="starting Ray" if not config.scale.address else f"connecting to Ray at {config.scale.address}")
         with open_cluster(config.scale.address, namespace=f"penstock-{config.run.name}", store_bytes=_store_bytes(inputs)):
@@ -58,7 +58,7 @@ async def train_on_ray(
         return summary
 
 
-def refuse_misfits(config: RunConfig, inputs: Inputs) -> None:
+def refuse_unscalable(config: RunConfig, inputs: Inputs) -> None:
     """ConfigError for what has no meaning in several processes: a pool that one of them sees, an executor's own cluster."""
     refuse_untrainable(config)
     if not POOLS.load(config.pool.name).shareable:
@@ -73,8 +73,8 @@ def refuse_misfits(config: RunConfig, inputs: Inputs) -> None:
 
 @asynccontextmanager
 async def open_actors(config: RunConfig, inputs: Inputs, folder: RunFolder, events: Events) -> AsyncGenerator[Actors]:
-    """Start the actors on this node, where the run's folder is, and tell here what they tell; they are ended on leaving."""
-    sent = Sent.of(config, inputs, folder, threads=torch.get_num_threads()).write()
+    """Start the actors on this node, where the run's folder is, and relay their events; they are killed on leaving."""
+    sent = RunSpec.of(config, inputs, folder, threads=torch.get_num_threads()).write()
     names = [f"{role}-{secrets.token_hex(4)}" for role in ("rollouter", "synchronizer", "trainer")]
     rollouter_gpus, trainer_gpus = gpu_shares(config, int(own_node()["Resources"].get("GPU", 0)))
     rollouter = _start(AsyncRollouter, names[0], sent, num_gpus=rollouter_gpus)
@@ -82,11 +82,11 @@ async def open_actors(config: RunConfig, inputs: Inputs, folder: RunFolder, even
     trainer = _start(AsyncTrainer, names[2], sent, *names[:2], num_gpus=trainer_gpus)
     try:
         async with asyncio.TaskGroup() as group:
-            relays = [group.create_task(relay(actor, events)) for actor in (rollouter, trainer)]
+            relays = [group.create_task(relay_events(actor, events)) for actor in (rollouter, trainer)]
             try:
                 yield Actors(trainer, rollouter)
                 await _close(rollouter, trainer)
-                await asyncio.wait(relays, timeout=LAST_WORDS_S)
+                await asyncio.wait(relays, timeout=CLOSE_S)
             finally:
                 for each in relays:
                     each.cancel()
@@ -98,44 +98,43 @@ async def open_actors(config: RunConfig, inputs: Inputs, folder: RunFolder, even
 
 
 async def supervise(actors: Actors, stop: asyncio.Event, events: Events, *, resumed: bool) -> Summary:
-    """Have the trainer run to its end; one that died goes on from its checkpoint. TrainError where it dies again and again."""
-    deaths = Deaths()
+    """Run the trainer to its end; after a death it continues from its checkpoint. TrainError if it keeps dying."""
+    deaths = DeathCounter()
     events.listen(deaths)
-    stopping = asyncio.create_task(_pass_on(stop, actors.trainer))
+    stopping = asyncio.create_task(_forward_stop(stop, actors.trainer))
     try:
         while True:
             try:
-                return from_json(Summary, await answer(actors.trainer.run.remote(resumed=resumed)))
+                return from_json(Summary, await call_result(actors.trainer.run.remote(resumed=resumed)))
             except ActorGone as gone:
                 resumed, deaths.in_a_row = True, deaths.in_a_row + 1
                 reason = str(gone).splitlines()[0]
                 events.emit("trainer.lost", message=reason, in_a_row=deaths.in_a_row)
-                if deaths.in_a_row > IN_A_ROW:
+                if deaths.in_a_row > MAX_DEATHS:
                     count = deaths.in_a_row
                     raise TrainError(
                         f"the trainer died {count} times without a step of training: {reason}; see Ray's logs"
                     ) from gone
-                await come_back(actors.trainer)
+                await wait_restarted(actors.trainer)
                 if stop.is_set():
                     actors.trainer.stop.remote()
     finally:
         stopping.cancel()
 
 
-class Deaths:
-    """Counts how often a trainer died; a step of training forgets them. A listener of events."""
+class DeathCounter:
+    """A listener of events that counts deaths of the trainer; a trained step resets the count."""
 
     def __init__(self) -> None:
         self.in_a_row = 0
 
     def __call__(self, kind: str, fields: dict[str, Any]) -> None:
-        """Take in one event."""
         if kind == "train.step":
             self.in_a_row = 0
 
 
 def gpu_shares(config: RunConfig, gpus: int) -> tuple[float, float]:
-    """How much of the node's GPUs rollouter and trainer get: one each where there are two, half of the only one."""
+    """Returns the GPUs of rollouter and trainer: one each where there are two, else half of the only one."""
     if not gpus or config.engine.device == "cpu":
         return 0.0, 0.0
     if not config.engine.in_process:
@@ -144,21 +143,21 @@ def gpu_shares(config: RunConfig, gpus: int) -> tuple[float, float]:
 
 
 def _start(cls: type[Any], name: str, *arguments: str, num_gpus: float = 0.0) -> Actor:
-    options = {"name": name, "num_cpus": 0, "num_gpus": num_gpus, "max_restarts": -1, "scheduling_strategy": on_node(here())}
+    options = {"name": name, "num_cpus": 0, "num_gpus": num_gpus, "max_restarts": -1, "scheduling_strategy": on_node(own_node_id())}
     return ray.remote(cls).options(**options).remote(*arguments)
 
 
-async def _pass_on(stop: asyncio.Event, trainer: Actor) -> None:
+async def _forward_stop(stop: asyncio.Event, trainer: Actor) -> None:
     await stop.wait()
-    trainer.stop.remote()  # one that is dead now is told again when it is back
+    trainer.stop.remote()  # if it is dead now, `supervise` repeats this after its restart
 
 
 async def _close(*actors: Actor) -> None:
     for actor in actors:
         try:
-            async with asyncio.timeout(LAST_WORDS_S):
-                await answer(actor.close.remote())
-        except (TimeoutError, ActorGone):  # nothing is left to be lost: the summary is here
+            async with asyncio.timeout(CLOSE_S):
+                await call_result(actor.close.remote())
+        except (TimeoutError, ActorGone):  # nothing can be lost any more: the summary has arrived
             continue
 
 

@@ -1,4 +1,4 @@
-"""A run as another process finds it: a file of the run's folder, from which that one makes the same config and inputs."""
+"""A run's specification for other processes: a file in the run folder, from which they make the same config and inputs."""
 
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
@@ -34,30 +34,30 @@ async def exclusive_process(path: Path) -> AsyncGenerator[None]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sent:
-    """Paths in it are absolute: the other process may have been started anywhere on this machine.
+class RunSpec:
+    """Paths in it are absolute, as the other process may have another working directory.
 
-    It is a file and no argument of an actor's, so that one that Ray starts anew, much later, finds it for sure.
+    A file rather than an actor's argument, so that an actor that Ray restarts, much later, still finds it.
     """
 
     config: dict[str, Any]
-    recipe: str
+    agent_spec: str
     tasks: tuple[Task, ...]
     heldout: tuple[Task, ...]
     model: str
     model_folder: str
     run_folder: str
     threads: int
-    """As many as torch would use in a process of ours; Ray would leave it one."""
+    """For torch: as many as in the driver, where Ray would set one."""
 
     @classmethod
     def of(cls, config: RunConfig, inputs: Inputs, folder: RunFolder, *, threads: int) -> Self:
-        """What makes `config` and `inputs` elsewhere."""
+        """Returns the specification of a run."""
         run = config.run.model_copy(update={"folder": config.run.folder.absolute()})
         tree = config.model_copy(update={"run": run, "agent": _absolute(config.agent)}).model_dump(mode="json")
         return cls(
             config=tree,
-            recipe=recipe(inputs.agent).decode(),
+            agent_spec=portable_agent_spec(inputs.agent).decode(),
             tasks=tuple(inputs.tasks),
             heldout=tuple(inputs.heldout),
             model=inputs.model,
@@ -71,7 +71,7 @@ class Sent:
         return from_json(cls, (Path(folder) / FILE).read_bytes())
 
     def write(self) -> str:
-        """Put it into the run's folder, whose path is returned."""
+        """Write the file; returns the path of the run's folder."""
         try:
             write_file(Path(self.run_folder) / FILE, to_json(self))
         except ValueError as cause:
@@ -82,26 +82,25 @@ class Sent:
         return make_config(self.config, "the run's config")
 
     def make_inputs(self, config: RunConfig, agent: Agent | None = None) -> Inputs:
-        """The run's inputs; with None for the agent, those of a process that runs none: it has no need of the author's file."""
+        """Returns the run's inputs; without `agent`, for a process that runs none and does not import the author's file."""
         return Inputs(
             tasks=list(self.tasks),
             heldout=list(self.heldout),
-            agent=agent or _nobody(config),
+            agent=agent or _no_agent(config),
             executor=read_section(config.rollout.executor, config.executor),
             model=self.model,
             folder=Path(self.model_folder),
         )
 
     def load_agent(self) -> Agent:
-        """The author's agent, loaded here."""
-        return AgentSpec.read(self.recipe.encode()).load()
+        return AgentSpec.read(self.agent_spec.encode()).load()
 
     def make_folder(self, *, resumed: bool) -> RunFolder:
         return RunFolder(Path(self.run_folder), resumed=resumed)
 
 
-def recipe(agent: Agent) -> bytes:
-    """What loads `agent` in a process that was started in another folder."""
+def portable_agent_spec(agent: Agent) -> bytes:
+    """Returns the agent's spec with absolute paths, for a process with another working directory."""
     return AgentSpec.from_config(_absolute(agent.source), *agent.tables).write()
 
 
@@ -110,5 +109,5 @@ def _absolute(source: AgentSection) -> AgentSection:
     return source.model_copy(update={"entry": source.entry.absolute(), "flows": flows, "folder": source.folder.absolute()})
 
 
-def _nobody(config: RunConfig) -> Agent:
+def _no_agent(config: RunConfig) -> Agent:
     return Agent(entry=config.agent.entry, workflow=AgentWorkflow, workflow_config=None, grader=None, grader_config=None)

@@ -1,4 +1,4 @@
-"""AsyncTrainer: an actor that has the learner, and trains on what a rollouter elsewhere puts into the pool."""
+"""AsyncTrainer: an actor with the learner, which trains on the groups that a rollouter elsewhere puts into the pool."""
 
 import asyncio
 import os
@@ -13,65 +13,65 @@ from penstock.engines.embedded.engine import pick_device, pick_dtype
 from penstock.engines.embedded.weights import load_decoder
 from penstock.run.inputs import Inputs
 from penstock.run.opening import open_pool
-from penstock.scale.actor_calls import Telling, named
+from penstock.scale.actor_calls import EventBuffer, get_actor
 from penstock.scale.remote_rollouts import RemoteRollouts
-from penstock.scale.run_spec import Sent, exclusive_process
+from penstock.scale.run_spec import RunSpec, exclusive_process
 from penstock.train.advantages import ADVANTAGES
 from penstock.train.learner import Learner
-from penstock.train.policy import FromDisk
-from penstock.train.run import run
+from penstock.train.policy import FolderPublisher
+from penstock.train.run import run_training
 from penstock.train.training_run import TrainingRun
 
 
 class AsyncTrainer:
-    """A process that Ray started anew goes on from the last checkpoint, like a run that was killed and started again."""
+    """When Ray restarts its process, it continues from the last checkpoint, like a run that was killed and started again."""
 
     def __init__(self, folder: str, rollouter: str, synchronizer: str) -> None:
-        self._sent = Sent.read(folder)
+        self._spec = RunSpec.read(folder)
         self._rollouter, self._synchronizer = rollouter, synchronizer
-        self._telling = Telling()
+        self._events = EventBuffer()
         self._stop = asyncio.Event()
 
     async def run(self, *, resumed: bool) -> bytes:
-        """Train to the end, or until `stop`; the run's summary, as JSON."""
-        self._telling.open()
-        self._telling.events.emit("trainer.start", pid=os.getpid())
-        torch.set_num_threads(self._sent.threads)
-        config, folder = self._sent.make_config(), self._sent.make_folder(resumed=resumed)
-        inputs = self._sent.make_inputs(config)
+        """Train to the end, or until `stop`; returns the run's summary as JSON."""
+        self._events.open()
+        self._events.events.emit("trainer.start", pid=os.getpid())
+        torch.set_num_threads(self._spec.threads)
+        config, folder = self._spec.make_config(), self._spec.make_folder(resumed=resumed)
+        inputs = self._spec.make_inputs(config)
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(exclusive_process(folder.path / ".trainer.lock"))
             pool = open_pool(config, folder)
             stack.push_async_callback(pool.close)
             learner = Learner(await asyncio.to_thread(_decoder, config, inputs), config.train)
-            rollouts = RemoteRollouts(named(self._rollouter), named(self._synchronizer), self._telling.events)
+            rollouts = RemoteRollouts(get_actor(self._rollouter), get_actor(self._synchronizer), self._events.events)
             await rollouts.begin()
-            stations = TrainingRun(
+            training = TrainingRun(
                 config=config,
                 inputs=inputs,
                 folder=folder,
-                events=self._telling.events,
+                events=self._events.events,
                 pool=pool,
                 rollouts=rollouts,
-                publisher=FromDisk(learner, model=inputs.folder, scratch=folder.path / "served", load=rollouts.load),
+                publisher=FolderPublisher(learner, model=inputs.folder, scratch=folder.path / "served", load=rollouts.load),
                 learner=learner,
                 advantage=ADVANTAGES.load(config.train.advantage),
             )
-            return to_json(await run(stations, self._stop))
+            return to_json(await run_training(training, self._stop))
 
     async def stop(self) -> None:
         """Let `run` end after the running step."""
         self._stop.set()
 
     async def ready(self) -> None:
-        """Answer, as any process can that has started."""
+        """Returns once the process has started."""
 
-    async def told(self) -> list[bytes]:
-        """Events since the last call."""
-        return await self._telling.told()
+    async def take_events(self) -> list[bytes]:
+        """Returns the events since the last call."""
+        return await self._events.take()
 
     async def close(self) -> None:
-        self._telling.close()
+        self._events.close()
 
 
 def _decoder(config: RunConfig, inputs: Inputs) -> Decoder:

@@ -1,4 +1,4 @@
-"""AgentFlowWorker: an actor that has the agent loaded and runs as many of its rollouts at once as it is given."""
+"""AgentFlowWorker: an actor that has the agent loaded and runs all the jobs that it is sent at once."""
 
 import asyncio
 import json
@@ -14,26 +14,26 @@ from penstock.rollout.executors.base import artifacts_dir
 from penstock.rollout.in_process import InProcessAgent
 from penstock.rollout.processes.job_protocol import AgentJob, failure_result, read_samples
 from penstock.rollout.processes.preload import preload_clients
-from penstock.scale.actor_calls import Outbox
+from penstock.scale.actor_calls import ItemQueue
 from penstock.scale.cluster import own_node
 from penstock.scale.package import ray
 from penstock.sdk.agent_spec import AgentSpec
 from penstock.sdk.clients import Clients
 
-EVENT = -1
+EVENT_NUMBER = -1
 """In place of a job's number: the item is an event."""
 
 
-class Order(NamedTuple):
-    """A job on its way to a worker: nothing but numbers and JSON."""
+class WorkerJob(NamedTuple):
+    """A job as it is sent to a worker: numbers and JSON only."""
 
     number: int
     job: bytes
     samples: bytes
 
 
-class Place(NamedTuple):
-    """Where a worker is, and why it cannot work."""
+class WorkerLocation(NamedTuple):
+    """Where a worker runs, and why it cannot work."""
 
     pid: int
     node_id: str
@@ -43,50 +43,50 @@ class Place(NamedTuple):
 
 
 class AgentFlowWorker:
-    """One process with one event loop. It is told jobs, and asked for what came of them."""
+    """One process with one event loop; `take` gives it jobs, `answers` returns their results."""
 
-    def __init__(self, recipe: bytes, *, grace_s: float) -> None:
-        self._recipe, self._grace_s = AgentSpec.read(recipe), grace_s
+    def __init__(self, agent_spec: bytes, *, grace_s: float) -> None:
+        self._spec, self._grace_s = AgentSpec.read(agent_spec), grace_s
         self._work: InProcessAgent | None = None
         self._running: dict[int, asyncio.Task[None]] = {}
 
-    async def open(self) -> Place:
+    async def open(self) -> WorkerLocation:
         problem = ""
-        self._done, self._clients, events = Outbox(), Clients(), Events()
-        events.listen(lambda kind, fields: self._done.put((EVENT, json.dumps([kind, fields], default=str).encode())))
+        self._done, self._clients, events = ItemQueue(), Clients(), Events()
+        events.listen(lambda kind, fields: self._done.put((EVENT_NUMBER, json.dumps([kind, fields], default=str).encode())))
         try:
-            agent = self._recipe.load()
+            agent = self._spec.load()
             await asyncio.to_thread(preload_clients, agent.entry.parent.resolve())  # else the first rollouts' deadlines pay for it
             self._work = InProcessAgent(agent, AuthorTasks(agent.entry.parent, events, grace_s=self._grace_s))
         except PenstockError as error:
             problem = one_line(error)
         node = own_node()
-        return Place(os.getpid(), node["NodeID"], node["NodeManagerAddress"], problem)
+        return WorkerLocation(os.getpid(), node["NodeID"], node["NodeManagerAddress"], problem)
 
-    async def take(self, orders: list[Order]) -> None:
-        for order in orders:
-            task = asyncio.create_task(self._perform(*order))
-            self._running[order[0]] = task
-            task.add_done_callback(lambda _, number=order[0]: self._running.pop(number, None))
+    async def take(self, messages: list[WorkerJob]) -> None:
+        for message in messages:
+            task = asyncio.create_task(self._perform(*message))
+            self._running[message.number] = task
+            task.add_done_callback(lambda _, number=message.number: self._running.pop(number, None))
 
     async def cancel(self, number: int) -> None:
-        """Ask a job to leave; its answer comes when it has."""
+        """Cancel a job; its answer comes once it has ended."""
         if task := self._running.get(number):
             task.cancel()
 
     async def answers(self) -> list[tuple[int, bytes]]:
-        """What came of jobs since the last call, by their numbers; waits for the first."""
+        """Returns results of jobs since the last call, by number; waits for the first."""
         return await self._done.take()
 
     async def _perform(self, number: int, job: bytes, samples: bytes) -> None:
-        order = from_json(AgentJob, job)
+        parsed = from_json(AgentJob, job)
         try:
-            told = await self._outcome(order, samples)
+            result = await self._outcome(parsed, samples)
         except asyncio.CancelledError:
-            told = failure_result(WorkflowError("was cancelled"), order.kind)
-        except Exception as error:  # theirs come named; any other is told, since nobody would see it here
-            told = failure_result(error, order.kind)
-        self._done.put((number, json.dumps(told, default=str).encode()))
+            result = failure_result(WorkflowError("was cancelled"), parsed.kind)
+        except Exception as error:  # theirs come named; any other is reported, since nobody would see it here
+            result = failure_result(error, parsed.kind)
+        self._done.put((number, json.dumps(result, default=str).encode()))
 
     async def _outcome(self, job: AgentJob, samples: bytes) -> dict[str, Any]:
         assert self._work is not None  # a worker without an agent gets no jobs
@@ -96,10 +96,10 @@ class AgentFlowWorker:
                 rewards = self._work.grade(job.task, read_samples(samples), timeout_s=job.timeout_s, artifacts_dir=folder)
                 return {"rewards": await rewards}
             context = job.session.context(self._clients)
-            told = self._work.run(job.task, context, timeout_s=job.timeout_s, artifacts_dir=folder)
-            return (await told)._asdict()
+            result = self._work.run(job.task, context, timeout_s=job.timeout_s, artifacts_dir=folder)
+            return (await result)._asdict()
 
 
-def dismiss(handle: Any) -> None:
-    """End a worker's process now, whatever runs in it."""
+def kill_worker(handle: Any) -> None:
+    """Kill a worker's process, whatever runs in it."""
     ray.kill(handle, no_restart=True)

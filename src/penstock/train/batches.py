@@ -1,7 +1,7 @@
 """Sequences become a batch: prefixes that they share are laid out once, in passes of bounded size.
 
 Sequences are sorted by their tokens, so that each one shares the most with the one before it. A *row* is what a sequence adds to
-the pass it is in; its earlier tokens lie in rows above, and, where a bundle needs several passes, in the *trunk* that is forwarded
+the pass it is in; its earlier tokens lie in rows above, and, where a set needs several passes, in the *trunk* that is forwarded
 once for all of them:
 
     trunk   [system text, tools, examples]
@@ -20,21 +20,21 @@ from penstock.records import Sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class PassRow:
     """Consecutive tokens of a pass, each reading those before it in the row, the spans and the trunk."""
 
     start: int
     stop: int
     spans: tuple[tuple[int, int], ...] = ()
-    """Where the sequence's tokens between trunk and row lie in the pass, in order: (start, stop) of each stretch."""
+    """The sequence's tokens between trunk and row, in order: (start, stop) of each range of the pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Term:
+class LossTerm:
     """One trained token: a term of the loss."""
 
     at: int
-    """The place in the pass whose hidden state predicts it."""
+    """The index in the pass whose hidden state predicts it."""
     target: int
     temperature: float
     logprob: float
@@ -49,13 +49,13 @@ class Pass:
 
     ids: tuple[int, ...]
     positions: tuple[int, ...]
-    rows: tuple[Row, ...]
-    terms: tuple[Term, ...]
-    """By place, then temperature."""
+    rows: tuple[PassRow, ...]
+    terms: tuple[LossTerm, ...]
+    """Sorted by index, then temperature."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bundle:
+class PassSet:
     """Passes that read the same trunk; no term of theirs is predicted inside it."""
 
     trunk: tuple[int, ...]
@@ -66,7 +66,7 @@ class Bundle:
 class Batch:
     """All that one update is computed from."""
 
-    bundles: tuple[Bundle, ...]
+    pass_sets: tuple[PassSet, ...]
     rollouts: int
     """What the loss is a mean over, rollouts without a trained token included."""
     flat: bool
@@ -75,88 +75,88 @@ class Batch:
     @property
     def trained_tokens(self) -> int:
         """Terms of the loss."""
-        return sum(len(one.terms) for bundle in self.bundles for one in bundle.passes)
+        return sum(len(one.terms) for pass_set in self.pass_sets for one in pass_set.passes)
 
     @property
     def forwarded_tokens(self) -> int:
         """Tokens that go through the model, each shared prefix counted as often as it is forwarded."""
-        return _forwarded(self.bundles)
+        return _forwarded(self.pass_sets)
 
 
 def pack(sequences: Iterable[Sequence], *, rollouts: int, tokens_per_pass: int, shared_prefix: bool = True) -> Batch:
-    """Lay `sequences` out in whichever way forwards the fewest tokens: all in one bundle, or a bundle per group.
+    """Lay `sequences` out in whichever way forwards the fewest tokens: all in one pass set, or one set per group.
 
     A pass holds at most `tokens_per_pass` tokens, or a single row. The same sequences in the same order give the same batch.
     """
     given = list(sequences)
     if not shared_prefix:
-        return Batch(bundles=_flat(given, tokens_per_pass), rollouts=rollouts, flat=True)
+        return Batch(pass_sets=_flat(given, tokens_per_pass), rollouts=rollouts, flat=True)
     groups: dict[str, list[Sequence]] = {}
     for sequence in given:
         groups.setdefault(sequence.group_id, []).append(sequence)
-    together = (_bundle(given, tokens_per_pass),) if given else ()
-    apart = tuple(_bundle(group, tokens_per_pass) for group in groups.values())
-    return Batch(bundles=min(together, apart, key=_forwarded), rollouts=rollouts, flat=False)
+    together = (_pass_set(given, tokens_per_pass),) if given else ()
+    apart = tuple(_pass_set(group, tokens_per_pass) for group in groups.values())
+    return Batch(pass_sets=min(together, apart, key=_forwarded), rollouts=rollouts, flat=False)
 
 
-def _forwarded(bundles: tuple[Bundle, ...]) -> int:
-    return sum(len(bundle.trunk) + sum(len(one.ids) for one in bundle.passes) for bundle in bundles)
+def _forwarded(pass_sets: tuple[PassSet, ...]) -> int:
+    return sum(len(pass_set.trunk) + sum(len(one.ids) for one in pass_set.passes) for pass_set in pass_sets)
 
 
-def _bundle(sequences: list[Sequence], limit: int) -> Bundle:
+def _pass_set(sequences: list[Sequence], limit: int) -> PassSet:
     ordered = sorted(sequences, key=lambda sequence: sequence.token_ids)
     passes = _passes(ordered, 0, limit)
     if len(passes) == 1:
-        return Bundle(trunk=(), passes=passes)
-    shared = _common(ordered[0].token_ids, ordered[-1].token_ids)
+        return PassSet(trunk=(), passes=passes)
+    shared = _common_prefix(ordered[0].token_ids, ordered[-1].token_ids)
     trunk = min(shared, *(sequence.trained.index(True) - 1 for sequence in ordered))
-    return Bundle(trunk=ordered[0].token_ids[:trunk], passes=_passes(ordered, trunk, limit))
+    return PassSet(trunk=ordered[0].token_ids[:trunk], passes=_passes(ordered, trunk, limit))
 
 
 def _passes(ordered: list[Sequence], trunk: int, limit: int) -> tuple[Pass, ...]:
     done: list[Pass] = []
-    layout = _Layout(trunk)
+    layout = _PassLayout(trunk)
     for sequence in ordered:
         new = len(sequence.token_ids) - 1 - layout.shared(sequence)
         if layout.ids and new and len(layout.ids) + new > limit:
             done.append(layout.finish())
-            layout = _Layout(trunk)
+            layout = _PassLayout(trunk)
         layout.add(sequence)
     return (*done, layout.finish())
 
 
-def _flat(sequences: list[Sequence], limit: int) -> tuple[Bundle, ...]:
+def _flat(sequences: list[Sequence], limit: int) -> tuple[PassSet, ...]:
     """Whole sequences, the longest first, as many to a pass as fit when padded to the same length."""
     done: list[Pass] = []
-    layout, room = _Layout(0), 0
+    layout, room = _PassLayout(0), 0
     for sequence in sorted(sequences, key=lambda sequence: -len(sequence.token_ids)):
         if layout.rows and room <= 0:
             done.append(layout.finish())
-            layout = _Layout(0)
+            layout = _PassLayout(0)
         if not layout.rows:
             room = max(1, limit // (len(sequence.token_ids) - 1))
         layout.add(sequence, alone=True)
         room -= 1
     done += [layout.finish()] if layout.rows else []
-    return (Bundle(trunk=(), passes=tuple(done)),) if done else ()
+    return (PassSet(trunk=(), passes=tuple(done)),) if done else ()
 
 
-class _Layout:
-    """A pass in the making, below a trunk of the given length."""
+class _PassLayout:
+    """A pass under construction, below a trunk of the given length."""
 
     def __init__(self, trunk: int) -> None:
         self.trunk = trunk
         self.ids: list[int] = []
         self.positions: list[int] = []
-        self.rows: list[Row] = []
-        self.terms: list[Term] = []
+        self.rows: list[PassRow] = []
+        self.terms: list[LossTerm] = []
         self.above: tuple[int, ...] = ()
         self.spans: list[tuple[int, int]] = []
         """Where the tokens of `above`, the sequence added last, lie below the trunk."""
 
     def shared(self, sequence: Sequence) -> int:
         """How many of the sequence's tokens are laid out already, those of the trunk included."""
-        return max(self.trunk, _common(self.above, sequence.token_ids[:-1]))
+        return max(self.trunk, _common_prefix(self.above, sequence.token_ids[:-1]))
 
     def add(self, sequence: Sequence, *, alone: bool = False) -> None:
         """Lay out what `sequence` does not share with the one before it; nothing is shared where it is to stand `alone`."""
@@ -166,7 +166,7 @@ class _Layout:
         self.ids += inputs[known:]
         self.positions += range(known, len(inputs))
         if len(self.ids) > start:
-            self.rows.append(Row(start=start, stop=len(self.ids), spans=tuple(spans)))
+            self.rows.append(PassRow(start=start, stop=len(self.ids), spans=tuple(spans)))
             spans.append((start, len(self.ids)))
         self.above, self.spans = inputs, spans
         self.terms += _terms(sequence, self.trunk, spans)
@@ -177,18 +177,18 @@ class _Layout:
         return Pass(ids=tuple(self.ids), positions=tuple(self.positions), rows=tuple(self.rows), terms=tuple(terms))
 
 
-def _terms(sequence: Sequence, trunk: int, spans: list[tuple[int, int]]) -> list[Term]:
+def _terms(sequence: Sequence, trunk: int, spans: list[tuple[int, int]]) -> list[LossTerm]:
     starts: list[int] = []
     depth = trunk
     for start, stop in spans:
         starts.append(depth)
         depth += stop - start
-    made: list[Term] = []
+    made: list[LossTerm] = []
     for place, trained in enumerate(sequence.trained):
         if trained:
             span = bisect_right(starts, place - 1) - 1
             made.append(
-                Term(
+                LossTerm(
                     at=spans[span][0] + place - 1 - starts[span],
                     target=sequence.token_ids[place],
                     temperature=sequence.temperatures[place],
@@ -211,8 +211,8 @@ def _cut(spans: list[tuple[int, int]], length: int) -> list[tuple[int, int]]:
     return kept
 
 
-def _common(a: tuple[int, ...], b: tuple[int, ...]) -> int:
-    """Length of the longest common prefix; halving keeps the comparisons out of Python."""
+def _common_prefix(a: tuple[int, ...], b: tuple[int, ...]) -> int:
+    """Returns the length of the longest common prefix; bisection leaves the comparisons to C."""
     low, high = 0, min(len(a), len(b))
     while low < high:
         middle = (low + high + 1) // 2

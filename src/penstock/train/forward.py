@@ -1,4 +1,4 @@
-"""Attention over a pass in which rows share the tokens that they begin with."""
+"""The forward pass of training: hidden states of a pass whose rows share their prefixes, and log-probabilities of its terms."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -9,19 +9,19 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from penstock.engines.embedded.decoder import Decoder, causal
-from penstock.train.batches import Pass, Row, Term
+from penstock.train.batches import LossTerm, Pass, PassRow
 
-PADDING = 1.25
-"""How much larger than its rows a padded block may be: fewer, larger blocks against work on padding."""
+MAX_PADDING = 1.25
+"""How much larger than its rows a padded block may be: a trade between few calls and little work on padding."""
 
 
-class Block(NamedTuple):
-    """Rows of like size, padded, so that they are attended to in one call."""
+class RowBlock(NamedTuple):
+    """Rows of similar size, padded, so that attention over them is one call."""
 
     queries: Tensor
-    """[rows, time]: places in the pass."""
+    """[rows, time]: indices into the pass."""
     keys: Tensor
-    """[rows, context]: places in trunk and pass, one after the other."""
+    """[rows, context]: indices into trunk and pass, one after the other."""
     mask: Tensor | None
     """[rows, 1, repeats * time, context]: 0 where a query reads a key, -inf elsewhere; None for a row that reads only itself."""
 
@@ -29,21 +29,21 @@ class Block(NamedTuple):
 class PrefixAttention:
     """An `attend` for the decoder: each row of a pass reads the trunk, its spans and itself.
 
-    Keys are gathered for each row, which costs little: what is shared is the work of the layers around.
+    Keys are gathered for each row, which is cheap: what sharing saves is the work of the other layers.
     """
 
     def __init__(self, one: Pass, trunk: Sequence[tuple[Tensor, Tensor]], *, repeats: int, like: Tensor) -> None:
         """`trunk`: keys and values per layer, [1, kv_heads, length, dim]; empty without a trunk. `repeats`: heads per kv head.
 
-        `like` is any tensor of the decoder: it says device and type.
+        `like` is any tensor of the decoder, for device and dtype.
         """
         self.trunk, self.repeats = trunk, repeats
         length = trunk[0][0].shape[2] if trunk else 0
-        alike = _alike(one.rows, length)
+        alike = _blocks(one.rows, length)
         self.blocks = [_block(rows, length, repeats, like) for rows in alike]
-        order = torch.cat([_own(rows) for rows in alike])
+        order = torch.cat([_query_places(rows) for rows in alike])
         self.order = torch.argsort(order)[-len(one.ids) :].to(like.device)
-        """[time]: where each place of the pass lies among the padded queries of all blocks."""
+        """[time]: the index of each token of the pass among the padded queries of all blocks."""
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [1, heads, time, dim]; k, v [1, kv_heads, time, dim] → [1, heads, time, dim]."""
@@ -53,12 +53,12 @@ class PrefixAttention:
         mixed = [self._attend(block, q, k, v) for block in self.blocks]  # each [rows * time, heads, dim]
         return torch.cat(mixed).index_select(0, self.order).transpose(0, 1).unsqueeze(0)
 
-    def _attend(self, block: Block, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _attend(self, block: RowBlock, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = _gather(q, block.queries), _gather(k, block.keys), _gather(v, block.keys)
         rows, heads, time, dim = q.shape
         if block.mask is None:
             mixed = causal(0, q, k, v)
-        else:  # the heads that read the same keys become one, longer: their keys are not copied for each
+        else:  # heads that share a kv head are folded into the time axis, so that keys are not copied for each
             folded = q.reshape(rows, heads // self.repeats, self.repeats * time, dim)
             mixed = F.scaled_dot_product_attention(folded, k, v, attn_mask=block.mask).reshape(rows, heads, time, dim)
         return mixed.transpose(1, 2).reshape(rows * time, heads, dim)
@@ -70,22 +70,22 @@ def _gather(x: Tensor, places: Tensor) -> Tensor:
     return picked.view(*places.shape, x.shape[1], x.shape[3]).transpose(1, 2)
 
 
-def _size(row: Row) -> int:
+def _size(row: PassRow) -> int:
     return row.stop - row.start
 
 
-def _context(row: Row, trunk: int) -> int:
+def _context(row: PassRow, trunk: int) -> int:
     return trunk + sum(stop - start for start, stop in row.spans) + _size(row)
 
 
-def _alike(rows: Sequence[Row], trunk: int) -> list[list[Row]]:
-    """Rows in blocks, the longest first; a block is closed when padding would grow past its bound."""
-    blocks: list[list[Row]] = []
+def _blocks(rows: Sequence[PassRow], trunk: int) -> list[list[PassRow]]:
+    """Group rows into blocks, the longest first; a block is closed when padding would exceed `MAX_PADDING`."""
+    blocks: list[list[PassRow]] = []
     work, width, height = 0, 0, 0
     for row in sorted(rows, key=lambda row: (-_size(row), row.start)):
         area = _size(row) * _context(row, trunk)
         height = max(height, _context(row, trunk))
-        if not blocks or width * height * (len(blocks[-1]) + 1) > PADDING * (work + area):
+        if not blocks or width * height * (len(blocks[-1]) + 1) > MAX_PADDING * (work + area):
             blocks.append([])
             work, width, height = 0, _size(row), _context(row, trunk)
         blocks[-1].append(row)
@@ -93,40 +93,40 @@ def _alike(rows: Sequence[Row], trunk: int) -> list[list[Row]]:
     return blocks
 
 
-def _own(rows: list[Row]) -> Tensor:
-    """[rows * time]: the place of each padded query, -1 for padding."""
+def _query_places(rows: list[PassRow]) -> Tensor:
+    """Returns [rows * time]: the index in the pass of each padded query, -1 for padding."""
     time = _size(rows[0])
     return torch.cat([F.pad(torch.arange(row.start, row.stop), (0, time - _size(row)), value=-1) for row in rows])
 
 
-def _block(rows: list[Row], trunk: int, repeats: int, like: Tensor) -> Block:
+def _block(rows: list[PassRow], trunk: int, repeats: int, like: Tensor) -> RowBlock:
     time, context = _size(rows[0]), max(_context(row, trunk) for row in rows)
-    queries = _own(rows).clamp(min=0).view(len(rows), time).to(like.device)
+    queries = _query_places(rows).clamp(min=0).view(len(rows), time).to(like.device)
     keys = torch.zeros(len(rows), context, dtype=torch.long)
     for at, row in enumerate(rows):
         spans = [torch.arange(trunk)] + [torch.arange(start, stop) + trunk for start, stop in (*row.spans, (row.start, row.stop))]
         keys[at, : _context(row, trunk)] = torch.cat(spans)
     if len(rows) == 1 and context == time:
-        return Block(queries, keys.to(like.device), None)
+        return RowBlock(queries, keys.to(like.device), None)
     # A query reads every key up to its own place. Padding reads one key, as softmax needs one; nothing reads what it makes.
     first = torch.tensor([[_context(row, trunk) - _size(row)] for row in rows])  # [rows, 1]
     last = torch.where(torch.arange(time) < torch.tensor([[_size(row)] for row in rows]), first + torch.arange(time), 0)
     unread = torch.arange(context) > last.unsqueeze(-1)  # [rows, time, context]
     mask = torch.zeros(unread.shape).masked_fill(unread, float("-inf"))
-    return Block(queries, keys.to(like.device), mask.repeat(1, repeats, 1).unsqueeze(1).to(like))
+    return RowBlock(queries, keys.to(like.device), mask.repeat(1, repeats, 1).unsqueeze(1).to(like))
 
 
-LOGITS_AT_ONCE = 2**25
-"""Bound on the elements of one stretch of logits (128 MB in float32)."""
+MAX_LOGITS = 2**25
+"""Bound on the elements of one chunk of logits (128 MB in float32)."""
 
 KeysValues = list[tuple[Tensor, Tensor]]
 """Of each layer, [1, kv_heads, length, dim]."""
 
 
-class Stretch(NamedTuple):
+class LogitsChunk(NamedTuple):
     """Consecutive terms of a pass whose logits are made together: one row of logits per place and temperature."""
 
-    terms: tuple[Term, ...]
+    terms: tuple[LossTerm, ...]
     places: tuple[int, ...]
     """Per row."""
     temperatures: tuple[float, ...]
@@ -135,16 +135,16 @@ class Stretch(NamedTuple):
     """Per term: its row."""
 
 
-class Scores(NamedTuple):
-    """Of the terms of a stretch, each [terms]."""
+class TermScores(NamedTuple):
+    """Of the terms of a chunk, each [terms]."""
 
     logprobs: Tensor
     entropy: Tensor
-    """Of the distribution that a term's token was drawn from; without a gradient."""
+    """Of the distribution that a term's token was sampled from; without a gradient."""
 
 
 def trunk_states(decoder: Decoder, ids: Sequence[int]) -> KeysValues:
-    """Keys and values of a trunk, with their graph; nothing for an empty one."""
+    """Returns keys and values of a trunk, with their autograd graph; empty for an empty trunk."""
     kept: KeysValues = []
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -158,7 +158,7 @@ def trunk_states(decoder: Decoder, ids: Sequence[int]) -> KeysValues:
 
 
 def hidden_states(decoder: Decoder, one: Pass, trunk: KeysValues, *, flat: bool) -> Tensor:
-    """Last hidden states of a pass, [time, hidden]. The flat way, whole sequences and plain attention, is the other's oracle."""
+    """Returns the last hidden states of a pass, [time, hidden]. `flat` is the reference: whole sequences and plain attention."""
     device, shape = decoder.device, decoder.shape
     ids, positions = torch.tensor(one.ids, device=device), torch.tensor(one.positions, device=device)
     if not flat:
@@ -170,40 +170,40 @@ def hidden_states(decoder: Decoder, one: Pass, trunk: KeysValues, *, flat: bool)
     return torch.cat([state[: row.stop - row.start] for state, row in zip(hidden, one.rows, strict=True)])
 
 
-def stretches(one: Pass, vocab_size: int) -> Iterator[Stretch]:
-    """The terms of a pass in order, so many at a time that their logits stay within bounds."""
-    limit = max(1, LOGITS_AT_ONCE // vocab_size)
+def logits_chunks(one: Pass, vocab_size: int) -> Iterator[LogitsChunk]:
+    """Yields the terms of a pass in order, as many at a time as `MAX_LOGITS` allows."""
+    limit = max(1, MAX_LOGITS // vocab_size)
     rows: dict[tuple[int, float], int] = {}
     start = 0
     for end, term in enumerate(one.terms):
         if (term.at, term.temperature) not in rows and len(rows) == limit:
-            yield _stretch(one.terms[start:end], rows)
+            yield _logits_chunk(one.terms[start:end], rows)
             rows, start = {}, end
         rows.setdefault((term.at, term.temperature), len(rows))
     if rows:
-        yield _stretch(one.terms[start:], rows)
+        yield _logits_chunk(one.terms[start:], rows)
 
 
-def score(decoder: Decoder, hidden: Tensor, stretch: Stretch) -> Scores:
-    """Log-probabilities of a stretch's terms at their temperatures; hidden [time, hidden] are the states of the whole pass."""
+def score_chunk(decoder: Decoder, hidden: Tensor, chunk: LogitsChunk) -> TermScores:
+    """Returns log-probabilities of a chunk's terms at their temperatures; hidden [time, hidden]: states of the whole pass."""
     device = hidden.device
-    heat = torch.tensor(stretch.temperatures, device=device, dtype=hidden.dtype).unsqueeze(1)
-    states = hidden[torch.tensor(stretch.places, device=device)] / heat  # dividing these divides the logits, for less
+    temperatures = torch.tensor(chunk.temperatures, device=device, dtype=hidden.dtype).unsqueeze(1)
+    states = hidden[torch.tensor(chunk.places, device=device)] / temperatures  # scales the logits, at a fraction of the cost
     logprobs = decoder.logits(states).log_softmax(dim=-1)  # [rows, vocab]
     with torch.no_grad():
         entropy = -logprobs.exp().mul_(logprobs).sum(dim=-1)  # [rows]
-    rows = torch.tensor(stretch.rows, device=device)
-    targets = torch.tensor([term.target for term in stretch.terms], device=device)
-    return Scores(logprobs[rows, targets], entropy[rows])
+    rows = torch.tensor(chunk.rows, device=device)
+    targets = torch.tensor([term.target for term in chunk.terms], device=device)
+    return TermScores(logprobs[rows, targets], entropy[rows])
 
 
 @torch.no_grad()
 def pass_logprobs(decoder: Decoder, one: Pass, trunk: KeysValues, *, flat: bool) -> Tensor:
-    """Log-probabilities of all terms of a pass, [terms], for reading only."""
+    """Returns the log-probabilities of all terms of a pass, [terms], without a gradient."""
     hidden = hidden_states(decoder, one, trunk, flat=flat)
-    return torch.cat([score(decoder, hidden, stretch).logprobs for stretch in stretches(one, decoder.shape.vocab_size)])
+    return torch.cat([score_chunk(decoder, hidden, chunk).logprobs for chunk in logits_chunks(one, decoder.shape.vocab_size)])
 
 
-def _stretch(terms: tuple[Term, ...], rows: dict[tuple[int, float], int]) -> Stretch:
+def _logits_chunk(terms: tuple[LossTerm, ...], rows: dict[tuple[int, float], int]) -> LogitsChunk:
     places, temperatures = zip(*rows, strict=True)
-    return Stretch(terms, places, temperatures, tuple(rows[term.at, term.temperature] for term in terms))
+    return LogitsChunk(terms, places, temperatures, tuple(rows[term.at, term.temperature] for term in terms))

@@ -16,14 +16,14 @@ from torch import Tensor
 from penstock.config import TrainSection
 from penstock.engines.embedded.decoder import Decoder
 from penstock.errors import TrainError
-from penstock.train.batches import Batch, Bundle, Pass
-from penstock.train.forward import hidden_states, pass_logprobs, score, stretches, trunk_states
+from penstock.train.batches import Batch, Pass, PassSet
+from penstock.train.forward import hidden_states, logits_chunks, pass_logprobs, score_chunk, trunk_states
 from penstock.train.losses import LOSSES
-from penstock.train.losses.base import Loss, Tokens, k3
+from penstock.train.losses.base import Loss, LossTokens, k3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Metrics:
+class UpdateMetrics:
     """One update in numbers; means are over trained tokens."""
 
     loss: float = 0.0
@@ -43,10 +43,10 @@ class Metrics:
     forwarded_tokens: int = 0
 
 
-class Update(NamedTuple):
+class UpdateResult(NamedTuple):
     """What `compute` found: for the log, and for further updates on the same batch."""
 
-    metrics: Metrics
+    metrics: UpdateMetrics
     proximal: Tensor
     """[trained tokens]: log-probabilities before the first update, to be given back for the next."""
 
@@ -59,7 +59,7 @@ class Learner:
 
     def __init__(self, decoder: Decoder, section: TrainSection) -> None:
         self.decoder, self.section = decoder, section
-        self._loss: Callable[[Tokens, TrainSection], Loss] = LOSSES.load(section.loss)
+        self._loss: Callable[[LossTokens, TrainSection], Loss] = LOSSES.load(section.loss)
         self._start = copy.deepcopy(decoder).requires_grad_(False) if section.kl > 0 else None
         self._weights = dict(decoder.named_parameters())
         self._masters = {name: _master(weight) for name, weight in self._weights.items()}
@@ -67,17 +67,17 @@ class Learner:
             list(self._masters.values()), lr=section.lr, betas=(0.9, 0.95), weight_decay=section.weight_decay, fused=True
         )
 
-    def compute(self, batch: Batch, proximal: Tensor | None = None) -> Update:
+    def compute(self, batch: Batch, proximal: Tensor | None = None) -> UpdateResult:
         """Gradients of the batch's loss, clipped and ready for `apply`; TrainError where they are not finite.
 
         `proximal` is that of the first update on this batch; None makes this the first.
         """
         self.zero()
-        parts: list[_Part] = []
-        for bundle in batch.bundles:
-            parts += self._bundle(bundle, batch, proximal, done=sum(len(part.tokens.new) for part in parts))
+        parts: list[_ChunkResult] = []
+        for pass_set in batch.pass_sets:
+            parts += self._backward_set(pass_set, batch, proximal, done=sum(len(part.tokens.new) for part in parts))
         if not parts:
-            return Update(Metrics(), torch.zeros(0))
+            return UpdateResult(UpdateMetrics(), torch.zeros(0))
         norm = torch.nn.utils.clip_grad_norm_(self._weights.values(), self.section.grad_clip)
         metrics = _metrics(parts, batch, grad_norm=float(norm))
         if not (math.isfinite(metrics.loss) and math.isfinite(metrics.grad_norm)):
@@ -86,7 +86,7 @@ class Learner:
                 f"the update has loss {metrics.loss} and gradient norm {metrics.grad_norm}, so the weights were left as they are; "
                 "resume from the last checkpoint with a lower train.lr"
             )
-        return Update(metrics, torch.cat([part.tokens.new for part in parts]) if proximal is None else proximal)
+        return UpdateResult(metrics, torch.cat([part.tokens.new for part in parts]) if proximal is None else proximal)
 
     def apply(self) -> None:
         """One optimizer step, in place; without gradients nothing changes."""
@@ -128,61 +128,61 @@ class Learner:
     def _both(self) -> tuple[list[Tensor], list[Tensor]]:
         return list(self._weights.values()), list(self._masters.values())
 
-    def _bundle(self, bundle: Bundle, batch: Batch, proximal: Tensor | None, *, done: int) -> "list[_Part]":
-        """Backward through a bundle: each pass into the trunk's keys and values, then once through the trunk itself.
+    def _backward_set(self, pass_set: PassSet, batch: Batch, proximal: Tensor | None, *, done: int) -> "list[_ChunkResult]":
+        """Backward through a pass_set: each pass into the trunk's keys and values, then once through the trunk itself.
 
         The trunk's graph and that of one pass are in memory together, never two passes'.
         """
-        references = self._references(bundle, flat=batch.flat)
-        trunk = trunk_states(self.decoder, bundle.trunk)
+        references = self._references(pass_set, flat=batch.flat)
+        trunk = trunk_states(self.decoder, pass_set.trunk)
         leaves = [(k.detach().requires_grad_(), v.detach().requires_grad_()) for k, v in trunk]
-        parts: list[_Part] = []
-        for at, one in enumerate(bundle.passes):
+        parts: list[_ChunkResult] = []
+        for at, one in enumerate(pass_set.passes):
             hidden = hidden_states(self.decoder, one, leaves, flat=batch.flat)
             old = None if proximal is None else proximal[done : done + len(one.terms)]
-            parts += self._backward(hidden, one, old, references[at] if references else None, rollouts=batch.rollouts)
+            parts += self._backward_pass(hidden, one, old, references[at] if references else None, rollouts=batch.rollouts)
             done += len(one.terms)
         if trunk:
             gradients = [leaf.grad for pair in leaves for leaf in pair]
             torch.autograd.backward([end for pair in trunk for end in pair], gradients)
         return parts
 
-    def _backward(
+    def _backward_pass(
         self, hidden: Tensor, one: Pass, proximal: Tensor | None, reference: Tensor | None, *, rollouts: int
-    ) -> "list[_Part]":
-        """Loss and gradients of one pass. Logits are made a stretch at a time; the hidden states collect what each sends back."""
+    ) -> "list[_ChunkResult]":
+        """Loss and gradients of one pass. Logits are made a chunk at a time; the hidden states collect what each sends back."""
         leaf = hidden.detach().requires_grad_()
-        parts: list[_Part] = []
+        parts: list[_ChunkResult] = []
         done = 0
-        for stretch in stretches(one, self.decoder.shape.vocab_size):
-            span = slice(done, done + len(stretch.terms))
+        for chunk in logits_chunks(one, self.decoder.shape.vocab_size):
+            span = slice(done, done + len(chunk.terms))
             done = span.stop
-            scores = score(self.decoder, leaf, stretch)
+            scores = score_chunk(self.decoder, leaf, chunk)
             new = scores.logprobs  # [terms], as all below
-            columns = torch.tensor([(t.logprob, t.advantage, t.weight / rollouts) for t in stretch.terms], device=leaf.device)
+            columns = torch.tensor([(t.logprob, t.advantage, t.weight / rollouts) for t in chunk.terms], device=leaf.device)
             behaviour, advantages, weights = columns.unbind(1)
-            tokens = Tokens(new, new.detach() if proximal is None else proximal[span], behaviour, advantages)
+            tokens = LossTokens(new, new.detach() if proximal is None else proximal[span], behaviour, advantages)
             loss = self._loss(tokens, self.section)
             penalty = torch.zeros_like(new) if reference is None else k3(new, reference[span])
             total = weights @ (loss.values + self.section.kl * penalty)
             total.backward()
-            parts.append(_Part(tokens._replace(new=new.detach()), loss, penalty.detach(), scores.entropy, total.detach()))
+            parts.append(_ChunkResult(tokens._replace(new=new.detach()), loss, penalty.detach(), scores.entropy, total.detach()))
         hidden.backward(leaf.grad)
         return parts
 
-    def _references(self, bundle: Bundle, *, flat: bool) -> list[Tensor]:
+    def _references(self, pass_set: PassSet, *, flat: bool) -> list[Tensor]:
         """The start policy's log-probabilities of each pass's terms, [terms]; nothing where no penalty asks for them."""
         if self._start is None:
             return []
         with torch.no_grad():
-            trunk = trunk_states(self._start, bundle.trunk)
-        return [pass_logprobs(self._start, one, trunk, flat=flat) for one in bundle.passes]
+            trunk = trunk_states(self._start, pass_set.trunk)
+        return [pass_logprobs(self._start, one, trunk, flat=flat) for one in pass_set.passes]
 
 
-class _Part(NamedTuple):
-    """One stretch of terms, computed; every tensor [terms] but the last, without a gradient."""
+class _ChunkResult(NamedTuple):
+    """One chunk of terms, computed; every tensor [terms] but the last, without a gradient."""
 
-    tokens: Tokens
+    tokens: LossTokens
     loss: Loss
     penalty: Tensor
     entropy: Tensor
@@ -194,14 +194,14 @@ def _master(weight: Tensor) -> Tensor:
     return weight if weight.dtype in (torch.float32, torch.float64) else weight.detach().float()
 
 
-def _metrics(parts: list[_Part], batch: Batch, *, grad_norm: float) -> Metrics:
+def _metrics(parts: list[_ChunkResult], batch: Batch, *, grad_norm: float) -> UpdateMetrics:
     new = torch.cat([part.tokens.new for part in parts])
     gap = new - torch.cat([part.tokens.behaviour for part in parts])
 
     def mean(values: list[Tensor]) -> float:
         return float(torch.cat(values).mean())
 
-    return Metrics(
+    return UpdateMetrics(
         loss=float(torch.stack([part.total for part in parts]).sum()),
         grad_norm=grad_norm,
         ratio=mean([part.loss.ratio for part in parts]),

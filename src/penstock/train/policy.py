@@ -1,8 +1,8 @@
-"""Policy versions on disk: a folder appears whole or not at all, and gives back the trainer bit for bit.
+"""Policy versions: saved as checkpoints, restored bit for bit, and published to the engine.
 
 `checkpoints/000012/` is a model folder like any other (weights, config, tokenizer) that also holds the optimizer's state and
-`state.json`: the version with its leases, random states, and the size of every file. It is written under another name, brought
-to disk, then renamed. A folder that is not whole is passed over, and what a killed process left is removed by the next save.
+`state.json`: the version with its leases, random states, and the size of every file. It is written under another name,
+synced, then renamed, so that it appears complete or not at all. An incomplete folder is ignored, and the next save removes it.
 """
 
 import asyncio
@@ -30,19 +30,19 @@ from penstock.system.files import sync
 from penstock.train.learner import Learner
 
 OPTIMIZER, STATE = "optimizer.state", "state.json"
-"""What only the trainer reads. Not with the ending of weights: other programs take each file that has it for part of the model."""
-FORMER = "optimizer.safetensors"
-"""What the first of them was called once; runs of then can still be taken up."""
-COPIED = (".jinja", ".json", ".model", ".txt")
-"""What makes weights a model folder: config, tokenizer, chat template."""
+"""Files that only the trainer reads. The optimizer's is no .safetensors: other programs take each of those for weights."""
+OLD_OPTIMIZER = "optimizer.safetensors"
+"""The optimizer's file in older checkpoints, which can still be restored."""
+MODEL_SUFFIXES = (".jinja", ".json", ".model", ".txt")
+"""Files of a model folder besides the weights: config, tokenizer, chat template."""
 PART = ".part"
-"""Ends the name of whatever is being written or removed."""
+"""Suffix of whatever is being written or removed."""
 
 OnDisk = Callable[[Path], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Saved:
+class CheckpointState:
     version: PolicyVersion
     files: dict[str, int]
     """Name and size in bytes of every other file."""
@@ -54,7 +54,7 @@ class Saved:
 
 
 def folder_of(checkpoints: Path, version: PolicyVersion) -> Path:
-    """Where a version is, or would be, kept."""
+    """Returns where a version is, or would be, saved."""
     return checkpoints / f"{version.number:06d}"
 
 
@@ -64,42 +64,42 @@ def save(
     """Write `version`, then remove all but the newest `kept`; returns its folder. The weights must not change meanwhile.
 
     Config and tokenizer come from the folder `model`. A number means the same weights for good: a version that is on disk already
-    (a step that had nothing to learn) gets a new state only. TrainError where the disk refuses; earlier versions are untouched.
-    `on_disk` is called after each thing written.
+    (after a step without anything to learn) gets a new state only. TrainError on disk errors; earlier versions are untouched.
+    `on_disk` syncs each file and folder after it is written.
     """
     target = folder_of(checkpoints, version)
     part = target.with_suffix(PART)
-    with _refusal(f"checkpoint {target} could not be written", part):
+    with _disk_errors(f"checkpoint {target} could not be written", part):
         checkpoints.mkdir(parents=True, exist_ok=True)
-        _sweep(checkpoints)
-        if _whole(target):
+        _remove_partial(checkpoints)
+        if _is_complete(target):
             _write_state(target, version, _read(target).files, on_disk)
         else:
             shutil.rmtree(target, ignore_errors=True)
             _write(part, version, learner, model, on_disk)
             part.rename(target)
             on_disk(checkpoints)
-    with _refusal(f"checkpoint {target} is saved, but those before it could not be removed"):
+    with _disk_errors(f"checkpoint {target} is saved, but those before it could not be removed"):
         for old in _complete(checkpoints)[:-kept]:
             old.rename(old.with_suffix(PART))
-        _sweep(checkpoints)
+        _remove_partial(checkpoints)
     return target
 
 
 def latest(checkpoints: Path) -> PolicyVersion | None:
-    """The newest whole version; None where there is none."""
+    """Returns the newest complete version, or None."""
     complete = _complete(checkpoints)
     return _read(complete[-1]).version if complete else None
 
 
 def find(checkpoints: Path, number: int) -> Path | None:
-    """The folder of a version; None where it is not there, or not whole."""
+    """Returns the folder of a version; None where it is missing or incomplete."""
     folder = folder_of(checkpoints, PolicyVersion(number=number, step=0))
-    return folder if _whole(folder) else None
+    return folder if _is_complete(folder) else None
 
 
-def is_half(checkpoints: Path) -> bool:
-    """Whether the newest whole version was saved in half precision: the one that trainer and engine computed in."""
+def is_half_precision(checkpoints: Path) -> bool:
+    """Whether the newest complete version was saved in half precision, which is what trainer and engine computed in."""
     for folder in _complete(checkpoints)[-1:]:
         with (folder / "model.safetensors").open("rb") as file:
             header: dict[str, dict[str, Any]] = orjson.loads(file.read(int.from_bytes(file.read(8), "little")))
@@ -108,12 +108,12 @@ def is_half(checkpoints: Path) -> bool:
 
 
 def restore(checkpoints: Path, version: PolicyVersion, learner: Learner) -> None:
-    """Put weights (in place), optimizer and random generators back to where `version` left them."""
+    """Restore weights (in place), optimizer and random generators as `version` saved them."""
     folder = folder_of(checkpoints, version)
     try:
         saved = _read(folder)
         learner.decoder.load_state_dict(load_decoder(folder).state_dict())
-        optimizer = folder / (FORMER if FORMER in saved.files else OPTIMIZER)
+        optimizer = folder / (OLD_OPTIMIZER if OLD_OPTIMIZER in saved.files else OPTIMIZER)
         learner.load({name: value.clone() for name, value in load_file(optimizer).items()})
     except (OSError, SafetensorError, ModelError, ValueError, KeyError, RuntimeError) as cause:
         raise TrainError(f"checkpoint {folder} cannot be read: {cause}; remove it to resume from the one before") from cause
@@ -127,7 +127,7 @@ def write_model(folder: Path, decoder: Decoder, model: Path) -> None:
     """Make `folder` a model folder with these weights; config and tokenizer come from the folder `model`."""
     folder.mkdir(parents=True, exist_ok=True)
     for file in model.iterdir():
-        if file.suffix in COPIED and file.name not in (STATE, "model.safetensors.index.json"):
+        if file.suffix in MODEL_SUFFIXES and file.name not in (STATE, "model.safetensors.index.json"):
             shutil.copyfile(file, folder / file.name)
     save_decoder(decoder, folder)
 
@@ -144,7 +144,7 @@ def _write(part: Path, version: PolicyVersion, learner: Learner, model: Path, on
 
 def _write_state(folder: Path, version: PolicyVersion, sizes: dict[str, int], on_disk: OnDisk) -> None:
     _, numbers, gauss = random.getstate()
-    saved = Saved(
+    saved = CheckpointState(
         version=version,
         files=sizes,
         python_random=numbers,
@@ -159,25 +159,25 @@ def _write_state(folder: Path, version: PolicyVersion, sizes: dict[str, int], on
     on_disk(folder)
 
 
-def _read(folder: Path) -> Saved:
-    return from_json(Saved, (folder / STATE).read_bytes())
+def _read(folder: Path) -> CheckpointState:
+    return from_json(CheckpointState, (folder / STATE).read_bytes())
 
 
 def _complete(checkpoints: Path) -> list[Path]:
-    """Folders of whole versions, the newest last."""
+    """Returns the folders of complete versions, the newest last."""
     named = [path for path in checkpoints.glob("*") if path.name.isdecimal()]
-    return sorted((path for path in named if _whole(path)), key=lambda path: int(path.name))
+    return sorted((path for path in named if _is_complete(path)), key=lambda path: int(path.name))
 
 
-def _whole(folder: Path) -> bool:
+def _is_complete(folder: Path) -> bool:
     try:
         return all((folder / name).stat().st_size == size for name, size in _read(folder).files.items())
     except (OSError, ValueError, TypeError, KeyError):
         return False
 
 
-def _sweep(checkpoints: Path) -> None:
-    """Remove what a killed process left half-written or half-removed."""
+def _remove_partial(checkpoints: Path) -> None:
+    """Remove what a killed process left half written or half removed."""
     for part in checkpoints.glob(f"*{PART}"):
         shutil.rmtree(part)
 
@@ -191,7 +191,7 @@ def _from_hex(text: str) -> Tensor:
 
 
 @contextmanager
-def _refusal(what: str, part: Path | None = None) -> Generator[None]:
+def _disk_errors(what: str, part: Path | None = None) -> Generator[None]:
     try:
         yield
     except (OSError, SafetensorError) as cause:
@@ -200,51 +200,51 @@ def _refusal(what: str, part: Path | None = None) -> Generator[None]:
         raise TrainError(f"{what}: {cause}; free some disk space and resume from the last checkpoint") from cause
 
 
-KEPT = 2
-"""Published folders: the one that is served, and the one before, which a slow reader may still have open."""
+PUBLISHED_KEPT = 2
+"""Published folders that are kept: the one that is served, and the one before, which a slow reader may still have open."""
 
 
 class Publisher(Protocol):
-    """How weights get there."""
+    """How new weights reach the engine."""
 
     async def begin(self) -> None:
-        """See that what samples holds the start policy, as version 0."""
+        """Make the engine serve the start policy, as version 0."""
         ...
 
     async def publish(self, version: int, change: Callable[[], None]) -> None:
-        """Run `change`, which rewrites the learner's weights in place; from then on what is sampled is `version`."""
+        """Run `change`, which rewrites the learner's weights in place; from then on the engine samples with `version`."""
         ...
 
 
-class InPlace:
-    """The engine samples with the learner's own tensors: the change is made between two of its tokens."""
+class InPlacePublisher:
+    """For an engine that shares the learner's tensors: the change is made between two of its tokens."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
     async def begin(self) -> None:
-        """Nothing to do: it is the very same one."""
+        """Nothing to do: the engine has the learner's weights."""
 
     async def publish(self, version: int, change: Callable[[], None]) -> None:
         await self._engine.swap(version, change)
 
 
-class FromDisk:
-    """The engine has weights of its own: each version is written as a model folder, which `load` then hands over."""
+class FolderPublisher:
+    """For an engine with weights of its own: each version is written as a model folder, which `load` makes it read."""
 
     def __init__(self, learner: Learner, *, model: Path, scratch: Path, load: Callable[[int, Path], Awaitable[None]]) -> None:
         self._learner, self._model, self._scratch, self._load = learner, model, scratch, load
         shutil.rmtree(scratch, ignore_errors=True)
 
     async def begin(self) -> None:
-        """See `Publisher.begin`. A server may still hold what an earlier run left there."""
+        """See `Publisher.begin`. A server may still hold the weights of an earlier run."""
         await self._load(0, self._model)
 
     async def publish(self, version: int, change: Callable[[], None]) -> None:
         folder = self._scratch / f"{version:06d}"
         await asyncio.to_thread(self._write, folder, change)
         await self._load(version, folder)
-        for old in sorted(self._scratch.iterdir())[:-KEPT]:
+        for old in sorted(self._scratch.iterdir())[:-PUBLISHED_KEPT]:
             await asyncio.to_thread(shutil.rmtree, old)
 
     def _write(self, folder: Path, change: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""The stations of one training run, opened in the order of the data's way and closed in the reverse."""
+"""One training run from start to end: opened or resumed, evaluated, trained, summed up."""
 
 import asyncio
 import contextlib
@@ -14,89 +14,89 @@ from penstock.run.folder import locked, open_run_folder
 from penstock.run.inputs import Inputs, refuse_untrainable
 from penstock.system.async_tools import leaf_errors
 from penstock.train import policy
-from penstock.train.held_out import Beside, evaluate
-from penstock.train.loop import Progress, train_steps
-from penstock.train.summary import Summary, finished, sum_up
+from penstock.train.held_out import BackgroundEvaluation, evaluate
+from penstock.train.loop import TrainProgress, train_steps
+from penstock.train.summary import Summary, finished_summary, summarize
 from penstock.train.training_run import TrainingRun, open_training
 
 T = TypeVar("T")
 
 
 async def train(config: RunConfig, inputs: Inputs, *, listener: Listener, stop: asyncio.Event, fresh: bool = False) -> Summary:
-    """Train as `config` says, or take up the run of that name where it was left; `stop` ends it after the running step."""
+    """Train as `config` says, or resume the run of that name; `stop` ends it after the running step."""
     refuse_untrainable(config)
     folder = open_run_folder(config, fresh=fresh)
     with locked(folder.path), Events(folder.events) as events:
         events.listen(listener)
-        if done := finished(folder, config):
+        if done := finished_summary(folder, config):
             return done
-        async with open_training(config, inputs, folder, events) as stations:
-            summary = await run(stations, stop)
+        async with open_training(config, inputs, folder, events) as run:
+            summary = await run_training(run, stop)
         folder.write_summary(to_json(summary))
         events.emit("run.end", summary=asdict(summary))
         return summary
 
 
-async def run(s: TrainingRun, stop: asyncio.Event) -> Summary:
-    """Held-out evaluation, training with evaluations beside it, evaluation again; what an earlier process did is not repeated."""
-    await refuse_another_run(s)
-    progress = await take_up(s)
-    s.events.emit(
+async def run_training(run: TrainingRun, stop: asyncio.Event) -> Summary:
+    """Evaluate, train with evaluations in the background, evaluate again; what an earlier process did is not repeated."""
+    await refuse_another_run(run)
+    progress = await resume(run)
+    run.events.emit(
         "run.start",
-        name=s.config.run.name,
-        folder=str(s.folder.path),
-        model=s.inputs.model,
-        steps=s.config.train.steps,
+        name=run.config.run.name,
+        folder=str(run.folder.path),
+        model=run.inputs.model,
+        steps=run.config.train.steps,
         first_step=progress.step + 1,
-        resumed=s.folder.resumed,
+        resumed=run.folder.resumed,
     )
-    before = await _unless(stop, evaluate(s, "before", 0))
-    with _first_alone():
+    before = await _unless_stopped(stop, evaluate(run, "before", 0))
+    with _raise_first():
         async with asyncio.TaskGroup() as group:
-            group.create_task(s.rollouts.run())
-            beside = Beside(s, group)
-            progress = await train_steps(s, progress, stop, beside)
-            s.rollouts.stop()
-            await _unless(stop, beside.finish())
-            beside.cancel()
+            group.create_task(run.rollouts.run())
+            background = BackgroundEvaluation(run, group)
+            progress = await train_steps(run, progress, stop, background)
+            run.rollouts.stop()
+            await _unless_stopped(stop, background.finish())
+            background.cancel()
     after = None
-    if progress.step >= s.config.train.steps:
-        after = await _unless(stop, evaluate(s, "after", progress.step))
+    if progress.step >= run.config.train.steps:
+        after = await _unless_stopped(stop, evaluate(run, "after", progress.step))
     if stop.is_set():
-        s.events.emit("run.stop", reason="asked to")
-    return await sum_up(s, progress, before, after)
+        run.events.emit("run.stop", reason="asked to")
+    return await summarize(run, progress, before, after)
 
 
-async def refuse_another_run(s: TrainingRun) -> None:
-    """A new run must not go on with what another of its name left in a database that several share."""
-    if not s.folder.resumed and (groups := (await s.pool.stats()).groups):
-        s.folder.forget()
+async def refuse_another_run(run: TrainingRun) -> None:
+    """Raises ConfigError if a new run finds groups of another one of its name, in a database that several runs share."""
+    if not run.folder.resumed and (groups := (await run.pool.stats()).groups):
+        run.folder.discard_start()
         raise ConfigError(
-            f"the pool at pool.url holds {groups} groups of another run called {s.config.run.name!r}; set another run.name"
+            f"the pool at pool.url holds {groups} groups of another run called {run.config.run.name!r}; set another run.name"
         )
 
 
-async def take_up(s: TrainingRun) -> Progress:
-    """Begin, or go on from the last checkpoint: what it holds is acknowledged, what was trained after it is given back."""
-    saved = policy.latest(s.folder.checkpoints)
-    progress = Progress()
+async def resume(run: TrainingRun) -> TrainProgress:
+    """Start, or continue from the last checkpoint: its leases are acknowledged, leases taken after it are released."""
+    saved = policy.latest(run.folder.checkpoints)
+    progress = TrainProgress()
     if saved is not None:
         for lease in saved.leases:
-            await s.pool.ack(lease, saved.number)
-        await s.publisher.publish(saved.number, lambda: policy.restore(s.folder.checkpoints, saved, s.learner))
-        progress = Progress(saved.step, saved.number)
+            await run.pool.ack(lease, saved.number)
+        await run.publisher.publish(saved.number, lambda: policy.restore(run.folder.checkpoints, saved, run.learner))
+        progress = TrainProgress(saved.step, saved.number)
     else:
-        await s.publisher.begin()
-    await s.pool.release()
-    versions = [0, *(entry["version"] for entry in s.folder.keep_metrics(progress.step))]
-    s.folder.keep_evaluations(progress.step)
-    s.rollouts.advance(progress.step)
-    last_version = max(progress.version, (await s.pool.stats()).last_version)
-    return replace(progress, last_version=last_version, past=tuple(versions[-s.config.rollout.max_staleness - 1 :]))
+        await run.publisher.begin()
+    await run.pool.release()
+    versions = [0, *(entry["version"] for entry in run.folder.keep_metrics(progress.step))]
+    run.folder.keep_evaluations(progress.step)
+    run.rollouts.advance(progress.step)
+    last_version = max(progress.version, (await run.pool.stats()).last_version)
+    return replace(progress, last_version=last_version, past=tuple(versions[-run.config.rollout.max_staleness - 1 :]))
 
 
-async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
-    """What `work` gives; None where `stop` came first, and `work` was cancelled."""
+async def _unless_stopped(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
+    """Returns the result of `work`; None if `stop` was set first, and `work` is then cancelled."""
     job, stopped = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
     try:
         await asyncio.wait({job, stopped}, return_when=asyncio.FIRST_COMPLETED)
@@ -109,8 +109,8 @@ async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None
 
 
 @contextlib.contextmanager
-def _first_alone() -> Generator[None]:
-    """Of several errors that ended the run, raise the first by itself: the others followed from it."""
+def _raise_first() -> Generator[None]:
+    """Raise the first of an exception group's errors by itself: the others followed from it."""
     try:
         yield
     except BaseExceptionGroup as group:

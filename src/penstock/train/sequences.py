@@ -1,7 +1,7 @@
-"""Whether each sampled token can be trained under the very context that it was sampled under.
+"""Training sequences from the token graphs of a group's rollouts, and the check that they are exact.
 
-The gateway keeps, with each step, a digest of the ids that the engine saw and sampled. Here the same digest is made from the ids
-that training would use, read off the token graph. A step for which the two differ is never trained.
+The gateway records, with each step, a digest of the ids that the engine saw and sampled. Here the same digest is computed from
+the ids that training would use, read off the token graph. A step whose digests differ is never trained.
 """
 
 import math
@@ -15,27 +15,27 @@ from penstock.errors import TrainError
 from penstock.records import Attempt, Group, Node, Sequence, Step
 
 LARGEST_ID = 2**31 - 1
-"""Ids are kept and hashed as int32."""
+"""Ids are stored and hashed as int32."""
 
 
 class Exactness(NamedTuple):
-    """How many sampled tokens can be trained under the very context they were sampled under."""
+    """Counts of sampled tokens that can be trained under exactly the context that they were sampled under."""
 
     exact_tokens: int
     sampled_tokens: int
     inexact: Counter[str]
     """The other tokens, by reason."""
     unhashed_tokens: int
-    """Of the exact ones, those recorded without a digest: their record has no gap and no flaw, which is all that can be said."""
+    """Of the exact ones, those recorded without a digest: their records are consistent, which is no proof."""
 
     @property
     def rate(self) -> float | None:
-        """Share of the exact ones; None where nothing was sampled."""
+        """None where nothing was sampled."""
         return self.exact_tokens / self.sampled_tokens if self.sampled_tokens else None
 
 
 class Graph(NamedTuple):
-    """The token graph of one rollout, by number."""
+    """The token graph of one rollout, nodes and steps by their numbers."""
 
     nodes: dict[int, Node]
     steps: dict[int, Step]
@@ -43,7 +43,7 @@ class Graph(NamedTuple):
     parents: dict[int, int | None]
     """Step → the step that it continues, None at a root; a step whose context is not wholly recorded is missing."""
     flaws: dict[int, str]
-    """Step → why its tokens must not be trained."""
+    """Step → why its tokens cannot be trained."""
 
     @property
     def paths(self) -> list[list[int]]:
@@ -77,12 +77,12 @@ def exactness(*attempts: Attempt) -> Exactness:
 
 
 def sampled_tokens(step: Step) -> int:
-    """How many tokens were sampled, as far as any of the columns remembers."""
+    """Returns how many tokens were sampled: the longest of the columns, as a flawed record may have lost some."""
     return max(len(step.completion_ids), len(step.logprobs), len(step.versions))
 
 
 def breaks(*attempts: Attempt) -> Counter[str]:
-    """How often a caller's messages had to be rendered anew although the rollout had earlier steps, by reason.
+    """Counts, by reason, how often messages were rendered from scratch although the rollout had earlier steps.
 
     What is sampled after a break is exact all the same: it is trained under the new rendering.
     """
@@ -90,10 +90,10 @@ def breaks(*attempts: Attempt) -> Counter[str]:
 
 
 def read_graph(attempt: Attempt) -> Graph:
-    """The token graph as recorded; work is proportional to its tokens, however many paths share them."""
+    """Returns the token graph as recorded. Time is proportional to its tokens, however many paths share them."""
     nodes = {node.id: node for node in attempt.nodes}
     steps = {step.index: step for step in sorted(attempt.steps, key=lambda step: step.index)}
-    graph, contexts = Graph(nodes, steps, {}, {}), _Contexts()
+    graph, contexts = Graph(nodes, steps, {}, {}), _ContextHashes()
     for index, step in steps.items():
         node = nodes.get(step.node)
         if node is None or not (node.parent is None or node.parent in graph.parents):
@@ -109,7 +109,7 @@ def read_graph(attempt: Attempt) -> Graph:
 
 
 def why_untrainable(step: Step, graph: Graph) -> str | None:
-    """Why a step's tokens cannot be trained, whatever their credit; None if they can."""
+    """Returns why a step's tokens cannot be trained, whatever their advantage; None if they can."""
     if reason := graph.flaws.get(step.index):
         return reason
     if not step.completion_ids:
@@ -119,15 +119,15 @@ def why_untrainable(step: Step, graph: Graph) -> str | None:
     return "greedy" if step.sampling.temperature == 0 else None
 
 
-class _Contexts:
-    """Hashes of the paths through a graph, each grown from the one before it."""
+class _ContextHashes:
+    """Digests of the paths through a graph, each extended from its parent's."""
 
     def __init__(self) -> None:
         self._prompts: dict[int, blake2b] = {}
         self._replies: dict[int, blake2b] = {}
 
     def add(self, step: Step, node: Node) -> str:
-        """The digest of the path up to the end of this step's reply."""
+        """Returns the digest of the path up to the end of this step's reply."""
         if node.id not in self._prompts:
             before = None if node.parent is None else self._replies[node.parent]
             self._prompts[node.id] = extend_ids_hash(before, node.token_ids)
@@ -140,7 +140,7 @@ def _are_ids(numbers: tuple[int, ...]) -> bool:
 
 
 def _flaw(step: Step, node: Node) -> str | None:
-    """What is impossible in the record of one step, seen by itself; one that an endpoint gave as text claims no tokens."""
+    """Returns what is impossible in the record of one step by itself; a reply of an endpoint has no tokens to check."""
     if step.usage is not None and not step.completion_ids:
         return None
     columns = (step.logprobs, step.versions, step.logprobs if step.full_logprobs is None else step.full_logprobs)
@@ -154,14 +154,14 @@ def _flaw(step: Step, node: Node) -> str | None:
 
 
 def _difference(step: Step, digest: str, *, flawed: bool) -> str | None:
-    """What is wrong with the context of a step that is sound by itself; `flawed`: the step before it is not."""
+    """Returns what is wrong with the context of a step; `flawed` says that its parent's record is."""
     if step.context:
         return None if digest == step.context else "context_differs"
     return "context_flawed" if flawed else None
 
 
 class SequencesResult(NamedTuple):
-    """What a group gives to train on, and what it does not."""
+    """The sequences of a group, and counts of what was used and left out."""
 
     sequences: list[Sequence]
     counts: Counter[str]
@@ -174,7 +174,7 @@ def sequences(group: Group, advantages: Iterable[float], *, divisor: float | Non
 
     `advantages` are those of `group.graded`. A reply that lies on several paths is trained on the first and context on the others.
     Tokens of a rollout share a weight: one over their number, so that every rollout weighs the same, or one over `divisor`.
-    A group without any advantage is skipped, and with it its rollouts: the loss is a mean over those that can teach something.
+    A group whose advantages are all 0 is skipped with its rollouts: the loss is a mean over those that teach something.
     """
     credit = list(advantages)
     _check(group, credit)
@@ -217,13 +217,13 @@ def _of_attempt(attempt: Attempt, advantage: float, divisor: float | None) -> Se
 
 
 def _mask(step: Step, advantage: float, graph: Graph, quality: float) -> str | None:
-    """Why a step's tokens are not trained; None if they are."""
+    """Returns why a step's tokens are not trained; None if they are."""
     without_credit = "zero_advantage" if not advantage else None if quality else "curated"
     return why_untrainable(step, graph) or without_credit
 
 
 def _qualities(attempt: Attempt) -> dict[int, float]:
-    """By step: what its credit is multiplied by; 0 where a curator took it out."""
+    """Returns, by step, the factor of its advantage; 0 where a curator removed it."""
     marks = {mark.step: mark for mark in attempt.marks}
     whole = marks[None].quality if None in marks else 1.0
     own = {mark.step: mark.quality if mark.trainable else 0.0 for mark in attempt.marks}
@@ -231,7 +231,7 @@ def _qualities(attempt: Attempt) -> dict[int, float]:
 
 
 def _sequence(attempt: Attempt, graph: Graph, path: list[int], credit: dict[int, float], *, weight: float) -> Sequence:
-    """The path up to its last step with credit, which every token of such a step gets."""
+    """Returns the path up to its last step in `credit`; all tokens of such a step get its advantage."""
     last = max(place for place, index in enumerate(path) if index in credit)
     ids: list[int] = []
     credited: list[tuple[slice, Step]] = []

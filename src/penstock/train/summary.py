@@ -1,4 +1,4 @@
-"""What a run came to: the few numbers that its reader asks for first."""
+"""The summary of a training run: the few numbers that a reader asks for first."""
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
@@ -8,8 +8,8 @@ from penstock.codec import from_json
 from penstock.config import RunConfig
 from penstock.run.folder import RunFolder
 from penstock.train import policy
-from penstock.train.held_out import beside
-from penstock.train.loop import Progress
+from penstock.train.held_out import evaluations_during_training
+from penstock.train.loop import TrainProgress
 from penstock.train.training_run import TrainingRun
 
 FIRST, LAST = 32, 64
@@ -18,12 +18,10 @@ FIRST, LAST = 32, 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """What a run came to."""
-
     name: str
     folder: str
     status: str
-    """"finished", or "stopped" where it can be taken up again."""
+    """"finished", or "stopped" if it can be resumed."""
     steps: int
     first_reward: float | None
     """Mean over the first 32 graded rollouts."""
@@ -32,7 +30,7 @@ class Summary:
     eval_before: float | None
     eval_after: float | None
     evals: dict[str, float | None] = field(default_factory=dict[str, float | None])
-    """Held-out rewards beside training, by step; None where an evaluation was skipped or failed."""
+    """Held-out rewards during training, by step; None where an evaluation was skipped or failed."""
     exact_token_rate: float | None
     """Share of sampled tokens that are trained under exactly the context they were sampled under; None before the first."""
     rollouts: int
@@ -56,42 +54,41 @@ class Summary:
     already_finished: bool = False
 
 
-async def sum_up(s: TrainingRun, progress: Progress, before: float | None, after: float | None) -> Summary:
-    """What the run came to so far."""
-    metrics = s.folder.metrics()
-    stats = await s.pool.stats("train")
+async def summarize(run: TrainingRun, progress: TrainProgress, before: float | None, after: float | None) -> Summary:
+    metrics = run.folder.metrics()
+    stats = await run.pool.stats("train")
     rewards = [reward for entry in metrics for reward in entry["rewards"]]
     sampled = sum(entry["sampled_tokens"] for entry in metrics)
-    saved = policy.latest(s.folder.checkpoints)
-    done = progress.step >= s.config.train.steps and (after is not None or not s.inputs.heldout)
+    saved = policy.latest(run.folder.checkpoints)
+    done = progress.step >= run.config.train.steps and (after is not None or not run.inputs.heldout)
     return Summary(
-        name=s.config.run.name,
-        folder=str(s.folder.path),
+        name=run.config.run.name,
+        folder=str(run.folder.path),
         status="finished" if done else "stopped",
         steps=progress.step,
         first_reward=mean(rewards[:FIRST]),
         last_reward=mean(rewards[-LAST:]),
         eval_before=before,
         eval_after=after,
-        evals=beside(s.folder.evaluations()),
+        evals=evaluations_during_training(run.folder.evaluations()),
         exact_token_rate=sum(entry["exact_tokens"] for entry in metrics) / sampled if sampled else None,
         rollouts=stats.rollouts,
         sampled_tokens=sampled,
         trained_tokens=sum(entry["trained_tokens"] for entry in metrics),
         train_seconds=round(sum(entry["rollout_s"] + entry["train_s"] for entry in metrics), 1),
         policy_version=progress.version,
-        checkpoint=str(policy.folder_of(s.folder.checkpoints, saved)) if saved else None,
+        checkpoint=str(policy.folder_of(run.folder.checkpoints, saved)) if saved else None,
         ends=stats.ends,
-        inexact=_added(metrics, "inexact"),
+        inexact=_total_counts(metrics, "inexact"),
         unhashed_tokens=sum(entry.get("unhashed_tokens", 0) for entry in metrics),
-        masked=_added(metrics, "masked"),
+        masked=_total_counts(metrics, "masked"),
         breaks=stats.breaks,
-        resumed=s.folder.resumed,
+        resumed=run.folder.resumed,
     )
 
 
-def finished(folder: RunFolder, config: RunConfig) -> Summary | None:
-    """The summary of a run that has nothing left to do."""
+def finished_summary(folder: RunFolder, config: RunConfig) -> Summary | None:
+    """Returns the summary of a run that has nothing left to do, else None."""
     written = folder.summary()
     if written is None:
         return None
@@ -103,8 +100,8 @@ def mean(values: list[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def _added(metrics: list[dict[str, Any]], name: str) -> dict[str, int]:
-    """Counts by reason over all steps; those of an earlier penstock may lack them."""
+def _total_counts(metrics: list[dict[str, Any]], name: str) -> dict[str, int]:
+    """Returns the sums over all steps of counts by reason; entries of an earlier penstock may lack them."""
     total: Counter[str] = Counter()
     for entry in metrics:
         total.update(entry.get(name, {}))

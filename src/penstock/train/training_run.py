@@ -20,7 +20,7 @@ from penstock.run.inputs import Inputs
 from penstock.run.opening import open_pool, open_rollout_runner, sampling
 from penstock.train.advantages import ADVANTAGES
 from penstock.train.learner import Learner
-from penstock.train.policy import FromDisk, InPlace, Publisher
+from penstock.train.policy import FolderPublisher, InPlacePublisher, Publisher
 
 
 class RolloutSource(Protocol):
@@ -104,7 +104,7 @@ async def open_training(config: RunConfig, inputs: Inputs, folder: RunFolder, ev
         rollouts = await stack.enter_async_context(open_rollouts(config, inputs, folder, events, pool))
         shared = getattr(rollouts.engine, "decoder", None)
         learner = Learner(shared or await asyncio.to_thread(load_decoder, inputs.folder), config.train)
-        from_disk = FromDisk(learner, model=inputs.folder, scratch=folder.path / "served", load=rollouts.load)
+        from_disk = FolderPublisher(learner, model=inputs.folder, scratch=folder.path / "served", load=rollouts.load)
         yield TrainingRun(
             config=config,
             inputs=inputs,
@@ -112,7 +112,7 @@ async def open_training(config: RunConfig, inputs: Inputs, folder: RunFolder, ev
             events=events,
             pool=pool,
             rollouts=rollouts,
-            publisher=InPlace(rollouts.engine) if shared else from_disk,
+            publisher=InPlacePublisher(rollouts.engine) if shared else from_disk,
             learner=learner,
             advantage=ADVANTAGES.load(config.train.advantage),
         )

@@ -1,4 +1,7 @@
-"""Which recorded tokens can be computed again under a policy version, and the sequences that do it."""
+"""`penstock verify`: recompute recorded tokens under the policy version that sampled them, and compare log-probabilities.
+
+`verify` pages through a run. An `Audit` checks the records of each group; then, for each version whose weights are on disk,
+its tokens become `Probes`: sequences that are packed and forwarded as in training. Nothing is written."""
 
 import asyncio
 import math
@@ -19,8 +22,8 @@ from penstock.train.forward import pass_logprobs, trunk_states
 from penstock.train.sequences import Graph, breaks, read_graph, sampled_tokens, why_untrainable
 
 
-class Token(NamedTuple):
-    """One sampled token with the log-probability that was recorded of it and can be computed again."""
+class ProbedToken(NamedTuple):
+    """One sampled token, and its recorded log-probability that a forward pass gives again."""
 
     rollout_id: str
     step: int
@@ -31,15 +34,15 @@ class Token(NamedTuple):
 
 
 class Probes(NamedTuple):
-    """What is to be recomputed under one version."""
+    """The tokens to recompute under one version, and the sequences that contain them."""
 
     sequences: list[Sequence]
-    """Nothing is credited here: `advantages` hold the place of each token in `tokens` instead."""
-    tokens: list[Token]
+    """Their `advantages` carry each token's index in `tokens`: packing keeps them beside the tokens; no loss is computed."""
+    tokens: list[ProbedToken]
 
 
-def versions(read: Iterable[tuple[Attempt, Graph]]) -> Counter[int]:
-    """How many tokens each version sampled, in steps whose record has no flaw."""
+def count_versions(read: Iterable[tuple[Attempt, Graph]]) -> Counter[int]:
+    """Returns how many tokens each version sampled, in steps whose record has no flaw."""
     counted: Counter[int] = Counter()
     for _, graph in read:
         for step in graph.steps.values():
@@ -48,8 +51,8 @@ def versions(read: Iterable[tuple[Attempt, Graph]]) -> Counter[int]:
     return counted
 
 
-def probe(read: Iterable[tuple[Attempt, Graph]], version: int) -> Probes:
-    """One sequence per path with tokens of `version`, each token on the first path that it is on."""
+def make_probes(read: Iterable[tuple[Attempt, Graph]], version: int) -> Probes:
+    """Returns one sequence per path with tokens of `version`; a token on several paths is probed on the first."""
     probes = Probes([], [])
     for attempt, graph in read:
         left = {i for i, step in graph.steps.items() if version in step.versions and i not in graph.flaws}
@@ -60,38 +63,38 @@ def probe(read: Iterable[tuple[Attempt, Graph]], version: int) -> Probes:
     return probes
 
 
-def _sequence(attempt: Attempt, graph: Graph, path: list[int], mine: set[int], version: int, tokens: list[Token]) -> Sequence:
+def _sequence(attempt: Attempt, graph: Graph, path: list[int], mine: set[int], version: int, tokens: list[ProbedToken]) -> Sequence:
     ids: list[int] = []
     numbers: list[float | None] = []
-    heats: list[float] = []
+    temperatures: list[float] = []
     for index in path[: max(path.index(index) for index in mine) + 1]:
         step = graph.steps[index]
         glue = graph.nodes[step.node].token_ids
-        logprobs, heat = _recomputable(step)
+        logprobs, temperature = _recomputable(step)
         ids += glue + step.completion_ids
         numbers += [None] * len(glue)
-        heats += [1.0] * len(glue) + [heat] * len(step.completion_ids)
+        temperatures += [1.0] * len(glue) + [temperature] * len(step.completion_ids)
         for place in range(len(step.completion_ids)):
             wanted = index in mine and step.versions[place] == version
             numbers.append(float(len(tokens)) if wanted else None)
             if wanted:
-                tokens.append(Token(attempt.rollout.id, index, place, version, logprobs[place]))
+                tokens.append(ProbedToken(attempt.rollout.id, index, place, version, logprobs[place]))
     return Sequence(
         rollout_id=attempt.rollout.id,
         group_id=attempt.rollout.group_id,
         token_ids=tuple(ids),
         trained=tuple(number is not None for number in numbers),
         logprobs=(0.0,) * len(ids),
-        temperatures=tuple(heats),
+        temperatures=tuple(temperatures),
         advantages=tuple(number or 0.0 for number in numbers),
         weight=1.0,
     )
 
 
 def _recomputable(step: Step) -> tuple[tuple[float, ...], float]:
-    """The recorded log-probabilities that a forward pass gives again, and the temperature at which it does.
+    """Returns the recorded log-probabilities that a forward pass gives again, and the temperature at which it does.
 
-    What truncated sampling renormalised, and what greedy sampling made certain, is checked by the plain softmax.
+    Truncated sampling renormalises and greedy sampling is certain: of those, the full softmax at temperature 1 is compared.
     """
     if step.sampling.temperature > 0 and not step.sampling.truncated:
         return step.logprobs, step.sampling.temperature
@@ -99,12 +102,12 @@ def _recomputable(step: Step) -> tuple[tuple[float, ...], float]:
 
 
 Status = Literal["exact", "inexact", "unproven"]
-"""Unproven: nothing speaks against it, but no token could be recomputed."""
+"""Unproven: no flaw was result, but no token could be recomputed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Compared:
-    """A token under the weights that sampled it, then and now."""
+class TokenDeviation:
+    """A token's log-probability under the weights that sampled it: recorded and recomputed."""
 
     rollout_id: str
     step: int
@@ -115,32 +118,32 @@ class Compared:
 
     @property
     def deviation(self) -> float:
-        """Infinite where the weights give no number at all."""
+        """Infinite where the recomputed one is NaN."""
         gap = abs(self.recorded - self.recomputed)
         return math.inf if math.isnan(gap) else gap
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """A step that does not hold, and why."""
+class StepFinding:
+    """A step whose record is wrong, and why."""
 
     rollout_id: str
     step: int
     reason: str
     tokens: int
-    """How many of its tokens that concerns."""
-    worst: Compared | None = None
-    """The token that is furthest off, where log-probabilities were compared."""
+    """How many of its tokens are affected."""
+    worst: TokenDeviation | None = None
+    """The token with the largest deviation, where log-probabilities were compared."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Audit:
-    """What was found so far. Counts are named as in the metrics and the summary of a run."""
+    """The result so far. Counts are named as in the metrics and the summary of a run."""
 
     run: str
     channel: str
     tolerance: float
-    """How far a recomputed log-probability may be off."""
+    """The largest deviation of a recomputed log-probability that is accepted."""
     groups: int = 0
     rollouts: int = 0
     steps: int = 0
@@ -148,34 +151,32 @@ class Audit:
     unhashed_tokens: int = 0
     inexact: Counter[str] = field(default_factory=Counter[str])
     masked: Counter[str] = field(default_factory=Counter[str])
-    """Steps that no credit would make trainable, by reason."""
+    """Steps that cannot be trained whatever their advantage, by reason."""
     breaks: Counter[str] = field(default_factory=Counter[str])
     recomputed: Counter[int] = field(default_factory=Counter[int])
-    """Tokens by the version under which they were computed again."""
+    """Recomputed tokens by version."""
     gone: Counter[int] = field(default_factory=Counter[int])
-    """Tokens by the version whose weights are not on disk any more."""
-    largest: Compared | None = None
+    """Tokens by version, where its weights are not on disk any more."""
+    largest: TokenDeviation | None = None
     total_deviation: float = 0.0
-    findings: dict[tuple[str, int], Finding] = field(default_factory=dict[tuple[str, int], Finding])
+    findings: dict[tuple[str, int], StepFinding] = field(default_factory=dict[tuple[str, int], StepFinding])
 
     @property
     def exact_tokens(self) -> int:
-        """Sampled tokens against which nothing was found."""
+        """Sampled tokens without a finding."""
         return self.sampled_tokens - self.inexact.total()
 
     @property
     def exact_token_rate(self) -> float | None:
-        """Share of the exact ones; None where nothing was sampled."""
+        """None where nothing was sampled."""
         return self.exact_tokens / self.sampled_tokens if self.sampled_tokens else None
 
     @property
     def recomputed_tokens(self) -> int:
-        """Under all versions that are on disk."""
         return self.recomputed.total()
 
     @property
     def gone_tokens(self) -> int:
-        """Of all versions that are not."""
         return self.gone.total()
 
     @property
@@ -184,13 +185,13 @@ class Audit:
 
     @property
     def status(self) -> Status:
-        """Tokens whose weights are gone count for nothing, as long as others were recomputed."""
+        """Tokens whose weights are gone are ignored, as long as others were recomputed."""
         if self.findings:
             return "inexact"
         return "exact" if self.recomputed else "unproven"
 
     def add(self, group: Group) -> list[tuple[Attempt, Graph]]:
-        """Check the records of a group; returns its attempts with their graphs, ready to be probed."""
+        """Check the records of a group; returns its attempts with their graphs, to make probes of."""
         self.groups += 1
         read = [(attempt, read_graph(attempt)) for attempt in group.attempts]
         for attempt, graph in read:
@@ -200,9 +201,9 @@ class Audit:
                 self._add_step(attempt, step, graph)
         return read
 
-    def compare(self, token: Token, recomputed: float) -> None:
-        """Take in what a token's log-probability is now."""
-        found = Compared(
+    def compare(self, token: ProbedToken, recomputed: float) -> None:
+        """Record a token's recomputed log-probability."""
+        result = TokenDeviation(
             rollout_id=token.rollout_id,
             step=token.step,
             token=token.place,
@@ -211,15 +212,15 @@ class Audit:
             recomputed=recomputed,
         )
         self.recomputed[token.version] += 1
-        self.total_deviation += found.deviation
-        if self.largest is None or found.deviation > self.largest.deviation:
-            self.largest = found
-        if found.deviation > self.tolerance:
+        self.total_deviation += result.deviation
+        if self.largest is None or result.deviation > self.largest.deviation:
+            self.largest = result
+        if result.deviation > self.tolerance:
             self.inexact["logprob_differs"] += 1
-            self._find(token, "logprob_differs", found)
+            self._find(token, "logprob_differs", result)
 
-    def refuse(self, token: Token, reason: str) -> None:
-        """Count a token that the weights of its version could not have sampled."""
+    def refuse(self, token: ProbedToken, reason: str) -> None:
+        """Record a token that the weights of its version could not have sampled."""
         self.inexact[reason] += 1
         self._find(token, reason)
 
@@ -232,20 +233,20 @@ class Audit:
         if flaw := graph.flaws.get(step.index):
             self.inexact += Counter({flaw: size})  # which leaves a count of 0 out
             rollout_id = attempt.rollout.id
-            self.findings[rollout_id, step.index] = Finding(rollout_id=rollout_id, step=step.index, reason=flaw, tokens=size)
+            self.findings[rollout_id, step.index] = StepFinding(rollout_id=rollout_id, step=step.index, reason=flaw, tokens=size)
         elif not step.context:
             self.unhashed_tokens += size
 
-    def _find(self, token: Token, reason: str, found: Compared | None = None) -> None:
+    def _find(self, token: ProbedToken, reason: str, result: TokenDeviation | None = None) -> None:
         key = token.rollout_id, token.step
         known = self.findings.get(key)
-        worst = max((one for one in (found, known and known.worst) if one), key=lambda one: one.deviation, default=None)
+        worst = max((one for one in (result, known and known.worst) if one), key=lambda one: one.deviation, default=None)
         count = 1 if known is None else known.tokens + 1
-        self.findings[key] = Finding(rollout_id=token.rollout_id, step=token.step, reason=reason, tokens=count, worst=worst)
+        self.findings[key] = StepFinding(rollout_id=token.rollout_id, step=token.step, reason=reason, tokens=count, worst=worst)
 
 
-class Weights:
-    """The policy versions that are on disk: the start policy is version 0, the others are checkpoints. Holds one at a time."""
+class VersionWeights:
+    """Loads the policy versions that are on disk, one at a time: the start policy is version 0, the others are checkpoints."""
 
     def __init__(self, start: Path | None, checkpoints: Path) -> None:
         self._start, self._checkpoints = start, checkpoints
@@ -253,9 +254,9 @@ class Weights:
         self._decoder: Decoder | None = None
 
     def load(self, version: int) -> Decoder | None:
-        """The decoder of `version` in float32, on the CPU; None where its weights are not here, or were removed just now."""
+        """Returns the decoder of `version` in float32 on the CPU; None where its weights are not on disk."""
         if version != self._version:
-            self._version, self._decoder = None, None  # the one before goes before the next one comes
+            self._version, self._decoder = None, None  # frees the memory before the next one is loaded
             self._decoder = self._read(version)
             self._version = version
         return self._decoder
@@ -267,7 +268,7 @@ class Weights:
         try:
             return load_decoder(folder).requires_grad_(False)
         except ModelError:
-            if self._find(version) is None:  # training went on and let go of this checkpoint meanwhile
+            if self._find(version) is None:  # a running training removed this checkpoint meanwhile
                 return None
             raise
 
@@ -276,19 +277,19 @@ class Weights:
 
 
 def recompute(decoder: Decoder, probes: Probes, audit: Audit, *, tokens_per_pass: int) -> Iterator[int]:
-    """Tell `audit` what each probed token's log-probability is now; yields after each pass how many tokens that were."""
-    batch = pack(_possible(decoder, probes, audit), rollouts=1, tokens_per_pass=tokens_per_pass)
-    for bundle in batch.bundles:
-        trunk = trunk_states(decoder, bundle.trunk)
-        for one in bundle.passes:
+    """Compare each probed token in `audit`; yields the number of tokens after each pass."""
+    batch = pack(_computable(decoder, probes, audit), rollouts=1, tokens_per_pass=tokens_per_pass)
+    for pass_set in batch.pass_sets:
+        trunk = trunk_states(decoder, pass_set.trunk)
+        for one in pass_set.passes:
             logprobs: list[float] = pass_logprobs(decoder, one, trunk, flat=batch.flat).tolist()  # pyright: ignore[reportUnknownVariableType]
             for term, logprob in zip(one.terms, logprobs, strict=True):
                 audit.compare(probes.tokens[int(term.advantage)], logprob)
             yield len(logprobs)
 
 
-def _possible(decoder: Decoder, probes: Probes, audit: Audit) -> list[Sequence]:
-    """Those that the decoder can take; tokens of the others are refused."""
+def _computable(decoder: Decoder, probes: Probes, audit: Audit) -> list[Sequence]:
+    """Returns the sequences that the decoder can take; tokens of the others are refused."""
     shape, possible = decoder.shape, list[Sequence]()
     for sequence in probes.sequences:
         reason = "bad_token" if max(sequence.token_ids) >= shape.vocab_size else None
@@ -304,43 +305,43 @@ def _possible(decoder: Decoder, probes: Probes, audit: Audit) -> list[Sequence]:
 
 
 TOLERANCES = {"float32": 1e-3, "bfloat16": 2.0}
-"""How far a recomputed log-probability may be off, by what the engine computed in; the audit itself computes in float32.
+"""Default tolerance by the dtype that the engine computed in; the audit itself computes in float32.
 
 Of a model with 135 million parameters, float32 is off by 2e-4 at most; bfloat16 by 4e-2 on average and 1.5 on the rarest tokens.
 """
 
-Heard = Callable[[int, int], None]
+OnProgress = Callable[[int, int], None]
 """Called with how many groups are done, and of how many."""
 
 
-async def verify(recorded: RecordedRun, heard: Heard, *, tolerance: float | None = None) -> Audit:
-    """Read the run from its first group to its last and account for every token. Nothing is written."""
+async def verify(recorded: RecordedRun, on_progress: OnProgress, *, tolerance: float | None = None) -> Audit:
+    """Read the run from its first group to its last and account for every token; `tolerance` None takes the dtype's."""
     limit = TOLERANCES[_precision(recorded)] if tolerance is None else tolerance
     audit = Audit(run=recorded.config.run.name, channel=recorded.channel, tolerance=limit)
-    weights = Weights(recorded.start_policy, recorded.folder.checkpoints)
+    weights = VersionWeights(recorded.start_policy, recorded.folder.checkpoints)
     total = recorded.last_seq + 1 - recorded.first_seq
-    heard(0, total)
+    on_progress(0, total)
     async for groups in recorded.pages():
         await _check(groups, audit, weights, tokens_per_pass=recorded.config.train.tokens_per_pass)
-        heard(audit.groups, total)
+        on_progress(audit.groups, total)
     return audit
 
 
-async def _check(groups: list[Group], audit: Audit, weights: Weights, *, tokens_per_pass: int) -> None:
+async def _check(groups: list[Group], audit: Audit, weights: VersionWeights, *, tokens_per_pass: int) -> None:
     read: list[tuple[Attempt, Graph]] = [one for group in groups for one in audit.add(group)]
-    for version, count in sorted(versions(read).items()):
+    for version, count in sorted(count_versions(read).items()):
         decoder = await asyncio.to_thread(weights.load, version)
         if decoder is None:
             audit.gone[version] += count
             continue
-        passes = recompute(decoder, probe(read, version), audit, tokens_per_pass=tokens_per_pass)
+        passes = recompute(decoder, make_probes(read, version), audit, tokens_per_pass=tokens_per_pass)
         while await asyncio.to_thread(next, passes, None) is not None:  # one pass at a time, so that Ctrl-C does not wait long
             pass
 
 
 def _precision(recorded: RecordedRun) -> str:
-    """What the engine computed in: as the run says, else as its checkpoints were written."""
+    """Returns the dtype that the engine computed in: as configured, else that of the checkpoints."""
     chosen = recorded.config.engine.dtype
     if chosen == "auto":
-        chosen = "bfloat16" if policy.is_half(recorded.folder.checkpoints) else "float32"
+        chosen = "bfloat16" if policy.is_half_precision(recorded.folder.checkpoints) else "float32"
     return chosen

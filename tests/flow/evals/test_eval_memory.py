@@ -13,19 +13,14 @@ ROWS, FEW = 24, 10
 held: list[int] = []
 
 
-def open_watched(folder: Path, **options):
+class WatchedPool(SqlitePool):
     """A pool that counts, whenever all of it was read, how many groups are still in memory."""
-    pool = SqlitePool(folder, **options)
-    read = pool.groups
 
-    async def groups(channel: str, *, first_seq: int = 0, limit: int = 100) -> list[Group]:
-        page = await read(channel, first_seq=first_seq, limit=limit)
+    async def groups(self, channel: str, *, first_seq: int = 0, limit: int = 100) -> list[Group]:
+        page = await super().groups(channel, first_seq=first_seq, limit=limit)
         if first_seq and not page:
             held.append(sum(type(each) is Group for each in gc.get_objects()))
         return page
-
-    pool.groups = groups
-    return pool
 
 
 @pytest.fixture
@@ -33,7 +28,7 @@ def project(tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "helpers" / "cli_engine"))
     (tmp_path / "agent.py").write_text(AGENT)
-    (tmp_path / "eval.toml").write_text(f"{CONFIG}\npool.name = '{__name__}:open_watched'\nrollout.concurrency = 2\n")
+    (tmp_path / "eval.toml").write_text(f"{CONFIG}\npool.name = '{__name__}:WatchedPool'\nrollout.concurrency = 2\n")
     write_tasks(tmp_path, ROWS)
     return tmp_path
 

@@ -39,14 +39,14 @@ def die(folder, **_):
 
 def die_before_answering(folder, *, name, **_):
     main = sys.modules["__main__"]  # no seam lies between the end on disk and its telling; this is the process that runs rollouts
-    flush = main.Teller.flush
+    flush = main.LineWriter.flush
 
     def dies(teller):
         if any(b"rollout.end" in line and b"eval-2.0.1" in line for line in teller._lines):
             os._exit(9)
         flush(teller)
 
-    main.Teller.flush = dies
+    main.LineWriter.flush = dies
     return open_engine(folder, name=name)
 """
 AGENT = """

@@ -25,7 +25,7 @@ from penstock.pool.sqlite import SqlitePool
 from penstock.records import Attempt, Sampling
 from penstock.run.inputs import read_inputs
 from penstock.testing import ScriptedEngine, write_tokenizer
-from penstock.train.losses.base import Loss, Tokens
+from penstock.train.losses.base import Loss, LossTokens
 from penstock.train.losses.clip import clip
 from penstock.train.run import train
 from penstock.train.summary import Summary
@@ -169,7 +169,7 @@ def open_engine(
     return engine
 
 
-def watched_loss(tokens: Tokens, section: TrainSection) -> Loss:
+def watched_loss(tokens: LossTokens, section: TrainSection) -> Loss:
     """`clip`, after whatever the test waits for in the middle of an update."""
     assert threading.current_thread() is not threading.main_thread()
     Watched.current.loss_waits()

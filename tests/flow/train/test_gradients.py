@@ -23,7 +23,7 @@ from penstock.errors import TrainError
 from penstock.records import Sequence
 from penstock.train import forward
 from penstock.train.batches import pack
-from penstock.train.learner import Learner, Metrics
+from penstock.train.learner import Learner, UpdateMetrics
 
 
 def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
@@ -54,7 +54,7 @@ def test_a_trunk_per_batch_and_per_group_give_the_same_gradients(system: int):
         tree = [replace(s, token_ids=(int(s.group_id[1:]), *(t + 1 for t in s.token_ids[1:]))) for s in tree]
         tree = [replace(s, token_ids=tuple(t % VOCAB for t in s.token_ids)) for s in tree]
     batch = pack(tree, rollouts=12, tokens_per_pass=25)
-    assert len(batch.bundles) == (1 if system else 2) and all(len(bundle.passes) > 1 for bundle in batch.bundles)
+    assert len(batch.pass_sets) == (1 if system else 2) and all(len(pass_set.passes) > 1 for pass_set in batch.pass_sets)
     learner = Learner(decoder, section())
     learner.compute(batch)
     made = gradients(decoder)
@@ -95,7 +95,7 @@ def test_later_updates_on_a_batch_are_measured_from_its_first():
 def _proximal_in_flat_order(proximal: Tensor, tree: list[Sequence]) -> Tensor:
     """The layouts order their terms differently; a term is known by what only it has: logprob and advantage."""
     batches = [pack(tree, rollouts=1, tokens_per_pass=60, shared_prefix=flag) for flag in (True, False)]
-    keys = [[(t.logprob, t.target) for bundle in b.bundles for p in bundle.passes for t in p.terms] for b in batches]
+    keys = [[(t.logprob, t.target) for pass_set in b.pass_sets for p in pass_set.passes for t in p.terms] for b in batches]
     known = dict(zip(keys[0], proximal.tolist(), strict=True))
     return torch.tensor([known[key] for key in keys[1]])
 
@@ -120,7 +120,7 @@ def test_logits_made_a_few_rows_at_a_time_change_nothing(monkeypatch: pytest.Mon
     learner = Learner(decoder, section())
     whole = compute(learner, tree, limit=1000, shared=True)
     oracle = gradients(decoder)
-    monkeypatch.setattr(forward, "LOGITS_AT_ONCE", 3 * VOCAB)  # a bound that only real vocabularies reach
+    monkeypatch.setattr(forward, "MAX_LOGITS", 3 * VOCAB)  # a bound that only real vocabularies reach
     pieces = compute(learner, tree, limit=1000, shared=True)
     assert_same(gradients(decoder), oracle)
     assert torch.allclose(whole.proximal, pieces.proximal, atol=1e-6)
@@ -164,7 +164,7 @@ def test_an_empty_batch_changes_nothing():
     decoder = make_decoder()
     before = {name: value.clone() for name, value in decoder.state_dict().items()}
     learner = Learner(decoder, section(lr=0.1, weight_decay=0.1))
-    assert learner.compute(pack([], rollouts=0, tokens_per_pass=10)).metrics == Metrics()
+    assert learner.compute(pack([], rollouts=0, tokens_per_pass=10)).metrics == UpdateMetrics()
     learner.apply()
     assert all(torch.equal(value, before[name]) for name, value in decoder.state_dict().items())
 

@@ -78,6 +78,6 @@ def test_an_empty_reply_is_not_trained_and_no_row_is_padding() -> None:
     result = sequences(group, grpo(group))
     assert result.counts["masked.empty"] == 2
     batch = pack(result.sequences, rollouts=result.counts["rollouts"], tokens_per_pass=1024, shared_prefix=True)
-    terms = [term for bundle in batch.bundles for one in bundle.passes for term in one.terms]
+    terms = [term for pass_set in batch.pass_sets for one in pass_set.passes for term in one.terms]
     assert len(terms) == batch.trained_tokens == 4
     assert {s.rollout_id for s in result.sequences} == {"train-0.0.1", "train-0.2.1"}

@@ -219,7 +219,7 @@ def test_stopped_in_the_middle_it_lets_go_of_the_pool(capsys, run, monkeypatch):
     def stopped(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("penstock.train.verify.Weights.load", stopped)  # stands in for Ctrl-C while a pass is computed
+    monkeypatch.setattr("penstock.train.verify.VersionWeights.load", stopped)  # stands in for Ctrl-C while a pass is computed
     assert edge.run(["verify", str(run)]) == 130
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("penstock-pool")]
 

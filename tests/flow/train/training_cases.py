@@ -10,7 +10,7 @@ from penstock.config import TrainSection
 from penstock.engines.embedded.decoder import Decoder, DecoderShape, causal
 from penstock.records import Sequence
 from penstock.train.batches import pack
-from penstock.train.learner import Learner, Update
+from penstock.train.learner import Learner, UpdateResult
 
 torch.set_num_threads(1)  # on matrices this small, threads only wait for each other
 
@@ -89,7 +89,9 @@ def gradients(decoder: Decoder) -> dict[str, Tensor]:
     return {name: value.grad.clone() for name, value in decoder.named_parameters() if value.grad is not None}
 
 
-def compute(learner: Learner, sequences: list[Sequence], *, limit: int, shared: bool, proximal: Tensor | None = None) -> Update:
+def compute(
+    learner: Learner, sequences: list[Sequence], *, limit: int, shared: bool, proximal: Tensor | None = None
+) -> UpdateResult:
     rollouts = len({sequence.rollout_id for sequence in sequences})
     return learner.compute(pack(sequences, rollouts=rollouts, tokens_per_pass=limit, shared_prefix=shared), proximal)
 

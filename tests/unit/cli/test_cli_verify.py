@@ -9,7 +9,7 @@ from penstock.cli.output import ranges
 from penstock.cli.verify import SHOWN, as_object, as_text
 from penstock.codec import context_digest
 from penstock.records import Attempt, Group, Node, Sampling, Step, Task, make_rollout
-from penstock.train.verify import Audit, Token, probe, versions
+from penstock.train.verify import Audit, ProbedToken, count_versions, make_probes
 
 
 def audit() -> Audit:
@@ -49,13 +49,13 @@ def test_breaks_masks_and_flaws_are_counted_apart():
     assert found.breaks == {"history_edited": 1}
     assert found.masked == {"greedy": 1, "context_differs": 1}
     assert found.inexact == {"context_differs": 2}
-    assert versions(read) == {0: 3}
+    assert count_versions(read) == {0: 3}
 
 
 def test_each_token_is_probed_once_under_the_version_that_sampled_it():
     mixed = replace(step(0, 0, 3, 4), versions=(0, 1))
     read = audit().add(group(mixed, step(1, 0, 3, version=1, temperature=0.5)))
-    probes = probe(read, 1)
+    probes = make_probes(read, 1)
     assert [(token.step, token.place) for token in probes.tokens] == [(0, 1), (1, 0)]
     assert [sequence.trained for sequence in probes.sequences] == [(False, False, False, True), (False, False, True)]
     assert probes.sequences[1].temperatures == (1.0, 1.0, 0.5)
@@ -63,15 +63,15 @@ def test_each_token_is_probed_once_under_the_version_that_sampled_it():
 
 def test_a_logprob_that_the_weights_cannot_give_is_infinitely_far_off():
     found = audit()
-    found.compare(Token("r", 0, 0, 0, -0.5), math.nan)
+    found.compare(ProbedToken("r", 0, 0, 0, -0.5), math.nan)
     assert found.status == "inexact" and found.largest and found.largest.deviation == math.inf
 
 
 def test_steps_that_do_not_hold_are_named_up_to_a_number():
     found = audit()
     for index in range(SHOWN + 5):
-        found.compare(Token("train-0.0.1", index, 1, 3, -0.5), -1.5)
-        found.compare(Token("train-0.0.1", index, 2, 3, -0.5), -0.75)
+        found.compare(ProbedToken("train-0.0.1", index, 1, 3, -0.5), -1.5)
+        found.compare(ProbedToken("train-0.0.1", index, 2, 3, -0.5), -0.75)
     text = as_text(found)
     assert "step 0: logprob_differs, 2 tokens; token 1 recorded -0.5, recomputed -1.5 with version 3" in text
     assert text.count("logprob_differs, ") == SHOWN and "and 5 more steps" in text

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from penstock.evals.attempts import Place, make
+from penstock.evals.attempts import PlannedAttempt, run_attempts
 from penstock.pool.memory import MemoryPool
 from penstock.records import End, Sampling, Task, make_rollout
 
@@ -28,8 +28,10 @@ class Counted:
 def test_spare_attempts_wait_with_the_runner_until_the_last_ones_which_may_all_begin_at_once(tmp_path):
     async def main():
         runner, task = Counted(), Task(id="t", prompt=())
-        places = [Place(make_rollout(f"eval-{n}", "t", 0, channel="eval"), task) for n in range(PLACES)]
-        await make(places, runner, MemoryPool(tmp_path), sampling=Sampling(), concurrency=AT_ONCE, retries=0, ahead=1, spare=SPARE)
+        places = [PlannedAttempt(make_rollout(f"eval-{n}", "t", 0, channel="eval"), task) for n in range(PLACES)]
+        await run_attempts(
+            places, runner, MemoryPool(tmp_path), sampling=Sampling(), concurrency=AT_ONCE, retries=0, first_alone=1, prefetch=SPARE
+        )
         return runner.found
 
     found = asyncio.run(main())

@@ -3,8 +3,8 @@
 import pytest
 
 from penstock.config import EvalSection
-from penstock.evals.outcome import Scores, Tried, outcome
-from penstock.evals.spending import Prices, prices_of, rollout_seconds, spending, took
+from penstock.evals.outcome import EndedAttempt, TaskScores, outcome
+from penstock.evals.spending import Prices, prices_of, rollout_seconds, rollout_usage, spending
 from penstock.records import Attempt, End, Node, Sampling, Step, Usage, make_rollout
 
 PRICES = Prices(prompt=2.0, completion=10.0)
@@ -29,22 +29,22 @@ def attempt(nodes, steps):
 
 def test_a_conversation_that_goes_on_is_read_again_with_each_call():
     talk = attempt([node(0, None, 10), node(1, 0, 3)], [step(0, 0, 5), step(1, 1, 2)])
-    found = spending([took(talk)], prices=PRICES)
+    found = spending([rollout_usage(talk)], prices=PRICES)
     assert (found.steps, found.prompt_tokens, found.completion_tokens) == (2, 10 + (10 + 5 + 3), 7)
     assert found.cost == pytest.approx((28 * 2.0 + 7 * 10.0) / 1e6)
 
 
 def test_further_choices_of_one_answer_read_nothing_again():
-    found = spending([took(attempt([node(0, None, 10)], [step(0, 0, 5), step(1, 0, 4, choice=1)]))])
+    found = spending([rollout_usage(attempt([node(0, None, 10)], [step(0, 0, 5), step(1, 0, 4, choice=1)]))])
     assert (found.prompt_tokens, found.completion_tokens, found.cost) == (10, 9, None)
 
 
 def test_an_endpoints_own_count_goes_before_ours_and_none_of_it_is_no_cost():
     told = attempt([node(0, None, 0)], [step(0, 0, 0, usage=Usage(prompt_tokens=1000, completion_tokens=100))])
-    found = spending([took(told)], prices=PRICES)
+    found = spending([rollout_usage(told)], prices=PRICES)
     assert (found.prompt_tokens, found.completion_tokens, found.cost) == (1000, 100, pytest.approx(0.003))
     silent = attempt([node(0, None, 0)], [step(0, 0, 0, usage=Usage(prompt_tokens=0, completion_tokens=0))])
-    assert spending([took(told), took(silent)], prices=PRICES).cost is None
+    assert spending([rollout_usage(told), rollout_usage(silent)], prices=PRICES).cost is None
 
 
 def test_half_a_price_is_none():
@@ -55,9 +55,9 @@ def test_half_a_price_is_none():
 
 def test_times_of_calls_and_rollouts_have_a_middle_and_a_tail():
     talk = attempt([node(0, None, 1)], [step(0, 0, 1, seconds=1.0), step(1, 0, 1, seconds=3.0)])
-    found = spending([took(talk)], seconds={"g.0.1": 7.0, "another": 100.0})
+    found = spending([rollout_usage(talk)], seconds={"g.0.1": 7.0, "another": 100.0})
     assert (found.call_s, found.rollout_s) == (pytest.approx((2.0, 2.9)), (7.0, 7.0))
-    assert (spending([]).call_s, spending([took(talk)]).rollout_s) == (None, None)
+    assert (spending([]).call_s, spending([rollout_usage(talk)]).rollout_s) == (None, None)
 
 
 def test_times_come_from_the_event_log_whatever_a_kill_left_of_it(tmp_path):
@@ -73,7 +73,7 @@ def test_times_come_from_the_event_log_whatever_a_kill_left_of_it(tmp_path):
 
 def test_an_outcome_tells_what_was_spent_beside_its_rewards():
     talk = attempt([node(0, None, 10)], [step(0, 0, 5)])
-    scored = Scores(task_id="t", row=0, tried=(Tried(End.COMPLETED, "", 0.0, took(talk)),))
+    scored = TaskScores(task_id="t", row=0, attempts=(EndedAttempt(End.COMPLETED, "", 0.0, rollout_usage(talk)),))
     told = outcome([scored], EvalSection(), prices=PRICES, seconds={"g.0.1": 2.0}).as_json()
     assert (told["prompt_tokens"], told["completion_tokens"], told["cost"]) == (10, 5, pytest.approx(7e-5))
     assert (told["rollout_s"], told["reward"]["value"]) == ({"p50": 2.0, "p95": 2.0}, 0.0)

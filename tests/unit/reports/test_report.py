@@ -12,8 +12,8 @@ import pytest
 from penstock.errors import ConfigError
 from penstock.pool.sqlite import SqlitePool
 from penstock.records import Attempt, End, Grade, Group, Node, Sampling, Step, Task, make_rollout
-from penstock.reports.html import Point, reward_curve
-from penstock.reports.training import choose, write_report
+from penstock.reports.html import CurvePoint, reward_curve
+from penstock.reports.training import choose_transcripts, write_report
 
 EVIL = "</pre><script>alert(1)</script><img src=x onerror=alert(2)>\"'&\x00\u202e"
 TASK = Task(id="t", prompt=({"role": "user", "content": "2 times 3?"},), label="6")
@@ -179,18 +179,18 @@ def attempt(seq: int, reward: float | None) -> Attempt:
 def test_transcripts_are_first_last_best_worst_and_the_last_failure_each_once():
     rewards = [0.5, 1.0, 0.0, 1.0, None, 0.75]
     groups = [Group(id=f"train-{i}", seq=i, task=TASK, channel="train", attempts=(attempt(i, r),)) for i, r in enumerate(rewards)]
-    picked = {pick.why: pick.attempt.rollout.group_id for pick in choose(groups)}
+    picked = {pick.why: pick.attempt.rollout.group_id for pick in choose_transcripts(groups)}
     assert picked == {"first": "train-0", "last": "train-5", "best": "train-3", "worst": "train-2", "failed": "train-4"}
 
 
 def test_a_rollout_that_is_several_of_these_comes_once():
     only = [Group(id="train-0", seq=0, task=TASK, channel="train", attempts=(attempt(0, 1.0),))]
-    assert [pick.why for pick in choose(only)] == ["first, last, best, worst"]
+    assert [pick.why for pick in choose_transcripts(only)] == ["first, last, best, worst"]
 
 
 @pytest.mark.parametrize("rewards", [[0.0], [3.0], [-1.0, 4.2], [5.0, 5.0, 5.0], [1e-9, 2.0], [-1e6, 1e6], [1.5, 1.5000001]])
 def test_every_point_of_the_curve_lies_inside_its_frame(rewards):
-    drawing = reward_curve([Point(step=i + 1, reward=r, title="") for i, r in enumerate(rewards)])
+    drawing = reward_curve([CurvePoint(step=i + 1, reward=r, title="") for i, r in enumerate(rewards)])
     heights = [float(y) for y in re.findall(r'cy="([-\d.]+)"', drawing)]
     assert len(heights) == len(rewards)
     assert all(11.9 <= y <= 230.1 for y in heights)

@@ -5,18 +5,18 @@ import torch
 
 from penstock.config import TrainSection
 from penstock.train.losses import LOSSES
-from penstock.train.losses.base import Tokens, k3
+from penstock.train.losses.base import LossTokens, k3
 from penstock.train.losses.clip import clip
 
 SECTION = TrainSection(clip_low=0.2, clip_high=0.3, importance_cap=2.0)
 
 
-def tokens(ratio: list[float], advantages: list[float], importance: list[float] | None = None) -> Tokens:
+def tokens(ratio: list[float], advantages: list[float], importance: list[float] | None = None) -> LossTokens:
     """Tokens whose probabilities are chosen by the ratios that they must have."""
     proximal = torch.full((len(ratio),), -1.0)
     new = (proximal + torch.tensor(ratio).log()).requires_grad_()
     behaviour = proximal - torch.tensor(importance or [1.0] * len(ratio)).log()
-    return Tokens(new, proximal, behaviour, torch.tensor(advantages))
+    return LossTokens(new, proximal, behaviour, torch.tensor(advantages))
 
 
 def test_inside_the_bounds_the_loss_is_minus_ratio_times_advantage():
@@ -60,7 +60,7 @@ def test_the_importance_weight_has_no_gradient():
 def test_the_first_update_has_the_gradient_of_reinforce():
     new = torch.tensor([-0.3, -2.0], requires_grad=True)
     advantages = torch.tensor([1.5, -0.5])
-    clip(Tokens(new, new.detach(), new.detach(), advantages), SECTION).values.sum().backward()
+    clip(LossTokens(new, new.detach(), new.detach(), advantages), SECTION).values.sum().backward()
     assert new.grad is not None and new.grad.tolist() == pytest.approx([-1.5, 0.5])
 
 

@@ -12,7 +12,7 @@ from osmosis_ai.cli.results import Operation
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
-    from penstock.evals.rubric import Judged
+    from penstock.evals.rubric import RubricResult
     from penstock.graders.judge import Endpoint
 
 
@@ -68,7 +68,7 @@ def _file(output: Path | None) -> Path | None:
     return output / "rubric_eval_result.json" if output is not None and output.is_dir() else output
 
 
-def _told(found: "Judged", model: str, output: Path | None) -> Operation:
+def _told(found: "RubricResult", model: str, output: Path | None) -> Operation:
     own = found.statistics
     resource: dict[str, Any] = {
         "model": model,

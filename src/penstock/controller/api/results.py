@@ -18,7 +18,7 @@ from penstock.controller.context import Controller
 from penstock.controller.runs import Run, RunFiles
 from penstock.errors import ControllerError
 from penstock.evals.metrics import pass_at_k
-from penstock.evals.spending import took
+from penstock.evals.spending import rollout_usage
 from penstock.pool import POOLS
 from penstock.pool.base import Pool
 from penstock.records import Attempt, End
@@ -261,7 +261,7 @@ async def _read_changes(pool: Pool, progress: EvaluationProgress) -> None:
 
 
 def _summarize(attempt: Attempt) -> AttemptSummary:
-    rollout, spent = attempt.rollout, took(attempt)
+    rollout, spent = attempt.rollout, rollout_usage(attempt)
     return AttemptSummary(
         rollout_id=rollout.id,
         row=_row(rollout.group_id),

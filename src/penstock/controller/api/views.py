@@ -7,7 +7,7 @@ import orjson
 from penstock.controller.api.bodies import as_object
 from penstock.controller.api.curves import TrainingProgress
 from penstock.controller.runs import Run
-from penstock.evals.spending import took
+from penstock.evals.spending import rollout_usage
 from penstock.records import Attempt, Task
 from penstock.rollout.transcripts import transcripts
 
@@ -101,7 +101,7 @@ def _plain(table: dict[str, Any]) -> dict[str, Any]:
 
 def trajectory(run: Run, row: int, task: Task, attempt: Attempt) -> bytes:
     """Returns an attempt as JSON: transcripts with messages and tools, grades, and model calls with tokens and time."""
-    by_name, spent = transcripts(attempt), took(attempt)
+    by_name, spent = transcripts(attempt), rollout_usage(attempt)
     first = next(iter(by_name.values()), None)
     content: dict[str, Any] = {
         "eval_run": {"id": run.id, "name": run.name},

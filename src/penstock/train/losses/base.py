@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-class Tokens(NamedTuple):
+class LossTokens(NamedTuple):
     """What is known of the trained tokens; every tensor [tokens]."""
 
     new: Tensor

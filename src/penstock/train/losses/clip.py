@@ -3,10 +3,10 @@
 import torch
 
 from penstock.config import TrainSection
-from penstock.train.losses.base import Loss, Tokens
+from penstock.train.losses.base import Loss, LossTokens
 
 
-def clip(tokens: Tokens, section: TrainSection) -> Loss:
+def clip(tokens: LossTokens, section: TrainSection) -> Loss:
     """PPO's clipped surrogate with a wider upper bound, times the truncated importance weight of each token.
 
     The first update on a batch has a ratio of 1, so its gradient is that of REINFORCE under the importance weights.
