@@ -6,11 +6,16 @@ from penstock.sdk.flows.builtin import MultiStepAgentFlow, SingleStepSingleTurnA
 from penstock.sdk.flows.step import SubmittedStep
 from penstock.sdk.flows.table import register
 
+# Names that authors' flows imported before the classes were renamed.
+Generated, Judged = GeneratedReply, ComputedReward
+
 __all__ = [
     "AgentFlowBase",
     "BlackBoxAgentFlowBase",
     "ComputedReward",
+    "Generated",
     "GeneratedReply",
+    "Judged",
     "MultiStepAgentFlow",
     "SingleStepSingleTurnAgentFlow",
     "SubmittedStep",
