@@ -35,14 +35,14 @@ METRIC_NAMES = {
 HELD_OUT = ("eval/validation/reward", "Held-out reward")
 
 
-class CurvePoint(NamedTuple):
+class MetricPoint(NamedTuple):
     step: int
     value: float
     of: int | str
     """What was measured: a step, or an evaluation such as `during-8`. The key of its time."""
 
 
-Curves = dict[tuple[str, str], list[CurvePoint]]
+Curves = dict[tuple[str, str], list[MetricPoint]]
 """Points by metric key and title."""
 
 
@@ -91,7 +91,7 @@ class StepMetrics:
         derived = {"response_length": entry["sampled_tokens"] / rollouts} if rollouts else {}
         for name, value in {**entry, **derived}.items():
             if name in METRIC_NAMES and isinstance(value, (int, float)):
-                self.curves.setdefault(METRIC_NAMES[name], []).append(CurvePoint(step, float(value), step))
+                self.curves.setdefault(METRIC_NAMES[name], []).append(MetricPoint(step, float(value), step))
         self.last = entry
         self.examples += entry.get("groups", 0)
 
@@ -178,7 +178,7 @@ class TrainingReader:
 
 
 def _held_out_curve(evals: dict[str, float | None]) -> Curves:
-    points = [CurvePoint(int(of.rpartition("-")[2]), reward, of) for of, reward in evals.items() if reward is not None]
+    points = [MetricPoint(int(of.rpartition("-")[2]), reward, of) for of, reward in evals.items() if reward is not None]
     return {HELD_OUT: sorted(points, key=lambda point: (point.step, point.of))} if points else {}
 
 
