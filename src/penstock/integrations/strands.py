@@ -110,8 +110,8 @@ class BoundModel(OpenAIModel):
         forced: Any = {"tool": {"name": spec["name"]}}
         event: dict[str, Any] = {}
         async with aclosing(self.stream(prompt, [spec], system_prompt, tool_choice=forced, **kwargs)) as events:
-            async for told in process_stream(events):
-                event = cast("dict[str, Any]", told)
+            async for raw in process_stream(events):
+                event = cast("dict[str, Any]", raw)
                 yield event
         content: list[dict[str, Any]] = event["stop"][1]["content"]
         calls = [block["toolUse"] for block in content if "toolUse" in block]

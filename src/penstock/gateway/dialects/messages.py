@@ -266,11 +266,11 @@ def split_conversation(system: Any, turns: Sequence[Any]) -> SplitConversation:
     ignored: set[str] = set()
     units: list[MessageBlocks] = []
     given = [] if system is None else _placed(system, None, "system")
-    told = tuple(each for each in given if not _is_billing(each.value))
-    if len(told) < len(given):
+    kept = tuple(each for each in given if not _is_billing(each.value))
+    if len(kept) < len(given):
         ignored.add("system:billing_header")
-    if any((fields.as_object(each.value) or {}).get("text") != "" for each in told):
-        units.append(MessageBlocks("system", told))
+    if any((fields.as_object(each.value) or {}).get("text") != "" for each in kept):
+        units.append(MessageBlocks("system", kept))
     side, run = "", list[ContentBlock]()
     for turn, value in enumerate(turns):
         role, blocks = _turn(value, turn)
@@ -574,8 +574,8 @@ class ToolInputStream:
         """What makes it an object where it is none; nothing where the reply was cut short, which clients are told and expect."""
         if self._want == "nothing" or not any(self._parts) or (cut and not self._wrong):
             return ""
-        told = f'"{INVALID_JSON}":{orjson.dumps("".join(self._parts)).decode()}}}'
-        return "{" + told if self._want == "object" else self._closed() + told
+        member = f'"{INVALID_JSON}":{orjson.dumps("".join(self._parts)).decode()}}}'
+        return "{" + member if self._want == "object" else self._closed() + member
 
     def _closed(self) -> str:
         """The end of the member that was begun, and what comes before another one."""

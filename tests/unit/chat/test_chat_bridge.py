@@ -1,5 +1,5 @@
 import pytest
-from render_cases import (
+from chat_cases import (
     ALTERNATING,
     DROPS_REASONING,
     EMPTY_REASONING,

@@ -1,7 +1,7 @@
 from datetime import datetime
 
 import pytest
-from render_cases import ALTERNATING, DROPS_REASONING, MOVES_TOOLS, NATIVE_TOOLS, TOOLS
+from chat_cases import ALTERNATING, DROPS_REASONING, MOVES_TOOLS, NATIVE_TOOLS, TOOLS
 from transformers import AutoTokenizer
 
 from penstock.chat.templates import ChatTemplate, canonical_json, chain_digest, flatten, has_reasoning, message_digest, tools_digest

@@ -1,7 +1,7 @@
 """Whole replies, from sampled ids to what an agent sees, over the templates of each family."""
 
 import pytest
-from render_cases import TOOLS, make_renderer
+from chat_cases import TOOLS, make_renderer
 from reply_cases import parse
 from tokenizers import Tokenizer as Core
 from tokenizers import decoders, models

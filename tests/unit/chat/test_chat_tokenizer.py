@@ -1,8 +1,8 @@
 import orjson
 import pytest
+from chat_cases import CORPUS
 from hypothesis import given
 from hypothesis import strategies as st
-from render_cases import CORPUS
 from tokenizers import Tokenizer as Core
 from tokenizers import decoders, models, normalizers
 from transformers import AutoTokenizer

@@ -1,9 +1,9 @@
 import json
 
 import pytest
+from chat_cases import MOVES_TOOLS, NATIVE_TOOLS, TOOLS, make_renderer
 from hypothesis import given
 from hypothesis import strategies as st
-from render_cases import MOVES_TOOLS, NATIVE_TOOLS, TOOLS, make_renderer
 from reply_cases import added_up, cut_at, parse
 
 from penstock.chat.parsers.base import Arguments, ParseOptions, ReasoningTags, Text, ToolCall
