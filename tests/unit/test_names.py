@@ -12,12 +12,6 @@ REPEATED = {
     "BoundModel",  # of two agent frameworks; authors of either import it by this name
     "RolloutAgent",  # the same
     "RolloutModel",  # the same
-    # These are being renamed; each goes from this list with its last repetition.
-    "Compared",  # evals, train
-    "CurvePoint",  # controller, reports
-    "Order",  # evals, scale
-    "Place",  # evals, run, scale
-    "Scores",  # evals, train
 }
 """Class names that several files may have."""
 
@@ -32,10 +26,6 @@ RIDDLES = frozenset({
 
 ALLOWED = {
     "relay_events",  # it relays events from an actor; the riddle was an engine called relay
-    # These are being renamed; each goes from this list with its last use.
-    "Telling",  # scale
-    "relay",  # scale
-    "told",  # scale
 }
 """Names in which such a word says what it means."""
 

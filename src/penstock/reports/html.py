@@ -18,7 +18,7 @@ LEFT, RIGHT, TOP, BOTTOM = 44, 12, 12, 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CurvePoint:
+class ChartPoint:
     """One step of the curve."""
 
     step: int
@@ -27,7 +27,7 @@ class CurvePoint:
     """What its tooltip says."""
 
 
-def reward_curve(points: list[CurvePoint], heldout: Sequence[CurvePoint] = ()) -> str:
+def reward_curve(points: list[ChartPoint], heldout: Sequence[ChartPoint] = ()) -> str:
     """Returns an `<svg>` with a tooltip per step; `heldout` rewards are rings beside the line.
 
     Rewards between 0 and 1 are drawn on that scale, others on a round one around them.
@@ -82,11 +82,11 @@ def _column(step: int, x: float) -> str:
     return f'<text class="tick" x="{x:.1f}" y="{HEIGHT - 10}" text-anchor="middle">{step}</text>'
 
 
-def _ring(point: CurvePoint, x: float, y: float) -> str:
+def _ring(point: ChartPoint, x: float, y: float) -> str:
     return f'<g><circle class="held" cx="{x:.1f}" cy="{y:.1f}" r="5"/><title>{escape(point.title)}</title></g>'
 
 
-def _mark(point: CurvePoint, x: float, y: float, reach: float) -> str:
+def _mark(point: ChartPoint, x: float, y: float, reach: float) -> str:
     dot = f'<circle class="dot" cx="{x:.1f}" cy="{y:.1f}" r="3"/>'
     target = f'<rect class="target" x="{x - reach:.1f}" y="{TOP}" width="{2 * reach:.1f}" height="{HEIGHT - TOP - BOTTOM}"/>'
     return f"<g>{target}{dot}<title>{escape(point.title)}</title></g>"

@@ -14,7 +14,7 @@ from penstock.pool import POOLS
 from penstock.pool.base import Pool
 from penstock.records import Attempt, End, Group, Task
 from penstock.reports.html import (
-    CurvePoint,
+    ChartPoint,
     TranscriptPick,
     change,
     config_section,
@@ -112,18 +112,18 @@ def _exactness(report: RunReport) -> str:
     return f'<p class="dim">{escape(text)}</p>' + (table(["what", "reason", "count"], rows) if rows else "")
 
 
-def _point(entry: dict[str, Any]) -> CurvePoint:
+def _point(entry: dict[str, Any]) -> ChartPoint:
     counted = f"{entry['rollouts']} rollouts, {entry['groups_equal']} of {entry['groups']} groups of equal reward"
-    return CurvePoint(
+    return ChartPoint(
         step=entry["step"], reward=entry["reward"], title=f"step {entry['step']}: reward {number(entry['reward'])}, {counted}"
     )
 
 
-def _marks(heldout: list[HeldoutReward]) -> list[CurvePoint]:
+def _marks(heldout: list[HeldoutReward]) -> list[ChartPoint]:
     """Returns the evaluations during training, as points of the curve."""
     text = "held-out after step {step}: reward {reward}"
     return [
-        CurvePoint(step=each.step, reward=each.reward, title=text.format(step=each.step, reward=number(each.reward)))
+        ChartPoint(step=each.step, reward=each.reward, title=text.format(step=each.step, reward=number(each.reward)))
         for each in heldout
         if each.when == "during" and each.reward is not None
     ]

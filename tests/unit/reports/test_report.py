@@ -12,7 +12,7 @@ import pytest
 from penstock.errors import ConfigError
 from penstock.pool.sqlite import SqlitePool
 from penstock.records import Attempt, End, Grade, Group, Node, Sampling, Step, Task, make_rollout
-from penstock.reports.html import CurvePoint, reward_curve
+from penstock.reports.html import ChartPoint, reward_curve
 from penstock.reports.training import choose_transcripts, write_report
 
 EVIL = "</pre><script>alert(1)</script><img src=x onerror=alert(2)>\"'&\x00\u202e"
@@ -190,7 +190,7 @@ def test_a_rollout_that_is_several_of_these_comes_once():
 
 @pytest.mark.parametrize("rewards", [[0.0], [3.0], [-1.0, 4.2], [5.0, 5.0, 5.0], [1e-9, 2.0], [-1e6, 1e6], [1.5, 1.5000001]])
 def test_every_point_of_the_curve_lies_inside_its_frame(rewards):
-    drawing = reward_curve([CurvePoint(step=i + 1, reward=r, title="") for i, r in enumerate(rewards)])
+    drawing = reward_curve([ChartPoint(step=i + 1, reward=r, title="") for i, r in enumerate(rewards)])
     heights = [float(y) for y in re.findall(r'cy="([-\d.]+)"', drawing)]
     assert len(heights) == len(rewards)
     assert all(11.9 <= y <= 230.1 for y in heights)
