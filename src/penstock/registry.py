@@ -16,9 +16,11 @@ class Registry:
     become underscores); `module:attr` names anything. Iteration gives the table's names, then those of the entry points.
     """
 
-    def __init__(self, kind: str, table: dict[str, str]) -> None:
+    def __init__(self, kind: str, table: dict[str, str], *, base: type | None = None) -> None:
         self.kind = kind
         self.table = table
+        self._base = base
+        """Every entry must be a subclass of it; None takes anything."""
 
     def __iter__(self) -> Iterator[str]:
         return iter([*self.table, *(name for name in self._plugins() if name not in self.table)])
@@ -33,11 +35,15 @@ class Registry:
         what = f"{self.kind} {name!r} cannot be loaded from {target!r}"
         try:
             with boundary(ConfigError, what):
-                return getattr(importlib.import_module(module), attribute)
+                found = getattr(importlib.import_module(module), attribute)
         except ConfigError as error:
             if isinstance(error.__cause__, ModuleNotFoundError):
                 raise ConfigError(f"{error}; `penstock doctor` says how to install what is missing") from error
             raise
+        if self._base and not (isinstance(found, type) and issubclass(found, self._base)):
+            base = f"{self._base.__module__}.{self._base.__name__}"
+            raise ConfigError(f"{self.kind} {name!r}: {target!r} is no class that derives from {base}; see docs/extending.md")
+        return found
 
     def check(self, name: str) -> None:
         """ConfigError if the name is unknown. Imports nothing, so it can run before heavy work."""

@@ -49,6 +49,15 @@ def test_a_registry_loads_by_name_and_by_module_and_attribute():
     assert table.load("tau") == table.load("math:tau")
 
 
+def test_a_registry_with_a_base_refuses_what_does_not_derive_from_it():
+    table = Registry("pool", {"odd": "math:sqrt", "right": "collections:OrderedDict"}, base=dict)
+    assert table.load("right").__name__ == "OrderedDict"
+    with pytest.raises(
+        ConfigError, match=r"pool 'odd': 'math:sqrt' is no class that derives from builtins.dict; see docs/extending.md"
+    ):
+        table.load("odd")
+
+
 def test_a_registry_names_the_nearest_known_name():
     with pytest.raises(ConfigError, match="unknown advantage 'grppo'; did you mean 'grpo'"):
         Registry("advantage", {"grpo": "x:y", "rloo": "x:z"}).load("grppo")
