@@ -1,4 +1,4 @@
-"""A gateway without a training run: its settings, its folder, and opening pool, engine and gateway."""
+"""A gateway without a training run: its settings and folder, and how to open it with its pool and engine."""
 
 import secrets
 import socket
@@ -52,7 +52,7 @@ class Settings(Section):
     gateway: GatewaySection = GatewaySection()
 
     def defaults(self) -> Sampling:
-        """Sampling defaults of calls."""
+        """Return the sampling defaults of calls."""
         given = self.sampling
         return Sampling(
             max_tokens=given.max_tokens, temperature=given.temperature, top_p=given.top_p, top_k=given.top_k, min_p=given.min_p
@@ -60,7 +60,7 @@ class Settings(Section):
 
 
 class ModelFiles(NamedTuple):
-    """A model on this disk; an engine behind HTTP needs its tokenizer only, an endpoint that gives text nothing."""
+    """A model on the local disk. An HTTP engine needs only its tokenizer, an endpoint that returns text none of its files."""
 
     name: str
     path: Path
@@ -75,7 +75,7 @@ class OpenGateway(NamedTuple):
 
 
 def read_settings(tree: dict[str, Any], overrides: Iterable[str] = ()) -> Settings:
-    """Check everything that can be checked without a model; ConfigError says what to change."""
+    """Apply `overrides` to `tree` and check all that needs no model. Raises ConfigError, which says what to change."""
     override(tree, overrides)
     name = str(tree.get("engine", {}).get("name", EngineSection().name))
     ENGINES.check(name)
@@ -96,7 +96,7 @@ async def open_gateway(
     peers: Peers | None = None,
     is_open: bool = False,
 ) -> AsyncGenerator[OpenGateway]:
-    """Open pool, engine and gateway; left in good order, it waits for answers under way and closes all of them."""
+    """Open pool, engine and gateway. A clean exit waits for answers under way, then closes all three."""
     async with AsyncExitStack() as stack:
         events = stack.enter_context(Events(folder / "events.jsonl"))
         pool: Pool = POOLS.load(settings.pool.name)(folder, url=settings.pool.url)
@@ -124,7 +124,7 @@ async def open_gateway(
 
 
 def make_folder(folder: Path, settings: Settings, model: ModelFiles) -> None:
-    """Make the folder, or go on with one that was recorded with the same model; other commands read it as a run's folder."""
+    """Create the folder, or reuse one with the same model and pool. Other commands read it as a run's folder."""
     file = folder / CONFIG
     config = _run_config(folder, settings, model)
     try:
@@ -142,14 +142,14 @@ def make_folder(folder: Path, settings: Settings, model: ModelFiles) -> None:
 
 @contextmanager
 def hold_folder(folder: Path) -> Generator[None]:
-    """Hold the folder for this gateway: two would not know of each other's calls. The lock dies with the process."""
+    """Lock the folder for this gateway: two would not see each other's calls. The lock ends with the process."""
     refusal = ConfigError(f"{folder}: another gateway serves it; stop that one, or choose another with --folder")
     with exclusive_lock(folder / ".gateway.lock", refusal):
         yield
 
 
 def load_secret(folder: Path) -> bytes:
-    """The key that signs the folder's tokens; made once, readable by the owner only."""
+    """Return the key that signs the folder's tokens. The first call creates it, readable by the owner only."""
     file = folder / SECRET
     if not file.exists():
         create_private(file, secrets.token_bytes(32))
@@ -157,14 +157,14 @@ def load_secret(folder: Path) -> bytes:
 
 
 def write_tokens(folder: Path, secret: bytes) -> Path:
-    """Write the control and the admin token where only the owner reads them; returns the file."""
+    """Write the control token, the admin token and the secret to a file that only the owner can read; return its path."""
     tokens = GatewayTokens(secret)
     content = orjson.dumps({"control": tokens.control, "admin": tokens.admin, "secret": secret.hex()})
     return write_file(folder / TOKENS, content, private=True)
 
 
 def _run_config(folder: Path, settings: Settings, model: ModelFiles) -> dict[str, Any]:
-    """The settings in the form of a run's, which has tasks too."""
+    """Return the settings as a run's config, with a placeholder for its dataset."""
     sections = settings.model_dump(mode="json")
     sections["engine"] = {key: value for key, value in sections["engine"].items() if key in EngineSection.model_fields}
     if Path(settings.model.name).expanduser().exists():

@@ -1,4 +1,4 @@
-"""HTTP client for engines: JSON requests, streamed replies, and one exception for everything that goes wrong."""
+"""HTTP client for engines: JSON requests, streamed replies, and one exception for all failures."""
 
 import asyncio
 import io
@@ -22,13 +22,13 @@ CONNECT_S = 5.0
 PROBE_S = 10.0
 """Timeout of a GET, which samples no token."""
 DRAIN_S = 1.0
-"""How long to read what a server sends after the end of a reply before the connection is closed."""
+"""Longest time to read what a server sends after the end of a reply, before closing the connection."""
 KEEPALIVE_S = 4.0
-"""How long an idle connection is kept: less than the 5 s after which uvicorn closes its end."""
+"""Lifetime of an idle connection: less than the 5 s after which uvicorn closes its end."""
 LARGE_BODY_BYTES = 1 << 20
-"""Larger request bodies are sent in pieces: aiohttp would write the whole of it in one blocking call."""
+"""Larger request bodies are sent in pieces: aiohttp writes a bytes body in one blocking call."""
 QUOTED_CHARS = 300
-"""At most this many characters of a server's answer appear in an error message."""
+"""Most characters of a server's answer that an error message quotes."""
 
 ErrorKind = Literal["busy", "broken", "refused", "garbled"]
 """`busy`: try later. `broken`: try another server. `refused`: the request is wrong. `garbled`: the answer cannot be understood."""
@@ -38,7 +38,7 @@ _BEARER = re.compile(r"(bearer\s+|sk-)[^\s\"',;]+", re.IGNORECASE)
 
 
 class UpstreamError(Exception):
-    """A request got no reply, or only a part of one. Engines catch it; it is not part of the public error tree."""
+    """A request got no reply, or only part of one. Engines catch it; it is not part of the public error tree."""
 
     def __init__(self, text: str, *, kind: ErrorKind, retry_after_s: float = 0.0, status: int = 0) -> None:
         super().__init__(text)
@@ -60,7 +60,7 @@ class EventReader(Protocol[T_co]):
         ...
 
     def take_chunk(self) -> T_co | None:
-        """Return what was added since the last call, or None if that is nothing."""
+        """Return what was added since the last call, or None."""
         ...
 
 
@@ -81,11 +81,11 @@ class CancelHandle:
         self._response: aiohttp.ClientResponse | None = None
 
     def cancel(self) -> None:
-        """Close the connection and wake whoever waits for the next event."""
+        """Close the connection and wake the task that waits for the next event."""
         self.cancelled = True
         if self._response is not None:
             self._response.close()
-        # Until the headers have come there is no response to close: an expired timeout wakes the waiting task in either case.
+        # Before the headers arrive there is no response to close; expiring the timeout wakes the waiting task in both cases.
         if self._timeout is not None and not self._timeout.expired():
             self._timeout.reschedule(asyncio.get_running_loop().time())
 
@@ -111,11 +111,11 @@ class HttpClient:
         self._key = key
         bearer = {"authorization": f"Bearer {key}"} if key else {}
         self._headers = {"content-type": "application/json", **(bearer if headers is None else headers)}
-        """Of every request. Without `headers`, the key is sent as a bearer token."""
+        """Sent with every request. Without `headers`, the key is sent as a bearer token."""
         self._session: aiohttp.ClientSession | None = None
 
     async def close(self) -> None:
-        """Break off what is running."""
+        """Close the session and break off running requests."""
         session, self._session = self._session, None
         if session is not None:
             await session.close()
@@ -133,7 +133,7 @@ class HttpClient:
             raise UpstreamError(f"{url} answered with something that is not JSON: {self._quote(text)}", kind="garbled") from cause
 
     async def stream(self, url: str, body: bytes, reader: EventReader[T], handle: CancelHandle) -> AsyncGenerator[T, None]:
-        """POST `body` and yield the reply's chunks as they come. Closing the generator closes the connection.
+        """POST `body` and yield the reply's chunks as they arrive. Closing the generator closes the connection.
 
         A cancelled request ends with an UpstreamError whose text and kind mean nothing; check `handle.cancelled`.
         """
@@ -150,7 +150,7 @@ class HttpClient:
                 with self._errors(url, self._timeouts.stall_s):
                     async with handle.timeout(self._timeouts.stall_s):
                         chunk = await incoming.next()
-            # Before the last chunk is given out: the caller may close this generator as soon as it has it.
+            # Drain before the last chunk: the caller may close this generator as soon as it has that chunk.
             await incoming.drain()
             yield chunk
         finally:
@@ -184,7 +184,7 @@ class HttpClient:
         if status in (429, 503):
             wait_s = retry_after_s(response.headers.get("retry-after"))
             return UpstreamError(text, kind="busy", retry_after_s=wait_s, status=status)
-        # 401, 403, 404: this URL and key worked when the engine was opened, so another server must be there now.
+        # 401, 403, 404: this URL and key worked when the engine was opened, so another server must answer there now.
         if status >= 500 or status in (401, 403, 404):
             return UpstreamError(text, kind="broken", status=status)
         if status == 400 and _TOO_LONG.search(quoted):
@@ -193,7 +193,7 @@ class HttpClient:
 
     @contextmanager
     def _errors(self, url: str, limit_s: float) -> Generator[None]:
-        """Turn what aiohttp, asyncio and the system raise into an UpstreamError that names `url`."""
+        """Turn errors of aiohttp, asyncio and the system into an UpstreamError that names `url`."""
         try:
             yield
         except aiohttp.ClientError as cause:
@@ -208,7 +208,7 @@ class HttpClient:
             raise UpstreamError(f"{url} {self._quote(str(error))}", kind=error.kind, status=error.status) from error
 
     def _quote(self, text: str | bytes) -> str:
-        """A server's text on one line, shortened, with our key and anything like a key removed."""
+        """Return a server's text on one line, shortened, without our key or anything like a key."""
         text = text.decode("utf-8", "replace") if isinstance(text, bytes) else text
         plain = _BEARER.sub(r"\1…", text.replace(self._key, "…") if self._key else text)
         line = " ".join(plain.split())
@@ -216,7 +216,7 @@ class HttpClient:
 
 
 class ResponseStream(Generic[T]):
-    """The chunks on an open connection. An error is raised only after all chunks that came before it were returned."""
+    """Reads the chunks of one response. An error is raised only after all chunks before it were returned."""
 
     def __init__(self, response: aiohttp.ClientResponse, reader: EventReader[T]) -> None:
         self._response = response
@@ -225,7 +225,7 @@ class ResponseStream(Generic[T]):
         self._error: UpstreamError | None = None
 
     async def next(self) -> T:
-        """Return all that has come since the last call, at least one token or the end."""
+        """Return all that arrived since the last call; wait for at least one token or the end."""
         while (chunk := self._reader.take_chunk()) is None:
             if self._error is not None:
                 raise self._error
@@ -233,7 +233,7 @@ class ResponseStream(Generic[T]):
         return chunk
 
     async def drain(self) -> None:
-        """Read what follows the end of the reply: aiohttp reuses a connection only if its response was read to the end."""
+        """Read the rest of the response: aiohttp reuses a connection only if its response was read to the end."""
         with suppress(aiohttp.ClientError, OSError, RuntimeError):
             async with asyncio.timeout(DRAIN_S):
                 while await self._response.content.readany():
@@ -258,7 +258,7 @@ class ResponseStream(Generic[T]):
 
 
 def retry_after_s(header: str | None) -> float:
-    """Seconds that a Retry-After header asks for, given as a number or as a date; 0 if it is missing or invalid."""
+    """Return the seconds to wait by a Retry-After header, a number or a date; 0 if it is missing or invalid."""
     if not header:
         return 0.0
     with suppress(ValueError):
@@ -277,7 +277,7 @@ async def _read_error_body(response: aiohttp.ClientResponse) -> bytes:
 
 
 def _error_message(body: bytes) -> str | bytes:
-    """The message of an OpenAI-style error body; the whole body if it has another form."""
+    """Return the message of an OpenAI-style error body, or the whole body if it has another form."""
     with suppress(orjson.JSONDecodeError, KeyError, TypeError):
         error: dict[str, Any] | str = orjson.loads(body)["error"]
         text = error if isinstance(error, str) else error["message"]

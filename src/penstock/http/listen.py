@@ -1,4 +1,4 @@
-"""The socket that a gateway listens on, and what it is called there."""
+"""The socket that a gateway listens on, its URLs and its host names."""
 
 import socket
 from collections.abc import Collection
@@ -11,9 +11,9 @@ ANYWHERE = frozenset({"0.0.0.0", "::", ""})
 
 
 def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
-    """A bound socket; nobody is served before something listens on it. A `shared` one may be bound by several processes of ours."""
+    """Return a socket that is bound but does not listen yet. Several processes can bind the same port with `shared`."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # asyncio sets TCP_NODELAY only where this is named
+    bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # asyncio sets TCP_NODELAY only if the protocol is named
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     if shared:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -27,19 +27,19 @@ def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
 
 
 def base_url(host: str, port: int, names: Collection[str] = ()) -> str:
-    """Where clients find the OpenAI routes; a server on every interface goes by the first of its names."""
+    """Return the base URL of the OpenAI routes. A server on all interfaces uses the first of `names`, or 127.0.0.1."""
     if host in ANYWHERE:
         host = next(iter(names), "127.0.0.1")
     return f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
 
 
 def root_url(url: str, host_header: str) -> str:
-    """Without `/v1`, and by the name that a caller used, which is right for it wherever it is."""
+    """Return the URL without `/v1`, with the host that the caller used if given: that one is reachable for it."""
     return f"http://{host_header}" if host_header else url.removesuffix("/v1")
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches it."""
+    """Return whether `host` is reachable from this machine only."""
     try:
         return host == "localhost" or ip_address(host).is_loopback
     except ValueError:
@@ -47,7 +47,7 @@ def is_loopback(host: str) -> bool:
 
 
 def known_names(host: str, others: Collection[str]) -> frozenset[str] | None:
-    """What clients may call us; any name where we listen on every interface and none is given."""
+    """Return the host names that clients may use; None (any name) if `host` is not in `LOOPBACK` and `others` is empty."""
     if host in LOOPBACK or others:
         return LOOPBACK | {host, *others}
     return None

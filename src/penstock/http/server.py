@@ -1,4 +1,4 @@
-"""The HTTP server: uvicorn's HTTP/1.1 on httptools, with limits on what a caller may send and how slow it may be."""
+"""The HTTP server: uvicorn's HTTP/1.1 on httptools, with limits on the size and slowness of requests."""
 
 import asyncio
 import logging
@@ -20,43 +20,43 @@ from penstock.errors import RequestError
 from penstock.http.asgi import ON_DISCONNECT
 
 SWEEP_S = 1.0
-"""How often all connections are checked, at most; one timer does it, so that a request sets none of its own."""
+"""Longest interval between two checks of all connections. They share one timer, so that a request sets none."""
 MAX_HEAD_BYTES = 64 * 1024
 MAX_HEADERS = 200
 MAX_TARGET_BYTES = 16 * 1024
 HEAD_S = 30.0
 BODY_S = 300.0
-"""For any body; a large one has longer."""
+"""Time for a body; every byte received extends it."""
 MIN_BODY_BYTES_PER_S = 64 * 1024
-"""A body may go on as long as it comes as fast as this, however large it is."""
+"""A body that arrives at least this fast is never cut off, whatever its size."""
 MAX_PIPELINED_READ, MAX_PIPELINED = 16, 256
-"""Requests that wait for the answer to an earlier one on their connection: above the first number the socket is not read on."""
+"""Limits on requests that wait for an earlier answer on their connection: reading pauses above the first, fails at the second."""
 IDLE_S = 120
-"""Longer than clients keep an idle connection: one that we close first may be just then in use again."""
+"""Longer than clients keep an idle connection: if we closed first, a client could be sending its next request."""
 LINGER_S = 5.0
-"""How long a caller who is refused in the middle of sending may go on, so that it gets to read why."""
+"""How long a caller that is refused may keep sending, so that it can read the refusal."""
 
-# What of a request is expected.
+# Stages: what the caller must send next (a new request, the rest of its head, its body).
 NEXT, HEAD, BODY = range(3)
 
 log = logging.getLogger(__name__)
 
 
 class HttpServerState(ServerState):
-    """What the connections of one server share."""
+    """State that the connections of one server share."""
 
     def __init__(self, reader_s: float) -> None:
         super().__init__()
         self.reader_s = reader_s
         self.now = 0.0
-        """Seconds, counted sweep by sweep: it stands still while the loop is blocked, which no caller can help."""
+        """Seconds, advanced by each sweep. It stands still while the loop is blocked, so that callers do not time out for it."""
         self.draining = False
         self.lost = asyncio.Event()
-        """Set whenever a connection has ended."""
+        """Set whenever a connection ends."""
 
 
 class RequestExchange:
-    """One request and its answer. uvicorn runs it as the app; it runs ours, and lets no error of it out."""
+    """One request and its answer. uvicorn calls it as the app; it calls the real app and catches its exceptions."""
 
     def __init__(self, connection: "HttpConnection", app: ASGIApp) -> None:
         self.cycle: RequestResponseCycle
@@ -65,13 +65,13 @@ class RequestExchange:
         self._call: Callable[[], None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let the app answer. What it raises is logged, never its words or the target: they may hold secrets."""
+        """Run the app and log what it raises. The log message names neither body nor target: they may hold secrets."""
         failure = RequestError("the server failed; its log says how", status=500, code="internal_error")
         try:
             await self._app(scope, receive, send)
             if not self.is_over:
                 log.error("the app left a %s request without a whole answer", scope["method"])
-        except asyncio.CancelledError:  # not let through: uvicorn would log it, and this task ends here anyway
+        except asyncio.CancelledError:  # swallowed: uvicorn would log it, and this task ends here anyway
             if self._connection.shared.draining:
                 failure = RequestError("the server is stopping", status=503, code="stopping")
         except Exception as error:
@@ -81,17 +81,17 @@ class RequestExchange:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more is said to the caller."""
+        """Whether nothing more is sent to the caller."""
         return self.cycle.response_complete or self.cycle.disconnected
 
     def on_disconnect(self, call: Callable[[], None] | None) -> None:
-        """See `LEAVING`."""
+        """See `ON_DISCONNECT`."""
         self._call = call
         if self.cycle.disconnected:
             self.drop()
 
     def drop(self) -> None:
-        """The caller is gone: what the app still says goes nowhere."""
+        """Treat the caller as gone: discard what the app still sends, and call its callback."""
         self.cycle.disconnected = True
         self.cycle.message_event.set()
         call, self._call = self._call, None
@@ -100,7 +100,7 @@ class RequestExchange:
 
 
 class HttpConnection(HttpToolsProtocol):
-    """uvicorn's, with limits, with refusals in JSON, and with a call to the app when its caller leaves."""
+    """uvicorn's connection, with limits, refusals in JSON and a callback to the app when the caller leaves."""
 
     def __init__(self, config: Config, shared: HttpServerState) -> None:
         super().__init__(config, shared, {})
@@ -108,19 +108,19 @@ class HttpConnection(HttpToolsProtocol):
         self.shared = shared
         self._serve = cast(ASGIApp, self.app)
         self._exchanges: list[RequestExchange] = []
-        """Those without a whole answer, in order, and the last."""
+        """The newest exchange, after those that were unanswered when it began, in order."""
         self._stage = NEXT
         self._deadline = shared.now + HEAD_S
-        """When the caller must have said what is expected."""
+        """Time on `shared.now` by which the caller must finish the current stage."""
         self._unparsed_bytes = 0
-        """Read since the parser last finished something."""
+        """Bytes read since the last change of stage or piece of body."""
         self._skips_head = False
-        """The next head is one that `_decline` made."""
+        """Whether the next head is the one that `_decline` makes."""
         self._ignores_input = False
         self._unread, self._taken_at = 0, shared.now
-        """Bytes that the caller had not taken at the last sweep, and when it last took some."""
+        """Bytes not yet sent at the last sweep, and when the caller last took some or none were left."""
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
         super().connection_made(transport)
         if self.shared.draining:
             transport.close()
@@ -145,7 +145,7 @@ class HttpConnection(HttpToolsProtocol):
         except HttpParserUpgrade as offer:
             self._decline(data[offer.args[0] :])
         except HttpParserError as error:
-            cause = error.__context__  # of what one of the methods below raised
+            cause = error.__context__  # set if a callback below raised: the parser wraps its exception
             text = f"this is not an HTTP/1.1 request: {cause or error}"
             self._refuse(cause if isinstance(cause, RequestError) else RequestError(text, code="malformed_request"))
 
@@ -172,8 +172,8 @@ class HttpConnection(HttpToolsProtocol):
         super().on_headers_complete()
         exchange.cycle = self.cycle
         self._exchanges = [*self._unanswered(), exchange]
-        self.headers = []  # trailers would be taken for headers
-        if len(self.pipeline) <= MAX_PIPELINED_READ:  # uvicorn reads no further after one, and so would not see the caller leave
+        self.headers = []  # a new list: the parser appends trailers, which are not headers
+        if len(self.pipeline) <= MAX_PIPELINED_READ:  # uvicorn pauses after one, and would not see the caller leave
             self.flow.resume_reading()
         self._stage, self._deadline, self._unparsed_bytes = BODY, self.shared.now + BODY_S, 0
 
@@ -183,7 +183,7 @@ class HttpConnection(HttpToolsProtocol):
         self._unparsed_bytes = 0
 
     def on_message_complete(self) -> None:
-        if self.parser.should_upgrade():  # the parser only believes that no body follows; see `_decline`
+        if self.parser.should_upgrade():  # the parser wrongly assumes that no body follows; see `_decline`
             return
         super().on_message_complete()
         self._stage, self._deadline, self._unparsed_bytes = NEXT, self.shared.now + IDLE_S, 0
@@ -195,7 +195,7 @@ class HttpConnection(HttpToolsProtocol):
             exchange.cycle.keep_alive = False
 
     def check(self, now: float) -> None:
-        """Cut off a caller that is too slow to listen or to speak."""
+        """Disconnect a caller that reads or sends too slowly."""
         unread = self.transport.get_write_buffer_size()
         if not unread or unread < self._unread:
             self._taken_at = now
@@ -203,14 +203,14 @@ class HttpConnection(HttpToolsProtocol):
         if now - self._taken_at > self.shared.reader_s:
             self.transport.abort()
         elif self.flow.read_paused or (self._stage == NEXT and (self.timeout_keep_alive_task or self._unanswered())):
-            self._deadline = max(self._deadline, now + IDLE_S)  # not the caller's turn, or uvicorn's own timer runs
+            self._deadline = max(self._deadline, now + IDLE_S)  # it is not the caller's turn, or uvicorn's own timer runs
         elif now >= self._deadline and self._stage == HEAD and not self._ignores_input:
             self._refuse(RequestError(f"the request's head took longer than {HEAD_S:g} s", status=408, code="request_timeout"))
         elif now >= self._deadline:
             self.transport.close()
 
     def fail(self, exchange: RequestExchange, error: RequestError) -> None:
-        """Say so, or break off an answer that has begun."""
+        """Answer with `error`, or break off an answer that has begun."""
         began = exchange.cycle.response_started
         exchange.drop()
         if began:
@@ -226,14 +226,14 @@ class HttpConnection(HttpToolsProtocol):
             exchange.drop()
 
     def _decline(self, rest: bytes) -> None:
-        """Stay with HTTP/1.1 when the caller offers another protocol: a new parser reads on behind the head."""
+        """Stay with HTTP/1.1 when the caller offers another protocol: a new parser reads the body, framed by a made-up head."""
         framing = [pair for pair in self.scope["headers"] if pair[0] in (b"content-length", b"transfer-encoding")]
         self.parser = HttpRequestParser(self)
         self._skips_head = True
         self.data_received(b"POST / HTTP/1.1\r\n%b\r\n%b" % (b"".join(b"%b: %b\r\n" % pair for pair in framing), rest))
 
     def _refuse(self, error: RequestError) -> None:
-        """Take no more from this caller. It is told why, or, where earlier requests wait, gets the next answer and then the end."""
+        """Read no more from this caller. Send it `error`; if earlier requests wait, send the next answer instead and close."""
         self._ignores_input, self._deadline = True, inf
         if len(self._unanswered()) > (self._stage == BODY):
             self.shutdown()
@@ -243,7 +243,7 @@ class HttpConnection(HttpToolsProtocol):
             self._answer_last(_refusal(error))
 
     def _answer_last(self, answer: bytes) -> None:
-        """Close our side only: a socket that is closed while the caller sends would take the answer from it."""
+        """Send `answer`, then close our side only: a full close while the caller sends would reset the connection and lose it."""
         self._ignores_input, self._deadline = True, self.shared.now + LINGER_S
         if self.transport.is_closing():
             return
@@ -256,9 +256,9 @@ class HttpConnection(HttpToolsProtocol):
 
 
 class HttpServer:
-    """Serves `app` on a bound socket while the `async with` lasts; leaving it lets exchanges end for up to `drain_s`.
+    """Serves `app` on a bound socket inside `async with`. On exit, waits up to `drain_s` for open exchanges, then cuts them.
 
-    A caller who takes nothing of what is ready for it for `reader_s` is cut off.
+    A caller that takes none of the data ready for it for `reader_s` is disconnected.
     """
 
     def __init__(self, app: ASGIApp, sock: socket.socket, *, drain_s: float, reader_s: float, backlog: int = 4096) -> None:
@@ -278,7 +278,7 @@ class HttpServer:
         )
 
     async def __aenter__(self) -> Self:
-        self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # connections inherit it; asyncio sets it for some only
+        self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # connections inherit it; asyncio sets it on some only
         self._loop = asyncio.get_running_loop()
         self._timer = self._loop.call_later(self._sweep_s, self._sweep)
         self._listener = await self._loop.create_server(
@@ -318,7 +318,7 @@ class HttpServer:
                 await self._shared.lost.wait()
 
     async def _cut(self) -> None:
-        """Without a deadline: a task that is cancelled may still use what is closed after the server."""
+        """Cancel and abort all. No deadline: a cancelled task may still use resources that are closed after the server."""
         while tasks := tuple(self._shared.tasks):
             for task in tasks:
                 task.cancel()
@@ -346,7 +346,7 @@ def _too_large() -> RequestError:
 
 
 def _refusal(error: RequestError, *, bodiless: bool = False) -> bytes:
-    """A whole answer, the last on its connection: one line of JSON in the form of the OpenAI API."""
+    """Return a complete answer that ends its connection, with a JSON error in the OpenAI form."""
     kind = "server_error" if error.status >= 500 else "invalid_request_error"
     body = orjson.dumps({"error": {"message": str(error), "type": kind, "param": None, "code": error.code}})
     head = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\ncontent-type: application/json\r\n"

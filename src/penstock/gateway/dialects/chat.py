@@ -136,7 +136,7 @@ class ChatEvents:
     def delta(self, choice: int, deltas: list[Delta], unsent: UnsentTokens) -> bytes:
         changes: list[dict[str, Any]] = [_change(delta) for delta in deltas]
         if not changes and unsent.ids and (self._answer.call.token_ids or self._answer.call.logprobs):
-            changes = [{}]
+            changes = [{}]  # tokens without visible text must still be sent
         parts = [self._event(choice, change) for change in changes[:-1]]
         if changes:
             parts.append(self._event(choice, changes[-1], unsent=unsent))
@@ -161,7 +161,7 @@ class ChatEvents:
 
 
 def logprobs(tokenizer: DialectTokenizer, ids: Sequence[int], values: Sequence[float]) -> dict[str, Any]:
-    """Log-probabilities of the plain distribution, as vLLM reports them; the record has those of the sampling distribution."""
+    """Format log-probabilities. Callers pass those of the plain distribution where known, as vLLM does."""
     content: list[dict[str, Any]] = []
     for token_id, logprob in zip(ids, values, strict=True):
         token = tokenizer.token_bytes(token_id)
@@ -170,7 +170,7 @@ def logprobs(tokenizer: DialectTokenizer, ids: Sequence[int], values: Sequence[f
 
 
 def error_body(error: RequestError) -> dict[str, Any]:
-    """An error in the OpenAI form; routes without a dialect use it too."""
+    """Return an error in the OpenAI form. Routes without a dialect use it too."""
     kinds = {401: "authentication_error", 403: "permission_error", 409: "conflict_error", 429: "rate_limit_error"}
     kind = kinds.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
     return {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}}

@@ -45,7 +45,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 """Fields that are not supported, with the values that have no effect and are accepted.
 
-`logprobs` is the number of likeliest other tokens: 0 gives only those of the sampled tokens.
+`logprobs` is the number of most likely alternatives per token: 0 returns the log-probabilities of the sampled tokens only.
 """
 
 MAX_CHOICES = 128
@@ -109,7 +109,7 @@ class CompletionsDialect:
         return sse_data(error_body(error))
 
     def _prompt(self, value: Any) -> str | tuple[int, ...]:
-        """One prompt as text or token ids; a list with one prompt is accepted."""
+        """Return the prompt as text or token ids; `value` may also be a list of one prompt."""
         listed = fields.as_list(value)
         if listed and not isinstance(listed[0], int):
             if len(listed) > 1:
@@ -130,7 +130,7 @@ class CompletionEvents:
         self._tokenizer = tokenizer
         self._head = response_head(answer)
         self._sent_characters = [0] * answer.call.choices
-        """By choice: the text offset of the next token."""
+        """Per choice: the text offset of the next token."""
 
     def start(self) -> bytes:
         text = echoed_prompt(self._answer, self._tokenizer)
@@ -166,12 +166,12 @@ class CompletionEvents:
 
 
 def response_head(answer: ModelAnswer) -> dict[str, Any]:
-    """The fields that the response and each of its events share."""
+    """Return the fields that the response and each of its events share."""
     return {"id": f"cmpl-{answer.id}", "object": "text_completion", "created": int(answer.created), "model": answer.model}
 
 
 def echoed_prompt(answer: ModelAnswer, tokenizer: Tokenizer) -> str:
-    """The prompt, if the caller wants it before the completion."""
+    """Return the prompt text if the call asks to echo it, else an empty string."""
     if not dict(answer.call.echo).get("echo"):
         return ""
     raw = answer.call.raw
@@ -183,7 +183,7 @@ def choice_entry(place: int, text: str, *, finish: str | None = None) -> dict[st
 
 
 def logprobs(tokenizer: Tokenizer, ids: Sequence[int], values: Sequence[float], *, start: int = 0) -> dict[str, Any]:
-    """Log-probabilities of the plain distribution; the record has those of the sampling distribution."""
+    """Format log-probabilities. Callers pass those of the plain distribution where known. `start`: text offset of the first."""
     tokens = [tokenizer.token_bytes(token_id).decode("utf-8", "replace") for token_id in ids]
     offsets: list[int] = []
     for token in tokens:

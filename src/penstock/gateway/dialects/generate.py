@@ -1,6 +1,6 @@
 """The white-box dialect: `/generate`, messages or token ids in, text with its ids, log-probabilities and versions out.
 
-Tool calls stay in the text: a flow parses them itself.
+Tool calls stay in the text; the calling flow parses them.
 """
 
 from collections.abc import Generator
@@ -46,7 +46,7 @@ class GenerateDialect:
         self._vocab_size = tokenizer.core.get_vocab_size()
 
     def parse(self, body: dict[str, Any], defaults: Sampling, history: ConversationHistory) -> ModelCall:
-        """See `Dialect.parse`; takes either `messages` or `prompt_ids`."""
+        """See `Dialect.parse`. The body holds either `messages` or `prompt_ids`."""
         with _as_422():
             merged = _merged(body)
             refuse_unsupported(merged, NEUTRAL)
@@ -85,7 +85,7 @@ class GenerateDialect:
         return orjson.dumps(body)
 
     def events(self, answer: ModelAnswer) -> EventWriter:
-        """See `Dialect.events`; `parse` takes no call that wants them."""
+        """See `Dialect.events`. Always raises: `parse` refuses a call that streams."""
         raise RequestError("/generate does not stream; call /v1/chat/completions", code="unsupported_parameter", param="stream")
 
     def count(self, tokens: int) -> dict[str, Any]:
@@ -106,7 +106,7 @@ class GenerateDialect:
 
 
 def flatten_nested(messages: Any) -> Any:
-    """Replace each message whose content is a list of messages by those: a row's prompt may be used as the content of one."""
+    """Replace a message whose content is a list of messages with that list: callers may wrap a row's prompt in one message."""
     given = fields.as_list(messages)
     if given is None:
         return messages
@@ -119,7 +119,7 @@ def flatten_nested(messages: Any) -> Any:
 
 
 def _merged(body: dict[str, Any]) -> dict[str, Any]:
-    """The body with the fields of `sampling_params`; refused if both set a field and differ."""
+    """Return the body merged with `sampling_params`; refuse a field that both set to different values."""
     given = fields.nested(body, "sampling_params")
     for name in given.keys() & body.keys():
         if None not in (given[name], body[name]) and given[name] != body[name]:
@@ -129,7 +129,7 @@ def _merged(body: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _as_422() -> Generator[None]:
-    """Turn status 400 into 422, which this dialect's clients expect."""
+    """Replace status 400 with 422, which this dialect's clients expect."""
     try:
         yield
     except RequestError as error:

@@ -38,7 +38,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 """Fields that are not supported, with the values that have no effect and are accepted."""
 IGNORED_TOOL_OPTIONS = ("strict", "defer_loading", "input_examples", "allowed_callers")
-"""What a tool may ask for besides being offered; it is offered without."""
+"""Tool options that are not supported: the tool is offered without them."""
 ERROR_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -50,12 +50,11 @@ ERROR_TYPES = {
     504: "timeout_error",
     529: "overloaded_error",
 }
-"""The vendor's names of errors. 503 has none: clients retry it longer than what they know as an overloaded vendor."""
+"""The vendor's error types by status. 503 is left out on purpose: clients retry it longer than an `overloaded_error`."""
 NUMBER = re.compile(r"\d+")
 
 
 def sse_event(kind: str, **content: Any) -> bytes:
-    """One event, under its name."""
     return b"event: " + kind.encode() + b"\ndata: " + orjson.dumps({"type": kind, **content}) + b"\n\n"
 
 
@@ -111,7 +110,7 @@ class MessagesDialect:
 
 
 def _too_long(text: str) -> str:
-    """The vendor's wording: agents of this dialect match it to know that they must compact their history."""
+    """Use the vendor's wording: agents match it to decide when to compact their history."""
     match NUMBER.findall(text):
         case [tokens, limit]:
             return f"prompt is too long: {tokens} tokens > {limit} maximum"
@@ -123,14 +122,14 @@ def _too_long(text: str) -> str:
 
 
 class ThreadHistory(NamedTuple):
-    """The messages and tools of a thread, which the request does not repeat."""
+    """Messages and tools of the continued thread; the request does not repeat them."""
 
     messages: tuple[Message, ...] = ()
     tools: tuple[Tool, ...] = ()
 
 
 def _held(body: dict[str, Any], history: ConversationHistory) -> ThreadHistory:
-    """The thread that the request continues. Any answer can be continued, so creating a thread does nothing."""
+    """Return the thread that the request continues. Creating a thread does nothing: any answer can be continued."""
     thread = fields.as_object(body.get("thread") or {"type": "create"}) or {}
     if thread.get("type") == "create":
         return ThreadHistory()
@@ -155,14 +154,14 @@ def _no_messages(body: dict[str, Any], held: ThreadHistory) -> list[Any]:
 
 
 def _refuse_prefill(messages: tuple[Message, ...], body: dict[str, Any]) -> None:
-    """Refuse a reply that the caller has begun. A request without `max_tokens` only counts tokens and may end with one."""
+    """Refuse messages that end with the assistant's. A request without `max_tokens` only counts tokens and may end so."""
     if messages[-1]["role"] == "assistant" and body.get("max_tokens") is not None:
         text = "messages must not end with an assistant message: a reply that the caller has begun cannot be gone on with"
         raise RequestError(text, code="unsupported_parameter", param="messages")
 
 
 def _tools(value: Any) -> tuple[Tool, ...]:
-    """The caller's own tools in the OpenAI form, without those that the vendor would run."""
+    """Return the caller's tools in the OpenAI form, without those that the vendor would run."""
     given = fields.as_list([] if value is None else value)
     if given is None:
         raise fields.invalid("tools", "must be a list of tools")
@@ -180,7 +179,7 @@ def _tool(given: dict[str, Any] | None, name: str) -> Tool:
 
 
 def _hosted(tool: Any) -> str | None:
-    """The type of a tool whose schema only the vendor knows; None for the caller's own."""
+    """Return the type of a tool whose schema only the vendor knows, or None for the caller's own tool."""
     given = fields.as_object(tool) or {}
     kind = given.get("type")
     return kind if isinstance(kind, str) and kind != "custom" and "input_schema" not in given else None
@@ -207,7 +206,7 @@ def _forced(choice: dict[str, Any], tools: tuple[Tool, ...]) -> str | None:
 
 
 def _ignored(body: dict[str, Any], choice: dict[str, Any]) -> set[str]:
-    """Names of what was asked for and is not done. A null or empty field asks for nothing."""
+    """Return the names of requested features that are not supported. Null and empty fields do not count."""
     names = {name for name in body.keys() - HONOURED - LABELS - NEUTRAL.keys() if body[name] not in (None, [], {})}
     thinking, output = fields.as_object(body.get("thinking")) or {}, fields.as_object(body.get("output_config")) or {}
     if output.get("format") is not None:
@@ -228,13 +227,13 @@ def _ignored(body: dict[str, Any], choice: dict[str, Any]) -> set[str]:
 # Messages from content blocks
 
 CLAUDE_CODE_UNPARSED = "__unparsedToolInput"
-"""The key under which Claude Code sends such arguments back, with their beginning as `raw` and their length as `len`."""
+"""Key under which Claude Code returns arguments that are not JSON: `raw` is their beginning, `len` their length."""
 BILLING_PREFIX = "x-anthropic-billing-header:"
-"""How a block of `system` begins that speaks to the vendor, not to the model, and may change from call to call."""
+"""Start of a `system` block for the vendor, not the model. It is dropped, as it may change from call to call."""
 
 
 class ContentBlock(NamedTuple):
-    """A content block and its position: the turn (None: `system`), and the index in it."""
+    """A content block with its turn (None: `system`) and its index there."""
 
     turn: int | None
     place: int
@@ -242,27 +241,25 @@ class ContentBlock(NamedTuple):
 
     @property
     def name(self) -> str:
-        """For error messages."""
+        """Path in the request, for error messages."""
         return f"system[{self.place}]" if self.turn is None else f"messages[{self.turn}].content[{self.place}]"
 
 
 class MessageBlocks(NamedTuple):
-    """The content blocks of one message."""
-
     role: str
     blocks: tuple[ContentBlock, ...]
 
 
 class SplitConversation(NamedTuple):
-    """A request's conversation, split into messages that are not yet parsed."""
+    """A conversation split into messages; their blocks are not parsed yet."""
 
     units: list[MessageBlocks]
     ignored: frozenset[str]
-    """Names of what no message will hold."""
+    """Names of dropped blocks."""
 
 
 def split_conversation(system: Any, turns: Sequence[Any]) -> SplitConversation:
-    """Group content blocks into messages. Blocks are not parsed yet."""
+    """Group content blocks into messages. Consecutive turns of one role are joined, except `system`."""
     ignored: set[str] = set()
     units: list[MessageBlocks] = []
     given = [] if system is None else _placed(system, None, "system")
@@ -289,7 +286,7 @@ def _read(place: int, unit: MessageBlocks | Message) -> Message:
 
 
 def read_message(unit: MessageBlocks) -> Message:
-    """Parse one message; a block that the model cannot take is refused by its position."""
+    """Parse one message. The error for an unsupported block names its position."""
     for block in unit.blocks:
         fields.check_depth(block.value, block.name)
     if unit.role == "assistant":
@@ -310,7 +307,7 @@ def _turn(value: Any, turn: int) -> tuple[str, list[ContentBlock]]:
 
 
 def _placed(content: Any, turn: int | None, name: str) -> list[ContentBlock]:
-    """Blocks with their places; a plain string is one block of text."""
+    """Return the blocks with their positions; a plain string is one text block."""
     if isinstance(content, str):
         return [ContentBlock(turn, 0, {"type": "text", "text": content})]
     blocks = fields.as_list(content)
@@ -320,7 +317,7 @@ def _placed(content: Any, turn: int | None, name: str) -> list[ContentBlock]:
 
 
 def _units(role: str, run: list[ContentBlock]) -> Iterable[MessageBlocks]:
-    """The messages of a turn."""
+    """Return the messages of joined turns. User turns give one message for each tool result, then one for the rest."""
     if role != "user":
         return [MessageBlocks(role, tuple(run))] if role else []
     results = [block for block in run if _kind(block.value) == "tool_result"]
@@ -356,17 +353,17 @@ def _call(block: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _arguments(given: Any) -> str:
-    """JSON text of a call's input; what was no JSON when it was sampled is that text again."""
+    """Return a call's input as JSON text, or the sampled text if that was not JSON and the client returned all of it."""
     wrapped = fields.as_object(given) or {}
     raw = wrapped.get(INVALID_JSON)
     if len(wrapped) == 1 and (cut := fields.as_object(wrapped.get(CLAUDE_CODE_UNPARSED))) is not None:
-        raw = cut.get("raw")
+        raw = cut.get("raw")  # may be cut; `len` counts UTF-16 units, as JavaScript does
         raw = raw if isinstance(raw, str) and len(raw.encode("utf-16-le")) // 2 == cut.get("len") else None
     return raw if isinstance(raw, str) else orjson.dumps(given).decode()
 
 
 def _result(placed: ContentBlock) -> Message:
-    """A tool's result. An error is marked as one, unless its text says so itself."""
+    """Return a tool's result. An error gets the prefix "Error:", unless its text says so near the start."""
     block = fields.as_object(placed.value) or {}
     content: Any = block.get("content")
     text = content if isinstance(content, str) else _joined(content, f"{placed.name}.content")
@@ -401,20 +398,20 @@ def _is_billing(value: Any) -> bool:
 # Writing responses
 
 EMPTY_TEXT_BLOCK: dict[str, Any] = {"type": "text", "text": ""}
-"""What an empty reply is: clients read the first block without looking."""
+"""Content of an empty reply: clients read the first block without checking that there is one."""
 
 
 class MessagesEvents:
-    """See `EventWriter`. One block is open at a time; what does not belong to it closes it."""
+    """See `EventWriter`. One block is open at a time; a delta of another block closes it."""
 
     def __init__(self, answer: ModelAnswer, tokenizer: DialectTokenizer) -> None:
         self._answer = answer
         self._tokenizer = tokenizer
         self._index = -1
         self._open = ""
-        """The kind of the open block; empty where none is."""
+        """Type of the open block; empty if none is open."""
         self._input = ToolInputStream()
-        """Of the open call."""
+        """Arguments of the open call."""
 
     def start(self) -> bytes:
         return sse_event("message_start", message=message_head(self._answer) | {"usage": usage(self._answer, [])})
@@ -451,7 +448,7 @@ class MessagesEvents:
         return sse_event("content_block_delta", index=self._index, delta={"type": kind, key: value}) if value else b""
 
     def _close(self, *, cut: bool = False) -> bytes:
-        """End the open block; `cut` says that the reply was cut short in it."""
+        """Close the open block, if any. `cut`: the reply hit its length limit."""
         if not self._open:
             return b""
         rest = b""
@@ -464,7 +461,7 @@ class MessagesEvents:
 
 
 def message_head(answer: ModelAnswer) -> dict[str, Any]:
-    """What an answer and its first event share; nothing said yet."""
+    """Return the message without content, which the response and the first event share."""
     return {
         "id": f"msg_{answer.id}",
         "type": "message",
@@ -477,7 +474,7 @@ def message_head(answer: ModelAnswer) -> dict[str, Any]:
 
 
 def content(answer: ModelAnswer, message: Message) -> list[dict[str, Any]]:
-    """A reply's blocks: thinking, text, calls."""
+    """Return a reply's blocks: thinking, text, calls."""
     blocks: list[dict[str, Any]] = []
     for delta in deltas_of(message):
         if isinstance(delta, CallDelta):
@@ -490,7 +487,7 @@ def content(answer: ModelAnswer, message: Message) -> list[dict[str, Any]]:
 
 
 def stop_fields(step: Step, tokenizer: DialectTokenizer) -> dict[str, str | None]:
-    """Why the reply ended. Calls go first: whatever ended the reply, they must be answered."""
+    """Return why the reply ended. Calls outrank a stop string: the client must answer them."""
     if step.finish == "length":
         return {"stop_reason": "max_tokens", "stop_sequence": None}
     if step.message.get("tool_calls"):
@@ -500,13 +497,13 @@ def stop_fields(step: Step, tokenizer: DialectTokenizer) -> dict[str, str | None
 
 
 def usage(answer: ModelAnswer, steps: Sequence[Step]) -> dict[str, int]:
-    """Tokens read and sampled; how many of them an engine had cached is not told."""
+    """Return token counts. What the engine had cached is not reported; those counts are 0."""
     used, cached = answer.usage(steps), {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
     return {"input_tokens": used.prompt_tokens, **cached, "output_tokens": used.completion_tokens}
 
 
 def signature(answer: ModelAnswer) -> str:
-    """A placeholder: clients drop thinking that is not signed."""
+    """Return a placeholder: clients drop thinking without a signature."""
     return f"penstock:{answer.id}"
 
 
@@ -515,7 +512,7 @@ def _tool_use_block(call: CallDelta, given: Any) -> dict[str, Any]:
 
 
 def _stop_string(step: Step, tokenizer: DialectTokenizer) -> str | None:
-    """The stop string that ended the reply, which the record has and the text has not; None where the model itself ended it."""
+    """Return the stop string that ended the reply (in the sampled ids, not in the text), or None if the model ended it itself."""
     if not step.sampling.stop or (step.completion_ids and step.completion_ids[-1] in step.sampling.stop_ids):
         return None
     sampled = tokenizer.decode(step.completion_ids)
@@ -526,43 +523,43 @@ def _stop_string(step: Step, tokenizer: DialectTokenizer) -> str | None:
 # Tool input as JSON
 
 INVALID_JSON = "INVALID_JSON"
-"""The key under which arguments that are no JSON object travel in one, both ways."""
+"""Key that wraps arguments that are not a JSON object, in responses and in requests."""
 SPACE = re.compile(r"[ \t\n\r]+")
 INSIDE = re.compile(
     r"(?:[^\"\\\x00-\x1f]+|\\[\"\\/bfnrt]|\\u(?![dD][89a-fA-F])[\da-fA-F]{4}"
     r"|\\u[dD][89abAB][\da-fA-F]{2}\\u[dD][c-fC-F][\da-fA-F]{2})*"
 )
-"""The inside of a string, as far as its characters and escapes are whole."""
+"""The inside of a string, as far as its characters and escapes are valid and complete."""
 CUT = re.compile(r"(?:\\(?:u(?:[\da-fA-F]{0,3}|[dD][89abAB][\da-fA-F]{2}(?:\\(?:u[\da-fA-F]{0,3})?)?))?)?\Z")
-"""The beginning of an escape, which the next part may complete."""
+"""An incomplete escape at the end of the text, which the next part may complete."""
 WORD = re.compile(r"[^\s,:{}\[\]\"]+")
 SCALAR = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?|true|false|null")
 KEYS, VALUES = ("key", "first key"), ("value", "first value")
 
 
 class ToolInputStream:
-    """Streams tool arguments: what it returns is always the beginning of a JSON object, and at the end a complete one.
+    """Streams tool arguments so that the output is always the beginning of a JSON object, and at the end a whole one.
 
-    Text that no object goes on with is held back, and told in the end under `INVALID_JSON`, beside the members that were given
-    out already. The parser behind it only counts brackets, so what stands between them may be anything; nothing comes after.
+    Text that cannot continue the object is held back; `finish` then adds all arguments under `INVALID_JSON`, beside the members
+    already returned. The parser that feeds it only counts brackets: text between them may be anything, but none follows the last.
     """
 
     def __init__(self) -> None:
         self._parts: list[str] = []
         self._rest = ""
-        """What is not checked yet."""
+        """Text that is not checked yet."""
         self._at = 0
-        """How much of `_rest` is, while it is being checked."""
+        """End of the checked part of `_rest` during `push`; 0 between calls."""
         self._open: list[str] = []
-        """The end of every object and list that is open."""
+        """Closing brackets of the open objects and lists, outermost first."""
         self._want = "object"
-        """What must come next; "first" may also be the end, "end" also a comma. "nothing" comes after the whole object."""
+        """What must come next. "first ..." also allows the closing bracket, "end" also a comma; "nothing": the object is whole."""
         self._string = ""
-        """What the open string is, "key" or "value"; empty where none is."""
+        """Role of the open string, "key" or "value"; empty if none is open."""
         self._wrong = False
 
     def push(self, text: str) -> str:
-        """What can be given out now."""
+        """Add `text`; return what can be sent now."""
         self._parts.append(text)
         self._rest += "" if self._wrong else text
         while not self._wrong and self._at < len(self._rest) and self._token():
@@ -571,21 +568,21 @@ class ToolInputStream:
         return given
 
     def finish(self, *, cut: bool) -> str:
-        """What makes it an object where it is none; nothing where the reply was cut short, which clients are told and expect."""
+        """Return what makes the output a whole object. Valid JSON of a reply that was `cut` stays open, as clients expect."""
         if self._want == "nothing" or not any(self._parts) or (cut and not self._wrong):
             return ""
         member = f'"{INVALID_JSON}":{orjson.dumps("".join(self._parts)).decode()}}}'
         return "{" + member if self._want == "object" else self._closed() + member
 
     def _closed(self) -> str:
-        """The end of the member that was begun, and what comes before another one."""
+        """Return the text that ends the open member, with the comma before the next one."""
         text, want = ('"', {"key": "colon", "value": "end"}[self._string]) if self._string else ("", self._want)
         inner = "".join(reversed(self._open[1:]))
         missing = {"colon": ":null", "value": "null", "key": '"":null' if inner else ""}
         return text + missing.get(want, "") + inner + ("" if want in KEYS and not inner else ",")
 
     def _token(self) -> bool:
-        """Check one more token; False where its end is not there yet, or where it is wrong."""
+        """Check one more token; return False if it is incomplete or invalid."""
         if self._string:
             return self._in_string()
         if space := SPACE.match(self._rest, self._at):
@@ -620,7 +617,7 @@ class ToolInputStream:
         return False
 
     def _scalar(self) -> bool:
-        """A number or a word: only what comes after it shows where it ends."""
+        """Check a number or word. It is complete only when another character follows it."""
         word = WORD.match(self._rest, self._at) if self._want in VALUES else None
         if word is not None and word.end() == len(self._rest):
             return False
@@ -632,12 +629,12 @@ class ToolInputStream:
 
 
 def _is_scalar(word: str) -> bool:
-    """Whether a word is a JSON value that stays the same when it is read and written again."""
+    """Return whether `word` is a JSON scalar that keeps its value when parsed; 1e999 becomes infinite."""
     return SCALAR.fullmatch(word) is not None and (word in ("true", "false", "null") or isfinite(float(word)))
 
 
 def tool_input(arguments: str) -> Any:
-    """Whole arguments as an object, to be written out: as the model wrote them, or wrapped where they are none."""
+    """Return complete arguments for output: verbatim if they are a JSON object, else wrapped under `INVALID_JSON`."""
     try:
         is_object = isinstance(orjson.loads(arguments or "{}"), dict)
     except orjson.JSONDecodeError:

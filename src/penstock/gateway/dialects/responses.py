@@ -24,7 +24,7 @@ HONOURED = SAMPLING_FIELDS | frozenset(
     {"model", "input", "instructions", "previous_response_id", "tools", "tool_choice", "stream", "max_output_tokens"}
     | {"include", "parallel_tool_calls", "reasoning", "text", "truncation"}
 )
-"""The last row's are read in part; `_unmet` names the rest."""
+"""The fields in the last line are supported in part; `_unmet` reports the rest."""
 LABELS = frozenset(
     {"user", "metadata", "store", "service_tier", "safety_identifier", "client_metadata", "stream_options", "max_tool_calls"}
     | {"prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"}
@@ -62,7 +62,7 @@ ECHOED: dict[str, Any] = {
     "truncation": "disabled",
     "user": None,
 }
-"""What the response object repeats of the request, with the value of what was left out."""
+"""Request fields that the response object repeats, with the value shown if the request omits them."""
 LOGPROBS = "message.output_text.logprobs"
 
 
@@ -108,7 +108,7 @@ class ResponsesDialect:
         return error_body(error)
 
     def error_event(self, error: RequestError) -> bytes:
-        """See `Dialect.error_event`. The error stands in it twice: as the API documents the event, and where its SDKs look."""
+        """See `Dialect.error_event`. It holds the error twice: in the documented fields, and under `error`, where SDKs read it."""
         detail = error_body(error)["error"]
         body = {
             "type": "error",
@@ -135,7 +135,7 @@ def _included(body: dict[str, Any]) -> list[str]:
 
 
 def _forced(choice: Any, tools: tuple[Tool, ...]) -> str | None:
-    """The tool that must be called, by the name that the model knows it by."""
+    """Return the flat name of the tool that must be called, as `fields.forced_tool` does."""
     named = fields.as_object(choice) or {}
     if isinstance(named.get("namespace"), str) and isinstance(named.get("name"), str):
         choice = {"name": flat_name(named["name"], named["namespace"])}
@@ -143,7 +143,7 @@ def _forced(choice: Any, tools: tuple[Tool, ...]) -> str | None:
 
 
 def _unmet(body: dict[str, Any]) -> Iterator[str]:
-    """What was asked for and is not done."""
+    """Yield the names of requested features that are not supported."""
     given = {name for name, value in body.items() if value is not None}
     yield from given - HONOURED - LABELS - NEUTRAL.keys()
     yield from ignored_tool_options(body.get("tools"))
@@ -156,7 +156,7 @@ def _unmet(body: dict[str, Any]) -> Iterator[str]:
         yield "parallel_tool_calls"
 
 
-# Tools: functions for the model, the client's names and kinds for the client
+# Tools: the model sees functions only; the client sees its own names and types
 
 FREEFORM: dict[str, Any] = {
     "type": "object",
@@ -164,11 +164,11 @@ FREEFORM: dict[str, Any] = {
     "required": ["input"],
     "additionalProperties": False,
 }
-"""A freeform tool's parameters: models that were not trained on such tools write JSON arguments all the same."""
+"""The parameters of a freeform tool as the model sees it: models not trained on such tools write JSON arguments anyway."""
 
 
 class ClientToolName(NamedTuple):
-    """How the client knows a tool that the model knows by one flat name."""
+    """The client's name for a tool that the model knows by one flat name."""
 
     name: str
     namespace: str | None
@@ -179,11 +179,11 @@ class _ToolEntry(NamedTuple):
     tool: dict[str, Any]
     namespace: str | None
     where: str
-    """Its place in the request, for messages."""
+    """Path in the request, for error messages."""
 
 
 def offered_tools(value: Any, name: str = "tools") -> tuple[Tool, ...]:
-    """What the model is offered: functions, freeform tools as functions, and those of namespaces under joined names."""
+    """Return the tools for the model, all as functions with flat names. Tools that a vendor's servers run are left out."""
     fields.check_depth(value, name)
     known: dict[str, ClientToolName] = {}
     tools: list[Tool] = []
@@ -198,7 +198,7 @@ def offered_tools(value: Any, name: str = "tools") -> tuple[Tool, ...]:
 
 
 def ignored_tool_options(value: Any) -> Iterator[str]:
-    """What the tools ask for and nobody here does: tools that a vendor's servers run, and constrained arguments."""
+    """Yield the names of what is not supported: tools that a vendor's servers run, and constrained arguments."""
     for tool, *_ in _given(value, "tools"):
         kind = tool["type"]
         if kind not in ("function", "custom"):
@@ -210,34 +210,34 @@ def ignored_tool_options(value: Any) -> Iterator[str]:
 
 
 def client_tool_names(value: Any) -> dict[str, ClientToolName]:
-    """The client's name for each of `offered`."""
+    """Map the flat name of each tool in `offered_tools` to the client's name."""
     return dict(_address(given) for given in _given(value, "tools") if given.tool["type"] in ("function", "custom"))
 
 
 def flat_name(name: str, namespace: str | None) -> str:
-    """The flat name of a tool in a namespace.
+    """Return the name that the model knows the tool by.
 
-    >>> joined("close", "agents")
+    >>> flat_name("close", "agents")
     'agents__close'
     """
     return name if not namespace else f"{namespace.removesuffix('__')}__{name}"
 
 
 def freeform_arguments(text: str) -> str:
-    """The JSON arguments of a freeform call, as the model would have written them."""
+    """Return the JSON arguments of a freeform call, as the model would have written them."""
     return json.dumps({"input": text}, ensure_ascii=False)
 
 
 def freeform_text(arguments: str) -> str:
-    """The input of a freeform call that the model wrote as JSON arguments."""
+    """Return the input of a freeform call that the model wrote as JSON arguments."""
     reader = FreeformReader()
     return reader.push(arguments) + reader.finish()
 
 
 class FreeformReader:
-    """The value of `input` in JSON arguments, as they come; arguments of any other form are the input themselves.
+    """Extracts the value of `input` from JSON arguments as they stream in. Arguments of any other form are the input themselves.
 
-    However the arguments are cut, what it gives out adds up to the same: an escape sequence waits until it is whole.
+    The output does not depend on how the arguments are split: an incomplete escape sequence is held back.
     """
 
     def __init__(self) -> None:
@@ -245,7 +245,7 @@ class FreeformReader:
         self._state = "before"
 
     def push(self, text: str) -> str:
-        """What is certain with this."""
+        """Add `text`; return the input that is now certain."""
         self._held += text
         if self._state == "before":
             self._find_value()
@@ -255,7 +255,7 @@ class FreeformReader:
         return ready if self._state == "other" else ""
 
     def finish(self) -> str:
-        """What was held back: nothing, unless the arguments ended before their form was known."""
+        """Return what was held back: empty unless the arguments ended before their form was known."""
         return self._held if self._state == "before" else ""
 
     def _find_value(self) -> None:
@@ -279,11 +279,11 @@ class FreeformReader:
 
 _OPENING = re.compile(r'\s*\{\s*"input"\s*:\s*"')
 _UNIT = re.compile(r'[^"\\]+|\\u[dD][89abAB]..\\u.{4}|\\u.{4}|\\[^u]', re.DOTALL)
-"""Plain characters, or one escape sequence; two where the first is half of a character."""
+"""Plain characters or one escape sequence; a high surrogate is matched together with the escape after it."""
 
 
 def _is_half(unit: re.Match[str]) -> bool:
-    """Whether more of the text may make this escape sequence one with the next."""
+    """Return whether `unit` is a high surrogate whose other half may still come."""
     is_first = len(unit.group()) == 6 and re.match(r"\\u[dD][89abAB]", unit.group()) is not None
     return is_first and r"\u".startswith(unit.string[unit.end() : unit.end() + 2])
 
@@ -299,7 +299,7 @@ def _spelt(unit: str) -> str:
 
 
 def _given(value: Any, name: str) -> Iterator[_ToolEntry]:
-    """Every tool, those inside namespaces too."""
+    """Yield every tool, including those inside namespaces."""
     for place, tool in enumerate(_listed([] if value is None else value, name)):
         where = f"{name}[{place}]"
         if tool["type"] != "namespace":
@@ -348,11 +348,11 @@ def _as_function(given: _ToolEntry, flat: str) -> Tool:
 
 RESPONSE_ID = "resp_"
 ITEM_ID = re.compile(r"(msg|rs|fc|ctc)_(.+)_(\d+)")
-"""Our own items: kind, answer, and which of its kind it is in the answer."""
+"""Ids of our own items: kind, answer id, and index among the answer's items of that kind."""
 CALLS = ("function_call", "custom_tool_call")
 RESULTS = ("function_call_output", "custom_tool_call_output")
 TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
-"""Parts that are text, and the key that holds it."""
+"""Types of content parts that hold text, with the key of the text."""
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
 
@@ -360,12 +360,12 @@ class ItemGroup(NamedTuple):
     """Items that make one message."""
 
     start: int
-    """Place of the first one in the input."""
+    """Index of the first item in the input."""
     items: list[dict[str, Any]]
 
 
 def read_messages(body: dict[str, Any], history: ConversationHistory) -> tuple[Message, ...]:
-    """All messages of a call: its instructions, what its `previous_response_id` stands for, its input."""
+    """Return all messages of a call: its instructions, the conversation of `previous_response_id`, its input."""
     raw: list[Any] = []
     if body.get("instructions") is not None:
         raw.append(fields.string(body["instructions"], "instructions"))
@@ -384,7 +384,7 @@ def read_messages(body: dict[str, Any], history: ConversationHistory) -> tuple[M
 
 
 def _carried(response_id: Any, history: ConversationHistory) -> list[Message]:
-    """The conversation up to an earlier answer, without the instructions of that call: they do not carry over."""
+    """Return the conversation up to an earlier answer, without the instructions of that call, which do not carry over."""
     if response_id is None:
         return []
     given = fields.string(response_id, "previous_response_id")
@@ -414,7 +414,7 @@ def _items(value: Any, history: ConversationHistory) -> list[dict[str, Any]]:
 
 
 def _resolved(item: dict[str, Any], name: str, history: ConversationHistory) -> dict[str, Any]:
-    """The item of an earlier answer that a reference means."""
+    """Return the item of an earlier answer that a reference names."""
     item_id = fields.string(item.get("id"), f"{name}.id")
     ours = ITEM_ID.fullmatch(item_id)
     known = history.messages(ours[2]) if ours else None
@@ -439,7 +439,7 @@ def _kind(item: dict[str, Any]) -> Any:
 
 
 def _grouped(items: Sequence[dict[str, Any]]) -> list[ItemGroup]:
-    """Items that one reply came out as stand together; of two assistant messages in a row, each is a reply of its own."""
+    """Group the items of each reply. Two assistant messages in a row are two replies. Lone reasoning without text is dropped."""
     groups: list[ItemGroup] = []
     before = ""
     for place, item in enumerate(items):
@@ -455,7 +455,7 @@ def _grouped(items: Sequence[dict[str, Any]]) -> list[ItemGroup]:
 
 
 def _is_silent(group: ItemGroup) -> bool:
-    """Whether there is nothing but reasoning that only its vendor can read."""
+    """Return whether the group holds only reasoning without readable text, such as encrypted reasoning of a vendor."""
     return all(_kind(item) == "reasoning" and not _thought(item, "input") for item in group.items)
 
 
@@ -507,7 +507,7 @@ def _call(item: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _thought(item: dict[str, Any], name: str) -> str:
-    """The reasoning itself; what is encrypted or a summary is none of the model's."""
+    """Return the reasoning text. Encrypted reasoning and summaries are skipped: the model did not write them."""
     texts: list[str] = []
     for place, each in enumerate(fields.as_list(item.get("content")) or ()):
         part = fields.as_object(each) or {}
@@ -561,7 +561,7 @@ def response_object(answer: ModelAnswer, status: Status, output: Sequence[dict[s
 def final_response(
     answer: ModelAnswer, step: Step, output: Sequence[dict[str, Any]], tokenizer: DialectTokenizer
 ) -> dict[str, Any]:
-    """The response object of an answer that has come to its end."""
+    """Return the response object of a finished answer."""
     status = STATUS[step.finish]
     whole = response_object(answer, status, output) | {"usage": usage(answer, step, tokenizer)}
     if status == "completed":
@@ -570,7 +570,7 @@ def final_response(
 
 
 def usage(answer: ModelAnswer, step: Step, tokenizer: DialectTokenizer) -> dict[str, Any]:
-    """Reasoning tokens are those of its text, tokenized again; all other counts are exact."""
+    """Return token counts. Reasoning tokens are counted by tokenizing the text again; cached tokens are not reported (0)."""
     used = answer.usage([step])
     prompt, sampled = used.prompt_tokens, used.completion_tokens
     thought = min(len(tokenizer.encode(tokenizer.shield(step.message.get("reasoning_content") or ""))), sampled)
@@ -586,7 +586,7 @@ def usage(answer: ModelAnswer, step: Step, tokenizer: DialectTokenizer) -> dict[
 def output_items(
     answer: ModelAnswer, step: Step, tools: Mapping[str, ClientToolName], tokenizer: DialectTokenizer
 ) -> list[dict[str, Any]]:
-    """A reply's items: reasoning, message, calls. A reply without calls has a message, were it empty, to be sent back."""
+    """Return a reply's items: reasoning, message, calls. Without calls there is always a message, for clients to send back."""
     reply, items = step.message, list[dict[str, Any]]()
     calls = reply.get("tool_calls") or ()
     if reply.get("reasoning_content"):
@@ -602,24 +602,23 @@ def output_items(
 
 
 def reply_logprobs(step: Step, tokenizer: DialectTokenizer) -> list[dict[str, Any]]:
-    """The log-probabilities of all tokens of a reply."""
     return logprobs(tokenizer, step.completion_ids, step.full_logprobs or step.logprobs)["content"]
 
 
 def ending_status(step: Step) -> dict[str, Any]:
-    """The status of the last item."""
+    """Return the status of a reply's last item."""
     return {"status": "completed" if step.finish == "stop" else "incomplete"}
 
 
 def reasoning_item(answer: ModelAnswer, place: int, text: str | None) -> dict[str, Any]:
-    """A reasoning item; text of None has not begun."""
+    """`text` is None for an item that has not begun."""
     content = [] if text is None else [reasoning_part(text)]
     head = {"id": f"rs_{answer.id}_{place}", "type": "reasoning", "summary": list[Any](), "content": content}
     return head | {"encrypted_content": None, "status": _status(text)}
 
 
 def message_item(answer: ModelAnswer, place: int, text: str | None, spelt: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
-    """A message item; text of None has not begun."""
+    """`text` is None for an item that has not begun; `spelt` holds log-probabilities."""
     content = [] if text is None else [text_part(text, spelt)]
     return {
         "id": f"msg_{answer.id}_{place}",
@@ -633,7 +632,7 @@ def message_item(answer: ModelAnswer, place: int, text: str | None, spelt: Seque
 def call_item(
     answer: ModelAnswer, place: int, call_id: str, address: ClientToolName | None, name: str, arguments: str | None
 ) -> dict[str, Any]:
-    """A call as the client knows the tool; arguments of None have not begun. A tool that it does not know keeps its name."""
+    """`address` is None for a tool that the client does not know: it keeps `name`. `arguments` is None if they have not begun."""
     head: dict[str, Any] = {"call_id": call_id, "name": address.name if address else name, "status": _status(arguments)}
     if address and address.namespace:
         head["namespace"] = address.namespace
@@ -644,12 +643,11 @@ def call_item(
 
 
 def reasoning_part(text: str) -> dict[str, Any]:
-    """The content of a reasoning item."""
     return {"type": "reasoning_text", "text": text}
 
 
 def text_part(text: str, spelt: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
-    """The content of a message item; `spelt` are log-probabilities."""
+    """`spelt` holds log-probabilities."""
     return {"type": "output_text", "text": text, "annotations": list[Any](), "logprobs": list(spelt)}
 
 
@@ -665,26 +663,24 @@ DELTA_EVENTS = {
     "function_call": ("function_call_arguments", "arguments"),
     "custom_tool_call": ("custom_tool_call_input", "input"),
 }
-"""By type of item: what the events of its growth are called, and the key of what has grown when it is done."""
+"""By item type: the name used in its delta and done events, and the key of the full text in the done event."""
 ITEMS_WITH_PARTS = ("message", "reasoning")
-"""Items whose text stands in a content part."""
+"""Types of items whose text is in a content part."""
 MakeItem = Callable[[str | None], dict[str, Any]]
-"""An item, for what has been written of it; None: nothing yet."""
+"""Builds an item from the text written so far; None if it has not begun."""
 
 
 @dataclass(slots=True)
 class _OpenItem:
-    """An item that grows."""
-
     make: MakeItem
     id: str
     kind: str
     delta_head: bytes
     written: list[str] = field(default_factory=list[str])
     sent_logprobs: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
-    """Log-probabilities that its events have told."""
+    """Log-probabilities that its delta events have sent."""
     reader: FreeformReader | None = None
-    """Takes what is shown out of what is written, where that is not the same."""
+    """Extracts the input from a freeform call's JSON arguments; None for other items."""
 
 
 class ResponseEvents:
@@ -725,7 +721,7 @@ class ResponseEvents:
         return self._event(f"response.{whole['status']}", response=whole)
 
     def _turn_to(self, delta: Delta) -> list[bytes]:
-        """Begin the item that `delta` belongs to, unless it is the open one."""
+        """Start the item that `delta` belongs to, unless it is already open."""
         kind = self._open.kind if self._open else None
         if isinstance(delta, CallDelta):
             return self._start(self._call(delta)) if delta.begins else []
@@ -755,7 +751,7 @@ class ResponseEvents:
         return parts
 
     def _delta_head(self, item: dict[str, Any]) -> bytes:
-        """What its growth begins with, each time: all fields but the number and the text."""
+        """Return the constant start of the item's delta events: all but the sequence number and the text."""
         event, kind = f"response.{DELTA_EVENTS[item['type']][0]}.delta", item["type"]
         body = {"type": event, "item_id": item["id"], "output_index": len(self._done), **_place_in(kind)}
         if kind == "message":
@@ -772,14 +768,14 @@ class ResponseEvents:
         return [self._delta(item, shown, logprobs)] if shown else []
 
     def _delta(self, item: _OpenItem, shown: str, logprobs: list[dict[str, Any]]) -> bytes:
-        """The event that every few tokens make: all but the text is spelt beforehand, where nothing else changes."""
+        """Format a delta event. One is sent every few tokens, so without log-probabilities its constant start is reused."""
         if logprobs and item.kind == "message":
             return self._item_event(item, "delta", **_place_in(item.kind), logprobs=logprobs, delta=shown)
         number, self._sent = self._sent, self._sent + 1
         return b'%b,"sequence_number":%d,"delta":%b}\n\n' % (item.delta_head, number, orjson.dumps(shown))
 
     def _finish(self, status: dict[str, Any]) -> list[bytes]:
-        """End the open item, if there is one."""
+        """Finish the open item, if there is one."""
         item, parts = self._open, list[bytes]()
         if item is None:
             return parts
@@ -816,5 +812,5 @@ class ResponseEvents:
 
 
 def _place_in(kind: str) -> dict[str, Any]:
-    """Where an item's text stands, if that is in a content part."""
+    """Return the index of the content part that holds the text, if there is one."""
     return {"content_index": 0} if kind in ITEMS_WITH_PARTS else {}
