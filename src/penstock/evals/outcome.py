@@ -1,4 +1,4 @@
-"""The outcome of an evaluation: rewards and pass@k with their intervals, ends, and usage; and evaluations opened for reading."""
+"""The outcome of an evaluation: rewards and pass@k with intervals, ends, and usage. Also opens stored evaluations."""
 
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Mapping, Sequence
@@ -23,24 +23,24 @@ from penstock.records import End, Group
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalOutcome:
-    """An evaluation in numbers. An attempt that failed has reward 0 and does not pass."""
+    """Numbers of an evaluation. A failed attempt has reward 0 and does not pass."""
 
     tasks: int
     samples: int
     rollouts: int
     """Attempts that have ended."""
     reward: Estimate | None
-    """Mean over tasks of the mean over their attempts; None before the first."""
+    """Mean over tasks of the mean over their attempts; None if no attempt has ended."""
     passes: dict[int, Estimate]
     """pass@k by k."""
     ends: dict[str, int]
     reasons: dict[str, dict[str, int]]
-    """Per end other than completed: its messages and how often each came."""
+    """For each end other than completed: its ten most common messages, with counts."""
     spent: Spending
-    """By the attempts that have ended."""
+    """Usage of the attempts that have ended."""
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values, estimates by name; what was spent stands beside the rest."""
+        """Returns plain JSON values, with the fields of `spent` at the top level."""
         own = asdict(self)
         del own["spent"]
         passes = {str(k): value._asdict() for k, value in self.passes.items()}
@@ -48,18 +48,18 @@ class EvalOutcome:
 
 
 class EndedAttempt(NamedTuple):
-    """An attempt that has ended, without its tokens and text: those of a whole evaluation may not fit in memory."""
+    """An attempt that has ended, without tokens and text, which may not fit in memory for a whole evaluation."""
 
     end: End
     message: str
     reward: float
-    """0 for one that failed."""
+    """0 if the attempt failed."""
     usage: RolloutUsage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskScores:
-    """A task's attempts that have ended."""
+    """The attempts of a task that have ended."""
 
     task_id: str
     row: int
@@ -68,7 +68,6 @@ class TaskScores:
 
     @property
     def rewards(self) -> list[float]:
-        """Of the attempts, in the same order."""
         return [each.reward for each in self.attempts]
 
     @property
@@ -77,7 +76,7 @@ class TaskScores:
 
 
 async def score_tasks(groups: AsyncIterable[Group]) -> list[TaskScores]:
-    """Returns the scores of every task with an ended attempt, by row; a group is freed before the next one is read."""
+    """Returns the scores of every task with an ended attempt, by row. Keeps one group in memory at a time."""
     return [
         TaskScores(task_id=group.task.id, row=group.seq, attempts=ended)
         async for group in groups
@@ -88,7 +87,7 @@ async def score_tasks(groups: AsyncIterable[Group]) -> list[TaskScores]:
 def outcome(
     scored: Sequence[TaskScores], section: EvalSection, *, prices: Prices | None = None, seconds: Mapping[str, float] | None = None
 ) -> EvalOutcome:
-    """Returns the outcome; `seconds` are the rollouts' durations by id."""
+    """Returns the outcome. `seconds` maps rollout ids to durations; pass@k uses only tasks whose attempts have all ended."""
     attempts = [each for task in scored for each in task.attempts]
     whole = [each for each in scored if len(each.attempts) == section.samples]
     return EvalOutcome(
@@ -104,7 +103,7 @@ def outcome(
 
 
 def _ended_attempts(group: Group) -> tuple[EndedAttempt, ...]:
-    """Messages are interned: many attempts fail with the same one."""
+    """Interns messages, as many attempts fail with the same one."""
     return tuple(
         EndedAttempt(a.end, intern(a.message), a.reward or 0.0, rollout_usage(a)) for a in group.attempts if a.end is not None
     )
@@ -129,11 +128,11 @@ class StoredEvaluation(NamedTuple):
     summary: dict[str, Any]
     pool: Pool
     seconds: Mapping[str, float] = MappingProxyType({})
-    """Durations of rollouts by id, where known."""
+    """Known durations of rollouts, by id."""
 
     @property
     def prices(self) -> Prices | None:
-        """Those of its last run, which may have changed them, else those that it was started with."""
+        """Prices in the summary of the last run, which may have changed them, else those in the config."""
         prices = self.summary.get("prices")
         return Prices(**prices) if prices else prices_of(self.config)
 
@@ -143,7 +142,7 @@ class StoredEvaluation(NamedTuple):
 
 @asynccontextmanager
 async def open_evaluation(folder: Path) -> AsyncGenerator[StoredEvaluation]:
-    """Open a folder that `penstock eval run` made; ConfigError if it is none."""
+    """Opens a folder that `penstock eval run` made. Raises ConfigError if it is not one."""
     try:
         config: dict[str, Any] = orjson.loads((folder / "config.json").read_bytes())["config"]
         file = folder / "summary.json"

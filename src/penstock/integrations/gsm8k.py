@@ -1,4 +1,4 @@
-"""GSM8K as a black box: an agent that knows an OpenAI endpoint and a tool to check its answer, and the flow that trains it."""
+"""GSM8K as a black box: an agent with an OpenAI endpoint and a tool to check its answer, and the flow that trains it."""
 
 import json
 import re
@@ -27,17 +27,17 @@ _WRITTEN = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 
 
 class AnswerCall(NamedTuple):
-    """A call of the tool, however the model made it."""
+    """A call of `check_answer`, from `tool_calls` or from the text of the reply."""
 
     id: str
     answer: str | None
-    """None where it has none."""
+    """None if the call has no readable answer."""
 
 
 class GSM8KAgent:
-    """Asks, answers the model's calls of `check_answer`, and stops at the first turn without one.
+    """Asks the question, answers calls of `check_answer`, and stops at the first turn without one, or after `max_turns`.
 
-    With `truth` the tool says whether an answer is right; without, only that it was noted.
+    With `truth`, the tool says whether an answer is right; without, only that it was noted.
     """
 
     def __init__(self, base_url: str, *, truth: str | None = None, max_turns: int = MAX_TURNS, api_key: str = "not-needed") -> None:
@@ -47,7 +47,7 @@ class GSM8KAgent:
         self._max_turns = max_turns
 
     async def solve(self, question: str) -> int:
-        """Work on one question; how many turns it took."""
+        """Works on one question; returns the number of turns."""
         messages: list[Any] = [{"role": "user", "content": question}]
         tools: list[Any] = [TOOL]
         connections = DefaultAsyncHttpxClient(trust_env=False, verify=self._base_url.startswith("https:"))
@@ -71,9 +71,9 @@ class GSM8KAgent:
 
 
 class BlackBoxGSM8KAgentFlow(BlackBoxAgentFlowBase):
-    """A row of GSM8K. In validation its agent's tool does not know the answer: what is measured is the policy alone.
+    """Runs the agent on a row of GSM8K. In validation, its tool does not know the answer, so as to measure the policy alone.
 
-    The flow gives no reward of its own, so the grader judges the whole conversation by its last `#### <number>`.
+    The flow returns no reward, so the grader judges the whole conversation by its last `#### <number>`.
     """
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> int:
@@ -86,7 +86,7 @@ class BlackBoxGSM8KAgentFlow(BlackBoxAgentFlowBase):
         return await agent.solve(last_question(kwargs["raw_prompt"]))
 
     def _max_turns(self) -> int:
-        """`actor_rollout_ref.rollout.max_turns` of the config, where it says one."""
+        """Returns `actor_rollout_ref.rollout.max_turns` of the config, or the default."""
         found: Any = self.config
         for name in ("actor_rollout_ref", "rollout", "max_turns"):
             found = getattr(found, name, None)
@@ -94,7 +94,7 @@ class BlackBoxGSM8KAgentFlow(BlackBoxAgentFlowBase):
 
 
 def last_question(prompt: Any) -> str:
-    """The last thing that the user asks, in a list of messages or as text."""
+    """Returns the last user message in a list of messages; a plain text is returned as it is."""
     if isinstance(prompt, str):
         return prompt
     asked = [message["content"] for message in cast("Sequence[Mapping[str, Any]]", prompt) if message.get("role") == "user"]
@@ -104,7 +104,7 @@ def last_question(prompt: Any) -> str:
 
 
 def answer_calls(reply: Mapping[str, Any]) -> list[AnswerCall]:
-    """The calls in a reply: as such where the endpoint reads them, else out of the text."""
+    """Returns the calls in `tool_calls` or, if the endpoint did not parse any, those in the text."""
     if made := reply.get("tool_calls"):
         return [AnswerCall(call["id"], _answer(call["function"]["arguments"])) for call in made]
     written = _WRITTEN.findall(reply.get("content") or "")
@@ -112,7 +112,7 @@ def answer_calls(reply: Mapping[str, Any]) -> list[AnswerCall]:
 
 
 def _answer(text: str) -> str | None:
-    """What a call hands in; `text` holds its arguments, or the whole of it."""
+    """Returns the answer in a call; `text` is the JSON of its arguments, or of the whole call."""
     try:
         found: Any = json.loads(text)
         found = found.get("arguments", found)

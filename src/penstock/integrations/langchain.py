@@ -15,19 +15,19 @@ ROUTING = frozenset(
     {"api_key", "openai_api_key", "base_url", "openai_api_base", "organization", "openai_organization", "openai_proxy"}
     | {"default_headers", "http_client", "http_async_client", "client", "async_client", "root_client", "root_async_client"}
 )
-"""Settings of `ChatOpenAI` that a rollout decides itself."""
+"""Settings of `ChatOpenAI` that the rollout sets and users may not."""
 
 
 class RolloutChat(ChatOpenAI):
     """The policy, as one transcript of a rollout."""
 
     def with_structured_output(self, schema: Any = None, *, method: Any = "function_calling", **options: Any) -> Any:
-        """See `ChatOpenAI.with_structured_output`: by a tool that must be called, which any policy can do."""
+        """Forces a tool call by default, which works with any policy; see `ChatOpenAI.with_structured_output`."""
         return cast("Any", super()).with_structured_output(schema, method=method, **options)
 
 
 def chat_model(transcript: str = MAIN, **settings: Any) -> RolloutChat:
-    """A chat model for the running rollout, recorded as `transcript`; `settings` as `ChatOpenAI` takes them."""
+    """Returns a chat model for the running rollout, recorded as `transcript`; `settings` are those of `ChatOpenAI`."""
     context = get_rollout_context()
     if context is None:
         raise RuntimeError("chat_model() requires an active RolloutContext; call it inside AgentWorkflow.run()")
@@ -39,7 +39,7 @@ def chat_model(transcript: str = MAIN, **settings: Any) -> RolloutChat:
         "stream_usage": True,
         "disabled_params": {
             "parallel_tool_calls": None
-        },  # LangChain adds it unasked, and the gateway refuses what it cannot promise
+        },  # LangChain adds it unasked, and the gateway refuses it, as it cannot guarantee it
         **settings,
         "api_key": awaited.api_key,
         "base_url": context.base_url,

@@ -1,11 +1,11 @@
-"""The OpenAI Agents SDK: its agents call the policy, its sessions are the rollout's transcripts, its own Runner runs them.
+"""The OpenAI Agents SDK in a rollout: agents call the policy, sessions are transcripts, and the SDK's own Runner runs them.
 
     agent = RolloutAgent(name="solver", instructions="…", model=RolloutModel(), tools=[…])
     session = RolloutSession(name="solver")
     await Runner.run(agent, ctx.prompt, session=session)
 
-A model call belongs to the session of the run that makes it, for as long as that run lasts; a run inside it that has no session
-of its own (an agent as a tool, a guardrail's agent) belongs to the same. A call that belongs to no session is refused.
+A model call is recorded in the session of the run that makes it, until that run ends. A nested run without its own session
+(an agent as a tool, a guardrail's agent) uses the session of the outer run. A call without a session raises RuntimeError.
 """
 
 import json
@@ -44,22 +44,22 @@ from penstock.sdk.routing import RolloutContext, get_rollout_context
 from penstock.sdk.samples import RolloutSample, to_json_values
 
 MODEL = "rollout"
-"""The model's name on the wire; the gateway serves the policy whatever the name is."""
+"""The model name in requests. The gateway serves the policy under any name."""
 LONGEST_NAME = 200
 
 Input = str | list[TResponseInputItem]
 
 
 class RolloutModel(Model):
-    """Stands for the policy: RolloutAgent, or a run with `RunConfig(model=…)`, puts in its place a model of the running rollout.
+    """Placeholder for the policy. RolloutAgent, or a run with `RunConfig(model=…)`, replaces it with the running rollout's model.
 
-    Takes fields of `ModelSettings`, which hold where the agent's own settings say nothing.
+    Takes fields of `ModelSettings` as defaults; the agent's own settings override them.
     """
 
     agent_name: ClassVar[str] = "RolloutAgent"
-    """What messages call the agent class; a facade has names of its own."""
+    """Name of the agent class in error messages; a facade sets its own."""
     session_name: ClassVar[str] = "RolloutSession"
-    """The same for the session class."""
+    """Name of the session class in error messages."""
 
     def __init__(self, **settings: Any) -> None:
         known = {field.name for field in fields(ModelSettings)}
@@ -72,7 +72,7 @@ class RolloutModel(Model):
         _install()
 
     def bind(self, context: RolloutContext) -> "BoundModel":
-        """The model that calls the policy in this rollout."""
+        """Returns a model that calls the policy in this rollout."""
         return BoundModel(context, self)
 
     async def get_response(self, *args: Any, **kwargs: Any) -> ModelResponse:
@@ -90,7 +90,7 @@ class RolloutModel(Model):
 
 
 class BoundModel(OpenAIChatCompletionsModel):
-    """Calls the policy through the gateway, as the transcript that the run's session names."""
+    """Calls the policy through the gateway. The name of the run's session is the name of the transcript."""
 
     def __init__(self, context: RolloutContext, placeholder: RolloutModel | None = None) -> None:
         super().__init__(MODEL, context.openai(), strict_feature_validation=True)
@@ -166,7 +166,7 @@ class BoundModel(OpenAIChatCompletionsModel):
         return run.transcript
 
     def _settings(self, given: ModelSettings) -> ModelSettings:
-        """What the call is made with: the transcript's name goes in its headers, and streams count their tokens too."""
+        """Adds the transcript's headers, and token usage in streams unless the settings decide it."""
         settings = self._placeholder.settings.resolve(given) if self._placeholder.settings else given
         headers = {**(settings.extra_headers or {}), **self.context.headers(self._transcript())}
         usage = True if settings.include_usage is None else settings.include_usage
@@ -174,7 +174,7 @@ class BoundModel(OpenAIChatCompletionsModel):
 
 
 class RolloutAgent(Agent[TContext]):
-    """An `Agent` in every way; a RolloutModel given to it becomes the policy of the running rollout. Other models stay."""
+    """An `Agent` that replaces a RolloutModel with the policy of the running rollout. Other models are kept."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -189,7 +189,7 @@ class RolloutAgent(Agent[TContext]):
 
 
 class RolloutSession(SessionABC):
-    """One conversation of a rollout, kept in memory and told to the grader; its name is the transcript's. A plain one outside."""
+    """A conversation in memory. In a rollout, its name is the transcript's, and the grader gets its items."""
 
     def __init__(self, name: str | None = None) -> None:
         name = uuid4().hex if name is None else name
@@ -203,18 +203,18 @@ class RolloutSession(SessionABC):
         _install()
 
     async def get_items(self, limit: int | None = None) -> list[TResponseInputItem]:
-        """The conversation so far, or its last `limit` items, as copies."""
+        """Returns copies of all items, or of the last `limit`."""
         self._check()
         start = 0 if limit is None else max(len(self._items) - max(limit, 0), 0)
         return cast(list[TResponseInputItem], to_json_values(self._items[start:]))
 
     async def add_items(self, items: list[TResponseInputItem]) -> None:
-        """Keep copies of `items`."""
+        """Appends copies of `items`."""
         self._check()
         self._items += cast(list[TResponseInputItem], to_json_values(items))
 
     async def pop_item(self) -> TResponseInputItem | None:
-        """Take the last item away."""
+        """Removes and returns the last item, or returns None if there is none."""
         self._check()
         return self._items.pop() if self._items else None
 
@@ -223,7 +223,7 @@ class RolloutSession(SessionABC):
         self._items.clear()
 
     async def get_sample(self, name: str) -> RolloutSample:
-        """See `SampleSource.get_sample`: the items as the runner persisted them."""
+        """Returns the items as the runner stored them; see `SampleSource.get_sample`."""
         return RolloutSample(id=name, messages=to_json_values(self._items))
 
     def _check(self) -> None:
@@ -238,7 +238,7 @@ class RolloutSession(SessionABC):
 
 @dataclass(slots=True)
 class _Run:
-    """A run of the SDK's runner inside a rollout: until it ends, model calls in it belong to `transcript`."""
+    """A run inside a rollout. Until it ends, its model calls are recorded in `transcript`."""
 
     context: RolloutContext
     transcript: str
@@ -254,7 +254,7 @@ _running: ContextVar[_Run | None] = ContextVar("penstock_agents_run", default=No
 
 
 class _RolloutRunner(AgentRunner):
-    """The runner that was there before, which inside a rollout is also told whose run it is. Outside of one nothing changes."""
+    """Wraps the previous default runner to track, inside a rollout, which run a model call belongs to. Otherwise only delegates."""
 
     def __init__(self, inner: AgentRunner) -> None:
         self._inner = inner
@@ -289,7 +289,7 @@ class _RolloutRunner(AgentRunner):
         input: Input | RunState[TContext],  # noqa: A002
         **kwargs: Unpack[RunOptions[TContext]],
     ) -> RunResultStreaming:
-        """See `Runner.run_streamed`: the run goes on in a task of its own, which inherits what is set here."""
+        """The run continues in its own task, which copies the context variables set here, so they may be reset before it ends."""
         with _entered(kwargs) as run:
             result = self._inner.run_streamed(starting_agent, input, **kwargs)
         if result.run_loop_task is not None:
@@ -299,7 +299,7 @@ class _RolloutRunner(AgentRunner):
 
 @contextmanager
 def _entered(options: RunOptions[TContext]) -> Generator[_Run | None]:
-    """What a run that starts here belongs to, set for as long as this lasts; a placeholder among its options is bound."""
+    """Sets the current run for the block, or None without rollout or session; binds a RolloutModel in the options."""
     context = get_rollout_context()
     run = _run_of(context, options.get("session")) if context is not None else None
     if context is not None:
@@ -334,7 +334,7 @@ def _bound(config: RunConfig | dict[str, Any] | None, context: RolloutContext) -
 
 
 def _with_schema(instructions: str | None, schema: AgentOutputSchemaBase | None) -> str | None:
-    """Instructions that ask for the output type: the policy samples freely, so it is told the schema rather than held to it."""
+    """Adds the output schema to the instructions, since sampling is not constrained to it."""
     if schema is None or schema.is_plain_text():
         return instructions
     asked = f"Your final answer must be JSON that matches this schema, and nothing else:\n{json.dumps(schema.json_schema())}"
@@ -342,7 +342,7 @@ def _with_schema(instructions: str | None, schema: AgentOutputSchemaBase | None)
 
 
 def _install() -> None:
-    """Have runs inside rollouts known, and their traces dropped: the SDK would send them to OpenAI with the user's own key."""
+    """Wraps the default runner, and disables traces in rollouts: the SDK would send them to OpenAI with the user's own key."""
     runner, provider = get_default_agent_runner(), get_trace_provider()
     if not isinstance(runner, _RolloutRunner):
         set_default_agent_runner(_RolloutRunner(runner))

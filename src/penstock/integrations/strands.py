@@ -29,13 +29,13 @@ from penstock.sdk.samples import RolloutSample, to_json_values
 T = TypeVar("T", bound=BaseModel)
 
 ROUTING = frozenset({"api_key", "api_base", "base_url", "extra_headers"})
-"""What a rollout decides itself, so that no author's setting can send its calls elsewhere."""
+"""Params that only the rollout sets, so that no setting can send its calls elsewhere."""
 
 
 class RolloutModel(Model):
-    """Stands for the policy: `RolloutAgent` puts the rollout's own model in its place, with these `params` for each call.
+    """Placeholder for the policy. `RolloutAgent` replaces it with the rollout's model and sends `params` with each call.
 
-    It holds nothing but its settings, so that it may stand in a config that is copied for each rollout.
+    It holds only settings, so that a config with it can be copied for each rollout.
     """
 
     def __init__(self, params: Mapping[str, Any] | None = None, *, context_window_limit: int | None = None) -> None:
@@ -45,37 +45,36 @@ class RolloutModel(Model):
         self.context_window_tokens = context_window_limit
 
     def update_config(self, **model_config: Any) -> None:
-        """Set `params`, for agents that are made from it afterwards."""
+        """Sets `params` for agents made afterwards."""
         if unknown := sorted(model_config.keys() - {"params"}):
             raise ValueError(f"RolloutModel has no setting {unknown}; it takes params")
         self.params = dict(model_config.get("params") or {})
 
     def get_config(self) -> dict[str, Any]:
-        """Its settings, by the names that Strands has for them."""
+        """Returns the settings under the names that Strands uses."""
         return {"model_id": "policy", "params": dict(self.params), "context_window_limit": self.context_window_tokens}
 
     def stream(self, *_: Any, **__: Any) -> NoReturn:
-        """Refused: there is no model behind it."""
+        """Raises NotImplementedError: a placeholder cannot sample."""
         raise NotImplementedError(
             "RolloutModel only stands for the policy; give it to RolloutAgent(model=…) inside AgentWorkflow.run()"
         )
 
     def structured_output(self, *_: Any, **__: Any) -> NoReturn:
-        """Refused: there is no model behind it."""
         self.stream()
 
 
 class BoundModel(OpenAIModel):
-    """The policy, for one agent of one rollout."""
+    """Calls the policy for one agent of one rollout."""
 
     _supports_structured_output = True
-    """The gateway makes the model call a tool that must be called, so all tools stay on offer: others would break the path."""
+    """Keeps all tools in the request: the gateway forces a required call, and a changed tool list would break the path."""
 
     def __init__(self, context: RolloutContext, transcript: str, config: Mapping[str, Any]) -> None:
         super().__init__(client=context.openai(transcript), **cast("Any", config))
         self.context = context
         self._calls: dict[str, dict[str, str]] = {}
-        """Name and arguments of every tool call, by its id, as the policy wrote them."""
+        """Name and arguments of every tool call as the policy wrote them, by id."""
 
     async def stream(self, *args: Any, **options: Any) -> AsyncGenerator[StreamEvent, None]:
         written: dict[str, str] = {}
@@ -89,7 +88,7 @@ class BoundModel(OpenAIModel):
                 yield event
 
     def format_request(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Faulty calls go back as they were written; parameters that OpenAI does not have, such as `top_k`, go into the body."""
+        """Sends faulty calls back as written, and moves parameters unknown to OpenAI, such as `top_k`, into `extra_body`."""
         request = super().format_request(*args, **kwargs)
         calls = [call for message in request["messages"] for call in message.get("tool_calls", ())]
         for call in calls:
@@ -99,13 +98,13 @@ class BoundModel(OpenAIModel):
 
     @classmethod
     def format_request_messages(cls, messages: Messages, *args: Any, **kwargs: Any) -> list[dict[str, Any]]:
-        """A reply without text goes back as it was, not as the words or the gap that Strands puts in its place."""
+        """Sends an empty reply back as it was, not as the placeholder text or gap that Strands would put there."""
         return super().format_request_messages([_as_said(message) for message in messages], *args, **kwargs)
 
     async def structured_output(
         self, output_model: type[T], prompt: Messages, system_prompt: str | None = None, **kwargs: Any
     ) -> AsyncGenerator[dict[str, T | Any], None]:
-        """See `Model.structured_output`. The model must call a tool of that form: this works with any policy."""
+        """Forces a call of a tool with the model's schema, which works with any policy; see `Model.structured_output`."""
         spec = convert_pydantic_to_tool_spec(output_model)
         forced: Any = {"tool": {"name": spec["name"]}}
         event: dict[str, Any] = {}
@@ -122,8 +121,8 @@ class BoundModel(OpenAIModel):
 
 
 class RolloutAgent(Agent):
-    """A `strands.Agent` with the same arguments. With a `RolloutModel` it is recorded, as its `name` or `agent_id`; with any
-    other model it is a plain agent. Messages may have the OpenAI form, as `ctx.prompt` has.
+    """A `strands.Agent` with the same arguments. With a `RolloutModel`, its calls are recorded under its `name` or `agent_id`;
+    with any other model, it is a plain agent. Messages may have the OpenAI form, as in `ctx.prompt`.
     """
 
     def __init__(self, model: Any = None, messages: Any = None, *args: Any, **settings: Any) -> None:
@@ -133,26 +132,26 @@ class RolloutAgent(Agent):
             settings["aux_model"] = _bound(settings["aux_model"], sample_id, type(self).__name__)
         super().__init__(model, None if messages is None else strands_messages(messages), *args, **settings)
         self.sample_id = sample_id
-        """The transcript that its calls are recorded as."""
+        """Name of the transcript that records its calls."""
         if isinstance(model, BoundModel):
             model.context.register_sample_source(sample_id, self)
 
     async def get_sample(self, name: str) -> RolloutSample:
-        """Its history so far, as Strands keeps it."""
+        """Returns the messages so far, in the form of Strands."""
         return RolloutSample(id=name, messages=to_json_values(self.messages))
 
     def __call__(self, *args: Any, **kwargs: Any) -> AgentResult:
-        """See `Agent.__call__`; refused where it would stop the event loop, on which the gateway may have to answer it."""
+        """Refuses to block a running event loop, since the gateway may need that loop to answer; see `Agent.__call__`."""
         self._refuse_to_block()
         return super().__call__(*args, **kwargs)
 
     def structured_output(self, output_model: type[T], prompt: Any = None) -> T:
-        """See `Agent.structured_output`, and `__call__`."""
+        """Refuses to block, as `__call__` does; see `Agent.structured_output`."""
         self._refuse_to_block()
         return super().structured_output(output_model, prompt)
 
     def stream_async(self, prompt: Any = None, **options: Any) -> AsyncIterator[Any]:
-        """See `Agent.stream_async`; a prompt that is a list of messages may have the OpenAI form."""
+        """Also takes a list of messages in the OpenAI form; see `Agent.stream_async`."""
         given = _rows(prompt)
         return super().stream_async(strands_messages(given) if given else prompt, **options)
 
@@ -162,7 +161,7 @@ class RolloutAgent(Agent):
 
 
 def _bound(model: Any, sample_id: str, who: str) -> Any:
-    """The policy where `model` stands for it, else `model`."""
+    """Returns a new model bound to the running rollout if `model` stands for the policy, else `model`."""
     if not isinstance(model, RolloutModel | BoundModel):
         return model
     context = get_rollout_context()
@@ -173,11 +172,11 @@ def _bound(model: Any, sample_id: str, who: str) -> Any:
 
 KNOWN = frozenset(inspect.signature(AsyncCompletions.create).parameters)
 BLANK, NAMELESS = "[blank text]", "INVALID_TOOL_NAME"
-"""What Strands sends for a reply that was empty, and for a call of no possible tool."""
+"""What Strands sends in place of an empty reply, and of an invalid tool name."""
 
 
 def _as_written(function: dict[str, str], written: dict[str, str] | None) -> dict[str, str]:
-    """A call without what Strands puts in place of a faulty name or arguments; one that an agent changed stays changed."""
+    """Returns the call as written if Strands replaced a faulty name or arguments. Keeps changes that an agent made."""
     mended = written and (function["name"] == NAMELESS or (function["arguments"] == "{}" and not _is_json(written["arguments"])))
     return written if written and mended else function
 
@@ -203,13 +202,13 @@ def _rows(prompt: Any) -> list[Any] | None:
 
 
 def strands_messages(messages: Sequence[Mapping[str, Any]]) -> Messages:
-    """Messages as Strands keeps them, from the OpenAI form or its own. System messages are pinned, so that none is trimmed away."""
+    """Converts messages from the OpenAI form, or Strands' own. Pins system messages, so that Strands does not trim them."""
     made: list[dict[str, Any]] = []
     for place, row in enumerate(messages):
         message = _message(row, f"messages[{place}]")
         results = row["role"] == "tool" and made and place and messages[place - 1]["role"] == "tool"
         if results:
-            made[-1]["content"] += message["content"]  # one turn holds the results of all calls
+            made[-1]["content"] += message["content"]  # Strands keeps the results of all calls in one turn
         else:
             made.append(message)
     return cast("Messages", made)

@@ -1,4 +1,4 @@
-"""The report of an evaluation as one HTML page: numbers, histograms, every task, and the transcripts worth reading."""
+"""The report of an evaluation as one HTML page: numbers, histograms, tasks, and chosen transcripts."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,20 +15,20 @@ from penstock.reports.html import TranscriptPick, config_section, document, hist
 from penstock.system.files import write_file
 
 TRANSCRIPTS_EACH = 3
-"""Best and worst rollouts with their transcripts, and failed ones of each end."""
+"""Transcripts shown of the best rollouts, of the worst, and of each failed end."""
 MAX_TASKS = 1000
-"""Tasks that are listed; the others are counted."""
+"""Tasks listed; the others are only counted."""
 
 
 async def write_eval_page(folder: Path) -> Path:
-    """Write `report.html` into the evaluation's folder and return its path."""
+    """Writes `report.html` into the evaluation's folder and returns its path."""
     async with open_evaluation(folder) as found:
         page = await render_eval_page(found, folder / "artifacts")
     return write_file(folder / "report.html", page.encode("utf-8", "replace"))
 
 
 async def render_eval_page(found: StoredEvaluation, artifacts: Path | None = None) -> str:
-    """Returns the page; `artifacts` has the rollouts' folders, with the verdicts of a judge."""
+    """Returns the page. `artifacts` holds a folder per rollout, with the judge's verdict."""
     section = EvalSection.model_validate(found.config.get("eval", {}))
     scored = await score_tasks(found.groups())
     result = outcome(scored, section, prices=found.prices, seconds=found.seconds)
@@ -51,7 +51,7 @@ async def render_eval_page(found: StoredEvaluation, artifacts: Path | None = Non
 
 
 async def choose_transcripts(scored: Sequence[TaskScores], pool: Pool) -> list[TranscriptPick]:
-    """Returns the worst, the best, and some of each way to fail; each once."""
+    """Returns the worst and best rollouts, and some of each failed end, without duplicates."""
     attempts = [each for task in scored for each in task.attempts]
     graded = sorted((each for each in attempts if each.end is End.COMPLETED), key=lambda each: each.reward)
     chosen = [("worst", each) for each in graded[:TRANSCRIPTS_EACH]] + [("best", each) for each in graded[::-1][:TRANSCRIPTS_EACH]]

@@ -1,4 +1,4 @@
-"""Parts of the HTML reports: page, tables, transcripts, and charts as inline SVG, all without a script."""
+"""Builds parts of the HTML reports: page, tables, transcripts, and charts as inline SVG. No part needs a script."""
 
 import base64
 import hashlib
@@ -19,18 +19,18 @@ LEFT, RIGHT, TOP, BOTTOM = 44, 12, 12, 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChartPoint:
-    """One step of the curve."""
+    """A point of the reward curve."""
 
     step: int
     reward: float
     title: str
-    """What its tooltip says."""
+    """Text of the tooltip."""
 
 
 def reward_curve(points: list[ChartPoint], heldout: Sequence[ChartPoint] = ()) -> str:
-    """Returns an `<svg>` with a tooltip per step; `heldout` rewards are rings beside the line.
+    """Returns an `<svg>` with a tooltip per step. `heldout` rewards are drawn as rings.
 
-    Rewards between 0 and 1 are drawn on that scale, others on a round one around them.
+    The axis spans 0 to 1 if all rewards lie within, else a rounded range around them.
     """
     if not points:
         return '<p class="dim">No step has been trained yet.</p>'
@@ -96,7 +96,7 @@ BARS, HISTOGRAM_WIDTH, HISTOGRAM_HEIGHT, FOOT = 20, 760, 180, 24
 
 
 def histogram(values: Sequence[float], *, what: str, of: str, low: float, high: float) -> str:
-    """Returns an `<svg>` of how many `what` have which `of`; the axis reaches at least from `low` to `high`."""
+    """Returns an `<svg>` that counts `what` by `of`, such as tasks by mean reward. The axis spans at least `low` to `high`."""
     if not values:
         return f'<p class="dim">There are no {escape(what)} yet.</p>'
     low, high = min(low, *values), max(high, *values)
@@ -129,9 +129,9 @@ def _bar(place: int, count: int, most: int, title: str) -> str:
 
 
 MAX_MESSAGE_CHARS = 20_000
-"""Characters of one message that are shown; the rest is counted."""
+"""Characters shown of one message; the rest is only counted."""
 MAX_MESSAGES = 100
-"""Messages of one transcript that are shown from its start, and from its end; the others are counted."""
+"""Messages shown from the start, and from the end, of a transcript; the others are only counted."""
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1d2430; --dim: #667085; --line: #d9dee6; --page: #fff; --card: #f6f7f9; --mark: #0a7f58; }
@@ -163,7 +163,7 @@ pre { margin: .2rem 0; white-space: pre-wrap; overflow-wrap: anywhere; font: 13p
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TranscriptPick:
-    """A rollout worth reading, and why."""
+    """A rollout chosen for the report, and why."""
 
     why: str
     task: Task
@@ -194,7 +194,7 @@ def document(title: str, subtitle: str, body: str) -> str:
 
 
 def tiles(named: Iterable[tuple[str, str]]) -> str:
-    """Returns the numbers that a reader asks for first, as a row of boxes."""
+    """Returns a row of boxes, each with a label and its value."""
     return '<div class="tiles">' + "".join(f'<div class="tile">{escape(k)}<b>{escape(v)}</b></div>' for k, v in named) + "</div>"
 
 
@@ -268,12 +268,12 @@ def change(before: float | None, after: float | None) -> str:
 
 
 def percent(share: float | None) -> str:
-    """Returns a share in percent, never rounded up to 100."""
+    """Returns a share in percent, rounded down, so that only 1.0 shows as 100."""
     return "-" if share is None else f"{int(share * 10000) / 100:g} %"
 
 
 def number(value: Any) -> str:
-    """Returns four digits of a float, a dash for None."""
+    """Formats a float with four significant digits, and None as a dash."""
     if value is None:
         return "-"
     return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,4 +1,4 @@
-"""The report of a training run as one HTML page: `write_report` reads the run folder and its pool, `render_page` is pure."""
+"""The report of a training run as one HTML page. `write_report` reads the run folder and its pool; `render_page` does no I/O."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ class HeldoutReward(NamedTuple):
     when: str
     """`before`, `during` or `after` training."""
     reward: float | None
-    """None where it was due and skipped, or all its rollouts failed."""
+    """None if the evaluation was skipped, or all its rollouts failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,19 +43,18 @@ class RunReport:
 
     name: str
     config: dict[str, Any]
-    """From the run folder."""
     metrics: list[dict[str, Any]]
     """One entry per trained step."""
     summary: dict[str, Any]
-    """Empty until the run has stopped or finished."""
+    """Empty until the run stops or finishes."""
     heldout: list[HeldoutReward] = field(default_factory=list[HeldoutReward])
-    """In the order of their steps."""
+    """Sorted by step."""
     ends: dict[str, int] = field(default_factory=dict[str, int])
     breaks: dict[str, int] = field(default_factory=dict[str, int])
     """How often messages were rendered from scratch although the rollout had earlier steps, by reason."""
     picks: list[TranscriptPick] = field(default_factory=list[TranscriptPick])
     picked_from: str = ""
-    """Which groups the transcripts were chosen among."""
+    """Says which groups the transcripts were chosen from."""
 
 
 def render_page(report: RunReport) -> str:
@@ -99,7 +98,7 @@ def _exact_rate(metrics: list[dict[str, Any]]) -> float | None:
 
 
 def _exactness(report: RunReport) -> str:
-    """Returns why tokens were not exact or not trained, by reason; entries of old runs may lack some counts."""
+    """Counts, by reason, inexact tokens, masked steps and breaks. Entries of old runs may lack some counts."""
     totals: dict[str, Counter[str]] = {"inexact": Counter(), "masked": Counter()}
     for entry in report.metrics:
         for name, total in totals.items():
@@ -120,7 +119,7 @@ def _point(entry: dict[str, Any]) -> ChartPoint:
 
 
 def _marks(heldout: list[HeldoutReward]) -> list[ChartPoint]:
-    """Returns the evaluations during training, as points of the curve."""
+    """Returns the evaluations made during training as points of the curve."""
     text = "held-out after step {step}: reward {reward}"
     return [
         ChartPoint(step=each.step, reward=each.reward, title=text.format(step=each.step, reward=number(each.reward)))
@@ -145,11 +144,11 @@ def _steps(metrics: list[dict[str, Any]]) -> str:
 
 
 SCANNED_GROUPS = 100
-"""Groups read at the start and at the end of a run to choose transcripts from: reading all of a long run would take too long."""
+"""Groups read at each end of a run to choose transcripts from, as reading all of a long run is too slow."""
 
 
 async def write_report(folder: Path) -> Path:
-    """Write `report.html` into the run folder and return its path."""
+    """Writes `report.html` into the run folder and returns its path."""
     config = _run_config(folder)
     metrics = _read_lines(folder / "metrics.jsonl")
     summary = _read_object(folder / "summary.json")
@@ -165,9 +164,9 @@ async def write_report(folder: Path) -> Path:
 
 
 def choose_transcripts(groups: list[Group], replaced: Sequence[tuple[Task, Attempt]] = ()) -> list[TranscriptPick]:
-    """Returns the rollouts worth reading: first, last, best, worst, and the last of each way to fail; each once.
+    """Returns the first, last, best and worst rollout, and the last one of each failed end, without duplicates.
 
-    `replaced` are attempts that were made again: they failed or were lost too.
+    `replaced` are attempts that were made again because they failed or were lost.
     """
     all_of_them = [(group.task, attempt) for group in groups for attempt in group.attempts if attempt.end is not None]
     graded = [(task, attempt, attempt.reward) for task, attempt in all_of_them if attempt.reward is not None]
@@ -187,20 +186,20 @@ def choose_transcripts(groups: list[Group], replaced: Sequence[tuple[Task, Attem
 
 
 def _heldout(evaluations: dict[str, float | None]) -> list[HeldoutReward]:
-    """In the order of their steps."""
+    """Parses keys such as `during-10`; returns the rewards sorted by step."""
     named = [(*when.rpartition("-")[::2], reward) for when, reward in evaluations.items()]
     return sorted(HeldoutReward(int(step), when, reward) for when, step, reward in named)
 
 
 def _run_config(folder: Path) -> dict[str, Any]:
     settings = _read_object(folder / "config.json")
-    if "datasets" not in settings:  # a checkpoint has a config.json too
+    if "datasets" not in settings:  # a checkpoint also has a config.json
         raise ConfigError(f"{folder}: not a run folder; give one that `penstock train` made, such as runs/multiply")
     return settings["config"]
 
 
 async def _read_pool(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """Returns the fields of `RunReport` that come from the pool: ends, breaks and transcripts."""
+    """Returns the fields of `RunReport` that come from the pool."""
     kind = POOLS.load(config["pool"]["name"])
     if kind.why_unreadable(folder):
         return {"picked_from": "This run kept no transcripts."}
@@ -226,7 +225,7 @@ async def _read_pool(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
 
 
 async def _replaced(pool: Pool, group: Group) -> list[Attempt]:
-    """Returns the attempts of a group that were made again."""
+    """Returns the attempts of a group that later ones replaced."""
     counting = {attempt.rollout.id for attempt in group.attempts}
     if all(attempt.rollout.attempt == 1 for attempt in group.attempts):
         return []
@@ -241,7 +240,7 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
-    """Returns the entries of a JSONL file; a line that is still being written is left out."""
+    """Returns the entries of a JSONL file, without a line that is still being written."""
     if not path.exists():
         return []
     return [orjson.loads(line) for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"}\n")]

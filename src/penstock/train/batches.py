@@ -1,15 +1,15 @@
-"""Sequences become a batch: prefixes that they share are laid out once, in passes of bounded size.
+"""Packs sequences into a batch: lays out shared prefixes once, in passes of bounded size.
 
-Sequences are sorted by their tokens, so that each one shares the most with the one before it. A *row* is what a sequence adds to
-the pass it is in; its earlier tokens lie in rows above, and, where a set needs several passes, in the *trunk* that is forwarded
-once for all of them:
+Sequences are sorted by their tokens, so that each shares its longest prefix with the one before it. A *row* holds the tokens that
+a sequence adds to its pass. The earlier tokens are in rows above and, if a set needs several passes, in the *trunk*, which is
+forwarded once for all passes:
 
     trunk   [system text, tools, examples]
     pass 1  [question A, reply, tool result, answer]      row 1
                        [reply, tool result, answer]       row 2, after row 1's question
     pass 2  [question B, …]                               row 1
 
-The last token of a sequence is predicted but never read, so it is not laid out at all.
+The last token of a sequence is predicted but never read, so it is not laid out.
 """
 
 from bisect import bisect_right
@@ -21,31 +21,31 @@ from penstock.records import Sequence
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassRow:
-    """Consecutive tokens of a pass, each reading those before it in the row, the spans and the trunk."""
+    """Consecutive tokens of a pass. Each reads the trunk, the spans, and the row up to itself."""
 
     start: int
     stop: int
     spans: tuple[tuple[int, int], ...] = ()
-    """The sequence's tokens between trunk and row, in order: (start, stop) of each range of the pass."""
+    """The sequence's tokens between trunk and row, in order: (start, stop) of each range in the pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossTerm:
-    """One trained token: a term of the loss."""
+    """The term of one trained token in the loss."""
 
     at: int
-    """The index in the pass whose hidden state predicts it."""
+    """Index in the pass of the hidden state that predicts the token."""
     target: int
     temperature: float
     logprob: float
-    """Under the distribution that the engine sampled from."""
+    """Under the distribution that the engine sampled the token from."""
     advantage: float
     weight: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pass:
-    """Tokens that go through the model at once."""
+    """Tokens that go through the model in one call."""
 
     ids: tuple[int, ...]
     positions: tuple[int, ...]
@@ -56,7 +56,7 @@ class Pass:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassSet:
-    """Passes that read the same trunk; no term of theirs is predicted inside it."""
+    """Passes that read the same trunk. No hidden state of the trunk predicts a term."""
 
     trunk: tuple[int, ...]
     passes: tuple[Pass, ...]
@@ -64,27 +64,26 @@ class PassSet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """All that one update is computed from."""
+    """The input of one update."""
 
     pass_sets: tuple[PassSet, ...]
     rollouts: int
-    """What the loss is a mean over, rollouts without a trained token included."""
+    """The divisor of the loss; includes rollouts without a trained token."""
     flat: bool
-    """Whether every row is a whole sequence that reads nothing but itself."""
+    """Whether every row is a whole sequence that reads only itself."""
 
     @property
     def trained_tokens(self) -> int:
-        """Terms of the loss."""
         return sum(len(one.terms) for pass_set in self.pass_sets for one in pass_set.passes)
 
     @property
     def forwarded_tokens(self) -> int:
-        """Tokens that go through the model, each shared prefix counted as often as it is forwarded."""
+        """Tokens that go through the model; a shared prefix counts as often as it is forwarded."""
         return _forwarded(self.pass_sets)
 
 
 def pack(sequences: Iterable[Sequence], *, rollouts: int, tokens_per_pass: int, shared_prefix: bool = True) -> Batch:
-    """Lay `sequences` out in whichever way forwards the fewest tokens: all in one pass set, or one set per group.
+    """Lays out `sequences` as one pass set, or as one per group, whichever forwards fewer tokens.
 
     A pass holds at most `tokens_per_pass` tokens, or a single row. The same sequences in the same order give the same batch.
     """
@@ -126,7 +125,7 @@ def _passes(ordered: list[Sequence], trunk: int, limit: int) -> tuple[Pass, ...]
 
 
 def _flat(sequences: list[Sequence], limit: int) -> tuple[PassSet, ...]:
-    """Whole sequences, the longest first, as many to a pass as fit when padded to the same length."""
+    """Lays out whole sequences, longest first, as many per pass as fit when padded to the same length."""
     done: list[Pass] = []
     layout, room = _PassLayout(0), 0
     for sequence in sorted(sequences, key=lambda sequence: -len(sequence.token_ids)):
@@ -152,14 +151,14 @@ class _PassLayout:
         self.terms: list[LossTerm] = []
         self.above: tuple[int, ...] = ()
         self.spans: list[tuple[int, int]] = []
-        """Where the tokens of `above`, the sequence added last, lie below the trunk."""
+        """Ranges of the pass that hold the tokens of `above`, the last added sequence, after the trunk."""
 
     def shared(self, sequence: Sequence) -> int:
-        """How many of the sequence's tokens are laid out already, those of the trunk included."""
+        """Returns how many of the sequence's tokens are already laid out, including the trunk."""
         return max(self.trunk, _common_prefix(self.above, sequence.token_ids[:-1]))
 
     def add(self, sequence: Sequence, *, alone: bool = False) -> None:
-        """Lay out what `sequence` does not share with the one before it; nothing is shared where it is to stand `alone`."""
+        """Lays out the tokens that `sequence` does not share with the one before it; all of them if `alone`."""
         known = 0 if alone else self.shared(sequence)
         spans = _cut(self.spans, known - self.trunk)
         start, inputs = len(self.ids), sequence.token_ids[:-1]
@@ -172,7 +171,7 @@ class _PassLayout:
         self.terms += _terms(sequence, self.trunk, spans)
 
     def finish(self) -> Pass:
-        """The pass, its terms in the order in which they are computed."""
+        """Returns the pass, with its terms in the order of computation."""
         terms = sorted(self.terms, key=lambda term: (term.at, term.temperature))
         return Pass(ids=tuple(self.ids), positions=tuple(self.positions), rows=tuple(self.rows), terms=tuple(terms))
 
@@ -201,7 +200,7 @@ def _terms(sequence: Sequence, trunk: int, spans: list[tuple[int, int]]) -> list
 
 
 def _cut(spans: list[tuple[int, int]], length: int) -> list[tuple[int, int]]:
-    """The first `length` tokens of the spans."""
+    """Returns spans that cover the first `length` tokens."""
     kept: list[tuple[int, int]] = []
     for start, stop in spans:
         if length <= 0:
@@ -212,7 +211,7 @@ def _cut(spans: list[tuple[int, int]], length: int) -> list[tuple[int, int]]:
 
 
 def _common_prefix(a: tuple[int, ...], b: tuple[int, ...]) -> int:
-    """Returns the length of the longest common prefix; bisection leaves the comparisons to C."""
+    """Returns the length of the longest common prefix. Bisects, so that tuple equality compares in C."""
     low, high = 0, min(len(a), len(b))
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,4 +1,4 @@
-"""The forward pass of training: hidden states of a pass whose rows share their prefixes, and log-probabilities of its terms."""
+"""The forward pass of training: hidden states of a pass whose rows share prefixes, and log-probabilities of its terms."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -12,30 +12,30 @@ from penstock.engines.embedded.decoder import Decoder, causal
 from penstock.train.batches import LossTerm, Pass, PassRow
 
 MAX_PADDING = 1.25
-"""How much larger than its rows a padded block may be: a trade between few calls and little work on padding."""
+"""Largest ratio of padded to real work in a block. Higher means fewer calls but more work on padding."""
 
 
 class RowBlock(NamedTuple):
-    """Rows of similar size, padded, so that attention over them is one call."""
+    """Rows of similar size, padded so that one call computes their attention."""
 
     queries: Tensor
     """[rows, time]: indices into the pass."""
     keys: Tensor
-    """[rows, context]: indices into trunk and pass, one after the other."""
+    """[rows, context]: indices into the trunk followed by the pass."""
     mask: Tensor | None
-    """[rows, 1, repeats * time, context]: 0 where a query reads a key, -inf elsewhere; None for a row that reads only itself."""
+    """[rows, 1, repeats * time, context]: 0 where a query reads a key, else -inf. None for one row that reads only itself."""
 
 
 class PrefixAttention:
     """An `attend` for the decoder: each row of a pass reads the trunk, its spans and itself.
 
-    Keys are gathered for each row, which is cheap: what sharing saves is the work of the other layers.
+    Shared keys are copied for each row, which is cheap: sharing saves the work of projections and MLPs.
     """
 
     def __init__(self, one: Pass, trunk: Sequence[tuple[Tensor, Tensor]], *, repeats: int, like: Tensor) -> None:
-        """`trunk`: keys and values per layer, [1, kv_heads, length, dim]; empty without a trunk. `repeats`: heads per kv head.
+        """`trunk` has keys and values per layer, [1, kv_heads, length, dim], or is empty. `repeats` is heads per kv head.
 
-        `like` is any tensor of the decoder, for device and dtype.
+        `like` is any tensor with the decoder's device and dtype.
         """
         self.trunk, self.repeats = trunk, repeats
         length = trunk[0][0].shape[2] if trunk else 0
@@ -58,7 +58,7 @@ class PrefixAttention:
         rows, heads, time, dim = q.shape
         if block.mask is None:
             mixed = causal(0, q, k, v)
-        else:  # heads that share a kv head are folded into the time axis, so that keys are not copied for each
+        else:  # fold heads that share a kv head into the time axis, so that keys need no copy per head
             folded = q.reshape(rows, heads // self.repeats, self.repeats * time, dim)
             mixed = F.scaled_dot_product_attention(folded, k, v, attn_mask=block.mask).reshape(rows, heads, time, dim)
         return mixed.transpose(1, 2).reshape(rows * time, heads, dim)
@@ -79,7 +79,7 @@ def _context(row: PassRow, trunk: int) -> int:
 
 
 def _blocks(rows: Sequence[PassRow], trunk: int) -> list[list[PassRow]]:
-    """Group rows into blocks, the longest first; a block is closed when padding would exceed `MAX_PADDING`."""
+    """Groups rows into blocks, longest first. A row that would exceed `MAX_PADDING` starts a new block."""
     blocks: list[list[PassRow]] = []
     work, width, height = 0, 0, 0
     for row in sorted(rows, key=lambda row: (-_size(row), row.start)):
@@ -94,7 +94,7 @@ def _blocks(rows: Sequence[PassRow], trunk: int) -> list[list[PassRow]]:
 
 
 def _query_places(rows: list[PassRow]) -> Tensor:
-    """Returns [rows * time]: the index in the pass of each padded query, -1 for padding."""
+    """Returns [rows * time]: the index in the pass of each query, -1 for padding."""
     time = _size(rows[0])
     return torch.cat([F.pad(torch.arange(row.start, row.stop), (0, time - _size(row)), value=-1) for row in rows])
 
@@ -108,7 +108,7 @@ def _block(rows: list[PassRow], trunk: int, repeats: int, like: Tensor) -> RowBl
         keys[at, : _context(row, trunk)] = torch.cat(spans)
     if len(rows) == 1 and context == time:
         return RowBlock(queries, keys.to(like.device), None)
-    # A query reads every key up to its own place. Padding reads one key, as softmax needs one; nothing reads what it makes.
+    # A query reads all keys up to its own. Padding reads key 0, since softmax over no keys is NaN; its output is never used.
     first = torch.tensor([[_context(row, trunk) - _size(row)] for row in rows])  # [rows, 1]
     last = torch.where(torch.arange(time) < torch.tensor([[_size(row)] for row in rows]), first + torch.arange(time), 0)
     unread = torch.arange(context) > last.unsqueeze(-1)  # [rows, time, context]
@@ -120,31 +120,31 @@ MAX_LOGITS = 2**25
 """Bound on the elements of one chunk of logits (128 MB in float32)."""
 
 KeysValues = list[tuple[Tensor, Tensor]]
-"""Of each layer, [1, kv_heads, length, dim]."""
+"""Keys and values per layer, each [1, kv_heads, length, dim]."""
 
 
 class LogitsChunk(NamedTuple):
-    """Consecutive terms of a pass whose logits are made together: one row of logits per place and temperature."""
+    """Consecutive terms of a pass whose logits are computed together, one row per distinct place and temperature."""
 
     terms: tuple[LossTerm, ...]
     places: tuple[int, ...]
-    """Per row."""
+    """Per row: the index of its hidden state in the pass."""
     temperatures: tuple[float, ...]
     """Per row."""
     rows: tuple[int, ...]
-    """Per term: its row."""
+    """The row of each term."""
 
 
 class TermScores(NamedTuple):
-    """Of the terms of a chunk, each [terms]."""
+    """Scores of a chunk's terms, each [terms]."""
 
     logprobs: Tensor
     entropy: Tensor
-    """Of the distribution that a term's token was sampled from; without a gradient."""
+    """Entropy of the distribution at the term's place and temperature, without a gradient."""
 
 
 def trunk_states(decoder: Decoder, ids: Sequence[int]) -> KeysValues:
-    """Returns keys and values of a trunk, with their autograd graph; empty for an empty trunk."""
+    """Returns the keys and values of a trunk with their autograd graph, or [] for an empty trunk."""
     kept: KeysValues = []
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -158,20 +158,20 @@ def trunk_states(decoder: Decoder, ids: Sequence[int]) -> KeysValues:
 
 
 def hidden_states(decoder: Decoder, one: Pass, trunk: KeysValues, *, flat: bool) -> Tensor:
-    """Returns the last hidden states of a pass, [time, hidden]. `flat` is the reference: whole sequences and plain attention."""
+    """Returns the last hidden states of a pass, [time, hidden]. `flat`: rows are whole sequences, under plain attention."""
     device, shape = decoder.device, decoder.shape
     ids, positions = torch.tensor(one.ids, device=device), torch.tensor(one.positions, device=device)
     if not flat:
         attend = PrefixAttention(one, trunk, repeats=shape.heads // shape.kv_heads, like=decoder.embed.weight)
         return decoder(ids.unsqueeze(0), positions.unsqueeze(0), attend)[0]
-    rows = pad_sequence([ids[row.start : row.stop] for row in one.rows], batch_first=True)  # [rows, time], padded on the right,
-    places = pad_sequence([positions[row.start : row.stop] for row in one.rows], batch_first=True)  # where nothing is read from
+    rows = pad_sequence([ids[row.start : row.stop] for row in one.rows], batch_first=True)  # [rows, time]; padded on the right,
+    places = pad_sequence([positions[row.start : row.stop] for row in one.rows], batch_first=True)  # where no token reads it
     hidden = decoder(rows, places, causal)
     return torch.cat([state[: row.stop - row.start] for state, row in zip(hidden, one.rows, strict=True)])
 
 
 def logits_chunks(one: Pass, vocab_size: int) -> Iterator[LogitsChunk]:
-    """Yields the terms of a pass in order, as many at a time as `MAX_LOGITS` allows."""
+    """Yields the terms of a pass in order, in chunks bounded by `MAX_LOGITS`."""
     limit = max(1, MAX_LOGITS // vocab_size)
     rows: dict[tuple[int, float], int] = {}
     start = 0
@@ -185,10 +185,10 @@ def logits_chunks(one: Pass, vocab_size: int) -> Iterator[LogitsChunk]:
 
 
 def score_chunk(decoder: Decoder, hidden: Tensor, chunk: LogitsChunk) -> TermScores:
-    """Returns log-probabilities of a chunk's terms at their temperatures; hidden [time, hidden]: states of the whole pass."""
+    """Returns the scores of a chunk's terms at their temperatures. `hidden` is that of the whole pass, [time, hidden]."""
     device = hidden.device
     temperatures = torch.tensor(chunk.temperatures, device=device, dtype=hidden.dtype).unsqueeze(1)
-    states = hidden[torch.tensor(chunk.places, device=device)] / temperatures  # scales the logits, at a fraction of the cost
+    states = hidden[torch.tensor(chunk.places, device=device)] / temperatures  # same as scaling the logits, but cheaper
     logprobs = decoder.logits(states).log_softmax(dim=-1)  # [rows, vocab]
     with torch.no_grad():
         entropy = -logprobs.exp().mul_(logprobs).sum(dim=-1)  # [rows]

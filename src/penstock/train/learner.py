@@ -1,7 +1,7 @@
-"""The learner: a batch becomes gradients, gradients become the next weights, in place.
+"""The learner: computes gradients from a batch, and updates the weights in place.
 
-Trainer and engine share the decoder's parameters. `compute` only reads them, so it may run in a thread while the engine decodes;
-`apply` alone writes, and belongs inside `engine.swap`.
+Trainer and engine share the decoder's parameters. `compute` only reads them, so it may run in a thread while the engine decodes.
+Only `apply` writes them; call it inside `engine.swap`.
 """
 
 import copy
@@ -24,7 +24,7 @@ from penstock.train.losses.base import Loss, LossTokens, k3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateMetrics:
-    """One update in numbers; means are over trained tokens."""
+    """Metrics of one update. Means are over trained tokens."""
 
     loss: float = 0.0
     grad_norm: float = 0.0
@@ -33,28 +33,28 @@ class UpdateMetrics:
     importance: float = 1.0
     clip_fraction: float = 0.0
     kl_behaviour: float = 0.0
-    """Between the policy that sampled and the one trained: staleness, and what engine and trainer compute differently."""
+    """KL between the sampling policy and the trained one: from staleness, and from differences between engine and trainer."""
     kl_reference: float = 0.0
-    """To the start policy; 0 where `train.kl` is 0, as it is not measured then."""
+    """KL to the start policy; 0 if `train.kl` is 0, as it is not measured then."""
     logprob_gap: float = 0.0
-    """The largest difference between the engine's log-probability of a token and the trainer's."""
+    """The largest difference between engine and trainer in the log-probability of a token."""
     entropy: float = 0.0
     trained_tokens: int = 0
     forwarded_tokens: int = 0
 
 
 class UpdateResult(NamedTuple):
-    """What `compute` found: for the log, and for further updates on the same batch."""
+    """The result of `compute`."""
 
     metrics: UpdateMetrics
     proximal: Tensor
-    """[trained tokens]: log-probabilities before the first update, to be given back for the next."""
+    """[trained tokens]: log-probabilities before the first update on this batch. Pass them to `compute` for the next update."""
 
 
 class Learner:
-    """AdamW over the decoder's parameters; weights in half precision are trained through a float32 copy, the masters.
+    """AdamW over the decoder's parameters. Weights in half precision have float32 copies, the masters, which are trained instead.
 
-    With `train.kl` above 0 it keeps a copy of the decoder as it is now: make the learner before a checkpoint is restored.
+    If `train.kl` > 0, the decoder at construction is copied as the start policy, so construct before restoring a checkpoint.
     """
 
     def __init__(self, decoder: Decoder, section: TrainSection) -> None:
@@ -68,9 +68,9 @@ class Learner:
         )
 
     def compute(self, batch: Batch, proximal: Tensor | None = None) -> UpdateResult:
-        """Gradients of the batch's loss, clipped and ready for `apply`; TrainError where they are not finite.
+        """Computes the gradients of the batch's loss and clips them, for `apply`. Raises TrainError if they are not finite.
 
-        `proximal` is that of the first update on this batch; None makes this the first.
+        `proximal` comes from the first update on this batch; None for that first update.
         """
         self.zero()
         parts: list[_ChunkResult] = []
@@ -89,7 +89,7 @@ class Learner:
         return UpdateResult(metrics, torch.cat([part.tokens.new for part in parts]) if proximal is None else proximal)
 
     def apply(self) -> None:
-        """One optimizer step, in place; without gradients nothing changes."""
+        """Takes one optimizer step in place; does nothing without gradients."""
         apart = [(weight, master) for weight, master in zip(*self._both(), strict=True) if master is not weight]
         for weight, master in apart:
             master.grad = None if weight.grad is None else weight.grad.float()
@@ -104,7 +104,7 @@ class Learner:
             weight.grad = master.grad = None
 
     def state(self) -> dict[str, Tensor]:
-        """What a checkpoint needs besides the weights: the optimizer's moments, and the masters where they are apart."""
+        """Returns what a checkpoint needs besides the weights: the optimizer's state, and masters that are not the weights."""
         tensors = {f"master.{name}": master for name, master in self._masters.items() if master is not self._weights[name]}
         for name, master in self._masters.items():
             for kind, value in self._optimizer.state[master].items():
@@ -112,7 +112,7 @@ class Learner:
         return tensors
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take up what `state` gave; the weights themselves are restored before."""
+        """Restores the result of `state`. Restore the weights first."""
         names = list(self._masters)
         saved = self._optimizer.state_dict()
         kinds = ("step", "exp_avg", "exp_avg_sq")
@@ -129,9 +129,9 @@ class Learner:
         return list(self._weights.values()), list(self._masters.values())
 
     def _backward_set(self, pass_set: PassSet, batch: Batch, proximal: Tensor | None, *, done: int) -> "list[_ChunkResult]":
-        """Backward through a pass_set: each pass into the trunk's keys and values, then once through the trunk itself.
+        """Runs backward from each pass into the trunk's keys and values, then once through the trunk.
 
-        The trunk's graph and that of one pass are in memory together, never two passes'.
+        So memory holds the autograd graphs of the trunk and of one pass, never of two passes.
         """
         references = self._references(pass_set, flat=batch.flat)
         trunk = trunk_states(self.decoder, pass_set.trunk)
@@ -150,7 +150,7 @@ class Learner:
     def _backward_pass(
         self, hidden: Tensor, one: Pass, proximal: Tensor | None, reference: Tensor | None, *, rollouts: int
     ) -> "list[_ChunkResult]":
-        """Loss and gradients of one pass. Logits are made a chunk at a time; the hidden states collect what each sends back."""
+        """Computes loss and gradients of one pass. Logits exist for one chunk at a time; `leaf` sums the gradients of all."""
         leaf = hidden.detach().requires_grad_()
         parts: list[_ChunkResult] = []
         done = 0
@@ -171,7 +171,7 @@ class Learner:
         return parts
 
     def _references(self, pass_set: PassSet, *, flat: bool) -> list[Tensor]:
-        """The start policy's log-probabilities of each pass's terms, [terms]; nothing where no penalty asks for them."""
+        """Returns the start policy's log-probabilities for each pass, [terms], or [] if there is no KL penalty."""
         if self._start is None:
             return []
         with torch.no_grad():
@@ -180,14 +180,14 @@ class Learner:
 
 
 class _ChunkResult(NamedTuple):
-    """One chunk of terms, computed; every tensor [terms] but the last, without a gradient."""
+    """The result of one chunk. Tensors are [terms], except `total`; only those in `loss` may carry a gradient."""
 
     tokens: LossTokens
     loss: Loss
     penalty: Tensor
     entropy: Tensor
     total: Tensor
-    """[]: its share of the loss."""
+    """[]: the chunk's share of the loss."""
 
 
 def _master(weight: Tensor) -> Tensor:

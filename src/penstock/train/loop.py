@@ -1,13 +1,13 @@
 """The training algorithm: claim, credit, pack, update, publish, save.
 
-    lease      = pool.claim(groups whose rollouts have all ended)      a lease: nobody else trains them meanwhile
+    lease      = pool.claim(groups whose rollouts have all ended)      while leased, no other trainer gets them
     sequences  = credit_groups(lease.groups)                           advantages, then the paths of each token graph
     update     = learner.compute(pack(sequences))                      gradients; shared prefixes are forwarded once
-    publisher.publish(version + 1, learner.apply)                      between two tokens the engine serves the new policy
-    save_checkpoint(), pool.ack(lease)                                 from here on these groups are trained, for good
+    publisher.publish(version + 1, learner.apply)                      the engine changes policy between two tokens
+    save_checkpoint(), pool.ack(lease)                                 from here on, these groups are never trained again
 
-Rollouts are made meanwhile by the scheduler, no further ahead than `rollout.max_staleness` allows. A kill anywhere leaves the last
-checkpoint and leases that were never acknowledged: the next process releases those and trains their groups again, from there.
+Meanwhile the scheduler makes rollouts, no further ahead than `rollout.max_staleness` allows. A kill at any point leaves the last
+checkpoint and unacknowledged leases. The next process releases those leases and trains their groups again, from the checkpoint.
 """
 
 import asyncio
@@ -30,9 +30,9 @@ from penstock.train.sequences import breaks, exactness, sequences
 from penstock.train.training_run import TrainingRun
 
 RECHECK_S = 60.0
-"""How often a waiting trainer claims again although the pool has not changed: leases of others may have expired."""
+"""Seconds until a waiting trainer claims again without a change in the pool, as leases of others may have expired."""
 MAX_SHORT_ROUNDS = 20
-"""How many times the groups of a step may be dropped for too few completed rollouts before training is given up."""
+"""Training fails after this many times `groups_per_step` groups were dropped for too few completed rollouts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +40,15 @@ class TrainProgress:
     step: int = 0
     version: int = 0
     last_version: int = 0
-    """The highest version ever served, also by weights that a kill undid: a number is not used twice."""
+    """The highest version ever served, even if a kill lost its weights: a number is never reused."""
     leases: tuple[str, ...] = ()
-    """Trained, but not yet in a checkpoint."""
+    """Leases that are trained but not yet in a checkpoint."""
     past: tuple[int, ...] = (0,)
-    """The versions after the last steps, `version` last: as many as a group may be behind, and one more."""
+    """The versions after each of the last `max_staleness` + 1 steps; `version` is the last."""
 
 
 class LostGroups(NamedTuple):
-    """Counts of groups that will never be trained."""
+    """Counts groups that will never be trained."""
 
     short: int
     """Dropped because too few of their rollouts completed."""
@@ -65,7 +65,7 @@ class CreditedSequences(NamedTuple):
 async def train_steps(
     run: TrainingRun, progress: TrainProgress, stop: asyncio.Event, background: BackgroundEvaluation
 ) -> TrainProgress:
-    """Train until `train.steps` are done or `stop` is set; what is trained is in a checkpoint when this returns."""
+    """Trains until `train.steps` are done or `stop` is set. On return, all trained steps are in a checkpoint."""
     section = run.config.train
     while progress.step < section.steps and not stop.is_set():
         background.begin(progress.step)
@@ -90,10 +90,10 @@ async def train_steps(
 
 
 async def claim(run: TrainingRun, progress: TrainProgress) -> Lease:
-    """Wait until a step's groups are complete, and lease them; TrainError where group after group is dropped instead."""
+    """Waits until a step's groups are complete, and leases them. Raises TrainError if groups keep being dropped instead."""
     before = lost = await lost_groups(run)
     while True:
-        position = await run.pool.position()
+        position = await run.pool.position()  # before the claim, or a change in between would be missed
         lease = await run.pool.claim(
             run.config.rollout.groups_per_step,
             version=progress.version,
@@ -106,12 +106,12 @@ async def claim(run: TrainingRun, progress: TrainProgress) -> Lease:
         lost, known = await lost_groups(run), lost
         refuse_short_groups(lost.short - before.short, run.config.rollout)
         if lost != known:
-            run.rollouts.advance(progress.step)  # so that the scheduler makes up for the dropped groups at once
+            run.rollouts.advance(progress.step)  # wake the scheduler, to replace dropped groups at once
         await run.pool.wait(position, timeout_s=RECHECK_S)
 
 
 def refuse_short_groups(dropped: int, limits: RolloutSection) -> None:
-    """Raises TrainError if no group has enough completed rollouts: the scheduler would make new ones for ever."""
+    """Raises TrainError after too many drops, as the scheduler would otherwise replace groups for ever."""
     if dropped >= MAX_SHORT_ROUNDS * limits.groups_per_step:
         raise TrainError(
             f"{dropped} groups were dropped since the last step, each with fewer than rollout.min_size = {limits.min_size} "
@@ -120,19 +120,18 @@ def refuse_short_groups(dropped: int, limits: RolloutSection) -> None:
 
 
 def max_versions_behind(run: TrainingRun, progress: TrainProgress) -> int:
-    """Returns how many versions a token may be behind: `max_staleness` steps, also where a kill left a gap in the numbers."""
-    plain = run.config.rollout.max_staleness * run.config.train.updates_per_step  # a step makes as many versions
+    """Returns how many versions a token may be behind: those of `max_staleness` steps, with any gap that a kill left."""
+    plain = run.config.rollout.max_staleness * run.config.train.updates_per_step  # each update makes a version
     return max(plain, progress.version - progress.past[0])
 
 
 async def lost_groups(run: TrainingRun) -> LostGroups:
-    """Returns how many groups were dropped so far."""
     stats = await run.pool.stats("train")
     return LostGroups(stats.drops.get(TOO_FEW, 0), stats.groups_stale + stats.groups_dropped)
 
 
 def credit_groups(groups: Sequence[Group], run: TrainingRun) -> CreditedSequences:
-    """Compute advantages within each group, then the sequences that carry them."""
+    """Computes the advantages within each group, and the sequences that carry them."""
     made, counts = list[TrainingSequence](), Counter[str]()
     divisor = DIVISORS.get(run.config.train.advantage)
     for group in groups:
@@ -145,7 +144,7 @@ def credit_groups(groups: Sequence[Group], run: TrainingRun) -> CreditedSequence
 async def update_policy(
     run: TrainingRun, credit: CreditedSequences, progress: TrainProgress
 ) -> tuple[UpdateMetrics, TrainProgress]:
-    """Update the weights and publish them; without a sequence to learn from, nothing changes."""
+    """Updates the weights and publishes them; does nothing without sequences."""
     if not credit.sequences:
         return UpdateMetrics(), progress
     section = run.config.train
@@ -163,12 +162,13 @@ async def update_policy(
         await run.publisher.publish(version, run.learner.apply)
         if remaining:
             done = await asyncio.to_thread(run.learner.compute, batch, done.proximal)
+    # Later updates move away from the sampling policy by design; only the first measures staleness and engine differences.
     metrics = replace(done.metrics, kl_behaviour=first.kl_behaviour, logprob_gap=first.logprob_gap)
     return metrics, replace(progress, version=version, last_version=version)
 
 
 async def save_checkpoint(run: TrainingRun, progress: TrainProgress) -> TrainProgress:
-    """Save a checkpoint; once it is on disk, its leases are acknowledged."""
+    """Saves a checkpoint, then acknowledges its leases. In the other order, a kill in between would lose trained groups."""
     version = PolicyVersion(number=progress.version, step=progress.step, leases=progress.leases)
     folder = await asyncio.to_thread(
         policy.save, run.folder.checkpoints, version, run.learner, run.inputs.folder, kept=run.config.train.checkpoints_kept
@@ -189,7 +189,7 @@ def step_metrics(
     rollout_s: float,
     train_s: float,
 ) -> dict[str, Any]:
-    """Returns a line of `metrics.jsonl`. Tokens per second: sampled tokens over the step's whole time."""
+    """Returns a line of `metrics.jsonl`. `tokens_per_s` is sampled tokens over the time of the whole step."""
     attempts = [attempt for group in lease.groups for attempt in group.attempts]
     rewards = [attempt.reward for attempt in attempts if attempt.reward is not None]
     exact = exactness(*attempts)
@@ -220,7 +220,7 @@ def step_metrics(
 
 
 def staleness(made: Sequence[TrainingSequence], version: int) -> dict[str, float | int]:
-    """Returns by how many versions the trained tokens' policy is behind the current one: the mean and the maximum."""
+    """Returns the mean and maximum of how many versions trained tokens are behind `version`."""
     found = Counter[int]()
     for sequence in made:
         found.update(version - each for each, trained in zip(sequence.versions, sequence.trained, strict=True) if trained)
@@ -233,6 +233,6 @@ class Stopwatch:
         self._last = asyncio.get_running_loop().time()
 
     def lap(self) -> float:
-        """Returns the seconds since the last lap, or since it was made."""
+        """Returns the seconds since the last lap, or since construction."""
         before, self._last = self._last, asyncio.get_running_loop().time()
         return self._last - before

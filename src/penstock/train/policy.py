@@ -1,8 +1,8 @@
 """Policy versions: saved as checkpoints, restored bit for bit, and published to the engine.
 
-`checkpoints/000012/` is a model folder like any other (weights, config, tokenizer) that also holds the optimizer's state and
-`state.json`: the version with its leases, random states, and the size of every file. It is written under another name,
-synced, then renamed, so that it appears complete or not at all. An incomplete folder is ignored, and the next save removes it.
+`checkpoints/000012/` is a model folder (weights, config, tokenizer) that also holds the optimizer's state and `state.json`:
+the version with its leases, the random states, and the size of every file. It is written under a temporary name, synced, then
+renamed, so that a crash cannot leave half of it. Readers ignore an incomplete folder, and the next save removes it.
 """
 
 import asyncio
@@ -30,13 +30,13 @@ from penstock.system.files import sync
 from penstock.train.learner import Learner
 
 OPTIMIZER, STATE = "optimizer.state", "state.json"
-"""Files that only the trainer reads. The optimizer's is no .safetensors: other programs take each of those for weights."""
+"""Files that only the trainer reads. The first has no .safetensors suffix, because other programs load such files as weights."""
 OLD_OPTIMIZER = "optimizer.safetensors"
-"""The optimizer's file in older checkpoints, which can still be restored."""
+"""The optimizer's file in older checkpoints; `restore` still reads it."""
 MODEL_SUFFIXES = (".jinja", ".json", ".model", ".txt")
 """Files of a model folder besides the weights: config, tokenizer, chat template."""
 PART = ".part"
-"""Suffix of whatever is being written or removed."""
+"""Suffix of a file or folder that is being written or removed."""
 
 OnDisk = Callable[[Path], None]
 
@@ -49,23 +49,23 @@ class CheckpointState:
     python_random: tuple[int, ...]
     python_gauss: float | None
     torch_random: str
-    """In hexadecimal, as is the next."""
+    """Hexadecimal, as is `cuda_random`."""
     cuda_random: str | None
 
 
 def folder_of(checkpoints: Path, version: PolicyVersion) -> Path:
-    """Returns where a version is, or would be, saved."""
+    """Returns the folder of a version, whether or not it exists."""
     return checkpoints / f"{version.number:06d}"
 
 
 def save(
     checkpoints: Path, version: PolicyVersion, learner: Learner, model: Path, *, kept: int = 2, on_disk: OnDisk = sync
 ) -> Path:
-    """Write `version`, then remove all but the newest `kept`; returns its folder. The weights must not change meanwhile.
+    """Writes `version`, then removes all but the newest `kept`; returns its folder. The weights must not change meanwhile.
 
-    Config and tokenizer come from the folder `model`. A number means the same weights for good: a version that is on disk already
-    (after a step without anything to learn) gets a new state only. TrainError on disk errors; earlier versions are untouched.
-    `on_disk` syncs each file and folder after it is written.
+    Copies config and tokenizer from the folder `model`. A number always names the same weights: for a version that is on disk
+    already (the step had nothing to learn), only `state.json` is replaced. Raises TrainError on disk errors; earlier versions
+    are untouched. Calls `on_disk` to sync each file and folder after writing it.
     """
     target = folder_of(checkpoints, version)
     part = target.with_suffix(PART)
@@ -78,10 +78,10 @@ def save(
             shutil.rmtree(target, ignore_errors=True)
             _write(part, version, learner, model, on_disk)
             part.rename(target)
-            on_disk(checkpoints)
+            on_disk(checkpoints)  # the rename is durable only once its parent folder is synced
     with _disk_errors(f"checkpoint {target} is saved, but those before it could not be removed"):
         for old in _complete(checkpoints)[:-kept]:
-            old.rename(old.with_suffix(PART))
+            old.rename(old.with_suffix(PART))  # atomic, so a kill during removal leaves no half checkpoint
         _remove_partial(checkpoints)
     return target
 
@@ -93,13 +93,13 @@ def latest(checkpoints: Path) -> PolicyVersion | None:
 
 
 def find(checkpoints: Path, number: int) -> Path | None:
-    """Returns the folder of a version; None where it is missing or incomplete."""
+    """Returns the folder of a version, or None if it is missing or incomplete."""
     folder = folder_of(checkpoints, PolicyVersion(number=number, step=0))
     return folder if _is_complete(folder) else None
 
 
 def is_half_precision(checkpoints: Path) -> bool:
-    """Whether the newest complete version was saved in half precision, which is what trainer and engine computed in."""
+    """Whether the newest complete version is in half precision: trainer and engine compute in the dtype of the weights."""
     for folder in _complete(checkpoints)[-1:]:
         with (folder / "model.safetensors").open("rb") as file:
             header: dict[str, dict[str, Any]] = orjson.loads(file.read(int.from_bytes(file.read(8), "little")))
@@ -108,7 +108,7 @@ def is_half_precision(checkpoints: Path) -> bool:
 
 
 def restore(checkpoints: Path, version: PolicyVersion, learner: Learner) -> None:
-    """Restore weights (in place), optimizer and random generators as `version` saved them."""
+    """Restores the weights (in place), optimizer and random states of `version`."""
     folder = folder_of(checkpoints, version)
     try:
         saved = _read(folder)
@@ -124,7 +124,7 @@ def restore(checkpoints: Path, version: PolicyVersion, learner: Learner) -> None
 
 
 def write_model(folder: Path, decoder: Decoder, model: Path) -> None:
-    """Make `folder` a model folder with these weights; config and tokenizer come from the folder `model`."""
+    """Writes these weights as a model folder, with config and tokenizer copied from the folder `model`."""
     folder.mkdir(parents=True, exist_ok=True)
     for file in model.iterdir():
         if file.suffix in MODEL_SUFFIXES and file.name not in (STATE, "model.safetensors.index.json"):
@@ -139,7 +139,7 @@ def _write(part: Path, version: PolicyVersion, learner: Learner, model: Path, on
     for file in sorted(part.iterdir()):
         on_disk(file)
         sizes[file.name] = file.stat().st_size
-    _write_state(part, version, sizes, on_disk)
+    _write_state(part, version, sizes, on_disk)  # last: it marks the folder as complete
 
 
 def _write_state(folder: Path, version: PolicyVersion, sizes: dict[str, int], on_disk: OnDisk) -> None:
@@ -154,7 +154,7 @@ def _write_state(folder: Path, version: PolicyVersion, sizes: dict[str, int], on
     )
     part = folder / f"{STATE}{PART}"
     part.write_bytes(to_json(saved))
-    on_disk(part)
+    on_disk(part)  # before the rename, or a crash could leave an empty file under the final name
     part.replace(folder / STATE)
     on_disk(folder)
 
@@ -164,7 +164,7 @@ def _read(folder: Path) -> CheckpointState:
 
 
 def _complete(checkpoints: Path) -> list[Path]:
-    """Returns the folders of complete versions, the newest last."""
+    """Returns the folders of complete versions, oldest first."""
     named = [path for path in checkpoints.glob("*") if path.name.isdecimal()]
     return sorted((path for path in named if _is_complete(path)), key=lambda path: int(path.name))
 
@@ -177,7 +177,7 @@ def _is_complete(folder: Path) -> bool:
 
 
 def _remove_partial(checkpoints: Path) -> None:
-    """Remove what a killed process left half written or half removed."""
+    """Removes folders that a killed process left half written or half removed."""
     for part in checkpoints.glob(f"*{PART}"):
         shutil.rmtree(part)
 
@@ -201,43 +201,43 @@ def _disk_errors(what: str, part: Path | None = None) -> Generator[None]:
 
 
 PUBLISHED_KEPT = 2
-"""Published folders that are kept: the one that is served, and the one before, which a slow reader may still have open."""
+"""Keep the folder that is served and the one before, which a slow reader may still have open."""
 
 
 class Publisher(Protocol):
-    """How new weights reach the engine."""
+    """Brings new weights to the engine."""
 
     async def begin(self) -> None:
-        """Make the engine serve the start policy, as version 0."""
+        """Makes the engine serve the start policy as version 0."""
         ...
 
     async def publish(self, version: int, change: Callable[[], None]) -> None:
-        """Run `change`, which rewrites the learner's weights in place; from then on the engine samples with `version`."""
+        """Runs `change`, which rewrites the learner's weights in place, then makes the engine sample with `version`."""
         ...
 
 
 class InPlacePublisher:
-    """For an engine that shares the learner's tensors: the change is made between two of its tokens."""
+    """For an engine that shares the learner's tensors: it applies the change between two tokens."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
     async def begin(self) -> None:
-        """Nothing to do: the engine has the learner's weights."""
+        """Does nothing: the engine already has the learner's weights."""
 
     async def publish(self, version: int, change: Callable[[], None]) -> None:
         await self._engine.swap(version, change)
 
 
 class FolderPublisher:
-    """For an engine with weights of its own: each version is written as a model folder, which `load` makes it read."""
+    """For an engine with its own weights: writes each version as a model folder, which `load` makes the engine read."""
 
     def __init__(self, learner: Learner, *, model: Path, scratch: Path, load: Callable[[int, Path], Awaitable[None]]) -> None:
         self._learner, self._model, self._scratch, self._load = learner, model, scratch, load
         shutil.rmtree(scratch, ignore_errors=True)
 
     async def begin(self) -> None:
-        """See `Publisher.begin`. A server may still hold the weights of an earlier run."""
+        """Loads the start policy, as a server may still hold the weights of an earlier run."""
         await self._load(0, self._model)
 
     async def publish(self, version: int, change: Callable[[], None]) -> None:

@@ -1,7 +1,7 @@
-"""Training sequences from the token graphs of a group's rollouts, and the check that they are exact.
+"""Builds training sequences from the token graphs of a group's rollouts, and checks that they are exact.
 
-The gateway records, with each step, a digest of the ids that the engine saw and sampled. Here the same digest is computed from
-the ids that training would use, read off the token graph. A step whose digests differ is never trained.
+The gateway records, with each step, a digest of the ids that the engine saw and sampled. This module computes the same digest
+from the ids in the token graph, which training uses. A step whose digests differ is never trained.
 """
 
 import math
@@ -19,35 +19,35 @@ LARGEST_ID = 2**31 - 1
 
 
 class Exactness(NamedTuple):
-    """Counts of sampled tokens that can be trained under exactly the context that they were sampled under."""
+    """Counts sampled tokens. An exact token is trained under the same context that it was sampled under."""
 
     exact_tokens: int
     sampled_tokens: int
     inexact: Counter[str]
-    """The other tokens, by reason."""
+    """The tokens that are not exact, by reason."""
     unhashed_tokens: int
-    """Of the exact ones, those recorded without a digest: their records are consistent, which is no proof."""
+    """Exact tokens recorded without a digest: their records are consistent, but that proves nothing."""
 
     @property
     def rate(self) -> float | None:
-        """None where nothing was sampled."""
+        """None if nothing was sampled."""
         return self.exact_tokens / self.sampled_tokens if self.sampled_tokens else None
 
 
 class Graph(NamedTuple):
-    """The token graph of one rollout, nodes and steps by their numbers."""
+    """The token graph of one rollout: nodes by id, steps by index."""
 
     nodes: dict[int, Node]
     steps: dict[int, Step]
-    """In the order of their indices: a step comes after those it continues."""
+    """Sorted by index, so a step comes after those it continues."""
     parents: dict[int, int | None]
-    """Step → the step that it continues, None at a root; a step whose context is not wholly recorded is missing."""
+    """Step → the step that it continues, None at a root. Lacks steps whose context is missing or whose ids are impossible."""
     flaws: dict[int, str]
     """Step → why its tokens cannot be trained."""
 
     @property
     def paths(self) -> list[list[int]]:
-        """The steps from a root to each leaf, in the order of the leaves."""
+        """The steps from the root to each leaf, one list per leaf, in the order of the leaves."""
         inner = set(self.parents.values())
         return [self._path(leaf) for leaf in self.parents if leaf not in inner]
 
@@ -61,7 +61,7 @@ class Graph(NamedTuple):
 
 
 def exactness(*attempts: Attempt) -> Exactness:
-    """Check every step's record: aligned columns, possible numbers, and a context that is the one recorded."""
+    """Checks every step's record: columns are aligned, numbers are possible, and the context matches its digest."""
     sampled, unhashed = 0, 0
     inexact: Counter[str] = Counter()
     for attempt in attempts:
@@ -70,27 +70,27 @@ def exactness(*attempts: Attempt) -> Exactness:
             size = sampled_tokens(step)
             sampled += size
             if reason := flaws.get(step.index):
-                inexact += Counter({reason: size})  # which leaves a count of 0 out
+                inexact += Counter({reason: size})  # += drops counts of 0
             elif not step.context:
                 unhashed += size
     return Exactness(sampled - inexact.total(), sampled, inexact, unhashed)
 
 
 def sampled_tokens(step: Step) -> int:
-    """Returns how many tokens were sampled: the longest of the columns, as a flawed record may have lost some."""
+    """Returns the length of the longest column, as a flawed record may have lost tokens in the others."""
     return max(len(step.completion_ids), len(step.logprobs), len(step.versions))
 
 
 def breaks(*attempts: Attempt) -> Counter[str]:
     """Counts, by reason, how often messages were rendered from scratch although the rollout had earlier steps.
 
-    What is sampled after a break is exact all the same: it is trained under the new rendering.
+    Tokens sampled after a break are still exact: they are trained under the new rendering.
     """
     return Counter(node.reason for attempt in attempts for node in attempt.nodes if node.reason)
 
 
 def read_graph(attempt: Attempt) -> Graph:
-    """Returns the token graph as recorded. Time is proportional to its tokens, however many paths share them."""
+    """Returns the token graph with its flaws. Takes time linear in its tokens, however many paths share them."""
     nodes = {node.id: node for node in attempt.nodes}
     steps = {step.index: step for step in sorted(attempt.steps, key=lambda step: step.index)}
     graph, contexts = Graph(nodes, steps, {}, {}), _ContextHashes()
@@ -109,7 +109,7 @@ def read_graph(attempt: Attempt) -> Graph:
 
 
 def why_untrainable(step: Step, graph: Graph) -> str | None:
-    """Returns why a step's tokens cannot be trained, whatever their advantage; None if they can."""
+    """Returns why a step's tokens cannot be trained at any advantage, or None if they can."""
     if reason := graph.flaws.get(step.index):
         return reason
     if not step.completion_ids:
@@ -120,7 +120,7 @@ def why_untrainable(step: Step, graph: Graph) -> str | None:
 
 
 class _ContextHashes:
-    """Digests of the paths through a graph, each extended from its parent's."""
+    """Computes digests of the paths through a graph, each by extending its parent's."""
 
     def __init__(self) -> None:
         self._prompts: dict[int, blake2b] = {}
@@ -140,13 +140,13 @@ def _are_ids(numbers: tuple[int, ...]) -> bool:
 
 
 def _flaw(step: Step, node: Node) -> str | None:
-    """Returns what is impossible in the record of one step by itself; a reply of an endpoint has no tokens to check."""
+    """Returns what is impossible in the record of one step alone. A reply relayed from an endpoint has no tokens to check."""
     if step.usage is not None and not step.completion_ids:
         return None
     columns = (step.logprobs, step.versions, step.logprobs if step.full_logprobs is None else step.full_logprobs)
     if any(len(column) != len(step.completion_ids) for column in columns):
         return "misaligned"
-    if not all(math.isfinite(value) and value <= 1e-3 for value in step.logprobs):  # a rounded logprob may be just above 0
+    if not all(math.isfinite(value) and value <= 1e-3 for value in step.logprobs):  # rounding may put a logprob just above 0
         return "bad_logprob"
     if min(step.versions, default=0) < 0:
         return "bad_version"
@@ -154,27 +154,27 @@ def _flaw(step: Step, node: Node) -> str | None:
 
 
 def _difference(step: Step, digest: str, *, flawed: bool) -> str | None:
-    """Returns what is wrong with the context of a step; `flawed` says that its parent's record is."""
+    """Returns what is wrong with the context of a step; `flawed`: its parent has a flaw."""
     if step.context:
         return None if digest == step.context else "context_differs"
     return "context_flawed" if flawed else None
 
 
 class SequencesResult(NamedTuple):
-    """The sequences of a group, and counts of what was used and left out."""
+    """The sequences of a group, with counts of what was used and what was left out."""
 
     sequences: list[Sequence]
     counts: Counter[str]
-    """`rollouts` that the loss is a mean over, `tokens` trained, `groups_equal` (no differences to learn from) and
-    `groups_ungraded`, rollouts `ungraded` and `curated`, and steps `masked.<reason>`. Counters of several groups add up."""
+    """`rollouts` in the mean of the loss, trained `tokens`, `groups_equal` (all advantages are 0), `groups_ungraded`,
+    rollouts that are `ungraded` or `curated` out, and steps `masked.<reason>`. Counters of several groups can be added."""
 
 
 def sequences(group: Group, advantages: Iterable[float], *, divisor: float | None = None) -> SequencesResult:
-    """One sequence per leaf of each graded rollout's graph, cut after its last trained token.
+    """Returns one sequence per path with trained tokens, of each graded rollout's graph, cut after the last of them.
 
-    `advantages` are those of `group.graded`. A reply that lies on several paths is trained on the first and context on the others.
-    Tokens of a rollout share a weight: one over their number, so that every rollout weighs the same, or one over `divisor`.
-    A group whose advantages are all 0 is skipped with its rollouts: the loss is a mean over those that teach something.
+    `advantages` are those of `group.graded`. A reply on several paths is trained on the first and is context on the others.
+    All tokens of a rollout have the same weight: 1 / `divisor` or, without one, 1 / (its trained tokens), so that every rollout
+    counts the same. If all advantages are 0, the group adds no sequences and no rollouts to the mean of the loss.
     """
     credit = list(advantages)
     _check(group, credit)
@@ -217,13 +217,13 @@ def _of_attempt(attempt: Attempt, advantage: float, divisor: float | None) -> Se
 
 
 def _mask(step: Step, advantage: float, graph: Graph, quality: float) -> str | None:
-    """Returns why a step's tokens are not trained; None if they are."""
+    """Returns why a step's tokens are not trained, or None if they are."""
     without_credit = "zero_advantage" if not advantage else None if quality else "curated"
     return why_untrainable(step, graph) or without_credit
 
 
 def _qualities(attempt: Attempt) -> dict[int, float]:
-    """Returns, by step, the factor of its advantage; 0 where a curator removed it."""
+    """Returns the factor of each step's advantage: 0 if a curator removed the step."""
     marks = {mark.step: mark for mark in attempt.marks}
     whole = marks[None].quality if None in marks else 1.0
     own = {mark.step: mark.quality if mark.trainable else 0.0 for mark in attempt.marks}
@@ -231,7 +231,7 @@ def _qualities(attempt: Attempt) -> dict[int, float]:
 
 
 def _sequence(attempt: Attempt, graph: Graph, path: list[int], credit: dict[int, float], *, weight: float) -> Sequence:
-    """Returns the path up to its last step in `credit`; all tokens of such a step get its advantage."""
+    """Returns the path up to its last step in `credit`, which maps steps to the advantage of their tokens."""
     last = max(place for place, index in enumerate(path) if index in credit)
     ids: list[int] = []
     credited: list[tuple[slice, Step]] = []

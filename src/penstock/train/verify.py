@@ -1,7 +1,7 @@
 """`penstock verify`: recompute recorded tokens under the policy version that sampled them, and compare log-probabilities.
 
-`verify` pages through a run. An `Audit` checks the records of each group; then, for each version whose weights are on disk,
-its tokens become `Probes`: sequences that are packed and forwarded as in training. Nothing is written."""
+`verify` pages through a run. An `Audit` checks the records of each group. Then, for each version whose weights are on disk,
+`make_probes` turns its tokens into sequences, which are packed and forwarded as in training. Nothing is written."""
 
 import asyncio
 import math
@@ -23,12 +23,12 @@ from penstock.train.sequences import Graph, breaks, read_graph, sampled_tokens, 
 
 
 class ProbedToken(NamedTuple):
-    """One sampled token, and its recorded log-probability that a forward pass gives again."""
+    """One sampled token, with the recorded log-probability that a forward pass must reproduce."""
 
     rollout_id: str
     step: int
     place: int
-    """In the reply, from 0."""
+    """Index in the reply, from 0."""
     version: int
     logprob: float
 
@@ -37,12 +37,12 @@ class Probes(NamedTuple):
     """The tokens to recompute under one version, and the sequences that contain them."""
 
     sequences: list[Sequence]
-    """Their `advantages` carry each token's index in `tokens`: packing keeps them beside the tokens; no loss is computed."""
+    """Their `advantages` hold indices into `tokens`, because packing keeps advantages beside tokens. No loss is computed."""
     tokens: list[ProbedToken]
 
 
 def count_versions(read: Iterable[tuple[Attempt, Graph]]) -> Counter[int]:
-    """Returns how many tokens each version sampled, in steps whose record has no flaw."""
+    """Counts the tokens that each version sampled, in steps without a flaw."""
     counted: Counter[int] = Counter()
     for _, graph in read:
         for step in graph.steps.values():
@@ -52,7 +52,7 @@ def count_versions(read: Iterable[tuple[Attempt, Graph]]) -> Counter[int]:
 
 
 def make_probes(read: Iterable[tuple[Attempt, Graph]], version: int) -> Probes:
-    """Returns one sequence per path with tokens of `version`; a token on several paths is probed on the first."""
+    """Returns one sequence per path with tokens of `version`. A token on several paths is probed on the first only."""
     probes = Probes([], [])
     for attempt, graph in read:
         left = {i for i, step in graph.steps.items() if version in step.versions and i not in graph.flaws}
@@ -92,9 +92,9 @@ def _sequence(attempt: Attempt, graph: Graph, path: list[int], mine: set[int], v
 
 
 def _recomputable(step: Step) -> tuple[tuple[float, ...], float]:
-    """Returns the recorded log-probabilities that a forward pass gives again, and the temperature at which it does.
+    """Returns the recorded log-probabilities that a forward pass can reproduce, and the temperature to compute them at.
 
-    Truncated sampling renormalises and greedy sampling is certain: of those, the full softmax at temperature 1 is compared.
+    Truncated sampling renormalises, and a greedy token has probability 1. For both, compare the full softmax at temperature 1.
     """
     if step.sampling.temperature > 0 and not step.sampling.truncated:
         return step.logprobs, step.sampling.temperature
@@ -102,7 +102,7 @@ def _recomputable(step: Step) -> tuple[tuple[float, ...], float]:
 
 
 Status = Literal["exact", "inexact", "unproven"]
-"""Unproven: no flaw was result, but no token could be recomputed."""
+"""Unproven: there is no finding, but no token could be recomputed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +118,7 @@ class TokenDeviation:
 
     @property
     def deviation(self) -> float:
-        """Infinite where the recomputed one is NaN."""
+        """Infinite if the gap is NaN, so that no tolerance accepts it."""
         gap = abs(self.recorded - self.recomputed)
         return math.inf if math.isnan(gap) else gap
 
@@ -131,19 +131,19 @@ class StepFinding:
     step: int
     reason: str
     tokens: int
-    """How many of its tokens are affected."""
+    """The number of its tokens that are affected."""
     worst: TokenDeviation | None = None
-    """The token with the largest deviation, where log-probabilities were compared."""
+    """The token with the largest deviation; None if no log-probabilities were compared."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Audit:
-    """The result so far. Counts are named as in the metrics and the summary of a run."""
+    """The result so far. Counts have the same names as in the metrics and summary of a run."""
 
     run: str
     channel: str
     tolerance: float
-    """The largest deviation of a recomputed log-probability that is accepted."""
+    """The largest accepted deviation of a recomputed log-probability."""
     groups: int = 0
     rollouts: int = 0
     steps: int = 0
@@ -151,12 +151,12 @@ class Audit:
     unhashed_tokens: int = 0
     inexact: Counter[str] = field(default_factory=Counter[str])
     masked: Counter[str] = field(default_factory=Counter[str])
-    """Steps that cannot be trained whatever their advantage, by reason."""
+    """Counts steps that cannot be trained at any advantage, by reason."""
     breaks: Counter[str] = field(default_factory=Counter[str])
     recomputed: Counter[int] = field(default_factory=Counter[int])
     """Recomputed tokens by version."""
     gone: Counter[int] = field(default_factory=Counter[int])
-    """Tokens by version, where its weights are not on disk any more."""
+    """Tokens by version, for versions whose weights are not on disk."""
     largest: TokenDeviation | None = None
     total_deviation: float = 0.0
     findings: dict[tuple[str, int], StepFinding] = field(default_factory=dict[tuple[str, int], StepFinding])
@@ -168,7 +168,7 @@ class Audit:
 
     @property
     def exact_token_rate(self) -> float | None:
-        """None where nothing was sampled."""
+        """None if nothing was sampled."""
         return self.exact_tokens / self.sampled_tokens if self.sampled_tokens else None
 
     @property
@@ -185,13 +185,13 @@ class Audit:
 
     @property
     def status(self) -> Status:
-        """Tokens whose weights are gone are ignored, as long as others were recomputed."""
+        """Ignores tokens whose weights are gone, if others were recomputed."""
         if self.findings:
             return "inexact"
         return "exact" if self.recomputed else "unproven"
 
     def add(self, group: Group) -> list[tuple[Attempt, Graph]]:
-        """Check the records of a group; returns its attempts with their graphs, to make probes of."""
+        """Checks the records of a group; returns its attempts and their graphs, for `make_probes`."""
         self.groups += 1
         read = [(attempt, read_graph(attempt)) for attempt in group.attempts]
         for attempt, graph in read:
@@ -202,7 +202,7 @@ class Audit:
         return read
 
     def compare(self, token: ProbedToken, recomputed: float) -> None:
-        """Record a token's recomputed log-probability."""
+        """Records a token's recomputed log-probability."""
         result = TokenDeviation(
             rollout_id=token.rollout_id,
             step=token.step,
@@ -220,7 +220,7 @@ class Audit:
             self._find(token, "logprob_differs", result)
 
     def refuse(self, token: ProbedToken, reason: str) -> None:
-        """Record a token that the weights of its version could not have sampled."""
+        """Records a token that the weights of its version could not have sampled."""
         self.inexact[reason] += 1
         self._find(token, reason)
 
@@ -231,7 +231,7 @@ class Audit:
         if reason := why_untrainable(step, graph):
             self.masked[reason] += 1
         if flaw := graph.flaws.get(step.index):
-            self.inexact += Counter({flaw: size})  # which leaves a count of 0 out
+            self.inexact += Counter({flaw: size})  # += drops counts of 0
             rollout_id = attempt.rollout.id
             self.findings[rollout_id, step.index] = StepFinding(rollout_id=rollout_id, step=step.index, reason=flaw, tokens=size)
         elif not step.context:
@@ -246,7 +246,7 @@ class Audit:
 
 
 class VersionWeights:
-    """Loads the policy versions that are on disk, one at a time: the start policy is version 0, the others are checkpoints."""
+    """Loads policy versions from disk, one at a time. The start policy is version 0; the others are checkpoints."""
 
     def __init__(self, start: Path | None, checkpoints: Path) -> None:
         self._start, self._checkpoints = start, checkpoints
@@ -254,9 +254,9 @@ class VersionWeights:
         self._decoder: Decoder | None = None
 
     def load(self, version: int) -> Decoder | None:
-        """Returns the decoder of `version` in float32 on the CPU; None where its weights are not on disk."""
+        """Returns the decoder of `version` in float32 on the CPU, or None if its weights are not on disk."""
         if version != self._version:
-            self._version, self._decoder = None, None  # frees the memory before the next one is loaded
+            self._version, self._decoder = None, None  # free its memory before the next is loaded
             self._decoder = self._read(version)
             self._version = version
         return self._decoder
@@ -268,7 +268,7 @@ class VersionWeights:
         try:
             return load_decoder(folder).requires_grad_(False)
         except ModelError:
-            if self._find(version) is None:  # a running training removed this checkpoint meanwhile
+            if self._find(version) is None:  # a running trainer removed the checkpoint meanwhile
                 return None
             raise
 
@@ -277,7 +277,7 @@ class VersionWeights:
 
 
 def recompute(decoder: Decoder, probes: Probes, audit: Audit, *, tokens_per_pass: int) -> Iterator[int]:
-    """Compare each probed token in `audit`; yields the number of tokens after each pass."""
+    """Compares each probed token in `audit`; yields the number of tokens in each pass."""
     batch = pack(_computable(decoder, probes, audit), rollouts=1, tokens_per_pass=tokens_per_pass)
     for pass_set in batch.pass_sets:
         trunk = trunk_states(decoder, pass_set.trunk)
@@ -289,7 +289,7 @@ def recompute(decoder: Decoder, probes: Probes, audit: Audit, *, tokens_per_pass
 
 
 def _computable(decoder: Decoder, probes: Probes, audit: Audit) -> list[Sequence]:
-    """Returns the sequences that the decoder can take; tokens of the others are refused."""
+    """Returns the sequences that fit the decoder; refuses the tokens of the others."""
     shape, possible = decoder.shape, list[Sequence]()
     for sequence in probes.sequences:
         reason = "bad_token" if max(sequence.token_ids) >= shape.vocab_size else None
@@ -305,17 +305,17 @@ def _computable(decoder: Decoder, probes: Probes, audit: Audit) -> list[Sequence
 
 
 TOLERANCES = {"float32": 1e-3, "bfloat16": 2.0}
-"""Default tolerance by the dtype that the engine computed in; the audit itself computes in float32.
+"""Default tolerance by the dtype of the engine. The audit itself computes in float32.
 
-Of a model with 135 million parameters, float32 is off by 2e-4 at most; bfloat16 by 4e-2 on average and 1.5 on the rarest tokens.
+Measured on 135 million parameters: float32 deviates by at most 2e-4, bfloat16 by 4e-2 on average and 1.5 on the rarest tokens.
 """
 
 OnProgress = Callable[[int, int], None]
-"""Called with how many groups are done, and of how many."""
+"""Takes the number of groups checked so far, and the total."""
 
 
 async def verify(recorded: RecordedRun, on_progress: OnProgress, *, tolerance: float | None = None) -> Audit:
-    """Read the run from its first group to its last and account for every token; `tolerance` None takes the dtype's."""
+    """Audits every token of the run. If `tolerance` is None, the engine's dtype decides it."""
     limit = TOLERANCES[_precision(recorded)] if tolerance is None else tolerance
     audit = Audit(run=recorded.config.run.name, channel=recorded.channel, tolerance=limit)
     weights = VersionWeights(recorded.start_policy, recorded.folder.checkpoints)
@@ -335,12 +335,12 @@ async def _check(groups: list[Group], audit: Audit, weights: VersionWeights, *, 
             audit.gone[version] += count
             continue
         passes = recompute(decoder, make_probes(read, version), audit, tokens_per_pass=tokens_per_pass)
-        while await asyncio.to_thread(next, passes, None) is not None:  # one pass at a time, so that Ctrl-C does not wait long
+        while await asyncio.to_thread(next, passes, None) is not None:  # one thread call per pass, so Ctrl-C waits for one pass
             pass
 
 
 def _precision(recorded: RecordedRun) -> str:
-    """Returns the dtype that the engine computed in: as configured, else that of the checkpoints."""
+    """Returns the dtype of the engine: the configured one or, if `auto`, that of the checkpoints."""
     chosen = recorded.config.engine.dtype
     if chosen == "auto":
         chosen = "bfloat16" if policy.is_half_precision(recorded.folder.checkpoints) else "float32"
