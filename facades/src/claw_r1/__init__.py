@@ -1,4 +1,4 @@
-"""The Claw-R1 Agent Flow API over Penstock: names and conversions only."""
+"""The Claw-R1 Agent Flow API on Penstock. It contains names and conversions only."""
 
 __version__ = "0.1.0"
 

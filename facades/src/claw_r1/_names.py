@@ -1,4 +1,4 @@
-"""A module's names, imported when they are asked for."""
+"""Lazy imports of a module's names."""
 
 from collections.abc import Callable, Mapping
 from importlib import import_module
@@ -6,7 +6,10 @@ from typing import Any
 
 
 def lazy_attributes(module: str, homes: Mapping[str, str], absent: Mapping[str, str] | None = None) -> Callable[[str], Any]:
-    """A `__getattr__` for `module`: `homes` says as `module:name` where each is found, `absent` what to use in place of others."""
+    """Returns a `__getattr__` for `module`.
+
+    `homes` maps a name to `module` or `module:name`. `absent` maps a name that is not offered to a hint for the error message.
+    """
 
     def find(name: str) -> Any:
         if name in homes:

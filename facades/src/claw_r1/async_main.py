@@ -1,4 +1,4 @@
-"""`python3 -m claw_r1.async_main KEY=VALUE …`: asynchronous training, on Ray unless `penstock.scale.name=none`."""
+"""`python3 -m claw_r1.async_main KEY=VALUE …`: trains asynchronously, on Ray unless `penstock.scale.name=none`."""
 
 import shlex
 import sys
@@ -27,7 +27,7 @@ DEFAULT_FLOW = "single_step_single_turn_agent"
 
 
 def main(arguments: Sequence[str] | None = None, *, module: str = "claw_r1.async_main", is_async: bool = True) -> int:
-    """Train as the arguments say; the exit code is that of `penstock train`."""
+    """Trains. Returns the exit code of `penstock train`."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if {"-h", "--help"} & set(words):
         typer.echo(USAGE)
@@ -46,7 +46,7 @@ def _train(arguments: list[str], command: str, *, is_async: bool) -> None:
 
 
 def run_config(converted: Converted, where: str = "claw_r1.async_main") -> RunConfig:
-    """The run's settings, checked; a message names the key as it was given."""
+    """Returns the validated settings. Error messages name Claw-R1's key, not Penstock's."""
     if "dataset.train" not in converted.settings:
         raise ConfigError(f"{where}: data.train_files is missing; give the file with the tasks, data.train_files=train.parquet")
     tree: dict[str, Any] = {"agent": {"entry": "."}, "workflow": converted.config}
@@ -68,7 +68,7 @@ def run_config(converted: Converted, where: str = "claw_r1.async_main") -> RunCo
 
 
 def _renamed(message: str) -> str:
-    """A message about a setting of Penstock, with the key that sets it."""
+    """Replaces the Penstock setting in `message` by the Claw-R1 key that sets it."""
     ours = {**{key: each.ours for key, each in MAPPED_KEYS.items()}, **{key: each[0] for key, each in COMBINED_KEYS.items()}}
     found = next((key for key, each in ours.items() if f"{each} =" in message), None)
     return message.replace(ours[found], found, 1) if found else message

@@ -1,4 +1,4 @@
-"""Keys of Claw-R1 with their values to settings of Penstock: what each sets, what is refused, what has no effect and why."""
+"""Converts Claw-R1 keys to Penstock settings. Unsupported keys raise ConfigError; keys without effect give a notice."""
 
 import difflib
 from collections import defaultdict
@@ -13,22 +13,20 @@ from penstock.errors import ConfigError
 
 
 class Converted(NamedTuple):
-    """What the keys come to."""
-
     settings: dict[str, Any]
-    """By dotted key of Penstock; None stands for no setting."""
+    """Values by dotted Penstock key. Keys without a value are left out."""
     config: dict[str, Any]
-    """All of them as a tree: what a flow reads as `self.config`."""
+    """All Claw-R1 keys as a tree, which a flow reads as `self.config`."""
     notices: list[str]
-    """What was accepted without any effect, and why."""
+    """Keys that have no effect, with the reason."""
     epochs: int | None
-    """Passes over the tasks, where no number of steps was given."""
+    """Passes over the tasks. None if the number of steps is given."""
     fresh: bool
-    """Whether to start over instead of taking a run up."""
+    """Whether to start over instead of resuming the run."""
 
 
 def convert(values: Values, *, is_async: bool = True) -> Converted:
-    """The settings that `values` ask for; ConfigError names the first key that is unknown or cannot be kept."""
+    """Converts `values`. Raises ConfigError for the first key that is unknown or not supported."""
     idle: defaultdict[str, list[str]] = defaultdict(list)
     tree: dict[str, Any] = {}
     for key, value in values.items():
@@ -55,7 +53,7 @@ def convert(values: Values, *, is_async: bool = True) -> Converted:
 
 
 def _is_kept(key: str, value: Any) -> bool:
-    """Whether the key says what is so anyway; ConfigError where it says something else."""
+    """Returns whether the key is fixed. Raises ConfigError if its value is not one of the accepted values."""
     if (rule := FIXED_KEYS.get(key)) is None:
         return False
     if value not in rule.values:
@@ -81,7 +79,7 @@ def _reason(key: str) -> str:
 
 
 def put(tree: dict[str, Any], key: str, value: Any) -> None:
-    """Set a dotted key of a tree."""
+    """Sets a dotted key in a nested dict."""
     *sections, last = key.split(".")
     for section in sections:
         below = tree.setdefault(section, {})

@@ -1,4 +1,4 @@
-"""The dotted keys of Claw-R1's command line that set something here, each with the setting of Penstock that it sets."""
+"""Claw-R1's dotted keys that have an effect, each with the Penstock setting that it sets."""
 
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
@@ -26,36 +26,36 @@ ALIASES = {
     "trainer.model.path": "actor_rollout_ref.model.path",
     "trainer.model.trust_remote_code": "actor_rollout_ref.model.trust_remote_code",
 }
-"""Second spellings, which its documents use beside those of its code."""
+"""Alternative spellings. Claw-R1's documentation uses them, its code does not."""
 
 
 class MappedKey(NamedTuple):
-    """A key that sets one setting by itself."""
+    """A key that sets exactly one setting."""
 
     ours: str
     read: Callable[[Any], Any] = lambda value: value
-    """Gives None where the value leaves the setting as it is."""
+    """Converts the value. None leaves the setting at its default."""
     note: str = ""
 
 
 def from_here(value: Any) -> Any:
-    """A file by its path from the current folder, which is not where other processes look for it."""
+    """Makes a path absolute: other processes have another working directory."""
     return value and str(Path(str(value)).absolute())
 
 
 def model(value: Any) -> Any:
-    """A Hugging Face name gets the prefix that marks one here; a folder and a name of ours stay."""
+    """Adds the prefix `hf:` to a Hugging Face name. Folders and Penstock's model names stay unchanged."""
     is_remote = isinstance(value, str) and value.count("/") == 1 and not value.startswith(("/", ".", "~", "hf:"))
     return f"hf:{value}" if is_remote and not Path(str(value)).exists() else value
 
 
 def one_file(value: Any) -> Any:
-    """A list of one file is that file."""
+    """Unpacks a list of one file."""
     return value[0] if isinstance(value, list) and len(value) == 1 else value  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
 
 
 def packaged(value: Any) -> Any:
-    """A relative path that is not there is looked for beside the installed `claw_r1`."""
+    """Looks for a path that does not exist next to the installed `claw_r1` package."""
     spec = find_spec("claw_r1")
     roots = [Path(place).parent for place in (spec.submodule_search_locations or ())] if spec else []
     found = [root / str(value) for root in roots if value and not Path(str(value)).exists() and (root / str(value)).is_file()]
@@ -63,12 +63,12 @@ def packaged(value: Any) -> Any:
 
 
 def positive(value: Any) -> Any:
-    """Minus one, which means never or no limit, leaves the setting as it is."""
+    """Returns None for 0 or less (in Claw-R1: never, no limit), which leaves the setting at its default."""
     return None if isinstance(value, int | float) and value <= 0 else value
 
 
 def not_negative(value: Any) -> Any:
-    """Minus one, which means never or all, is 0 here."""
+    """Returns 0 for a negative number (in Claw-R1: never, all)."""
     return max(0, value) if isinstance(value, int) else value
 
 
@@ -142,4 +142,4 @@ COMBINED_KEYS: dict[str, tuple[str, str]] = {
     "trainer.default_local_dir": ("run.folder, run.name", "the folder of the run; goes before the two names"),
     "trainer.resume_mode": ("", "`auto` takes the run of that name up, `disable` keeps it aside and starts over"),
 }
-"""Keys that decide a setting together; `convert.py` says how."""
+"""Keys that determine a setting together; see `convert.py`."""

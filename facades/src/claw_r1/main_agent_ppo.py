@@ -1,4 +1,4 @@
-"""`python3 -m claw_r1.main_agent_ppo KEY=VALUE …`: the same, synchronous: every group is trained by the version that sampled it."""
+"""`python3 -m claw_r1.main_agent_ppo KEY=VALUE …`: trains synchronously. Each group is trained by the version that sampled it."""
 
 import sys
 

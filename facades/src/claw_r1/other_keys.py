@@ -1,4 +1,4 @@
-"""The keys of Claw-R1's command line that set nothing here: those that must keep one value, and those that have no effect."""
+"""Claw-R1 keys that set nothing in Penstock: those that accept fixed values only, and those that have no effect."""
 
 from typing import Any, NamedTuple
 
@@ -6,7 +6,7 @@ from claw_r1.keys import ACTOR, FLOW, ROLLOUT
 
 
 class FixedKey(NamedTuple):
-    """A key that may say what is so anyway, and nothing else."""
+    """A key that accepts only the values that Penstock uses anyway."""
 
     values: tuple[Any, ...]
     reason: str
@@ -122,4 +122,4 @@ IGNORED_KEYS: dict[str, tuple[str, ...]] = {
     ),
     "nothing of Hydra is run": ("hydra.*",),
 }
-"""By reason: keys that are accepted and said to have no effect; `*` stands for all keys below."""
+"""Maps a reason to the keys that are accepted without effect. A trailing `*` matches all keys with that prefix."""

@@ -1,4 +1,4 @@
-"""Arguments in Hydra's form, such as `a.b=1`, `+a.b=[x,y]` and `a.b='text'`, to keys and values."""
+"""Parses Hydra overrides such as `a.b=1`, `+a.b=[x,y]` and `a.b='text'`."""
 
 import re
 from collections.abc import Iterable
@@ -10,13 +10,13 @@ from claw_r1.keys import ALIASES
 from penstock.errors import ConfigError
 
 PENSTOCK_PREFIX = "penstock."
-"""Keys below it are Penstock's own settings, as `penstock train --set` takes them."""
+"""Keys with this prefix are Penstock settings, as in `penstock train --set`."""
 KEY = re.compile(r"\+{0,2}([A-Za-z_][\w-]*(?:[./@][A-Za-z_][\w-]*)*)=(.*)", re.DOTALL)
 NUMBER = re.compile(r"[+-]?(\d[\d_]*\.?[\d_]*|\.\d+)(e[+-]?\d+)?|[+-]?inf|nan", re.IGNORECASE)
 
 
 def read_overrides(arguments: Iterable[str]) -> dict[str, Any]:
-    """Values by key, the last one given for each; ConfigError names an argument that is none."""
+    """Returns the values by key; the last value of a key wins. Raises ConfigError for an argument that is not an override."""
     values: dict[str, Any] = {}
     for argument in arguments:
         found = KEY.fullmatch(argument)
@@ -30,7 +30,7 @@ def read_overrides(arguments: Iterable[str]) -> dict[str, Any]:
 
 
 def read_value(text: str, key: str) -> Any:
-    """Quoted text, a list, a mapping, null, a boolean or a number; else the text as it stands."""
+    """Parses quoted text, a list, a mapping, null, a boolean or a number. Returns anything else unchanged."""
     text = text.strip()
     if text[:1] in ("[", "{", "'", '"'):
         try:

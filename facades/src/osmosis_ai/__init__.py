@@ -1,4 +1,4 @@
-"""The Osmosis rollout API over Penstock: names and conversions only."""
+"""The Osmosis rollout API on Penstock. It contains names and conversions only."""
 
 import importlib
 from typing import Any
@@ -11,7 +11,7 @@ _RUBRIC = frozenset({"MissingAPIKeyError", "ModelNotFoundError", "ProviderReques
 
 
 def __getattr__(name: str) -> Any:
-    """What needs a judge is imported when it is asked for."""
+    """Imports the rubric names on first use."""
     if name in _RUBRIC:
         return getattr(importlib.import_module("osmosis_ai.rubric"), name)
     raise AttributeError(f"module 'osmosis_ai' has no attribute {name!r}")

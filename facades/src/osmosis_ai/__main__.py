@@ -1,4 +1,4 @@
-"""`python -m osmosis_ai`: the `osmosis` command."""
+"""Runs the `osmosis` command: `python -m osmosis_ai`."""
 
 from osmosis_ai.cli import main
 

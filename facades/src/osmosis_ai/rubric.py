@@ -1,4 +1,4 @@
-"""`evaluate_rubric` and what it gives and raises, over penstock's judge."""
+"""`evaluate_rubric` with its result and errors, on Penstock's judge."""
 
 import json
 import os
@@ -21,11 +21,11 @@ class RubricResult:
 
 
 class MissingAPIKeyError(RuntimeError):
-    """No key for the judge was given, and the environment has none."""
+    """Neither the arguments nor the environment contain a key for the judge."""
 
 
 class ProviderRequestError(RuntimeError):
-    """The judge's provider refused, could not be reached, or gave nothing that can be used."""
+    """The judge's provider refused, could not be reached, or returned an unusable reply."""
 
     def __init__(self, provider: str, model: str, detail: str) -> None:
         self.provider, self.model, self.detail = provider, model, detail.strip() or "no reason was given"
@@ -49,9 +49,9 @@ async def evaluate_rubric(
     api_key: str | None = None,
     timeout: float | None = None,
 ) -> RubricResult:
-    """Let `model` (`openai/gpt-5-mini` and the like) score an answer, or a conversation, by `rubric`.
+    """Lets `model`, such as `openai/gpt-5-mini`, score an answer or a conversation by `rubric`.
 
-    A score that is not between the two bounds is refused, never moved. OPENAI_BASE_URL leads models of OpenAI's elsewhere.
+    A score outside the bounds is an error and is never clamped. OPENAI_BASE_URL redirects OpenAI models to another server.
     """
     from penstock.graders.judge import Case, JudgeError, LlmJudge, Scale
     from penstock.graders.rubric import format_conversation

@@ -1,4 +1,4 @@
-"""The base of all flows, their registry, and the workers that run them; naming a worker loads Ray, nothing else does."""
+"""The base class of flows, their registry, and the workers that run them. Only the worker classes import Ray."""
 
 from typing import TYPE_CHECKING
 

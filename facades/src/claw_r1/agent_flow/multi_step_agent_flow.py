@@ -1,4 +1,4 @@
-"""Several turns, with tools or a second look."""
+"""A flow of several turns, with tools or self-review."""
 
 from penstock.sdk.flow import MultiStepAgentFlow
 

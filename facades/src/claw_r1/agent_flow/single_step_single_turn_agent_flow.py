@@ -1,4 +1,4 @@
-"""One question, one reply."""
+"""A flow of one prompt and one reply."""
 
 from penstock.sdk.flow import SingleStepSingleTurnAgentFlow
 

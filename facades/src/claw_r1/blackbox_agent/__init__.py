@@ -1,4 +1,4 @@
-"""Black-box flows: agents that know a `base_url` and the OpenAI API, and nothing of training."""
+"""Black-box flows: agents that use a `base_url` and the OpenAI API and know nothing about training."""
 
 from typing import TYPE_CHECKING
 

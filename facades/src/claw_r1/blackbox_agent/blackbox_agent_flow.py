@@ -1,4 +1,4 @@
-"""The base of black-box flows: begins, registers and completes the rollout around `_run_agent`."""
+"""The base class of black-box flows. It starts, registers and completes the rollout around `_run_agent`."""
 
 from penstock.sdk.flow import BlackBoxAgentFlowBase
 

@@ -1,4 +1,4 @@
-"""An agent that solves grade-school mathematics with a plain OpenAI client."""
+"""An agent that solves GSM8K problems with a plain OpenAI client."""
 
 from penstock.integrations.gsm8k import GSM8KAgent
 

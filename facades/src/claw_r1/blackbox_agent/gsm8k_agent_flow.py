@@ -1,4 +1,4 @@
-"""Grade-school mathematics as a black-box flow."""
+"""The GSM8K agent as a black-box flow."""
 
 from penstock.integrations.gsm8k import BlackBoxGSM8KAgentFlow
 

@@ -1,4 +1,4 @@
-"""What a flow hands in. The pool behind it is Penstock's own: durable, and not an actor."""
+"""The records that a flow submits. They go to Penstock's pool, which is durable and not an actor."""
 
 from typing import TYPE_CHECKING
 

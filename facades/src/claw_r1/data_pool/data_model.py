@@ -1,4 +1,4 @@
-"""One model call, as a flow hands it in."""
+"""The record of one model call that a flow submits."""
 
 from penstock.sdk.flows.step import SubmittedStep as Step
 

@@ -1,1 +1,1 @@
-"""The gateway: `python -m claw_r1.gateway.gateway`."""
+"""The gateway command, `python -m claw_r1.gateway.gateway`."""

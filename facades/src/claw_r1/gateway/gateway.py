@@ -1,6 +1,6 @@
-"""`python -m claw_r1.gateway.gateway`: Penstock's gateway by itself, with Claw-R1's flags and no Ray cluster.
+"""`python -m claw_r1.gateway.gateway`: runs Penstock's gateway with Claw-R1's flags, without a Ray cluster.
 
-On this machine alone it is open, as there: no token is asked for. On any other interface every call needs one.
+On loopback it needs no token, as in Claw-R1. On any other interface every call needs one.
 """
 
 import argparse
@@ -20,11 +20,11 @@ PORT = 8100
 
 
 class GatewayCommand(NamedTuple):
-    """Claw-R1's flags as those of `penstock gateway`."""
+    """Claw-R1's flags converted to a `penstock gateway` command line."""
 
     arguments: list[str]
     notices: list[str]
-    """What has no effect or another one, and why."""
+    """Flags that have no effect or a different one, each with the reason."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -33,7 +33,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve until a signal comes; the exit code is that of `penstock gateway`."""
+    """Serves until a signal arrives. Returns the exit code of `penstock gateway`."""
     return exit_code(lambda: _serve(list(sys.argv[1:] if arguments is None else arguments)))
 
 
@@ -45,7 +45,7 @@ def _serve(arguments: list[str]) -> int:
 
 
 def convert(arguments: Sequence[str]) -> GatewayCommand:
-    """The command line of `penstock gateway` that does the same; ConfigError names a flag that cannot be kept."""
+    """Returns the equivalent `penstock gateway` command line. Raises ConfigError for a flag that is not supported."""
     flags = _parser().parse_args(arguments)
     if flags.reward_worker_name:
         text = "no reward worker is asked: /compute_reward goes by the rule of the row's data_source; leave it out"

@@ -1,4 +1,4 @@
-"""The `osmosis` command line over Penstock's controller."""
+"""The `osmosis` command line for Penstock's controller."""
 
 from osmosis_ai.cli.app import main
 

@@ -1,4 +1,4 @@
-"""`osmosis auth`: who one is at a controller."""
+"""`osmosis auth`: login, logout and identity at a controller."""
 
 import os
 import platform
@@ -20,7 +20,7 @@ from penstock.errors import ControllerError
 
 app = typer.Typer(help="Log in at a controller.", no_args_is_help=True)
 LONGEST_S = 900
-"""How long a login waits for its approval."""
+"""How long a login waits for approval."""
 
 
 @app.command("login")
@@ -98,7 +98,7 @@ def whoami() -> Detail:
 
 
 def _login_of(client: ControllerClient, token: str) -> Login:
-    """Whom a token belongs to; AUTH_REQUIRED where the controller does not know it."""
+    """Returns the login that `token` belongs to. Raises AUTH_REQUIRED if the controller does not know the token."""
     found = client.verify()
     user: Record = found["user"]
     return Login(
@@ -111,7 +111,7 @@ def _login_of(client: ControllerClient, token: str) -> Login:
 
 
 def _wait_for_approval(url: str, term: Terminal) -> Login:
-    """Wait until somebody approves this machine at the controller."""
+    """Waits until a user approves this machine at the controller."""
     if not term.can_ask:
         raise CliError(
             "Nobody can approve a login here; pass --token, or set OSMOSIS_TOKEN", "INTERACTIVE_REQUIRED", flags=["--token"]

@@ -1,4 +1,4 @@
-"""The `osmosis` command: its tree, its global flags, and the one place where results are printed and errors become exit codes."""
+"""The `osmosis` command: command tree and global flags. Results are printed, and errors become exit codes, here only."""
 
 import os
 import sys
@@ -48,7 +48,7 @@ def root(
 
     Without OSMOSIS_PLATFORM_URL a controller on this machine is used, and started where none runs.
     """
-    del as_json, as_plain  # taken out of the line before it is read
+    del as_json, as_plain  # `run` removes both flags before typer parses the line
     if version:
         typer.echo(f"osmosis-ai {__version__}")
         raise typer.Exit
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run one command line, print what came of it, and return its exit code."""
+    """Runs one command line and prints its result. Returns the exit code."""
     flags, line = split_flags(arguments)
     terminal = Terminal(_mode(flags))
     try:
@@ -77,7 +77,7 @@ def run(arguments: Sequence[str]) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # who read it has left: nothing more to say
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise the flush at exit fails again
         return 1
     except Exception as error:
         failure = failure_of(error)
@@ -88,14 +88,14 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def split_flags(arguments: Sequence[str]) -> tuple[set[str], list[str]]:
-    """The global flags, wherever they stand before a `--`, and the line without them."""
+    """Returns the global flags found anywhere before `--`, and the line without them."""
     before = list(takewhile(lambda word: word != "--", arguments))
     rest = [word for word in before if word not in FLAGS]
     return set(before) & set(FLAGS), [*rest, *arguments[len(before) :]]
 
 
 def command_of(line: Sequence[str]) -> str:
-    """The command of a line, for people who read many errors: `eval submit`."""
+    """Returns the command's name, such as `eval submit`, for error messages."""
     words = [word for word in line if not word.startswith("-")]
     return " ".join(words[: 2 if words[:1] and words[0] in GROUPS else 1]) or "<root>"
 

@@ -1,4 +1,4 @@
-"""Where a command works: the workspace around it, the name its code goes by, and the controller it talks to."""
+"""What a command works with: its workspace, the identity of the code, and the controller."""
 
 import os
 import re
@@ -14,20 +14,19 @@ from penstock.controller.client import ControllerClient
 
 @dataclass(frozen=True, slots=True)
 class Git:
-    """What the code of a workspace is known by."""
+    """The identity of a workspace's code."""
 
     identity: str
-    """`owner/name`; `local/<folder>` without a remote."""
+    """`owner/name`, or `local/<folder>` without a remote."""
     remote_url: str | None
 
     def as_json(self) -> dict[str, Any]:
-        """As envelopes tell it."""
         return {"identity": self.identity, "remote_url": self.remote_url}
 
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """A workspace and the controller that its commands talk to."""
+    """A workspace and its controller."""
 
     client: ControllerClient
     git: Git
@@ -35,19 +34,19 @@ class Connection:
 
     @property
     def where(self) -> dict[str, Any]:
-        """What every result tells beside its own fields."""
+        """The fields that every result contains."""
         return {"git": self.git.as_json(), "workspace_directory": str(self.workspace)}
 
 
 def connect() -> Connection:
-    """From the working directory; a local controller is started where no other is named."""
+    """Connects from the working directory. Starts a local controller unless OSMOSIS_PLATFORM_URL names one."""
     workspace = require_workspace()
     git = identify(workspace)
     return Connection(open_client(git.identity), git, workspace)
 
 
 def require_workspace(start: Path | None = None) -> Path:
-    """The workspace around `start`; WORKSPACE_REQUIRED tells what is missing."""
+    """Returns the workspace that contains `start`. Raises WORKSPACE_REQUIRED, naming the missing folders."""
     from penstock.workspace.layout import Workspace, find_workspace
 
     here = (start or Path()).resolve()
@@ -59,7 +58,7 @@ def require_workspace(start: Path | None = None) -> Path:
 
 
 def identify(workspace: Path) -> Git:
-    """By its `origin`, on whatever host that is."""
+    """Identifies the workspace by its git remote `origin`, on any host."""
     asked = subprocess.run(["git", "remote", "get-url", "origin"], cwd=workspace, capture_output=True, text=True, check=False)
     remote = asked.stdout.strip() if asked.returncode == 0 else ""
     path = re.sub(r"^[a-z+]+://[^/]+|^[^/@]+@[^:/]+:", "", remote).removesuffix("/").removesuffix(".git")
@@ -70,7 +69,7 @@ def identify(workspace: Path) -> Git:
 
 
 def open_client(git: str | None = None) -> ControllerClient:
-    """The controller of OSMOSIS_PLATFORM_URL, else the local one."""
+    """Opens the controller of OSMOSIS_PLATFORM_URL, or else the local one."""
     url = platform_url()
     if url is None:
         from penstock.controller.local import find_controller
@@ -86,7 +85,7 @@ def open_client(git: str | None = None) -> ControllerClient:
 
 
 def platform_url() -> str | None:
-    """The controller that the environment names."""
+    """Returns OSMOSIS_PLATFORM_URL, or None if it is not set."""
     return (os.environ.get("OSMOSIS_PLATFORM_URL") or "").strip().rstrip("/") or None
 
 

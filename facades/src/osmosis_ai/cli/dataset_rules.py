@@ -1,4 +1,4 @@
-"""What the platform asks of a dataset beyond what a task needs, looked at in every row."""
+"""The platform's rules for datasets, checked in every row. They are stricter than what a task needs."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import closing
@@ -12,15 +12,13 @@ from penstock.sdk.dataset import DatasetRow, each_row, parse_json
 LARGEST = 5 * 1024**3
 FEWEST_ROWS = 4
 LISTED = 20
-"""Errors listed in full; more are counted."""
+"""The number of errors that are listed; the rest are counted."""
 REQUIRED = ("system_prompt", "user_prompt")
 TEXTS = (*REQUIRED, "ground_truth")
 
 
 @dataclass(slots=True)
 class DatasetIssues:
-    """What was found in a file."""
-
     rows: int = 0
     errors: list[str] = field(default_factory=list[str])
     warnings: list[str] = field(default_factory=list[str])
@@ -28,16 +26,16 @@ class DatasetIssues:
 
 @dataclass(slots=True)
 class Shapes:
-    """What the metadata of the rows looked like so far."""
+    """The shape of the metadata in the rows read so far."""
 
     types: dict[str, tuple[str, str]] = field(default_factory=dict[str, tuple[str, str]])
-    """By a key's path: the JSON type it has, and where it was first seen."""
+    """Maps a key's path to its JSON type and the row where it first occurs."""
     filled: bool = False
     present: bool = False
 
 
 def check_file(path: Path) -> DatasetIssues:
-    """Read the whole file, a row at a time."""
+    """Checks the whole file, one row at a time."""
     found, more = DatasetIssues(), 0
     for error in _flaws(path, found):
         if len(found.errors) < LISTED:

@@ -1,4 +1,4 @@
-"""`osmosis dataset`: check, upload, look at and fetch datasets."""
+"""`osmosis dataset`: validate, upload, show and download datasets."""
 
 from pathlib import Path
 from typing import Annotated

@@ -1,4 +1,4 @@
-"""Settings in a `.env` file beside or above the working directory; what the environment has already stays."""
+"""Reads a `.env` file in or above the working directory. Variables that are already set stay unchanged."""
 
 import os
 import re
@@ -14,7 +14,7 @@ ESCAPES = {"n": "\n", "t": "\t", "r": "\r"}
 
 
 def load_environment(start: Path) -> None:
-    """Take over the nearest `.env`, looking upwards."""
+    """Loads the nearest `.env` in `start` or its parents."""
     for folder in (start, *start.parents):
         file = folder / ".env"
         if file.is_file():
@@ -24,7 +24,7 @@ def load_environment(start: Path) -> None:
 
 
 def read_settings(text: str) -> Iterator[tuple[str, str]]:
-    """Name and value of each line that sets one; others are passed over."""
+    """Yields name and value of each line that sets a variable, and skips other lines."""
     for line in text.splitlines():
         if (found := LINE.fullmatch(line)) is None:
             continue

@@ -1,4 +1,4 @@
-"""An evaluation as people read it: a row of a list, labelled lines, results."""
+"""Formats an evaluation for people: table row, labelled fields, results."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from osmosis_ai.cli.runs import progress
 
 
 def listed(item: Record, summary: Record) -> list[str]:
-    """A row of a list."""
+    """Returns the cells of a table row."""
     reward = two_digits(summary.get("avg_reward"))
     return [
         item["name"],
@@ -21,7 +21,7 @@ def listed(item: Record, summary: Record) -> list[str]:
 
 
 def labelled(row: Record, summary: Record, export: Record | None) -> dict[str, Any]:
-    """The values by their labels, in order."""
+    """Returns the values by label, in display order."""
     item = eval_item(row)
     waits = item["status"] in PENDING
     return {
@@ -42,7 +42,7 @@ def labelled(row: Record, summary: Record, export: Record | None) -> dict[str, A
 
 
 def results_of(summary: Record, results: Record) -> list[str]:
-    """How the samples were graded, a line for each part that is known."""
+    """Returns one line for each known part of the results."""
     stats = dict(results.get("reward_stats") or {})
     pass_at_k: Record = stats.pop("pass_at_k", None) or {}
     counts = ", ".join(f"{name} {summary[name]}" for name in ("graded", "passed", "failed", "skipped") if name in summary)

@@ -1,4 +1,4 @@
-"""`osmosis eval`: submit evaluations, look at them, stop them, fetch what they left."""
+"""`osmosis eval`: submit, show, stop and download evaluations."""
 
 from pathlib import Path
 from typing import Annotated
@@ -109,7 +109,7 @@ def stop(context: typer.Context, name: Name, yes: Yes = False) -> Operation:
 
 
 def _save(term: Terminal, here: Connection, row: Record, output: Path | None) -> tuple[str | None, str | None]:
-    """Where metrics.json was saved, or why it was not; nothing is written for scripts that did not say where."""
+    """Returns the path of the saved metrics.json, or the error. Scripts get a file only if they pass a path."""
     if output is None and term.mode != "human":
         return None, None
     try:

@@ -1,4 +1,4 @@
-"""Metrics of a run in the form that the command line prints and saves; pure."""
+"""Converts a run's metrics to the form that the command line prints and saves. Pure functions."""
 
 from datetime import UTC, datetime
 from typing import Any
@@ -17,7 +17,7 @@ FIGURES = ("initial", "latest", "delta", "min", "max")
 
 
 def eval_export(detail: Record, metrics: Record) -> Record:
-    """Of an evaluation; what is not known is left out."""
+    """Returns the metrics of an evaluation. Unknown values are left out."""
     run, overview = eval_item(eval_row(detail)), dict(metrics["overview"])
     names = {f"{key}_name": run[key] for key in ("dataset", "model", "rollout")}
     times = {key: run[key] for key in ("started_at", "completed_at")}
@@ -28,7 +28,7 @@ def eval_export(detail: Record, metrics: Record) -> Record:
 
 
 def training_export(detail: Record, metrics: Record) -> Record:
-    """Of a training run: its head, a summary and the points of each metric."""
+    """Returns a training run's fields, a summary and the points of each metric."""
     run, overview = training_item(training_row(detail)), metrics["overview"]
     head = {
         "id": metrics["training_run_id"],

@@ -1,4 +1,4 @@
-"""Errors as scripts know them: a code out of a fixed set, the message, details, an exit code."""
+"""Converts errors for scripts: a code from a fixed set, message, details and exit code."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,24 +18,23 @@ STATUSES = {
     429: "RATE_LIMITED",
 }
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
-"""What typer raises for a command line that it cannot read; it exports this child of it only."""
+"""Typer raises it for a command line that it cannot parse, but exports only its subclass BadParameter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """How a command ended."""
+    """How a command failed."""
 
     code: str
     message: str
     details: Mapping[str, Any] = field(default_factory=dict[str, Any])
     exit_code: int = 1
     is_help: bool = False
-    """Whether the message is the help of a group that was called without a command."""
+    """Whether the message is the help text of a group that was called without a command."""
     is_bug: bool = False
 
 
 def failure_of(error: Exception) -> Failure:
-    """The fields of an error."""
     match error:
         case CliError():
             return Failure(code=error.code, message=str(error), details=error.details)
@@ -66,7 +65,7 @@ def _refused(error: ControllerError) -> Failure:
 
 
 def _listed(message: str, issues: Any) -> str:
-    """The message with what is wrong below it, unless it says so itself."""
+    """Appends the issues that the message does not contain."""
     lines = [_line(issue) for issue in cast("Sequence[Any]", issues)] if isinstance(issues, list) else []
     return "\n".join([message, *(f"  - {line}" for line in lines if line not in message)])
 

@@ -1,4 +1,4 @@
-"""Values as people read them: aligned columns, local times, sizes, durations."""
+"""Formats values for people: aligned columns, local times, sizes, durations."""
 
 import re
 from collections.abc import Sequence
@@ -9,18 +9,18 @@ NONE = "—"
 
 
 def columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows with each column as wide as its widest cell."""
+    """Aligns rows: each column is as wide as its widest cell."""
     widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
     return ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def plain(value: Any) -> str:
-    """One line, whatever it is."""
+    """Formats any value on one line."""
     return NONE if value is None else re.sub(r"\s+", " ", str(value))
 
 
 def moment(text: str | None) -> str:
-    """`Jan 2, 2026 3:04 PM` in this machine's zone; raw where it has none of its own."""
+    """Formats as `Jan 2, 2026 3:04 PM` in the local time zone. Text without a time zone is returned unchanged."""
     try:
         read = datetime.fromisoformat(text or "")
     except ValueError:
@@ -51,7 +51,7 @@ def duration(milliseconds: float | None) -> str | None:
 
 
 def settings(config: dict[str, Any] | None) -> str | None:
-    """`key=value, table.key=value`, without the model, which has a line of its own."""
+    """Formats as `key=value, table.key=value`, without the model, which is shown separately."""
     texts: list[str] = []
     for key, value in sorted((config or {}).items()):
         table = cast("dict[str, Any]", value) if isinstance(value, dict) else {}
@@ -65,5 +65,5 @@ def two_digits(value: float | None) -> str:
 
 
 def percent(value: float | None) -> str | None:
-    """A rate between 0 and 1."""
+    """Formats a rate between 0 and 1."""
     return None if value is None else f"{value:.1%}"

@@ -1,4 +1,4 @@
-"""Logins at controllers, kept in a file that only its owner can read: one for each address."""
+"""Saved logins, one per controller address, in a file that only its owner can read."""
 
 import os
 from contextlib import suppress
@@ -13,7 +13,7 @@ from osmosis_ai.cli.output import CliError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Login:
-    """A token and whom it belongs to."""
+    """A token and its owner."""
 
     token: str
     email: str
@@ -23,23 +23,21 @@ class Login:
 
 
 def saved_login(url: str) -> Login | None:
-    """The one at this address."""
     found = _read().get(url)
     return Login(**found) if found else None
 
 
 def save_login(url: str, login: Login) -> None:
-    """Keep it in the place of an earlier one."""
+    """Saves the login and replaces an earlier one."""
     _write({**_read(), url: asdict(login)})
 
 
 def forget_login(url: str) -> None:
-    """Keep no login at this address."""
     _write({other: login for other, login in _read().items() if other != url})
 
 
 def logins_file() -> Path:
-    """Not upstream's own file, whose form is another."""
+    """A file other than upstream's, which has a different format."""
     return Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "penstock" / "osmosis-logins.json"
 
 

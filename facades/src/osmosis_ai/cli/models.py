@@ -1,4 +1,4 @@
-"""`osmosis model`: models to begin with, models that runs have trained, and those that are served."""
+"""`osmosis model`: base models, trained models and deployments."""
 
 from typing import Annotated, Any, Literal
 
@@ -45,10 +45,9 @@ def list_models(
 
 
 class ModelListing(Listing):
-    """Two lists side by side, each with its own page."""
+    """Two lists, each with its own page."""
 
     def as_json(self) -> dict[str, Any]:
-        """The two lists stand in the place of the one."""
         return dict(self.extra)
 
 

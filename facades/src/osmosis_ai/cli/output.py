@@ -1,4 +1,4 @@
-"""How results and errors are written, and how people are asked: one line of JSON, plain lines, or text."""
+"""Prints results and errors as JSON, plain lines or text, and asks for confirmation."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ SCHEMA = {"schema_version": 1}
 
 
 class CliError(PenstockError):
-    """What ends a command, with a code that a script can act on."""
+    """Ends a command. `code` is for scripts."""
 
     def __init__(self, message: str, code: str = "VALIDATION", **details: Any) -> None:
         super().__init__(message)
@@ -27,12 +27,12 @@ class CliError(PenstockError):
 
 @dataclass(frozen=True, slots=True)
 class Terminal:
-    """Where a command's words go; `typer.Context.obj` of every command."""
+    """The output of a command; `typer.Context.obj` of every command."""
 
     mode: Mode
 
     def show(self, result: Result) -> int:
-        """Print it on stdout; the exit code."""
+        """Prints the result on stdout. Returns the exit code."""
         if self.mode == "json":
             self._write(sys.stdout, result.as_json())
         else:
@@ -40,7 +40,7 @@ class Terminal:
         return 0 if isinstance(result, Listing) else result.exit_code
 
     def fail(self, message: str, code: str, command: str, details: Mapping[str, Any] | None = None) -> None:
-        """Print an error on stderr."""
+        """Prints an error on stderr."""
         if self.mode == "json":
             error = {"code": code, "message": message, "details": dict(details or {}), "request_id": None}
             self._write(sys.stderr, {"command": command, "cli_version": __version__, "error": error})
@@ -48,14 +48,14 @@ class Terminal:
             typer.echo(f"Error: {message}", err=True)
 
     def warn(self, message: str, code: str | None = None) -> None:
-        """Print a warning on stderr; the command goes on."""
+        """Prints a warning on stderr."""
         if self.mode == "json":
             self._write(sys.stderr, {"cli_version": __version__, "warning": {"code": code, "message": message}})
         else:
             typer.echo(f"Warning: {message}", err=True)
 
     def confirm(self, prompt: str, *, yes: bool, summary: Mapping[str, Any], warnings: Sequence[str] = ()) -> None:
-        """Go on only where the user says so; a script says it with --yes."""
+        """Returns if the user agrees or `yes` is set, and exits otherwise. Raises INTERACTIVE_REQUIRED if nobody can be asked."""
         if yes:
             return
         listed = [{"label": label, "value": value} for label, value in summary.items()]
@@ -69,7 +69,7 @@ class Terminal:
 
     @property
     def can_ask(self) -> bool:
-        """Whether a person sits there."""
+        """Whether a person can answer a prompt."""
         return self.mode == "human" and sys.stdin.isatty()
 
     @staticmethod
@@ -79,5 +79,5 @@ class Terminal:
 
 
 def terminal(context: typer.Context) -> Terminal:
-    """Of a running command."""
+    """Returns the terminal of the running command."""
     return context.obj

@@ -1,4 +1,4 @@
-"""`eval download`: which files of an evaluation are wanted, whether they may be taken, and where they go."""
+"""`eval download`: selects, checks and stores the files of an evaluation."""
 
 import re
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from penstock.controller.downloads import DownloadResult, download_files
 ALL = ("metrics", "trajectories", "artifacts", "logs")
 DEFAULT = ("metrics", "trajectories")
 LARGE = 100 * 1024 * 1024
-"""More bytes than this are not fetched without asking."""
+"""Larger downloads, in bytes, need a confirmation."""
 PATHS = {
     "metrics": re.compile(r"metrics\.json"),
     "trajectories": re.compile(r"summary\.jsonl|trajectories/row_\d+_run_\d+\.json"),
@@ -27,11 +27,11 @@ ROWS = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What of an evaluation is wanted."""
+    """The selected files of an evaluation."""
 
     types: tuple[str, ...]
     rows: str | None
-    """Such as `3,7,10-20`; None is all."""
+    """Row numbers and ranges, such as `3,7,10-20`; None means all."""
 
     @classmethod
     def read(cls, types: str, rows: str | None) -> "Selection":
@@ -44,7 +44,7 @@ class Selection:
         return cls(ALL if "all" in chosen else tuple(one for one in ALL if one in chosen), packed)
 
     def type_of(self, path: str) -> str | None:
-        """Of a file; None where it may not be taken."""
+        """Returns the type of a file, or None if the file is not selected or its path is unsafe."""
         fit = (name for name in self.types if PATHS[name].fullmatch(path))
         return None if "\\" in path or ".." in path.split("/") else next(fit, None)
 
@@ -52,7 +52,7 @@ class Selection:
 def download_outputs(
     here: Connection, name: str, selection: Selection, terminal: Terminal, *, output: Path | None, overwrite: bool, yes: bool
 ) -> Operation:
-    """Fetch the files; one that cannot be taken makes the result partial and keeps no other from coming."""
+    """Downloads the files. If some fail, the others are still downloaded and the result is `partial`."""
     run = eval_row(here.client.run("eval", name))
     if run.get("status") in PENDING:
         raise CliError(f"The evaluation {run['name']} has not begun; there is nothing to download yet")
@@ -83,7 +83,7 @@ def download_outputs(
 
 
 def _sorted_out(listed: list[Record], selection: Selection) -> tuple[list[Record], list[Record]]:
-    """Files that may be taken, and those that may not with the reason."""
+    """Returns the accepted files, and the refused ones with the reason."""
     files: dict[str, Record] = {}
     refused: list[Record] = []
     for file in listed:
@@ -116,7 +116,7 @@ def _resource(run: Record, selection: Selection, files: list[Record], fetched: D
 
 
 def _folder_name(run: Record) -> str:
-    """The run's name where that is a plain word, else with its id."""
+    """Returns the run's name if it is a safe file name, or else a cleaned name with the run's id."""
     name = str(run["name"])
     if re.fullmatch(r"[A-Za-z0-9_-]+", name):
         return name

@@ -1,4 +1,4 @@
-"""Lists and logs of a controller: one page, or all of them."""
+"""Reads a controller's lists and logs, one page or all pages."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, NamedTuple
@@ -21,22 +21,20 @@ LOG_FIELDS = ("timestamp", "level", "step", "message", "details")
 
 
 class Page(NamedTuple):
-    """Some rows of a list."""
-
     rows: list[dict[str, Any]]
     total_count: int
     has_more: bool
     next_offset: int | None
     beside: Mapping[str, Any]
-    """All that the first reply holds."""
+    """The whole first reply."""
 
     def listed(self) -> dict[str, Any]:
-        """What an envelope says of the page beside its rows."""
+        """Returns the paging fields of an envelope."""
         return {"total_count": self.total_count, "has_more": self.has_more, "next_offset": self.next_offset}
 
 
 def fetch_page(following: Callable[[int, int], dict[str, Any]], key: str, *, limit: int, everything: bool) -> Page:
-    """`following` gives `limit` rows from an offset; all rows where everything is asked for."""
+    """Reads one page, or all rows if `everything`. `following(limit, offset)` returns a page."""
     if not 1 <= limit <= LARGEST:
         raise CliError(f"--limit is {limit}; give a number from 1 to {LARGEST}, or --all")
     first = following(LARGEST if everything else limit, 0)
@@ -55,7 +53,7 @@ def fetch_page(following: Callable[[int, int], dict[str, Any]], key: str, *, lim
 def show_logs(
     following: Callable[[int, str | None], dict[str, Any]], here: Connection, *, limit: int, cursor: str | None
 ) -> Listing:
-    """A page of a log, oldest line first."""
+    """Returns a page of a log, oldest line first."""
     if not 1 <= limit <= LARGEST_LOGS:
         raise CliError(f"--limit is {limit}; give a number from 1 to {LARGEST_LOGS}")
     reply = following(limit, cursor)

@@ -1,4 +1,4 @@
-"""A controller's records as the envelopes of the command line show them; pure."""
+"""Converts a controller's records to the JSON of the command line's envelopes. Pure functions."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ PENDING = frozenset({"pending", "queued"})
 
 
 def taken(record: Record, names: tuple[str, ...], *, when_set: tuple[str, ...] = ()) -> Record:
-    """These fields, null where they are missing, and those that are set of some more."""
+    """Returns the fields `names`, None if missing, and those of `when_set` that are not None."""
     return {name: record.get(name) for name in names} | known({name: record.get(name) for name in when_set})
 
 
@@ -36,31 +36,31 @@ def known(record: Record) -> Record:
 
 
 def below(record: Record, name: str) -> Record:
-    """The object under a name; an empty one where there is none."""
+    """Returns the object under `name`, or an empty one."""
     found: Record | None = record.get(name)
     return found or {}
 
 
 def dataset_item(record: Record) -> Record:
-    """D of the envelopes."""
+    """Returns a dataset's item."""
     return taken(record, DATASET, when_set=("platform_url",))
 
 
 def eval_item(row: Record) -> Record:
-    """E of the envelopes, from a row of a list."""
+    """Returns an evaluation's item from a list row."""
     names = {key: below(row, key).get("name") for key in ("model", "dataset", "rollout")}
     return taken(row, RUN) | names | known({key: row.get(key) for key in ("results", "config", "platform_url")})
 
 
 def eval_row(detail: Record) -> Record:
-    """The row of a list that stands for the same run as a detail."""
+    """Converts a detail to a list row of the same run."""
     model = {"name": below(detail, "config").get("model_path")}
     beside = {key: detail.get(key) for key in ("dataset", "rollout", "results", "config")}
     return {**below(detail, "eval_run"), "model": model, **beside}
 
 
 def eval_summary(row: Record) -> Record:
-    """S of the envelopes: each number only where it is known."""
+    """Returns an evaluation's summary. Unknown numbers are left out."""
     results = below(row, "results")
     found = known({"avg_reward": results.get("score")} | {key: results.get(key) for key in COUNTS})
     rows, done, samples = results.get("sampled_rows"), results.get("total_runs"), below(row, "config").get("n")
@@ -70,13 +70,13 @@ def eval_summary(row: Record) -> Record:
 
 
 def eval_details(results: Record) -> Record:
-    """What the summary of one evaluation has beyond that of a list."""
+    """Returns the summary fields that only the detail view shows."""
     more = {key: results.get(key) for key in ("pass_threshold", "total_tokens", "resumed_count")}
     return known(more | {"dataset_rows": results.get("total_dataset_rows")})
 
 
 def training_item(row: Record) -> Record:
-    """T of the envelopes, from a row of a list."""
+    """Returns a training run's item from a list row."""
     references: Record = {}
     for key, inner in (("model", "model_name"), ("dataset", "file_name"), ("rollout", "name")):
         found = below(row, key)
@@ -87,12 +87,12 @@ def training_item(row: Record) -> Record:
 
 
 def training_row(detail: Record) -> Record:
-    """The row of a list that stands for the same run as a detail."""
+    """Converts a detail to a list row of the same run."""
     return {**below(detail, "training_run"), **{key: detail.get(key) for key in ("model", "dataset", "rollout")}}
 
 
 def training_summary(row: Record) -> Record:
-    """Reward and progress, where they are known."""
+    """Returns reward and progress if known."""
     found = known({"reward": row.get("reward")})
     if row.get("total_steps") is not None:
         found["progress"] = {"completed": row.get("current_step") or 0, "total": row["total_steps"], "unit": "steps"}
@@ -100,5 +100,5 @@ def training_summary(row: Record) -> Record:
 
 
 def secret_item(record: Record) -> Record:
-    """With the scope as people write it."""
+    """Returns a secret's item; the scope `user` becomes `personal`."""
     return taken(record, SECRET) | {"scope": "personal" if record.get("scope") == "user" else record.get("scope")}

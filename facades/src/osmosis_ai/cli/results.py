@@ -1,4 +1,4 @@
-"""What a command gives back: rows, one thing, or something done; as JSON and as lines."""
+"""The results of commands (a list, a detail, an operation) as JSON and as lines."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,16 +11,14 @@ Mode = Literal["human", "json", "plain"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listing:
-    """Rows of one kind."""
-
     items: Sequence[Mapping[str, Any]]
     shown: Sequence[Sequence[str]]
-    """The same rows as people read them, in the order of `titles`."""
+    """The rows' cells as text, in the order of `titles`."""
     titles: Sequence[str]
     total_count: int
     has_more: bool = False
     extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Beside the rows; what stands at a name of the envelope's own replaces it."""
+    """More fields of the envelope. They override fields of the same name."""
     next_offset: int | None = None
     hint: str = ""
 
@@ -30,7 +28,7 @@ class Listing:
         return page | dict(self.extra)
 
     def lines(self, mode: Mode) -> list[str]:
-        """Tab-separated without a heading, or aligned with one."""
+        """Returns tab-separated rows in plain mode, or else aligned columns with a heading."""
         if mode == "plain":
             return ["\t".join(plain(cell) for cell in row) for row in self.shown]
         more = [f"{len(self.items)} of {self.total_count}; --all shows all of them"] if self.next_offset is not None else []
@@ -40,13 +38,13 @@ class Listing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Detail:
-    """One thing, looked at closely."""
+    """One object with all its fields."""
 
     data: Mapping[str, Any]
     fields: Mapping[str, Any]
-    """Label and value; what is None or empty is left out."""
+    """Values by label. None and empty text are not shown."""
     sections: Mapping[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])
-    """Lines below it, by their heading."""
+    """Lines below the fields, by heading."""
     exit_code: int = 0
 
     def as_json(self) -> dict[str, Any]:
@@ -54,7 +52,7 @@ class Detail:
         return {"data": self.data}
 
     def lines(self, mode: Mode) -> list[str]:
-        """`Label: value`, aligned for people."""
+        """Returns lines of `Label: value`, aligned in human mode."""
         values = [(label, plain(value)) for label, value in self.fields.items() if value not in (None, "")]
         width = max((len(label) for label, _ in values), default=0) + 2 if mode == "human" else 0
         lines = [f"{label + ':':<{width}} {value}" for label, value in values]
@@ -65,17 +63,17 @@ class Detail:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """Something that was done, or not."""
+    """The outcome of an action."""
 
     operation: str
-    """Such as `eval.submit`."""
+    """The action's name, such as `eval.submit`."""
     message: str
     status: str = "success"
     resource: Mapping[str, Any] = field(default_factory=dict[str, Any])
     steps: Sequence[Mapping[str, Any]] = ()
-    """What to do next, for scripts."""
+    """Next steps for scripts."""
     hints: Sequence[str] = ()
-    """The same for people."""
+    """Lines for people, below the message."""
     extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
     exit_code: int = 0
 
@@ -85,7 +83,7 @@ class Operation:
         return values | ({"next_steps_structured": self.steps} if self.steps else {}) | dict(self.extra)
 
     def lines(self, mode: Mode) -> list[str]:
-        """The message, then the hints."""
+        """Returns the message and the hints."""
         return [plain(self.message) if mode == "plain" else self.message, *self.hints]
 
 

@@ -1,4 +1,4 @@
-"""`osmosis rollout`: begin a rollout, and list those that the controller knows."""
+"""`osmosis rollout`: create a rollout, and list those that the controller knows."""
 
 from typing import Annotated
 

@@ -1,4 +1,4 @@
-"""`osmosis eval rubric`: a judge over answers in a file; no controller is needed."""
+"""`osmosis eval rubric`: scores the answers in a file with a judge, without a controller."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""What evaluations and training runs have in common."""
+"""Functions shared by evaluations and training runs."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -20,18 +20,17 @@ Yes = Annotated[bool, typer.Option("--yes", "-y", help="Ask nothing.")]
 
 
 class Numbers(NamedTuple):
-    """A run's metrics, or why there are none."""
+    """A run's metrics, or the reason why there are none."""
 
     export: Record | None
     error: str | None
 
     def as_json(self) -> dict[str, Any]:
-        """As envelopes tell them."""
         return {"metrics": self.export, "metrics_available": self.export is not None, "metrics_error": self.error}
 
 
 def measured(ask: Callable[[], Record], convert: Callable[[Record], Record], *, pending: bool) -> Numbers:
-    """A run without metrics is shown all the same."""
+    """Reads a run's metrics. A failure is returned, not raised, so that the run can still be shown."""
     if pending:
         return Numbers(None, "A run that waits has no metrics yet.")
     try:
@@ -43,7 +42,6 @@ def measured(ask: Callable[[], Record], convert: Callable[[Record], Record], *, 
 
 
 def stop_run(kind: Kind, name: str, terminal: Terminal, *, yes: bool) -> Operation:
-    """Ask a run to end."""
     here = connect()
     terminal.confirm(f"Stop the {WORDS[kind]} {name}?", yes=yes, summary={"Name": name})
     here.client.stop(kind, name)
@@ -51,7 +49,7 @@ def stop_run(kind: Kind, name: str, terminal: Terminal, *, yes: bool) -> Operati
 
 
 def configuration(detail: Record) -> list[str]:
-    """How a run was set up, a line for each part that is known."""
+    """Returns one line for each known part of a run's setup."""
     labels = {
         "Entrypoint": detail.get("entrypoint"),
         "Config": settings(detail.get("config")),
@@ -64,6 +62,6 @@ def configuration(detail: Record) -> list[str]:
 
 
 def progress(summary: Record) -> str | None:
-    """`3 / 8 samples`."""
+    """Formats as `3 / 8 samples`."""
     found = summary.get("progress")
     return f"{found['completed']} / {found['total']} {found['unit']}" if found else None

@@ -1,4 +1,4 @@
-"""`osmosis secret`: values that runs need and nobody may read again."""
+"""`osmosis secret`: secrets of runs. Their values cannot be read back."""
 
 import os
 import re

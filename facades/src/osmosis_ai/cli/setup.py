@@ -52,7 +52,7 @@ def upgrade() -> Operation:
 
 
 def _workspace(identity: str) -> dict[str, Any] | None:
-    """As the controller calls it, where one is named and answers: a check must not depend on it, nor start one."""
+    """Returns the controller's record of the workspace, or None. The check must not depend on a controller or start one."""
     if platform_url() is None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""`eval submit` and `train submit`: check the file, ask, send code and values, queue."""
+"""`eval submit` and `train submit`: check the file, ask for confirmation, send the code, queue the run."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,7 +16,7 @@ WORDS = {"eval": "evaluation", "train": "training run"}
 
 
 def submit(kind: Kind, config: Path, terminal: Terminal, *, yes: bool) -> Operation:
-    """Queue a run; nothing is sent before the file and the user agree."""
+    """Queues a run. Nothing is sent before the file is checked and the user has confirmed."""
     from penstock.controller.submit import prepare_submission, send_submission
 
     here = connect()
@@ -30,7 +30,7 @@ def submit(kind: Kind, config: Path, terminal: Terminal, *, yes: bool) -> Operat
 
 
 def _placed(kind: Kind, config: Path, workspace: Path) -> Path:
-    """The file, where it must lie."""
+    """Returns the resolved file. Raises CliError if it is missing or not in the folder for its kind."""
     file = config.resolve()
     folder = workspace / FOLDERS[kind]
     if not file.is_relative_to(folder.resolve()):

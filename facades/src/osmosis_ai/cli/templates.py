@@ -1,4 +1,4 @@
-"""`osmosis template` and `osmosis rollout init`: rollouts that run as they are written."""
+"""`osmosis template` and `osmosis rollout init`: create rollouts that run without changes."""
 
 from collections.abc import Sequence
 from pathlib import Path

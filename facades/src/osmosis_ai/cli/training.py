@@ -1,4 +1,4 @@
-"""`osmosis train`: submit training runs, look at them, stop them."""
+"""`osmosis train`: submit, show and stop training runs."""
 
 from pathlib import Path
 from typing import Annotated
@@ -109,7 +109,7 @@ def _checkpoints(here: Connection, name: str) -> list[Record]:
 
 
 def _save(term: Terminal, here: Connection, row: Record, export: Record, output: str | None) -> tuple[str | None, str | None]:
-    """Where the metrics were saved, or why they were not; nothing is written for scripts that did not say where."""
+    """Returns the path of the saved metrics, or the error. Scripts get a file only if they pass a path."""
     if output is None and term.mode != "human":
         return None, None
     default = f"{row.get('name') or 'run'}_{row['id'][:8]}.json"

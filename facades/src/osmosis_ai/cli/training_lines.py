@@ -1,4 +1,4 @@
-"""A training run as people read it: a row of a list, labelled lines, checkpoints."""
+"""Formats a training run for people: table row, labelled fields, checkpoints."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,19 +9,18 @@ from osmosis_ai.cli.runs import progress
 
 
 def checkpoint_lines(checkpoints: Sequence[Record]) -> list[str]:
-    """A line for each."""
     return [f"Checkpoint: {one['checkpoint_name']} step {one['checkpoint_step']} [{one['status']}]" for one in checkpoints]
 
 
 def listed(item: Record) -> list[str]:
-    """A row of a list."""
+    """Returns the cells of a table row."""
     names = [plain(item["model_name"]), plain(item["rollout_name"])]
     when = [moment(item["created_at"]), plain(item["creator_name"])]
     return [plain(item["name"]), f"[{item['status']}]", *names, two_digits(item.get("reward")), *when]
 
 
 def labelled(row: Record, summary: Record, export: Record | None) -> dict[str, Any]:
-    """The values by their labels, in order."""
+    """Returns the values by label, in display order."""
     item = training_item(row)
     return {
         "Name": item["name"],

@@ -1,4 +1,4 @@
-"""What an author imports. Every name is imported when it is used: naming a Strands class loads Strands, nothing else does."""
+"""The public names of the rollout API. Each is imported on first use, so that only the Strands classes import Strands."""
 
 from typing import TYPE_CHECKING
 

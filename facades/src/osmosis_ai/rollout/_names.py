@@ -1,4 +1,4 @@
-"""A module's names, imported when they are asked for."""
+"""Lazy imports of a module's names."""
 
 from collections.abc import Callable, Mapping
 from importlib import import_module
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def lazy_attributes(module: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """A `__getattr__` for `module`: each of its names is found in the module that `homes` gives for it."""
+    """Returns a `__getattr__` for `module`. `homes` maps each name to the module that defines it."""
 
     def find(name: str) -> Any:
         if name not in homes:

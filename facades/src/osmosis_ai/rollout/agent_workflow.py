@@ -1,4 +1,4 @@
-"""AgentWorkflow: what an author subclasses."""
+"""The base class of workflows."""
 
 from penstock.sdk.workflow import AgentWorkflow
 

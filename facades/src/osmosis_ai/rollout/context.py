@@ -1,4 +1,4 @@
-"""The contexts, under the names that Osmosis gives their fields."""
+"""Penstock's contexts with Osmosis field names."""
 
 import os
 from abc import ABC, abstractmethod
@@ -24,15 +24,15 @@ ID_VARIABLE = "OSMOSIS_ROLLOUT_ID"
 
 
 class SampleSource(ABC):
-    """An agent or session that can tell its conversation."""
+    """An agent or session that returns its conversation as a sample."""
 
     @abstractmethod
     async def get_sample(self, name: str) -> RolloutSample:
-        """What was said so far; `name` is what it was registered as."""
+        """Returns the conversation so far. `name` is the name under which the source is registered."""
 
 
 class RolloutContext(routing.RolloutContext):
-    """The core's context; what is left empty comes from the environment. Without any key, `api_key` is an empty string."""
+    """Penstock's context. Empty arguments are read from the environment. Without a key, `api_key` is an empty string."""
 
     def __init__(
         self,
@@ -50,12 +50,12 @@ class RolloutContext(routing.RolloutContext):
 
     @property
     def chat_completions_url(self) -> str:
-        """The base URL of the policy: clients append `/chat/completions`."""
+        """The policy's base URL, to which clients append `/chat/completions`."""
         return self.base_url
 
 
 def get_rollout_context() -> RolloutContext | None:
-    """The running rollout's context: one that Penstock made is given under the names of this API, and shares all it holds."""
+    """Returns the context of the running rollout. A context made by Penstock is wrapped and shares its state."""
     found = routing.get_rollout_context()
     if found is None or isinstance(found, RolloutContext):
         return found
@@ -66,6 +66,6 @@ def get_rollout_context() -> RolloutContext | None:
 
 @dataclass
 class HarborAgentWorkflowContext(AgentWorkflowContext[C]):
-    """For workflows that are handed an environment to act in; Penstock hands out none."""
+    """The context of workflows that act in an environment. Penstock provides none."""
 
     environment: Any = None

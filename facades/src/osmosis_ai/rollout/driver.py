@@ -1,4 +1,4 @@
-"""What drives a rollout for an evaluation, as a type to write one's own against."""
+"""The interface of a driver that runs rollouts for an evaluation."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
@@ -11,15 +11,13 @@ __all__ = ["RolloutDriver", "RolloutOutcome"]
 
 @dataclass
 class RolloutOutcome:
-    """What came of one rollout."""
-
     status: RolloutStatus
     samples: dict[str, RolloutSample] = field(default_factory=dict[str, RolloutSample])
     error: str | None = None
     duration_ms: float = 0.0
     tokens: int = 0
     systemic_error: str | None = None
-    """What would fail every other rollout as well."""
+    """An error that would fail every other rollout too."""
 
 
 class RolloutDriver(ABC):
@@ -27,9 +25,9 @@ class RolloutDriver(ABC):
 
     @property
     def max_concurrency(self) -> int:
-        """How many may run at once; 0 is no limit."""
+        """The number of rollouts that may run at once; 0 means no limit."""
         return 0
 
     @abstractmethod
     async def run(self, messages: list[MessageDict], label: str | None = None, rollout_id: str = "") -> RolloutOutcome:
-        """One rollout to its end; a failure is an outcome, not an error."""
+        """Runs one rollout to its end. A failure is returned as an outcome, not raised."""

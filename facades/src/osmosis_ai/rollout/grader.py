@@ -1,4 +1,4 @@
-"""Grader: what an author subclasses to reward a rollout."""
+"""The base class of graders."""
 
 from penstock.sdk.workflow import Grader
 

@@ -1,4 +1,4 @@
-"""Configs, samples, statuses and the bodies of the rollout server's protocol."""
+"""Configs, samples, statuses and the message bodies of the rollout server's protocol."""
 
 from copy import deepcopy
 from dataclasses import field, replace
@@ -51,11 +51,11 @@ __getattr__ = lazy_attributes(__name__, dict.fromkeys(("ExecutionRequest", "Exec
 MessageDict = dict[str, Any]
 
 _AS_MESSAGES: list[MessageDict] = []
-"""Stands for messages that were not given."""
+"""Marks `trajectory_messages` as not given."""
 
 
 class MultiTurnMode(StrEnum):
-    """How several turns become samples; nothing reads it, in Osmosis either."""
+    """How several turns become samples. Unused, in Osmosis too."""
 
     MULTI_SAMPLE = "multi_sample"
     SINGLE_SAMPLE = "single_sample"
@@ -63,10 +63,10 @@ class MultiTurnMode(StrEnum):
 
 @dataclass(kw_only=True, config=ConfigDict(extra="forbid", allow_inf_nan=False))
 class RolloutSample(samples.RolloutSample):
-    """The core's sample, checked when it is made, with what pydantic's models offer."""
+    """Penstock's sample with validation and the methods of a pydantic model."""
 
     trajectory_messages: list[MessageDict] | None = field(default_factory=lambda: _AS_MESSAGES)
-    """A copy of the messages where not given. Penstock saves what its gateway recorded, whatever stands here."""
+    """Defaults to a copy of the messages. Penstock ignores it and saves what its gateway recorded."""
 
     def __post_init__(self) -> None:
         if self.trajectory_messages is _AS_MESSAGES:
@@ -74,11 +74,9 @@ class RolloutSample(samples.RolloutSample):
 
     @classmethod
     def model_validate(cls, obj: Any) -> Self:
-        """One made of a mapping."""
         return TypeAdapter(cls).validate_python(obj)
 
     def model_copy(self, *, update: dict[str, Any] | None = None, deep: bool = False) -> Self:
-        """A copy with some fields changed."""
         return replace(deepcopy(self) if deep else self, **update or {})
 
 

@@ -1,4 +1,4 @@
-"""Checks of a workflow and a grader before a back end is made of them."""
+"""Checks a workflow and a grader before a back end uses them."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +11,7 @@ __all__ = ["ValidationError", "ValidationResult", "validate_backend"]
 
 @dataclass
 class ValidationResult:
-    """Everything that is wrong, at once."""
+    """All problems found, not only the first."""
 
     valid: bool
     errors: list[ValidationError]
@@ -21,6 +21,6 @@ class ValidationResult:
 def validate_backend(
     workflow_cls: Any, workflow_config: Any = None, grader_cls: Any = None, grader_config: Any = None
 ) -> ValidationResult:
-    """Whether these can be run; each error has a `code` and a `message`."""
+    """Checks whether these can run. Each error has a `code` and a `message`."""
     problems = backend.validate_backend(workflow_cls, workflow_config, grader_cls, grader_config)
     return ValidationResult(valid=not problems, errors=problems)

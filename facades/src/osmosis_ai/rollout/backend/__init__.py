@@ -1,1 +1,1 @@
-"""Where a rollout server runs its rollouts."""
+"""Back ends, which run the rollouts of a rollout server."""

@@ -1,4 +1,4 @@
-"""What a rollout server needs of a back end."""
+"""The interface between a rollout server and its back end."""
 
 from penstock.rollout.server.backend import ExecutionBackend
 

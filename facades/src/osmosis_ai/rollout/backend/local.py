@@ -10,7 +10,7 @@ __all__ = ["LocalBackend"]
 
 
 class LocalBackend(backend.LocalBackend):
-    """The core's; executed outside of any rollout, it takes the address and the key of the policy from the OSMOSIS_ variables."""
+    """Penstock's back end. Outside a rollout it reads the policy's address and key from the OSMOSIS_ variables."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The rollout server; importing this loads no web server until `create_rollout_server` is used."""
+"""The rollout server. The web server is imported on first use of `create_rollout_server`."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""The key with which a server calls its controller back."""
+"""The key that a rollout server sends in callbacks to its controller."""
 
 from dataclasses import dataclass, field
 
@@ -7,10 +7,10 @@ __all__ = ["ControllerAuth"]
 
 @dataclass
 class ControllerAuth:
-    """Holds the key and does not show it."""
+    """The key is not part of the repr."""
 
     api_key: str | None = field(default=None, repr=False)
 
     def as_bearer_headers(self) -> dict[str, str] | None:
-        """The header that carries it; None where there is no key."""
+        """Returns the Authorization header, or None without a key."""
         return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else None

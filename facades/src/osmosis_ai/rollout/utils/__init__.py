@@ -1,1 +1,1 @@
-"""Upstream keeps its own parts here; no name of it is documented, and none is offered."""
+"""Empty: upstream's names in this package are internal and undocumented."""

@@ -1,1 +1,1 @@
-"""One module for each agent framework; importing it loads the framework."""
+"""One module per agent framework. Importing a module imports its framework."""

@@ -1,4 +1,4 @@
-"""The OpenAI Agents SDK."""
+"""The OpenAI Agents SDK integration under Osmosis names."""
 
 from agents import TContext
 
@@ -9,14 +9,14 @@ __all__ = ["OsmosisAgent", "OsmosisLitellmModel", "OsmosisMemorySession", "Osmos
 
 
 class OsmosisRolloutModel(RolloutModel):
-    """Stands for the policy."""
+    """A placeholder for the policy."""
 
     agent_name = "OsmosisAgent"
     session_name = "OsmosisMemorySession"
 
 
 class OsmosisAgent(RolloutAgent[TContext]):
-    """An `Agent` whose placeholder becomes the policy of the running rollout."""
+    """An `Agent` whose placeholder is replaced by the policy of the running rollout."""
 
 
 class OsmosisMemorySession(RolloutSession):

@@ -1,4 +1,4 @@
-"""Strands Agents."""
+"""The Strands Agents integration under Osmosis names."""
 
 from penstock.integrations import strands
 
@@ -6,8 +6,8 @@ __all__ = ["OsmosisRolloutModel", "OsmosisStrandsAgent"]
 
 
 class OsmosisRolloutModel(strands.RolloutModel):
-    """Stands for the policy; takes `params`."""
+    """A placeholder for the policy; takes `params`."""
 
 
 class OsmosisStrandsAgent(strands.RolloutAgent):
-    """A `strands.Agent` that is recorded as its name."""
+    """A `strands.Agent` that is recorded under its name."""
