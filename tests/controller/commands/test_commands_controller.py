@@ -114,7 +114,8 @@ def test_logs_are_followed_through_a_controller_that_is_killed(home, tmp_path):
     assert address is not None and "the run begins" in first
     os.kill(address.pid, signal.SIGKILL)
     # Not `communicate`: it reads past the buffer of `readline`, where a second line may lie that came with the first.
-    rest, said = following.stdout.read(), following.stderr.read()
+    with following.stdout, following.stderr:
+        rest, said = following.stdout.read(), following.stderr.read()
     assert following.wait(DEADLINE_S) == 0 and f"evaluation {name} is finished" in said, said
     again = eventually(lambda: find_running(home))
     assert again.pid != address.pid
