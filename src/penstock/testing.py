@@ -235,6 +235,10 @@ class GatewayFixture:
         )
 
 
+# Names that users' tests imported before the classes were renamed.
+Scripted, Workbench = ScriptedReply, GatewayFixture
+
+
 @asynccontextmanager
 async def workbench(
     engine: Any,
