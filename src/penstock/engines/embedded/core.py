@@ -132,6 +132,15 @@ class EngineCore:
             if active.request is request:
                 self._remove(active)
 
+    @property
+    def capacity(self) -> int:
+        """The longest context that fits into the cache."""
+        return self.tree.capacity
+
+    def drain(self) -> list[DrawnToken]:
+        """Read what is queued, so that the weights may change: here, nothing ever is."""
+        return []
+
     def reset(self) -> None:
         """Drop all keys and values. Active requests keep their tokens and go back to the front of the queue, oldest first."""
         for active in sorted([*self.planned, *self.running], key=lambda active: -active.request.key):
@@ -259,21 +268,13 @@ class EngineCore:
             return DrawnToken(request, token, 0.0, 0.0, "error", "the logits are not finite, so the policy's weights are broken")
         finish, problem = None, ""
         try:
-            if token in request.stop_ids or self._ends_with_stop(request):
+            if token in request.stop_ids or (request.sampling.stop and text_ends(request, self.decode_text)):
                 finish = "stop"
             elif len(request.tokens) - request.prompt_length >= request.sampling.max_tokens:
                 finish = "length"
         except Exception as cause:  # from the tokenizer; it must not fail the other requests of the batch
             finish, problem = "error", f"its text could not be searched for stop strings: {type(cause).__name__}: {cause}"
         return DrawnToken(request, token, logprob, full_logprob, finish, problem)
-
-    def _ends_with_stop(self, request: Request) -> bool:
-        """Whether the last tokens complete a stop string."""
-        if not request.sampling.stop or self.decode_text is None:
-            return False
-        window = max(len(stop.encode()) for stop in request.sampling.stop) + STOP_MARGIN
-        text = self.decode_text(request.tokens[max(request.prompt_length, len(request.tokens) - window) :])
-        return any(stop in text for stop in request.sampling.stop)
 
     def _requeue(self, active: ActiveRequest) -> None:
         """Put it at the front of the queue: slots go to the oldest requests, so all that wait are younger."""
@@ -290,6 +291,15 @@ class EngineCore:
 
     def _tensor(self, values: list[list[int]]) -> torch.Tensor:
         return torch.tensor(values, device=self._device)
+
+
+def text_ends(request: Request, decode: Callable[[Sequence[int]], str] | None) -> bool:
+    """Whether the last tokens complete a stop string."""
+    if decode is None:
+        return False
+    window = max(len(stop.encode()) for stop in request.sampling.stop) + STOP_MARGIN
+    text = decode(request.tokens[max(request.prompt_length, len(request.tokens) - window) :])
+    return any(stop in text for stop in request.sampling.stop)
 
 
 def _read_path(active: ActiveRequest) -> list[Segment]:

@@ -159,7 +159,7 @@ class EmbeddedEngine:
 
     def _check(self, prompt_ids: Sequence[int], sampling: Sampling) -> None:
         vocabulary, length, most = self.decoder.shape.vocab_size, len(prompt_ids), sampling.max_tokens
-        total, room = length + most, self._core.tree.capacity
+        total, room = length + most, self._core.capacity
         if not length:
             raise EngineError("the prompt has no tokens; send at least one")
         if min(prompt_ids) < 0 or max(prompt_ids) >= vocabulary:
@@ -244,6 +244,7 @@ class EmbeddedEngine:
         try:
             if self._ended is not None:
                 raise EngineError(self._ended)
+            self._deliver(self._core.drain())
             change()
         except Exception as cause:
             self._core.reset()  # `change` may have rewritten some of the weights before it raised

@@ -10,7 +10,9 @@ import heapq
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.engines.embedded.decoder import DecoderShape
@@ -29,6 +31,15 @@ class KeyValues(NamedTuple):
         return KeyValues(self.keys[..., start:end].clone(), self.values[..., start:end, :].clone())
 
 
+class CacheRows(NamedTuple):
+    """Where a paged cache has the keys and values of consecutive tokens."""
+
+    rows: NDArray[np.int32]
+
+    def part(self, start: int, end: int) -> "CacheRows":
+        return CacheRows(self.rows[start:end])
+
+
 class Segment:
     """Consecutive tokens of a path."""
 
@@ -42,7 +53,7 @@ class Segment:
         self.holders = 0
         """Requests whose path ends here; a segment with holders or children stays."""
         self.used = 0
-        self.kv: KeyValues | None = None
+        self.kv: KeyValues | CacheRows | None = None
         """None while planned."""
 
     @property
@@ -85,7 +96,7 @@ class PrefixTree:
         """Return the end of the path for `tokens`, held for the caller; missing segments are planned. None if there is no room."""
         return self._hold_path(self.root, tokens)
 
-    def extend(self, held: Segment, tokens: Sequence[int], kv: KeyValues) -> Segment | None:
+    def extend(self, held: Segment, tokens: Sequence[int], kv: KeyValues | CacheRows) -> Segment | None:
         """Store a copy of computed `tokens` below `held` and move the hold to their end; None, and no change, without room."""
         last = self._hold_path(held, tokens)
         if last is None:
@@ -105,7 +116,7 @@ class PrefixTree:
     def _hold_path(self, start: Segment, tokens: Sequence[int]) -> Segment | None:
         last, matched = self._match(start, tokens)
         self._hold(last)  # before room is made, which removes segments that nobody holds
-        if not self._make_room(len(tokens) - matched):
+        if not self.make_room(len(tokens) - matched):
             self.release(last)
             return None
         end = self._grow(last, tokens[matched:])
@@ -150,7 +161,8 @@ class PrefixTree:
         for part in segment.path():
             part.used = self._clock
 
-    def _make_room(self, tokens: int) -> bool:
+    def make_room(self, tokens: int) -> bool:
+        """Drop what nobody holds until `tokens` more fit; False if they never will."""
         excess = self.tokens + tokens - self.capacity
         if excess <= 0:
             return True
