@@ -3,12 +3,13 @@
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
-from penstock.engines.embedded.core import DrawnToken, EngineCore, Request
+from penstock.engines.embedded.core import DrawnChunk, EngineCore, Request
 from penstock.engines.embedded.decoder import Attend, Decoder, DecoderShape, causal
 from penstock.engines.embedded.paged_core import PagedCore
 from penstock.engines.embedded.sampling import sample
@@ -52,6 +53,12 @@ def make_weights(seed: int) -> dict[str, Tensor]:
     """Random, and large enough that attention to far tokens changes the logits by far more than the tolerance."""
     generator = torch.Generator().manual_seed(seed)
     return {name: torch.randn(p.shape, generator=generator) * 0.3 for name, p in Decoder(SHAPE).state_dict().items()}
+
+
+class DrawnToken(NamedTuple):
+    id: int
+    logprob: float
+    full_logprob: float
 
 
 @dataclass
@@ -110,16 +117,17 @@ class Workload:
             self.ask(prompt, sampling)
 
     def step(self) -> None:
-        self._record(self.core.step())
+        self.record(self.core.step())
 
-    def _record(self, tokens: Sequence[DrawnToken]) -> None:
-        for token in tokens:
-            self.sampled[token.request].append((token, self.version))
-            if token.finish:
-                self.finished.append(token.request)
+    def record(self, chunks: Sequence[DrawnChunk]) -> None:
+        for chunk in chunks:
+            drawn = zip(chunk.ids, chunk.logprobs, chunk.full_logprobs, strict=True)
+            self.sampled[chunk.request] += [(DrawnToken(*token), self.version) for token in drawn]
+            if chunk.finish:
+                self.finished.append(chunk.request)
 
     def swap(self) -> None:
-        self._record(self.core.drain())
+        self.record(self.core.drain())
         self.version += 1
         self.decoder.load_state_dict(make_weights(self.version))
         self.core.reset()

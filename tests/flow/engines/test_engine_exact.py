@@ -14,6 +14,7 @@ from penstock.engines.embedded.core import EngineCore, Request
 from penstock.engines.embedded.decoder import Decoder, causal
 from penstock.records import Sampling
 
+
 @pytest.mark.parametrize("seed", range(12))
 def test_random_workloads_are_exact(seed: int):
     rng = random.Random(seed)
@@ -139,11 +140,11 @@ def test_bfloat16_weights_are_served_with_float32_sums():
             Request(key, [*prompt, *range(key, 40)], 39 + 40 - key, Sampling(max_tokens=20), frozenset(), random.Random(key).random)
         )
     while not core.idle:
-        for token in core.step():
-            ids = torch.tensor([token.request.tokens])
+        for chunk in core.step():
+            ids = torch.tensor([chunk.request.tokens])
             with torch.inference_mode():
                 logits = decoder.logits(decoder(ids, torch.arange(ids.shape[1])[None], causal))[0, -2]
-            assert token.full_logprob == pytest.approx(logits.log_softmax(-1)[token.id].item(), abs=0.15)
+            assert chunk.full_logprobs[0] == pytest.approx(logits.log_softmax(-1)[chunk.ids[0]].item(), abs=0.15)
 
 
 def test_the_oracle_notices_a_cache_of_old_weights():

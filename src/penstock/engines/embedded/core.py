@@ -20,7 +20,7 @@ import torch
 
 from penstock.engines.embedded.attention import DecodeAttention, PrefillAttention
 from penstock.engines.embedded.decoder import Decoder
-from penstock.engines.embedded.kv_cache import PrefixTree, Segment, TailCache
+from penstock.engines.embedded.kv_cache import KeyValues, PrefixTree, Segment, TailCache
 from penstock.engines.embedded.sampling import DrawnTokens, sample
 from penstock.errors import ConfigError
 from penstock.records import Finish, Sampling
@@ -58,12 +58,14 @@ class Request:
     """The request's own random numbers in [0, 1)."""
 
 
-class DrawnToken(NamedTuple):
+class DrawnChunk(NamedTuple):
+    """Tokens of one request, of one step or of several."""
+
     request: Request
-    id: int
-    logprob: float
-    full_logprob: float
-    finish: Finish | None
+    ids: list[int]
+    logprobs: list[float]
+    full_logprobs: list[float]
+    finish: Finish | None = None
     problem: str = ""
     """Why the request cannot go on; with finish "error" only."""
 
@@ -137,7 +139,7 @@ class EngineCore:
         """The longest context that fits into the cache."""
         return self.tree.capacity
 
-    def drain(self) -> list[DrawnToken]:
+    def drain(self) -> list[DrawnChunk]:
         """Read what is queued, so that the weights may change: here, nothing ever is."""
         return []
 
@@ -157,7 +159,7 @@ class EngineCore:
         self.tails.clear()
         return lost
 
-    def step(self) -> list[DrawnToken]:
+    def step(self) -> list[DrawnChunk]:
         """Admit, prefill one pass, sample one token for each running request."""
         with torch.inference_mode():
             self._admit()
@@ -211,7 +213,7 @@ class EngineCore:
                 break
             active.base = segment.start
         for segment in active.leaf.path():
-            if segment.start >= active.base and segment.kv is not None:
+            if segment.start >= active.base and isinstance(segment.kv, KeyValues):
                 self.tails.load(active.slot, segment.start - active.base, segment.kv)
 
     def _fold_tails(self) -> None:
@@ -237,7 +239,7 @@ class EngineCore:
         self._attend = None
         return True
 
-    def _sample(self) -> list[DrawnToken]:
+    def _sample(self) -> list[DrawnChunk]:
         if self._attend is None:
             self.running.sort(key=lambda active: (_order(_read_path(active)), active.slot))
             slots, paths = [active.slot for active in self.running], [_read_path(active) for active in self.running]
@@ -249,7 +251,7 @@ class EngineCore:
         drawn = sample(self.decoder.logits(hidden[0]), [r.sampling for r in requests], [r.uniform() for r in requests])
         return self._append_all(drawn)
 
-    def _append_all(self, drawn: DrawnTokens) -> list[DrawnToken]:
+    def _append_all(self, drawn: DrawnTokens) -> list[DrawnChunk]:
         """Append each row's token to its request; remove requests that finish."""
         rows: list[list[float]] = torch.stack([part.double() for part in drawn], dim=1).tolist()  # pyright: ignore[reportUnknownVariableType]
         sampled = [self._append(active.request, *row) for active, row in zip(self.running, rows, strict=True)]
@@ -260,21 +262,9 @@ class EngineCore:
                 self._remove(active)
         return sampled
 
-    def _append(self, request: Request, drawn_id: float, logprob: float, full_logprob: float) -> DrawnToken:
-        """Append a token and decide whether it is the last."""
-        token = int(drawn_id)
-        request.tokens.append(token)
-        if not math.isfinite(full_logprob):
-            return DrawnToken(request, token, 0.0, 0.0, "error", "the logits are not finite, so the policy's weights are broken")
-        finish, problem = None, ""
-        try:
-            if token in request.stop_ids or (request.sampling.stop and text_ends(request, self.decode_text)):
-                finish = "stop"
-            elif len(request.tokens) - request.prompt_length >= request.sampling.max_tokens:
-                finish = "length"
-        except Exception as cause:  # from the tokenizer; it must not fail the other requests of the batch
-            finish, problem = "error", f"its text could not be searched for stop strings: {type(cause).__name__}: {cause}"
-        return DrawnToken(request, token, logprob, full_logprob, finish, problem)
+    def _append(self, request: Request, drawn_id: float, logprob: float, full_logprob: float) -> DrawnChunk:
+        request.tokens.append(int(drawn_id))
+        return DrawnChunk(request, [int(drawn_id)], [logprob], [full_logprob], *ending(request, full_logprob, self.decode_text))
 
     def _requeue(self, active: ActiveRequest) -> None:
         """Put it at the front of the queue: slots go to the oldest requests, so all that wait are younger."""
@@ -293,7 +283,24 @@ class EngineCore:
         return torch.tensor(values, device=self._device)
 
 
-def text_ends(request: Request, decode: Callable[[Sequence[int]], str] | None) -> bool:
+class Ending(NamedTuple):
+    finish: Finish | None
+    problem: str = ""
+
+
+def ending(request: Request, full_logprob: float, decode: Callable[[Sequence[int]], str] | None) -> Ending:
+    """Whether a request ends with its last token, and how."""
+    if not math.isfinite(full_logprob):
+        return Ending("error", "the logits are not finite, so the policy's weights are broken")
+    try:
+        if request.tokens[-1] in request.stop_ids or (request.sampling.stop and _text_ends(request, decode)):
+            return Ending("stop")
+    except Exception as cause:  # from the tokenizer; it must not fail the other requests of the batch
+        return Ending("error", f"its text could not be searched for stop strings: {type(cause).__name__}: {cause}")
+    return Ending("length" if len(request.tokens) - request.prompt_length >= request.sampling.max_tokens else None)
+
+
+def _text_ends(request: Request, decode: Callable[[Sequence[int]], str] | None) -> bool:
     """Whether the last tokens complete a stop string."""
     if decode is None:
         return False

@@ -55,7 +55,9 @@ def gate(gate_up: Tensor) -> Tensor:
     return F.silu(left) * right
 
 
-def rotate_store(decoder: Decoder, layer: DecoderLayer, qkv: Tensor, positions: Tensor, rows: Tensor, cache: KeyValueRows) -> Tensor:
+def rotate_store(
+    decoder: Decoder, layer: DecoderLayer, qkv: Tensor, positions: Tensor, rows: Tensor, cache: KeyValueRows
+) -> Tensor:
     """Rotate queries and keys, write keys and values to `rows` of the layer's cache; returns queries [tokens, heads, dim]."""
     shape, keys, values = decoder.shape, cache.keys[layer.index], cache.values[layer.index]
     norms = None if layer.q_norm is None or layer.k_norm is None else (layer.q_norm, layer.k_norm)

@@ -6,7 +6,7 @@ may belong to any number of contexts. Sums are in float32, and results are round
 
 # Triton has no types, and is installed with torch for a GPU only.
 # pyright: reportMissingImports=false, reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownParameterType=false
-# pyright: reportUnknownArgumentType=false, reportMissingParameterType=false, reportUntypedFunctionDecorator=false, reportUnknownLambdaType=false
+# pyright: reportUnknownArgumentType=false, reportMissingParameterType=false, reportUntypedFunctionDecorator=false, reportUnknownLambdaType=false, reportIndexIssue=false
 # ruff: noqa: ANN001, ANN201, ANN202
 
 import torch
@@ -302,7 +302,9 @@ def add_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> Tensor:
     width = x.shape[-1]
     block = power_of_two(width)
     warps = 4 if block <= 2048 else 8
-    add_norm_kernel[(x.shape[0],)](x, x if y is None else y, weight, out, width, eps, ADD=y is not None, BLOCK=block, num_warps=warps)
+    add_norm_kernel[(x.shape[0],)](
+        x, x if y is None else y, weight, out, width, eps, ADD=y is not None, BLOCK=block, num_warps=warps
+    )
     return out
 
 

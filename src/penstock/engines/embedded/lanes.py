@@ -5,9 +5,10 @@ with it. Steps are captured as CUDA graphs, one per batch size, and replayed wit
 tokens of several steps in one copy. Weights are used where they are: changing them in place needs no new capture.
 """
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.engines.embedded import fused
-from penstock.engines.embedded.decoder import Decoder
+from penstock.engines.embedded.decoder import Decoder, DecoderLayer
 from penstock.engines.embedded.fused import KeyValueRows, PrefillBlocks
 from penstock.records import Sampling
 
@@ -37,11 +38,22 @@ class StepResults:
     """[lanes, steps, 3]: id (-1 where the lane was idle), log-probability, full log-probability."""
     done: torch.cuda.Event | None
 
-    def read(self) -> list[list[list[float]]]:
+    def read(self) -> NDArray[np.float64]:
         """Wait for them."""
         if self.done is not None:
             self.done.synchronize()
-        return self.values.tolist()  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
+        return self.values.numpy()
+
+
+class PackedPrompts(NamedTuple):
+    """Tokens of one prefill pass."""
+
+    ids: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    rows: NDArray[np.int32]
+    context: NDArray[np.int32]
+    """See `PrefillBlocks`."""
+    blocks: NDArray[np.int32]
 
 
 class Lanes:
@@ -70,7 +82,7 @@ class Lanes:
         self._cursor = torch.zeros(1, dtype=torch.long, device=device)
         self._out = torch.zeros(lanes, max_steps, 3, dtype=torch.float64, device=device)
         self._captured: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
-        self._pool: tuple[int, int] | None = None
+        self._pool: Any = None
         self._storage = self._addresses()
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(device))
@@ -88,14 +100,24 @@ class Lanes:
                     self._step(lanes, truncated)
             return self._fetch(self._out[:lanes, :steps])
 
-    def prefill(self, tokens: NDArray[np.int64], positions: NDArray[np.int64], rows: NDArray[np.int32], packed: tuple[NDArray[np.int32], NDArray[np.int32]]) -> None:
-        """Queue a pass that computes the keys and values of `tokens`."""
+    def prefill(self, prompts: "PackedPrompts") -> None:
+        """Queue a pass that computes keys and values."""
         with self._queue():
-            ids, at, to = self._upload(tokens), self._upload(positions), self._upload(rows)
-            blocks = PrefillBlocks(self._upload(packed[0]), self._upload(packed[1]))
-            self._forward(ids, at, to, lambda layer, q: fused.prefill_attention(q, self.cache.keys[layer], self.cache.values[layer], blocks), hidden=False)
+            packed = PrefillBlocks(self._upload(prompts.context), self._upload(prompts.blocks))
 
-    def begin(self, lanes: Sequence[int], state: Sequence[tuple[int, int, int]], samplings: Sequence[Sampling], stops: Sequence[Sequence[int]]) -> None:
+            def attend(layer: int, q: Tensor) -> Tensor:
+                return fused.prefill_attention(q, self.cache.keys[layer], self.cache.values[layer], packed)
+
+            ids, positions, rows = (self._upload(part) for part in prompts[:3])
+            self._forward(ids, positions, rows, attend, hidden=False)
+
+    def begin(
+        self,
+        lanes: Sequence[int],
+        state: Sequence[tuple[int, int, int]],
+        samplings: Sequence[Sampling],
+        stops: Sequence[Sequence[int]],
+    ) -> None:
         """Start lanes: token, position and limit of each; the reply ends when the context has `limit` tokens."""
         params = np.array([(s.temperature, s.top_k, s.top_p, s.min_p) for s in samplings], dtype=np.float32)
         padded = np.array([[*ids, *[-1] * (MAX_STOPS - len(ids))] for ids in stops], dtype=np.int64)
@@ -105,7 +127,9 @@ class Lanes:
             self._params.index_copy_(0, index, self._upload(params))
             self._stops.index_copy_(0, index, self._upload(padded))
 
-    def fill(self, at: NDArray[np.int64], rows: NDArray[np.int32], ring_at: NDArray[np.int64], uniforms: NDArray[np.float64]) -> None:
+    def fill(
+        self, at: NDArray[np.int64], rows: NDArray[np.int32], ring_at: NDArray[np.int64], uniforms: NDArray[np.float64]
+    ) -> None:
         """Write rows and uniform numbers; `at` and `ring_at` count through all lanes."""
         with self._queue():
             self._table.view(-1).index_copy_(0, self._upload(at), self._upload(rows))
@@ -141,18 +165,23 @@ class Lanes:
         rows, lengths, uniforms = self._rows[:lanes], self._lengths[:lanes], self._uniforms[:lanes]
         fused.locate(self._state, self._table, self._ring, rows, lengths, uniforms)
         ids, positions = self._state[0, :lanes], self._state[1, :lanes]
-        attend = lambda layer, q: fused.decode_attention(q, self.cache.keys[layer], self.cache.values[layer], self._table, lengths)
+
+        def attend(layer: int, q: Tensor) -> Tensor:
+            return fused.decode_attention(q, self.cache.keys[layer], self.cache.values[layer], self._table, lengths)
+
         hidden = self._forward(ids, positions, rows, attend, hidden=True)
         head = self.decoder.embed.weight if self.decoder.head is None else self.decoder.head.weight
         drawn = fused.draw(F.linear(hidden, head), self._params[:lanes], uniforms, truncated=truncated)
         fused.advance(self._state, self._stops, drawn, self._cursor, self._out)
         self._cursor += 1
 
-    def _forward(self, ids: Tensor, positions: Tensor, rows: Tensor, attend, *, hidden: bool) -> Tensor:
+    def _forward(
+        self, ids: Tensor, positions: Tensor, rows: Tensor, attend: Callable[[int, Tensor], Tensor], *, hidden: bool
+    ) -> Tensor:
         decoder = self.decoder
         x = F.embedding(ids, decoder.embed.weight)
         y: Tensor | None = None
-        for index, layer in enumerate(decoder.layers):
+        for index, layer in enumerate(cast("list[DecoderLayer]", decoder.layers)):
             h = fused.add_norm(x, y, layer.norm1.weight, decoder.shape.norm_eps)
             qkv = F.linear(h, layer.qkv.weight, layer.qkv.bias)
             q = fused.rotate_store(decoder, layer, qkv, positions, rows, self.cache)
@@ -193,7 +222,7 @@ class Lanes:
         tensor = torch.from_numpy(array)  # pyright: ignore[reportUnknownMemberType]
         return tensor if self._stream is None else tensor.pin_memory().to(self.device, non_blocking=True)
 
-    def _queue(self):
+    def _queue(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def _addresses(self) -> list[int]:

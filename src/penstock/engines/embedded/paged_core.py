@@ -8,7 +8,6 @@ The context of a request is a list of rows of the cache: those of a path of the 
 same tokens, then its own. When it finishes, its rows go to the tree, and nothing is copied.
 """
 
-import math
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -20,10 +19,10 @@ import torch
 from numpy.typing import NDArray
 
 from penstock.engines.embedded import fused
-from penstock.engines.embedded.core import DrawnToken, Request, text_ends
+from penstock.engines.embedded.core import DrawnChunk, Request, ending
 from penstock.engines.embedded.decoder import Decoder
 from penstock.engines.embedded.kv_cache import CacheRows, PrefixTree, Segment
-from penstock.engines.embedded.lanes import MAX_STOPS, RING, Lanes, StepResults
+from penstock.engines.embedded.lanes import MAX_STOPS, RING, Lanes, PackedPrompts, StepResults
 
 PASS_TOKENS = 8192
 """Most tokens of one prefill pass."""
@@ -107,7 +106,7 @@ class PagedCore:
                 self._remove([active])
         self._uniforms.pop(request.key, None)
 
-    def drain(self) -> list[DrawnToken]:
+    def drain(self) -> list[DrawnChunk]:
         """Read what is queued, so that the weights may change; nothing is queued after this."""
         with torch.inference_mode():
             sampled = self._read()
@@ -129,7 +128,7 @@ class PagedCore:
         self._forget()
         return lost
 
-    def step(self) -> list[DrawnToken]:
+    def step(self) -> list[DrawnChunk]:
         """Admit, queue a prefill pass and some decode steps; returns the tokens of those queued by the step before."""
         with torch.inference_mode():
             self._admit()
@@ -197,7 +196,7 @@ class PagedCore:
         tokens = np.array([token for segment in segments for token in segment.tokens], dtype=np.int64)
         positions = np.concatenate([np.arange(segment.start, segment.end) for segment in segments])
         rows = np.concatenate([rows[segment.start :] for rows, segment in zip(context, segments, strict=True)])
-        self.lanes.prefill(tokens, positions, rows, (np.concatenate(context), np.concatenate(blocks)))
+        self.lanes.prefill(PackedPrompts(tokens, positions, rows, np.concatenate(context), np.concatenate(blocks)))
 
     def _start(self, ready: list[LaneRequest]) -> None:
         """Give lanes to requests; their rows so far are those of their paths."""
@@ -221,12 +220,12 @@ class PagedCore:
         self.running += ready
         self.planned = [active for active in self.planned if active.lane < 0]
 
-    def _reserve_all(self) -> list[DrawnToken]:
+    def _reserve_all(self) -> list[DrawnChunk]:
         """Give rows and uniform numbers to requests that might run out of them in the next window.
 
         Where there are no rows left, the youngest requests go back to the queue.
         """
-        early: list[DrawnToken] = []
+        early: list[DrawnChunk] = []
         at: list[NDArray[np.int64]] = []
         rows: list[NDArray[np.int32]] = []
         ring_at: list[NDArray[np.int64]] = []
@@ -289,52 +288,44 @@ class PagedCore:
             active.queued += steps
         return window
 
-    def _read(self) -> list[DrawnToken]:
+    def _read(self) -> list[DrawnChunk]:
         """Hand out the tokens of the queued window."""
         window, self._window = self._window, None
         if window is None:
             return []
-        results = window.results.read()
-        sampled: list[DrawnToken] = []
+        values = window.results.read()
+        ids = values[:, :, 0].astype(np.int64)
+        counts = (ids >= 0).sum(1).tolist()
+        columns = ids.tolist(), values[:, :, 1].tolist(), values[:, :, 2].tolist()
+        sampled: list[DrawnChunk] = []
         ended: list[LaneRequest] = []
         for active, lane in zip(window.requests, window.lanes, strict=True):
-            if active.lane < 0:
-                continue  # gone since
+            if active.lane == GONE:
+                continue
             active.queued -= window.steps
-            last = self._append(active.request, results[lane], sampled)
-            if last is not None and last.finish:
+            if not (count := counts[lane]):
+                continue
+            chunk = self._append(active.request, *(column[lane][:count] for column in columns))
+            sampled.append(chunk)
+            if chunk.finish:
                 ended.append(active)
                 self._uniforms.pop(active.request.key, None)
-                if last.finish != "error":
+                if chunk.finish != "error":
                     self._keep(active)
         self._remove(ended)
         return sampled
 
-    def _append(self, request: Request, drawn: list[list[float]], sampled: list[DrawnToken]) -> DrawnToken | None:
-        """Append tokens to a request up to the one that ends it; returns the last."""
-        token: DrawnToken | None = None
-        for drawn_id, logprob, full_logprob in drawn:
-            if drawn_id < 0:
-                break
-            token = self._token(request, int(drawn_id), logprob, full_logprob)
-            sampled.append(token)
-            if token.finish:
-                break
-        return token
-
-    def _token(self, request: Request, token: int, logprob: float, full_logprob: float) -> DrawnToken:
-        request.tokens.append(token)
-        if not math.isfinite(full_logprob):
-            return DrawnToken(request, token, 0.0, 0.0, "error", "the logits are not finite, so the policy's weights are broken")
-        finish, problem = None, ""
-        try:
-            if token in request.stop_ids or (request.sampling.stop and text_ends(request, self.decode_text)):
-                finish = "stop"
-            elif len(request.tokens) - request.prompt_length >= request.sampling.max_tokens:
-                finish = "length"
-        except Exception as cause:  # from the tokenizer; it must not fail the other requests of the batch
-            finish, problem = "error", f"its text could not be searched for stop strings: {type(cause).__name__}: {cause}"
-        return DrawnToken(request, token, logprob, full_logprob, finish, problem)
+    def _append(self, request: Request, ids: list[int], logprobs: list[float], full_logprobs: list[float]) -> DrawnChunk:
+        """Append tokens to a request, up to the one that ends it."""
+        if request.sampling.stop or len(request.stop_ids) > MAX_STOPS:
+            for count in range(1, len(ids) + 1):
+                request.tokens.append(ids[count - 1])
+                end = ending(request, full_logprobs[count - 1], self.decode_text)
+                if end.finish:
+                    return DrawnChunk(request, ids[:count], logprobs[:count], full_logprobs[:count], *end)
+            return DrawnChunk(request, ids, logprobs, full_logprobs)
+        request.tokens += ids
+        return DrawnChunk(request, ids, logprobs, full_logprobs, *ending(request, full_logprobs[-1], self.decode_text))
 
     def _keep(self, active: LaneRequest) -> None:
         """Move a finished request's rows to the tree."""
@@ -415,6 +406,15 @@ class RowTree(PrefixTree):
         if isinstance(segment.kv, CacheRows):
             self._put(segment.kv.rows)
         return super()._remove(segment)
+
+
+def free_tokens(decoder: Decoder, slots: int) -> int:
+    """Tokens that a third of the GPU's free memory holds, beside what training needs for the weights; no more than all slots can use."""
+    shape, weight = decoder.shape, decoder.embed.weight
+    free, _ = torch.cuda.mem_get_info(weight.device)
+    training = 16 * sum(parameter.numel() for parameter in decoder.parameters())  # float32: master, gradient, two moments
+    row = 2 * shape.layers * shape.kv_heads * shape.head_dim * weight.element_size()
+    return max(4096, min(slots * shape.context_length, (free - training) // 3 // row))
 
 
 def path_rows(leaf: Segment) -> NDArray[np.int32]:
