@@ -14,6 +14,7 @@ from api_cases import ENGINE_FOLDER, Served, archive, carry_out, own_run, projec
 from api_client import ApiClient, Refused, exchange, fetch
 
 from penstock.controller.api.links import SignedLinks
+from penstock.controller.identity import THE_OWNER
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +25,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Generator[Served]:
         patch.syspath_prepend(str(ENGINE_FOLDER))
         carry_out(folder, "asked")
     with served(folder) as found:
-        found.controller.vault.set("WORD", "1 times 3?", "user")
+        found.controller.vault.set("WORD", "1 times 3?", "user", who=THE_OWNER)
         yield found
 
 
