@@ -157,10 +157,10 @@ def test_a_link_is_good_for_its_own_file_and_time(world, client):
     assert fetch(item["url"])[0] == 200
     assert fetch(item["url"][:-1] + ("0" if item["url"][-1] != "0" else "1"))[0] == 403
     assert fetch(item["url"].replace("/output/", "/dataset/"))[0] == 403
-    old = SignedLinks(world.controller.home.secret("links"), world.url, lifetime_s=-1).create("output", run="x", file="y")
+    old = SignedLinks(world.controller.home.key("links"), world.url, lifetime_s=-1).create("output", run="x", file="y")
     status, body, _ = fetch(old)
     assert status == 403 and json.loads(body)["code"] == "LINK_EXPIRED"
-    gone = SignedLinks(world.controller.home.secret("links"), world.url).create("output", run="x", file="y")
+    gone = SignedLinks(world.controller.home.key("links"), world.url).create("output", run="x", file="y")
     assert fetch(gone)[0] == 404
 
 

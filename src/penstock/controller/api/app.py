@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 def make_app(controller: Controller, base_url: str, *, names: Collection[str] | None = None) -> Starlette:
     """Builds the app. `names` are the accepted host names; None accepts any. Links use `base_url` if that is https."""
     tokens = ApiTokens(controller.database, controller.home.token())
-    links = SignedLinks(controller.home.secret("links"), base_url)
+    links = SignedLinks(controller.home.key("links"), base_url)
     results = RunResults(controller)
     account = AccountRoutes(tokens, DeviceLogins(controller.database, tokens), links)
     unprotected = [Route("/health", _health, methods=["GET"]), *account.routes()]
