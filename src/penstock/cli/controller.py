@@ -145,7 +145,7 @@ def approve(
     from penstock.cli.connection import connect
 
     record = connect().approve(code, person=person)
-    whose = f", a device of {record['person']}'s" if record.get("person") else ""
+    whose = f", a device of {record['person']}'s," if record.get("person") else ""
     print_result(record, f"Let {record.get('device_name') or 'the device'}{whose} in.", as_json=as_json)
 
 
