@@ -13,9 +13,9 @@ from controller_process import DEADLINE_S, controller_up, end_runs, environment,
 
 from penstock.cli.app import run
 from penstock.controller.client import ControllerClient
-from penstock.errors import ControllerError
 from penstock.controller.home import Home
 from penstock.controller.local import find_running, is_unserved
+from penstock.errors import ControllerError
 
 
 @pytest.fixture
