@@ -63,7 +63,7 @@ class Deployments:
     ) -> None:
         self._database, self._home, self._health_s = database, home, health_s
         self.max_deployments, self._ready_timeout_s = max_deployments, ready_timeout_s
-        self._key = home.secret("deployments.key")
+        self._key = home.key("deployments.key")
         self._processes: dict[str, DeploymentProcess] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._lock = asyncio.Lock()

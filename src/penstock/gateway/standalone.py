@@ -36,7 +36,7 @@ from penstock.gateway.sources import open_engine
 from penstock.pool import POOLS
 from penstock.pool.base import Pool
 from penstock.records import Sampling
-from penstock.system.files import create_private, write_file
+from penstock.system.files import load_key, write_file
 from penstock.system.locks import exclusive_lock
 
 CONFIG, SECRET, TOKENS = "config.json", "secret", "tokens.json"
@@ -150,10 +150,7 @@ def hold_folder(folder: Path) -> Generator[None]:
 
 def load_secret(folder: Path) -> bytes:
     """Return the key that signs the folder's tokens. The first call creates it, readable by the owner only."""
-    file = folder / SECRET
-    if not file.exists():
-        create_private(file, secrets.token_bytes(32))
-    return file.read_bytes()
+    return load_key(folder / SECRET, loss="give callers the new tokens")
 
 
 def write_tokens(folder: Path, secret: bytes) -> Path:

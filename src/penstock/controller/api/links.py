@@ -14,6 +14,7 @@ from typing import Any
 import orjson
 
 from penstock.errors import ControllerError
+from penstock.system.files import check_key
 
 PATH = "/api/cli/links"
 LIFETIME_S = 3600
@@ -27,6 +28,7 @@ class SignedLinks:
     """Creates and verifies links, to `base_url` if that is https, else to the URL that the client used, such as a tunnel's."""
 
     def __init__(self, key: bytes, base_url: str, *, lifetime_s: float = LIFETIME_S) -> None:
+        check_key(key, "the key of links is damaged", "remove the file `links` and start the controller again")
         self._key = hmac.new(key, b"penstock links", sha256).digest()
         self._base_url = base_url.rstrip("/")
         self.lifetime_s = lifetime_s
