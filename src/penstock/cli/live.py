@@ -57,6 +57,8 @@ class RunState:
     steps_from: int = 0
     """The step at which this process began, and when its first one did: what the estimate is made from."""
     steps_at: float | None = None
+    misreported: int = 0
+    """Rollouts whose agents reported another conversation than was recorded."""
     last_step_at: float = 0.0
     eval_seconds: float = 0.0
 
@@ -138,6 +140,10 @@ def _rollout_end(state: RunState, fields: dict[str, Any]) -> None:
         messages[message] = messages.get(message, 0) + 1
 
 
+def _rollout_misreported(state: RunState, fields: dict[str, Any]) -> None:
+    state.misreported += 1
+
+
 def _step_start(state: RunState, fields: dict[str, Any]) -> None:
     if state.steps_at is None:
         state.steps_at = state.last_step_at = state.clock()
@@ -171,6 +177,7 @@ _CHANGES: dict[str, Callable[[RunState, dict[str, Any]], None]] = {
     "eval.start": _eval_start,
     "eval.end": _eval_end,
     "rollout.end": _rollout_end,
+    "rollout.misreported": _rollout_misreported,
     "step.start": _step_start,
     "train.start": _train_start,
     "train.step": _train_step,
@@ -254,6 +261,9 @@ def event_line(kind: str, fields: dict[str, Any], state: RunState) -> str | None
             return f"held-out evaluation after step {fields['step']} skipped: that after step {fields['running']} still runs"
         case "eval.fail":
             return f"held-out evaluation after step {fields['step']} failed: {_one_line(fields['message'])}"
+        case "rollout.misreported" if state.misreported == 1:
+            names = ", ".join(fields["transcripts"])
+            return f"{fields['rollout_id']}: the agent reports another conversation as {names} than was recorded, which is graded"
         case "rollout.end" if fields["end"] != "completed" and state.ends[fields["end"]] == 1:
             return (
                 f"first rollout to end {fields['end']}: {fields['rollout_id']}: {_one_line(fields.get('message') or 'no message')}"

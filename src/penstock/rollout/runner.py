@@ -18,7 +18,7 @@ from penstock.rollout.author_tasks import AuthorTasks
 from penstock.rollout.executors import EXECUTORS
 from penstock.rollout.executors.base import Executor, ExecutorContext, GatewaySession
 from penstock.rollout.in_process import Reward, WorkflowResult
-from penstock.rollout.transcripts import Transcript, make_samples, transcripts
+from penstock.rollout.transcripts import Transcript, make_samples, misreported, transcripts
 from penstock.sdk.discovery import Agent
 from penstock.sdk.routing import MAIN
 from penstock.sdk.samples import RolloutSample
@@ -102,7 +102,8 @@ class Runner:
             raise GraderError("nothing says whose conversation it is; name the rollout")
         task, attempt = await self.pool.task(rollout_id), await self.pool.attempt(rollout_id)
         steps = tuple(step.index for step in attempt.steps)
-        sample = RolloutSample(id=MAIN, messages=messages, transcript=deepcopy(messages), steps=steps)
+        replies = deepcopy([message for message in messages if message.get("role") == "assistant"])
+        sample = RolloutSample(id=MAIN, messages=messages, transcript=deepcopy(messages), replies=replies, steps=steps)
         label = task.label if task.label is not None else fields.get("ground_truth")
         task = replace(task, label=None if label is None else str(label), metadata={**fields, **(task.metadata or {})})
         name = f"{rollout_id}.judge"  # its artifacts must not mix with those of the rollout's own grading
@@ -144,7 +145,9 @@ class Runner:
             return RolloutOutcome(End.AGENT_ERROR, no_call_message(result))
         if attempt.grades and not self.sole_grader:  # a flow has submitted its own rewards to the gateway
             return RolloutOutcome(End.COMPLETED)
-        samples = make_samples(recorded, result.samples)
+        samples = make_samples(recorded, result.samples, result.returned)
+        if names := misreported(samples, result.samples):
+            self.events.emit("rollout.misreported", rollout_id=rollout.id, transcripts=names)
         try:
             rewards = await self.executor.grade(task, samples, rollout_id=rollout.id, timeout_s=limit_s)
         except TimeoutError:

@@ -26,7 +26,7 @@ from penstock.controller.context import Controller
 from penstock.errors import ConfigError, ControllerError, DatasetError, ModelError, PenstockError, PoolError, RequestError
 from penstock.http.asgi import header
 from penstock.http.listen import base_url as url_of
-from penstock.http.listen import bind, known_names
+from penstock.http.listen import bind, host_name, known_names
 from penstock.http.server import HttpServer
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
@@ -81,20 +81,13 @@ class HostCheck:
             await self._app(scope, receive, send)
             return
         host = header(scope["headers"], b"host")
-        if self._names is not None and _host_name(host) not in self._names:
-            text = f"this controller is not called {_host_name(host)!r}; start it with that name among --name if it is yours"
+        if self._names is not None and host_name(host) not in self._names:
+            text = f"this controller is not called {host_name(host)!r}; start it with that name among --name if it is yours"
             await error_response(RequestError(text, status=421, code="WRONG_HOST"))(scope, receive, send)
             return
         CALLER_BASE_URL.set(f"http://{host}" if host else "")  # links lead to where this caller reaches us
         raw = scope.get("raw_path") or scope["path"].encode()
         await self._app({**scope, "path": raw.decode("latin-1")}, receive, send)
-
-
-def _host_name(host: str) -> str:
-    try:
-        return urlsplit(f"//{host}").hostname or ""
-    except ValueError:
-        return ""
 
 
 class AccessControl:
