@@ -82,8 +82,7 @@ class Workload:
         self.decoder.load_state_dict(make_weights(0))
         self.decoder.to(self.device)
         if self.paged_steps:
-            options = {"slots": self.slots, "cache_tokens": self.cache_tokens, "max_steps": self.paged_steps}
-            self.core = PagedCore(self.decoder, **options)
+            self.core = PagedCore(self.decoder, slots=self.slots, cache_tokens=self.cache_tokens, max_steps=self.paged_steps)
         else:
             self.core = EngineCore(self.decoder, slots=self.slots, cache_tokens=self.cache_tokens)
         self.core.pass_tokens = self.core.tree.longest = self.pass_tokens

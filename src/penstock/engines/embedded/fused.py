@@ -66,7 +66,7 @@ def rotate_store(
         return kernels.rotate_store(
             qkv, gains, shape.norm_eps, decoder.cos, decoder.sin, positions, rows, keys, values, shape.heads
         )  # fmt: skip
-    q, k, v = qkv.view(qkv.shape[0], -1, shape.head_dim).split([shape.heads, shape.kv_heads, shape.kv_heads], 1)
+    q, k, v = qkv.view(qkv.shape[0], -1, shape.head_dim).tensor_split([shape.heads, shape.heads + shape.kv_heads], 1)
     if norms is not None:
         q, k = norms[0](q), norms[1](k)
     cos, sin = decoder.cos[positions][:, None], decoder.sin[positions][:, None]
@@ -86,7 +86,8 @@ def prefill_attention(q: Tensor, keys: Tensor, values: Tensor, packed: PrefillBl
     if kernels is not None and q.is_cuda:
         return kernels.prefill_attention(q, keys, values, *packed)
     out = torch.zeros_like(q)
-    for first, count, position, begin in packed.blocks.tolist():
+    blocks: list[list[int]] = packed.blocks.tolist()  # pyright: ignore[reportUnknownVariableType]
+    for first, count, position, begin in blocks:
         context = packed.context[begin : begin + position + count]
         out[first : first + count] = _attend(q[first : first + count], keys, values, context)
     return out

@@ -387,7 +387,7 @@ class RowTree(PrefixTree):
         self._put(rows)
 
     def adopt(self, held: Segment, tokens: Sequence[int], rows: NDArray[np.int32]) -> Segment:
-        """Make a request's own rows part of the tree and move its hold to the end of `tokens`; rows that it lacks room for are freed."""
+        """Make a request's own rows part of the tree and move its hold to the end of `tokens`; other rows are freed."""
         self.capacity += len(rows)
         before = self.tokens
         last = self.extend(held, tokens, CacheRows(rows)) if tokens else held
@@ -409,7 +409,7 @@ class RowTree(PrefixTree):
 
 
 def free_tokens(decoder: Decoder, slots: int) -> int:
-    """Tokens that a third of the GPU's free memory holds, beside what training needs for the weights; no more than all slots can use."""
+    """Tokens that a third of the GPU's free memory holds, beside what training takes; at most what all slots can use."""
     shape, weight = decoder.shape, decoder.embed.weight
     free, _ = torch.cuda.mem_get_info(weight.device)
     training = 16 * sum(parameter.numel() for parameter in decoder.parameters())  # float32: master, gradient, two moments
