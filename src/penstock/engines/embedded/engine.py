@@ -308,13 +308,18 @@ def open_engine(
     device = pick_device(section.device)
     dtype = pick_dtype(section.dtype, device)
     decoder = load_decoder(folder, device=device, dtype=dtype)
-    core: EngineCore | PagedCore
-    if device.type == "cuda" and fused.kernels is not None:
-        slots = section.slots or GPU_SLOTS
-        core = PagedCore(decoder, slots=slots, cache_tokens=section.cache_tokens or free_tokens(decoder, slots), decode=decode)
-    else:
-        core = EngineCore(decoder, slots=section.slots or 32, cache_tokens=section.cache_tokens or 65536, decode=decode)
+    core = make_core(decoder, section, decode)
     return EmbeddedEngine(core, name=name, queue_limit=section.queue, seed=seed, stop_ids=end_ids(folder))
+
+
+def make_core(
+    decoder: Decoder, section: EngineSection, decode: Callable[[Sequence[int]], str] | None = None
+) -> EngineCore | PagedCore:
+    """The paged core on a GPU; the other one on a CPU, and where Triton is not installed."""
+    if decoder.embed.weight.is_cuda and fused.kernels is not None:
+        slots = section.slots or GPU_SLOTS
+        return PagedCore(decoder, slots=slots, cache_tokens=section.cache_tokens or free_tokens(decoder, slots), decode=decode)
+    return EngineCore(decoder, slots=section.slots or 32, cache_tokens=section.cache_tokens or 65536, decode=decode)
 
 
 def pick_device(name: str) -> torch.device:

@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+# No argument of a kernel may be called `params`: Triton's code for a launch has a variable of that name.
+
 MIN_DOT = 16
 """Fewest rows of a matrix product on tensor cores."""
 
@@ -196,7 +198,7 @@ def chunk_best_kernel(logits, best, best_at, vocab, CHUNKS: tl.constexpr, CHUNK:
 
 @triton.jit
 def chunk_sums_kernel(
-    logits, best, params, plain, tempered, vocab,
+    logits, best, settings, plain, tempered, vocab,
     CHUNKS: tl.constexpr, PADDED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Per chunk the sum of exp(logit - best), and per block the sum of exp((logit - best) / temperature)."""
@@ -205,7 +207,7 @@ def chunk_sums_kernel(
     tops = tl.load(best + row * CHUNKS + c, mask=c < CHUNKS, other=float("-inf"))
     broken = tl.max((tops != tops).to(tl.int32), 0)
     top = tl.where(broken > 0, float("nan"), tl.max(tops, 0))
-    temperature = tl.load(params + row * 4)
+    temperature = tl.load(settings + row * 4)
     temperature = tl.where(temperature == 0.0, 1.0, temperature)
     at = chunk * CHUNK + tl.arange(0, CHUNK)
     keep = at < vocab
@@ -218,7 +220,7 @@ def chunk_sums_kernel(
 
 @triton.jit
 def pick_kernel(
-    logits, best, best_at, plain, tempered, params, uniforms, ids, logprobs, full_logprobs, vocab,
+    logits, best, best_at, plain, tempered, settings, uniforms, ids, logprobs, full_logprobs, vocab,
     CHUNKS: tl.constexpr, PADDED: tl.constexpr, BLOCKS: tl.constexpr, PADDED_BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The token at which the running sum passes its uniform number. One program per row; see `sampling.py`."""
@@ -230,7 +232,7 @@ def pick_kernel(
     greatest = tl.load(best_at + row * CHUNKS + c, mask=c < CHUNKS, other=vocab)
     greedy = tl.min(tl.where(tops == top, greatest, vocab - 1), 0)
     full = tl.sum(tl.load(plain + row * CHUNKS + c, mask=c < CHUNKS, other=0.0).to(tl.float64), 0)
-    temperature = tl.load(params + row * 4)
+    temperature = tl.load(settings + row * 4)
     b = tl.arange(0, PADDED_BLOCKS)
     sums = tl.load(tempered + row * BLOCKS + b, mask=b < BLOCKS, other=0.0).to(tl.float64)
     reach = tl.cumsum(sums, 0)
@@ -343,12 +345,13 @@ def decode_attention(
     exact = q.dtype == torch.float32
     splits = splits or splits_for(lanes, kv)
     out = torch.empty_like(q)
+    wide = exact or dim > 64
     parts = torch.empty(lanes, heads, splits, dim + 2, device=q.device) if splits > 1 else out
     block_d, group = power_of_two(dim, MIN_DOT), heads // kv
     decode_attention_kernel[(lanes, kv, splits)](
         q, keys, values, table, lengths, out, parts, dim**-0.5 * LOG2E, table.shape[1],
-        KV=kv, GROUP=group, DIM=dim, M=power_of_two(group, MIN_DOT), BLOCK_D=block_d, BLOCK_N=block_n or (32 if exact else 64),
-        SPLITS=splits, EXACT=exact, num_warps=warps or 4, num_stages=stages or 2,
+        KV=kv, GROUP=group, DIM=dim, M=power_of_two(group, MIN_DOT), BLOCK_D=block_d, BLOCK_N=block_n or (32 if wide else 64),
+        SPLITS=splits, EXACT=exact, num_warps=warps or (4 if exact else 1 if wide else 2), num_stages=stages or 2,
     )  # fmt: skip
     if splits > 1:
         join_parts_kernel[(lanes * heads,)](parts, out, DIM=dim, BLOCK_D=block_d, SPLITS=splits, num_warps=2)

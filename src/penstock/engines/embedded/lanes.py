@@ -81,7 +81,7 @@ class Lanes:
         self._uniforms = torch.zeros(lanes, dtype=torch.float64, device=device)
         self._cursor = torch.zeros(1, dtype=torch.long, device=device)
         self._out = torch.zeros(lanes, max_steps, 3, dtype=torch.float64, device=device)
-        self._captured: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
+        self.captured: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
         self._storage = self._addresses()
         if self._stream is not None:
@@ -92,7 +92,7 @@ class Lanes:
         with self._queue():
             self._cursor.zero_()
             if self.graphs_enabled:
-                graph = self._captured.get((lanes, truncated)) or self._capture(lanes, truncated)
+                graph = self.captured.get((lanes, truncated)) or self._capture(lanes, truncated)
                 for _ in range(steps):
                     graph.replay()
             else:
@@ -155,7 +155,7 @@ class Lanes:
         with self._queue():
             self._state.zero_()
         if (storage := self._addresses()) != self._storage:
-            self._captured, self._storage = {}, storage
+            self.captured, self._storage = {}, storage
 
     def wait(self) -> None:
         if self._stream is not None:
@@ -206,7 +206,7 @@ class Lanes:
             self._step(lanes, truncated)
         self._pool = graph.pool()
         self._state.copy_(kept[0])
-        self._captured[lanes, truncated] = graph
+        self.captured[lanes, truncated] = graph
         return graph
 
     def _fetch(self, values: Tensor) -> StepResults:
