@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from itertools import count
+from itertools import chain, count, repeat
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -82,10 +82,10 @@ class RequestOutput:
         if self._problem is None:
             self._filled.clear()
         return SampledChunk(
-            ids=tuple(i for chunk, _ in chunks for i in chunk.ids),
-            logprobs=tuple(x for chunk, _ in chunks for x in chunk.logprobs),
-            full_logprobs=tuple(x for chunk, _ in chunks for x in chunk.full_logprobs),
-            versions=tuple(version for chunk, version in chunks for _ in chunk.ids),
+            ids=tuple(chain.from_iterable(chunk.ids for chunk, _ in chunks)),
+            logprobs=tuple(chain.from_iterable(chunk.logprobs for chunk, _ in chunks)),
+            full_logprobs=tuple(chain.from_iterable(chunk.full_logprobs for chunk, _ in chunks)),
+            versions=tuple(chain.from_iterable(repeat(version, len(chunk.ids)) for chunk, version in chunks)),
             finish=chunks[-1][0].finish,
         )
 
