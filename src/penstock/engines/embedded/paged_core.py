@@ -27,6 +27,9 @@ from penstock.engines.embedded.lanes import MAX_STOPS, RING, Lanes, PackedPrompt
 PASS_TOKENS = 8192
 """Most tokens of one prefill pass."""
 
+STEPS_BETWEEN_PASSES = 2
+"""Most decode steps between two prefill passes: the sooner all prompts are computed, the larger the batches."""
+
 RESERVED = 128
 """Positions for which a running request gets rows and uniform numbers at a time; with two windows ahead, less than RING."""
 
@@ -277,7 +280,8 @@ class PagedCore:
 
     def _queue_steps(self) -> StepWindow | None:
         open_ = [active.limit - len(active.request.tokens) - active.queued for active in self.running]
-        steps = min(self.max_steps, max(open_, default=0))
+        most = min(self.max_steps, STEPS_BETWEEN_PASSES) if self.planned else self.max_steps
+        steps = min(most, max(open_, default=0))
         if steps <= 0:
             return None  # the steps on their way end all replies
         lanes = min(self.slots, bucket(max(active.lane for active in self.running) + 1))
