@@ -73,7 +73,7 @@ def compare(name: str, decoder: Decoder, folder: Path, batches: Sequence[int]) -
         core = make_core(decoder, EmbeddedSection())
         engine = EmbeddedEngine(core, name="bench", queue_limit=4096, seed=0)
         with asyncio.Runner() as runner:
-            for row in (Row(batch, shared) for batch in batches for shared in (SHARED, 0)):
+            for row in (Row(batch, shared) for shared in (SHARED, 0) for batch in batches):
                 ours: list[float] = []
                 theirs: list[float] = []
                 runner.run(_generate(engine, row.prompts(decoder.shape.vocab_size, 0), 16))

@@ -7,7 +7,7 @@ tokens of one running request.
 """
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -91,6 +91,9 @@ class PrefixTree:
         self.root = Segment((), None, 0)
         self.tokens = 0
         self._clock = 0
+        self._unheld: list[tuple[int, int, Segment]] = []
+        """A heap of all free segments by their last use, and of entries that no longer hold."""
+        self._unheld_limit = 1024
 
     def plan(self, tokens: Sequence[int]) -> Segment | None:
         """Return the end of the path for `tokens`, held for the caller; missing segments are planned. None if there is no room."""
@@ -112,6 +115,7 @@ class PrefixTree:
         segment.holders -= 1
         while not segment.ready and _is_free(segment):
             segment = self._remove(segment)
+        self._offer(segment)
 
     def _hold_path(self, start: Segment, tokens: Sequence[int]) -> Segment | None:
         last, matched = self._match(start, tokens)
@@ -163,18 +167,27 @@ class PrefixTree:
 
     def make_room(self, tokens: int) -> bool:
         """Drop what nobody holds until `tokens` more fit; False if they never will."""
-        excess = self.tokens + tokens - self.capacity
-        if excess <= 0:
-            return True
-        heap = [(s.used, id(s), s) for s in self._walk() if _is_free(s)]
-        heapq.heapify(heap)
-        while heap and excess > 0:
-            segment = heapq.heappop(heap)[2]
-            excess -= len(segment.tokens)
-            parent = self._remove(segment)
-            if _is_free(parent):
-                heapq.heappush(heap, (parent.used, id(parent), parent))
-        return excess <= 0
+        while self.tokens + tokens > self.capacity and self._unheld:
+            entry = heapq.heappop(self._unheld)
+            if self._holds(entry):
+                self._offer(self._remove(entry[2]))
+        return self.tokens + tokens <= self.capacity
+
+    def _offer(self, segment: Segment) -> None:
+        """Note that a segment may be dropped, if it is free."""
+        if not _is_free(segment):
+            return
+        heapq.heappush(self._unheld, (segment.used, id(segment), segment))
+        if len(self._unheld) > self._unheld_limit:
+            self._unheld = [entry for entry in self._unheld if self._holds(entry)]
+            heapq.heapify(self._unheld)
+            self._unheld_limit = 1024 + 2 * len(self._unheld)
+
+    def _holds(self, entry: tuple[int, int, Segment]) -> bool:
+        """Whether the segment is still part of the tree, free, and was not used since."""
+        used, _, segment = entry
+        there = segment.parent is not None and segment.parent.children.get(segment.tokens[0]) is segment
+        return there and _is_free(segment) and segment.used == used
 
     def _remove(self, segment: Segment) -> Segment:
         parent = segment.parent
@@ -182,13 +195,6 @@ class PrefixTree:
         del parent.children[segment.tokens[0]]
         self.tokens -= len(segment.tokens)
         return parent
-
-    def _walk(self) -> Iterator[Segment]:
-        ahead = [self.root]
-        while ahead:
-            segment = ahead.pop()
-            yield segment
-            ahead.extend(segment.children.values())
 
 
 def _is_free(segment: Segment) -> bool:
