@@ -14,9 +14,14 @@ The last token of a sequence is predicted but never read, so it is not laid out.
 
 from bisect import bisect_right
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import count
 
 from penstock.records import Sequence
+
+
+CPU_TOKENS_PER_PASS = 1024
+"""Enough for a CPU: larger passes only take more memory there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +76,9 @@ class Batch:
     """The divisor of the loss; includes rollouts without a trained token."""
     flat: bool
     """Whether every row is a whole sequence that reads only itself."""
+    sequences: tuple[Sequence, ...]
+    """What was packed."""
+    tokens_per_pass: int
 
     @property
     def trained_tokens(self) -> int:
@@ -81,28 +89,43 @@ class Batch:
         """Tokens that go through the model; a shared prefix counts as often as it is forwarded."""
         return _forwarded(self.pass_sets)
 
+    def repacked(self, tokens_per_pass: int) -> "Batch":
+        """Returns the same terms in passes of another size, and thus in another order."""
+        return pack(self.sequences, rollouts=self.rollouts, tokens_per_pass=tokens_per_pass, shared_prefix=not self.flat)
+
+    def term_numbers(self) -> list[int]:
+        """Returns which trained token each term belongs to, counted over all sequences, in the order of computation."""
+        counter = count()
+        numbered = [replace(s, advantages=tuple(float(next(counter)) for _ in s.advantages)) for s in self.sequences]
+        batch = replace(self, sequences=tuple(numbered)).repacked(self.tokens_per_pass)
+        return [int(term.advantage) for pass_set in batch.pass_sets for one in pass_set.passes for term in one.terms]
+
 
 def pack(sequences: Iterable[Sequence], *, rollouts: int, tokens_per_pass: int, shared_prefix: bool = True) -> Batch:
     """Lays out `sequences` as one pass set, or as one per group, whichever forwards fewer tokens.
 
     A pass holds at most `tokens_per_pass` tokens, or a single row. The same sequences in the same order give the same batch.
     """
-    given = list(sequences)
+    given = tuple(sequences)
     if not shared_prefix:
-        return Batch(pass_sets=_flat(given, tokens_per_pass), rollouts=rollouts, flat=True)
-    groups: dict[str, list[Sequence]] = {}
-    for sequence in given:
-        groups.setdefault(sequence.group_id, []).append(sequence)
-    together = (_pass_set(given, tokens_per_pass),) if given else ()
-    apart = tuple(_pass_set(group, tokens_per_pass) for group in groups.values())
-    return Batch(pass_sets=min(together, apart, key=_forwarded), rollouts=rollouts, flat=False)
+        pass_sets = _flat(given, tokens_per_pass)
+    else:
+        groups: dict[str, list[Sequence]] = {}
+        for sequence in given:
+            groups.setdefault(sequence.group_id, []).append(sequence)
+        together = (_pass_set(given, tokens_per_pass),) if given else ()
+        apart = tuple(_pass_set(group, tokens_per_pass) for group in groups.values())
+        pass_sets = min(together, apart, key=_forwarded)
+    return Batch(
+        pass_sets=pass_sets, rollouts=rollouts, flat=not shared_prefix, sequences=given, tokens_per_pass=tokens_per_pass
+    )
 
 
 def _forwarded(pass_sets: tuple[PassSet, ...]) -> int:
     return sum(len(pass_set.trunk) + sum(len(one.ids) for one in pass_set.passes) for pass_set in pass_sets)
 
 
-def _pass_set(sequences: list[Sequence], limit: int) -> PassSet:
+def _pass_set(sequences: Iterable[Sequence], limit: int) -> PassSet:
     ordered = sorted(sequences, key=lambda sequence: sequence.token_ids)
     passes = _passes(ordered, 0, limit)
     if len(passes) == 1:
@@ -124,7 +147,7 @@ def _passes(ordered: list[Sequence], trunk: int, limit: int) -> tuple[Pass, ...]
     return (*done, layout.finish())
 
 
-def _flat(sequences: list[Sequence], limit: int) -> tuple[PassSet, ...]:
+def _flat(sequences: Iterable[Sequence], limit: int) -> tuple[PassSet, ...]:
     """Lays out whole sequences, longest first, as many per pass as fit when padded to the same length."""
     done: list[Pass] = []
     layout, room = _PassLayout(0), 0

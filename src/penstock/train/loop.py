@@ -11,6 +11,7 @@ checkpoint and unacknowledged leases. The next process releases those leases and
 """
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +24,6 @@ from penstock.records import Sequence as TrainingSequence
 from penstock.rollout.scheduler import TOO_FEW
 from penstock.train import policy
 from penstock.train.advantages import DIVISORS
-from penstock.train.batches import pack
 from penstock.train.held_out import BackgroundEvaluation, refuse_all_failed
 from penstock.train.learner import UpdateMetrics
 from penstock.train.sequences import breaks, exactness, sequences
@@ -31,8 +31,12 @@ from penstock.train.training_run import TrainingRun
 
 RECHECK_S = 60.0
 """Seconds until a waiting trainer claims again without a change in the pool, as leases of others may have expired."""
+SMALL_SHARE = 0.5
+"""A warning says so if less of an update than this reached the weights as they are served."""
 MAX_SHORT_ROUNDS = 20
 """Training fails after this many times `groups_per_step` groups were dropped for too few completed rollouts."""
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,12 +152,7 @@ async def update_policy(
     if not credit.sequences:
         return UpdateMetrics(), progress
     section = run.config.train
-    batch = pack(
-        credit.sequences,
-        rollouts=credit.counts["rollouts"],
-        tokens_per_pass=section.tokens_per_pass,
-        shared_prefix=section.shared_prefix,
-    )
+    batch = await asyncio.to_thread(run.learner.pack, credit.sequences, rollouts=credit.counts["rollouts"])
     done = await asyncio.to_thread(run.learner.compute, batch)
     first = done.metrics
     version = max(progress.version, progress.last_version)
@@ -163,7 +162,10 @@ async def update_policy(
         if remaining:
             done = await asyncio.to_thread(run.learner.compute, batch, done.proximal)
     # Later updates move away from the sampling policy by design; only the first measures staleness and engine differences.
-    metrics = replace(done.metrics, kl_behaviour=first.kl_behaviour, logprob_gap=first.logprob_gap)
+    share = run.learner.served_share
+    if share < SMALL_SHARE:
+        log.warning("%.0f %% of the update reached the weights as they are served; raise train.lr or set engine.dtype = 'float32'", 100 * share)
+    metrics = replace(done.metrics, kl_behaviour=first.kl_behaviour, logprob_gap=first.logprob_gap, served_share=share)
     return metrics, replace(progress, version=version, last_version=version)
 
 

@@ -17,7 +17,7 @@ from penstock.errors import ModelError
 from penstock.records import Attempt, Group, Sequence, Step
 from penstock.run.recorded_run import RecordedRun
 from penstock.train import policy
-from penstock.train.batches import pack
+from penstock.train.batches import CPU_TOKENS_PER_PASS, pack
 from penstock.train.forward import pass_logprobs, trunk_states
 from penstock.train.sequences import Graph, breaks, read_graph, sampled_tokens, why_untrainable
 
@@ -320,9 +320,10 @@ async def verify(recorded: RecordedRun, on_progress: OnProgress, *, tolerance: f
     audit = Audit(run=recorded.config.run.name, channel=recorded.channel, tolerance=limit)
     weights = VersionWeights(recorded.start_policy, recorded.folder.checkpoints)
     total = recorded.last_seq + 1 - recorded.first_seq
+    chosen = recorded.config.train.tokens_per_pass
     on_progress(0, total)
     async for groups in recorded.pages():
-        await _check(groups, audit, weights, tokens_per_pass=recorded.config.train.tokens_per_pass)
+        await _check(groups, audit, weights, tokens_per_pass=CPU_TOKENS_PER_PASS if chosen == "auto" else chosen)
         on_progress(audit.groups, total)
     return audit
 

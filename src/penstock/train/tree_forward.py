@@ -1,0 +1,109 @@
+"""The forward pass of training on a GPU: one attention kernel for all rows of a pass, compiled layers, checkpoints where needed.
+
+The eager path in `forward.py` computes the same and is the oracle for this one.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.utils.checkpoint import checkpoint
+
+from penstock.engines.embedded.decoder import Decoder, DecoderLayer
+from penstock.train.batches import Pass, PassRow
+from penstock.train.forward import KeysValues, ScoredTerms
+from penstock.train.token_scores import TermTable, score
+from penstock.train.tree_attention import BLOCK, tree_mask
+
+Mask = BlockMask | Tensor
+"""For compiled layers, or dense for the others: [queries, keys], True where the token reads the key."""
+
+
+class TreeForward:
+    """A `PassForward` for GPUs."""
+
+    def __init__(self, decoder: Decoder, *, compiled: bool, logits_rows: int, checkpointed: Callable[[int], int]) -> None:
+        """In the backward pass, a pass of n tokens computes `checkpointed(n)` layers again instead of keeping them in memory."""
+        self.decoder, self.compiled = decoder, compiled
+        self._logits_rows, self._checkpointed = logits_rows, checkpointed
+
+    def trunk_states(self, ids: Sequence[int]) -> KeysValues:
+        if not ids:
+            return []
+        kept: KeysValues = []
+        rows = (PassRow(start=0, stop=len(ids)),)
+        self._run(Pass(ids=tuple(ids), positions=tuple(range(len(ids))), rows=rows, terms=()), [], 0, kept)
+        return kept
+
+    def scored(self, one: Pass, trunk: KeysValues, length: int) -> Iterator[ScoredTerms]:
+        decoder, table = self.decoder, TermTable(one.terms, self.decoder.device)
+        states = self._run(one, trunk, length, None)[table.places]
+        weight = decoder.embed.weight if decoder.head is None else decoder.head.weight
+        gradients: list[Tensor] = []
+        for chunk in table.chunks(self._logits_rows):
+            piece = states[chunk.rows].detach().requires_grad_()
+            logprobs, entropy = score(piece, weight, chunk, compiled=self.compiled)
+            yield ScoredTerms(logprobs, entropy, chunk.behaviour, chunk.advantages, chunk.weights)
+            if piece.grad is not None:
+                gradients.append(piece.grad)
+        if gradients:
+            states.backward(torch.cat(gradients))
+
+    def _run(self, one: Pass, trunk: KeysValues, length: int, kept: KeysValues | None) -> Tensor:
+        decoder, device = self.decoder, self.decoder.device
+        time = -len(one.ids) % BLOCK + len(one.ids)
+        tree = tree_mask(one, trunk=length, padded=(trunk[0][0].shape[2] if trunk else 0, time), device=device)
+        mask = tree.blocks() if self.compiled else tree.dense()
+        numbers = F.pad(torch.tensor((one.ids, one.positions)), (0, time - len(one.ids)))
+        ids, positions = numbers.to(device, non_blocking=True).unsqueeze(1)
+        x = decoder.embed(ids)
+        cos, sin = decoder.cos[positions].unsqueeze(2), decoder.sin[positions].unsqueeze(2)
+        checkpointed = self._checkpointed(time) if torch.is_grad_enabled() else 0
+        for at, layer in enumerate(decoder.layers):
+            run = _compiled_layer if self.compiled else _layer
+            before = trunk[at] if trunk else None
+            arguments = (cast(DecoderLayer, layer), x, cos, sin, mask, before, kept is not None)
+            if at < checkpointed:
+                result = checkpoint(run, *arguments, use_reentrant=False, preserve_rng_state=False)
+            else:
+                result = run(*arguments)
+            if kept is None:
+                x = cast(Tensor, result)
+            else:
+                x, k, v = cast(tuple[Tensor, Tensor, Tensor], result)
+                kept.append((k, v))
+        return decoder.norm(x)[0]
+
+
+def _layer(
+    layer: DecoderLayer, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask, before: tuple[Tensor, Tensor] | None, keep: bool
+) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+    """Returns the layer's output and, if `keep`, its keys and values."""
+    kept: list[Tensor] = []
+
+    def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if keep:
+            kept.extend((k, v))
+        if before is not None:
+            k, v = torch.cat((before[0], k), dim=2), torch.cat((before[1], v), dim=2)
+        if isinstance(mask, BlockMask):
+            return cast(Tensor, flex_attention(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1]))
+        return _dense_attention(q, k, v, mask)
+
+    x = layer(x, cos, sin, attend)
+    return (x, *kept) if keep else x  # pyright: ignore[reportReturnType]
+
+
+def _dense_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """Folds heads that share a kv head into the time axis, so that keys need no copy per head."""
+    _, heads, time, dim = q.shape
+    repeats = heads // k.shape[1]
+    folded = q.reshape(1, k.shape[1], repeats * time, dim)
+    return F.scaled_dot_product_attention(folded, k, v, attn_mask=mask.repeat(repeats, 1)).reshape(q.shape)
+
+
+_compiled_layer = cast(Callable[..., Any], torch.compile(_layer, dynamic=True))
+"""Compiled once for all layers, lengths and trees."""
