@@ -183,7 +183,9 @@ class EagerForward:
         leaf = hidden.detach().requires_grad_()  # sums the gradients of all chunks
         for chunk in logits_chunks(one, self._decoder.shape.vocab_size):
             scores = score_chunk(self._decoder, leaf, chunk)
-            columns = torch.tensor([(t.logprob, t.advantage, t.weight) for t in chunk.terms], dtype=torch.float64, device=leaf.device)
+            columns = torch.tensor(
+                [(t.logprob, t.advantage, t.weight) for t in chunk.terms], dtype=torch.float64, device=leaf.device
+            )
             yield ScoredTerms(*scores, columns[:, 0].float(), columns[:, 1].float(), columns[:, 2])
         if leaf.grad is not None:
             hidden.backward(leaf.grad)

@@ -164,7 +164,10 @@ async def update_policy(
     # Later updates move away from the sampling policy by design; only the first measures staleness and engine differences.
     share = run.learner.served_share
     if share < SMALL_SHARE:
-        log.warning("%.0f %% of the update reached the weights as they are served; raise train.lr or set engine.dtype = 'float32'", 100 * share)
+        log.warning(
+            "%.0f %% of the update reached the weights as they are served; raise train.lr or set engine.dtype = 'float32'",
+            100 * share,
+        )
     metrics = replace(done.metrics, kl_behaviour=first.kl_behaviour, logprob_gap=first.logprob_gap, served_share=share)
     return metrics, replace(progress, version=version, last_version=version)
 

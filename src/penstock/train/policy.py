@@ -219,11 +219,12 @@ class Publisher(Protocol):
 class InPlacePublisher:
     """For an engine that shares the learner's tensors: it applies the change between two tokens."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, learner: Learner) -> None:
+        self._engine, self._learner = engine, learner
 
     async def begin(self) -> None:
-        """Does nothing: the engine already has the learner's weights."""
+        """Rounds the start policy as all later versions are, so that version 1 differs from it by the update alone."""
+        await self._engine.swap(0, self._learner.publish)
 
     async def publish(self, version: int, change: Callable[[], None]) -> None:
         await self._engine.swap(version, change)
