@@ -93,6 +93,11 @@ class Learner:
         )
 
     @property
+    def rounds(self) -> bool:
+        """Whether the decoder's weights are rounded masters."""
+        return self._rounded is not None
+
+    @property
     def served_share(self) -> float:
         """The share of the last update that reached the weights as they are served; 1 in float32. See `MasterWeights.publish`."""
         return float(self._served_share)

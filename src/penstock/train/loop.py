@@ -165,7 +165,7 @@ async def update_policy(
     share = run.learner.served_share
     if share < SMALL_SHARE:
         log.warning(
-            "%.0f %% of the update reached the weights as they are served; raise train.lr or set engine.dtype = 'float32'",
+            "%.0f %% of the update reached the served weights; raise train.lr or set engine.dtype = 'float32'",
             100 * share,
         )
     metrics = replace(done.metrics, kl_behaviour=first.kl_behaviour, logprob_gap=first.logprob_gap, served_share=share)

@@ -34,8 +34,7 @@ class MasterWeights:
         self._flat = torch.empty(sum(sizes), device=next(iter(served.values())).device)
         self._every = max(1, len(self._flat) // SAMPLE)
         self._spans = list(_spans(served))
-        pieces = zip(served.items(), self._flat.split(sizes), strict=True)
-        self.values = {name: piece.view_as(weight) for (name, weight), piece in pieces}
+        self.values = {name: piece.view_as(served[name]) for name, piece in zip(served, _split(self._flat, sizes), strict=True)}
         self.load(exact)
         for name, weight in served.items():
             weight.register_post_accumulate_grad_hook(_sum_into(self.values[name]))
@@ -67,8 +66,8 @@ class MasterWeights:
         """Copies each span to the served weights, and yields it."""
         for span, values in zip(self._spans, rounded, strict=True):
             served = [self._served[name] for name in span.names]
-            pieces = zip(served, values.split([weight.numel() for weight in served]), strict=True)
-            torch._foreach_copy_(served, [piece.view_as(weight) for weight, piece in pieces])  # pyright: ignore[reportPrivateUsage]
+            pieces = _split(values, [weight.numel() for weight in served])
+            _copy(served, [piece.view_as(weight) for weight, piece in zip(served, pieces, strict=True)])
             yield values
 
     def _sample(self, rounded: Iterator[Tensor]) -> tuple[Tensor, Tensor]:
@@ -76,6 +75,15 @@ class MasterWeights:
         spans = zip(self._spans, rounded, strict=True)
         places = [values[-span.start % self._every :: self._every].double() for span, values in spans]
         return self._flat[:: self._every].double(), torch.cat(places)
+
+
+def _split(flat: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
+    return torch.split(flat, sizes)  # pyright: ignore[reportReturnType, reportUnknownVariableType]
+
+
+def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copies all in a few launches."""
+    torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _sum_into(master: Tensor) -> Callable[[Tensor], None]:

@@ -224,7 +224,8 @@ class InPlacePublisher:
 
     async def begin(self) -> None:
         """Rounds the start policy as all later versions are, so that version 1 differs from it by the update alone."""
-        await self._engine.swap(0, self._learner.publish)
+        if self._learner.rounds:
+            await self._engine.swap(0, self._learner.publish)
 
     async def publish(self, version: int, change: Callable[[], None]) -> None:
         await self._engine.swap(version, change)
@@ -238,8 +239,11 @@ class FolderPublisher:
         shutil.rmtree(scratch, ignore_errors=True)
 
     async def begin(self) -> None:
-        """Loads the start policy, as a server may still hold the weights of an earlier run."""
-        await self._load(0, self._model)
+        """Loads the start policy, as a server may still hold the weights of an earlier run; rounded, if later versions are."""
+        if self._learner.rounds:
+            await self.publish(0, self._learner.publish)
+        else:
+            await self._load(0, self._model)
 
     async def publish(self, version: int, change: Callable[[], None]) -> None:
         folder = self._scratch / f"{version:06d}"

@@ -1,7 +1,7 @@
 """Rounding of float32 master weights to the bfloat16 weights that are served, so that small updates survive in expectation.
 
-An update of 2e-5 is a twentieth of the distance between two neighbouring bfloat16 numbers near 0.1. Rounding to the nearest loses it
-until a dozen such updates add up. Here each weight has its own threshold between 0 and 1, drawn once by the run's seed: it is
+An update of 2e-5 is a twentieth of the distance between two neighbouring bfloat16 numbers near 0.1. Rounding to the nearest loses
+it until a dozen such updates add up. Here each weight has its own threshold between 0 and 1, drawn once by the run's seed: it is
 rounded away from zero if the part of it that bfloat16 cannot hold, as a share of that distance, is above the threshold. So a
 twentieth of the weights moves by a whole distance, and the sum of all is right.
 

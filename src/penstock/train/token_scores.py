@@ -100,7 +100,8 @@ class _PairScores(torch.autograd.Function):
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor, _: Tensor | None) -> Any:
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        gradient: Tensor = grad_outputs[0]
         states, weight, inverse, rows, targets, logits, total, logprobs = ctx.saved_tensors
         per_row = torch.zeros_like(inverse).index_add_(0, rows, gradient)
         slope = _compiled_slope if ctx.compiled else _slope

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]
 
 from penstock.engines.embedded.decoder import Decoder, DecoderLayer
 from penstock.train.batches import Pass, PassRow
@@ -67,7 +67,7 @@ class TreeForward:
             before = trunk[at] if trunk else None
             arguments = (cast(DecoderLayer, layer), x, cos, sin, mask, before, kept is not None)
             if at < checkpointed:
-                result = checkpoint(run, *arguments, use_reentrant=False, preserve_rng_state=False)
+                result: Any = checkpoint(run, *arguments, use_reentrant=False, preserve_rng_state=False)
             else:
                 result = run(*arguments)
             if kept is None:
@@ -90,7 +90,7 @@ def _layer(
         if before is not None:
             k, v = torch.cat((before[0], k), dim=2), torch.cat((before[1], v), dim=2)
         if isinstance(mask, BlockMask):
-            return cast(Tensor, flex_attention(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1]))
+            return flex_attention(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
         return _dense_attention(q, k, v, mask)
 
     x = layer(x, cos, sin, attend)
