@@ -17,9 +17,10 @@ import sys
 import time
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, pstdev
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import torch
@@ -58,7 +59,8 @@ async def learn(folder: Path, variant: str, *, seed: int, steps: int) -> tuple[l
     dtype = "float32" if variant == "float32" else "bfloat16"
     section = EmbeddedSection.model_validate({"dtype": dtype, "slots": GROUPS * ROLLOUTS})
     engine = open_engine(folder, name="policy", section=section, seed=seed)
-    rng, tokenizer = random.Random(seed), AutoTokenizer.from_pretrained(folder)
+    rng = random.Random(seed)
+    tokenizer: Any = cast(Any, AutoTokenizer).from_pretrained(folder)
     rows = [json.loads(line) for line in TASKS.read_text().splitlines()]
     try:
         with _rounding(variant):
@@ -129,8 +131,6 @@ async def _attempt(engine: EmbeddedEngine, tokenizer: Any, prompt: list[int], qu
 
 def _credited(group: list[tuple[Sequence, float]]) -> list[Sequence]:
     """Without the group if all of its rewards are equal."""
-    from dataclasses import replace
-
     rewards = [reward for _, reward in group]
     if not (spread := pstdev(rewards)):
         return []
@@ -158,7 +158,7 @@ def _call(a: int, b: int) -> dict[str, str]:
 def _reward(text: str, a: int, b: int) -> float:
     found = re.search(r"<tool_call>\s*(\{.*\})\s*</tool_call>", text, re.DOTALL)
     try:
-        call = json.loads(found[1]) if found else {}
+        call: Any = json.loads(found[1]) if found else {}
         return float(call["name"] == "multiply" and call["arguments"] == {"a": a, "b": b})
     except (ValueError, KeyError, TypeError):
         return 0.0

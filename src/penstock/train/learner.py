@@ -8,7 +8,7 @@ import copy
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -87,7 +87,7 @@ class Learner:
         self._masters = self._weights if self._rounded is None else self._rounded.values
         self._served_share = torch.ones(())
         self._memory = PassMemory(decoder) if decoder.device.type == "cuda" else None
-        self._compiled = False
+        self._compiled, self._compilable = False, True
         self._optimizer = torch.optim.AdamW(
             list(self._masters.values()), lr=section.lr, betas=(0.9, 0.95), weight_decay=section.weight_decay, fused=True
         )
@@ -104,9 +104,11 @@ class Learner:
 
     def pack(self, sequences: Iterable[Sequence], *, rollouts: int) -> Batch:
         """Lays out `sequences` for `compute`, in passes that fit into memory."""
-        limit = self.section.tokens_per_pass
+        limit, memory = self.section.tokens_per_pass, self._memory
         if limit == "auto":
-            limit = CPU_TOKENS_PER_PASS if self._memory is None else self._memory.tokens_per_pass(self._reserved())
+            limit = CPU_TOKENS_PER_PASS if memory is None else memory.tokens_per_pass(self._reserved())
+        elif memory is not None:
+            limit = max(1, limit >> memory.halvings)
         return pack(sequences, rollouts=rollouts, tokens_per_pass=limit, shared_prefix=self.section.shared_prefix)
 
     def compute(self, batch: Batch, proximal: Tensor | None = None) -> UpdateResult:
@@ -121,6 +123,9 @@ class Learner:
                 done = self._compute(tried, proximal)
             except torch.OutOfMemoryError as cause:
                 self._halve(tried, cause)
+            except RuntimeError as cause:
+                self._stop_compiling(cause)
+                continue
             if done is None:  # outside of the except block, so that the failed pass is freed
                 smaller = tried.repacked(max(1, tried.tokens_per_pass // 2))
                 proximal = None if proximal is None else proximal[_permutation(tried, smaller)]
@@ -139,6 +144,14 @@ class Learner:
         torch.cuda.empty_cache()
         log.warning("GPU memory ran out with %d tokens per pass; they are halved from here on", batch.tokens_per_pass)
 
+    def _stop_compiling(self, cause: RuntimeError) -> None:
+        """Computes without compiled layers from now on. Raises `cause` if that would not help."""
+        self.zero()
+        if not self._compiled or not is_compile_error(cause):
+            raise cause
+        self._compiled, self._compilable = False, False
+        log.warning("layers cannot be compiled here, so updates are slower: %s", str(cause).strip().partition("\n")[0])
+
     def _compute(self, batch: Batch, proximal: Tensor | None) -> UpdateResult:
         self.zero()
         parts: list[_ChunkResult] = []
@@ -147,7 +160,8 @@ class Learner:
         if not parts:
             return UpdateResult(UpdateMetrics(), torch.zeros(0))
         norm = torch.nn.utils.clip_grad_norm_(self._masters.values(), self.section.grad_clip)
-        metrics = _metrics(parts, batch, grad_norm=float(norm))
+        halvings = 0 if self._memory is None else self._memory.halvings
+        metrics = replace(_metrics(parts, batch, grad_norm=float(norm)), memory_halvings=halvings)
         if not (math.isfinite(metrics.loss) and math.isfinite(metrics.grad_norm)):
             self.zero()
             raise TrainError(
@@ -244,7 +258,7 @@ class Learner:
         from penstock.train.tree_forward import TreeForward  # takes a second, which a CPU need not spend
 
         memory, reserved = self._memory, self._reserved()
-        self._compiled = self._compiled or _pays_to_compile(decoder, batch)
+        self._compiled = self._compiled or (self._compilable and _pays_to_compile(decoder, batch))
         return TreeForward(
             decoder,
             compiled=self._compiled,
@@ -268,6 +282,11 @@ class _ChunkResult(NamedTuple):
     entropy: Tensor
     total: Tensor
     """[]: the chunk's share of the loss."""
+
+
+def is_compile_error(error: RuntimeError) -> bool:
+    """Whether it says that torch could not compile something: there is no compiler, or a kernel is too large for the GPU."""
+    return any(base.__name__ == "TorchDynamoException" for base in type(error).__mro__)
 
 
 def _pays_to_compile(decoder: Decoder, batch: Batch) -> bool:

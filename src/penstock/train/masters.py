@@ -77,13 +77,22 @@ class MasterWeights:
         return self._flat[:: self._every].double(), torch.cat(places)
 
 
+@torch.no_grad()
+def round_as_served(weights: Mapping[str, Tensor], *, seed: int) -> None:
+    """Rounds float32 weights in place to those that masters of the same values and seed are served as."""
+    first = 0
+    for weight in weights.values():
+        weight.copy_(round_to_bfloat16(weight.flatten(), seed=seed, first=first).view_as(weight))
+        first += weight.numel()
+
+
 def _split(flat: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
     return torch.split(flat, sizes)  # pyright: ignore[reportReturnType, reportUnknownVariableType]
 
 
 def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
     """Copies all in a few launches."""
-    torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
+    torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
 
 
 def _sum_into(master: Tensor) -> Callable[[Tensor], None]:

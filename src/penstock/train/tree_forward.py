@@ -67,7 +67,7 @@ class TreeForward:
             before = trunk[at] if trunk else None
             arguments = (cast(DecoderLayer, layer), x, cos, sin, mask, before, kept is not None)
             if at < checkpointed:
-                result: Any = checkpoint(run, *arguments, use_reentrant=False, preserve_rng_state=False)
+                result: Any = cast(Any, checkpoint(run, *arguments, use_reentrant=False, preserve_rng_state=False))
             else:
                 result = run(*arguments)
             if kept is None:

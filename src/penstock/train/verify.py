@@ -19,6 +19,7 @@ from penstock.run.recorded_run import RecordedRun
 from penstock.train import policy
 from penstock.train.batches import CPU_TOKENS_PER_PASS, pack
 from penstock.train.forward import pass_logprobs, trunk_states
+from penstock.train.masters import round_as_served
 from penstock.train.sequences import Graph, breaks, read_graph, sampled_tokens, why_untrainable
 
 
@@ -248,8 +249,9 @@ class Audit:
 class VersionWeights:
     """Loads policy versions from disk, one at a time. The start policy is version 0; the others are checkpoints."""
 
-    def __init__(self, start: Path | None, checkpoints: Path) -> None:
-        self._start, self._checkpoints = start, checkpoints
+    def __init__(self, start: Path | None, checkpoints: Path, *, rounded_by: int | None = None) -> None:
+        """`rounded_by`: the seed by which the start policy was rounded before it was served; None if it was not."""
+        self._start, self._checkpoints, self._rounded_by = start, checkpoints, rounded_by
         self._version: int | None = None
         self._decoder: Decoder | None = None
 
@@ -266,7 +268,10 @@ class VersionWeights:
         if folder is None:
             return None
         try:
-            return load_decoder(folder).requires_grad_(False)
+            decoder = load_decoder(folder).requires_grad_(False)
+            if version == 0 and self._rounded_by is not None:
+                round_as_served(dict(decoder.named_parameters()), seed=self._rounded_by)
+            return decoder
         except ModelError:
             if self._find(version) is None:  # a running trainer removed the checkpoint meanwhile
                 return None
@@ -316,9 +321,11 @@ OnProgress = Callable[[int, int], None]
 
 async def verify(recorded: RecordedRun, on_progress: OnProgress, *, tolerance: float | None = None) -> Audit:
     """Audits every token of the run. If `tolerance` is None, the engine's dtype decides it."""
-    limit = TOLERANCES[_precision(recorded)] if tolerance is None else tolerance
+    precision = _precision(recorded)
+    limit = TOLERANCES[precision] if tolerance is None else tolerance
     audit = Audit(run=recorded.config.run.name, channel=recorded.channel, tolerance=limit)
-    weights = VersionWeights(recorded.start_policy, recorded.folder.checkpoints)
+    seed = recorded.config.run.seed if precision == "bfloat16" else None
+    weights = VersionWeights(recorded.start_policy, recorded.folder.checkpoints, rounded_by=seed)
     total = recorded.last_seq + 1 - recorded.first_seq
     chosen = recorded.config.train.tokens_per_pass
     on_progress(0, total)
