@@ -19,6 +19,7 @@ from penstock.engines.embedded.decoder import Decoder
 from penstock.errors import TrainError
 from penstock.records import Sequence
 from penstock.train.batches import CPU_TOKENS_PER_PASS, Batch, PassSet, pack
+from penstock.train.compiling import is_compile_error
 from penstock.train.forward import EagerForward, PassForward, ScoredTerms
 from penstock.train.losses import LOSSES
 from penstock.train.losses.base import Loss, LossTokens, k3
@@ -123,7 +124,7 @@ class Learner:
                 done = self._compute(tried, proximal)
             except torch.OutOfMemoryError as cause:
                 self._halve(tried, cause)
-            except RuntimeError as cause:
+            except Exception as cause:
                 self._stop_compiling(cause)
                 continue
             if done is None:  # outside of the except block, so that the failed pass is freed
@@ -144,7 +145,7 @@ class Learner:
         torch.cuda.empty_cache()
         log.warning("GPU memory ran out with %d tokens per pass; they are halved from here on", batch.tokens_per_pass)
 
-    def _stop_compiling(self, cause: RuntimeError) -> None:
+    def _stop_compiling(self, cause: Exception) -> None:
         """Computes without compiled layers from now on. Raises `cause` if that would not help."""
         self.zero()
         if not self._compiled or not is_compile_error(cause):
@@ -282,11 +283,6 @@ class _ChunkResult(NamedTuple):
     entropy: Tensor
     total: Tensor
     """[]: the chunk's share of the loss."""
-
-
-def is_compile_error(error: RuntimeError) -> bool:
-    """Whether it says that torch could not compile something: there is no compiler, or a kernel is too large for the GPU."""
-    return any(base.__name__ == "TorchDynamoException" for base in type(error).__mro__)
 
 
 def _pays_to_compile(decoder: Decoder, batch: Batch) -> bool:

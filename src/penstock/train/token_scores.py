@@ -4,13 +4,14 @@ Logits exist for one chunk, in the decoder's precision; sums over the vocabulary
 at a temperature), *pairs* (a row and a token it predicts) and *terms* (see `LossTerm`): several terms may share a pair.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.train import compiling
 from penstock.train.batches import LossTerm
 
 
@@ -91,7 +92,7 @@ class _PairScores(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, states: Tensor, weight: Tensor, inverse: Tensor, rows: Tensor, targets: Tensor, compiled: bool) -> Any:
         logits = states @ weight.t()
-        statistics = _compiled_statistics if compiled else _statistics
+        statistics = compiling.compiled(_statistics) if compiled else _statistics
         total, entropy = statistics(logits, inverse)
         logprobs = logits[rows, targets].float() * inverse[rows] - total[rows]
         ctx.save_for_backward(states, weight, inverse, rows, targets, logits, total, logprobs)
@@ -104,7 +105,7 @@ class _PairScores(torch.autograd.Function):
         gradient: Tensor = grad_outputs[0]
         states, weight, inverse, rows, targets, logits, total, logprobs = ctx.saved_tensors
         per_row = torch.zeros_like(inverse).index_add_(0, rows, gradient)
-        slope = _compiled_slope if ctx.compiled else _slope
+        slope = compiling.compiled(_slope) if ctx.compiled else _slope
         slopes = slope(logits, inverse, total, per_row)
         # In float32, as a likely token's slope is the small difference of two large numbers.
         own = (gradient - logprobs.exp() * per_row[rows]) * inverse[rows]
@@ -123,7 +124,3 @@ def _slope(logits: Tensor, inverse: Tensor, total: Tensor, gradient: Tensor) -> 
     """Returns the slope of each logit through the sums alone, [rows, vocab] in the logits' precision."""
     scaled = logits.float() * inverse.unsqueeze(1)
     return ((scaled - total.unsqueeze(1)).exp() * (-gradient * inverse).unsqueeze(1)).to(logits.dtype)
-
-
-_compiled_statistics = cast(Callable[..., tuple[Tensor, Tensor]], torch.compile(_statistics, dynamic=True))
-_compiled_slope = cast(Callable[..., Tensor], torch.compile(_slope, dynamic=True))

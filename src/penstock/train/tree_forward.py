@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVa
 
 from penstock.engines.embedded.decoder import Decoder, DecoderLayer
 from penstock.train.batches import Pass, PassRow
+from penstock.train.compiling import compiled
 from penstock.train.forward import KeysValues, ScoredTerms
 from penstock.train.token_scores import TermTable, score
 from penstock.train.tree_attention import BLOCK, tree_mask
@@ -56,20 +57,19 @@ class TreeForward:
         decoder, device = self.decoder, self.decoder.device
         time = -len(one.ids) % BLOCK + len(one.ids)
         tree = tree_mask(one, trunk=length, padded=(trunk[0][0].shape[2] if trunk else 0, time), device=device)
-        mask = tree.blocks() if self.compiled else tree.dense()
+        mask = tree.padded().blocks() if self.compiled else tree.dense()
         numbers = F.pad(torch.tensor((one.ids, one.positions)), (0, time - len(one.ids)))
         ids, positions = numbers.to(device, non_blocking=True).unsqueeze(1)
         x = decoder.embed(ids)
         cos, sin = decoder.cos[positions].unsqueeze(2), decoder.sin[positions].unsqueeze(2)
         checkpointed = self._checkpointed(time) if torch.is_grad_enabled() else 0
         for at, layer in enumerate(decoder.layers):
-            run = _compiled_layer if self.compiled else _layer
             before = trunk[at] if trunk else None
             arguments = (cast(DecoderLayer, layer), x, cos, sin, mask, before, kept is not None)
             if at < checkpointed:
-                result: Any = cast(Any, checkpoint(run, *arguments, use_reentrant=False, preserve_rng_state=False))
+                result: Any = cast(Any, checkpoint(_layer, *arguments, use_reentrant=False, preserve_rng_state=False))
             else:
-                result = run(*arguments)
+                result = _layer(*arguments)
             if kept is None:
                 x = cast(Tensor, result)
             else:
@@ -82,19 +82,25 @@ def _layer(
     layer: DecoderLayer, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask, before: tuple[Tensor, Tensor] | None, keep: bool
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     """Returns the layer's output and, if `keep`, its keys and values."""
-    kept: list[Tensor] = []
+    fast = isinstance(mask, BlockMask)
+    heads, mix = (compiled(part) if fast else part for part in (DecoderLayer.heads, DecoderLayer.mix))
+    q, k, v = heads(layer, x, cos, sin)
+    keys, values = (k, v) if before is None else (torch.cat((before[0], k), dim=2), torch.cat((before[1], v), dim=2))
+    attended = _flex(q, keys, values, mask) if isinstance(mask, BlockMask) else _dense_attention(q, keys, values, mask)
+    x = mix(layer, x, attended)
+    return (x, k, v) if keep else x
 
-    def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if keep:
-            kept.extend((k, v))
-        if before is not None:
-            k, v = torch.cat((before[0], k), dim=2), torch.cat((before[1], v), dim=2)
-        if isinstance(mask, BlockMask):
-            return flex_attention(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
-        return _dense_attention(q, k, v, mask)
 
-    x = layer(x, cos, sin, attend)
-    return (x, *kept) if keep else x  # pyright: ignore[reportReturnType]
+def _flex(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
+    """Attends with q, k and v padded to the lengths of the mask."""
+    time, (queries, keys) = q.shape[2], mask.seq_lengths
+    q, k, v = _padded(q, queries), _padded(k, keys), _padded(v, keys)
+    attend = compiled(flex_attention, any_length=False)
+    return attend(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])[:, :, :time]
+
+
+def _padded(x: Tensor, length: int) -> Tensor:
+    return F.pad(x, (0, 0, 0, length - x.shape[2])) if x.shape[2] < length else x
 
 
 def _dense_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
@@ -103,7 +109,3 @@ def _dense_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     repeats = heads // k.shape[1]
     folded = q.reshape(1, k.shape[1], repeats * time, dim)
     return F.scaled_dot_product_attention(folded, k, v, attn_mask=mask.repeat(repeats, 1)).reshape(q.shape)
-
-
-_compiled_layer = cast(Callable[..., Any], torch.compile(_layer, dynamic=True))
-"""Compiled once for all layers, lengths and trees."""
