@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any, cast
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -10,13 +10,21 @@ MOST_VARIANTS = 64
 """torch compiles a function at most so often, for other dtypes or lengths; more than `rounded_length` asks for."""
 
 
-@cache
-def compiled(function: Callable[..., Any], *, any_length: bool = True) -> Callable[..., Any]:
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def compiled(function: Callable[P, T], *, any_length: bool = True) -> Callable[P, T]:
     """Returns the compiled function: one variant for all lengths of its arguments, or one for each."""
+    return _compiled(function, any_length)
+
+
+@cache
+def _compiled(function: Callable[..., Any], any_length: bool) -> Callable[..., Any]:
     import torch._dynamo.config as settings
 
     settings.recompile_limit = max(settings.recompile_limit, MOST_VARIANTS)
-    return cast(Callable[..., Any], torch.compile(function, dynamic=any_length, fullgraph=True))
+    return torch.compile(function, dynamic=any_length, fullgraph=True)
 
 
 def is_compile_error(error: Exception) -> bool:

@@ -83,7 +83,8 @@ def _layer(
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     """Returns the layer's output and, if `keep`, its keys and values."""
     fast = isinstance(mask, BlockMask)
-    heads, mix = (compiled(part) if fast else part for part in (DecoderLayer.heads, DecoderLayer.mix))
+    heads = compiled(DecoderLayer.heads) if fast else DecoderLayer.heads
+    mix = compiled(DecoderLayer.mix) if fast else DecoderLayer.mix
     q, k, v = heads(layer, x, cos, sin)
     keys, values = (k, v) if before is None else (torch.cat((before[0], k), dim=2), torch.cat((before[1], v), dim=2))
     attended = _flex(q, keys, values, mask) if isinstance(mask, BlockMask) else _dense_attention(q, keys, values, mask)

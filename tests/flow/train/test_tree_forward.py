@@ -1,7 +1,5 @@
 """The forward pass for GPUs, without compiled kernels: the gradients of the flat path, whatever is checkpointed or chunked."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from test_gradients import assert_same
@@ -20,13 +18,12 @@ from penstock.train.tree_forward import TreeForward
 class TreeLearner(Learner):
     """Takes the way for GPUs on a CPU."""
 
-    logits_rows = 7
-    checkpointed: Callable[[int], int] = staticmethod(lambda tokens: 0)
+    logits_rows, layers = 7, 0
 
     def _forward(self, decoder: Decoder, batch: Batch) -> PassForward:
         if batch.flat:
             return super()._forward(decoder, batch)
-        return TreeForward(decoder, compiled=False, logits_rows=self.logits_rows, checkpointed=self.checkpointed)
+        return TreeForward(decoder, compiled=False, logits_rows=self.logits_rows, checkpointed=lambda tokens: self.layers)
 
 
 @pytest.mark.parametrize("shape", [SHAPE, UNTIED])
@@ -35,7 +32,7 @@ class TreeLearner(Learner):
 def test_gradients_are_those_of_the_flat_path(shape: DecoderShape, limit: int, checkpointed: int):
     decoder, tree = make_decoder(shape), random_tree(limit + checkpointed)
     learner = TreeLearner(decoder, section(kl=0.1))
-    learner.checkpointed = lambda tokens: checkpointed
+    learner.layers = checkpointed
     flat = compute(learner, tree, limit=60, shared=False)
     oracle = gradients(decoder)
     done = compute(learner, tree, limit=limit, shared=True)
@@ -58,7 +55,7 @@ def test_the_blocks_of_a_mask_hold_all_that_is_read():
             for counts, indices in pairs:
                 assert counts is not None and indices is not None
                 for row in range(dense.shape[0] // 128):
-                    for at in indices[0, 0, row, : int(counts[0, 0, row])].tolist():
+                    for at in map(int, indices[0, 0, row, : int(counts[0, 0, row])]):
                         listed[row * 128 : row * 128 + 128, at * 128 : at * 128 + 128] = True
             assert not (dense & ~listed).any()
 
