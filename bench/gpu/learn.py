@@ -1,7 +1,7 @@
 """Steps and seconds until the multiply agent's reward is 0.95: in bfloat16, in float32, and by TRL where that is installed.
 
-Each is a process of its own, timed from its start; `start-up` is what passes before the first step. `control` is bfloat16 with a learning
-rate of 0: what rewards do by chance.
+Each is a process of its own, timed from its start; `start-up` is what passes before the first step. `control` has a learning rate
+of 0: what rewards do by chance.
 """
 
 import importlib.util
