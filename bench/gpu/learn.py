@@ -54,9 +54,7 @@ def main(folder: Path) -> None:
             _measure(told, "one turn, TRL with vLLM", seed, lambda s=seed: trl(folder, s))
     else:
         print("one turn, TRL with vLLM: not installed")
-    two_turns = ROOT / "examples" / "multiply" / "train.toml"
-    without = ['dataset.eval=""', "train.checkpoint_every=1000"]
-    _measure(told, "two turns, bfloat16", 0, lambda: penstock(folder, two_turns, 0, without))
+    _measure(told, "two turns, bfloat16", 0, lambda: penstock(folder, HERE / "two_turns.toml", 0, []))
     for name, curves in told.items():
         steps = [one.steps for one in curves]
         print(f"learn {name}: {WANTED} at steps {steps}, median step {median(one.step_s for one in curves):.2f} s", flush=True)
