@@ -49,6 +49,8 @@ class Workload(NamedTuple):
 
 
 WORKLOADS = {"8 turns": Workload(2, 8, 8), "20 turns": Workload(1, 16, 20)}
+LONG = Workload(1, 4, 63)
+"""Rollouts of 32k tokens: whether they fit into memory at all. Without checkpoints, as in the flat path, one does not at 4B."""
 
 
 class Measured(NamedTuple):
@@ -70,6 +72,9 @@ def main(folder: Path) -> None:
             if name == "0.6B":
                 told.append(f"transformers {_told(measure_transformers(shape, sequences))}")
             print(f"update {name}, {title}: " + ", ".join(told), flush=True)
+        if name == "4B":
+            long = measure(learner, make_sequences(LONG, shape.vocab_size), shared=True, repeats=1)
+            print(f"update {name}, rollouts of 32k tokens: tree {_told(long)}", flush=True)
         del learner
         free()
 
