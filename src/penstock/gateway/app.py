@@ -230,7 +230,7 @@ class Gateway:
 
     async def _model(self, request: Request) -> Response:
         if request.path_params["model"] != self._pipeline.engine.model:
-            text = f"there is no model {request.path_params['model']!r}; this gateway serves {self._pipeline.engine.model!r}"
+            text = f"there is no model {request.path_params['model'][:200]!r}; this gateway serves {self._pipeline.engine.model!r}"
             raise RequestError(text, status=404, code="model_not_found", param="model")
         return json_response(self._describe())
 

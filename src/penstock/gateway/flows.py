@@ -27,7 +27,7 @@ from penstock.gateway.routes import DEFAULT_PROMPT, json_response
 from penstock.gateway.session import RESERVED_PREFIX, Sessions, pool_refusals
 from penstock.gateway.trajectories import FLOW_SOURCE, Registration, Trajectories
 from penstock.graders.rule import assistant_text, rule_reward
-from penstock.http.asgi import header, parse_json, read_body
+from penstock.http.asgi import JsonBudget, check_size, header, parse_json, read_body
 from penstock.http.listen import root_url
 from penstock.pool.base import Pool
 from penstock.records import Attempt, Grade, Mark, Message, Step
@@ -38,6 +38,11 @@ T = TypeVar("T", bound=BaseModel)
 # Bodies and errors
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
+"""Bounded by `MAX_JSON_VALUES`, like all of the body. The first wrong entry ends the check: a million errors take seconds."""
+Uid = Annotated[str, Field(max_length=1000)]
+MAX_STEPS, MAX_MESSAGES, MAX_METADATA = 1000, 20_000, 10_000
+"""Steps in one submission; messages to reward; JSON values in metadata and dataset fields."""
 
 
 class SchemaError(RequestError):
@@ -68,12 +73,12 @@ class FlowBody(BaseModel):
 class StepBody(FlowBody):
     """A step as a flow submits it. What was sampled is known here already."""
 
-    prompt_ids: list[TokenId]
-    response_ids: list[TokenId]
+    prompt_ids: TokenIds
+    response_ids: TokenIds
     reward: FiniteFloat | None = None
-    rollout_log_probs: list[FiniteFloat] | None = None
-    trajectory_uid: str = ""
-    prompt_uid: str = ""
+    rollout_log_probs: Annotated[list[FiniteFloat], Field(fail_fast=True)] | None = None
+    trajectory_uid: Uid = ""
+    prompt_uid: Uid = ""
     step_index: int = 0
     policy_version: int = 0
     is_last: bool = False
@@ -94,17 +99,17 @@ class StepBody(FlowBody):
 
 
 class StepsBody(FlowBody):
-    steps: list[StepBody]
+    steps: list[StepBody] = Field(max_length=MAX_STEPS, fail_fast=True)
 
 
 class RewardBody(FlowBody):
     """`POST /compute_reward`: messages, or the tokens of one reply."""
 
-    trajectory_uid: str = ""
-    messages: list[Message] | None = None
+    trajectory_uid: Uid = ""
+    messages: Annotated[list[Message], Field(fail_fast=True, max_length=MAX_MESSAGES)] | None = None
     dataset_fields: dict[str, Any] = Field(default_factory=dict[str, Any])
-    prompt_ids: list[TokenId] | None = None
-    response_ids: list[TokenId] | None = None
+    prompt_ids: TokenIds | None = None
+    response_ids: TokenIds | None = None
     num_turns: int = 2
     extra_fields: dict[str, Any] = Field(default_factory=dict[str, Any])
     multi_modal_data: Any = None
@@ -113,6 +118,7 @@ class RewardBody(FlowBody):
     def _one_form(self) -> "RewardBody":
         if self.messages is None and (self.prompt_ids is None or self.response_ids is None):
             raise ValueError("give messages, or prompt_ids and response_ids")
+        _check_values(self.dataset_fields, self.extra_fields)
         return self
 
 
@@ -121,14 +127,28 @@ class RegisterBody(FlowBody):
     metadata: dict[str, Any] | None = None
     sampling: SamplingBody | None = None
 
+    @model_validator(mode="after")
+    def _bounded(self) -> "RegisterBody":
+        _check_values(self.metadata)
+        return self
+
 
 class CompleteBody(FlowBody):
     reward: FiniteFloat | None = None
-    channel: str | None = None
+    channel: Annotated[str, Field(max_length=200)] | None = None
 
 
 class InitBody(FlowBody):
     pass
+
+
+def _check_values(*metadata: dict[str, Any] | None) -> None:
+    budget = JsonBudget(MAX_METADATA)
+    try:
+        for each in metadata:
+            budget.spend(each, "metadata")
+    except RequestError as error:
+        raise ValueError(str(error)) from error
 
 
 async def read_as(request: Request, kind: type[T], limit: int) -> T:
@@ -141,6 +161,7 @@ async def read_as(request: Request, kind: type[T], limit: int) -> T:
 
 def parse_as(kind: type[T], body: bytes, *where: str) -> T:
     """`body` as a `kind`; SchemaError 422 if it has another form."""
+    check_size(body)
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
@@ -340,7 +361,7 @@ def _ids(body: bytes) -> dict[str, Any]:
 # Submitted steps
 
 SUBMITTED, NOT_SUBMITTED = "submitted by its flow", "not submitted by its flow"
-MAX_COMPARED_STEPS = 64
+MAX_COMPARED_STEPS = 8
 """Newest steps that a refused one is compared with, to say in what it differs."""
 
 

@@ -24,6 +24,9 @@ from penstock.records import Attempt, Group, Mark, Step
 
 MAX_ENTRIES = 200
 """Entries in one response, at most and by default."""
+MAX_CHANNELS = 100
+"""Channels in one request; each is read in turn."""
+MAX_CURATION_BYTES = 4 << 20
 MAX_OFFSET = 1000
 """Bound of `offset`, which reads what it skips; a cursor does not."""
 MAX_TEXT_CHARACTERS = 2_000
@@ -54,10 +57,10 @@ class CurationUpdate(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    key: str = ""
+    key: str = Field(default="", max_length=1000)
     """`trajectory:step`"""
-    trajectory_uid: str = ""
-    step_index: int | None = Field(default=None, ge=0)
+    trajectory_uid: str = Field(default="", max_length=1000)
+    step_index: int | None = Field(default=None, ge=0, lt=2**31)
     trainable: bool | None = None
     quality: FiniteFloat | None = Field(default=None, ge=0)
     note: str | None = Field(default=None, max_length=2000)
@@ -66,7 +69,7 @@ class CurationUpdate(BaseModel):
 class CurationBody(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    updates: list[CurationUpdate] = Field(max_length=1000)
+    updates: list[CurationUpdate] = Field(max_length=1000, fail_fast=True)
 
 
 class ReadApi:
@@ -118,7 +121,7 @@ class ReadApi:
 
     async def curate(self, request: Request) -> Response:
         """Exclude steps or rollouts from training, or weight them. Has no effect on groups that a trainer has claimed (`late`)."""
-        body = await read_as(request, CurationBody, self._body_bytes)
+        body = await read_as(request, CurationBody, min(MAX_CURATION_BYTES, self._body_bytes))
         late: list[str] = []
         known: dict[str, Marks] = {}
         for index, update in enumerate(body.updates):
@@ -232,15 +235,18 @@ def read_offset(request: Request) -> int:
 def read_channels(request: Request, known: Iterable[str]) -> list[str]:
     """The channels in `channel` or `channels`, comma-separated; all known ones if there are none."""
     given = request.query_params.get("channels") or request.query_params.get("channel") or ""
-    named = [name for part in given.split(",") if (name := part.strip())]
-    return list(dict.fromkeys(named)) or list(known)
+    named = list(dict.fromkeys(name for part in given.split(",") if (name := part.strip())))
+    channels = named or list(known)
+    if len(channels) > MAX_CHANNELS:
+        raise schema_error(f"{len(channels)} channels are meant; name at most {MAX_CHANNELS}", "query", "channel")
+    return channels
 
 
 def read_positions(request: Request, channels: Iterable[str]) -> dict[str, int]:
     """The position of each channel for events. `cursor` is one number for all, or `train:12,val:9`."""
     given = request.query_params.get("cursor", "")
     if given.isdecimal():
-        return dict.fromkeys(channels, int(given))
+        return dict.fromkeys(channels, _cursor_number(given))
     parts = _cursor_parts(given)
     return {channel: _cursor_number(parts.get(channel, "0")) for channel in channels}
 
