@@ -20,7 +20,9 @@ help:
 	@echo "make audit   ask OSV for known vulnerabilities of what is locked"
 	@echo "make dist    wheels, source archives, bill of materials and licences of the last commit into dist"
 
-$(STAMP): pyproject.toml facades/pyproject.toml constraints.txt requirements.lock requirements-cuda.lock
+LOCKS := requirements.lock requirements-cpu.lock requirements-cuda.lock
+
+$(STAMP): pyproject.toml facades/pyproject.toml constraints.txt $(LOCKS)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python tools/lock.py install
 	@touch $(STAMP)

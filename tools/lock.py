@@ -1,9 +1,9 @@
 """The tested set: `write` locks its versions with the hashes of their files, `install` installs it.
 
-requirements.lock is everything that the tests need. requirements-cuda.lock is what torch's build for CUDA needs besides: the build for the CPU goes without.
+requirements.lock is everything but torch, of which there are two builds. requirements-cpu.lock is the one for the CPU, a file that some
+machines have at hand; requirements-cuda.lock is the one of the index, with the CUDA libraries that it needs.
 """
 
-import importlib
 import json
 import platform
 import re
@@ -11,17 +11,25 @@ import subprocess
 import sys
 import tempfile
 import tomllib
-from collections.abc import Iterator
-from importlib import metadata
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 LOCK = ROOT / "requirements.lock"
+CPU_LOCK = ROOT / "requirements-cpu.lock"
 CUDA_LOCK = ROOT / "requirements-cuda.lock"
 EXTRAS = ("local", "dev", "docs")
-CUDA = ("cuda-", "nvidia-", "triton==")
+CUDA = ("cuda-", "nvidia-", "torch==", "triton==")
+HEAD = "# Made by `make lock`; do not edit."
 PYTHONS = ((3, 11), (3, 12), (3, 13))
 PIP = (sys.executable, "-m", "pip")
+
+
+class Pin(NamedTuple):
+    name: str
+    version: str
+    marker: str
+    """Of which platforms and Python versions it is; empty: of all."""
 
 
 def fits() -> bool:
@@ -41,12 +49,19 @@ def install() -> None:
         return
     locked = (*PIP, "install", "-q", "--no-deps", "--require-hashes", "-r")
     run(*locked, str(LOCK))
-    importlib.invalidate_caches()
-    if not metadata.version("torch").endswith("+cpu"):
+    if not (sys.version_info[:2] == PYTHONS[0] and installed(*locked, str(CPU_LOCK))):
         run(*locked, str(CUDA_LOCK))
-    if missing := unlocked(LOCK.read_text(encoding="utf-8"), (ROOT / "pyproject.toml").read_text(encoding="utf-8")):
+    if missing := unlocked(LOCK.read_text() + CUDA_LOCK.read_text(), (ROOT / "pyproject.toml").read_text()):
         sys.exit(f"requirements.lock lacks {', '.join(missing)} of pyproject.toml; run: make lock")
     run(*PIP, "install", "-q", "--no-deps", "--no-build-isolation", "-e", ".", "-e", "facades")
+
+
+def installed(*command: str) -> bool:
+    """False if there is no such file here; a file with another hash is an error."""
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode and "No matching distribution" not in done.stderr:
+        sys.exit(done.stderr + f"failed: {' '.join(command)}")
+    return done.returncode == 0
 
 
 def unlocked(lock: str, project: str) -> list[str]:
@@ -54,10 +69,10 @@ def unlocked(lock: str, project: str) -> list[str]:
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
 
-    versions = dict(pins(lock))
+    versions = {pin.name: pin.version for pin in pins(lock)}
     table = tomllib.loads(project)
-    extras = table["project"]["optional-dependencies"]
-    wanted = [*table["build-system"]["requires"], *table["project"]["dependencies"], *(one for extra in EXTRAS for one in extras[extra])]
+    extras = [one for extra in EXTRAS for one in table["project"]["optional-dependencies"][extra]]
+    wanted = [*table["build-system"]["requires"], *table["project"]["dependencies"], *extras]
 
     def met(requirement: Requirement) -> bool:
         version = versions.get(canonicalize_name(requirement.name))
@@ -66,35 +81,34 @@ def unlocked(lock: str, project: str) -> list[str]:
     return [one for one in wanted if not met(Requirement(one))]
 
 
-def pins(lock: str) -> Iterator[tuple[str, str]]:
-    """Name and version of each locked package; of several by the Python version the last."""
-    yield from re.findall(r"^([a-z0-9-]+)(?:\[[^]]*\])?==([^\s;]+)", lock, re.MULTILINE)
+def pins(lock: str) -> list[Pin]:
+    return [Pin(*found) for found in re.findall(r"^([a-z0-9-]+)(?:\[[^]]*\])?==([^\s;]+)(?: ; ([^\\\n]+))?", lock, re.MULTILINE)]
 
 
 def write(*options: str) -> None:
     """Locked versions stay as they are while they meet pyproject.toml; with `--upgrade` they are the newest."""
     extras = [option for extra in EXTRAS for option in ("--extra", extra)]
-    before = "".join(file.read_text(encoding="utf-8") for file in (LOCK, CUDA_LOCK) if file.exists())
     with tempfile.TemporaryDirectory() as folder:
         draft = Path(folder) / "requirements.txt"
-        draft.write_text(before, encoding="utf-8")
-        compile_ = (sys.executable, "-m", "uv", "pip", "compile", "-q", "--universal", "--python-version", "3.11", "--generate-hashes")
-        run(*compile_, "--no-header", "--no-annotate", *extras, "-c", "constraints.txt", "-o", str(draft), *options, "pyproject.toml")
-        packages = re.split(r"\n(?=\S)", draft.read_text(encoding="utf-8").rstrip())
-    packages = [with_other_builds(package, before) if package.startswith("torch==") else package for package in packages]
-    head = "# Made by `make lock`; do not edit."
-    LOCK.write_text("\n".join([head, *(one for one in packages if not one.startswith(CUDA))]) + "\n", encoding="utf-8")
-    CUDA_LOCK.write_text("\n".join([head, *(one for one in packages if one.startswith(CUDA))]) + "\n", encoding="utf-8")
+        draft.write_text("".join(file.read_text() for file in (LOCK, CUDA_LOCK) if file.exists()))
+        compile_ = (sys.executable, "-m", "uv", "pip", "compile", "-q", "--universal", "--python-version", "3.11")
+        looks = ("--generate-hashes", "--no-header", "--no-annotate")
+        run(*compile_, *looks, *extras, "-c", "constraints.txt", "-o", str(draft), *options, "pyproject.toml")
+        packages = re.split(r"\n(?=\S)", draft.read_text().rstrip())
+    LOCK.write_text("\n".join([HEAD, *(one for one in packages if not one.startswith(CUDA))]) + "\n")
+    CUDA_LOCK.write_text("\n".join([HEAD, *(one for one in packages if one.startswith(CUDA))]) + "\n")
+    write_cpu(next(one.split()[0] for one in packages if one.startswith("torch==")))
 
 
-def with_other_builds(torch: str, before: str) -> str:
-    """Adds the build for the CPU, which is not on the index under this version: the one that pip finds here, and those of the lock before."""
-    pin = torch.split()[0]
-    report = run(*PIP, "install", "-q", "--dry-run", "--ignore-installed", "--no-deps", "--report", "-", pin)
-    here = json.loads(report)["install"][0]["download_info"]["archive_info"]["hashes"]["sha256"]
-    earlier = re.search(rf"^{re.escape(pin)} .*?(?=\n\S)", before, re.MULTILINE | re.DOTALL)
-    known = re.findall(r"sha256:(\w+)", f"{torch} sha256:{here} {earlier[0] if earlier else ''}")
-    return " \\\n".join([pin, *(f"    --hash=sha256:{digest}" for digest in sorted(set(known)))])
+def write_cpu(torch: str) -> None:
+    """Locks the build for the CPU that pip finds here. uv does not look where such files lie."""
+    report = run(*PIP, "install", "-q", "--dry-run", "--ignore-installed", "--no-deps", "--report", "-", torch)
+    found = json.loads(report)["install"][0]
+    version, hashes = found["metadata"]["version"], found["download_info"]["archive_info"]["hashes"]
+    if version.endswith("+cpu"):
+        CPU_LOCK.write_text(f"{HEAD}\ntorch=={version} \\\n    --hash=sha256:{hashes['sha256']}\n")
+    else:
+        print(f"pip finds no build of {torch} for the CPU here: {CPU_LOCK.name} stays as it was")
 
 
 def run(*command: str) -> str:
