@@ -1,7 +1,7 @@
 """The tested set: `write` locks its versions with the hashes of their files, `install` installs it.
 
-requirements.lock is everything but torch, of which there are two builds. requirements-cpu.lock is the one for the CPU, a file that some
-machines have at hand; requirements-cuda.lock is the one of the index, with the CUDA libraries that it needs.
+requirements.lock is everything but torch, of which there are two builds. requirements-cpu.lock is the one for the CPU, a file that
+some machines have at hand; requirements-cuda.lock is the one of the index, with the CUDA libraries that it needs.
 """
 
 import json

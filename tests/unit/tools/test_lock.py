@@ -77,3 +77,16 @@ def test_install_takes_the_lock_where_it_fits_and_the_constraints_elsewhere(fits
     assert bool(hashed) == fits and all("--no-deps" in line for line in hashed)
     assert any("-c constraints.txt" in line for line in said) != fits
     assert said[-1].endswith("-e facades")
+
+
+def test_no_command_of_ours_fetches_penstock_from_the_index() -> None:
+    """There the name is another project's. An extra of what is installed fetches only what it lacks."""
+    files = [
+        *ROOT.glob("*.md"),
+        *ROOT.glob("docs/**/*.md"),
+        *ROOT.glob("facades/*.md"),
+        *ROOT.glob("src/**/*.py"),
+        *ROOT.glob("facades/src/**/*.py"),
+    ]
+    fetching = re.compile(r"pip install [^\n`]*(?:penstock-facades|(?<![\w./])penstock(?![\w\[/]))")
+    assert {str(file): found for file in files if (found := fetching.findall(file.read_text()))} == {}
