@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from importlib import metadata
 from pathlib import Path
@@ -17,12 +18,16 @@ ROOT = Path(__file__).parents[3]
 MESSAGE = "hatchling is not installed: make install"
 
 
-def built(source: Path, into: Path) -> dict[str, str]:
-    """The digests of both projects' wheels and source archives."""
+def built(source: Path, into: Path, *options: str) -> dict[str, str]:
+    """The digests of what is built of both projects: wheels and source archives."""
     environment = os.environ | {"SOURCE_DATE_EPOCH": "1800000000"}
     for project in (source, source / "facades"):
         subprocess.run(
-            [sys.executable, "-m", "hatchling", "build", "-d", into], cwd=project, env=environment, check=True, timeout=100
+            [sys.executable, "-m", "hatchling", "build", "-d", into, *options],
+            cwd=project,
+            env=environment,
+            check=True,
+            timeout=100,
         )
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in into.iterdir()}
 
@@ -32,8 +37,9 @@ def test_two_builds_in_different_folders_have_the_same_bytes(tmp_path: Path) -> 
     pytest.importorskip("hatchling", reason=MESSAGE)
     first, second = tmp_path / "first", tmp_path / "second" / "of" / "another" / "depth"
     for folder in (first, second):
-        for name in ("src", "facades"):
-            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+        for name in ("src", "facades", "examples"):
+            ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", "runs", ".penstock")
+            shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=ignored)
         for name in ("pyproject.toml", "README.md", "LICENSE", ".gitignore"):
             shutil.copy(ROOT / name, folder)
     for file in second.rglob("*.py"):
@@ -42,6 +48,10 @@ def test_two_builds_in_different_folders_have_the_same_bytes(tmp_path: Path) -> 
     one, other = built(first, tmp_path / "one"), built(second, tmp_path / "other")
     assert len(one) == 4 and one == other
     assert_complete(tmp_path / "one", first)
+    with tarfile.open(tmp_path / "one" / "penstock-0.1.0.tar.gz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    again = built(tmp_path / "penstock-0.1.0", tmp_path / "again", "-t", "wheel")
+    assert again == {name: digest for name, digest in one.items() if name.endswith(".whl")}
 
 
 def assert_complete(folder: Path, source: Path) -> None:
@@ -49,7 +59,8 @@ def assert_complete(folder: Path, source: Path) -> None:
         with zipfile.ZipFile(next(folder.glob(wheel))) as archive:
             names = archive.namelist()
         assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
-        wanted = {str(file.relative_to(packages)) for file in packages.rglob("*") if file.is_file()}
+        files = (Path(folder) / name for folder, _, names in os.walk(packages, followlinks=True) for name in names)
+        wanted = {str(file.relative_to(packages)) for file in files}
         assert {name for name in names if ".dist-info/" not in name} == wanted
 
 
