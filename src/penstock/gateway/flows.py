@@ -43,6 +43,8 @@ TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 Uid = Annotated[str, Field(max_length=1000)]
 MAX_STEPS, MAX_MESSAGES, MAX_METADATA = 1000, 20_000, 10_000
 """Steps in one submission; messages to reward; JSON values in metadata and dataset fields."""
+MAX_REWARD_BYTES = 8 << 20
+"""Rules search the text with regular expressions, which nothing can interrupt."""
 
 
 class SchemaError(RequestError):
@@ -249,7 +251,7 @@ class FlowRoutes:
 
     async def reward(self, request: Request) -> Response:
         """The reward by the run's grader, or by the rule for the row's data source."""
-        body = await self._read(request, RewardBody)
+        body = await self._read(request, RewardBody, most=MAX_REWARD_BYTES)
         named = body.trajectory_uid or request.scope["rollout_id"]
         rollout_id = self._own(request, named) if named else ""
         if self.reward_function is None:
@@ -310,8 +312,9 @@ class FlowRoutes:
         decode = self._pipeline.source.tokenizer.decode
         return [{"role": "user", "content": decode(prompt_ids)}, {"role": "assistant", "content": decode(response_ids)}]
 
-    async def _read(self, request: Request, kind: type[Any]) -> Any:
-        body = await read_as(request, kind, self._limits.body_bytes)
+    async def _read(self, request: Request, kind: type[Any], *, most: int | None = None) -> Any:
+        limit = self._limits.body_bytes
+        body = await read_as(request, kind, limit if most is None else min(most, limit))
         for name in body.ignored():
             self._pipeline.count(f"ignored:{name}")
         return body

@@ -42,13 +42,14 @@ def check_size(body: bytes) -> None:
 class JsonBudget:
     """Counts JSON values while they are read, across several calls; refuses too many, and those that are nested too deep."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, *, depth: int = MAX_JSON_DEPTH) -> None:
         self._most = self._left = most
+        self._depth = depth
 
     def spend(self, value: Any, name: str) -> None:
         """RequestError 400 if `value` is nested too deep, or holds more than is left."""
         level: list[Any] = [value]
-        for _ in range(MAX_JSON_DEPTH + 1):
+        for _ in range(self._depth + 1):
             self._left -= len(level)
             if self._left < 0:
                 text = f"{name} holds more than {self._most} JSON values; send less"
@@ -56,7 +57,7 @@ class JsonBudget:
             level = [item for each in level for item in _items(each)]
             if not level:
                 return
-        raise RequestError(f"{name} is nested more than {MAX_JSON_DEPTH} levels deep", code="invalid_value", param=name)
+        raise RequestError(f"{name} is nested more than {self._depth} levels deep", code="invalid_value", param=name)
 
 
 def _items(value: Any) -> Iterable[Any]:
