@@ -213,7 +213,7 @@ class Gateway:
 
     def _read_routes(self, pool: Pool) -> list[Route]:
         mode = "open" if self.tokens.is_open else "token"
-        reading = ReadApi(pool, self._pipeline.engine, mode=mode, body_bytes=self._limits.body_bytes)
+        reading = ReadApi(pool, self._pipeline.engine, mode=mode)
         read = {
             "config": reading.config,
             "stats": reading.stats,

@@ -41,8 +41,10 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 """Bounded by `MAX_JSON_VALUES`, like all of the body. The first wrong entry ends the check: a million errors take seconds."""
 Uid = Annotated[str, Field(max_length=1000)]
-MAX_STEPS, MAX_MESSAGES, MAX_METADATA = 1000, 20_000, 10_000
-"""Steps in one submission; messages to reward; JSON values in metadata and dataset fields."""
+MAX_STEPS, MAX_MESSAGES, MAX_METADATA = 1000, 10_000, 10_000
+"""Steps in one submission; messages to reward; JSON values in a small body, such as metadata, and in dataset fields."""
+MAX_SMALL_BYTES = 4 << 20
+"""Of a body without tokens and messages."""
 MAX_REWARD_BYTES = 8 << 20
 """Rules search the text with regular expressions, which nothing can interrupt."""
 
@@ -129,11 +131,6 @@ class RegisterBody(FlowBody):
     metadata: dict[str, Any] | None = None
     sampling: SamplingBody | None = None
 
-    @model_validator(mode="after")
-    def _bounded(self) -> "RegisterBody":
-        _check_values(self.metadata)
-        return self
-
 
 class CompleteBody(FlowBody):
     reward: FiniteFloat | None = None
@@ -144,13 +141,27 @@ class InitBody(FlowBody):
     pass
 
 
-def _check_values(*metadata: dict[str, Any] | None) -> None:
+def _check_values(*fields: dict[str, Any]) -> None:
     budget = JsonBudget(MAX_METADATA)
     try:
-        for each in metadata:
-            budget.spend(each, "metadata")
+        for each in fields:
+            budget.spend(each, "dataset_fields")
     except RequestError as error:
         raise ValueError(str(error)) from error
+
+
+async def read_small(request: Request, kind: type[T]) -> T:
+    """See `read_as`: a body without tokens and messages. Its values are counted first: pydantic makes an error or a field of each."""
+    body = await read_body(request.receive, MAX_SMALL_BYTES)
+    if body is None:
+        raise RequestError("the caller hung up before its request was whole", code="incomplete_request")
+    try:
+        JsonBudget(MAX_METADATA).spend(orjson.loads(body.strip() or b"{}"), "the body")
+    except orjson.JSONDecodeError:
+        pass  # pydantic says what is wrong with it
+    except RequestError as error:
+        raise schema_error(str(error), "body") from error
+    return parse_as(kind, body.strip() or b"{}")
 
 
 async def read_as(request: Request, kind: type[T], limit: int) -> T:
@@ -158,6 +169,8 @@ async def read_as(request: Request, kind: type[T], limit: int) -> T:
     body = await read_body(request.receive, limit)
     if body is None:
         raise RequestError("the caller hung up before its request was whole", code="incomplete_request")
+    if kind is StepsBody and body.count(b'"response_ids"') > MAX_STEPS:  # pydantic would validate all of them first
+        raise schema_error(f"hold more than {MAX_STEPS}; submit them in several requests", "body", "steps")
     return parse_as(kind, body.strip() or b"{}")
 
 
@@ -239,7 +252,7 @@ class FlowRoutes:
 
     async def submit(self, request: Request) -> Response:
         """Store the rewards of steps that were sampled here; all of them, or none."""
-        body = await self._read(request, StepsBody)
+        body = await self._read(request, StepsBody, self._limits.body_bytes)
         by_rollout: dict[str, list[StepBody]] = {}
         for index, step in enumerate(body.steps):
             if not step.trajectory_uid and not request.scope["rollout_id"]:
@@ -251,7 +264,7 @@ class FlowRoutes:
 
     async def reward(self, request: Request) -> Response:
         """The reward by the run's grader, or by the rule for the row's data source."""
-        body = await self._read(request, RewardBody, most=MAX_REWARD_BYTES)
+        body = await self._read(request, RewardBody, MAX_REWARD_BYTES)
         named = body.trajectory_uid or request.scope["rollout_id"]
         rollout_id = self._own(request, named) if named else ""
         if self.reward_function is None:
@@ -312,9 +325,8 @@ class FlowRoutes:
         decode = self._pipeline.source.tokenizer.decode
         return [{"role": "user", "content": decode(prompt_ids)}, {"role": "assistant", "content": decode(response_ids)}]
 
-    async def _read(self, request: Request, kind: type[Any], *, most: int | None = None) -> Any:
-        limit = self._limits.body_bytes
-        body = await read_as(request, kind, limit if most is None else min(most, limit))
+    async def _read(self, request: Request, kind: type[Any], limit: int | None = None) -> Any:
+        body = await (read_small(request, kind) if limit is None else read_as(request, kind, min(limit, self._limits.body_bytes)))
         for name in body.ignored():
             self._pipeline.count(f"ignored:{name}")
         return body

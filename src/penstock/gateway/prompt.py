@@ -40,11 +40,11 @@ class ContextBound:
         room = self._engine.context_length
         if sum(map(len, texts)) <= 4 * room:
             return
-        for text in texts:
-            for start in range(0, len(text), PIECE_CHARACTERS):
-                room -= max(0, len(self._encode(text[start : start + PIECE_CHARACTERS])) - PIECE_TOKENS)
-                if room < 0:
-                    raise self.error(f"more than {self._engine.context_length}")
+        text = "\n".join(texts)
+        for start in range(0, len(text), PIECE_CHARACTERS):
+            room -= len(self._encode(text[start : start + PIECE_CHARACTERS])) - PIECE_TOKENS
+            if room < 0:
+                raise self.error(f"more than {self._engine.context_length}")
 
     def check_ids(self, ids: Sequence[int]) -> None:
         if len(ids) >= self._engine.context_length:
@@ -156,6 +156,6 @@ def _texts(messages: Sequence[Message]) -> list[str]:
     for message in messages:
         texts += [flatten(message.get("content")), message.get("reasoning_content") or ""]
         for call in message.get("tool_calls") or ():
-            arguments = call["function"]["arguments"]
-            texts.append(arguments if isinstance(arguments, str) else orjson.dumps(arguments).decode())
-    return texts
+            name, arguments = call["function"]["name"], call["function"]["arguments"]
+            texts += [name, arguments if isinstance(arguments, str) else orjson.dumps(arguments).decode()]
+    return [text for text in texts if text]

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.engines.base import Engine
-from penstock.gateway.flows import read_as, schema_error
+from penstock.gateway.flows import read_small, schema_error
 from penstock.gateway.graph import TokenGraph
 from penstock.gateway.routes import json_response
 from penstock.gateway.session import pool_refusals
@@ -25,7 +25,6 @@ MAX_ENTRIES = 200
 """Entries in one response, at most and by default."""
 MAX_CHANNELS = 100
 """Channels in one request; each is read in turn."""
-MAX_CURATION_BYTES = 4 << 20
 MAX_OFFSET = 1000
 """Bound of `offset`, which reads what it skips; a cursor does not."""
 MAX_TEXT_CHARACTERS = 2_000
@@ -72,11 +71,10 @@ class CurationBody(BaseModel):
 
 
 class ReadApi:
-    def __init__(self, pool: Pool, engine: Engine, *, mode: str, body_bytes: int) -> None:
+    def __init__(self, pool: Pool, engine: Engine, *, mode: str) -> None:
         self._pool = pool
         self._engine = engine
         self._mode = mode
-        self._body_bytes = body_bytes
 
     async def config(self, request: Request) -> Response:
         own = {"mode": self._mode, "model": self._engine.model, "policy_version": self._engine.version, "limit": MAX_ENTRIES}
@@ -120,7 +118,7 @@ class ReadApi:
 
     async def curate(self, request: Request) -> Response:
         """Exclude steps or rollouts from training, or weight them. Has no effect on groups that a trainer has claimed (`late`)."""
-        body = await read_as(request, CurationBody, min(MAX_CURATION_BYTES, self._body_bytes))
+        body = await read_small(request, CurationBody)
         late: list[str] = []
         known: dict[str, Marks] = {}
         for index, update in enumerate(body.updates):

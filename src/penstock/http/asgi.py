@@ -10,8 +10,10 @@ from penstock.errors import RequestError
 
 ON_DISCONNECT = "penstock.on_disconnect"
 """In a scope, by our server: called with a function, has that called once the caller leaves; called with None, no longer."""
-MAX_JSON_VALUES = 1_000_000
-"""Values in a body, at most: as many as make about 100 ms of parsing. Counted by commas, also of those in texts."""
+MAX_JSON_VALUES, MAX_JSON_KEYS = 1_000_000, 200_000
+"""In a body, at most: as many as are parsed in about 100 ms. They are counted by commas and colons, those in texts included."""
+MAX_JSON_FIELDS = 1000
+"""Fields of a body that is an object."""
 MAX_JSON_DEPTH = 64
 """Nesting levels; stores and templates recurse."""
 Headers = Iterable[tuple[bytes, bytes]]
@@ -34,9 +36,12 @@ async def read_body(receive: Receive, limit: int) -> bytes | None:
 
 def check_size(body: bytes) -> None:
     """RequestError 413 if a JSON body holds so many values that parsing it would stall the loop."""
-    if len(body) > MAX_JSON_VALUES and body.count(b",") > MAX_JSON_VALUES:
-        text = f"the request holds more than {MAX_JSON_VALUES} values (commas); send them in several requests"
-        raise RequestError(text, status=413, code="request_too_large")
+    if len(body) < MAX_JSON_KEYS:
+        return
+    for mark, most, what in ((b",", MAX_JSON_VALUES, "values (commas)"), (b'":', MAX_JSON_KEYS, "keys")):
+        if body.count(mark) > most:
+            text = f"the request holds more than {most} {what}; send less, or send it in several requests"
+            raise RequestError(text, status=413, code="request_too_large")
 
 
 class JsonBudget:
@@ -75,6 +80,8 @@ def parse_json(body: bytes, read: Callable[[bytes], Any] = orjson.loads) -> dict
         raise RequestError(f"the request body is not valid JSON: {error}", code="invalid_json") from error
     if not isinstance(value, dict):
         raise RequestError("the request body must be a JSON object", code="invalid_json")
+    if len(cast("dict[str, Any]", value)) > MAX_JSON_FIELDS:
+        raise RequestError(f"the request body has more than {MAX_JSON_FIELDS} fields", code="invalid_value")
     return cast("dict[str, Any]", value)
 
 

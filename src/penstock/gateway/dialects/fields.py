@@ -10,8 +10,8 @@ from penstock.gateway.last_request import LastRequest
 from penstock.http.asgi import JsonBudget
 from penstock.records import Message, Sampling
 
-MAX_ENTRIES = 20_000
-"""Messages, items or content blocks in one request."""
+MAX_ENTRIES, MAX_TOOLS = 10_000, 2000
+"""Messages, items or content blocks, and tools or calls, in one list."""
 MAX_VALUES = 200_000
 """JSON values in the tools, and in the messages that the last request did not have."""
 MAX_CHOICES = 128
@@ -72,8 +72,8 @@ def strings(body: dict[str, Any], name: str, *, most: int = 16) -> tuple[str, ..
 def integers(body: dict[str, Any], name: str, *, most: int | None = None) -> tuple[int, ...]:
     """A list of token ids."""
     values = _several(body.get(name))
-    if most is not None and len(values) > most:
-        raise invalid(name, f"has {len(values)} entries; send at most {most}")
+    if most is not None:
+        check_count(values, name, most)
     if values and not (set(map(type, values)) == {int} and 0 <= min(values) <= max(values) < 2**31):
         raise invalid(name, "must be a list of token ids")
     return tuple(values)
@@ -119,9 +119,9 @@ def check_vocabulary(ids: Sequence[int], name: str, size: int) -> None:
         raise invalid(name, f"holds token {max(ids)}; this model has {size} of them, counted from 0")
 
 
-def check_count(entries: Sized, name: str) -> None:
-    if len(entries) > MAX_ENTRIES:
-        raise invalid(name, f"has {len(entries)} entries; send at most {MAX_ENTRIES}")
+def check_count(entries: Sized, name: str, most: int = MAX_ENTRIES) -> None:
+    if len(entries) > most:
+        raise invalid(name, f"has {len(entries)} entries; send at most {most}")
 
 
 def preview(value: Any) -> str:
@@ -141,6 +141,7 @@ def _tools(value: Any, name: str) -> tuple[Tool, ...]:
     given = as_list([] if value is None else value)
     if given is None:
         raise invalid(name, "must be a list of tools")
+    check_count(given, name, MAX_TOOLS)
     JsonBudget(MAX_VALUES).spend(given, name)
     for index, each in enumerate(given):
         tool = as_object(each) or {}
@@ -178,6 +179,7 @@ def _content(value: Any, name: str) -> str:
     parts = as_list(value)
     if parts is None:
         raise invalid(name, f"must be a string or a list of text parts, not {preview(value)}")
+    check_count(parts, name)
     return flatten([{"text": _part(as_object(part) or {}, f"{name}[{index}]")} for index, part in enumerate(parts)])
 
 
@@ -190,6 +192,7 @@ def _part(part: dict[str, Any], name: str) -> str:
 
 def _calls(value: Any, name: str) -> list[dict[str, Any]]:
     calls: list[dict[str, Any]] = []
+    check_count(as_list(value) or (), name, MAX_TOOLS)
     for index, each in enumerate(as_list(value) or [None]):
         call = as_object(each) or {}
         function, where = as_object(call.get("function")), f"{name}[{index}]"

@@ -167,6 +167,7 @@ def _tools(value: Any) -> tuple[Tool, ...]:
     given = fields.as_list([] if value is None else value)
     if given is None:
         raise fields.invalid("tools", "must be a list of tools")
+    fields.check_count(given, "tools", fields.MAX_TOOLS)
     JsonBudget(fields.MAX_VALUES).spend(given, "tools")
     return tuple(_tool(fields.as_object(each), f"tools[{place}]") for place, each in enumerate(given) if _hosted(each) is None)
 

@@ -67,6 +67,10 @@ ECHOED: dict[str, Any] = {
 LOGPROBS = "message.output_text.logprobs"
 
 
+MAX_INCLUDED = 100
+"""Names in `include`."""
+
+
 class ResponsesDialect:
     path = "/v1/responses"
     count_path = "/v1/responses/input_tokens"
@@ -130,6 +134,7 @@ def _check_format(body: dict[str, Any]) -> None:
 
 def _included(body: dict[str, Any]) -> list[str]:
     named = fields.as_list([] if body.get("include") is None else body["include"])
+    fields.check_count(named or (), "include", MAX_INCLUDED)
     if named is None or not all(isinstance(each, str) for each in named):
         raise fields.invalid("include", "must be a list of names")
     return named
@@ -315,6 +320,7 @@ def _listed(value: Any, name: str) -> list[dict[str, Any]]:
     listed = fields.as_list(value)
     if listed is None:
         raise fields.invalid(name, "must be a list of tools")
+    fields.check_count(listed, name, fields.MAX_TOOLS)
     tools = [fields.as_object(each) or {} for each in listed]
     for place, tool in enumerate(tools):
         fields.string(tool.get("type"), f"{name}[{place}].type")

@@ -74,7 +74,7 @@ class ProtocolBody(BaseModel):
 
 class RolloutInitRequest(ProtocolBody):
     rollout_id: Segment
-    initial_messages: list[dict[str, Any]] = Field(max_length=20_000, fail_fast=True)
+    initial_messages: list[dict[str, Any]] = Field(max_length=10_000, fail_fast=True)
     chat_completions_url: str
     """The base URL of the policy: clients append `/chat/completions`."""
     completion_callback_url: str
