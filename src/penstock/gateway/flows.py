@@ -151,7 +151,7 @@ def _check_values(*fields: dict[str, Any]) -> None:
 
 
 async def read_small(request: Request, kind: type[T]) -> T:
-    """See `read_as`: a body without tokens and messages. Its values are counted first: pydantic makes an error or a field of each."""
+    """See `read_as`; for a body without tokens and messages, whose values are counted before pydantic makes an error of each."""
     body = await read_body(request.receive, MAX_SMALL_BYTES)
     if body is None:
         raise RequestError("the caller hung up before its request was whole", code="incomplete_request")
