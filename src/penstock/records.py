@@ -174,6 +174,10 @@ class Grade:
     step: int | None = None
 
 
+VOID = "void: not graded by the run"
+"""The note of a mark on a rollout that something else than the run's runner has graded or ended."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:
     """A curator's judgement of a rollout or of one of its steps; the last one counts."""
@@ -202,6 +206,11 @@ class Attempt:
     """At most one for the rollout and one for each step."""
 
     @property
+    def void(self) -> bool:
+        """Whether it was graded or ended beside the run's own grader, and must not count."""
+        return any(mark.step is None and mark.note == VOID for mark in self.marks)
+
+    @property
     def curated_out(self) -> bool:
         """Whether a curator took the whole rollout out of training."""
         return any(mark.step is None and not mark.trainable for mark in self.marks)
@@ -210,9 +219,9 @@ class Attempt:
     def reward(self) -> float | None:
         """The rollout's own grade, else the mean over its transcripts, else the sum over its steps.
 
-        None unless completed, and for a reward beyond MAX_REWARD.
+        None unless completed, if void, and for a reward beyond MAX_REWARD.
         """
-        reward = self.grades_total if self.end is End.COMPLETED else None
+        reward = self.grades_total if self.end is End.COMPLETED and not self.void else None
         return None if reward is None or abs(reward) > MAX_REWARD else reward
 
     @property

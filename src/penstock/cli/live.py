@@ -15,7 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from penstock.cli.output import clock, counts, percent, rate, reward_text, sparkline
+from penstock.cli.output import NOTICES, clock, counts, percent, rate, reward_text, sparkline
 from penstock.run.folder import RunFolder
 
 
@@ -208,7 +208,7 @@ class LiveView:
             self.state.apply(kind, fields)
             if kind == "run.start" and fields["resumed"]:
                 self.state.rewards = [entry["reward"] for entry in RunFolder(Path(fields["folder"]), resumed=True).metrics()]
-            line = None if self.terminal else event_line(kind, fields, self.state)
+            line = None if self.terminal and kind not in NOTICES else event_line(kind, fields, self.state)
         if line and line != self._last_line:  # a stage is emitted again with each progress
             self._last_line = line
             self._print(line)
@@ -253,7 +253,7 @@ def event_line(kind: str, fields: dict[str, Any], state: RunState) -> str | None
         case "run.start":
             how = f"taken up again after step {state.step}" if fields["resumed"] else f"model {state.model}"
             return f"run {state.name} in {state.folder}: {how}, {state.steps} steps"
-        case "stage":
+        case "stage" | "notice" | "rollout.forged" | "grading.refused":
             return fields["text"]
         case "eval.start" if fields["when"] == "during":
             return f"held-out evaluation after step {fields['step']} begins, beside training: {fields['tasks']} tasks"

@@ -2,7 +2,7 @@
 
 import secrets
 import socket
-from collections.abc import AsyncGenerator, Generator, Iterable
+from collections.abc import AsyncGenerator, Collection, Generator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ from penstock.engines.base import Engine
 from penstock.errors import ConfigError
 from penstock.events import Events
 from penstock.gateway.app import Gateway
-from penstock.gateway.auth import GatewayTokens
+from penstock.gateway.auth import Access, GatewayTokens
 from penstock.gateway.call import GatewayLimits
 from penstock.gateway.flows import reward_by_rule
 from penstock.gateway.observability import open_tracer
@@ -95,8 +95,9 @@ async def open_gateway(
     sock: socket.socket,
     peers: Peers | None = None,
     is_open: bool = False,
+    closed: Collection[Access] = (),
 ) -> AsyncGenerator[OpenGateway]:
-    """Open pool, engine and gateway. A clean exit waits for answers under way, then closes all three."""
+    """Open pool, engine and gateway, without `closed` routes. A clean exit waits for answers under way, then closes all three."""
     async with AsyncExitStack() as stack:
         events = stack.enter_context(Events(folder / "events.jsonl"))
         pool: Pool = POOLS.load(settings.pool.name)(folder, url=settings.pool.url)
@@ -118,6 +119,7 @@ async def open_gateway(
             tracer=tracer,
             peers=peers,
             is_open=is_open,
+            closed=closed,
         )
         gateway.reward_function = reward_by_rule
         yield OpenGateway(await stack.enter_async_context(gateway), pool, engine)

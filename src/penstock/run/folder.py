@@ -12,7 +12,7 @@ import orjson
 from penstock.config import RunConfig, make_config
 from penstock.errors import ConfigError
 from penstock.pool import POOLS
-from penstock.system.files import load_key, write_file
+from penstock.system.files import write_file
 from penstock.system.locks import exclusive_lock
 
 MAY_CHANGE = (
@@ -46,10 +46,6 @@ class RunFolder:
     def discard_start(self) -> None:
         """Remove the config, so that the folder counts as not started."""
         (self.path / "config.json").unlink()
-
-    def secret(self) -> bytes:
-        """Returns the key that signs this run's model tokens; created once, readable by the owner only."""
-        return load_key(self.path / "secret", loss="resume the run")
 
     def metrics(self) -> list[dict[str, Any]]:
         """Returns one entry per training step; a line that a kill cut short is left out."""

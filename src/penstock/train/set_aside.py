@@ -6,7 +6,7 @@ A group that makes an update fail is tried once more, alone. If it fails again, 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from penstock.errors import ConfigError, EngineError, PoolError, TrainError
-from penstock.records import MAX_REWARD, Group, Lease
+from penstock.records import MAX_REWARD, End, Group, Lease
 from penstock.rollout.author_tasks import one_line
 from penstock.train.learner import is_machine_error
 from penstock.train.training_run import TrainingRun
@@ -32,7 +32,7 @@ def out_of_bounds(groups: Sequence[Group]) -> dict[str, str]:
         group.id: f"rollout {attempt.rollout.id} has reward {attempt.grades_total:g}, beyond {MAX_REWARD:g}"
         for group in groups
         for attempt in group.attempts
-        if attempt.reward is None and attempt.grades_total is not None and abs(attempt.grades_total) > MAX_REWARD
+        if attempt.end is End.COMPLETED and not attempt.void and abs(attempt.grades_total or 0.0) > MAX_REWARD
     }
 
 
