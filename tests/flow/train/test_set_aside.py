@@ -6,8 +6,9 @@ from pathlib import Path
 
 import poisoned_advantages
 import pytest
+from typer.testing import CliRunner
 
-from penstock.cli.app import run
+from penstock.cli.app import app, run
 from penstock.pool import POOLS
 from penstock.sdk import context
 from penstock.train.set_aside import BEYOND, CRASHED
@@ -52,6 +53,11 @@ def in_pool(folder, read):
     return asyncio.run(whole())
 
 
+def show(folder, group_id):
+    """The second line of `pool show`."""
+    return CliRunner().invoke(app, ["pool", "show", str(folder), group_id]).output.splitlines()[1]
+
+
 def trained(folder):
     return [group_id for group_id, _ in in_pool(folder, lambda pool: pool.trained())]
 
@@ -67,6 +73,7 @@ def test_group_that_crashes_the_trainer_is_set_aside_after_two_attempts_and_the_
     assert reason == CRASHED and told == message
     assert poisoned_advantages.tried["train-1"] == 2
 
+    assert show(train.folder, "train-1") == f"Not trained, {CRASHED}: {message}"
     code, summary = train(advantage, steps=3)  # it stays set aside
     assert (code, summary["steps"], summary["dropped"]) == (0, 3, {CRASHED: 1})
     assert trained(train.folder) == ["train-0", *(f"train-{n}" for n in range(2, 7))]

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from penstock import AgentWorkflowContext, GraderContext, RolloutContext, get_rollout_context
 from penstock.errors import ConfigError, GraderError
-from penstock.sdk.clients import Clients
 from penstock.records import MAX_REWARD
+from penstock.sdk.clients import Clients
 from penstock.sdk.context import finite_reward, remove_empty_artifacts_dir
 from penstock.sdk.routing import is_provider
 from penstock.sdk.samples import RolloutSample, to_json_values
