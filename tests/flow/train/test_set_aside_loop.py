@@ -158,13 +158,13 @@ def test_trainer_that_no_group_passes_ends_with_a_reason_instead_of_using_up_the
 
 
 NOT_THE_DATA = {
-    "memory": MemoryError("no room"),
-    "disk": OSError(28, "No space left on device"),
-    "device memory": torch.OutOfMemoryError("CUDA out of memory"),
-    "allocator": RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"),
-    "pool": PoolError("gone"),
-    "engine": EngineError("gone"),
-    "ctrl-c": KeyboardInterrupt(),
+    "memory": lambda: MemoryError("no room"),
+    "disk": lambda: OSError(28, "No space left on device"),
+    "device memory": lambda: torch.OutOfMemoryError("CUDA out of memory"),
+    "allocator": lambda: RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"),
+    "pool": lambda: PoolError("gone"),
+    "engine": lambda: EngineError("gone"),
+    "ctrl-c": lambda: KeyboardInterrupt(),
 }
 
 
@@ -172,10 +172,10 @@ NOT_THE_DATA = {
 def test_what_is_not_the_groups_fault_is_raised_as_it_is(name):
     async def play(run):
         def fail(group):
-            raise NOT_THE_DATA[name]
+            raise NOT_THE_DATA[name]()
 
         run.advantage = fail
-        with pytest.raises(type(NOT_THE_DATA[name])):
+        with pytest.raises(type(NOT_THE_DATA[name]())):
             await step(run)
         return await run.pool.stats("train")
 
