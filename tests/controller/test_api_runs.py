@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from penstock.controller.api.links import SignedLinks
 from penstock.controller.api.outputs import RowRanges
+from penstock.controller.identity import THE_OWNER
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +29,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Generator[Served]:
         patch.syspath_prepend(str(ENGINE_FOLDER))
         carry_out(folder, "asked")
     with served(folder) as found:
-        found.controller.vault.set("WORD", "1 times 3?", "user")
+        found.controller.vault.set("WORD", "1 times 3?", "user", who=THE_OWNER)
         yield found
 
 

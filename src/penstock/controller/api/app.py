@@ -18,11 +18,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from penstock import __version__
 from penstock.controller.api import datasets, models, outputs, repositories, runs, secrets
-from penstock.controller.api.auth import AccessLevel, AccountRoutes, ApiTokens, DeviceLogins, require_owner, required_access
+from penstock.controller.api.auth import ROUTE_ACCESS, AccessLevel, AccountRoutes, ApiTokens, DeviceLogins
 from penstock.controller.api.bodies import reply
 from penstock.controller.api.links import CALLER_BASE_URL, PATH, SignedLinks
 from penstock.controller.api.results import RunResults
 from penstock.controller.context import Controller
+from penstock.controller.identity import require_owner
 from penstock.errors import ConfigError, ControllerError, DatasetError, ModelError, PenstockError, PoolError, RequestError
 from penstock.http.asgi import header
 from penstock.http.listen import base_url as url_of
@@ -100,7 +101,7 @@ class AccessControl:
     def protect(self, route: Route) -> Route:
         """Returns the route with access check and error responses."""
         (method,) = (route.methods or set()) - {"HEAD"}
-        level = required_access(method, route.path)
+        level = ROUTE_ACCESS[f"{method} {route.path}"]
         endpoint: Endpoint = route.endpoint
 
         async def protected(request: Request) -> Response:

@@ -34,9 +34,14 @@ class SignedLinks:
         self.lifetime_s = lifetime_s
 
     @property
+    def is_proxied(self) -> bool:
+        """Whether the controller was told the address of a proxy before it."""
+        return self._base_url.startswith("https:")
+
+    @property
     def base(self) -> str:
         """The base URL for the current request's client."""
-        return self._base_url if self._base_url.startswith("https:") else CALLER_BASE_URL.get() or self._base_url
+        return self._base_url if self.is_proxied else CALLER_BASE_URL.get() or self._base_url
 
     def create(self, purpose: str, **facts: Any) -> str:
         """Returns a URL for the route `/api/cli/links/<purpose>/{token}`, which gets exactly these facts."""

@@ -133,7 +133,7 @@ def secret_redactor(run: Run, vault: Vault) -> SecretRedactor | None:
     values: list[str] = []
     for name in run.submission.secrets:
         try:
-            values += vault.values([name]).values()
+            values += vault.values([name], person=run.submission.person).values()
         except ControllerError:
             continue
     return SecretRedactor(values) if values else None
