@@ -161,6 +161,10 @@ def _train_step(state: RunState, fields: dict[str, Any]) -> None:
     state.last_step_at = state.clock()
 
 
+def _train_wait(state: RunState, fields: dict[str, Any]) -> None:
+    state.now = fields["message"]
+
+
 def _set_activity(state: RunState, text: str, *, expected: int = 0) -> None:
     state.now, state.expected, state.done, state.share = text, expected, 0, None
 
@@ -173,6 +177,7 @@ _CHANGES: dict[str, Callable[[RunState, dict[str, Any]], None]] = {
     "rollout.end": _rollout_end,
     "step.start": _step_start,
     "train.start": _train_start,
+    "train.wait": _train_wait,
     "train.step": _train_step,
 }
 
@@ -195,7 +200,7 @@ class LiveView:
             self.state.apply(kind, fields)
             if kind == "run.start" and fields["resumed"]:
                 self.state.rewards = [entry["reward"] for entry in RunFolder(Path(fields["folder"]), resumed=True).metrics()]
-            line = None if self.terminal else event_line(kind, fields, self.state)
+            line = event_line(kind, fields, self.state) if kind in WARNINGS or not self.terminal else None
         if line and line != self._last_line:  # a stage is emitted again with each progress
             self._last_line = line
             self._print(line)
@@ -234,6 +239,10 @@ def panel(state: RunState, notice: str = "", *, width: int = 80) -> RenderableTy
     return Group(_header(state, width), Text(""), _indented(rows), Text(""))
 
 
+WARNINGS = ("checkpoint.damaged", "checkpoint.fallback", "record.damaged")
+"""Events whose line is printed on a terminal too, above the panel."""
+
+
 def event_line(kind: str, fields: dict[str, Any], state: RunState) -> str | None:
     """The line printed for an event where there is no terminal; None for most events."""
     match kind:
@@ -260,6 +269,15 @@ def event_line(kind: str, fields: dict[str, Any], state: RunState) -> str | None
             )
         case "train.step":
             return _step_line(fields, state)
+        case "checkpoint.damaged":
+            return f"checkpoint {fields['folder']} is damaged: {fields['problem']}; it is kept as {fields['kept_as']}"
+        case "checkpoint.fallback":
+            start = f"from step {fields['step']} (version {fields['version']})" if fields["version"] else "from the start policy"
+            return (
+                f"the run goes on {start}; {len(fields['groups'])} groups that were trained into later versions are trained again"
+            )
+        case "record.damaged" | "train.wait":
+            return fields["message"]
         case "run.stop":
             return f"stopped: {fields['reason']}"
         case _:

@@ -31,8 +31,27 @@ from penstock.train.training_run import TrainingRun
 
 RECHECK_S = 60.0
 """Seconds until a waiting trainer claims again without a change in the pool, as leases of others may have expired."""
+POLL_S = 1.0
+"""How often a waiting trainer looks whether it is to stop."""
+STOP_WAIT_S = 5.0
+"""How long a run that is asked to stop waits for the rollouts of the running step; they are made again when it is resumed."""
+TELL_S = 30.0
+"""Seconds of waiting after which the reason is told."""
+IDLE_S, RUNNING_S = 300.0, 1800.0
+"""Training fails if the pool has not changed for so long: without any rollout, or longer than a rollout may take."""
 MAX_SHORT_ROUNDS = 20
 """Training fails after this many times `groups_per_step` groups were dropped for too few completed rollouts."""
+
+
+class Fallback(NamedTuple):
+    """Counts what damaged checkpoints cost when the run was resumed."""
+
+    checkpoints_damaged: int = 0
+    groups_undone: int = 0
+    """Groups that were trained into them."""
+
+
+NO_FALLBACK = Fallback()
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +64,8 @@ class TrainProgress:
     """Leases that are trained but not yet in a checkpoint."""
     past: tuple[int, ...] = (0,)
     """The versions after each of the last `max_staleness` + 1 steps; `version` is the last."""
+    fallback: Fallback = NO_FALLBACK
+    """Not yet in the metrics of a step."""
 
 
 class LostGroups(NamedTuple):
@@ -71,7 +92,9 @@ async def train_steps(
         background.begin(progress.step)
         run.events.emit("step.start", step=progress.step + 1, version=progress.version)
         clock = Stopwatch()
-        lease = await claim(run, progress)
+        lease = await claim(run, progress, stop)
+        if lease is None:
+            break
         rollout_s = clock.lap()
         run.events.emit("train.start", step=progress.step + 1, groups=len(lease.groups))
         credit = credit_groups(lease.groups, run)
@@ -80,7 +103,8 @@ async def train_steps(
         past = (*progress.past, progress.version)[-run.config.rollout.max_staleness - 1 :]
         progress = replace(progress, step=progress.step + 1, leases=(*progress.leases, lease.id), past=past)
         entry = step_metrics(run, lease, credit, metrics, progress, rollout_s=rollout_s, train_s=clock.lap())
-        entry |= {**behind, **background.ended()}
+        entry |= {**behind, **background.ended(), **progress.fallback._asdict()}
+        progress = replace(progress, fallback=NO_FALLBACK)
         run.folder.add_metrics(entry)
         if progress.step % section.checkpoint_every == 0:
             progress = await save_checkpoint(run, progress)
@@ -89,9 +113,13 @@ async def train_steps(
     return await save_checkpoint(run, progress) if progress.leases else progress
 
 
-async def claim(run: TrainingRun, progress: TrainProgress) -> Lease:
-    """Waits until a step's groups are complete, and leases them. Raises TrainError if groups keep being dropped instead."""
+async def claim(run: TrainingRun, progress: TrainProgress, stop: asyncio.Event) -> Lease | None:
+    """Waits until a step's groups are complete, and leases them; None if `stop` was set and they took too long.
+
+    Raises TrainError if groups keep being dropped instead, or if nothing happens that could complete one.
+    """
     before = lost = await lost_groups(run)
+    waiting = ClaimWait(run, progress.step + 1, stop)
     while True:
         position = await run.pool.position()  # before the claim, or a change in between would be missed
         lease = await run.pool.claim(
@@ -107,7 +135,51 @@ async def claim(run: TrainingRun, progress: TrainProgress) -> Lease:
         refuse_short_groups(lost.short - before.short, run.config.rollout)
         if lost != known:
             run.rollouts.advance(progress.step)  # wake the scheduler, to replace dropped groups at once
-        await run.pool.wait(position, timeout_s=RECHECK_S)
+        if not await waiting.until_change(position):
+            return None
+
+
+class ClaimWait:
+    """Waits for changes in the pool: says what for, ends soon after `stop` is set, and fails if no change can come."""
+
+    def __init__(self, run: TrainingRun, step: int, stop: asyncio.Event) -> None:
+        self._run, self._step, self._stop = run, step, stop
+        self._now = asyncio.get_running_loop().time
+        self._started = self._changed = self._now()
+        self._tell_at = self._started + TELL_S
+        self._give_up_at: float | None = None
+
+    async def until_change(self, position: int) -> bool:
+        """Returns False if `stop` was set `STOP_WAIT_S` ago, True after a change, and after `RECHECK_S` without one."""
+        recheck_at = self._now() + RECHECK_S
+        while self._now() < recheck_at:
+            if self._stop.is_set():
+                self._give_up_at = self._give_up_at or self._now() + STOP_WAIT_S
+                if self._now() >= self._give_up_at:
+                    return False
+            if self._now() >= self._tell_at:
+                self._tell_at += RECHECK_S
+                await self._tell()
+            if await self._run.pool.wait(position, timeout_s=POLL_S):
+                self._changed = self._now()
+                break
+        return True
+
+    async def _tell(self) -> None:
+        stats, limits = await self._run.pool.stats("train"), self._run.config.rollout
+        running = stats.groups - stats.groups_complete + stats.groups_short
+        over = stats.groups_short + stats.groups_leased + stats.groups_trained + stats.groups_stale + stats.groups_dropped
+        complete, silent_s = stats.groups_complete - over, self._now() - self._changed
+        what = (
+            f"step {self._step} needs {limits.groups_per_step} complete groups: {complete} are, {running} have rollouts under way"
+        )
+        patience_s = IDLE_S if not running else RUNNING_S + limits.agent_timeout_s + limits.grader_timeout_s
+        if silent_s >= patience_s:
+            raise TrainError(
+                f"{what}, and nothing has happened for {silent_s:.0f} s; the same command goes on, "
+                "`penstock pool verify` says whether the pool is damaged"
+            )
+        self._run.events.emit("train.wait", step=self._step, seconds=round(self._now() - self._started), message=what)
 
 
 def refuse_short_groups(dropped: int, limits: RolloutSection) -> None:
@@ -169,9 +241,15 @@ async def update_policy(
 
 async def save_checkpoint(run: TrainingRun, progress: TrainProgress) -> TrainProgress:
     """Saves a checkpoint, then acknowledges its leases. In the other order, a kill in between would lose trained groups."""
-    version = PolicyVersion(number=progress.version, step=progress.step, leases=progress.leases)
+    version = PolicyVersion(number=progress.version, step=progress.step, leases=progress.leases, past=progress.past)
     folder = await asyncio.to_thread(
-        policy.save, run.folder.checkpoints, version, run.learner, run.inputs.folder, kept=run.config.train.checkpoints_kept
+        policy.save,
+        run.folder.checkpoints,
+        version,
+        run.learner,
+        run.inputs.folder,
+        run=run.folder.id,
+        kept=run.config.train.checkpoints_kept,
     )
     for lease in progress.leases:
         await run.pool.ack(lease, progress.version)
