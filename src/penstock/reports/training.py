@@ -75,7 +75,8 @@ def render_page(report: RunReport) -> str:
 <p class="dim">{escape(report.picked_from)}</p>
 {"".join(transcript(pick) for pick in report.picks)}
 {config_section(report.config, "run")}"""
-    left_out = f" · {report.damaged_metrics} damaged lines of metrics.jsonl are left out" if report.damaged_metrics else ""
+    lacking = max(report.damaged_metrics, report.summary.get("steps", 0) - len(report.metrics))
+    left_out = f" · {lacking} steps are left out, as metrics.jsonl is damaged" if lacking else ""
     return document(report.name, f"{model} · {len(report.metrics)} steps · {status}{left_out}", body)
 
 

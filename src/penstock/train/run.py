@@ -140,10 +140,14 @@ def _keep_records(run: TrainingRun, step: int) -> tuple[int, ...]:
     """Drop metrics and evaluations of what was undone, and what is damaged; returns the versions after each step that is left."""
     for problem in run.folder.set_aside_damaged():
         run.events.emit("record.damaged", message=problem)
-    if damaged := run.folder.read_metrics().damaged:
-        run.events.emit("record.damaged", message=f"metrics.jsonl: {damaged} damaged lines are left out", lines=damaged)
     kept = run.folder.keep_metrics(step)
     run.folder.keep_evaluations(step)
+    if lacking := step - len(kept):
+        text = f"metrics.jsonl is damaged: it lacks {lacking} of {step} steps, and so do the rewards and counts of the summary"
+        run.events.emit("record.damaged", message=text)
+    if step and run.inputs.heldout and "before-0" not in run.folder.evaluations():
+        text = "evals.json is damaged: the evaluation before training is lost, and cannot be made any more"
+        run.events.emit("record.damaged", message=text)
     return (0, *(entry["version"] for entry in kept))
 
 

@@ -107,7 +107,7 @@ def finished_summary(folder: RunFolder, config: RunConfig) -> Summary | None:
     saved, damaged = policy.find_intact(folder.checkpoints, folder.id)
     if damaged or (saved and saved.number != done.policy_version):  # its result is not there any more
         return None
-    return replace(done, already_finished=True)
+    return replace(done, checkpoint=done.checkpoint if saved else None, already_finished=True)
 
 
 def mean(values: list[float]) -> float | None:
