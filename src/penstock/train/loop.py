@@ -170,9 +170,8 @@ class ClaimWait:
         running = stats.groups - stats.groups_complete + stats.groups_short
         over = stats.groups_short + stats.groups_leased + stats.groups_trained + stats.groups_stale + stats.groups_dropped
         complete, silent_s = stats.groups_complete - over, self._now() - self._changed
-        what = (
-            f"step {self._step} needs {limits.groups_per_step} complete groups: {complete} are, {running} have rollouts under way"
-        )
+        needed = f"step {self._step} waits for {limits.groups_per_step} complete groups"
+        what = f"{needed}: {complete} are, {running} have rollouts under way"
         patience_s = IDLE_S if not running else RUNNING_S + limits.agent_timeout_s + limits.grader_timeout_s
         if silent_s >= patience_s:
             raise TrainError(
