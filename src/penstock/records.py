@@ -170,6 +170,10 @@ class Grade:
     step: int | None = None
 
 
+VOID = "void: not graded by the run"
+"""The note of a mark on a rollout that something else than the run's runner has graded or ended."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:
     """A curator's judgement of a rollout or of one of its steps; the last one counts."""
@@ -198,6 +202,11 @@ class Attempt:
     """At most one for the rollout and one for each step."""
 
     @property
+    def void(self) -> bool:
+        """Whether it was graded or ended beside the run's own grader, and must not count."""
+        return any(mark.step is None and mark.note == VOID for mark in self.marks)
+
+    @property
     def curated_out(self) -> bool:
         """Whether a curator took the whole rollout out of training."""
         return any(mark.step is None and not mark.trainable for mark in self.marks)
@@ -205,7 +214,7 @@ class Attempt:
     @property
     def reward(self) -> float | None:
         """The rollout's own grade, else the mean over its transcripts, else the sum over its steps; None unless completed."""
-        if self.end is not End.COMPLETED:
+        if self.end is not End.COMPLETED or self.void:
             return None
         whole = [g.reward for g in self.grades if g.transcript is None and g.step is None]
         parts = [g.reward for g in self.grades if g.transcript is not None and g.step is None]

@@ -14,6 +14,7 @@ import pytest
 from penstock.controller.database import ControllerDatabase
 from penstock.controller.encryption import vault_key
 from penstock.controller.home import Home
+from penstock.controller.identity import OWNER, THE_OWNER
 from penstock.controller.vault import Vault
 from penstock.errors import ControllerError
 
@@ -39,14 +40,14 @@ def forms(home: Path) -> set[bytes]:
 def test_old_secrets_are_read_and_encrypted_anew_once(home):
     assert forms(home) == {b"\x01"}
     with opened(home) as vault:
-        assert vault.values(USER) == USER
-        assert vault.scopes(USER) == {"SEARCH_KEY": "user_override", "JUDGE_KEY": "workspace", "LONG_KEY": "user"}
+        assert vault.values(USER, person=OWNER) == USER
+        assert vault.scopes(USER, person=OWNER) == {"SEARCH_KEY": "user_override", "JUDGE_KEY": "workspace", "LONG_KEY": "user"}
     first = stored(home)
     assert forms(home) == {b"\x02"}
     with opened(home) as vault:
-        assert vault.values(USER) == USER and stored(home) == first
-        vault.delete("SEARCH_KEY", "user")
-        assert vault.values(["SEARCH_KEY"]) == {"SEARCH_KEY": "old workspace value"}
+        assert vault.values(USER, person=OWNER) == USER and stored(home) == first
+        vault.delete("SEARCH_KEY", "user", who=THE_OWNER)
+        assert vault.values(["SEARCH_KEY"], person=OWNER) == {"SEARCH_KEY": "old workspace value"}
 
 
 def test_with_another_key_old_secrets_stay_as_they_are(home):
@@ -55,10 +56,10 @@ def test_with_another_key_old_secrets_stay_as_they_are(home):
         opened(home, b"x" * 43) as vault,
         pytest.raises(ControllerError, match="the secret user LONG_KEY cannot be read") as refused,
     ):
-        vault.values(["LONG_KEY"])
+        vault.values(["LONG_KEY"], person=OWNER)
     assert refused.value.code == "VAULT_UNREADABLE" and stored(home) == before
     with opened(home) as vault:
-        assert vault.values(USER) == USER
+        assert vault.values(USER, person=OWNER) == USER
 
 
 def test_an_old_secret_that_was_damaged_or_moved_is_refused_and_the_others_are_read(home):
@@ -71,9 +72,9 @@ def test_an_old_secret_that_was_damaged_or_moved_is_refused_and_the_others_are_r
             with pytest.raises(
                 ControllerError, match=f"the secret user {name} cannot be read with this controller's key; set it again"
             ):
-                vault.values([name])
-            vault.set(name, "again", "user")
-        assert vault.values(USER) == {"SEARCH_KEY": "again", "JUDGE_KEY": USER["JUDGE_KEY"], "LONG_KEY": "again"}
+                vault.values([name], person=OWNER)
+            vault.set(name, "again", "user", who=THE_OWNER)
+        assert vault.values(USER, person=OWNER) == {"SEARCH_KEY": "again", "JUDGE_KEY": USER["JUDGE_KEY"], "LONG_KEY": "again"}
 
 
 KILLED = """
@@ -104,7 +105,7 @@ def test_a_kill_while_old_secrets_are_encrypted_anew_loses_none(home, updates):
     assert died.returncode == -signal.SIGKILL
     assert forms(home) == {b"\x01"}
     with opened(home) as vault:
-        assert vault.values(USER) == USER
+        assert vault.values(USER, person=OWNER) == USER
     assert forms(home) == {b"\x02"}
 
 

@@ -21,6 +21,13 @@ CASES = {
     "number": Case(grade="returns"),
     "unicode": Case(say="☃ été 数学 🎲 \u202e"),
     "own-words": Case(do="returns_messages", grade="each"),
+    "returns-answer": Case(do="returns_the_answer"),
+    "reports-answer": Case(do="reports_the_answer"),
+    "reports-user": Case(do="reports_the_answer_as_the_users"),
+    "reports-earlier": Case(do="reports_what_it_asked_before"),
+    "own-mouth": Case(do="puts_words_into_its_mouth", grade="by_replies"),
+    "ghost": Case(do="reports_an_agent_that_never_was", grade="by_sample"),
+    "no-call": Case(do="returns_without_a_call"),
     "file": Case(do="leaves_a_file", grade="reads_the_file"),
     "meddles": Case(do="meddles"),
     "stray": Case(do="strays"),
@@ -56,6 +63,11 @@ GRADED = {
     "number": [(None, None, 0.75)],
     "unicode": WHOLE,
     "own-words": [("main", None, 0.5)],
+    "returns-answer": [(None, None, 0.0)],
+    "reports-answer": [(None, None, 0.0)],
+    "reports-user": [(None, None, 0.0)],
+    "reports-earlier": [(None, None, 0.0)],
+    "own-mouth": [(None, None, 0.0)],
     "file": WHOLE,
     "meddles": WHOLE,
     "stray-and-answer": WHOLE,
@@ -64,6 +76,8 @@ GRADED = {
 ENDED = {
     "stray": (End.AGENT_ERROR, r"made no model call through penstock, but called api\.openai\.com directly; use ctx\.openai\(\)"),
     "silent": (End.AGENT_ERROR, r"made no model call through penstock; use ctx\.openai\(\)"),
+    "ghost": (End.GRADER_ERROR, r"grader 'check': IndexError: list index out of range"),
+    "no-call": (End.AGENT_ERROR, r"made no model call through penstock; use ctx\.openai\(\)"),
     "raises": (End.AGENT_ERROR, r"workflow 'Plain': ValueError: no luck: ☃ at all \(plain\.py, line \d+\)"),
     "raises-in-group": (End.AGENT_ERROR, r"workflow 'Plain': ValueError: no luck: ☃ at all \(plain\.py, line \d+\)"),
     "exits": (End.AGENT_ERROR, r"workflow 'Plain': called sys\.exit\(3\)"),
@@ -180,8 +194,16 @@ def test_conversation_is_seen_whole(came):
 
 def test_messages_that_a_workflow_returns_stand_beside_the_recorded_ones(came):
     (sample,) = came["own-words"].seen["samples"].values()
-    assert sample["messages"] == [{"role": "assistant", "content": "in my own words"}]
-    assert [each["content"] for each in sample["transcript"]] == ["say: six", "six"]
+    assert sample["claims"] == [{"role": "assistant", "content": "in my own words"}]
+    assert [each["content"] for each in sample["messages"]] == ["say: six", "six"]
+    assert sample["transcript"] == sample["messages"]
+
+
+@pytest.mark.parametrize("case", ["reports-answer", "reports-user", "reports-earlier"])
+def test_conversation_that_was_not_sampled_like_that_is_told(case, came):
+    told = [fields["transcripts"] for kind, fields in came[case].told if kind == "rollout.misreported"]
+    assert told == [["main"]]
+    assert came[case].seen["samples"]["main"]["claims"]
 
 
 def test_grader_sees_the_metadata_that_the_workflow_was_given_not_what_it_made_of_it(came):

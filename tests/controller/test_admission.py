@@ -13,6 +13,7 @@ from core_cases import CONFIG, files_of, messages, until_async, write_project
 from penstock.controller.admission import CodeOrigin, admit
 from penstock.controller.context import Controller, ControllerLimits, open_controller
 from penstock.controller.home import Home
+from penstock.controller.identity import OWNER, Identity
 from penstock.controller.monitor import kill_stray_processes
 from penstock.controller.resolve import resolve_submission
 from penstock.controller.runs import Run, RunFiles, RunKind, RunStatus
@@ -43,9 +44,12 @@ def workspace(folder: Path) -> Path:
     return folder
 
 
+SOMEONE = Identity("token-1", "someone", person="someone")
+
+
 async def submit(controller: Controller, folder: Path, body: dict[str, Any], kind: RunKind = "eval") -> Run:
     with make_snapshot(folder) as snapshot:
-        return await admit(controller, kind, body, snapshot=snapshot.path, origin=CodeOrigin(branch="main", creator="someone"))
+        return await admit(controller, kind, body, snapshot=snapshot.path, origin=CodeOrigin(branch="main", creator=SOMEONE))
 
 
 def refused(home: Home, folder: Path, body: dict[str, Any], kind: RunKind = "eval") -> PenstockError:
@@ -78,7 +82,7 @@ def test_an_admitted_evaluation_is_carried_out_as_it_was_submitted_and_its_secre
 
     async def work() -> Run:
         async with open_controller(home, ControllerLimits()) as controller:
-            controller.vault.set("KEY", SECRET, "user")
+            controller.vault.set("KEY", SECRET, "user", who=SOMEONE)
             run = await submit(controller, project, BODY | {"name": "My Run!", "secrets": {"required": ["KEY"]}})
             (project / "agent.py").unlink()
             await until_async(lambda: controller.runs.get("eval", run.id).status.is_final)
@@ -183,6 +187,6 @@ def test_a_models_name_is_one_of_ours_unless_an_endpoint_has_it(
 
     async def work() -> str:
         async with open_controller(home, ControllerLimits(runs=0)) as controller:
-            return resolve_submission(controller, "eval", body, files).config.model.name
+            return resolve_submission(controller, "eval", body, files, person=OWNER).config.model.name
 
     assert asyncio.run(work()) == (str(files.code / "far" / "one") if is_local else "far/one")

@@ -1,23 +1,19 @@
-"""Who is let in: every route with what it needs, tokens of devices, links, and names that are not ours."""
+"""Who is let in: tokens of devices, their logins, links, and names that are not ours."""
 
 import json
 from collections.abc import Generator
 from typing import Any
 
 import pytest
-from api_cases import Served, served
+from api_cases import Served, let_in, served
 from api_client import ApiClient, Refused, exchange, need
+from starlette.requests import Request
 
-from penstock.controller.api.app import make_app
-from penstock.controller.api.auth import ApiTokens
+from penstock.controller.api.auth import MAX_LOGINS, MAX_LOGINS_OF_CALLER, ApiTokens, DeviceLogins, caller_address
+from penstock.controller.api.links import SignedLinks
+from penstock.controller.database import ControllerDatabase
 from penstock.controller.runs import Submission
 from penstock.errors import ControllerError
-
-OPEN = {
-    "GET /health", "GET /device", "POST /api/cli/device/authorize", "POST /api/cli/device/token"
-}  # fmt: skip
-LINKS = {"GET /api/cli/links/output/{token}", "GET /api/cli/links/dataset/{token}", "PUT /api/cli/links/dataset-upload/{token}"}
-OWNERS = {"POST /api/cli/device/approve", "POST /api/cli/repositories"}
 
 
 @pytest.fixture(scope="module")
@@ -30,35 +26,6 @@ def refused(client: ApiClient, method: str, path: str, body: Any = None) -> Refu
     with pytest.raises(Refused) as caught:
         client.ask(method, path, body)
     return caught.value
-
-
-def let_in(world: Served, name: str = "laptop") -> dict[str, Any]:
-    """A token for a device."""
-    stranger = ApiClient(world.url, None, None)
-    begun = stranger.ask("POST", "device/authorize", {"deviceName": name})
-    world.client().ask("POST", "device/approve", {"user_code": begun["user_code"]})
-    return stranger.ask("POST", "device/token", {"device_code": begun["device_code"]})
-
-
-def test_every_route_says_what_it_needs(world):
-    routes = {f"{min(r.methods - {'HEAD'})} {r.path}": str(r.name) for r in make_app(world.controller, world.url).routes}  # type: ignore[attr-defined]
-    by_need = {need: {route for route, each in routes.items() if each == need} for need in set(routes.values())}
-    assert by_need["nothing"] == OPEN and by_need["link"] == LINKS and by_need["owner"] == OWNERS
-    assert set(by_need) == {"nothing", "link", "owner", "token"} and len(by_need["token"]) >= 30
-
-
-def test_nobody_without_a_token_gets_further_than_the_door(world):
-    member = let_in(world)["token"]
-    for route in make_app(world.controller, world.url).routes:
-        path = route.path.replace("{", "").replace("}", "")  # type: ignore[attr-defined]
-        method = min(route.methods - {"HEAD"})  # type: ignore[attr-defined]
-        if route.name in ("token", "owner"):  # type: ignore[attr-defined]
-            assert exchange(world.url, method, path, b"{}", {})[0] == 401, path
-            assert exchange(world.url, method, path, b"{}", {"Authorization": "Bearer wrong"})[0] == 401, path
-        if route.name == "link":  # type: ignore[attr-defined]
-            assert exchange(world.url, method, path, b"", world.client().headers())[0] == 403, path
-        if route.name == "owner":  # type: ignore[attr-defined]
-            assert exchange(world.url, method, path, b"{}", {"Authorization": f"Bearer {member}"})[0] == 403, path
 
 
 @pytest.mark.parametrize(
@@ -126,12 +93,90 @@ def test_a_token_is_kept_as_a_hash_and_ends_with_its_time(world):
     assert caught.value.code == "TOKEN_EXPIRED"
 
 
-def test_logins_that_wait_are_bounded(tmp_path):
+def begin(world: Served, code: str = "", **headers: str) -> dict[str, Any]:
+    body = json.dumps({"deviceName": "x"}).encode()
+    status, content, _ = exchange(world.url, "POST", "/api/cli/device/authorize", body, headers)
+    assert status == 200, content
+    return json.loads(content)
+
+
+def test_a_flood_of_logins_pushes_out_itself_and_nobody_else(tmp_path):
     with served(tmp_path / "home") as found:
-        stranger = ApiClient(found.url, None, None)
-        for _ in range(50):
-            stranger.ask("POST", "device/authorize", {"deviceName": "x"})
-        assert refused(stranger, "POST", "device/authorize", {"deviceName": "x"}).status == 429
+        logins = DeviceLogins(found.controller.database, ApiTokens(found.controller.database, "owner's"))
+        ours, approved = logins.begin("laptop", "192.0.2.1"), logins.begin("phone", "198.51.100.1")
+        logins.answer(approved.user_code, approve=True)
+        for number in range(3 * MAX_LOGINS):
+            logins.begin("flood", ("198.51.100.1", f"2001:db8::{number:x}", f"::ffff:203.0.113.{number // 3 % 9}")[number % 3])
+        waiting = found.controller.database.rows("SELECT count(*) FROM logins")[0][0]
+        assert waiting == 2 + MAX_LOGINS_OF_CALLER * 11, "one of ours, the approved one, and the flood's eleven addresses"
+        assert logins.answer(ours.user_code, approve=True) == "laptop"
+        assert logins.token(ours.device_code)[1].label == "laptop (device)"
+        assert logins.token(approved.device_code)[1].label == "phone (device)"
+
+
+def test_a_flood_from_many_addresses_is_bounded_and_takes_the_greediest_first(tmp_path):
+    with served(tmp_path / "home") as found:
+        logins = DeviceLogins(found.controller.database, ApiTokens(found.controller.database, "owner's"))
+        ours = logins.begin("laptop", "192.0.2.1")
+        for number in range(MAX_LOGINS + 200):
+            logins.begin("flood", f"198.51.{number // 2 % 250}.1")
+        assert found.controller.database.rows("SELECT count(*) FROM logins")[0][0] == MAX_LOGINS
+        assert logins.answer(ours.user_code, approve=True) == "laptop"
+
+
+def test_anyone_may_always_begin_a_login(tmp_path):
+    with served(tmp_path / "home") as found:
+        for _ in range(MAX_LOGINS_OF_CALLER + 5):
+            last = begin(found)
+        assert found.client().ask("POST", "device/approve", {"user_code": last["user_code"]})["device_name"] == "x"
+        assert found.controller.database.rows("SELECT count(*) FROM logins")[0][0] == MAX_LOGINS_OF_CALLER
+
+
+def test_behind_a_proxy_a_caller_is_who_the_proxy_says(tmp_path):
+    request = Request({"type": "http", "client": ("127.0.0.1", 1), "headers": [(b"x-forwarded-for", b"1.1.1.1, 192.0.2.7")]})
+    key = b"k" * 43
+    assert caller_address(request, SignedLinks(key, "https://runs.example.org")) == "192.0.2.7"
+    assert caller_address(request, SignedLinks(key, "http://127.0.0.1:1")) == "127.0.0.1"
+
+
+def test_a_device_is_let_in_as_a_persons(world):
+    first, second, other = (let_in(world, name, person) for name, person in (("a", "Ann@Home"), ("b", "ann@home"), ("c", None)))
+    assert first["user"]["name"] == second["user"]["name"] == "ann@home" and other["user"]["name"] == "c"
+    ann = ApiClient(world.url, first["token"])
+    listed = ann.ask("GET", "tokens")["tokens"]
+    assert [(each["id"], each["device_name"], each["person"]) for each in sorted(listed, key=lambda each: each["device_name"])] == [
+        (first["token_id"], "a", "ann@home"), (second["token_id"], "b", "ann@home")
+    ]  # fmt: skip
+    everyones = {each["id"] for each in world.client().ask("GET", "tokens")["tokens"]}
+    assert {first["token_id"], second["token_id"], other["token_id"]} <= everyones
+    ann.ask("DELETE", f"tokens/{second['token_id']}")
+    assert refused(ApiClient(world.url, second["token"]), "GET", "verify").code == "TOKEN_REVOKED"
+    assert second["token_id"] not in {each["id"] for each in world.client().ask("GET", "tokens")["tokens"]}
+    assert refused(ann, "DELETE", f"tokens/{other['token_id']}").status == refused(ann, "DELETE", "tokens/nobody").status == 403
+
+
+def test_a_device_of_the_owners_is_not_the_owner(world):
+    device = ApiClient(world.url, let_in(world, "laptop", "owner")["token"])
+    assert device.ask("GET", "verify")["workspace"]["role"] == "member"
+    assert refused(device, "POST", "device/approve", {"user_code": "AAAA-BBBB"}).status == 403
+    world.client().ask("POST", "environment-secrets", {"name": "MINE", "value": "x", "scope": "user"})
+    assert [each["name"] for each in device.ask("GET", "environment-secrets", scope="user")["environment_secrets"]] == ["MINE"]
+    begun = begin(world)
+    assert (
+        refused(world.client(), "POST", "device/approve", {"user_code": begun["user_code"], "person": "a b"}).code
+        == "PERSON_INVALID"
+    )
+
+
+def test_a_token_of_an_older_version_is_a_device_on_its_own(tmp_path):
+    database = ControllerDatabase(tmp_path / "c.db")
+    try:
+        token, who = ApiTokens(database, "owner's").create("old")
+        database.write("ALTER TABLE tokens DROP COLUMN person")
+        assert ApiTokens(database, "owner's").identify(f"Bearer {token}") == who
+        assert who.person == f"device:{who.token_id}"
+    finally:
+        database.close()
 
 
 def test_a_page_that_calls_us_by_another_name_is_refused(world):

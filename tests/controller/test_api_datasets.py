@@ -134,7 +134,7 @@ def test_links_that_are_over_changed_or_for_something_else_are_forbidden(tmp_pat
         async with served_controller(tmp_path) as caller:
             begun = (await caller.begin("sums", ROWS))[1]
             url = begun["upload"]["presigned_url"]
-            old = SignedLinks(caller.controller.home.secret("links"), caller.url, lifetime_s=-1).create(
+            old = SignedLinks(caller.controller.home.key("links"), caller.url, lifetime_s=-1).create(
                 "dataset-upload", dataset="x", key="y"
             )
             wrong = [(old, "LINK_EXPIRED"), (url[:-1] + ("0" if url[-1] != "0" else "1"), "LINK_INVALID")]

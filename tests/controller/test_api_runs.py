@@ -2,6 +2,7 @@
 
 import json
 import threading
+import tracemalloc
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -12,8 +13,12 @@ from typing import Any
 import pytest
 from api_cases import ENGINE_FOLDER, Served, archive, carry_out, own_run, project, served, upload
 from api_client import ApiClient, Refused, exchange, fetch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from penstock.controller.api.links import SignedLinks
+from penstock.controller.api.outputs import RowRanges
+from penstock.controller.identity import THE_OWNER
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +29,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Generator[Served]:
         patch.syspath_prepend(str(ENGINE_FOLDER))
         carry_out(folder, "asked")
     with served(folder) as found:
-        found.controller.vault.set("WORD", "1 times 3?", "user")
+        found.controller.vault.set("WORD", "1 times 3?", "user", who=THE_OWNER)
         yield found
 
 
@@ -92,6 +97,29 @@ def test_rows_choose_trajectories_and_their_summary(client):
     assert whole[0]["size"] > len(contents["summary.jsonl"])
 
 
+def test_a_range_of_rows_costs_nothing_whatever_its_length(client, world):
+    tracemalloc.start()
+    try:
+        files = client.manifest("eval", "asked", "trajectories", rows="2-99999999,0-3,1")
+        assert tracemalloc.get_traced_memory()[1] < 50_000_000
+    finally:
+        tracemalloc.stop()
+    assert len(files) == 9
+
+
+def test_rows_and_ranges_are_counted_before_they_are_read(client):
+    assert client.manifest("eval", "asked", "trajectories", rows=",".join(["0"] * 1000))
+    caught = refused(client.manifest, "eval", "asked", "trajectories", rows=",".join(["0"] * 1001))
+    assert (caught.status, caught.code, "at most 1000" in caught.body["error"]) == (400, "QUERY_INVALID", True)
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=6))
+def test_ranges_hold_the_rows_that_they_name(ends):
+    ranges = [range(min(pair), max(pair) + 1) for pair in ends]
+    rows = RowRanges(ranges)
+    assert [row in rows for row in range(40)] == [any(row in each for each in ranges) for row in range(40)]
+
+
 def test_without_a_token_the_file_as_it_is_now_is_meant(client):
     asked = [{"path": "trajectories/row_2_run_0.json"}, {"path": "summary.jsonl"}]
     items = client.ask("POST", "eval-runs/asked/samples/download-urls", {"items": asked})["items"]
@@ -130,10 +158,10 @@ def test_a_link_is_good_for_its_own_file_and_time(world, client):
     assert fetch(item["url"])[0] == 200
     assert fetch(item["url"][:-1] + ("0" if item["url"][-1] != "0" else "1"))[0] == 403
     assert fetch(item["url"].replace("/output/", "/dataset/"))[0] == 403
-    old = SignedLinks(world.controller.home.secret("links"), world.url, lifetime_s=-1).create("output", run="x", file="y")
+    old = SignedLinks(world.controller.home.key("links"), world.url, lifetime_s=-1).create("output", run="x", file="y")
     status, body, _ = fetch(old)
     assert status == 403 and json.loads(body)["code"] == "LINK_EXPIRED"
-    gone = SignedLinks(world.controller.home.secret("links"), world.url).create("output", run="x", file="y")
+    gone = SignedLinks(world.controller.home.key("links"), world.url).create("output", run="x", file="y")
     assert fetch(gone)[0] == 404
 
 

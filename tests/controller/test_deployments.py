@@ -19,6 +19,7 @@ from penstock.chat.renderer import Renderer
 from penstock.controller.database import ControllerDatabase
 from penstock.controller.deployments import Deployments
 from penstock.controller.home import Home
+from penstock.controller.identity import Identity
 from penstock.controller.model_server import DeploymentApp, bind_port
 from penstock.controller.runs import RunQueue, RunStatus
 from penstock.errors import ControllerError
@@ -127,7 +128,7 @@ def test_a_checkpoint_answers_until_it_is_undeployed(tmp_path, tiny):
     async def whole():
         train(tmp_path, tiny)
         async with opened(tmp_path, max_deployments=1) as deployments:
-            made = await deployments.deploy("sums", by="ann")
+            made = await deployments.deploy("sums", who=Identity("t1", "ann", person="ann"))
             assert (made.name, made.status, made.deployed_by) == ("sums/step-4", "active", "ann")
             assert await deployments.deploy("sums/step-4") == made
             status, answer = await chat(made)

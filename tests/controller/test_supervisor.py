@@ -27,6 +27,7 @@ from core_cases import (
 from penstock.controller.context import Controller, ControllerLimits, open_controller
 from penstock.controller.database import ControllerDatabase
 from penstock.controller.home import Home
+from penstock.controller.identity import THE_OWNER
 from penstock.controller.monitor import kill_stray_processes
 from penstock.controller.runs import Run, RunFiles, RunQueue, RunStatus
 from penstock.errors import ControllerError
@@ -181,7 +182,7 @@ def test_secrets_of_the_vault_reach_the_run_and_no_file(home: Home) -> None:
 
     async def work() -> None:
         async with open_controller(home, ControllerLimits(runs=0)) as controller:
-            controller.vault.set("KEY", "sesame-open-1234", "user")
+            controller.vault.set("KEY", "sesame-open-1234", "user", who=THE_OWNER)
         async with open_controller(home, ControllerLimits()) as controller:
             [ended] = await over(controller, run)
             assert ended.status is RunStatus.FINISHED

@@ -155,4 +155,4 @@ async def stream(scope, receive, send):
 
 GET = b"GET /path HTTP/1.1\r\nHost: here\r\n\r\n"
 POST = b"POST /path HTTP/1.1\r\nHost: here\r\nContent-Length: 5\r\n\r\nhello"
-CHUNKED = b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n3;ext=1\r\nhel\r\n2\r\nlo\r\n0\r\nTrailer: x\r\n\r\n"
+CHUNKED = b"POST / HTTP/1.1\r\nHost: here\r\nTransfer-Encoding: chunked\r\n\r\n3;ext=1\r\nhel\r\n2\r\nlo\r\n0\r\nTrailer: x\r\n\r\n"

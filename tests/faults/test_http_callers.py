@@ -211,7 +211,7 @@ def test_a_body_that_the_app_does_not_take_waits_at_its_sender():
 
         async with serving(app) as site:
             caller = await site.call()
-            caller.writer.write(b"POST / HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % size + bytes(size))
+            caller.writer.write(b"POST / HTTP/1.1\r\nHost: here\r\nContent-Length: %d\r\n\r\n" % size + bytes(size))
             await turns(200)
             assert caller.writer.transport.get_write_buffer_size() > 0
             go.set()
@@ -247,7 +247,7 @@ def test_a_large_body_may_take_long_while_it_comes(monkeypatch):
     async def main():
         async with serving(echo) as site:
             slow, fresh = await site.call(), await site.call()
-            await slow.say(b"POST / HTTP/1.1\r\nContent-Length: 1001\r\n\r\n" + bytes(1000))
+            await slow.say(b"POST / HTTP/1.1\r\nHost: here\r\nContent-Length: 1001\r\n\r\n" + bytes(1000))
             assert await fresh.rest() == b""
             await slow.say(b"x")
             assert (await slow.answer()).status == 200

@@ -1,13 +1,16 @@
 """The HTTP server as its callers meet it, on real sockets."""
 
 import asyncio
+import inspect
 import json
 import logging
+import sys
+from contextlib import suppress
 
 import pytest
 from http_cases import CHUNKED, GET, POST, echo, read, reply, run, serving, stream, turns
 
-from penstock.http import server
+from penstock.http import head, server
 
 
 def told(answer):
@@ -105,7 +108,7 @@ def test_a_caller_who_asks_first_is_told_to_go_on():
     async def main():
         async with serving(echo) as site:
             caller = await site.call()
-            await caller.say(b"POST / HTTP/1.1\r\nExpect: 100-Continue\r\nContent-Length: 5\r\n\r\n")
+            await caller.say(b"POST / HTTP/1.1\r\nHost: here\r\nExpect: 100-Continue\r\nContent-Length: 5\r\n\r\n")
             assert await caller.reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
             assert told(await caller.ask(b"hello")) == "hello"
             assert told(await caller.ask(POST)) == "hello"
@@ -121,7 +124,7 @@ def test_a_caller_who_is_refused_while_it_sends_gets_to_read_why():
 
         async with serving(app) as site:
             caller = await site.call()
-            caller.writer.write(b"POST / HTTP/1.1\r\nContent-Length: 20000000\r\n\r\n" + bytes(20_000_000))
+            caller.writer.write(b"POST / HTTP/1.1\r\nHost: here\r\nContent-Length: 20000000\r\n\r\n" + bytes(20_000_000))
             assert (await caller.answer()).status == 413
             assert (await caller.ask(GET)).status == 413
 
@@ -143,6 +146,60 @@ def test_an_offer_of_another_protocol_is_declined_and_the_body_is_kept():
                 assert told(await caller.answer()) == "hello"
 
     run(main)
+
+
+@pytest.mark.parametrize(
+    "target", ["/path?a=%20b&c=%C3%A9", "http://here/path?a=%20b&c=%C3%A9", "HTTPS://HERE/path?a=%20b&c=%C3%A9"]
+)
+def test_a_target_may_be_a_url_of_this_server(target):
+    async def main():
+        async def app(scope, receive, send):
+            await reply(send, scope["path"].encode() + b"?" + scope["query_string"])
+
+        async with serving(app) as site:
+            answer = await (await site.call()).ask(GET.replace(b"/path", target.encode()))
+            assert (answer.status, answer.body) == (200, b"/path?a=%20b&c=%C3%A9")
+
+    run(main)
+
+
+@pytest.mark.parametrize("host", ["here", "HERE:8000", "my_service.internal-1:80", "127.0.0.1", "[::1]:8000", "[fe80::1]"])
+def test_a_host_is_a_name_or_an_address(host):
+    async def main():
+        async with serving(echo) as site:
+            assert (await (await site.call()).ask(GET.replace(b"here", host.encode()))).status == 200
+
+    run(main)
+
+
+def test_http_of_old_needs_no_host():
+    async def main():
+        async with serving(echo) as site:
+            assert (await (await site.call()).ask(b"GET / HTTP/1.0\r\n\r\n")).status == 200
+
+    run(main)
+
+
+def test_offers_of_another_protocol_that_are_sent_ahead_are_declined_one_after_the_other(caplog):
+    offer = GET[:-2] + b"Connection: Upgrade\r\nUpgrade: websocket\r\n\r\n"
+
+    async def main():
+        async with serving(echo) as site:
+            caller = await site.call()
+            sys.setrecursionlimit(len(inspect.stack()) + 100)
+            caller.writer.write(offer * (server.MAX_PIPELINED - 20))
+            for _ in range(server.MAX_PIPELINED - 20):
+                assert (await caller.answer()).status == 200
+            caller.writer.write(offer * 5_000)
+            with suppress(ConnectionResetError):  # too far ahead: the rest is not read
+                assert (await caller.rest()).count(b"HTTP/1.1 500") == 0
+
+    limit = sys.getrecursionlimit()
+    try:
+        run(main)
+    finally:
+        sys.setrecursionlimit(limit)
+    assert not caplog.records
 
 
 BAD = {
@@ -170,18 +227,55 @@ BAD = {
     "preface": (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400, "malformed_request"),
     "too old": (b"GET /\r\n\r\n", 505, "http_version"),
     "no method": (b"FETCH / HTTP/1.1\r\n\r\n", 400, "malformed_request"),
-    "a tunnel": (b"CONNECT here:80 HTTP/1.1\r\n\r\n", 400, "malformed_request"),
-    "a long target": (b"GET /" + b"x" * server.MAX_TARGET_BYTES + b" HTTP/1.1\r\n\r\n", 414, "target_too_long"),
-    "many headers": (b"GET / HTTP/1.1\r\n" + b"A: b\r\n" * (server.MAX_HEADERS + 1) + b"\r\n", 431, "headers_too_large"),
+    "a tunnel": (b"CONNECT here:80 HTTP/1.1\r\nHost: here:80\r\n\r\n", 400, "invalid_target"),
+    "a long target": (b"GET /" + b"x" * head.MAX_TARGET_BYTES + b" HTTP/1.1\r\n\r\n", 414, "target_too_long"),
+    "many headers": (b"GET / HTTP/1.1\r\n" + b"A: b\r\n" * (head.MAX_HEADERS + 1) + b"\r\n", 431, "headers_too_large"),
     "large headers": (b"GET / HTTP/1.1\r\n" + (b"A: " + b"b" * 1000 + b"\r\n") * 70 + b"\r\n", 431, "headers_too_large"),
     "an endless header": (b"GET / HTTP/1.1\r\nA: " + b"b" * 5_000_000, 431, "headers_too_large"),
     "endless headers": (b"GET / HTTP/1.1\r\n" + b"A: b\r\n" * 500_000, 431, "headers_too_large"),
+    "no host": (b"GET / HTTP/1.1\r\n\r\n", 400, "invalid_host"),
+    "two hosts": (GET[:-2] + b"Host: here\r\n\r\n", 400, "invalid_host"),
+    "two hosts of old": (b"GET / HTTP/1.0\r\nHost: here\r\nHost: there\r\n\r\n", 400, "invalid_host"),
     "no chunk": (CHUNKED.replace(b"3;ext=1", b"three"), 400, "malformed_request"),
     "a cut chunk": (CHUNKED.replace(b"hel\r\n", b"helxx"), 400, "malformed_request"),
     "an endless chunk size": (CHUNKED.replace(b"3;ext=1", b"f" * 40), 400, "malformed_request"),
     "an endless trailer": (CHUNKED[:-4] + b"x" * 5_000_000, 431, "headers_too_large"),
     "an endless extension": (CHUNKED.replace(b"ext=1", b"x" * 5_000_000), 431, "headers_too_large"),
 }
+
+
+BAD_HOSTS = [
+    "",
+    "[",
+    "[]",
+    "[::1",
+    "::1",
+    "[:::]",
+    "[1.2.3.4]",
+    "me@here",
+    "me:word@here",
+    "here:x",
+    "here:99999",
+    "here:1:2",
+    "here/there",
+]
+BAD_HOSTS += ["he re", "h\xe9re", "h%65re", "here, there", "http://here", "x" * 256]
+BAD |= {f"host {host[:9]!r}": (GET.replace(b"here", host.encode("latin-1")), 400, "invalid_host") for host in BAD_HOSTS}
+BAD_TARGETS = [
+    "/%",
+    "/%4",
+    "/%zz",
+    "/a?b=%g0",
+    "/%00",
+    "/a%0d%0aSet-Cookie:x",
+    "/%7f",
+    "/%ff",
+    "/a?b=%c3",
+    "*",
+    "ftp://here/path",
+]
+BAD_TARGETS += ["http://there/path", "http://me@here/path", "http://here:80/path", "http://[/path", "http:///path"]
+BAD |= {f"target {target}": (GET.replace(b"/path", target.encode("latin-1")), 400, "invalid_target") for target in BAD_TARGETS}
 
 
 @pytest.mark.parametrize("kind", BAD)
@@ -229,7 +323,7 @@ def test_the_limit_on_heads_is_for_each_alone():
         async with serving(echo) as site:
             caller = await site.call()
             for _ in range(20):
-                assert (await caller.ask(b"GET / HTTP/1.1\r\nX: " + b"x" * 60_000, b"\r\n\r\n")).status == 200
+                assert (await caller.ask(b"GET / HTTP/1.1\r\nHost: here\r\nX: " + b"x" * 60_000, b"\r\n\r\n")).status == 200
 
     run(main)
 
@@ -242,7 +336,7 @@ def test_trailers_are_no_headers():
 
         async with serving(app) as site:
             answer = await (await site.call()).ask(CHUNKED)
-            assert answer.body == repr([(b"transfer-encoding", b"chunked")]).encode()
+            assert answer.body == repr([(b"host", b"here"), (b"transfer-encoding", b"chunked")]).encode()
 
     run(main)
 

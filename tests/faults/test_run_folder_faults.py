@@ -299,7 +299,7 @@ def is_shorter(case: Case) -> bool:
 
 
 FILES = (
-    "config.json", "pool.db", "metrics.jsonl", "evals.json", "summary.json", "events.jsonl", "report.html", "secret", ".lock",
+    "config.json", "pool.db", "metrics.jsonl", "evals.json", "summary.json", "events.jsonl", "report.html", ".lock",
     ".checksums.json",
     *(f"{NEWEST}/{name}" for name in ("config.json", "model.safetensors", "optimizer.state", "state.json", "tokenizer.json",
                                       "tokenizer_config.json")),

@@ -12,7 +12,18 @@ import orjson
 import typer
 
 from penstock.cli.interrupts import INTERRUPTED, Interrupts
-from penstock.cli.output import AsJson, labelled_lines, print_result, warn
+from penstock.cli.output import (
+    All,
+    AsJson,
+    Limit,
+    Plain,
+    TableColumn,
+    labelled_lines,
+    local_time,
+    print_result,
+    print_table,
+    warn,
+)
 from penstock.errors import ConfigError, ControllerError
 
 if TYPE_CHECKING:
@@ -23,6 +34,13 @@ DOWN_S = 60.0
 
 app = typer.Typer(help="The service that carries submitted runs out.", no_args_is_help=True)
 
+DEVICE_COLUMNS = (
+    TableColumn("id", lambda row: row.get("id")),
+    TableColumn("device", lambda row: row.get("device_name")),
+    TableColumn("person", lambda row: row.get("person")),
+    TableColumn("since", lambda row: local_time(row.get("created_at"))),
+    TableColumn("until", lambda row: local_time(row.get("expires_at"))),
+)
 HomeOption = Annotated[Path | None, typer.Option("--home", help="Its folder; else $PENSTOCK_HOME, else the user's state folder.")]
 
 
@@ -118,13 +136,39 @@ def register(
 @app.command()
 def approve(
     code: Annotated[str, typer.Argument(metavar="CODE", help="The code that the device shows.")],
+    person: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Whose device it is; their devices share secrets. Else it is on its own.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Let a device in that asks to log in; run it on the controller's machine."""
     from penstock.cli.connection import connect
 
-    record = connect().approve(code)
-    print_result(record, f"Let {record.get('device_name') or 'the device'} in.", as_json=as_json)
+    record = connect().approve(code, person=person)
+    whose = f", a device of {record['person']}'s," if record.get("person") else ""
+    print_result(record, f"Let {record.get('device_name') or 'the device'}{whose} in.", as_json=as_json)
+
+
+@app.command()
+def devices(limit: Limit = 20, everything: All = False, plain: Plain = False, as_json: AsJson = False) -> None:
+    """List the devices that were let in: all on the controller's machine, elsewhere your own."""
+    from penstock.cli.connection import connect, fetch_page
+
+    client = connect()
+    page = fetch_page(lambda limit, offset: client.tokens(limit=limit, offset=offset), "tokens", limit, everything=everything)
+    print_table(page, "tokens", DEVICE_COLUMNS, as_json=as_json, plain=plain, empty="no device was let in")
+
+
+@app.command()
+def revoke(
+    token_id: Annotated[str, typer.Argument(metavar="ID", help="As `penstock controller devices` shows it.")],
+    as_json: AsJson = False,
+) -> None:
+    """Shut a device out again: its token is no longer good."""
+    from penstock.cli.connection import connect
+
+    record = connect().revoke(token_id)
+    print_result(record, f"Shut the device {token_id} out.", as_json=as_json)
 
 
 @app.command()

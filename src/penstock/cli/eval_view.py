@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from penstock.cli.output import aligned, clock, counts, reward_text
+from penstock.cli.output import NOTICES, aligned, clock, counts, reward_text
 
 if TYPE_CHECKING:
     from penstock.evals.compare import Comparison
@@ -49,7 +49,7 @@ class EvalView:
 
     def __call__(self, kind: str, fields: dict[str, Any]) -> None:
         with self._lock:
-            if kind == "stage":
+            if kind == "stage" or kind in NOTICES:
                 self._print_once(fields["text"])
             elif kind == "eval.begin":
                 self._begin(fields)

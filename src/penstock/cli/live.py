@@ -15,7 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from penstock.cli.output import clock, counts, percent, rate, reward_text, sparkline
+from penstock.cli.output import NOTICES, clock, counts, percent, rate, reward_text, sparkline
 from penstock.run.folder import RunFolder
 
 
@@ -57,6 +57,8 @@ class RunState:
     steps_from: int = 0
     """The step at which this process began, and when its first one did: what the estimate is made from."""
     steps_at: float | None = None
+    misreported: int = 0
+    """Rollouts whose agents reported another conversation than was recorded."""
     last_step_at: float = 0.0
     eval_seconds: float = 0.0
 
@@ -138,6 +140,10 @@ def _rollout_end(state: RunState, fields: dict[str, Any]) -> None:
         messages[message] = messages.get(message, 0) + 1
 
 
+def _rollout_misreported(state: RunState, fields: dict[str, Any]) -> None:
+    state.misreported += 1
+
+
 def _step_start(state: RunState, fields: dict[str, Any]) -> None:
     if state.steps_at is None:
         state.steps_at = state.last_step_at = state.clock()
@@ -162,7 +168,7 @@ def _train_step(state: RunState, fields: dict[str, Any]) -> None:
 
 
 def _train_wait(state: RunState, fields: dict[str, Any]) -> None:
-    state.now = fields["message"]
+    state.now = fields["text"]
 
 
 def _set_activity(state: RunState, text: str, *, expected: int = 0) -> None:
@@ -175,6 +181,7 @@ _CHANGES: dict[str, Callable[[RunState, dict[str, Any]], None]] = {
     "eval.start": _eval_start,
     "eval.end": _eval_end,
     "rollout.end": _rollout_end,
+    "rollout.misreported": _rollout_misreported,
     "step.start": _step_start,
     "train.start": _train_start,
     "train.wait": _train_wait,
@@ -200,7 +207,7 @@ class LiveView:
             self.state.apply(kind, fields)
             if kind == "run.start" and fields["resumed"]:
                 self.state.rewards = [entry["reward"] for entry in RunFolder(Path(fields["folder"]), resumed=True).metrics()]
-            line = event_line(kind, fields, self.state) if kind in WARNINGS or not self.terminal else None
+            line = None if self.terminal and kind not in NOTICES else event_line(kind, fields, self.state)
         if line and line != self._last_line:  # a stage is emitted again with each progress
             self._last_line = line
             self._print(line)
@@ -239,17 +246,13 @@ def panel(state: RunState, notice: str = "", *, width: int = 80) -> RenderableTy
     return Group(_header(state, width), Text(""), _indented(rows), Text(""))
 
 
-WARNINGS = ("checkpoint.damaged", "checkpoint.fallback", "record.damaged")
-"""Events whose line is printed on a terminal too, above the panel."""
-
-
 def event_line(kind: str, fields: dict[str, Any], state: RunState) -> str | None:
     """The line printed for an event where there is no terminal; None for most events."""
     match kind:
         case "run.start":
             how = f"taken up again after step {state.step}" if fields["resumed"] else f"model {state.model}"
             return f"run {state.name} in {state.folder}: {how}, {state.steps} steps"
-        case "stage":
+        case "stage" | "notice" | "rollout.forged" | "grading.refused":
             return fields["text"]
         case "eval.start" if fields["when"] == "during":
             return f"held-out evaluation after step {fields['step']} begins, beside training: {fields['tasks']} tasks"
@@ -263,21 +266,17 @@ def event_line(kind: str, fields: dict[str, Any], state: RunState) -> str | None
             return f"held-out evaluation after step {fields['step']} skipped: that after step {fields['running']} still runs"
         case "eval.fail":
             return f"held-out evaluation after step {fields['step']} failed: {_one_line(fields['message'])}"
+        case "rollout.misreported" if state.misreported == 1:
+            names = ", ".join(fields["transcripts"])
+            return f"{fields['rollout_id']}: the agent reports another conversation as {names} than was recorded, which is graded"
         case "rollout.end" if fields["end"] != "completed" and state.ends[fields["end"]] == 1:
             return (
                 f"first rollout to end {fields['end']}: {fields['rollout_id']}: {_one_line(fields.get('message') or 'no message')}"
             )
         case "train.step":
             return _step_line(fields, state)
-        case "checkpoint.damaged":
-            return f"checkpoint {fields['folder']} is damaged: {fields['problem']}; it is kept as {fields['kept_as']}"
-        case "checkpoint.fallback":
-            start = f"from step {fields['step']} (version {fields['version']})" if fields["version"] else "from the start policy"
-            return (
-                f"the run goes on {start}; {len(fields['groups'])} groups that were trained into later versions are trained again"
-            )
-        case "record.damaged" | "train.wait":
-            return fields["message"]
+        case "train.wait":
+            return fields["text"]
         case "run.stop":
             return f"stopped: {fields['reason']}"
         case _:

@@ -92,6 +92,10 @@ def _text(value: object) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
+NOTICES = ("notice", "rollout.forged", "grading.refused", "checkpoint.damaged", "checkpoint.fallback", "record.damaged")
+"""Events whose `text` people must see, also where a live view hides most lines."""
+
+
 def warn(text: str) -> None:
     """Print a notice to stderr."""
     typer.echo(f"penstock: {text}", err=True)

@@ -290,7 +290,7 @@ def group_text(name: str, task: Task, attempts: Sequence[Attempt], run: str) -> 
 
 def rollout_object(task: Task, attempt: Attempt) -> dict[str, Any]:
     """Everything recorded, tokens included."""
-    whole = {name: transcript._asdict() for name, transcript in transcripts(attempt).items()}
+    whole = {name: t._replace(replies=None)._asdict() for name, t in transcripts(attempt).items()}
     printable = attempt.message.encode("utf-8", "replace").decode()
     return {
         "task": asdict(task),

@@ -91,6 +91,7 @@ class RecordedCommand:
 async def _record(
     command: list[str], settings: "Settings", model: "ModelFiles", folder: Path, timeout_s: float | None
 ) -> RecordedCommand:
+    from penstock.gateway.auth import Access
     from penstock.gateway.session import open_adhoc
     from penstock.gateway.standalone import open_gateway
     from penstock.http.listen import bind
@@ -98,7 +99,8 @@ async def _record(
     stop, started = asyncio.Event(), time.monotonic()
     secret, sock = secrets.token_bytes(32), bind(settings.gateway.host, settings.gateway.port)
     with Interrupts(stop, lambda: None) as interrupts:
-        async with open_gateway(settings, model, folder=folder, secret=secret, sock=sock) as opened:
+        closed = (Access.CONTROL, Access.FLOW)  # nobody has such a token, and a command must not grade itself
+        async with open_gateway(settings, model, folder=folder, secret=secret, sock=sock, closed=closed) as opened:
             rollout = await open_adhoc(opened.pool, task_id=shlex.join(command)[:200], sampling={})
             session = opened.gateway.open(rollout, settings.defaults())
             environment = os.environ | rollout_environment(session.base_url, session.token, session.rollout_id)

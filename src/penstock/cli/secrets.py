@@ -13,7 +13,7 @@ app = typer.Typer(help="Values that runs need and nobody should read.", no_args_
 
 
 class Scope(StrEnum):
-    """Whose a secret is: a run takes the personal one where both have the name."""
+    """Whose a secret is: yours alone, or shared with everyone who uses the controller."""
 
     personal = "personal"
     workspace = "workspace"
@@ -25,10 +25,13 @@ class Scope(StrEnum):
 
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Of the variable that runs find it in, such as OPENAI_API_KEY.")]
-ScopeOption = Annotated[Scope, typer.Option(help="Whose it is; a run takes the personal one first.")]
+ScopeOption = Annotated[
+    Scope, typer.Option(help="Yours alone, or shared with all who use the controller; a run takes yours first.")
+]
 COLUMNS = (
     TableColumn("name", lambda row: row.get("name")),
     TableColumn("scope", lambda row: "personal" if row.get("scope") == "user" else row.get("scope")),
+    TableColumn("set by", lambda row: row.get("updater_name")),
     TableColumn("updated", lambda row: local_time(row.get("updated_at") or row.get("created_at"))),
 )
 
@@ -53,7 +56,7 @@ def set_secret(
 
 @app.command("list")
 def list_secrets(limit: Limit = 20, everything: All = False, plain: Plain = False, as_json: AsJson = False) -> None:
-    """List secrets by name; no value is ever told."""
+    """List your secrets and the shared ones by name; no value is ever told."""
     from penstock.cli.connection import connect, fetch_page
 
     client, key = connect(), "environment_secrets"

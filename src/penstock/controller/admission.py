@@ -14,6 +14,7 @@ import orjson
 
 from penstock.controller.context import Controller
 from penstock.controller.environments import missing_requirements, requirements
+from penstock.controller.identity import THE_OWNER, Identity
 from penstock.controller.jobs import RunJob
 from penstock.controller.resolve import ResolvedSubmission, resolve_submission
 from penstock.controller.runs import Run, RunFiles, RunKind, Submission, new_id
@@ -36,7 +37,7 @@ class CodeOrigin:
     commit_sha: str | None = None
     dirty: bool = False
     """Whether the code differed from that commit."""
-    creator: str = ""
+    creator: Identity = THE_OWNER
 
 
 async def admit(controller: Controller, kind: RunKind, body: Mapping[str, Any], *, snapshot: Path, origin: CodeOrigin) -> Run:
@@ -60,9 +61,9 @@ def _admit(controller: Controller, kind: RunKind, body: Mapping[str, Any], snaps
     try:
         files.path.mkdir(mode=0o700)
         unpack(snapshot, files.code, limit_mb=controller.limits.snapshot_mb)
-        resolved = resolve_submission(controller, kind, body, files)
-        scopes = controller.vault.scopes(resolved.secrets)
-        _check(controller, kind, resolved, files)
+        resolved = resolve_submission(controller, kind, body, files, person=origin.creator.person)
+        scopes = controller.vault.scopes(resolved.secrets, person=origin.creator.person)
+        _check(controller, kind, resolved, files, person=origin.creator.person)
         with snapshot.open("rb") as file:
             digest = file_digest(file, "sha256").hexdigest()
         return _enqueue(controller, kind, run_id, files, resolved, _submission(resolved, digest, origin, scopes))
@@ -76,7 +77,7 @@ def _admit(controller: Controller, kind: RunKind, body: Mapping[str, Any], snaps
         raise
 
 
-def _check(controller: Controller, kind: RunKind, resolved: ResolvedSubmission, files: RunFiles) -> None:
+def _check(controller: Controller, kind: RunKind, resolved: ResolvedSubmission, files: RunFiles, *, person: str) -> None:
     """Validates the project; if its packages are installed only when it runs, only its datasets."""
     if missing_requirements(resolved.project):
         for tasks in (resolved.config.dataset.train, resolved.config.dataset.eval):
@@ -84,7 +85,8 @@ def _check(controller: Controller, kind: RunKind, resolved: ResolvedSubmission, 
                 check_tasks(tasks, columns=None)
         return
     tree = resolved.config.model_dump(mode="json")
-    validate_submission(tree, kind, code=files.code, env=resolved.env, secrets=controller.vault.values(resolved.secrets))
+    secrets = controller.vault.values(resolved.secrets, person=person)
+    validate_submission(tree, kind, code=files.code, env=resolved.env, secrets=secrets)
 
 
 def _submission(resolved: ResolvedSubmission, digest: str, origin: CodeOrigin, scopes: dict[str, str]) -> Submission:
@@ -102,7 +104,8 @@ def _submission(resolved: ResolvedSubmission, digest: str, origin: CodeOrigin, s
         dirty=origin.dirty,
         env=resolved.env,
         secrets=scopes,
-        creator=origin.creator,
+        creator=origin.creator.label,
+        person=origin.creator.person,
     )
 
 

@@ -62,9 +62,13 @@ class ControllerClient:
         """Returns the token of an approved login; until then a ControllerError with the message `authorization_pending`."""
         return self._send_cli("POST", "device/token", {"device_code": device_code}, token=False)
 
-    def approve(self, user_code: str) -> JsonObject:
-        """Approves the login with this code."""
-        return self._send_cli("POST", "device/approve", {"user_code": user_code})
+    def approve(self, user_code: str, *, person: str | None = None) -> JsonObject:
+        """Approves the login with this code, as a device of `person` or of its own."""
+        return self._send_cli("POST", "device/approve", {"user_code": user_code} | ({"person": person} if person else {}))
+
+    def tokens(self, *, limit: int = PAGE_ROWS, offset: int = 0) -> JsonObject:
+        """Returns a page of devices' tokens under `tokens`, newest first: the owner's all, another's own."""
+        return self._send_cli("GET", "tokens", query={"limit": limit, "offset": offset})
 
     def revoke(self, token_id: str) -> JsonObject:
         return self._send_cli("DELETE", f"tokens/{_segment(token_id)}")

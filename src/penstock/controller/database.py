@@ -35,6 +35,12 @@ class ControllerDatabase:
             for statement in statements:
                 self.write(statement)
 
+    def add_column(self, table: str, column: str) -> None:
+        """Adds a column to a table that an older version created; `column` is its name and type."""
+        with self.transaction():
+            if column.split()[0] not in {row["name"] for row in self.rows(f"PRAGMA table_info({table})")}:
+                self.write(f"ALTER TABLE {table} ADD COLUMN {column}")
+
     def write(self, statement: str, values: Sequence[Any] = ()) -> int:
         """Runs one statement and returns the number of changed rows. It commits at once unless a transaction is open."""
         with self._lock, self._translate_errors():

@@ -25,6 +25,7 @@ from typing import Any, Literal, NamedTuple
 import orjson
 
 from penstock.controller.database import ControllerDatabase
+from penstock.controller.identity import OWNER, THE_OWNER, Identity, require_own
 from penstock.controller.runs import new_id, now
 from penstock.errors import ControllerError, DatasetError, Issue
 from penstock.sdk.dataset import check_tasks, read_rows
@@ -77,6 +78,8 @@ class Dataset:
     message: str = ""
     """Why there is no content yet."""
     creator: str = ""
+    person: str = OWNER
+    """Who may replace the content, besides the owner."""
     path: Path = Path()
     """The file with the content, if there is any."""
 
@@ -136,15 +139,15 @@ class Datasets:
         """Returns a dataset's upload in progress, or None."""
         return next(iter(self._tables.uploads(self.get(ref).id)), None)
 
-    def begin(self, name: str, size: int, extension: str, overwrite_id: str | None = None, *, creator: str = "") -> Dataset:
-        """Starts an upload to a new dataset, or to `overwrite_id`, whose content stays until `complete`.
+    def begin(self, name: str, size: int, extension: str, overwrite_id: str | None = None, *, who: Identity = THE_OWNER) -> Dataset:
+        """Starts an upload to a new dataset of `who`, or to `overwrite_id`, whose content stays until `complete`.
 
-        ControllerError 409 for a name in use has `existing_dataset_id` in its details.
+        ControllerError 409 for a name in use has `existing_dataset_id` in its details; 403 if the dataset is another's.
         """
         check_new_dataset(name, size, extension, max_bytes=self._max_bytes)
         before = self._tables.find(name)
         replaced = self._tables.uploads(before.id) if before else []
-        upload = self._tables.begin(name, size, extension, overwrite_id=overwrite_id, creator=creator)
+        upload = self._tables.begin(name, size, extension, overwrite_id=overwrite_id, who=who)
         for each in replaced:
             self._files.discard(each.key)
         return self._as_uploaded(upload)
@@ -203,7 +206,7 @@ class Datasets:
             self._files.discard(upload.key)
         return self.get(known.id)
 
-    def add_file(self, path: Path, name: str, *, overwrite: bool = False, creator: str = "") -> Dataset:
+    def add_file(self, path: Path, name: str, *, overwrite: bool = False, who: Identity = THE_OWNER) -> Dataset:
         """Stores a copy of a local file, validated like an upload; does nothing if the dataset has that content.
 
         Blocks until the validation has ended: call it in a thread.
@@ -214,7 +217,7 @@ class Datasets:
         if known is not None and known.digest is not None and (known.digest, known.extension) == (file_sha256(path), extension):
             return self._with_path(known)
         replaced = known.id if overwrite and known is not None else None
-        dataset = self.begin(name, path.stat().st_size, extension, replaced, creator=creator)
+        dataset = self.begin(name, path.stat().st_size, extension, replaced, who=who)
         upload = self._open_upload(dataset.id, None)
         self._set_received(upload, self._files.copy(upload, path))
         self._begin_check(self._open_upload(dataset.id, upload.key)).result()
@@ -384,6 +387,7 @@ class DatasetTables:
     def __init__(self, database: ControllerDatabase) -> None:
         self._database = database
         database.create(*DATASET_TABLES)
+        database.add_column("datasets", f"person TEXT NOT NULL DEFAULT '{OWNER}'")
         self.logs = DatasetLogs(database)
 
     def find(self, ref: str) -> Dataset | None:
@@ -401,7 +405,7 @@ class DatasetTables:
         where, values = ("", []) if dataset is None else (" WHERE dataset = ?", [dataset])
         return [_upload(row) for row in self._database.rows(f"SELECT * FROM uploads{where}", values)]
 
-    def begin(self, name: str, size: int, extension: str, *, overwrite_id: str | None, creator: str) -> Upload:
+    def begin(self, name: str, size: int, extension: str, *, overwrite_id: str | None, who: Identity) -> Upload:
         """Starts an upload in place of an earlier one. ControllerError 409 if the dataset has content and is not overwritten."""
         with self._database.transaction():
             known = self.find(name)
@@ -412,7 +416,9 @@ class DatasetTables:
             if known is not None and known.digest is not None and overwrite_id is None:
                 text = f"a dataset {name!r} exists; choose another name, or overwrite it"
                 raise ControllerError(text, code="DATASET_EXISTS", status=409, details={"existing_dataset_id": known.id})
-            dataset = known.id if known else self._insert(name, size, extension, creator)
+            if known is not None:
+                require_own(who, known.person, f"the dataset {name!r}")
+            dataset = known.id if known else self._insert(name, size, extension, who)
             upload = Upload(
                 dataset=dataset, key=secrets.token_hex(16), extension=extension, size=size, state="pending", begun_at=now()
             )
@@ -472,12 +478,12 @@ class DatasetTables:
                 self._show_state(upload, "cancelled", why)
                 self.logs.add(upload.dataset, "upload", why, level="warning")
 
-    def _insert(self, name: str, size: int, extension: str, creator: str) -> str:
+    def _insert(self, name: str, size: int, extension: str, who: Identity) -> str:
         dataset, moment = new_id(), now()
         self._database.write(
-            """INSERT INTO datasets (id, name, extension, size, status, created_at, updated_at, creator)
-            VALUES (?, ?, ?, ?, 'pending', ?, ?, ?)""",
-            [dataset, name, extension, size, moment, moment, creator],
+            """INSERT INTO datasets (id, name, extension, size, status, created_at, updated_at, creator, person)
+            VALUES (?, ?, ?, ?, 'pending', ?, ?, ?, ?)""",
+            [dataset, name, extension, size, moment, moment, who.label, who.person],
         )
         return dataset
 

@@ -16,6 +16,7 @@ from penstock.controller.checkpoints import Checkpoint, ModelCatalogue, Pretrain
 from penstock.controller.database import ControllerDatabase
 from penstock.controller.deployment_process import HEALTH_INTERVAL_S, DeploymentProcess
 from penstock.controller.home import Home
+from penstock.controller.identity import OWNER, THE_OWNER, Identity, require_own
 from penstock.controller.model_server import DeploymentEngine, ModelServerSpec
 from penstock.controller.runs import RunQueue, now
 from penstock.errors import ControllerError
@@ -39,6 +40,8 @@ class Deployment:
     """`active` while it answers, else `starting`."""
     deployed_at: str
     deployed_by: str
+    person: str
+    """Who may undeploy it, besides the owner."""
     engine: str
     url: str | None
     """Ends in `/v1`; None unless `active`."""
@@ -63,12 +66,13 @@ class Deployments:
     ) -> None:
         self._database, self._home, self._health_s = database, home, health_s
         self.max_deployments, self._ready_timeout_s = max_deployments, ready_timeout_s
-        self._key = home.secret("deployments.key")
+        self._key = home.key("deployments.key")
         self._processes: dict[str, DeploymentProcess] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._lock = asyncio.Lock()
         self.models = ModelCatalogue(RunQueue(database), home)
         database.create(TABLE)
+        database.add_column("deployments", f"person TEXT NOT NULL DEFAULT '{OWNER}'")
 
     async def start(self) -> None:
         for row in self._database.rows("SELECT * FROM deployments ORDER BY seq"):
@@ -93,6 +97,7 @@ class Deployments:
             status="active" if url else "starting",
             deployed_at=row["deployed_at"],
             deployed_by=row["deployed_by"],
+            person=row["person"],
             engine=row["engine"],
             url=url,
             token=self._token(name),
@@ -104,7 +109,7 @@ class Deployments:
         """Returns the names of deployed models, oldest first."""
         return [row["name"] for row in self._database.rows("SELECT name FROM deployments ORDER BY seq")]
 
-    async def deploy(self, name: str, *, by: str = "", engine: str = "embedded") -> Deployment:
+    async def deploy(self, name: str, *, who: Identity = THE_OWNER, engine: str = "embedded") -> Deployment:
         """Deploys a model and waits a while until it answers. Idempotent; a deployed model keeps its engine.
 
         `engine` is `embedded`, or `vllm` if that is installed. ControllerError 404 for an unknown model; 409 if the model is not
@@ -115,7 +120,7 @@ class Deployments:
         _check_engine(engine)
         async with self._lock:
             if found.name not in self._processes:
-                self._insert(found.name, folder, engine, by)
+                self._insert(found.name, folder, engine, who)
                 self._start_process(found.name, retry_start=False)
             process = self._processes[found.name]
             with suppress(TimeoutError):
@@ -128,23 +133,25 @@ class Deployments:
         assert deployment is not None, "its row was made"
         return deployment
 
-    async def undeploy(self, name: str) -> str:
-        """Removes a deployment and returns the model's full name. Idempotent."""
+    async def undeploy(self, name: str, *, who: Identity = THE_OWNER) -> str:
+        """Removes a deployment and returns the model's full name; ControllerError 403 if it is another's. Idempotent."""
         known = self.names()
         canonical = name if name in known else (await asyncio.to_thread(self.models.find, name)).name
         async with self._lock:
+            if (deployment := self.get(canonical)) is not None:
+                require_own(who, deployment.person, f"the deployment of {canonical}")
             await self._remove(canonical)
         return canonical
 
-    def _insert(self, name: str, folder: Path, engine: str, by: str) -> None:
+    def _insert(self, name: str, folder: Path, engine: str, who: Identity) -> None:
         deployed = self.names()
         if name in deployed:
             return
         if len(deployed) >= self.max_deployments:
             text = f"{len(deployed)} models are deployed, which is the most here: {', '.join(deployed)}"
             raise ControllerError(f"{text}; first run: penstock model undeploy {deployed[0]}", code="DEPLOYMENTS_FULL", status=409)
-        statement = "INSERT INTO deployments (name, folder, engine, deployed_at, deployed_by) VALUES (?, ?, ?, ?, ?)"
-        self._database.write(statement, [name, str(folder), engine, now(), by])
+        statement = "INSERT INTO deployments (name, folder, engine, deployed_at, deployed_by, person) VALUES (?, ?, ?, ?, ?, ?)"
+        self._database.write(statement, [name, str(folder), engine, now(), who.label, who.person])
 
     def _start_process(self, name: str, *, retry_start: bool) -> None:
         row = self._database.row("SELECT * FROM deployments WHERE name = ?", [name])

@@ -22,6 +22,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from penstock.controller.home import Home
 from penstock.errors import ConfigError, ControllerError
+from penstock.system.files import check_key
 
 VERSION, VERSION_1 = b"\x02", b"\x01"
 """First byte of a ciphertext: of `SecretCipher`, and of the older format that `decrypt_version_1` reads."""
@@ -33,7 +34,7 @@ KEYRING_SERVICE = "penstock controller"
 def vault_key(home: Home) -> bytes:
     """Returns the vault's key: from the keyring if `use_keyring` moved it there, else from its file; generated on first use."""
     if not (home.path / KEYRING_MARKER).exists():
-        return home.secret(KEY_FILE)
+        return home.key(KEY_FILE)
     stored = _keyring().get_password(KEYRING_SERVICE, str(home.path.resolve()))
     if not stored:
         text = f"the key of the secrets in {home.path} is in the operating system's keyring, which does not give it out"
@@ -67,8 +68,7 @@ class SecretCipher:
     """Encrypts texts. `context` (scope and name) is authenticated, and must be the same for decryption."""
 
     def __init__(self, key: bytes) -> None:
-        if len(key) < 32:
-            raise ConfigError(f"the vault's key has {len(key)} bytes; it must have at least 32 random ones")
+        check_key(key, "the vault's key is damaged", "put it back from a backup, or set all secrets again with a new one")
         self._aead = AESGCM(HKDF(algorithm=SHA256(), length=32, salt=None, info=b"penstock vault: AES-256-GCM").derive(key))
 
     def __repr__(self) -> str:

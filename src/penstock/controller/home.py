@@ -1,12 +1,19 @@
 """The controller's home folder: paths of its database, lock, address file and run folders, and its key files."""
 
 import os
-import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.errors import ConfigError
-from penstock.system.files import create_private
+from penstock.system.files import load_key
+
+KEY_FILES = {
+    "token": "start the controller again; take the new token from `penstock controller token`",
+    "vault.key": "set all secrets again",
+    "links": "start the controller again; links that it gave out end",
+    "deployments.key": "start the controller again; deployed models get new tokens",
+}
+"""The files with keys, and what must be done after one was removed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +75,11 @@ class Home:
 
     def token(self) -> str:
         """Returns the owner's API token; generates it on first use."""
-        return self.secret("token").decode()
+        return self.key("token").decode()
 
-    def secret(self, name: str) -> bytes:
-        """Returns the key in the file `name` (mode 0600); generates it on first use."""
-        file = self.path / name
-        if not file.exists():
-            create_private(file, secrets.token_urlsafe(32).encode())
-        return file.read_bytes()
+    def key(self, name: str) -> bytes:
+        """Returns the key in the file `name`, one of KEY_FILES; generates it on first use. ConfigError if it is damaged."""
+        return load_key(self.path / name, loss=KEY_FILES[name], text=True)
 
 
 def default_home() -> Home:

@@ -53,19 +53,23 @@ class SubmissionEnvironment(StrictSection):
     secrets: SecretsTable = SecretsTable()
 
 
-def resolve_submission(controller: Controller, kind: RunKind, body: Mapping[str, Any], files: RunFiles) -> ResolvedSubmission:
-    """Resolves `body`, with the code unpacked at `files.code`; ConfigError lists all problems."""
+def resolve_submission(
+    controller: Controller, kind: RunKind, body: Mapping[str, Any], files: RunFiles, *, person: str
+) -> ResolvedSubmission:
+    """Resolves `body`, of `person`, with the code unpacked at `files.code`; ConfigError lists all problems."""
     if ("experiment_config" in body) == ("run_config" in body):
         raise ConfigError(f"{WHERE} needs one of experiment_config and run_config")
     name = body.get("name")
     if name is not None and not (isinstance(name, str) and name.strip()):
         raise combine_issues(WHERE, [Issue("name", "name is no text; write what the run is to be called, or leave it out")])
     resolve = _resolve_experiment if "experiment_config" in body else _resolve_run_config
-    resolved = resolve(controller, kind, body, files)
+    resolved = resolve(controller, kind, body, files, person=person)
     return replace(resolved, name=name) if name else resolved
 
 
-def _resolve_experiment(controller: Controller, kind: RunKind, body: Mapping[str, Any], files: RunFiles) -> ResolvedSubmission:
+def _resolve_experiment(
+    controller: Controller, kind: RunKind, body: Mapping[str, Any], files: RunFiles, *, person: str
+) -> ResolvedSubmission:
     experiment = read_experiment(to_tables(body), kind, WHERE)
     tasks = _named_dataset(controller, experiment.dataset, files, is_own="snapshot" in body)
     model = controller.deployments.resolve(experiment.model_path)
@@ -81,12 +85,14 @@ def _resolve_experiment(controller: Controller, kind: RunKind, body: Mapping[str
         dataset=tasks.name,
         digest=tasks.digest,
         env=experiment.env,
-        secrets=_secrets(controller, experiment.secrets, config),
+        secrets=_secrets(controller, experiment.secrets, config, person),
         project=files.code / ROLLOUTS / experiment.rollout,
     )
 
 
-def _resolve_run_config(controller: Controller, kind: RunKind, body: Mapping[str, Any], files: RunFiles) -> ResolvedSubmission:
+def _resolve_run_config(
+    controller: Controller, kind: RunKind, body: Mapping[str, Any], files: RunFiles, *, person: str
+) -> ResolvedSubmission:
     tables, file = _run_config(body)
     extras = validate(
         SubmissionEnvironment, {key: body[key] for key in ("env_config", "secrets") if body.get(key) is not None}, WHERE
@@ -106,7 +112,7 @@ def _resolve_run_config(controller: Controller, kind: RunKind, body: Mapping[str
         dataset=named.name,
         digest=_file_digest(tasks),
         env=extras.env_config,
-        secrets=_secrets(controller, extras.secrets.required, config),
+        secrets=_secrets(controller, extras.secrets.required, config, person),
         project=base,
     )
 
@@ -222,9 +228,9 @@ def _file_digest(path: Path) -> str:
         raise DatasetError(f"{path.name}: the file of tasks cannot be read: {cause.strerror}; check its path") from cause
 
 
-def _secrets(controller: Controller, names: Iterable[str], config: RunConfig) -> tuple[str, ...]:
-    """Returns the required secrets, and the API keys that the config names if the controller has them."""
-    keys = [value for value in _key_variables(config.model_dump(mode="json")) if _has_secret(controller, value)]
+def _secrets(controller: Controller, names: Iterable[str], config: RunConfig, person: str) -> tuple[str, ...]:
+    """Returns the required secrets, and the API keys that the config names if the controller has them for `person`."""
+    keys = [value for value in _key_variables(config.model_dump(mode="json")) if _has_secret(controller, value, person)]
     return tuple(dict.fromkeys([*names, *keys]))
 
 
@@ -237,9 +243,9 @@ def _key_variables(tree: Any) -> Iterator[str]:
             yield from _key_variables(value)
 
 
-def _has_secret(controller: Controller, name: str) -> bool:
+def _has_secret(controller: Controller, name: str, person: str) -> bool:
     try:
-        return bool(controller.vault.scopes([name]))
+        return bool(controller.vault.scopes([name], person=person))
     except ControllerError:
         return False
 

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import orjson
 
 from penstock.controller.database import ControllerDatabase
+from penstock.controller.identity import OWNER
 from penstock.errors import ControllerError
 
 RunKind = Literal["eval", "train"]
@@ -66,6 +67,8 @@ class Submission:
     secrets: dict[str, str] = field(default_factory=dict[str, str])
     """Scope of each secret by name: `user`, `workspace`, or `user_override` if both scopes have one. Never a value."""
     creator: str = ""
+    person: str = OWNER
+    """Who submitted it: whose secrets it gets, and who may stop it besides the owner."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

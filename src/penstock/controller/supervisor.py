@@ -138,7 +138,7 @@ class Supervisor:
 
     def _launch(self, run: Run) -> None:
         try:
-            secrets = self._vault.values(list(run.submission.secrets))
+            secrets = self._vault.values(list(run.submission.secrets), person=run.submission.person)
         except PenstockError as error:
             self._record_end(run, RunStatus.FAILED, str(error))
             return

@@ -1,4 +1,7 @@
-"""Secrets by name, in two scopes: `user` and `workspace`. Values are stored encrypted and only given to runs that name them."""
+"""Secrets by name: `user` ones belong to a person, `workspace` ones are shared.
+
+Values are stored encrypted and only given to runs that name them, of the run's submitter or shared.
+"""
 
 import re
 import sqlite3
@@ -7,17 +10,25 @@ from typing import Literal, NamedTuple
 
 from penstock.controller.database import ControllerDatabase
 from penstock.controller.encryption import VERSION_1, SecretCipher, decrypt_version_1
+from penstock.controller.identity import OWNER, Identity
 from penstock.controller.runs import new_id, now
 from penstock.errors import ControllerError
 
 TABLE = """CREATE TABLE IF NOT EXISTS secrets (
-    seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, name TEXT NOT NULL, scope TEXT NOT NULL, sealed BLOB NOT NULL,
-    created_at TEXT NOT NULL, updated_at TEXT NOT NULL, creator TEXT NOT NULL, updater TEXT NOT NULL, UNIQUE (name, scope))"""
+    seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, name TEXT NOT NULL, scope TEXT NOT NULL, person TEXT NOT NULL,
+    sealed BLOB NOT NULL, created_at TEXT NOT NULL, updated_at TEXT NOT NULL, creator TEXT NOT NULL, updater TEXT NOT NULL)"""
+INDEX = (
+    "CREATE UNIQUE INDEX IF NOT EXISTS secrets_by_name ON secrets (name, scope, (CASE scope WHEN 'user' THEN person ELSE '' END))"
+)
+COLUMNS = "seq, id, name, scope, sealed, created_at, updated_at, creator, updater"
+"""Of the table that an older version made, which had no `person`."""
 NAME = re.compile(r"[A-Z][A-Z0-9_]*")
 LONGEST_NAME, LARGEST_VALUE = 255, 65_536
 """In characters; bounded by what a process environment can hold."""
 Scope = Literal["user", "workspace"]
 SCOPES: tuple[Scope, ...] = ("user", "workspace")
+VISIBLE = "(scope = 'workspace' OR person = ?)"
+"""Condition for the secrets that a person may see and use."""
 
 
 class Secret(NamedTuple):
@@ -33,57 +44,85 @@ class Secret(NamedTuple):
 
 
 class Vault:
-    """The table of secrets, encrypted with `key`. Only `values` returns plaintext; errors never contain it."""
+    """The table of secrets, encrypted with `key`. Only `values` returns plaintext; errors never contain it.
+
+    `person` is whoever asks: they see and use their own secrets and the shared ones.
+    """
 
     def __init__(self, database: ControllerDatabase, key: bytes) -> None:
         self._database = database
         self._cipher = SecretCipher(key)
-        database.create(TABLE)
+        self._create_table()
         self._reencrypt_version_1(key)
 
-    def set(self, name: str, value: str, scope: str, *, by: str = "") -> Secret:
-        """Stores a value, replacing an earlier one; ControllerError 400 if name, value or scope is invalid."""
+    def set(self, name: str, value: str, scope: str, *, who: Identity) -> Secret:
+        """Stores a value, replacing an earlier one; ControllerError 400 if an argument is invalid, 403 if it is another's."""
         _check(name, value, scope)
         moment = now()
-        self._database.write(
-            """INSERT INTO secrets (id, name, scope, sealed, created_at, updated_at, creator, updater)
-            VALUES (?, ?, ?, ?, ?, ?, ?, ?)
-            ON CONFLICT (name, scope) DO UPDATE SET sealed = excluded.sealed, updated_at = excluded.updated_at,
-            updater = excluded.updater""",
-            [new_id(), name, scope, self._cipher.encrypt(value, scope, name), moment, moment, by, by],
-        )
-        found = self._database.row("SELECT * FROM secrets WHERE name = ? AND scope = ?", [name, scope])
+        with self._database.transaction():
+            known = self._find_own(name, scope, who)
+            row = [self._encrypt(value, scope, name, who.person), moment, who.label, who.person]
+            if known is None:
+                statement = """INSERT INTO secrets (sealed, updated_at, updater, person, id, name, scope, created_at, creator)
+                    VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"""
+                self._database.write(statement, [*row, new_id(), name, scope, moment, who.label])
+            else:  # the owner who replaces a shared secret takes it over
+                statement = "UPDATE secrets SET sealed = ?, updated_at = ?, updater = ?, person = ? WHERE seq = ?"
+                self._database.write(statement, [*row, known["seq"]])
+            found = self._find_own(name, scope, who)
         assert found is not None, "it was written"
         return _secret(found)
 
-    def page(self, scope: str = "all", *, limit: int = 50, offset: int = 0) -> tuple[list[Secret], int]:
-        """Returns a page of secrets, sorted by name, and the total count."""
+    def page(self, scope: str = "all", *, person: str, limit: int = 50, offset: int = 0) -> tuple[list[Secret], int]:
+        """Returns a page of the person's and the shared secrets, sorted by name, and the total count."""
         scopes: tuple[str, ...] = SCOPES if scope == "all" else (check_scope(scope),)
-        where = f"scope IN ({_placeholders(scopes)})"
+        where = f"scope IN ({_placeholders(scopes)}) AND {VISIBLE}"
         statement = f"SELECT * FROM secrets WHERE {where} ORDER BY name, scope LIMIT ? OFFSET ?"
-        found = self._database.rows(statement, [*scopes, limit, offset])
-        total = self._database.rows(f"SELECT count(*) FROM secrets WHERE {where}", scopes)[0][0]
+        found = self._database.rows(statement, [*scopes, person, limit, offset])
+        total = self._database.rows(f"SELECT count(*) FROM secrets WHERE {where}", [*scopes, person])[0][0]
         return [_secret(row) for row in found], total
 
-    def delete(self, name: str, scope: str) -> None:
-        """Deletes a secret; ControllerError 404 if there is none."""
-        if not self._database.write("DELETE FROM secrets WHERE name = ? AND scope = ?", [name, check_scope(scope)]):
-            text = f"there is no secret {name[:LONGEST_NAME]!r} in scope {scope}; see: penstock secret list"
-            raise ControllerError(text, code="SECRET_NOT_FOUND", status=404)
+    def delete(self, name: str, scope: str, *, who: Identity) -> None:
+        """Deletes a secret; ControllerError 404 if there is none, 403 if it is another's."""
+        with self._database.transaction():
+            known = self._find_own(name, check_scope(scope), who)
+            if known is None:
+                text = f"there is no secret {name[:LONGEST_NAME]!r} in scope {scope}; see: penstock secret list"
+                raise ControllerError(text, code="SECRET_NOT_FOUND", status=404)
+            self._database.write("DELETE FROM secrets WHERE seq = ?", [known["seq"]])
 
-    def scopes(self, names: Iterable[str]) -> dict[str, str]:
+    def scopes(self, names: Iterable[str], *, person: str) -> dict[str, str]:
         """Returns the scope of each name: `user`, `workspace`, or `user_override` if both scopes have one."""
         words: dict[frozenset[str], str] = {
             frozenset({"user"}): "user",
             frozenset({"workspace"}): "workspace",
             frozenset(SCOPES): "user_override",
         }
-        return {name: words[frozenset(row["scope"] for row in rows)] for name, rows in self._find(names).items()}
+        return {name: words[frozenset(row["scope"] for row in rows)] for name, rows in self._find(names, person).items()}
 
-    def values(self, names: Iterable[str]) -> dict[str, str]:
-        """Returns the plaintext of each name, `user` before `workspace`; ControllerError 404 if one is missing."""
-        chosen = {name: min(rows, key=lambda row: SCOPES.index(row["scope"])) for name, rows in self._find(names).items()}
-        return {name: self._cipher.decrypt(row["sealed"], row["scope"], name) for name, row in chosen.items()}
+    def values(self, names: Iterable[str], *, person: str) -> dict[str, str]:
+        """Returns the plaintext of each name, the person's own before a shared one; ControllerError 404 if one is missing."""
+        found = self._find(names, person)
+        chosen = {name: min(rows, key=lambda row: SCOPES.index(row["scope"])) for name, rows in found.items()}
+        return {
+            name: self._cipher.decrypt(row["sealed"], *_context(row["scope"], name, row["person"])) for name, row in chosen.items()
+        }
+
+    def _encrypt(self, value: str, scope: str, name: str, person: str) -> bytes:
+        return self._cipher.encrypt(value, *_context(scope, name, person))
+
+    def _create_table(self) -> None:
+        """Creates the table. In one of an older version every secret becomes the owner's: nobody knows who had set it."""
+        with self._database.transaction():
+            columns = {row["name"] for row in self._database.rows("PRAGMA table_info(secrets)")}
+            if columns and "person" not in columns:  # rebuilt, since its rows are unique without a person
+                self._database.write("ALTER TABLE secrets RENAME TO secrets_without_person")
+                self._database.write(TABLE)
+                moved = f"INSERT INTO secrets ({COLUMNS}, person) SELECT {COLUMNS}, ? FROM secrets_without_person"
+                self._database.write(moved, [OWNER])
+                self._database.write("DROP TABLE secrets_without_person")
+            self._database.write(TABLE)
+            self._database.write(INDEX)
 
     def _reencrypt_version_1(self, key: bytes) -> None:
         """Encrypts secrets of version 1 anew, in one transaction; one that `key` cannot decrypt stays, and `values` refuses it."""
@@ -94,12 +133,21 @@ class Vault:
                     value = decrypt_version_1(key, row["sealed"], scope, name)
                 except ControllerError:
                     continue
-                encrypted = self._cipher.encrypt(value, scope, name)
+                encrypted = self._encrypt(value, scope, name, row["person"])
                 self._database.write("UPDATE secrets SET sealed = ? WHERE seq = ?", [encrypted, row["seq"]])
 
-    def _find(self, names: Iterable[str]) -> dict[str, list[sqlite3.Row]]:
+    def _find_own(self, name: str, scope: str, who: Identity) -> sqlite3.Row | None:
+        """Returns the row that `who` may change; None if there is none, ControllerError 403 if it is shared by another."""
+        row = self._database.row(f"SELECT * FROM secrets WHERE name = ? AND scope = ? AND {VISIBLE}", [name, scope, who.person])
+        if row is not None and not who.may_change(row["person"]):
+            text = f"the shared secret {name} is {row['updater'] or 'another'}'s; they or the controller's owner may change it"
+            raise ControllerError(f"{text}; set one of your own with --scope personal", code="FORBIDDEN", status=403)
+        return row
+
+    def _find(self, names: Iterable[str], person: str) -> dict[str, list[sqlite3.Row]]:
         unique = list(dict.fromkeys(names))
-        found = self._database.rows(f"SELECT * FROM secrets WHERE name IN ({_placeholders(unique)})", unique) if unique else []
+        statement = f"SELECT * FROM secrets WHERE name IN ({_placeholders(unique)}) AND {VISIBLE}"
+        found = self._database.rows(statement, [*unique, person]) if unique else []
         rows = {name: [row for row in found if row["name"] == name] for name in unique}
         if missing := [name[:LONGEST_NAME] for name in unique if not rows[name]]:
             raise ControllerError(f"Secret(s) not found: {', '.join(missing)}", code="SECRET_NOT_FOUND", status=404)
@@ -135,6 +183,11 @@ def _invalid_secret(message: str, field: str) -> ControllerError:
 
 def _placeholders(values: Sequence[str]) -> str:
     return ", ".join("?" * len(values))
+
+
+def _context(scope: str, name: str, person: str) -> tuple[str, ...]:
+    """What a ciphertext is bound to. The owner's and shared ones are bound to no person, as in older versions."""
+    return (scope, name) if person == OWNER or scope == "workspace" else (scope, name, person)
 
 
 def _secret(row: sqlite3.Row) -> Secret:

@@ -100,7 +100,6 @@ async def open_processes(
     config: RunConfig, inputs: Inputs, folder: RunFolder, events: Events, pool: Pool, *, count: int
 ) -> AsyncGenerator["ProcessPool"]:
     """Start `count` processes, each with its own engine, gateway and runner; leaving ends them and cancels what they run."""
-    folder.secret()  # created here, once, not by several processes at the same time
     async with _writer_process(config, folder) as writer_address:
         setup = WorkerSetup(
             config=config.model_dump(mode="json"),

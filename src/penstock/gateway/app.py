@@ -33,6 +33,7 @@ from penstock.gateway.trajectories import Trajectories
 from penstock.http.listen import base_url, bind, is_loopback, known_names
 from penstock.pool.base import Pool
 from penstock.records import Attempt, Rollout, Sampling
+from penstock.system.processes import protect_memory
 from penstock.system.redaction import Redactor
 
 if TYPE_CHECKING:
@@ -51,6 +52,8 @@ class Gateway:
     sock: a bound socket, used instead of host and port.
     peers: the other workers on the same port; None if there are none.
     is_open: only the control routes need a token; it then listens on this machine only.
+    closed: routes that are refused, by the token that they need. A run with a grader closes those that would open, grade or end
+        rollouts beside its runner: whoever calls them has a token that nobody was given.
     """
 
     def __init__(
@@ -71,7 +74,9 @@ class Gateway:
         tracer: CallTracer | None = None,
         peers: Peers | None = None,
         is_open: bool = False,
+        closed: Collection[Access] = (),
     ) -> None:
+        self._closed = frozenset(closed)
         self._limits = limits = limits or GatewayLimits()
         self.tokens = GatewayTokens(secret, is_open=is_open)
         if is_open:
@@ -134,6 +139,7 @@ class Gateway:
         return self._sessions.close(rollout_id)
 
     async def __aenter__(self) -> Self:
+        protect_memory()  # it holds the key that signs all tokens
         from penstock.http.server import HttpServer  # loads uvicorn, which a command that only checks its input does not need
 
         bound = self._sock or bind(*self._address)
@@ -154,7 +160,7 @@ class Gateway:
 
     def _routes(self, pool: Pool) -> list[Route]:
         control = ControlRoutes(pool, self._sessions, self._limits)
-        return [
+        routes = [
             *self._model_routes(),
             Route("GET", "/v1/models", Access.MODEL, FunctionEndpoint(self._models)),
             Route("GET", "/v1/models/{model}", Access.MODEL, FunctionEndpoint(self._model)),
@@ -168,6 +174,8 @@ class Gateway:
             *self._flow_routes(),
             *self._read_routes(pool),
         ]
+        refuse = FunctionEndpoint(self._refuse_closed)
+        return [route._replace(endpoint=refuse) if route.access in self._closed else route for route in routes]
 
     def _model_routes(self) -> list[Route]:
         limits, pipeline, find, response_cache = self._limits, self._pipeline, self._trajectories.session, ResponseCache()
@@ -218,6 +226,13 @@ class Gateway:
             Route("GET", f"/api/{name}", Access.ADMIN, FunctionEndpoint(endpoint), detail_body) for name, endpoint in read.items()
         ]
         return [*gets, curation]
+
+    async def _refuse_closed(self, request: Request) -> Response:
+        self._pipeline.count("refused:grading")
+        refused = "something asked the gateway to open, grade or end a rollout beside the run, with a valid token; it was refused"
+        self._events.emit("grading.refused", path=request.url.path, text=refused)
+        text = "rollouts of this run are opened, graded and ended by the run alone; to grade otherwise, change its grader"
+        raise RequestError(text, status=409, code="graded_by_run")
 
     async def _refuse_dialect(self, request: Request) -> Response:
         raise no_tokens_error(self._pipeline.engine.model, "use /v1/chat/completions, /v1/responses or /v1/messages")

@@ -12,9 +12,8 @@ from penstock.errors import PoolError, PoolFailed, RequestError
 from penstock.gateway.call import GatewayLimits
 from penstock.gateway.routes import json_response
 from penstock.gateway.session import ADHOC_CHANNEL, Sessions, make_task, open_adhoc, pool_refusals
-from penstock.gateway.trajectories import AFTER_ALL
 from penstock.http.asgi import read_body
-from penstock.pool.base import Pool
+from penstock.pool.base import AFTER_ALL, Pool
 from penstock.records import End, Grade
 
 T = TypeVar("T", bound=BaseModel)

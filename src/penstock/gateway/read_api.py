@@ -17,8 +17,7 @@ from penstock.gateway.flows import read_as, schema_error
 from penstock.gateway.graph import TokenGraph
 from penstock.gateway.routes import json_response
 from penstock.gateway.session import pool_refusals
-from penstock.gateway.trajectories import AFTER_ALL
-from penstock.pool.base import Change, Pool, PoolStats
+from penstock.pool.base import AFTER_ALL, Change, Pool, PoolStats
 from penstock.pool.paging import iterate_groups
 from penstock.records import Attempt, Group, Mark, Step
 

@@ -8,7 +8,6 @@ For clients that cannot send a key of their own, the path of a model route may h
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
 
 import orjson
 from starlette.requests import Request
@@ -21,6 +20,7 @@ from penstock.gateway.dialects.chat import error_body
 from penstock.gateway.model_routes import PROMPT_UID, as_request_error
 from penstock.gateway.pending_response import RETRY_AFTER_S, RETRYABLE_STATUSES
 from penstock.http.asgi import header
+from penstock.http.listen import host_name
 
 DEFAULT_PROMPT = "1"
 
@@ -50,8 +50,6 @@ class Routes:
         self._tokens = tokens
         self._hosts = hosts
         """Host names that clients may use; None allows any."""
-        self._checked_hosts: set[str] = set()
-        """Host headers that passed the check."""
         self._patterns = tuple(map(_path_pattern, self.listed))
         self._exact = {(route.method, _segments(route.path)): route for route in self.listed}
 
@@ -81,21 +79,16 @@ class Routes:
         """Refuse a Host header that is none of our names, against DNS rebinding by web pages."""
         if self._hosts is None:
             return
-        given = header(scope["headers"], b"host")
-        if given in self._checked_hosts:
-            return
-        name = urlsplit(f"//{given}").hostname or ""
-        if name in self._hosts:
-            self._checked_hosts = {*self._checked_hosts, given} if len(self._checked_hosts) < 100 else {given}
-        else:
+        name = host_name(header(scope["headers"], b"host"))
+        if name not in self._hosts:
             text = f"this gateway is not called {name!r}; add the name to gateway.hosts if it is yours"
             raise RequestError(text, status=421, code="wrong_host")
 
     def _check_origin(self, scope: Scope) -> None:
         """Refuse requests from pages of other sites: an open gateway asks for no token that would stop them."""
         origin = header(scope["headers"], b"origin")
-        if origin and (urlsplit(origin).hostname or "") not in (self._hosts or ()):
-            text = f"an open gateway serves no page of {origin}; call it from a program, or start it without --open"
+        if origin and host_name(origin.partition("://")[2]) not in (self._hosts or ()):
+            text = f"an open gateway serves no page of {origin[:100]}; call it from a program, or start it without --open"
             raise RequestError(text, status=403, code="wrong_origin")
 
     def _find(self, method: str, segments: tuple[str, ...]) -> "RouteMatch":

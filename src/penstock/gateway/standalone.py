@@ -2,7 +2,7 @@
 
 import secrets
 import socket
-from collections.abc import AsyncGenerator, Generator, Iterable
+from collections.abc import AsyncGenerator, Collection, Generator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ from penstock.engines.base import Engine
 from penstock.errors import ConfigError
 from penstock.events import Events
 from penstock.gateway.app import Gateway
-from penstock.gateway.auth import GatewayTokens
+from penstock.gateway.auth import Access, GatewayTokens
 from penstock.gateway.call import GatewayLimits
 from penstock.gateway.flows import reward_by_rule
 from penstock.gateway.observability import open_tracer
@@ -36,7 +36,7 @@ from penstock.gateway.sources import open_engine
 from penstock.pool import POOLS
 from penstock.pool.base import Pool
 from penstock.records import Sampling
-from penstock.system.files import create_private, write_file
+from penstock.system.files import load_key, write_file
 from penstock.system.locks import exclusive_lock
 
 CONFIG, SECRET, TOKENS = "config.json", "secret", "tokens.json"
@@ -95,8 +95,9 @@ async def open_gateway(
     sock: socket.socket,
     peers: Peers | None = None,
     is_open: bool = False,
+    closed: Collection[Access] = (),
 ) -> AsyncGenerator[OpenGateway]:
-    """Open pool, engine and gateway. A clean exit waits for answers under way, then closes all three."""
+    """Open pool, engine and gateway, without `closed` routes. A clean exit waits for answers under way, then closes all three."""
     async with AsyncExitStack() as stack:
         events = stack.enter_context(Events(folder / "events.jsonl"))
         pool: Pool = POOLS.load(settings.pool.name)(folder, url=settings.pool.url)
@@ -118,6 +119,7 @@ async def open_gateway(
             tracer=tracer,
             peers=peers,
             is_open=is_open,
+            closed=closed,
         )
         gateway.reward_function = reward_by_rule
         yield OpenGateway(await stack.enter_async_context(gateway), pool, engine)
@@ -150,10 +152,7 @@ def hold_folder(folder: Path) -> Generator[None]:
 
 def load_secret(folder: Path) -> bytes:
     """Return the key that signs the folder's tokens. The first call creates it, readable by the owner only."""
-    file = folder / SECRET
-    if not file.exists():
-        create_private(file, secrets.token_bytes(32))
-    return file.read_bytes()
+    return load_key(folder / SECRET, loss="give callers the new tokens")
 
 
 def write_tokens(folder: Path, secret: bytes) -> Path:

@@ -20,7 +20,7 @@ from penstock.gateway.session import (
     pool_refusals,
     sampling_of,
 )
-from penstock.pool.base import Pool
+from penstock.pool.base import AFTER_ALL, Pool
 from penstock.records import Attempt, End, Grade, Rollout, Task
 
 FLOW_SOURCE = "flow"
@@ -32,8 +32,6 @@ TRAJECTORY_UID = re.compile(r"(?![mfca]k-)[A-Za-z0-9][A-Za-z0-9._:-]{0,199}")
 """Safe in paths, and never mistaken for a token."""
 MAX_PROMPT_UID = 1000
 """Characters."""
-AFTER_ALL = 2**31 - 1
-"""As `first_step` and `first_node`: read an attempt without its steps and nodes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from penstock.errors import ConfigError, GraderError
-from penstock.graders.rule import assistant_text
+from penstock.graders.rule import assistant_text, policy_messages
 from penstock.records import Message
 from penstock.sdk.context import GraderContext
 from penstock.sdk.discovery import import_entry
@@ -44,7 +44,7 @@ class FunctionGrader(Grader):
         extra: Any = fields.get("extra_info") if isinstance(fields.get("extra_info"), Mapping) else {}
         arguments: dict[str, Any] = {
             "data_source": fields.get("data_source"),
-            "solution_str": assistant_text(messages),
+            "solution_str": assistant_text(policy_messages(sample)),
             "ground_truth": ctx.label,
             "extra_info": {**extra, "num_turns": count_turns(messages), "messages": messages},
         }

@@ -104,12 +104,18 @@ def judge_case(ctx: GraderContext) -> Case:
     tasks: list[str] = []
     answers: list[str] = []
     for name, sample in ctx.samples.items():
-        messages = sample.transcript or sample.messages
+        messages = [_marked(each, sample.replies) for each in sample.transcript or sample.messages]
         first = next((index for index, each in enumerate(messages) if each.get("role") == "assistant"), len(messages))
         head = f"[transcript {name}]\n" if len(ctx.samples) > 1 else ""
         tasks.append(head + format_conversation(messages[:first]))
         answers.append(head + format_conversation(messages[first:]))
     return Case("\n\n".join(answers), task="\n\n".join(tasks), reference=ctx.label or "")
+
+
+def _marked(message: Message, replies: Sequence[Message]) -> Message:
+    """Returns the message; under another role if it stands for the policy and was not sampled."""
+    given = replies and message.get("role") == "assistant" and message not in replies
+    return {**message, "role": "assistant (given, not sampled)"} if given else message
 
 
 def format_conversation(messages: Sequence[Message]) -> str:

@@ -8,6 +8,7 @@ from penstock.graders import RULES
 from penstock.records import Message
 from penstock.sdk.context import GraderContext
 from penstock.sdk.routing import MAIN
+from penstock.sdk.samples import RolloutSample
 from penstock.sdk.workflow import Grader
 
 
@@ -17,7 +18,7 @@ class RuleGrader(Grader):
     async def grade(self, ctx: GraderContext) -> None:
         sample = ctx.samples.get(MAIN) or ctx.sample
         fields = {**(ctx.metadata or {}), "ground_truth": ctx.label}
-        ctx.set_reward(rule_reward(assistant_text(sample.transcript or sample.messages), fields))
+        ctx.set_reward(rule_reward(assistant_text(policy_messages(sample)), fields))
 
 
 def rule_reward(text: str, fields: Mapping[str, Any]) -> float:
@@ -38,6 +39,11 @@ def rule_reward(text: str, fields: Mapping[str, Any]) -> float:
     except ConfigError as cause:
         raise GraderError(f"unknown data source {source!r}; known: {known}; or define a Grader") from cause
     return float(rule(text, truth))
+
+
+def policy_messages(sample: RolloutSample) -> list[Message]:
+    """Returns what the policy sampled; of a sample made by hand, its messages."""
+    return sample.replies or sample.transcript or sample.messages
 
 
 def assistant_text(messages: Iterable[Message]) -> str:

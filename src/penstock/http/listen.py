@@ -1,13 +1,15 @@
 """The socket that a gateway listens on, its URLs and its host names."""
 
+import re
 import socket
 from collections.abc import Collection
-from ipaddress import ip_address
+from ipaddress import AddressValueError, IPv6Address, ip_address
 
 from penstock.errors import ConfigError
 
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 ANYWHERE = frozenset({"0.0.0.0", "::", ""})
+_HOST = re.compile(r"(?:([A-Za-z0-9._-]{1,255})|\[([0-9A-Fa-f:.]{2,45})\])(?::([0-9]{1,5}))?", re.ASCII)
 
 
 def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
@@ -38,6 +40,19 @@ def root_url(url: str, host_header: str) -> str:
     return f"http://{host_header}" if host_header else url.removesuffix("/v1")
 
 
+def host_name(host_header: str) -> str:
+    """Return the name or address in a Host header, in lower case; empty if the header is malformed."""
+    matched = _HOST.fullmatch(host_header)
+    if matched is None or int(matched[3] or 0) > 65535:
+        return ""
+    if matched[1]:
+        return matched[1].lower()
+    try:
+        return str(IPv6Address(matched[2]))
+    except AddressValueError:
+        return ""
+
+
 def is_loopback(host: str) -> bool:
     """Return whether `host` is reachable from this machine only."""
     try:
@@ -47,7 +62,7 @@ def is_loopback(host: str) -> bool:
 
 
 def known_names(host: str, others: Collection[str]) -> frozenset[str] | None:
-    """Return the host names that clients may use; None (any name) if `host` is not in `LOOPBACK` and `others` is empty."""
-    if host in LOOPBACK or others:
-        return LOOPBACK | {host, *others}
+    """Return the host names that clients may use; None (any name) if `host` is not this machine's own and `others` is empty."""
+    if is_loopback(host) or others:
+        return LOOPBACK | {name.lower() for name in (host, *others)}
     return None

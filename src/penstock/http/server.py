@@ -18,12 +18,10 @@ from uvicorn.server import ServerState
 
 from penstock.errors import RequestError
 from penstock.http.asgi import ON_DISCONNECT
+from penstock.http.head import MAX_HEAD_BYTES, MAX_TARGET_BYTES, check_headers, check_host, head_too_large, origin_form
 
 SWEEP_S = 1.0
 """Longest interval between two checks of all connections. They share one timer, so that a request sets none."""
-MAX_HEAD_BYTES = 64 * 1024
-MAX_HEADERS = 200
-MAX_TARGET_BYTES = 16 * 1024
 HEAD_S = 30.0
 BODY_S = 300.0
 """Time for a body; every byte received extends it."""
@@ -115,7 +113,7 @@ class HttpConnection(HttpToolsProtocol):
         self._unparsed_bytes = 0
         """Bytes read since the last change of stage or piece of body."""
         self._skips_head = False
-        """Whether the next head is the one that `_decline` makes."""
+        """Whether the next head is the one that `_parse` makes."""
         self._ignores_input = False
         self._unread, self._taken_at = 0, shared.now
         """Bytes not yet sent at the last sweep, and when the caller last took some or none were left."""
@@ -137,13 +135,12 @@ class HttpConnection(HttpToolsProtocol):
         if self._ignores_input:
             return
         self._unset_keepalive_if_required()
-        self._unparsed_bytes += len(data)
         try:
-            self.parser.feed_data(data)
+            unread: bytes | None = data
+            while unread is not None:  # a loop: requests that were sent ahead may offer another protocol each
+                unread = self._parse(unread)
             if self._unparsed_bytes > MAX_HEAD_BYTES:
-                self._refuse(_too_large())
-        except HttpParserUpgrade as offer:
-            self._decline(data[offer.args[0] :])
+                self._refuse(head_too_large())
         except HttpParserError as error:
             cause = error.__context__  # set if a callback below raised: the parser wraps its exception
             text = f"this is not an HTTP/1.1 request: {cause or error}"
@@ -163,7 +160,9 @@ class HttpConnection(HttpToolsProtocol):
         if self._skips_head:
             self._skips_head = False
             return
-        _check_head(self.parser.get_http_version(), self.headers)
+        version = self.parser.get_http_version()
+        check_headers(version, self.headers)
+        self.url = origin_form(self.url, check_host(version, self.headers))
         if len(self.pipeline) >= MAX_PIPELINED:
             raise RequestError(f"more than {MAX_PIPELINED} requests came ahead of their answers", code="malformed_request")
         exchange = RequestExchange(self, self._serve)
@@ -183,7 +182,7 @@ class HttpConnection(HttpToolsProtocol):
         self._unparsed_bytes = 0
 
     def on_message_complete(self) -> None:
-        if self.parser.should_upgrade():  # the parser wrongly assumes that no body follows; see `_decline`
+        if self.parser.should_upgrade():  # the parser wrongly assumes that no body follows; see `_parse`
             return
         super().on_message_complete()
         self._stage, self._deadline, self._unparsed_bytes = NEXT, self.shared.now + IDLE_S, 0
@@ -225,12 +224,21 @@ class HttpConnection(HttpToolsProtocol):
         for exchange in self._unanswered():
             exchange.drop()
 
-    def _decline(self, rest: bytes) -> None:
-        """Stay with HTTP/1.1 when the caller offers another protocol: a new parser reads the body, framed by a made-up head."""
+    def _parse(self, data: bytes) -> bytes | None:
+        """Parse `data`. Returns what is to be parsed next if the caller offers another protocol, else None.
+
+        We stay with HTTP/1.1: a new parser reads the body of that request, framed by a made-up head.
+        """
+        self._unparsed_bytes += len(data)
+        try:
+            self.parser.feed_data(data)
+            return None
+        except HttpParserUpgrade as offer:
+            rest = data[offer.args[0] :]
         framing = [pair for pair in self.scope["headers"] if pair[0] in (b"content-length", b"transfer-encoding")]
         self.parser = HttpRequestParser(self)
         self._skips_head = True
-        self.data_received(b"POST / HTTP/1.1\r\n%b\r\n%b" % (b"".join(b"%b: %b\r\n" % pair for pair in framing), rest))
+        return b"POST / HTTP/1.1\r\n%b\r\n%b" % (b"".join(b"%b: %b\r\n" % pair for pair in framing), rest)
 
     def _refuse(self, error: RequestError) -> None:
         """Read no more from this caller. Send it `error`; if earlier requests wait, send the next answer instead and close."""
@@ -327,22 +335,6 @@ class HttpServer:
             connection.transport.abort()
         await self._until_over()
         await self._listener.wait_closed()
-
-
-def _check_head(version: str, headers: list[tuple[bytes, bytes]]) -> None:
-    if version not in ("1.1", "1.0"):
-        raise RequestError(f"this server speaks HTTP/1.1, not {version}", status=505, code="http_version")
-    if len(headers) > MAX_HEADERS or sum(len(name) + len(value) + 4 for name, value in headers) > MAX_HEAD_BYTES:
-        raise _too_large()
-    for name, value in headers:
-        if name == b"transfer-encoding" and (version == "1.0" or value.lower() != b"chunked"):
-            text = "the only transfer-encoding taken is chunked, with HTTP/1.1"
-            raise RequestError(text, status=501, code="transfer_encoding")
-
-
-def _too_large() -> RequestError:
-    text = f"the request's headers are more than {MAX_HEADERS}, or larger than {MAX_HEAD_BYTES} bytes"
-    return RequestError(text, status=431, code="headers_too_large")
 
 
 def _refusal(error: RequestError, *, bodiless: bool = False) -> bytes:

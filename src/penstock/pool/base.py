@@ -11,6 +11,9 @@ from penstock.records import Attempt, End, Grade, Group, Lease, Mark, Node, Roll
 if TYPE_CHECKING:
     from penstock.pool.check import PoolCheck
 
+AFTER_ALL = 2**31 - 1
+"""As `first_step` and `first_node`: read an attempt without its steps and nodes."""
+
 CheckProgress = Callable[[int, int], None]
 """Called with the number of rollouts checked so far and in all."""
 

@@ -9,7 +9,7 @@ from penstock.records import Message, Task
 from penstock.rollout.author_tasks import AuthorTasks, make_slots
 from penstock.sdk.context import AgentWorkflowContext, GraderContext, finite_reward, remove_empty_artifacts_dir
 from penstock.sdk.discovery import Agent
-from penstock.sdk.routing import MAIN, RolloutContext
+from penstock.sdk.routing import RolloutContext
 from penstock.sdk.samples import RolloutSample, fast_copy, to_json_values
 
 
@@ -20,6 +20,8 @@ class WorkflowResult(NamedTuple):
     """By transcript: the messages that its agents and sessions keep themselves, in their framework's form, as JSON values."""
     direct_calls: tuple[str, ...] = ()
     """Model providers that it called directly, past the gateway."""
+    returned: list[Message] | None = None
+    """The messages that it returned."""
 
 
 class Reward(NamedTuple):
@@ -83,9 +85,7 @@ class InProcessAgent:
         finally:
             remove_empty_artifacts_dir(workflow_context)
         samples = await collect_samples(context)
-        if not samples and (messages := _messages(returned)):
-            samples = {MAIN: messages}
-        return WorkflowResult(samples, tuple(sorted(context.direct_calls)))
+        return WorkflowResult(samples, tuple(sorted(context.direct_calls)), _messages(returned))
 
     async def _run_grader(self, context: GraderContext) -> object:
         if self._agent.grader is None:

@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from penstock.config import RolloutSection, run_secrets
-from penstock.errors import EngineError, GraderError, WorkerLost, WorkflowError
+from penstock.errors import EngineError, GraderError, PoolError, PoolFailed, WorkerLost, WorkflowError
 from penstock.events import Events
-from penstock.pool.base import Pool
-from penstock.records import Attempt, End, Grade, Message, Rollout, Sampling, Task
+from penstock.pool.base import AFTER_ALL, Pool
+from penstock.records import VOID, Attempt, End, Grade, Mark, Message, Rollout, Sampling, Task
 from penstock.rollout.author_tasks import AuthorTasks
 from penstock.rollout.executors import EXECUTORS
 from penstock.rollout.executors.base import Executor, ExecutorContext, GatewaySession
 from penstock.rollout.in_process import Reward, WorkflowResult
-from penstock.rollout.transcripts import Transcript, make_samples, transcripts
+from penstock.rollout.transcripts import Transcript, make_samples, misreported, transcripts
 from penstock.sdk.discovery import Agent
 from penstock.sdk.routing import MAIN
 from penstock.sdk.samples import RolloutSample
@@ -28,6 +28,7 @@ from penstock.system.redaction import Redactor
 NO_CALL = "the workflow made no model call through penstock"
 REMEDY = "use ctx.openai() or ctx.anthropic(), an integration, or ctx.base_url and ctx.api_key with another client"
 STOPPED = "stopped before it ended"
+FORGED_GRADE = "it was graded beside the run's grader and does not count"
 
 Slot = AbstractAsyncContextManager[Any]
 """A concurrency limit, such as a semaphore: held while the agent and its grader run."""
@@ -64,6 +65,8 @@ class Runner:
     pool: Pool
     events: Events
     limits: RolloutSection
+    sole_grader: bool = False
+    """Whether grades count only if this runner's grader gave them. Not so for flows, which submit their own rewards."""
     redactor: Redactor = field(default_factory=lambda: Redactor(run_secrets()))
     """Removes secrets from authors' error messages before they are stored."""
 
@@ -99,7 +102,8 @@ class Runner:
             raise GraderError("nothing says whose conversation it is; name the rollout")
         task, attempt = await self.pool.task(rollout_id), await self.pool.attempt(rollout_id)
         steps = tuple(step.index for step in attempt.steps)
-        sample = RolloutSample(id=MAIN, messages=messages, transcript=deepcopy(messages), steps=steps)
+        replies = deepcopy([message for message in messages if message.get("role") == "assistant"])
+        sample = RolloutSample(id=MAIN, messages=messages, transcript=deepcopy(messages), replies=replies, steps=steps)
         label = task.label if task.label is not None else fields.get("ground_truth")
         task = replace(task, label=None if label is None else str(label), metadata={**fields, **(task.metadata or {})})
         name = f"{rollout_id}.judge"  # its artifacts must not mix with those of the rollout's own grading
@@ -139,9 +143,11 @@ class Runner:
         recorded, limit_s = transcripts(attempt), self.limits.grader_timeout_s
         if not recorded:
             return RolloutOutcome(End.AGENT_ERROR, no_call_message(result))
-        if attempt.grades:  # a flow has submitted its own rewards to the gateway
+        if attempt.grades and not self.sole_grader:  # a flow has submitted its own rewards to the gateway
             return RolloutOutcome(End.COMPLETED)
-        samples = make_samples(recorded, result.samples)
+        samples = make_samples(recorded, result.samples, result.returned)
+        if names := misreported(samples, result.samples):
+            self.events.emit("rollout.misreported", rollout_id=rollout.id, transcripts=names)
         try:
             rewards = await self.executor.grade(task, samples, rollout_id=rollout.id, timeout_s=limit_s)
         except TimeoutError:
@@ -150,16 +156,48 @@ class Runner:
             )
         except (GraderError, EngineError) as error:
             return RolloutOutcome(End.GRADER_ERROR, str(error))
+        if self.sole_grader and (forged := await self._forged_grade(rollout.id)):
+            return RolloutOutcome(End.GRADER_ERROR, forged)
         return RolloutOutcome(End.COMPLETED, rewards=tuple(rewards))
+
+    async def _forged_grade(self, rollout_id: str) -> str:
+        """Says which grade is in the pool that our grader did not give; our own are stored later, with the end."""
+        attempt = await self.pool.attempt(rollout_id, first_step=AFTER_ALL, first_node=AFTER_ALL)
+        if not attempt.grades or attempt.end is not None:  # a forged end is found later
+            return ""
+        self._emit_forged(attempt)
+        other = attempt.grades[0]
+        return (
+            f"{FORGED_GRADE}: the pool has a reward of {other.reward:g} from {other.source!r}; find out how its agent writes there"
+        )
 
     async def _end(self, rollout: Rollout, outcome: RolloutOutcome, started: float) -> End | None:
         grades, message = self._grades(rollout.id, outcome.rewards), self.redactor.text(outcome.message)
         attempt = Attempt(rollout=rollout, end=outcome.end, message=message, grades=grades)
-        stored = await self.pool.end(rollout.id, outcome.end, message, grades)
+        try:
+            stored = await self.pool.end(rollout.id, outcome.end, message, grades)
+        except PoolFailed:
+            raise
+        except PoolError as refused:  # it has ended meanwhile and takes no grades, or it has the same grade with another reward
+            await self.pool.end(rollout.id, End.GRADER_ERROR, str(refused))
+            stored = False
+        if not stored and self.sole_grader:
+            await self._void_forged_end(rollout.id)
         if not stored or (not grades and outcome.end is End.COMPLETED):  # ended before, or graded through the gateway
             attempt = await self.pool.attempt(rollout.id)
         self._emit_end(rollout, attempt, started)
         return attempt.end
+
+    async def _void_forged_end(self, rollout_id: str) -> None:
+        """Takes a rollout out of everything that counts if something else has completed it, and not a group's deadline."""
+        attempt = await self.pool.attempt(rollout_id, first_step=AFTER_ALL, first_node=AFTER_ALL)
+        if attempt.end is End.COMPLETED:
+            await self.pool.mark(Mark(rollout_id=rollout_id, trainable=False, quality=0.0, note=VOID))
+            self._emit_forged(attempt)
+
+    def _emit_forged(self, attempt: Attempt) -> None:
+        name, sources = attempt.rollout.id, sorted({grade.source for grade in attempt.grades})
+        self.events.emit("rollout.forged", rollout_id=name, sources=sources, text=f"rollout {name}: {FORGED_GRADE}")
 
     def _emit_end(self, rollout: Rollout, attempt: Attempt, started: float) -> None:
         self.events.emit(
@@ -206,4 +244,12 @@ async def open_runner(
         events=events,
     )
     async with EXECUTORS.load(limits.executor)(context) as executor:
-        yield Runner(executor=executor, grader=agent.grader_name, gateway=gateway, pool=pool, events=events, limits=limits)
+        yield Runner(
+            executor=executor,
+            grader=agent.grader_name,
+            gateway=gateway,
+            pool=pool,
+            events=events,
+            limits=limits,
+            sole_grader=agent.graded_by_run,
+        )

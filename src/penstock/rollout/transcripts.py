@@ -1,9 +1,11 @@
 """Recorded steps to transcripts: each agent's conversation at the end of a rollout, and the samples that a grader sees."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from penstock.records import Attempt, Message, Step
+from penstock.rollout.reported import text_of, was_sampled
+from penstock.sdk.routing import MAIN
 from penstock.sdk.samples import RolloutSample, fast_copy
 
 
@@ -16,6 +18,8 @@ class Transcript(NamedTuple):
     """Schemas of the tools in its last call."""
     steps: tuple[int, ...]
     """Indices of its calls."""
+    replies: list[Message] | None = None
+    """What the policy said, call by call, on every branch; None if that is not known."""
 
 
 def transcripts(attempt: Attempt) -> dict[str, Transcript]:
@@ -25,26 +29,62 @@ def transcripts(attempt: Attempt) -> dict[str, Transcript]:
     """
     last: dict[str, Step] = {}
     indices: dict[str, list[int]] = {}
+    replies: dict[str, list[Message]] = {}
     for step in sorted(attempt.steps, key=lambda step: step.index):
         complete = step.finish in ("stop", "length")
         indices.setdefault(step.transcript, []).append(step.index)
+        replies.setdefault(step.transcript, []).append(step.message)
         if complete or step.transcript not in last:
             last[step.transcript] = step
-    return {name: _transcript(attempt, step, indices[name]) for name, step in last.items()}
+    return {name: _transcript(attempt, step, indices[name], replies[name]) for name, step in last.items()}
 
 
-def make_samples(recorded: Mapping[str, Transcript], reported: Mapping[str, list[Message]]) -> dict[str, RolloutSample]:
-    """Returns the grader's samples: each transcript once, with the messages that its agent reported, else the recorded ones."""
+def make_samples(
+    recorded: Mapping[str, Transcript], reported: Mapping[str, list[Message]], returned: list[Message] | None = None
+) -> dict[str, RolloutSample]:
+    """Returns the grader's samples: each transcript once, as recorded.
+
+    A conversation that an agent's framework reported takes its place, in the framework's form, if all that it says for the policy
+    was sampled. What a workflow `returned` never does. Both are `reported_messages`.
+    """
+    claims = {**reported, **({MAIN: returned} if returned and not reported else {})}
     samples: dict[str, RolloutSample] = {}
-    for name in {**recorded, **reported}:
+    for name in {**recorded, **claims}:
         known = recorded.get(name, Transcript([], [], ()))
-        messages = fast_copy(reported.get(name, known.messages))
-        transcript, tools = fast_copy(known.messages), fast_copy(known.tools)
-        samples[name] = RolloutSample(id=name, messages=messages, transcript=transcript, tools=tools, steps=known.steps)
+        replies = known.messages if known.replies is None else known.replies
+        proven = name in reported and was_sampled(reported[name], known.messages, replies)
+        samples[name] = RolloutSample(
+            id=name,
+            messages=fast_copy(reported[name] if proven else known.messages),
+            transcript=fast_copy(known.messages),
+            replies=fast_copy(_sampled(known.messages, replies)),
+            reported_messages=fast_copy(claims.get(name, [])),
+            tools=fast_copy(known.tools),
+            steps=known.steps,
+        )
     return samples
 
 
-def _transcript(attempt: Attempt, step: Step, indices: list[int]) -> Transcript:
+def unrecorded_samples(claims: Mapping[str, list[Message]]) -> dict[str, RolloutSample]:
+    """Returns samples of what agents reported, for a grader whose controller does not say what was recorded."""
+    return {
+        name: RolloutSample(id=name, messages=fast_copy(messages), reported_messages=fast_copy(messages))
+        for name, messages in claims.items()
+    }
+
+
+def misreported(samples: Mapping[str, RolloutSample], reported: Iterable[str]) -> list[str]:
+    """Returns the transcripts whose agents reported another conversation than was sampled."""
+    return [name for name in reported if samples[name].messages != samples[name].reported_messages]
+
+
+def _sampled(messages: list[Message], replies: list[Message]) -> list[Message]:
+    """Returns the assistant messages that the policy said; the others came with a request."""
+    said = {text_of(reply) for reply in replies}
+    return [each for each in messages if each.get("role") == "assistant" and text_of(each) in said]
+
+
+def _transcript(attempt: Attempt, step: Step, indices: list[int], replies: list[Message]) -> Transcript:
     nodes = {node.id: node for node in attempt.nodes}
     steps = {step.index: step for step in attempt.steps}
     node, messages = nodes[step.node], [*nodes[step.node].messages, step.message]
@@ -52,4 +92,4 @@ def _transcript(attempt: Attempt, step: Step, indices: list[int]) -> Transcript:
         parent = steps[node.parent]
         node = nodes[parent.node]
         messages[:0] = [*node.messages, parent.message]
-    return Transcript(messages, list(node.tools), tuple(indices))
+    return Transcript(messages, list(node.tools), tuple(indices), replies)

@@ -14,7 +14,7 @@ from penstock.config import RunConfig, make_config
 from penstock.errors import ConfigError
 from penstock.pool import POOLS
 from penstock.system.checksums import add_checksum, file_checksum, remove_checksum
-from penstock.system.files import create_private, write_file
+from penstock.system.files import write_file
 from penstock.system.locks import exclusive_lock
 
 MAY_CHANGE = (
@@ -59,13 +59,6 @@ class RunFolder:
     def discard_start(self) -> None:
         """Remove the config, so that the folder counts as not started."""
         (self.path / "config.json").unlink()
-
-    def secret(self) -> bytes:
-        """Returns the key that signs this run's model tokens; created once, readable by the owner only."""
-        file = self.path / "secret"
-        if not file.exists():
-            create_private(file, secrets.token_bytes(32))
-        return file.read_bytes()
 
     def metrics(self) -> list[dict[str, Any]]:
         """Returns one entry per training step; a line that is damaged, or that a kill cut short, is left out."""

@@ -1,5 +1,6 @@
 """Opens what training and evaluation both need to make rollouts: pool, engine, gateway and runner."""
 
+import secrets
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import NamedTuple
@@ -8,6 +9,7 @@ from penstock.config import RunConfig, run_secrets
 from penstock.engines.base import Engine
 from penstock.events import Events
 from penstock.gateway.app import Gateway
+from penstock.gateway.auth import Access
 from penstock.gateway.call import GatewayLimits
 from penstock.gateway.observability import open_tracer
 from penstock.gateway.sources import open_engine
@@ -18,6 +20,7 @@ from penstock.rollout.runner import Runner, open_runner
 from penstock.run.folder import RunFolder
 from penstock.run.inputs import Inputs
 from penstock.run.recorded_run import refuse_foreign_pool
+from penstock.sdk.discovery import Agent
 
 
 class RolloutRunner(NamedTuple):
@@ -54,7 +57,7 @@ async def open_rollout_runner(
                 engine,
                 renderer,
                 pool,
-                secret=folder.secret(),
+                secret=secrets.token_bytes(32),  # in memory only: a later process replaces the rollouts that it finds unfinished
                 host=config.gateway.host,
                 port=config.gateway.port,
                 hosts=config.gateway.hosts,
@@ -62,6 +65,7 @@ async def open_rollout_runner(
                 limits=GatewayLimits.of(config.gateway),
                 tracer=tracer,
                 secrets=run_secrets(),
+                closed=_closed_routes(inputs.agent),
             )
         )
         runner = await stack.enter_async_context(
@@ -77,6 +81,13 @@ async def open_rollout_runner(
         )
         gateway.reward_function = runner.compute_reward
         yield RolloutRunner(engine, runner)
+
+
+def _closed_routes(agent: Agent) -> set[Access]:
+    """The routes that nobody but a thief of the key could call. A flow has a token for the flow routes."""
+    if agent.graded_by_run:
+        return {Access.CONTROL, Access.FLOW}
+    return {Access.CONTROL} if agent.trusted else set()
 
 
 def sampling(config: RunConfig, *, temperature: float) -> Sampling:

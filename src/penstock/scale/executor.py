@@ -88,7 +88,7 @@ class RayExecutor(Executor):
         async with self._workflow_slots:
             task = replace(task, label=None)  # it does not even get where the agent is
             answer = await self._done(self._job("workflow", task, rollout_id, timeout_s, spec), {})
-        return WorkflowResult(answer.samples, answer.direct_calls)
+        return WorkflowResult(answer.samples, answer.direct_calls, answer.returned)
 
     async def grade(self, task: Task, samples: Mapping[str, RolloutSample], *, rollout_id: str, timeout_s: float) -> list[Reward]:
         async with self._grader_slots:

@@ -70,6 +70,11 @@ class Agent:
     """Whether its code gets a flow token, which may submit, grade and complete its own rollouts."""
 
     @property
+    def graded_by_run(self) -> bool:
+        """Whether its grader alone grades its rollouts. A flow may grade its own."""
+        return self.grader is not None and not self.trusted
+
+    @property
     def grader_name(self) -> str:
         """The source of its grades."""
         return self.grader_config.name if self.grader_config else self.grader.__name__ if self.grader else "none"

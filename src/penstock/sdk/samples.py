@@ -1,4 +1,4 @@
-"""RolloutSample: one conversation of a rollout, as its agent's framework keeps it and as the gateway recorded it."""
+"""RolloutSample: one conversation of a rollout, as the gateway recorded it and as its agent reported it."""
 
 import base64
 from copy import deepcopy
@@ -18,9 +18,14 @@ class RolloutSample:
 
     id: str
     messages: list[Message] = field(default_factory=list[Message])
-    """In the form of the agent's framework if it reported them, else as recorded: the last call's messages and its reply."""
+    """As recorded: the last call's messages and its reply. In the form of the agent's framework if that reported a conversation in
+    which the policy says only what it sampled. Empty if the gateway saw no call of it."""
     transcript: list[Message] = field(default_factory=list[Message])
-    """As recorded, in the OpenAI form, system prompt included; empty if the gateway saw no call of it."""
+    """As recorded, always in the OpenAI form, system prompt included."""
+    replies: list[Message] = field(default_factory=list[Message])
+    """The assistant messages of `transcript` that the policy sampled, without those that a request brought along."""
+    reported_messages: list[Message] = field(default_factory=list[Message])
+    """What the agent says: its framework's conversation, or what its workflow returned. Nothing of it needs to be true."""
     tools: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     """Schemas of the tools in its last call."""
     steps: tuple[int, ...] = ()

@@ -10,6 +10,9 @@ from pathlib import Path
 
 from penstock.errors import ConfigError
 
+KEY_BYTES = 32
+"""Length of a key file's random content, and the least that `load_key` accepts."""
+
 
 def write_file(path: Path, content: bytes, *, private: bool = False, durable: bool = True) -> Path:
     """Replace `path`: after a kill it has the old content or the new one. Returns `path`.
@@ -33,6 +36,32 @@ def create_private(path: Path, content: bytes) -> None:
         with suppress(FileExistsError):
             os.link(draft, path)  # unlike rename, link never replaces a file
     _sync_names(path.parent)
+
+
+def load_key(path: Path, *, loss: str, text: bool = False) -> bytes:
+    """Return the key in the file `path`. The first call creates it, readable by its owner only.
+
+    It is made of random bytes, or with `text` of URL-safe letters, and is on disk before anyone sees it. A file that is empty, cut
+    short or all zeros is refused, since anybody could know such a key; `loss` tells in the error what follows if it is removed.
+    """
+    try:
+        if not path.exists():
+            create_private(path, secrets.token_urlsafe(KEY_BYTES).encode() if text else secrets.token_bytes(KEY_BYTES))
+        key = path.read_bytes()
+    except OSError as cause:
+        raise ConfigError(f"{path}: the key cannot be read: {cause.strerror or cause}; it must be a file of its owner's") from cause
+    problem, remedy = f"{path} is damaged", f"put it back from a backup, or remove it and {loss}"
+    check_key(key, problem, remedy)
+    if text and not key.isascii():
+        raise ConfigError(f"{problem}: it holds bytes that no key of ours has; {remedy}")
+    return key
+
+
+def check_key(key: bytes, problem: str, remedy: str) -> None:
+    """Raise ConfigError unless `key` is long enough to be a secret."""
+    if len(key) < KEY_BYTES or not any(key):
+        what = f"{len(key)} bytes" if len(key) < KEY_BYTES else "nothing but zeros"
+        raise ConfigError(f"{problem}: it holds {what}, a key at least {KEY_BYTES} random bytes; {remedy}")
 
 
 @contextmanager

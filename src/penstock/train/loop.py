@@ -178,7 +178,7 @@ class ClaimWait:
                 f"{what}, and nothing has happened for {silent_s:.0f} s; the same command goes on, "
                 "`penstock pool verify` says whether the pool is damaged"
             )
-        self._run.events.emit("train.wait", step=self._step, seconds=round(self._now() - self._started), message=what)
+        self._run.events.emit("train.wait", step=self._step, seconds=round(self._now() - self._started), text=what)
 
 
 def refuse_short_groups(dropped: int, limits: RolloutSection) -> None:

@@ -114,12 +114,15 @@ async def _find_checkpoint(run: TrainingRun) -> tuple[PolicyVersion | None, Fall
             f"restore a copy of one, or {FRESH}"
         )
     for folder, problem in damaged.items():
-        run.events.emit("checkpoint.damaged", folder=str(folder), problem=problem, kept_as=policy.set_aside(folder).name)
+        kept_as = policy.set_aside(folder).name
+        text = f"checkpoint {folder} is damaged: {problem}; it is kept as {kept_as}"
+        run.events.emit("checkpoint.damaged", folder=str(folder), problem=problem, kept_as=kept_as, text=text)
     number, step = (saved.number, saved.step) if saved else (0, 0)
     undone = await run.pool.undo(number)
     if damaged or undone:
         groups = [{"group_id": group_id, "version": version} for group_id, version in undone]
-        run.events.emit("checkpoint.fallback", version=number, step=step, damaged=len(damaged), groups=groups)
+        text = f"the run goes on from step {step}: {len(undone)} groups that were trained into lost weights are trained again"
+        run.events.emit("checkpoint.fallback", version=number, step=step, damaged=len(damaged), groups=groups, text=text)
     return saved, Fallback(len(damaged), len(undone))
 
 
@@ -139,15 +142,15 @@ async def _acknowledge(run: TrainingRun, saved: PolicyVersion) -> None:
 def _keep_records(run: TrainingRun, step: int) -> tuple[int, ...]:
     """Drop metrics and evaluations of what was undone, and what is damaged; returns the versions after each step that is left."""
     for problem in run.folder.set_aside_damaged():
-        run.events.emit("record.damaged", message=problem)
+        run.events.emit("record.damaged", text=problem)
     kept = run.folder.keep_metrics(step)
     run.folder.keep_evaluations(step)
     if lacking := step - len(kept):
         text = f"metrics.jsonl is damaged: it lacks {lacking} of {step} steps, and so do the rewards and counts of the summary"
-        run.events.emit("record.damaged", message=text)
+        run.events.emit("record.damaged", text=text)
     if step and run.inputs.heldout and "before-0" not in run.folder.evaluations():
         text = "evals.json is damaged: the evaluation before training is lost, and cannot be made any more"
-        run.events.emit("record.damaged", message=text)
+        run.events.emit("record.damaged", text=text)
     return (0, *(entry["version"] for entry in kept))
 
 

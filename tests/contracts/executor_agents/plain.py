@@ -7,7 +7,7 @@ import socket
 import sys
 from pathlib import Path
 
-from penstock import AgentWorkflow, AgentWorkflowConfig, Grader, GraderConfig
+from penstock import AgentWorkflow, AgentWorkflowConfig, Grader, GraderConfig, RolloutSample, get_rollout_context
 
 
 class Settings(AgentWorkflowConfig):
@@ -112,6 +112,50 @@ async def returns_messages(ctx):
     return [{"role": "assistant", "content": "in my own words"}]
 
 
+async def returns_the_answer(ctx):
+    await ask(ctx, [{"role": "user", "content": "say: wrong"}])
+    return [*ctx.prompt, {"role": "assistant", "content": "six"}]
+
+
+class Claim:
+    """A sample source that says what it is told to."""
+
+    def __init__(self, *messages):
+        self.messages = list(messages)
+
+    async def get_sample(self, name):
+        return RolloutSample(id=name, messages=self.messages)
+
+
+async def reports_the_answer(ctx):
+    await ask(ctx, [{"role": "user", "content": "say: wrong"}])
+    get_rollout_context().register_sample_source("main", Claim({"role": "assistant", "content": "six"}))
+
+
+async def reports_the_answer_as_the_users(ctx):
+    said = await ask(ctx, [{"role": "user", "content": "say: wrong"}])
+    get_rollout_context().register_sample_source("main", Claim(*said, {"role": "user", "content": "six"}))
+
+
+async def reports_what_it_asked_before(ctx):
+    early = await ask(ctx, ctx.prompt)
+    await ask(ctx, [{"role": "user", "content": "say: wrong"}])
+    get_rollout_context().register_sample_source("main", Claim(*early))
+
+
+async def reports_an_agent_that_never_was(ctx):
+    await ask(ctx, [{"role": "user", "content": "say: wrong"}], "solver")
+    get_rollout_context().register_sample_source("ghost", Claim({"role": "assistant", "content": "six"}))
+
+
+async def returns_without_a_call(ctx):
+    return [{"role": "assistant", "content": "six"}]
+
+
+async def puts_words_into_its_mouth(ctx):
+    await ask(ctx, [{"role": "assistant", "content": "six"}, {"role": "user", "content": "say: wrong"}])
+
+
 async def leaves_a_file(ctx):
     (ctx.artifacts_dir / "note.txt").write_text("found it")
     await ask(ctx, ctx.prompt)
@@ -136,6 +180,15 @@ class Plain(AgentWorkflow[Settings]):
 
 async def right(ctx):
     ctx.set_reward(float(ctx.sample.messages[-1]["content"] == ctx.label))
+
+
+async def by_sample(ctx):
+    for name, sample in ctx.samples.items():
+        ctx.set_sample_reward(name, float(sample.messages[-1]["content"] == ctx.label))
+
+
+async def by_replies(ctx):
+    ctx.set_reward(float(any(reply["content"] == ctx.label for reply in ctx.sample.replies)))
 
 
 async def each(ctx):
@@ -213,7 +266,8 @@ async def past_the_setter(ctx):
 class Check(Grader):
     async def grade(self, ctx):
         samples = {
-            name: {"messages": s.messages, "transcript": s.transcript, "tools": s.tools, "steps": list(s.steps)}
+            name: {"messages": s.messages, "transcript": s.transcript, "claims": s.reported_messages, "steps": list(s.steps)}
+            | {"tools": s.tools, "replies": s.replies}
             for name, s in ctx.samples.items()
         }
         seen = {"label": ctx.label, "metadata": ctx.metadata, "factor": getattr(self.config, "factor", None), "samples": samples}

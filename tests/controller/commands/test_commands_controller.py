@@ -15,6 +15,7 @@ from penstock.cli.app import run
 from penstock.controller.client import ControllerClient
 from penstock.controller.home import Home
 from penstock.controller.local import find_running, is_unserved
+from penstock.errors import ControllerError
 
 
 @pytest.fixture
@@ -94,6 +95,18 @@ def test_the_token_opens_it_a_device_is_let_in_and_a_repository_is_registered(ho
             ControllerClient(up.ready["url"], device.device_token(begun["device_code"])["token"]).verify()["user"]["name"]
             == "laptop"
         )
+        begun = device.authorize_device("phone")
+        assert run(["controller", "approve", begun["user_code"], "--person", "ann"]) == 0
+        assert "Let phone, a device of ann's, in." in capsys.readouterr().out
+        phone = ControllerClient(up.ready["url"], device.device_token(begun["device_code"])["token"])
+        assert run(["controller", "devices", "--plain"]) == 0
+        listed = [row.split("\t")[:3] for row in capsys.readouterr().out.splitlines()]
+        token_id = phone.verify()["token_id"]
+        assert [token_id, "phone", "ann"] in listed and len(listed) == 2
+        assert run(["controller", "revoke", token_id, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["status"] == "revoked"
+        with pytest.raises(ControllerError, match="revoked"):
+            phone.verify()
         for folder in ("rollouts", "configs/eval", "configs/training", "data"):
             (tmp_path / "workspace" / folder).mkdir(parents=True)
         assert run(["controller", "register", str(tmp_path / "workspace"), "--name", "Acme/agents", "--json"]) == 0

@@ -7,6 +7,7 @@ from gateway_cases import USER, chat, renderer
 from penstock.errors import ConfigError, RequestError
 from penstock.gateway import Gateway
 from penstock.gateway.auth import Access, GatewayTokens
+from penstock.http.listen import LOOPBACK, known_names
 from penstock.records import End
 from penstock.testing import ScriptedEngine, memory_pool, workbench
 
@@ -180,12 +181,19 @@ def test_a_key_that_is_none_of_ours_gives_way_to_the_token_in_the_path():
     run(steps)
 
 
-@pytest.mark.parametrize(("host", "status"), [("127.0.0.1:80", 200), ("localhost", 200), ("[::1]:9", 200), ("evil.example", 421)])
+@pytest.mark.parametrize(
+    ("host", "status"), [("127.0.0.1:80", 200), ("LOCALHOST", 200), ("[::1]:9", 200), ("evil.example", 421), ("[", 421)]
+)
 def test_a_request_under_a_name_that_is_not_ours_is_refused(host, status):
     async def steps(bench, session):
         assert (await bench.http().get("/health", headers={"host": host})).status_code == status
 
     run(steps)
+
+
+@pytest.mark.parametrize(("host", "names"), [("127.0.0.2", (LOOPBACK | {"127.0.0.2"})), ("0.0.0.0", None), ("10.0.0.1", None)])
+def test_every_address_of_this_machine_has_known_names(host, names):
+    assert known_names(host, ()) == names
 
 
 def test_there_are_routes_of_every_kind():

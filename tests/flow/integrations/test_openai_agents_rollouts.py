@@ -315,3 +315,20 @@ def test_every_workflow_of_the_guide_runs(place):
 
 async def good(ctx):
     ctx.set_reward(1.0)
+
+
+def test_items_that_an_agent_adds_to_its_session_are_not_graded():
+    claim = {"role": "assistant", "content": "It is 6."}
+
+    async def work(ctx):
+        session = RolloutSession("solver")
+        await Runner.run(agent(), ctx.prompt, session=session)
+        await session.add_items([claim])
+
+    async def grade(ctx):
+        assert ctx.sample.messages[-1] == {"role": "assistant", "content": "I do not know."}
+        assert ctx.sample.reported_messages[-1] == claim
+        ctx.set_reward(0.0)
+
+    attempt = run_of(work, ["I do not know."], grade)
+    assert (attempt.end, attempt.message, attempt.reward) == (End.COMPLETED, "", 0.0)

@@ -113,14 +113,14 @@ def test_two_packages_and_several_transcripts_share_a_rollout():
     assert (done.transcripts, done.said("executor")) == (["planner", "executor"], [("user", "Multiply."), ("assistant", "42")])
 
 
-def test_messages_that_a_workflow_returns_are_what_the_grader_sees():
+def test_messages_that_a_workflow_returns_stand_beside_what_was_sampled():
     async def run(ctx):
         answer = await ctx.openai().chat.completions.create(model="any", messages=ctx.prompt)
         return [{"role": "note", "content": answer.choices[0].message}]
 
     sample = outcome(["42"], run).samples["main"]
-    assert sample.messages == [{"role": "note", "content": {"content": "42", "role": "assistant"}}]
-    assert sample.transcript[-1] == {"role": "assistant", "content": "42"}
+    assert sample.reported_messages == [{"role": "note", "content": {"content": "42", "role": "assistant"}}]
+    assert sample.messages[-1] == sample.transcript[-1] == {"role": "assistant", "content": "42"}
 
 
 def test_clients_without_await_work_in_threads_with_the_address_and_key_of_the_context():

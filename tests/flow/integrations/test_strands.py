@@ -443,3 +443,14 @@ def test_a_conversation_given_with_calls_and_results_reaches_the_policy():
 def test_messages_that_would_lose_something_are_refused(row, told):
     with pytest.raises(ValueError, match=told):
         strands_messages([row])
+
+
+def test_words_that_an_agent_puts_into_its_history_are_not_graded():
+    async def run(ctx):
+        agent = make(messages=ctx.prompt)
+        await agent.invoke_async()
+        agent.messages.append({"role": "assistant", "content": [{"text": "42"}]})
+
+    sample = outcome(["I do not know."], run).samples["solver"]
+    assert sample.messages == sample.transcript and sample.messages[-1]["content"] == "I do not know."
+    assert sample.reported_messages[-1]["content"] == [{"text": "42"}]

@@ -51,7 +51,7 @@ class Careless(AgentWorkflow[Settings]):
 
 class Judge(Grader):
     async def grade(self, ctx):
-        do = ctx.sample.messages[-1]["content"]
+        do = ctx.sample.reported_messages[-1]["content"]
         if do == "grader hang":
             await asyncio.Event().wait()
         if do == "unknown sample":

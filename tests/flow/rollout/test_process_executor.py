@@ -67,7 +67,7 @@ def test_messages_come_back_as_plain_values_however_large_or_odd(tmp_path):
     large = "ü🎲" * 2_000_000
     return [{"role": "user", "content": large, "thing": Thing(), "set": {1}, "big": 1 << 80, "half": "\\ud800"}]
     """
-    (message,) = told(tmp_path, run).samples["main"]
+    (message,) = told(tmp_path, run).returned
     assert message["content"] == "ü🎲" * 2_000_000
     assert (message["big"], message["half"], message["thing"]) == (1 << 80, "\ud800", "a thing")
 
@@ -99,7 +99,7 @@ def test_the_label_is_nowhere_in_the_workflows_process(tmp_path):
     async def main():
         async with opened(tmp_path, run, grade) as stage:
             await stage.grade()
-            assert (await stage.run()).samples["main"] == [{"labels": [None]}]
+            assert (await stage.run()).returned == [{"labels": [None]}]
 
     asyncio.run(main())
 
@@ -139,7 +139,7 @@ def test_process_that_dies_says_how_and_disturbs_no_neighbour(tmp_path):
         run, tasks = chosen({"fine": "return [{'said': 'fine'}]", **{name: text for name, (text, _) in DEATHS.items()}})
         async with opened(tmp_path, run) as stage:
             results = await settled(stage, tasks)
-        assert results.pop("fine").samples["main"] == [{"said": "fine"}]
+        assert results.pop("fine").returned == [{"said": "fine"}]
         for name, error in results.items():
             assert str(error).startswith("workflow 'Work': its process "), name
             assert DEATHS[name][1] in str(error), name
@@ -250,7 +250,7 @@ def test_forked_child_that_returns_from_run_says_nothing_in_its_name(tmp_path):
     async def main():
         run = "if not os.fork():\n    return [{'said': 'by the child'}]\nos.wait()\nreturn [{'said': 'by the agent'}]"
         async with opened(tmp_path, run) as stage:
-            assert (await stage.run()).samples["main"] == [{"said": "by the agent"}]
+            assert (await stage.run()).returned == [{"said": "by the agent"}]
 
     asyncio.run(main())
 

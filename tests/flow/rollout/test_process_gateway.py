@@ -90,7 +90,7 @@ def test_twenty_rollouts_at_once_never_mix(tmp_path, renderer):
     return [{"me": os.environ["PENSTOCK_ROLLOUT_ID"], "context": get_rollout_context().rollout_id, "task": ctx.metadata["place"]}]
     """
     grade = """
-    (told,) = ctx.sample.messages
+    (told,) = ctx.sample.reported_messages
     assert told["me"] == told["context"] and told["task"] == ctx.metadata["place"]
     assert ctx.sample.transcript[1]["content"] == f"number {ctx.label}!", ctx.sample.transcript
     return float(ctx.label)

@@ -22,7 +22,7 @@ def said(folder, run, *, name="r", **options):
 
     async def main():
         async with opened(folder, run, **options) as stage:
-            return (await stage.run(name)).samples["main"][0]
+            return (await stage.run(name)).returned[0]
 
     return asyncio.run(main())
 
@@ -134,7 +134,7 @@ def test_forked_rollouts_differ_in_their_random_numbers(tmp_path):
 
     async def main():
         async with opened(tmp_path, run, top="import numpy") as stage:
-            return [(await stage.run()).samples["main"][0] for _ in range(2)]
+            return [(await stage.run()).returned[0] for _ in range(2)]
 
     first, second = asyncio.run(main())
     assert first["python"] != second["python"]

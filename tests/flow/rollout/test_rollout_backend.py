@@ -176,12 +176,13 @@ def test_transcripts_in_the_reply_are_graded_where_no_agent_told_them():
     assert (seen["main"].tools, graded.reward, graded.step_rewards) == ([{"x": 1}], 0.25, {0: 0.5})
 
 
-def test_own_messages_of_an_agent_win_over_the_reply_which_adds_what_was_recorded():
-    reply = CompletionReply.model_validate({"transcripts": {"main": {"messages": PROMPT, "steps": [0]}}})
+def test_what_the_reply_says_was_recorded_wins_over_the_messages_that_a_workflow_returns():
+    sampled = [*PROMPT, {"role": "assistant", "content": "7"}]
+    reply = CompletionReply.model_validate({"transcripts": {"main": {"messages": sampled, "steps": [0]}}})
 
     async def grade(ctx):
-        assert ctx.sample.messages[-1]["content"] == "6"
-        assert (ctx.sample.transcript, ctx.sample.steps) == (PROMPT, (0,))
+        assert ctx.sample.reported_messages[-1]["content"] == "6"
+        assert (ctx.sample.messages, ctx.sample.transcript, ctx.sample.steps) == (sampled, sampled, (0,))
         return 1.0
 
     _, graded = results(backend_of(said, grade), reply=reply)

@@ -584,6 +584,19 @@ def test_without_a_token_only_this_machine_is_served(client, headers, admitted):
         assert refused.value.status == 403
 
 
+@pytest.mark.parametrize(
+    "host", ["localhost", "127.0.0.1:9000", "[::1]:9000", "agent.localhost", "testserver", "evil.example", "["]
+)
+def test_without_a_token_the_server_has_no_name_but_this_machines(host):
+    asked = SimpleNamespace(client=SimpleNamespace(host="127.0.0.1"), headers={"host": host})
+    if host not in ("evil.example", "["):
+        authorize(asked, None)
+        return
+    with pytest.raises(Exception, match="PENSTOCK_ROLLOUT_TOKEN") as refused:
+        authorize(asked, None)
+    assert refused.value.status == 421
+
+
 def test_token_and_hosts_come_from_the_environment(monkeypatch):
     monkeypatch.setenv("PENSTOCK_ROLLOUT_TOKEN", "from-env")
     monkeypatch.setenv("PENSTOCK_ROLLOUT_HOSTS", "example.com, 10.0.0.0/8")

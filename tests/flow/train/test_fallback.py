@@ -47,7 +47,8 @@ def test_what_was_trained_into_a_damaged_checkpoint_is_trained_again_and_told(tm
     assert (summary.status, summary.steps, summary.checkpoints_damaged, summary.groups_undone) == ("finished", 3, 1, 1)
     assert name in run.events("checkpoint.damaged")[0]["problem"]
     groups = [{"group_id": "train-1", "version": 2}]
-    assert run.events("checkpoint.fallback") == [{"version": 1, "step": 1, "damaged": 1, "groups": groups}]
+    (told,) = run.events("checkpoint.fallback")
+    assert (told["version"], told["step"], told["damaged"], told["groups"]) == (1, 1, 1, groups)
     # the number of the lost version is not used again, and its group is trained once
     assert [entry["version"] for entry in run.metrics()] == [1, 3, 4]
     assert [entry["groups_undone"] for entry in run.metrics()] == [0, 1, 0]
@@ -93,7 +94,7 @@ def test_the_evaluation_before_training_is_not_made_with_later_weights(tmp_path:
     run, checkpoints = trained_run(tmp_path)
     (checkpoints.parent / "evals.json").unlink()
     assert run.train().eval_before is None
-    assert "the evaluation before training is lost" in run.events("record.damaged")[0]["message"]
+    assert "the evaluation before training is lost" in run.events("record.damaged")[0]["text"]
 
 
 def test_a_damaged_line_of_metrics_is_left_out_and_told(tmp_path: Path):
@@ -101,7 +102,7 @@ def test_a_damaged_line_of_metrics_is_left_out_and_told(tmp_path: Path):
     file = checkpoints.parent / "metrics.jsonl"
     file.write_text(file.read_text().replace('"reward":', '"reward":1', 1))
     run.train()
-    assert "lacks 1 of 2 steps" in run.events("record.damaged")[0]["message"]
+    assert "lacks 1 of 2 steps" in run.events("record.damaged")[0]["text"]
     assert [entry["step"] for entry in run.metrics()] == [2, 3]
 
 
@@ -128,4 +129,4 @@ def test_a_run_that_waits_says_what_for_and_gives_up_where_nothing_happens(tmp_p
     run = stuck_run(tmp_path)
     with pytest.raises(TrainError, match="step 1 waits for 1 complete groups: 0 are, 1 have rollouts under way, and nothing has"):
         run.train()
-    assert run.events("train.wait")[0]["message"] == "step 1 waits for 1 complete groups: 0 are, 1 have rollouts under way"
+    assert run.events("train.wait")[0]["text"] == "step 1 waits for 1 complete groups: 0 are, 1 have rollouts under way"

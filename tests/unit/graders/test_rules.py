@@ -88,6 +88,14 @@ def test_rollout_is_scored_once_by_the_last_answer_that_the_policy_wrote():
     assert [graded(wrong, asked, right), graded(right, asked, wrong), graded(right, call), graded(asked)] == [1.0, 0.0, 1.0, 0.0]
 
 
+def test_answer_that_a_request_brought_along_is_not_the_policys():
+    given, said = {"role": "assistant", "content": "#### 72"}, {"role": "assistant", "content": "#### 71"}
+    sample = RolloutSample(id="main", transcript=[said, given], replies=[said])
+    ctx = GraderContext("72", {"main": sample}, metadata=ROW)
+    asyncio.run(RuleGrader(None).grade(ctx))
+    assert ctx.reward == 0.0
+
+
 def test_label_counts_even_where_the_row_says_another_truth():
     assert graded({"role": "assistant", "content": "#### 5"}, label="5") == 1.0
 

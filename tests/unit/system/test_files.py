@@ -1,11 +1,14 @@
 import os
+import signal
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.system.files import create_private, creating, publish, replacing, write_file
+from penstock.system.files import KEY_BYTES, create_private, creating, load_key, publish, replacing, write_file
 
 
 def names(folder: Path) -> list[str]:
@@ -78,3 +81,83 @@ def test_links_in_a_folder_are_not_followed(tmp_path: Path) -> None:
     (tmp_path / "draft" / "link").symlink_to(tmp_path / "nowhere")
     publish(tmp_path / "draft", tmp_path / "done")
     assert (tmp_path / "done" / "link").is_symlink()
+
+
+KILLED_AT_A_CALL = """
+import os, signal, sys
+from pathlib import Path
+from penstock.system.files import load_key
+
+calls = 0
+def kill(name):
+    real = getattr(os, name)
+    def call(*arguments, **named):
+        global calls
+        if str(sys.argv[1]) in str(arguments) or name in ("fsync", "link"):
+            calls += 1
+            if calls == int(sys.argv[2]):
+                os.kill(os.getpid(), signal.SIGKILL)
+        return real(*arguments, **named)
+    setattr(os, name, call)
+
+for name in ("open", "fsync", "link", "close", "unlink", "fdopen"):
+    kill(name)
+load_key(Path(sys.argv[1]) / "key", loss="start again")
+print("whole")
+"""
+
+
+def test_a_kill_at_any_call_leaves_no_key_or_a_whole_one(tmp_path: Path) -> None:
+    """Killed before its n-th system call on the file, for every n until it survives."""
+    codes: list[int] = []
+    for call in range(1, 40):
+        folder = tmp_path / str(call)
+        folder.mkdir()
+        done = subprocess.run(
+            [sys.executable, "-c", KILLED_AT_A_CALL, folder, str(call)], capture_output=True, timeout=60, check=False
+        )
+        assert not (folder / "key").exists() or len((folder / "key").read_bytes()) == KEY_BYTES
+        key = load_key(folder / "key", loss="start again")
+        assert load_key(folder / "key", loss="start again") == key and len(key) == KEY_BYTES
+        codes.append(done.returncode)
+        if done.returncode == 0:
+            break
+    assert codes == [-signal.SIGKILL] * (len(codes) - 1) + [0] and len(codes) > 5, "the kills have gone through the whole of it"
+
+
+def test_a_key_is_synced_before_its_name_and_the_folder_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    fsync, link = os.fsync, os.link
+
+    def synced(descriptor: int) -> None:
+        calls.append("folder" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else "file")
+        fsync(descriptor)
+
+    def linked(draft: Path, path: Path) -> None:
+        calls.append("link")
+        link(draft, path)
+
+    monkeypatch.setattr(os, "fsync", synced)  # no seam: the order of system calls is the behaviour
+    monkeypatch.setattr(os, "link", linked)
+    load_key(tmp_path / "key", loss="start again")
+    assert calls == ["file", "link", "folder"] and mode(tmp_path / "key") == 0o600
+    load_key(tmp_path / "key", loss="start again")
+    assert calls == ["file", "link", "folder"]
+
+
+@pytest.mark.parametrize("content", [b"", b"k", b"k" * 31, b"\0" * 32, b"\0" * 64])
+@pytest.mark.parametrize("text", [False, True])
+def test_a_damaged_key_is_refused_with_a_remedy(tmp_path: Path, content: bytes, text: bool) -> None:
+    (tmp_path / "key").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"key is damaged: it holds .*; put it back from a backup, or remove it and start again"):
+        load_key(tmp_path / "key", loss="start again", text=text)
+    assert (tmp_path / "key").read_bytes() == content
+
+
+def test_a_key_that_is_no_text_or_no_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "key").write_bytes(b"\xff" * 43)
+    with pytest.raises(ConfigError, match="no key of ours has"):
+        load_key(tmp_path / "key", loss="start again", text=True)
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(ConfigError, match="the key cannot be read: Is a directory"):
+        load_key(tmp_path / "folder", loss="start again")

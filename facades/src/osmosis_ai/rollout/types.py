@@ -81,7 +81,7 @@ class RolloutSample(samples.RolloutSample):
 
 
 class AgentWorkflowOutput(BaseModel):
-    """What `run` may return: messages for the grader, where no agent or session tells them."""
+    """What `run` may return; the grader finds the messages as `sample.reported_messages`."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 

@@ -18,15 +18,16 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from penstock import __version__
 from penstock.controller.api import datasets, models, outputs, repositories, runs, secrets
-from penstock.controller.api.auth import AccessLevel, AccountRoutes, ApiTokens, DeviceLogins, require_owner, required_access
+from penstock.controller.api.auth import ROUTE_ACCESS, AccessLevel, AccountRoutes, ApiTokens, DeviceLogins
 from penstock.controller.api.bodies import reply
 from penstock.controller.api.links import CALLER_BASE_URL, PATH, SignedLinks
 from penstock.controller.api.results import RunResults
 from penstock.controller.context import Controller
+from penstock.controller.identity import require_owner
 from penstock.errors import ConfigError, ControllerError, DatasetError, ModelError, PenstockError, PoolError, RequestError
 from penstock.http.asgi import header
 from penstock.http.listen import base_url as url_of
-from penstock.http.listen import bind, known_names
+from penstock.http.listen import bind, host_name, known_names
 from penstock.http.server import HttpServer
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
@@ -43,7 +44,7 @@ log = logging.getLogger(__name__)
 def make_app(controller: Controller, base_url: str, *, names: Collection[str] | None = None) -> Starlette:
     """Builds the app. `names` are the accepted host names; None accepts any. Links use `base_url` if that is https."""
     tokens = ApiTokens(controller.database, controller.home.token())
-    links = SignedLinks(controller.home.secret("links"), base_url)
+    links = SignedLinks(controller.home.key("links"), base_url)
     results = RunResults(controller)
     account = AccountRoutes(tokens, DeviceLogins(controller.database, tokens), links)
     unprotected = [Route("/health", _health, methods=["GET"]), *account.routes()]
@@ -81,20 +82,13 @@ class HostCheck:
             await self._app(scope, receive, send)
             return
         host = header(scope["headers"], b"host")
-        if self._names is not None and _host_name(host) not in self._names:
-            text = f"this controller is not called {_host_name(host)!r}; start it with that name among --name if it is yours"
+        if self._names is not None and host_name(host) not in self._names:
+            text = f"this controller is not called {host_name(host)!r}; start it with that name among --name if it is yours"
             await error_response(RequestError(text, status=421, code="WRONG_HOST"))(scope, receive, send)
             return
         CALLER_BASE_URL.set(f"http://{host}" if host else "")  # links lead to where this caller reaches us
         raw = scope.get("raw_path") or scope["path"].encode()
         await self._app({**scope, "path": raw.decode("latin-1")}, receive, send)
-
-
-def _host_name(host: str) -> str:
-    try:
-        return urlsplit(f"//{host}").hostname or ""
-    except ValueError:
-        return ""
 
 
 class AccessControl:
@@ -107,7 +101,7 @@ class AccessControl:
     def protect(self, route: Route) -> Route:
         """Returns the route with access check and error responses."""
         (method,) = (route.methods or set()) - {"HEAD"}
-        level = required_access(method, route.path)
+        level = ROUTE_ACCESS[f"{method} {route.path}"]
         endpoint: Endpoint = route.endpoint
 
         async def protected(request: Request) -> Response:

@@ -12,6 +12,7 @@ from penstock.controller.api.bodies import int_param, page_reply, page_request, 
 from penstock.controller.api.links import PATH, SignedLinks
 from penstock.controller.context import Controller
 from penstock.controller.datasets import Dataset, preview
+from penstock.controller.identity import require_own
 from penstock.errors import ControllerError
 
 BASE = "/api/cli/datasets"
@@ -45,7 +46,7 @@ class DatasetRoutes:
             raise _invalid_body("file_size must be a whole number of bytes", "file_size")
         replaced = string_field(body, "overwrite_dataset_id") if body.get("overwrite_dataset_id") is not None else None
         dataset = await asyncio.to_thread(
-            self._datasets.begin, name, size, extension.lower().lstrip("."), replaced, creator=request.state.who.name
+            self._datasets.begin, name, size, extension.lower().lstrip("."), replaced, who=request.state.who
         )
         upload = self._datasets.upload(dataset.id)
         assert upload is not None, "begin has created it"
@@ -67,10 +68,16 @@ class DatasetRoutes:
         """Returns the dataset after its validation; as `processing` if that takes long."""
         body = await read_object(request)
         extension = string_field(body, "file_extension") if body.get("file_extension") is not None else None
-        return reply(_record(await self._datasets.complete(request.path_params["ref"], extension)))
+        return reply(_record(await self._datasets.complete(self._own(request), extension)))
 
     async def abort(self, request: Request) -> Response:
-        return reply(_record(await asyncio.to_thread(self._datasets.abort, request.path_params["ref"])))
+        return reply(_record(await asyncio.to_thread(self._datasets.abort, self._own(request))))
+
+    def _own(self, request: Request) -> str:
+        """Returns the id of the dataset that the caller may change; ControllerError 403 if it is another's."""
+        found = self._datasets.get(request.path_params["ref"])
+        require_own(request.state.who, found.person, f"the dataset {found.name!r}")
+        return found.id
 
     async def list_datasets(self, request: Request) -> Response:
         limit, offset = page_request(request)

@@ -14,6 +14,7 @@ from typing import Any
 import orjson
 
 from penstock.errors import ControllerError
+from penstock.system.files import check_key
 
 PATH = "/api/cli/links"
 LIFETIME_S = 3600
@@ -27,14 +28,20 @@ class SignedLinks:
     """Creates and verifies links, to `base_url` if that is https, else to the URL that the client used, such as a tunnel's."""
 
     def __init__(self, key: bytes, base_url: str, *, lifetime_s: float = LIFETIME_S) -> None:
+        check_key(key, "the key of links is damaged", "remove the file `links` and start the controller again")
         self._key = hmac.new(key, b"penstock links", sha256).digest()
         self._base_url = base_url.rstrip("/")
         self.lifetime_s = lifetime_s
 
     @property
+    def is_proxied(self) -> bool:
+        """Whether the controller was told the address of a proxy before it."""
+        return self._base_url.startswith("https:")
+
+    @property
     def base(self) -> str:
         """The base URL for the current request's client."""
-        return self._base_url if self._base_url.startswith("https:") else CALLER_BASE_URL.get() or self._base_url
+        return self._base_url if self.is_proxied else CALLER_BASE_URL.get() or self._base_url
 
     def create(self, purpose: str, **facts: Any) -> str:
         """Returns a URL for the route `/api/cli/links/<purpose>/{token}`, which gets exactly these facts."""

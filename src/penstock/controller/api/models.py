@@ -58,11 +58,11 @@ class ModelRoutes:
     async def deploy(self, request: Request) -> Response:
         """Deploys a model; its status is `starting` if loading takes long. The body may name an `engine`."""
         engine = string_field(await read_object(request), "engine", default="embedded")
-        deployment = await self._deployments.deploy(request.path_params["name"], by=request.state.who.name, engine=engine)
+        deployment = await self._deployments.deploy(request.path_params["name"], who=request.state.who, engine=engine)
         return reply({"id": deployment.name, "model_name": deployment.name, "status": deployment.status} | _access(deployment))
 
     async def undeploy(self, request: Request) -> Response:
-        name = await self._deployments.undeploy(request.path_params["name"])
+        name = await self._deployments.undeploy(request.path_params["name"], who=request.state.who)
         return reply({"id": name, "model_name": name, "status": "inactive"})
 
     def _deployment_fields(self, name: str) -> dict[str, Any]:

@@ -7,7 +7,8 @@ copied; a copy is never changed, and its name is the file's token in the manifes
 import asyncio
 import os
 import re
-from collections.abc import Iterable, Mapping
+from bisect import bisect_right
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -49,8 +50,8 @@ MAX_COPIES = 8
 """Copies of a file that changes, such as the log; older ones are removed."""
 MAX_REDACTED_BYTES = 16 << 20
 """Larger artifacts are not searched for secrets."""
-MAX_ROW = 10_000_000
-"""The highest row of a query."""
+MAX_ROW_RANGES = 1000
+"""Rows and ranges in a query."""
 MAX_LINKS = 500
 """Links per request."""
 TRAINER_FILES = ("state.json", "optimizer.state", "optimizer.safetensors")
@@ -132,7 +133,7 @@ def secret_redactor(run: Run, vault: Vault) -> SecretRedactor | None:
     values: list[str] = []
     for name in run.submission.secrets:
         try:
-            values += vault.values([name]).values()
+            values += vault.values([name], person=run.submission.person).values()
         except ControllerError:
             continue
     return SecretRedactor(values) if values else None
@@ -156,7 +157,7 @@ class ManifestBuilder:
         self._results = results
 
     async def build(
-        self, run: Run, exports: RunExports, types: Iterable[str], rows: frozenset[int] | None = None
+        self, run: Run, exports: RunExports, types: Iterable[str], rows: Container[int] | None = None
     ) -> list[OutputFile]:
         """Returns the present files of these types; copies those that still change."""
         progress = await self._results.evaluation(run) if run.kind == "eval" else None
@@ -178,7 +179,7 @@ class ManifestBuilder:
         head = path.partition("/")[0]
         types = {"metrics.json": "metrics", "summary.jsonl": "trajectories", "logs.txt": "logs", "report.html": "report"}
         kind, attempt = types.get(head, head), ATTEMPT_PATH.match(path)
-        rows = frozenset({int(attempt[1])}) if attempt else None
+        rows = range(int(attempt[1]), int(attempt[1]) + 1) if attempt else None
         found = await self.build(run, exports, [kind], rows) if kind in OUTPUT_TYPES[run.kind] else []
         for each in found:
             if each.path == path:
@@ -200,7 +201,7 @@ def unknown_output(run: Run, path: str) -> ControllerError:
     return ControllerError(text, code="OUTPUT_NOT_FOUND", status=404, details={"field": "path"})
 
 
-async def _trajectories(exports: RunExports, progress: EvaluationProgress, rows: frozenset[int] | None) -> list[OutputFile]:
+async def _trajectories(exports: RunExports, progress: EvaluationProgress, rows: Container[int] | None) -> list[OutputFile]:
     attempts, section = progress.ordered(rows), eval_section(exports.files)
     lines = [{**each._asdict(), "passed": has_passed(each, section), "path": _trajectory_path(each)} for each in attempts]
     text = b"".join(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE) for line in lines)
@@ -338,20 +339,43 @@ def requested_types(request: Request, kind: RunKind) -> tuple[str, ...]:
     return tuple(dict.fromkeys(types))
 
 
-def requested_rows(request: Request) -> frozenset[int] | None:
+class RowRanges:
+    """Rows of a dataset as ranges, which may overlap and be of any length."""
+
+    def __init__(self, ranges: Iterable[range]) -> None:
+        self._merged: list[range] = []
+        for each in sorted(ranges, key=lambda each: each.start):
+            if self._merged and each.start <= self._merged[-1].stop:
+                self._merged[-1] = range(self._merged[-1].start, max(self._merged[-1].stop, each.stop))
+            else:
+                self._merged.append(each)
+
+    def __contains__(self, row: object) -> bool:
+        place = bisect_right(self._merged, row, key=lambda each: each.start) if isinstance(row, int) else 0
+        return place > 0 and row in self._merged[place - 1]
+
+
+def requested_rows(request: Request) -> RowRanges | None:
     """Reads `rows=3,7,10-20`; None for all rows."""
     text = request.query_params.get("rows", "")
     if not text:
         return None
-    found: set[int] = set()
-    for part in text.split(","):
-        matched = re.fullmatch(r"\s*(\d{1,8})\s*(?:-\s*(\d{1,8})\s*)?", part, re.ASCII)
-        first, last = (int(matched[1]), int(matched[2] or matched[1])) if matched else (1, 0)
-        if last < first or last - first > MAX_ROW:
-            problem = f"rows = {text[:40]!r}: write rows and ranges from 0 on, such as 3,7,10-20"
-            raise ControllerError(problem, code="QUERY_INVALID", status=400, details={"field": "rows"})
-        found.update(range(first, last + 1))
-    return frozenset(found)
+    parts = text.split(",")
+    if len(parts) > MAX_ROW_RANGES:
+        raise _invalid_rows(f"rows has {len(parts)} rows and ranges; give at most {MAX_ROW_RANGES}, or leave it out for all")
+    return RowRanges(_row_range(part, text) for part in parts)
+
+
+def _row_range(part: str, text: str) -> range:
+    matched = re.fullmatch(r"\s*(\d{1,8})\s*(?:-\s*(\d{1,8})\s*)?", part, re.ASCII)
+    first, last = (int(matched[1]), int(matched[2] or matched[1])) if matched else (1, 0)
+    if last < first:
+        raise _invalid_rows(f"rows = {text[:40]!r}: write rows and ranges from 0 to 99999999, such as 3,7,10-20")
+    return range(first, last + 1)
+
+
+def _invalid_rows(problem: str) -> ControllerError:
+    return ControllerError(problem, code="QUERY_INVALID", status=400, details={"field": "rows"})
 
 
 def _items(body: dict[str, Any]) -> list[tuple[str, str | None]]:

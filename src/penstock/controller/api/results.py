@@ -3,7 +3,7 @@
 import asyncio
 import statistics
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -58,7 +58,7 @@ class EvaluationProgress:
     attempts: dict[tuple[int, int], AttemptSummary] = field(default_factory=dict[tuple[int, int], AttemptSummary])
     """The last attempt by row and place in the group."""
 
-    def ordered(self, rows: frozenset[int] | None = None) -> list[AttemptSummary]:
+    def ordered(self, rows: Container[int] | None = None) -> list[AttemptSummary]:
         """Returns the attempts that count, sorted by row and place."""
         found = [each for _, each in sorted(self.attempts.items()) if each.end not in RETRIED_ENDS]
         return found if rows is None else [each for each in found if each.row in rows]

@@ -15,13 +15,13 @@ from starlette.routing import Route
 
 from penstock.controller.admission import CodeOrigin, admit
 from penstock.controller.api import views
-from penstock.controller.api.auth import Identity
 from penstock.controller.api.bodies import as_object, page_reply, page_request, read_object, reply, too_large
 from penstock.controller.api.links import SignedLinks
 from penstock.controller.api.logs import log_page, log_query
 from penstock.controller.api.results import RunResults, planned_steps, run_settings
 from penstock.controller.checkpoints import checkpoints_of
 from penstock.controller.context import Controller
+from penstock.controller.identity import Identity, require_own
 from penstock.controller.runs import Run, RunKind
 from penstock.controller.snapshots import snapshot_commit
 from penstock.errors import ControllerError
@@ -83,6 +83,7 @@ class RunRoutes:
 
     async def _stop(self, request: Request) -> Response:
         run = await self._run(request)
+        require_own(request.state.who, run.submission.person, run.name)
         if not await asyncio.to_thread(self._controller.supervisor.stop, run):
             text = f"{run.name} is over already: {run.status}"
             raise ControllerError(text, code="RUN_OVER", status=409, details={"status": run.status})
@@ -147,7 +148,7 @@ def _client_origin(origin: object, git: str | None, who: Identity) -> CodeOrigin
         branch=branch if isinstance(branch, str) else None,
         commit_sha=commit if isinstance(commit, str) else None,
         dirty=fields.get("dirty") is True,
-        creator=who.name,
+        creator=who,
     )
 
 
@@ -171,7 +172,7 @@ def _repository_snapshot(
         branch=branch if isinstance(branch, str) else packed.branch,
         commit_sha=packed.commit_sha,
         dirty=packed.dirty,
-        creator=who.name,
+        creator=who,
     )
     return path, origin
 

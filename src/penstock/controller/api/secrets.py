@@ -1,4 +1,4 @@
-"""Routes for secrets: set, list and delete_secret. No route returns a value."""
+"""Routes for secrets: one's own and the shared ones are listed, set and deleted. No route returns a value."""
 
 import asyncio
 from typing import Any
@@ -22,7 +22,7 @@ def routes(controller: Controller, links: SignedLinks) -> list[Route]:
     async def list_secrets(request: Request) -> Response:
         limit, offset = page_request(request)
         scope = request.query_params.get("scope", "all")
-        found, total = await asyncio.to_thread(vault.page, scope, limit=limit, offset=offset)
+        found, total = await asyncio.to_thread(vault.page, scope, person=request.state.who.person, limit=limit, offset=offset)
         return page_reply("environment_secrets", [_record(each) for each in found], total, limit, offset)
 
     async def set_secret(request: Request) -> Response:
@@ -30,13 +30,13 @@ def routes(controller: Controller, links: SignedLinks) -> list[Route]:
         value = body.get("value")
         if not isinstance(value, str):  # not `string_field`: its errors might one day show the value
             raise ControllerError("value must be text", code="SECRET_INVALID", status=400, details={"field": "value"})
-        name, scope, who = string_field(body, "name"), string_field(body, "scope", default="user"), request.state.who.name
-        return reply(_record(await asyncio.to_thread(vault.set, name, value, scope, by=who)))
+        name, scope = string_field(body, "name"), string_field(body, "scope", default="user")
+        return reply(_record(await asyncio.to_thread(vault.set, name, value, scope, who=request.state.who)))
 
     async def delete_secret(request: Request) -> Response:
         body = await read_object(request)
         name, scope = string_field(body, "name"), string_field(body, "scope", default="user")
-        await asyncio.to_thread(vault.delete, name, scope)
+        await asyncio.to_thread(vault.delete, name, scope, who=request.state.who)
         return reply({"name": name, "scope": scope})
 
     return [

@@ -63,7 +63,7 @@ class ProcessExecutor(Executor):
         async with self._workflow_slots:
             task = replace(task, label=None)  # the agent's process must not see it
             result = await self._run_job("workflow", task, rollout_id, timeout_s, session=session)
-        return WorkflowResult(result.samples, result.direct_calls)
+        return WorkflowResult(result.samples, result.direct_calls, result.returned)
 
     async def grade(self, task: Task, samples: Mapping[str, RolloutSample], *, rollout_id: str, timeout_s: float) -> list[Reward]:
         async with self._grader_slots:

@@ -173,6 +173,8 @@ class ServerExecutor(Executor):
                 await self._hosts.cancel(host, server_id)
         if result.status is not GraderStatus.SUCCESS:
             raise grader_failure(result)
+        if result.misreported:
+            self._context.events.emit("rollout.misreported", rollout_id=rollout_id, transcripts=result.misreported)
         return read_rewards(result, samples)
 
     async def _load_transcripts(self, server_id: str) -> dict[str, Transcript]:

@@ -189,7 +189,7 @@ class CallbackListener:
                 pending.completed.set_exception(error)
             raise
         return {
-            name: RecordedTranscript(messages=each.messages, tools=each.tools, steps=list(each.steps))
+            name: RecordedTranscript(messages=each.messages, tools=each.tools, steps=list(each.steps), replies=each.replies)
             for name, each in recorded.items()
         }
 

@@ -62,6 +62,7 @@ class JobResult(BaseModel):
     message: str = ""
     samples: dict[str, list[Message]] = {}
     direct_calls: tuple[str, ...] = ()
+    returned: list[Message] | None = None
     rewards: list[Reward] = []
 
     @classmethod

@@ -19,6 +19,7 @@ from starlette.routing import Route
 
 from penstock.config import rollout_hosts, rollout_token
 from penstock.errors import ConfigError, PenstockError, RequestError
+from penstock.http.listen import host_name, is_loopback
 from penstock.rollout.server.backend import ExecutionBackend
 from penstock.rollout.server.journal import DEFAULT_PATH
 from penstock.rollout.server.requests import AllowedHosts, InvalidBody, read_cancel, read_rollout
@@ -32,7 +33,9 @@ LAST_BYTES_S = 1.0
 READER_S = 60.0
 """How long a caller may read nothing of its response before the connection is closed."""
 TEST_CLIENT = "testclient"
-"""The host name that Starlette's test client sends; a real server sends an address."""
+"""The address that Starlette's test client has; a real client has an IP address."""
+TEST_SERVER = "testserver"
+"""The host name that it asks for."""
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 Lifespan = Callable[[Starlette], AbstractAsyncContextManager[Any]]
@@ -150,6 +153,14 @@ def authorize(request: Request, token: str | None) -> None:
         who = f"a request with {relayed.pop()!r} may come from anywhere" if relayed else "the caller is on another machine"
         text = f"this server has no token, so that it serves its own machine only, and {who}"
         raise RequestError(f"{text}; start it with PENSTOCK_ROLLOUT_TOKEN set, and send that", status=403, code="forbidden")
+    host = request.headers.get("host")  # a web page can have its own name lead to this machine
+    if host is not None and not _is_local_name(host_name(host)):
+        text = f"this server has no token, so that it is called localhost or 127.0.0.1 only, not {host[:60]!r}"
+        raise RequestError(f"{text}; start it with PENSTOCK_ROLLOUT_TOKEN set, and send that", status=421, code="wrong_host")
+
+
+def _is_local_name(name: str) -> bool:
+    return name.endswith(".localhost") or name == TEST_SERVER or is_loopback(name)
 
 
 def _is_loopback(host: str) -> bool:

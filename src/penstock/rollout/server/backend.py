@@ -16,15 +16,15 @@ from pydantic import BaseModel
 from penstock.config import enclosing_rollout
 from penstock.errors import ConfigError, EngineError, GraderError, WorkflowError
 from penstock.events import Events
-from penstock.records import End, Task
+from penstock.records import End, Message, Task
 from penstock.rollout.author_tasks import AuthorTasks, one_line
 from penstock.rollout.executors.base import artifacts_dir
 from penstock.rollout.in_process import InProcessAgent, Reward, WorkflowResult, collect_samples
 from penstock.rollout.runner import no_call_message
 from penstock.rollout.server.protocol import CompletionReply, RolloutErrorCategory, RolloutStatus, Seconds, Segment
-from penstock.rollout.transcripts import Transcript, make_samples
+from penstock.rollout.transcripts import Transcript, make_samples, misreported, unrecorded_samples
 from penstock.sdk.discovery import Agent
-from penstock.sdk.routing import RolloutContext, get_rollout_context, outside_rollouts
+from penstock.sdk.routing import MAIN, RolloutContext, get_rollout_context, outside_rollouts
 from penstock.sdk.samples import RolloutSample
 from penstock.sdk.workflow import AgentWorkflow, AgentWorkflowConfig, Grader, GraderConfig
 from penstock.system.async_tools import leaf_errors
@@ -57,12 +57,16 @@ class ExecutionResult:
     err_category: RolloutErrorCategory | None = None
     direct_calls: tuple[str, ...] = ()
     """Model providers that the workflow called directly."""
+    returned: list[Message] | None = None
+    """Messages that the workflow returned; they are sample `main` where no agent reports any."""
     reward: float | None = None
     """Of the whole rollout, if its grader gave one."""
     step_rewards: dict[int, float] = field(default_factory=dict[int, float])
     """By the index of the call."""
     filled: tuple[str, ...] = ()
     """Samples that carry the whole rollout's reward because they have none of their own."""
+    misreported: tuple[str, ...] = ()
+    """Samples whose agents reported another conversation than was sampled; the grader saw the recorded one."""
     end: End | None = None
     """How a failed rollout ends, if that is known better than by the category."""
 
@@ -134,7 +138,7 @@ class LocalBackend(ExecutionBackend):
     async def execute(
         self, request: ExecutionRequest, on_workflow_complete: WorkflowComplete, on_grader_complete: GraderComplete | None = None
     ) -> None:
-        """See `ExecutionBackend`. Recorded transcripts in the reply to the completion reach the grader too."""
+        """See `ExecutionBackend`. The grader sees the recorded transcripts if the reply to the completion has them."""
         context = get_rollout_context() or self._context()
         task = Task(id=request.id, prompt=tuple(request.prompt), label=request.label, metadata=request.metadata)
         result = await self._run(task, context, request.agent_timeout_sec or DEADLINE_S)
@@ -154,8 +158,12 @@ class LocalBackend(ExecutionBackend):
             return await self._failed(error, text, context)
         except (WorkflowError, EngineError) as error:
             return await self._failed(error, str(error), context)
+        claims = result.samples or ({MAIN: result.returned} if result.returned else {})
         return ExecutionResult(
-            status=RolloutStatus.SUCCESS, samples=make_samples({}, result.samples), direct_calls=result.direct_calls
+            status=RolloutStatus.SUCCESS,
+            samples=unrecorded_samples(claims),
+            direct_calls=result.direct_calls,
+            returned=result.returned,
         )
 
     async def _failed(self, error: Exception, text: str, context: RolloutContext) -> ExecutionResult:
@@ -168,14 +176,16 @@ class LocalBackend(ExecutionBackend):
         except (TimeoutError, WorkflowError, EngineError):
             messages = {}
         category, end = category_of(error, context.base_url), _end_of(error)
-        return _failure(text, category, samples=make_samples({}, messages), direct_calls=direct_calls, end=end)
+        return _failure(text, category, samples=unrecorded_samples(messages), direct_calls=direct_calls, end=end)
 
     async def _grade(
-        self, task: Task, result: ExecutionResult, recorded: Mapping[str, Transcript], limit_s: float
+        self, task: Task, result: ExecutionResult, recorded: Mapping[str, Transcript] | None, limit_s: float
     ) -> ExecutionResult:
-        samples = make_samples(recorded, {name: sample.messages for name, sample in result.samples.items()})
-        ungraded = {"samples": make_samples({}, {name: sample.messages for name, sample in samples.items()})}
-        if not samples:
+        claims = {name: sample.messages for name, sample in result.samples.items()}
+        reported = {} if list(claims.values()) == [result.returned] else claims
+        samples = unrecorded_samples(claims) if recorded is None else make_samples(recorded, reported, result.returned)
+        ungraded = {"samples": unrecorded_samples({name: sample.messages for name, sample in samples.items()})}
+        if not samples or recorded == {}:
             return _failure(no_call_message(WorkflowResult({}, result.direct_calls)), RolloutErrorCategory.VALIDATION_ERROR)
         try:
             with outside_rollouts(), artifacts_dir(self._artifacts, task.id) as folder:
@@ -185,17 +195,24 @@ class LocalBackend(ExecutionBackend):
             return _failure(text, category_of(error), end=End.TIMEOUT, **ungraded)
         except (GraderError, EngineError) as error:
             return _failure(str(error), category_of(error), end=End.GRADER_ERROR, **ungraded)
-        return _graded(samples, rewards)
+        return _graded(samples, rewards, misreported(samples, reported))
 
 
-def _graded(samples: dict[str, RolloutSample], rewards: list[Reward]) -> ExecutionResult:
+def _graded(samples: dict[str, RolloutSample], rewards: list[Reward], misreported: list[str]) -> ExecutionResult:
     """Returns the grader's result. A reward of the whole rollout goes to samples without a reward of their own too."""
     whole = next((value for transcript, value, step in rewards if transcript is None and step is None), None)
     filled = () if whole is None else tuple(name for name, sample in samples.items() if sample.reward is None)
     for name in filled:
         samples[name].reward = whole
     steps = {step: value for _, value, step in rewards if step is not None}
-    return ExecutionResult(status=RolloutStatus.SUCCESS, samples=samples, reward=whole, step_rewards=steps, filled=filled)
+    return ExecutionResult(
+        status=RolloutStatus.SUCCESS,
+        samples=samples,
+        reward=whole,
+        step_rewards=steps,
+        filled=filled,
+        misreported=tuple(misreported),
+    )
 
 
 def _end_of(error: Exception) -> End:
@@ -208,10 +225,11 @@ def _failure(text: str, category: RolloutErrorCategory, **more: Any) -> Executio
     return ExecutionResult(status=RolloutStatus.FAILURE, err_message=text, err_category=category, **more)
 
 
-def _recorded(reply: object) -> dict[str, Transcript]:
-    if not isinstance(reply, CompletionReply):
-        return {}
-    return {name: Transcript(each.messages, each.tools, tuple(each.steps)) for name, each in reply.transcripts.items()}
+def _recorded(reply: object) -> dict[str, Transcript] | None:
+    """Returns the recorded transcripts; None of a controller that does not send them, as other implementations do not."""
+    if not isinstance(reply, CompletionReply) or "transcripts" not in reply.model_fields_set:
+        return None
+    return {name: Transcript(e.messages, e.tools, tuple(e.steps), e.replies) for name, e in reply.transcripts.items()}
 
 
 def _load(reference: Any) -> Any:

@@ -115,6 +115,8 @@ class RecordedTranscript(ProtocolBody):
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] = Field(default_factory=list[dict[str, Any]])
     steps: list[int] = Field(default_factory=list[int])
+    replies: list[dict[str, Any]] | None = None
+    """What the policy said, call by call."""
 
 
 class CompletionReply(ProtocolBody):
@@ -122,7 +124,7 @@ class CompletionReply(ProtocolBody):
 
     trajectory: dict[str, Any] | None = None
     transcripts: dict[str, RecordedTranscript] = Field(default_factory=dict[str, RecordedTranscript])
-    """*Ours*: what was recorded, so that agents whose framework keeps no conversation can be graded too."""
+    """*Ours*: what was recorded, which is what the grader sees."""
 
 
 class SampleBody(ProtocolBody):
@@ -151,5 +153,7 @@ class GraderCompleteRequest(ProtocolBody):
     """*Ours*: by the index of the call."""
     filled: list[str] | None = None
     """*Ours*: samples without a reward of their own; they carry the rollout's, for peers that only read samples' rewards."""
+    misreported: list[str] | None = None
+    """*Ours*: samples whose agents reported another conversation than was sampled."""
     end: End | None = None
     """*Ours*: as in RolloutCompleteRequest."""
