@@ -252,7 +252,9 @@ def event_line(kind: str, fields: dict[str, Any], state: RunState) -> str | None
         case "run.start":
             how = f"taken up again after step {state.step}" if fields["resumed"] else f"model {state.model}"
             return f"run {state.name} in {state.folder}: {how}, {state.steps} steps"
-        case "stage" | "notice" | "rollout.forged" | "grading.refused":
+        case "stage" | "train.wait":
+            return fields["text"]
+        case _ if kind in NOTICES:
             return fields["text"]
         case "eval.start" if fields["when"] == "during":
             return f"held-out evaluation after step {fields['step']} begins, beside training: {fields['tasks']} tasks"
@@ -275,8 +277,6 @@ def event_line(kind: str, fields: dict[str, Any], state: RunState) -> str | None
             )
         case "train.step":
             return _step_line(fields, state)
-        case "train.wait":
-            return fields["text"]
         case "run.stop":
             return f"stopped: {fields['reason']}"
         case _:
