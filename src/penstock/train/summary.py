@@ -57,6 +57,8 @@ class Summary:
     """Checkpoints that were damaged on disk and passed over; the run went on from an earlier one."""
     groups_undone: int = 0
     """Groups that were trained into those, and therefore again."""
+    dropped: dict[str, int] = field(default_factory=dict[str, int])
+    """Groups that were taken out of training, by reason."""
     resumed: bool = False
     already_finished: bool = False
 
@@ -92,6 +94,7 @@ async def summarize(run: TrainingRun, progress: TrainProgress, before: float | N
         breaks=stats.breaks,
         checkpoints_damaged=sum(entry.get("checkpoints_damaged", 0) for entry in metrics),
         groups_undone=sum(entry.get("groups_undone", 0) for entry in metrics),
+        dropped=stats.drops,
         resumed=run.folder.resumed,
     )
 
