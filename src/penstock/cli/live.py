@@ -15,7 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from penstock.cli.output import NOTICES, clock, counts, percent, rate, reward_text, sparkline
+from penstock.cli.output import NOTICES, clock, counts, misreported_text, percent, rate, reward_text, sparkline
 from penstock.run.folder import RunFolder
 
 
@@ -279,8 +279,7 @@ def event_line(kind: str, fields: dict[str, Any], state: RunState) -> str | None
         case "update.skip":
             return f"step {fields['step']}: the last {fields['updates']} updates are skipped: {_one_line(fields['message'])}"
         case "rollout.misreported" if state.misreported == 1:
-            names = ", ".join(fields["transcripts"])
-            return f"{fields['rollout_id']}: the agent reports another conversation as {names} than was recorded, which is graded"
+            return misreported_text(fields)
         case "rollout.end" if fields["end"] != "completed" and state.ends[fields["end"]] == 1:
             return (
                 f"first rollout to end {fields['end']}: {fields['rollout_id']}: {_one_line(fields.get('message') or 'no message')}"

@@ -54,6 +54,8 @@ class RunReport:
     ends: dict[str, int] = field(default_factory=dict[str, int])
     breaks: dict[str, int] = field(default_factory=dict[str, int])
     """How often messages were rendered from scratch although the rollout had earlier steps, by reason."""
+    dropped: dict[str, int] = field(default_factory=dict[str, int])
+    """Groups that were taken out of training, by reason."""
     picks: list[TranscriptPick] = field(default_factory=list[TranscriptPick])
     picked_from: str = ""
     """Says which groups the transcripts were chosen from."""
@@ -102,12 +104,13 @@ def _exact_rate(metrics: list[dict[str, Any]]) -> float | None:
 
 
 def _exactness(report: RunReport) -> str:
-    """Counts, by reason, inexact tokens, masked steps and breaks. Entries of old runs may lack some counts."""
+    """Counts, by reason, inexact tokens, masked steps, breaks and dropped groups. Entries of old runs may lack some counts."""
     totals: dict[str, Counter[str]] = {"inexact": Counter(), "masked": Counter()}
     for entry in report.metrics:
         for name, total in totals.items():
             total.update(entry.get(name, {}))
     named = [("tokens not exact", totals["inexact"]), ("steps masked", totals["masked"]), ("breaks", report.breaks)]
+    named.append(("groups dropped", report.dropped))
     rows = [(what, reason, f"{count:,}") for what, counted in named for reason, count in counted.items()]
     sampled = sum(entry["sampled_tokens"] for entry in report.metrics)
     unhashed = sum(entry.get("unhashed_tokens", 0) for entry in report.metrics)
@@ -220,6 +223,7 @@ async def _read_pool(run: RunFolder, config: dict[str, Any]) -> dict[str, Any]:
     return {
         "ends": ends,
         "breaks": stats.breaks,
+        "dropped": stats.drops,
         "picks": choose_transcripts(groups, replaced),
         "picked_from": f"Chosen among {scanned}.",
     }

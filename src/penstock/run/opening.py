@@ -1,11 +1,13 @@
 """Opens what training and evaluation both need to make rollouts: pool, engine, gateway and runner."""
 
 import secrets
+import sys
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from typing import NamedTuple
 
-from penstock.config import RunConfig, run_secrets
+from penstock.config import RunConfig, home_folder, run_secrets
 from penstock.engines.base import Engine
 from penstock.events import Events
 from penstock.gateway.app import Gateway
@@ -77,10 +79,19 @@ async def open_rollout_runner(
                 limits=config.rollout,
                 section=inputs.executor,
                 artifacts=folder.path / "artifacts",
+                hidden=hidden_files(config, folder, inputs.agent),
             )
         )
         gateway.reward_function = runner.compute_reward
         yield RolloutRunner(engine, runner)
+
+
+def hidden_files(config: RunConfig, folder: RunFolder, agent: Agent) -> list[Path]:
+    """Returns what no agent may read: the runs, whose pools have labels and other rollouts, the datasets, and our keys."""
+    runs, needed = folder.path.resolve().parent, [agent.entry, agent.source.folder, Path.cwd(), Path(sys.prefix)]
+    # All runs beside this one, if that folder holds nothing that the agent needs.
+    own = folder.path if any(path.resolve().is_relative_to(runs) for path in needed) else runs
+    return [own, *(path for path in (config.dataset.train, config.dataset.eval) if path), home_folder()]
 
 
 def _closed_routes(agent: Agent) -> set[Access]:
