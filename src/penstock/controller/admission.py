@@ -14,8 +14,10 @@ import orjson
 
 from penstock.controller.context import Controller
 from penstock.controller.environments import missing_requirements, requirements
-from penstock.controller.identity import THE_OWNER, Identity
+from penstock.controller.identity import OWNER, THE_OWNER, Identity
+from penstock.controller.isolation import is_checkpoint
 from penstock.controller.jobs import RunJob
+from penstock.controller.monitor import job_isolation
 from penstock.controller.resolve import ResolvedSubmission, resolve_submission
 from penstock.controller.runs import Run, RunFiles, RunKind, Submission, new_id
 from penstock.controller.snapshots import unpack
@@ -86,7 +88,8 @@ def _check(controller: Controller, kind: RunKind, resolved: ResolvedSubmission, 
         return
     tree = resolved.config.model_dump(mode="json")
     secrets = controller.vault.values(resolved.secrets, person=person)
-    validate_submission(tree, kind, code=files.code, env=resolved.env, secrets=secrets)
+    isolation = job_isolation(_job(controller, kind, resolved, files, trusted=person == OWNER), files)
+    validate_submission(tree, kind, code=files.code, env=resolved.env, secrets=secrets, isolation=isolation)
 
 
 def _submission(resolved: ResolvedSubmission, digest: str, origin: CodeOrigin, scopes: dict[str, str]) -> Submission:
@@ -118,12 +121,19 @@ def _enqueue(
         run = resolved.config.run.model_copy(update={"name": name, "folder": files.out})
         config = resolved.config.model_copy(update={"run": run})
         write_file(files.config, orjson.dumps(config.model_dump(mode="json"), option=orjson.OPT_INDENT_2))
-        job = RunJob(
-            argv=[sys.executable, "-P", "-m", "penstock", *COMMANDS[kind], str(files.config)],
-            cwd=str(files.code),
-            env=resolved.env,
-            project=str(resolved.project) if requirements(resolved.project) else "",
-            environments=str(controller.home.environments),
-        )
-        job.write(files)
+        _job(controller, kind, resolved, files, trusted=submission.person == OWNER).write(files)
         return controller.runs.add(kind, run_id, name, submission)
+
+
+def _job(controller: Controller, kind: RunKind, resolved: ResolvedSubmission, files: RunFiles, *, trusted: bool) -> RunJob:
+    model = Path(resolved.config.model.name)
+    return RunJob(
+        argv=[sys.executable, "-P", "-m", "penstock", *COMMANDS[kind], str(files.config)],
+        cwd=str(files.code),
+        env=resolved.env,
+        project=str(resolved.project) if requirements(resolved.project) else "",
+        environments=str(controller.home.environments),
+        sandbox=controller.sandbox.name,
+        trusted=trusted,
+        checkpoint=str(model) if is_checkpoint(model, controller.home.runs) else "",
+    )

@@ -108,6 +108,11 @@ class RunFiles:
         return self.path / "config.json"
 
     @property
+    def tasks(self) -> Path:
+        """Uploaded datasets that the run reads, as links to the controller's files."""
+        return self.path / "tasks"
+
+    @property
     def job(self) -> Path:
         """What the monitor starts: JSON without secrets."""
         return self.path / "job.json"
