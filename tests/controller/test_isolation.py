@@ -2,21 +2,25 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Generator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from api_cases import ENGINE_FOLDER, archive, ended, let_in, own_run, project, served, upload
-from core_cases import files_of, lay_out, messages
+from api_cases import ENGINE_FOLDER, archive, carry_out, ended, let_in, own_run, project, served, upload
+from api_client import fetch
+from core_cases import SUBMISSION, files_of, lay_out, messages
 
+from penstock.controller.api.results import open_pool
 from penstock.controller.home import KEY_FILES, Home
 from penstock.controller.identity import Identity
 from penstock.controller.isolation import choose_isolation, describe_isolation, is_checkpoint
 from penstock.controller.jobs import ExitRecord
-from penstock.controller.runs import Run
+from penstock.controller.runs import Run, RunFiles, RunStatus, now
 from penstock.system.sandbox import Sandbox
 
 SANDBOX = choose_isolation("auto")
@@ -162,6 +166,48 @@ def test_only_a_checkpoint_of_a_run_is_shown_to_another_run(tmp_path: Path) -> N
     assert is_checkpoint(real, runs)
     for path in (code, real.parent, real.parent / "4", real.parent / "5", tmp_path, Path("org/model"), real / "..", runs):
         assert not is_checkpoint(path, runs), path
+
+
+def test_links_that_a_run_leaves_lead_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The controller reads a run's files with its own rights; its code has made links of them, some after they were listed."""
+    monkeypatch.setenv("PYTHONPATH", str(ENGINE_FOLDER))
+    monkeypatch.syspath_prepend(str(ENGINE_FOLDER))
+    carry_out(tmp_path / "home", "linked")
+    with served(tmp_path / "home") as world:
+        client, secret = world.client(), tmp_path / "home" / "secret.json"
+        secret.write_text(json.dumps({"outcome": MARK, "config": MARK}))
+        run = world.controller.runs.get("eval", "linked")
+        files = RunFiles(world.controller.home.runs / run.id)
+        results = files.results(run)
+        listed = client.manifest("eval", "linked", "artifacts")
+        note = next(each for each in listed if each["path"].endswith("note.txt"))
+        url = client.ask("POST", "eval-runs/linked/samples/download-urls", {"items": [{"path": note["path"]}]})["items"][0]["url"]
+        assert fetch(url)[:2] == (200, b"kept")
+        for found in results.glob("artifacts/*/deep/note.txt"):
+            found.unlink()
+            found.symlink_to(secret)
+        assert fetch(url)[0] == 404
+        for top in results.glob("artifacts/*"):
+            shutil.rmtree(top)
+            top.symlink_to(tmp_path / "home")
+        for name in ("report.html", "summary.json"):
+            (results / name).unlink(missing_ok=True)
+            (results / name).symlink_to(secret)
+        assert not [each for each in client.manifest("eval", "linked", "artifacts") if "secret" in each["path"]]
+        contents = client.download("eval", "linked", client.manifest("eval", "linked", "metrics,logs,report,artifacts"))
+        assert set(contents) == {"metrics.json", "logs.txt"} and MARK not in str(contents)
+
+
+def test_a_pool_of_the_runs_own_choice_is_not_loaded_by_the_controller(tmp_path: Path) -> None:
+    files = RunFiles(tmp_path / "run")
+    run = Run(id="run", name="r", kind="eval", status=RunStatus.RUNNING, submission=SUBMISSION, created_at=now())
+    files.results(run).mkdir(parents=True)
+    for name in ("surely_not_there:Pool", "postgres"):
+        files.config.write_text(json.dumps({"pool": {"name": name, "url": "postgresql://evil.example/x"}}))
+        assert open_pool(replace(run, submission=replace(SUBMISSION, person="ann")), files) is None
+    files.config.write_text("{}")
+    (files.results(run) / "config.json").write_text(json.dumps({"config": {"pool": {"name": "surely_not_there:Pool"}}}))
+    assert open_pool(run, files) is None
 
 
 AGENT = """

@@ -142,6 +142,10 @@ class RunFiles:
         """Parent of the run folder: `out/<name>` for training, `out/evals/<name>` for an evaluation."""
         return self.path / "out"
 
+    def holds(self, path: Path) -> bool:
+        """Whether a path of the run leads to something inside its folder. The run's code may have put links there."""
+        return path.resolve().is_relative_to(self.path.resolve())
+
     def results(self, run: Run) -> Path:
         """The run folder that `penstock train` or `penstock eval run` writes."""
         return self.out / "evals" / run.name if run.kind == "eval" else self.out / run.name
