@@ -57,6 +57,7 @@ class RunState:
     steps_from: int = 0
     """The step at which this process began, and when its first one did: what the estimate is made from."""
     steps_at: float | None = None
+    groups_set_aside: int = 0
     misreported: int = 0
     """Rollouts whose agents reported another conversation than was recorded."""
     last_step_at: float = 0.0
@@ -140,6 +141,10 @@ def _rollout_end(state: RunState, fields: dict[str, Any]) -> None:
         messages[message] = messages.get(message, 0) + 1
 
 
+def _group_drop(state: RunState, fields: dict[str, Any]) -> None:
+    state.groups_set_aside += "message" in fields  # the others are replaced, as their rollouts failed
+
+
 def _rollout_misreported(state: RunState, fields: dict[str, Any]) -> None:
     state.misreported += 1
 
@@ -177,6 +182,7 @@ _CHANGES: dict[str, Callable[[RunState, dict[str, Any]], None]] = {
     "eval.start": _eval_start,
     "eval.end": _eval_end,
     "rollout.end": _rollout_end,
+    "group.drop": _group_drop,
     "rollout.misreported": _rollout_misreported,
     "step.start": _step_start,
     "train.start": _train_start,
@@ -261,6 +267,10 @@ def event_line(kind: str, fields: dict[str, Any], state: RunState) -> str | None
             return f"held-out evaluation after step {fields['step']} skipped: that after step {fields['running']} still runs"
         case "eval.fail":
             return f"held-out evaluation after step {fields['step']} failed: {_one_line(fields['message'])}"
+        case "group.drop" if "message" in fields:
+            return f"group {fields['group_id']} set aside, {fields['reason']}: {_one_line(fields['message'])}"
+        case "update.skip":
+            return f"step {fields['step']}: the last {fields['updates']} updates are skipped: {_one_line(fields['message'])}"
         case "rollout.misreported" if state.misreported == 1:
             names = ", ".join(fields["transcripts"])
             return f"{fields['rollout_id']}: the agent reports another conversation as {names} than was recorded, which is graded"
@@ -304,6 +314,7 @@ def _rows(state: RunState, *, width: int) -> list[tuple[str, RenderableType]]:
         rows.append(("held-out", Text(" → ".join(part for part in (f"{reward_text(state.eval_before)} before", after) if part))))
     if state.step > state.steps_from:
         stale = f", {state.groups_stale} stale" if state.groups_stale else ""
+        stale += f", {state.groups_set_aside} set aside" if state.groups_set_aside else ""
         rows.append(("groups", Text(f"{state.groups} trained, {state.groups_equal} of equal reward{stale}")))
         rows.append(("tokens", Text(f"{percent(state.exact_token_rate)} exact, {rate(state.tokens_per_s)} per second")))
     failed = {end: count for end, count in state.ends.items() if end != "completed"}

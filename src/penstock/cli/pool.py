@@ -66,7 +66,8 @@ def show(
             task, attempts, whole = await _find(pool, name)
             if whole is not None:
                 return rollout_object(task, whole), rollout_text(task, whole)
-            return group_object(name, task, attempts), group_text(name, task, attempts, str(folder))
+            why = _why_dropped(place.folder / "events.jsonl", name)
+            return group_object(name, task, attempts) | why, group_text(name, task, attempts, str(folder), **why)
 
     result, text = asyncio.run(read(find_pool(folder)))
     typer.echo(_json_text(result) if as_json else text)
@@ -276,7 +277,15 @@ def group_object(name: str, task: Task, attempts: Sequence[Attempt]) -> dict[str
     return {"group": name, "task": orjson.loads(_json_text(task)), "rollouts": [_attempt_entry(attempt) for attempt in attempts]}
 
 
-def group_text(name: str, task: Task, attempts: Sequence[Attempt], run: str) -> str:
+def _why_dropped(events: Path, group_id: str) -> dict[str, str]:
+    """Returns why a group is not trained, as the run told it; empty if it is."""
+    lines = events.read_bytes().splitlines() if events.is_file() else []
+    told = [orjson.loads(line) for line in lines if b'"group.drop"' in line and group_id.encode() in line]
+    found = [event for event in told if event.get("group_id") == group_id]
+    return {"dropped": ": ".join(filter(None, (found[-1].get(key) for key in ("reason", "message"))))} if found else {}
+
+
+def group_text(name: str, task: Task, attempts: Sequence[Attempt], run: str, *, dropped: str = "") -> str:
     """The task and a table of rollouts, those that were replaced included."""
     head = ("ROLLOUT", "END", "REWARD", "STEPS", "TOKENS", "MESSAGE")
     entries = [_attempt_entry(attempt) for attempt in attempts]
@@ -284,7 +293,8 @@ def group_text(name: str, task: Task, attempts: Sequence[Attempt], run: str) -> 
         (_short(e["id"], 60), e["end"] or "running", reward_text(e["reward"]), *_sizes(e), _short(e["message"], 60))
         for e in entries
     ]
-    lines = [f"Group {name}, channel {attempts[0].rollout.channel}", *_task(task), "", *table_lines([head, *rows])]
+    why = [f"Not trained, {dropped}"] if dropped else []
+    lines = [f"Group {name}, channel {attempts[0].rollout.channel}", *why, *_task(task), "", *table_lines([head, *rows])]
     return "\n".join([*lines, "", f"next: penstock pool show {run} {attempts[-1].rollout.id}"])
 
 

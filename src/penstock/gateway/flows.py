@@ -19,7 +19,7 @@ from penstock.errors import GraderError, PoolFailed, RequestError, WorkerLost
 from penstock.gateway.auth import GatewayTokens
 from penstock.gateway.call import GatewayLimits
 from penstock.gateway.call_pipeline import CallPipeline
-from penstock.gateway.control import SamplingBody
+from penstock.gateway.control import BoundedReward, SamplingBody
 from penstock.gateway.dialects.generate import flatten_nested
 from penstock.gateway.graph import TokenGraph
 from penstock.gateway.model_routes import PROMPT_UID
@@ -70,7 +70,7 @@ class StepBody(FlowBody):
 
     prompt_ids: list[TokenId]
     response_ids: list[TokenId]
-    reward: FiniteFloat | None = None
+    reward: BoundedReward | None = None
     rollout_log_probs: list[FiniteFloat] | None = None
     trajectory_uid: str = ""
     prompt_uid: str = ""
@@ -123,7 +123,7 @@ class RegisterBody(FlowBody):
 
 
 class CompleteBody(FlowBody):
-    reward: FiniteFloat | None = None
+    reward: BoundedReward | None = None
     channel: str | None = None
 
 

@@ -3,6 +3,7 @@
     lease      = pool.claim(groups whose rollouts have all ended)      while leased, no other trainer gets them
     sequences  = credit_groups(lease.groups)                           advantages, then the paths of each token graph
     update     = learner.compute(pack(sequences))                      gradients; shared prefixes are forwarded once
+                 set_aside(groups that make it fail)                   and claim again
     publisher.publish(version + 1, learner.apply)                      the engine changes policy between two tokens
     save_checkpoint(), pool.ack(lease)                                 from here on, these groups are never trained again
 
@@ -14,19 +15,22 @@ import asyncio
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from penstock.config import RolloutSection
 from penstock.errors import TrainError
 from penstock.records import Group, Lease, PolicyVersion
 from penstock.records import Sequence as TrainingSequence
+from penstock.rollout.author_tasks import one_line
 from penstock.rollout.scheduler import TOO_FEW
 from penstock.train import policy
 from penstock.train.advantages import DIVISORS
-from penstock.train.batches import pack
+from penstock.train.batches import Batch, pack
 from penstock.train.held_out import BackgroundEvaluation, refuse_all_failed
-from penstock.train.learner import UpdateMetrics
+from penstock.train.learner import UpdateMetrics, UpdateResult
 from penstock.train.sequences import breaks, exactness, sequences
+from penstock.train.set_aside import BEYOND, CRASHED, find_culprits, may_be_data, out_of_bounds, refuse_too_many, set_aside
 from penstock.train.training_run import TrainingRun
 
 RECHECK_S = 60.0
@@ -62,6 +66,26 @@ class CreditedSequences(NamedTuple):
     counts: Counter[str]
 
 
+class ComputedUpdate(NamedTuple):
+    """The first update of a step, computed but not applied."""
+
+    credit: CreditedSequences
+    batch: Batch | None
+    """None without sequences."""
+    result: UpdateResult | None
+
+
+class ReadyStep(NamedTuple):
+    """Groups that a step trains on, with their first update."""
+
+    lease: Lease
+    update: ComputedUpdate
+    set_aside: int
+    """Groups that were set aside on the way."""
+    rollout_s: float
+    """Spent on waiting for groups."""
+
+
 async def train_steps(
     run: TrainingRun, progress: TrainProgress, stop: asyncio.Event, background: BackgroundEvaluation
 ) -> TrainProgress:
@@ -71,22 +95,43 @@ async def train_steps(
         background.begin(progress.step)
         run.events.emit("step.start", step=progress.step + 1, version=progress.version)
         clock = Stopwatch()
-        lease = await claim(run, progress)
-        rollout_s = clock.lap()
-        run.events.emit("train.start", step=progress.step + 1, groups=len(lease.groups))
-        credit = credit_groups(lease.groups, run)
+        ready = await next_step(run, progress, clock)
+        lease, credit = ready.lease, ready.update.credit
         behind = staleness(credit.sequences, progress.version)
-        metrics, progress = await update_policy(run, credit, progress)
+        metrics, progress = await update_policy(run, ready.update, progress)
         past = (*progress.past, progress.version)[-run.config.rollout.max_staleness - 1 :]
         progress = replace(progress, step=progress.step + 1, leases=(*progress.leases, lease.id), past=past)
-        entry = step_metrics(run, lease, credit, metrics, progress, rollout_s=rollout_s, train_s=clock.lap())
-        entry |= {**behind, **background.ended()}
+        entry = step_metrics(run, lease, credit, metrics, progress, rollout_s=ready.rollout_s, train_s=clock.lap())
+        entry |= {"groups_set_aside": ready.set_aside, **behind, **background.ended()}
         run.folder.add_metrics(entry)
         if progress.step % section.checkpoint_every == 0:
             progress = await save_checkpoint(run, progress)
         run.events.emit("train.step", **entry)
         run.rollouts.advance(progress.step)
     return await save_checkpoint(run, progress) if progress.leases else progress
+
+
+async def next_step(run: TrainingRun, progress: TrainProgress, clock: "Stopwatch") -> ReadyStep:
+    """Claims groups and computes their update. Groups at fault for a failing update are set aside, and others claimed."""
+    rollout_s, crashed, failed_before = 0.0, list[str](), list[str]()
+    while True:
+        lease = await claim(run, progress)
+        rollout_s += clock.lap()
+        run.events.emit("train.start", step=progress.step + 1, groups=len(lease.groups))
+        try:
+            return ReadyStep(lease, await compute_update(run, lease.groups), len(crashed), rollout_s)
+        except Exception as error:
+            if not (may_be_data(error) and run.learner.is_finite()):
+                raise
+            culprits = await find_culprits(lease.groups, partial(try_credit, run), partial(compute_update, run))
+            failed = [group.id for group in lease.groups]
+            if not culprits and failed == failed_before:  # together twice, alone never
+                raise TrainError(f"step {progress.step + 1} fails, though no group of it fails alone: {one_line(error)}") from error
+            failed_before = failed
+        await set_aside(run, lease, culprits, CRASHED)
+        crashed += culprits.values()
+        refuse_too_many(crashed, run.config.rollout.groups_per_step)
+        run.rollouts.advance(progress.step)  # wake the scheduler, to replace them at once
 
 
 async def claim(run: TrainingRun, progress: TrainProgress) -> Lease:
@@ -100,6 +145,10 @@ async def claim(run: TrainingRun, progress: TrainProgress) -> Lease:
             max_staleness=max_versions_behind(run, progress),
             lease_s=run.config.pool.lease_s,
         )
+        if lease is not None and (unusable := out_of_bounds(lease.groups)):
+            await set_aside(run, lease, unusable, BEYOND)
+            run.rollouts.advance(progress.step)
+            continue
         if lease is not None:
             refuse_all_failed([attempt for group in lease.groups for attempt in group.attempts], "of this step")
             return lease
@@ -141,27 +190,44 @@ def credit_groups(groups: Sequence[Group], run: TrainingRun) -> CreditedSequence
     return CreditedSequences(made, counts)
 
 
-async def update_policy(
-    run: TrainingRun, credit: CreditedSequences, progress: TrainProgress
-) -> tuple[UpdateMetrics, TrainProgress]:
-    """Updates the weights and publishes them; does nothing without sequences."""
+async def try_credit(run: TrainingRun, groups: Sequence[Group]) -> None:
+    credit_groups(groups, run)
+
+
+async def compute_update(run: TrainingRun, groups: Sequence[Group]) -> ComputedUpdate:
+    """Computes the first update from these groups; the weights stay as they are."""
+    credit, section = credit_groups(groups, run), run.config.train
     if not credit.sequences:
-        return UpdateMetrics(), progress
-    section = run.config.train
+        return ComputedUpdate(credit, None, None)
     batch = pack(
         credit.sequences,
         rollouts=credit.counts["rollouts"],
         tokens_per_pass=section.tokens_per_pass,
         shared_prefix=section.shared_prefix,
     )
-    done = await asyncio.to_thread(run.learner.compute, batch)
+    return ComputedUpdate(credit, batch, await asyncio.to_thread(run.learner.compute, batch))
+
+
+async def update_policy(run: TrainingRun, update: ComputedUpdate, progress: TrainProgress) -> tuple[UpdateMetrics, TrainProgress]:
+    """Updates the weights and publishes them; does nothing without sequences."""
+    if update.batch is None or update.result is None:
+        return UpdateMetrics(), progress
+    section, done = run.config.train, update.result
     first = done.metrics
     version = max(progress.version, progress.last_version)
     for remaining in range(section.updates_per_step - 1, -1, -1):
         version += 1
         await run.publisher.publish(version, run.learner.apply)
-        if remaining:
-            done = await asyncio.to_thread(run.learner.compute, batch, done.proximal)
+        if not remaining:
+            break
+        try:
+            done = await asyncio.to_thread(run.learner.compute, update.batch, done.proximal)
+        except Exception as error:
+            if not (may_be_data(error) and run.learner.is_finite()):
+                raise
+            # The groups are in the weights already, so they count as trained. Only the remaining updates are skipped.
+            run.events.emit("update.skip", step=progress.step + 1, updates=remaining, message=one_line(error))
+            break
     # Later updates move away from the sampling policy by design; only the first measures staleness and engine differences.
     metrics = replace(done.metrics, kl_behaviour=first.kl_behaviour, logprob_gap=first.logprob_gap)
     return metrics, replace(progress, version=version, last_version=version)

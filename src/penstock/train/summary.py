@@ -50,6 +50,8 @@ class Summary:
     """Steps of graded rollouts that were not trained, by reason."""
     breaks: dict[str, int] = field(default_factory=dict[str, int])
     """How often a caller's messages were rendered anew although the rollout had earlier steps, by reason."""
+    dropped: dict[str, int] = field(default_factory=dict[str, int])
+    """Groups that were taken out of training, by reason."""
     resumed: bool = False
     already_finished: bool = False
 
@@ -83,6 +85,7 @@ async def summarize(run: TrainingRun, progress: TrainProgress, before: float | N
         unhashed_tokens=sum(entry.get("unhashed_tokens", 0) for entry in metrics),
         masked=_total_counts(metrics, "masked"),
         breaks=stats.breaks,
+        dropped=stats.drops,
         resumed=run.folder.resumed,
     )
 
