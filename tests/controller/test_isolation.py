@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from api_cases import ENGINE_FOLDER, archive, carry_out, ended, let_in, own_run, project, served, upload
-from api_client import fetch
+from api_client import Refused, fetch
 from core_cases import SUBMISSION, files_of, lay_out, messages
 
 from penstock.controller.api.results import open_pool
@@ -244,5 +244,15 @@ def test_a_devices_submission_is_checked_and_executed_in_the_sandbox(tmp_path: P
         assert detail["eval_run"]["status"] == "finished", log
         assert "LEAK" not in str(log) and world.controller.home.token() not in str(log)
         body = own_run(upload(device, archive(files))) | {"secrets": {"required": ["WORD"]}}
-        with pytest.raises(Exception, match=r"Secret\(s\) not found: WORD"):
+        with pytest.raises(Refused, match=r"Secret\(s\) not found: WORD"):
+            device.submit("eval", body)
+
+
+@isolated
+def test_a_model_that_another_persons_run_would_have_to_pull_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
+    with served(tmp_path / "home") as world:
+        device = world.client(let_in(world, "laptop")["token"])
+        body = own_run(upload(device, archive(project())), model={"name": "smollm2-135m"}, engine={"name": "embedded"})
+        with pytest.raises(Refused, match="there its owner can run: penstock model pull smollm2-135m"):
             device.submit("eval", body)

@@ -63,7 +63,7 @@ class RunMonitor:
     def run(self) -> int:
         """Prepares the environment if needed and runs the job; returns the exit code of the last command."""
         isolation = job_isolation(self._job, self._files)
-        if not isolation.sandbox.isolates:
+        if not (isolation.sandbox.isolates or isolation.trusted):
             self._log.add(describe_isolation(isolation.sandbox), "info")
         python = Path(self._job.argv[0])
         if self._job.project:
