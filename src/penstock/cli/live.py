@@ -15,7 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from penstock.cli.output import NOTICES, clock, counts, percent, rate, reward_text, sparkline
+from penstock.cli.output import NOTICES, clock, counts, misreported_text, percent, rate, reward_text, sparkline
 from penstock.run.folder import RunFolder
 
 
@@ -172,6 +172,10 @@ def _train_step(state: RunState, fields: dict[str, Any]) -> None:
     state.last_step_at = state.clock()
 
 
+def _train_wait(state: RunState, fields: dict[str, Any]) -> None:
+    state.now = fields["text"]
+
+
 def _set_activity(state: RunState, text: str, *, expected: int = 0) -> None:
     state.now, state.expected, state.done, state.share = text, expected, 0, None
 
@@ -186,6 +190,7 @@ _CHANGES: dict[str, Callable[[RunState, dict[str, Any]], None]] = {
     "rollout.misreported": _rollout_misreported,
     "step.start": _step_start,
     "train.start": _train_start,
+    "train.wait": _train_wait,
     "train.step": _train_step,
 }
 
@@ -253,7 +258,9 @@ def event_line(kind: str, fields: dict[str, Any], state: RunState) -> str | None
         case "run.start":
             how = f"taken up again after step {state.step}" if fields["resumed"] else f"model {state.model}"
             return f"run {state.name} in {state.folder}: {how}, {state.steps} steps"
-        case "stage" | "notice" | "rollout.forged" | "grading.refused":
+        case "stage" | "train.wait":
+            return fields["text"]
+        case _ if kind in NOTICES:
             return fields["text"]
         case "eval.start" if fields["when"] == "during":
             return f"held-out evaluation after step {fields['step']} begins, beside training: {fields['tasks']} tasks"
@@ -272,8 +279,7 @@ def event_line(kind: str, fields: dict[str, Any], state: RunState) -> str | None
         case "update.skip":
             return f"step {fields['step']}: the last {fields['updates']} updates are skipped: {_one_line(fields['message'])}"
         case "rollout.misreported" if state.misreported == 1:
-            names = ", ".join(fields["transcripts"])
-            return f"{fields['rollout_id']}: the agent reports another conversation as {names} than was recorded, which is graded"
+            return misreported_text(fields)
         case "rollout.end" if fields["end"] != "completed" and state.ends[fields["end"]] == 1:
             return (
                 f"first rollout to end {fields['end']}: {fields['rollout_id']}: {_one_line(fields.get('message') or 'no message')}"

@@ -3,6 +3,7 @@
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, fields
 from pathlib import Path
 from textwrap import indent, shorten
@@ -279,10 +280,13 @@ def group_object(name: str, task: Task, attempts: Sequence[Attempt]) -> dict[str
 
 def _why_dropped(events: Path, group_id: str) -> dict[str, str]:
     """Returns why a group is not trained, as the run told it; empty if it is."""
-    lines = events.read_bytes().splitlines() if events.is_file() else []
-    told = [orjson.loads(line) for line in lines if b'"group.drop"' in line and group_id.encode() in line]
-    found = [event for event in told if event.get("group_id") == group_id]
-    return {"dropped": ": ".join(filter(None, (found[-1].get(key) for key in ("reason", "message"))))} if found else {}
+    found: dict[str, Any] = {}
+    with suppress(FileNotFoundError), events.open("rb") as lines:
+        for line in lines:
+            if b'"group.drop"' in line and line.endswith(b"\n"):  # the last line may be half written
+                event = orjson.loads(line)
+                found = event if event["group_id"] == group_id else found
+    return {"dropped": ": ".join(found[key] for key in ("reason", "message") if key in found)} if found else {}
 
 
 def group_text(name: str, task: Task, attempts: Sequence[Attempt], run: str, *, dropped: str = "") -> str:
