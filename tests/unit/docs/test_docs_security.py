@@ -39,5 +39,7 @@ def test_every_promise_is_held_by_tests_that_are_there(said: str, tests: str) ->
 def test_every_link_of_the_policy_leads_somewhere() -> None:
     text = POLICY.read_text()
     assert [target for _, target in LINK.findall(text) if not (ROOT / target.split("#")[0]).exists()] == []
-    headings = {re.sub(r"[^\w -]", "", line.lower()).replace(" ", "-") for line in re.findall(r"^## (.*)$", PAGE.read_text(), re.MULTILINE)}
+    headings = {
+        re.sub(r"[^\w -]", "", line.lower()).replace(" ", "-") for line in re.findall(r"^## (.*)$", PAGE.read_text(), re.MULTILINE)
+    }
     assert {target.split("#")[1] for _, target in LINK.findall(text) if "#" in target} <= headings
