@@ -21,6 +21,7 @@ from penstock.records import Sampling
 from penstock.rollout.runner import Runner, open_runner
 from penstock.run.folder import RunFolder
 from penstock.run.inputs import Inputs
+from penstock.run.recorded_run import refuse_foreign_pool
 from penstock.sdk.discovery import Agent
 
 
@@ -34,6 +35,13 @@ class RolloutRunner(NamedTuple):
 def open_pool(config: RunConfig, folder: RunFolder) -> Pool:
     """Returns the run's pool. The caller closes it."""
     return POOLS.load(config.pool.name)(folder.path, url=config.pool.url)
+
+
+async def bind_pool(pool: Pool, folder: RunFolder) -> None:
+    """Mark a new pool as that of the run in `folder`; ConfigError if it belongs to another run."""
+    await refuse_foreign_pool(pool, folder)
+    if folder.id:
+        await pool.set_run_id(folder.id)
 
 
 @asynccontextmanager
