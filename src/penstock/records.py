@@ -298,3 +298,5 @@ class PolicyVersion:
     """How many steps of training led to it."""
     leases: tuple[str, ...] = ()
     """Leases trained since the checkpoint before; acknowledged once this one is on disk."""
+    past: tuple[int, ...] = ()
+    """The versions after each of the last steps, this one included; empty in older checkpoints."""

@@ -172,6 +172,10 @@ def _train_step(state: RunState, fields: dict[str, Any]) -> None:
     state.last_step_at = state.clock()
 
 
+def _train_wait(state: RunState, fields: dict[str, Any]) -> None:
+    state.now = fields["text"]
+
+
 def _set_activity(state: RunState, text: str, *, expected: int = 0) -> None:
     state.now, state.expected, state.done, state.share = text, expected, 0, None
 
@@ -186,6 +190,7 @@ _CHANGES: dict[str, Callable[[RunState, dict[str, Any]], None]] = {
     "rollout.misreported": _rollout_misreported,
     "step.start": _step_start,
     "train.start": _train_start,
+    "train.wait": _train_wait,
     "train.step": _train_step,
 }
 
@@ -253,7 +258,9 @@ def event_line(kind: str, fields: dict[str, Any], state: RunState) -> str | None
         case "run.start":
             how = f"taken up again after step {state.step}" if fields["resumed"] else f"model {state.model}"
             return f"run {state.name} in {state.folder}: {how}, {state.steps} steps"
-        case "stage" | "notice" | "rollout.forged" | "grading.refused":
+        case "stage" | "train.wait":
+            return fields["text"]
+        case _ if kind in NOTICES:
             return fields["text"]
         case "eval.start" if fields["when"] == "during":
             return f"held-out evaluation after step {fields['step']} begins, beside training: {fields['tasks']} tasks"

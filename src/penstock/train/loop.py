@@ -35,8 +35,27 @@ from penstock.train.training_run import TrainingRun
 
 RECHECK_S = 60.0
 """Seconds until a waiting trainer claims again without a change in the pool, as leases of others may have expired."""
+POLL_S = 1.0
+"""How often a waiting trainer looks whether it is to stop."""
+STOP_WAIT_S = 5.0
+"""How long a run that is asked to stop waits for the rollouts of the running step; they are made again when it is resumed."""
+TELL_S = 30.0
+"""Seconds of waiting after which the reason is told."""
+IDLE_S, RUNNING_S = 300.0, 1800.0
+"""Training fails if the pool has not changed for so long: without any rollout, or longer than a rollout may take."""
 MAX_SHORT_ROUNDS = 20
 """Training fails after this many times `groups_per_step` groups were dropped for too few completed rollouts."""
+
+
+class Fallback(NamedTuple):
+    """Counts what damaged checkpoints cost when the run was resumed."""
+
+    checkpoints_damaged: int = 0
+    groups_undone: int = 0
+    """Groups that were trained into them."""
+
+
+NO_FALLBACK = Fallback()
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +68,8 @@ class TrainProgress:
     """Leases that are trained but not yet in a checkpoint."""
     past: tuple[int, ...] = (0,)
     """The versions after each of the last `max_staleness` + 1 steps; `version` is the last."""
+    fallback: Fallback = NO_FALLBACK
+    """Not yet in the metrics of a step."""
 
 
 class LostGroups(NamedTuple):
@@ -95,14 +116,17 @@ async def train_steps(
         background.begin(progress.step)
         run.events.emit("step.start", step=progress.step + 1, version=progress.version)
         clock = Stopwatch()
-        ready = await next_step(run, progress, clock)
+        ready = await next_step(run, progress, clock, stop)
+        if ready is None:
+            break
         lease, credit = ready.lease, ready.update.credit
         behind = staleness(credit.sequences, progress.version)
         metrics, progress = await update_policy(run, ready.update, progress)
         past = (*progress.past, progress.version)[-run.config.rollout.max_staleness - 1 :]
         progress = replace(progress, step=progress.step + 1, leases=(*progress.leases, lease.id), past=past)
         entry = step_metrics(run, lease, credit, metrics, progress, rollout_s=ready.rollout_s, train_s=clock.lap())
-        entry |= {"groups_set_aside": ready.set_aside, **behind, **background.ended()}
+        entry |= {"groups_set_aside": ready.set_aside, **behind, **background.ended(), **progress.fallback._asdict()}
+        progress = replace(progress, fallback=NO_FALLBACK)
         run.folder.add_metrics(entry)
         if progress.step % section.checkpoint_every == 0:
             progress = await save_checkpoint(run, progress)
@@ -111,11 +135,13 @@ async def train_steps(
     return await save_checkpoint(run, progress) if progress.leases else progress
 
 
-async def next_step(run: TrainingRun, progress: TrainProgress, clock: "Stopwatch") -> ReadyStep:
-    """Claims groups and computes their update. Groups at fault for a failing update are set aside, and others claimed."""
+async def next_step(run: TrainingRun, progress: TrainProgress, clock: "Stopwatch", stop: asyncio.Event) -> ReadyStep | None:
+    """Claims groups and computes their update; None if `claim` gave up. Groups at fault for a failing update are set aside."""
     rollout_s, crashed, failed_before = 0.0, list[str](), list[str]()
     while True:
-        lease = await claim(run, progress)
+        lease = await claim(run, progress, stop)
+        if lease is None:
+            return None
         rollout_s += clock.lap()
         run.events.emit("train.start", step=progress.step + 1, groups=len(lease.groups))
         try:
@@ -134,9 +160,13 @@ async def next_step(run: TrainingRun, progress: TrainProgress, clock: "Stopwatch
         run.rollouts.advance(progress.step)  # wake the scheduler, to replace them at once
 
 
-async def claim(run: TrainingRun, progress: TrainProgress) -> Lease:
-    """Waits until a step's groups are complete, and leases them. Raises TrainError if groups keep being dropped instead."""
+async def claim(run: TrainingRun, progress: TrainProgress, stop: asyncio.Event) -> Lease | None:
+    """Waits until a step's groups are complete, and leases them; None if `stop` was set and they took too long.
+
+    Raises TrainError if groups keep being dropped instead, or if nothing happens that could complete one.
+    """
     before = lost = await lost_groups(run)
+    waiting = ClaimWait(run, progress.step + 1, stop)
     while True:
         position = await run.pool.position()  # before the claim, or a change in between would be missed
         lease = await run.pool.claim(
@@ -156,7 +186,50 @@ async def claim(run: TrainingRun, progress: TrainProgress) -> Lease:
         refuse_short_groups(lost.short - before.short, run.config.rollout)
         if lost != known:
             run.rollouts.advance(progress.step)  # wake the scheduler, to replace dropped groups at once
-        await run.pool.wait(position, timeout_s=RECHECK_S)
+        if not await waiting.until_change(position):
+            return None
+
+
+class ClaimWait:
+    """Waits for changes in the pool: says what for, ends soon after `stop` is set, and fails if no change can come."""
+
+    def __init__(self, run: TrainingRun, step: int, stop: asyncio.Event) -> None:
+        self._run, self._step, self._stop = run, step, stop
+        self._now = asyncio.get_running_loop().time
+        self._started = self._changed = self._now()
+        self._tell_at = self._started + TELL_S
+        self._give_up_at: float | None = None
+
+    async def until_change(self, position: int) -> bool:
+        """Returns False if `stop` was set `STOP_WAIT_S` ago, True after a change, and after `RECHECK_S` without one."""
+        recheck_at = self._now() + RECHECK_S
+        while self._now() < recheck_at:
+            if self._stop.is_set():
+                self._give_up_at = self._give_up_at or self._now() + STOP_WAIT_S
+                if self._now() >= self._give_up_at:
+                    return False
+            if self._now() >= self._tell_at:
+                self._tell_at += RECHECK_S
+                await self._tell()
+            if await self._run.pool.wait(position, timeout_s=POLL_S):
+                self._changed = self._now()
+                break
+        return True
+
+    async def _tell(self) -> None:
+        stats, limits = await self._run.pool.stats("train"), self._run.config.rollout
+        running = stats.groups - stats.groups_complete + stats.groups_short
+        over = stats.groups_short + stats.groups_leased + stats.groups_trained + stats.groups_stale + stats.groups_dropped
+        complete, silent_s = stats.groups_complete - over, self._now() - self._changed
+        needed = f"step {self._step} waits for {limits.groups_per_step} complete groups"
+        what = f"{needed}: {complete} are, {running} have rollouts under way"
+        patience_s = IDLE_S if not running else RUNNING_S + limits.agent_timeout_s + limits.grader_timeout_s
+        if silent_s >= patience_s:
+            raise TrainError(
+                f"{what}, and nothing has happened for {silent_s:.0f} s; the same command goes on, "
+                "`penstock pool verify` says whether the pool is damaged"
+            )
+        self._run.events.emit("train.wait", step=self._step, seconds=round(self._now() - self._started), text=what)
 
 
 def refuse_short_groups(dropped: int, limits: RolloutSection) -> None:
@@ -235,9 +308,15 @@ async def update_policy(run: TrainingRun, update: ComputedUpdate, progress: Trai
 
 async def save_checkpoint(run: TrainingRun, progress: TrainProgress) -> TrainProgress:
     """Saves a checkpoint, then acknowledges its leases. In the other order, a kill in between would lose trained groups."""
-    version = PolicyVersion(number=progress.version, step=progress.step, leases=progress.leases)
+    version = PolicyVersion(number=progress.version, step=progress.step, leases=progress.leases, past=progress.past)
     folder = await asyncio.to_thread(
-        policy.save, run.folder.checkpoints, version, run.learner, run.inputs.folder, kept=run.config.train.checkpoints_kept
+        policy.save,
+        run.folder.checkpoints,
+        version,
+        run.learner,
+        run.inputs.folder,
+        run=run.folder.id,
+        kept=run.config.train.checkpoints_kept,
     )
     for lease in progress.leases:
         await run.pool.ack(lease, progress.version)

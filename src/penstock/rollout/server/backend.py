@@ -21,6 +21,7 @@ from penstock.rollout.author_tasks import AuthorTasks, one_line
 from penstock.rollout.executors.base import artifacts_dir
 from penstock.rollout.in_process import InProcessAgent, Reward, WorkflowResult, collect_samples
 from penstock.rollout.runner import no_call_message
+from penstock.rollout.scratch import ScratchFolders
 from penstock.rollout.server.protocol import CompletionReply, RolloutErrorCategory, RolloutStatus, Seconds, Segment
 from penstock.rollout.transcripts import Transcript, make_samples, misreported, unrecorded_samples
 from penstock.sdk.discovery import Agent
@@ -128,6 +129,7 @@ class LocalBackend(ExecutionBackend):
         )
         self._context = context or _context_from_environment
         self._artifacts = artifacts
+        self._scratch = ScratchFolders(events)
         self._author_tasks = AuthorTasks(agent.entry.parent, events or Events(), grace_s=grace_s)
         self._runner = InProcessAgent(agent, self._author_tasks)
 
@@ -159,7 +161,7 @@ class LocalBackend(ExecutionBackend):
 
     async def _run(self, task: Task, context: RolloutContext, limit_s: float) -> ExecutionResult:
         try:
-            with artifacts_dir(self._artifacts, task.id) as folder:
+            async with self._scratch.folder_for(self._artifacts and self._artifacts / task.id) as folder:
                 result = await self._runner.run(task, context, timeout_s=limit_s, artifacts_dir=folder)
         except TimeoutError as error:
             text = f"the workflow ran longer than agent_timeout_sec = {limit_s:g}; raise it or do less"
