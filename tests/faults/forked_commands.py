@@ -19,8 +19,11 @@ from pathlib import Path
 from typing import Any
 
 MODULES = (
-    "openai", "scripted", "penstock.cli.app", "penstock.cli.eval_view", "penstock.cli.live", "penstock.evals.run",
-    "penstock.reports.training", "penstock.train.run", "penstock.train.verify", "penstock.workspace.opening",
+    "openai.resources.chat", "openai.resources.responses", "scripted", "httptools", "truststore", "uvicorn", "torch._dynamo",
+    "penstock.cli.app", "penstock.cli.eval_view", "penstock.cli.live", "penstock.evals.run", "penstock.gateway.dialects.messages",
+    "penstock.gateway.dialects.responses", "penstock.http.server", "penstock.pool.sqlite", "penstock.reports.training",
+    "penstock.rollout.executors.inline", "penstock.train.advantages.grpo", "penstock.train.losses.clip", "penstock.train.run",
+    "penstock.train.verify", "penstock.workspace.opening",
 )  # fmt: skip
 """Imported once, for all children. Nothing is computed here, so that no thread exists when they are forked."""
 

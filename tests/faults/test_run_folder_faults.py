@@ -141,7 +141,7 @@ def make_base(folder: Path, name: str) -> None:
     (folder / name).mkdir()
     text = CONFIG.format(
         name="run", folder="runs", model=folder / "model", agent=HERE / "agent.py", min_size=0, top_up=0, size=SIZE, groups=GROUPS,
-        steps=STEPS, every=1,
+        steps=STEPS, every=1, advantage="grpo",
     )  # fmt: skip
     text = text.replace("tasks.jsonl", str(folder / "tasks.jsonl")).replace("heldout.jsonl", str(folder / "heldout.jsonl"))
     (folder / name / "run.toml").write_text(text.replace("[run]", f"[run]\nseed = {int(name == 'other')}"))
@@ -367,5 +367,6 @@ def check_all(wanted: list[Case], attempt: Any) -> None:
         ended[became if became in ("went on", "refused") else "wrong"] += 1
         if became not in ("went on", "refused"):
             wrong.append(f"{case}: {became}")
+            print(wrong[-1], flush=True)
     print(f"{len(wanted)} cases in {time.monotonic() - started:.0f} s: {dict(ended)}")
     assert not wrong, "\n".join(wrong)
