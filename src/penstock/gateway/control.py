@@ -14,7 +14,7 @@ from penstock.gateway.routes import json_response
 from penstock.gateway.session import ADHOC_CHANNEL, Sessions, make_task, open_adhoc, pool_refusals
 from penstock.http.asgi import JsonBudget, parse_json, read_body
 from penstock.pool.base import AFTER_ALL, Pool
-from penstock.records import End, Grade
+from penstock.records import MAX_REWARD, End, Grade
 
 T = TypeVar("T", bound=BaseModel)
 
@@ -50,8 +50,11 @@ class OpenBody(ControlBody):
     sampling: SamplingBody = SamplingBody()
 
 
+BoundedReward = Annotated[FiniteFloat, Field(ge=-MAX_REWARD, le=MAX_REWARD)]
+
+
 class GradeBody(ControlBody):
-    reward: FiniteFloat
+    reward: BoundedReward
     source: Name = "control"
     transcript: Name | None = None
     step: int | None = Field(default=None, ge=0, lt=2**31)

@@ -19,7 +19,7 @@ from penstock.errors import GraderError, PoolFailed, RequestError, WorkerLost
 from penstock.gateway.auth import GatewayTokens
 from penstock.gateway.call import GatewayLimits
 from penstock.gateway.call_pipeline import CallPipeline
-from penstock.gateway.control import SamplingBody
+from penstock.gateway.control import BoundedReward, SamplingBody
 from penstock.gateway.dialects.generate import flatten_nested
 from penstock.gateway.graph import TokenGraph
 from penstock.gateway.model_routes import PROMPT_UID
@@ -79,7 +79,7 @@ class StepBody(FlowBody):
 
     prompt_ids: TokenIds
     response_ids: TokenIds
-    reward: FiniteFloat | None = None
+    reward: BoundedReward | None = None
     rollout_log_probs: Annotated[list[FiniteFloat], Field(fail_fast=True)] | None = None
     trajectory_uid: Uid = ""
     prompt_uid: Uid = ""
@@ -133,7 +133,7 @@ class RegisterBody(FlowBody):
 
 
 class CompleteBody(FlowBody):
-    reward: FiniteFloat | None = None
+    reward: BoundedReward | None = None
     channel: Annotated[str, Field(max_length=200)] | None = None
 
 

@@ -12,6 +12,7 @@ from penstock.chat.renderer import Renderer
 from penstock.config import EngineSection
 from penstock.engines import ENGINES
 from penstock.engines.base import Engine, SampledChunk, TokenPath
+from penstock.engines.checkpoint_files import refuse_damaged_weights
 from penstock.engines.text_endpoints.base import (
     ArgumentsPart,
     ReplyPart,
@@ -231,6 +232,8 @@ class OpenedEngine(NamedTuple):
 
 async def open_engine(section: EngineSection, model: Path, *, name: str, seed: int) -> OpenedEngine:
     """Open the engine that `[engine]` names for the model in folder `model`; an endpoint does not read the folder."""
+    if not section.text_only:
+        await asyncio.to_thread(refuse_damaged_weights, model)
     renderer = None if section.text_only else await asyncio.to_thread(Renderer.load, model)
     decode = renderer and renderer.tokenizer.decode
     opener = ENGINES.load(section.name)

@@ -99,6 +99,10 @@ class Learner:
                 weight.copy_(master)
         self.zero()
 
+    def is_finite(self) -> bool:
+        """Returns whether all weights are numbers. If not, every update fails, whatever it is computed from."""
+        return all(bool(torch.isfinite(weight).all()) for weight in self._weights.values())
+
     def zero(self) -> None:
         for weight, master in zip(*self._both(), strict=True):
             weight.grad = master.grad = None
@@ -177,6 +181,13 @@ class Learner:
         with torch.no_grad():
             trunk = trunk_states(self._start, pass_set.trunk)
         return [pass_logprobs(self._start, one, trunk, flat=flat) for one in pass_set.passes]
+
+
+def is_machine_error(error: Exception) -> bool:
+    """Returns whether memory, a disk or a device failed, rather than the computation."""
+    if isinstance(error, MemoryError | OSError | torch.OutOfMemoryError | torch.AcceleratorError):
+        return True
+    return isinstance(error, RuntimeError) and ("allocate memory" in str(error) or "CUDA error" in str(error))
 
 
 class _ChunkResult(NamedTuple):
