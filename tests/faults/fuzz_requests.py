@@ -30,7 +30,7 @@ QUERY = sorted(
 )
 HEADERS = sorted(
     {*re.findall(r'headers\.get\("([\w-]+)"', SOURCES), *re.findall(r'header\(.*?, b"([\w-]+)"\)', SOURCES)}
-    - {"host", "authorization"}
+    - {"host", "authorization", "content-length"}
 )
 PER_ROLLOUT = 30
 """Requests of the gateway that share a rollout."""

@@ -21,7 +21,7 @@ REQUESTS = int(os.environ.get("PENSTOCK_FUZZ_REQUESTS") or (100_000 if FULL else
 SEED = os.environ.get("PENSTOCK_FUZZ_SEED", "1")
 SHARES = {"gateway": 0.45, "open gateway": 0.1, "controller": 0.25, "rollout server": 0.12, "callbacks": 0.08}
 CALLERS = 12
-ANSWER_S, HALF_S = 60, 2
+ANSWER_S, HALF_S = 240, 2
 STALL_S = 0.2
 """The longest that a loop may not turn; computing time of the process, since other programs share the machine."""
 GROWTH_MB = 40 if FULL else 60
