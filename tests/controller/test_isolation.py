@@ -132,6 +132,37 @@ def test_another_persons_run_sees_an_empty_home_and_changes_nothing_of_the_machi
 
 
 @isolated
+@pytest.mark.parametrize("trusted", [True, False])
+def test_a_run_reads_its_tasks_and_first_weights_and_cannot_change_them(home: Home, tmp_path: Path, trusted: bool) -> None:
+    """Both are others': tasks are links to the controller's own files, weights those of another run."""
+    weights = home.runs / "earlier" / "out" / "run" / "checkpoints" / "3" / "model"
+    weights.parent.mkdir(parents=True)
+    weights.write_text("weights")
+    script = """
+import sys
+from pathlib import Path
+for path in (Path("../tasks/rows").resolve(), Path(sys.argv[1])):
+    print(path.read_text())
+    for change in (lambda: path.write_text("changed"), path.unlink, lambda: (path.parent / "more").touch()):
+        try:
+            change()
+            print("WROTE", path)
+        except OSError:
+            pass
+print("done")
+"""
+    argv = [sys.executable, "main.py", str(weights)]
+    run = lay_out(home, script, sandbox="bubblewrap", trusted=trusted, checkpoint=str(weights.parent), argv=argv)
+    files = files_of(home, run)
+    files.tasks.mkdir()
+    (home.datasets / "rows").write_text("rows")
+    os.link(home.datasets / "rows", files.tasks / "rows")
+    log = monitored(home, run)
+    assert {"rows", "weights"} <= set(log) and "done" in log and not [line for line in log if "WROTE" in line], log
+    assert (home.datasets / "rows").read_text() == "rows" and weights.read_text() == "weights"
+
+
+@isolated
 def test_the_owners_run_sees_what_the_owners_programs_see(home: Home, tmp_path: Path) -> None:
     (tmp_path / "data").write_text("the owner's own")
     script = f"from pathlib import Path; print(Path({str(tmp_path / 'data')!r}).read_text())"

@@ -8,6 +8,7 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from pwd import getpwuid
 
 import penstock
 from penstock.config import cache_folder
@@ -42,7 +43,7 @@ class RunIsolation:
         """Returns the command that starts `argv` in the sandbox."""
         if self.trusted:
             return self.sandbox.command(argv, hidden=[self.home], readonly=self.readonly, writable=self.writable).argv
-        hidden = [path for path in (self.home, Path.home(), *map(Path, HIDDEN)) if path != Path("/")]
+        hidden = [path for path in (self.home, *_user_homes(), *map(Path, HIDDEN)) if path != Path("/")]
         machine = [path for path in (*_machine(), *program_folders(), *_model_caches()) if path not in hidden]
         return self.sandbox.command(argv, hidden=hidden, readonly=[*machine, *self.readonly], writable=self.writable).argv
 
@@ -64,13 +65,18 @@ def program_folders() -> list[Path]:
     """Returns the folders of the interpreter and of everything that it imports, penstock among them."""
     named = [sys.prefix, sys.base_prefix, *sys.path, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     found = {Path(name) for name in named if name} | {Path(next(iter(penstock.__path__))).parent}
-    return [path for path in found if path.is_absolute() and not Path.home().is_relative_to(path)]
+    return [path for path in found if path.is_absolute() and not any(home.is_relative_to(path) for home in _user_homes())]
 
 
 def is_checkpoint(path: Path, runs: Path) -> bool:
     """Whether `path` is a folder of weights that a run made, `<runs>/<id>/out/<name>/checkpoints/<version>`, and no link."""
     inside = path.relative_to(runs).parts if path.is_relative_to(runs) else ()
     return path.resolve() == path and inside[1:2] == ("out",) and inside[-2:-1] == ("checkpoints",) and path.is_dir()
+
+
+def _user_homes() -> list[Path]:
+    """Returns the home folder of this user, as the environment and as the system's list of users has it."""
+    return [Path.home(), Path(getpwuid(os.geteuid()).pw_dir)]
 
 
 def _machine() -> list[Path]:

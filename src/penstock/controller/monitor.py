@@ -20,7 +20,7 @@ from typing import Any
 import orjson
 
 from penstock.controller.environments import prepare_environment
-from penstock.controller.isolation import RunIsolation, choose_isolation, describe_isolation
+from penstock.controller.isolation import RunIsolation, choose_isolation, describe_isolation, is_checkpoint
 from penstock.controller.jobs import ExitRecord, RunJob, process_environment
 from penstock.controller.runlog import LineDecoder, RunLog, SecretRedactor
 from penstock.controller.runs import RunFiles
@@ -123,10 +123,14 @@ class RunMonitor:
 def job_isolation(job: RunJob, files: RunFiles) -> RunIsolation:
     """Returns how the job's code is started: it changes its code and output, and reads its config, tasks and first weights."""
     files.out.mkdir(exist_ok=True)
-    read = (files.config, files.tasks, *([Path(job.checkpoint)] if job.checkpoint else []))
-    home = files.path.parent.parent
-    sandbox = choose_isolation(job.sandbox)
-    return RunIsolation(sandbox=sandbox, home=home, trusted=job.trusted, readonly=read, writable=(files.code, files.out))
+    runs, first = files.path.parent, Path(job.checkpoint)
+    return RunIsolation(
+        sandbox=choose_isolation(job.sandbox),
+        home=runs.parent,
+        trusted=job.trusted,
+        readonly=(files.config, files.tasks, *([first] if is_checkpoint(first, runs) else [])),
+        writable=(files.code, files.out),
+    )
 
 
 def monitor_run(files: RunFiles, secrets: Mapping[str, str]) -> None:

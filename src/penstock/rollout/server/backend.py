@@ -33,6 +33,9 @@ from penstock.system.async_tools import leaf_errors
 ARTIFACTS = Path(".penstock/artifacts")
 DEADLINE_S = 3600.0
 """For a request that sets none."""
+NO_RECORD = (
+    "the controller's record of the rollout did not arrive, or was too long, so there is nothing to grade; use shorter rollouts"
+)
 COLLECT_S = 5.0
 """How long the agents of a failed workflow may take to report their conversations."""
 
@@ -46,6 +49,8 @@ class ExecutionRequest(BaseModel):
     metadata: dict[str, Any] | None = None
     agent_timeout_sec: Seconds | None = None
     grader_timeout_sec: Seconds | None = None
+    records: bool = False
+    """Whether the controller says what it recorded; the agents' own samples are not graded then."""
 
 
 @dataclass(kw_only=True)
@@ -147,8 +152,11 @@ class LocalBackend(ExecutionBackend):
         reply = await on_workflow_complete(result)
         if on_grader_complete is None:
             return
-        if result.status is RolloutStatus.SUCCESS:
-            result = await self._grade(task, result, _recorded(reply), request.grader_timeout_sec or DEADLINE_S)
+        recorded = _recorded(reply)
+        if result.status is RolloutStatus.SUCCESS and request.records and recorded is None:
+            result = _failure(NO_RECORD, RolloutErrorCategory.VALIDATION_ERROR, end=End.GRADER_ERROR)
+        elif result.status is RolloutStatus.SUCCESS:
+            result = await self._grade(task, result, recorded, request.grader_timeout_sec or DEADLINE_S)
         await on_grader_complete(result)
 
     async def _run(self, task: Task, context: RolloutContext, limit_s: float) -> ExecutionResult:

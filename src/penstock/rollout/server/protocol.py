@@ -88,6 +88,8 @@ class RolloutInitRequest(ProtocolBody):
     agent_timeout_sec: Seconds | None = None
     grader_timeout_sec: Seconds | None = None
     extra_fields: dict[str, Any] = Field(default_factory=dict[str, Any])
+    records: bool = False
+    """*Ours*: the reply to the completion holds what was recorded; without it nothing is graded."""
 
 
 class RolloutInitResponse(ProtocolBody):
