@@ -6,6 +6,7 @@ An unknown key is an error that names the nearest known one. Environment variabl
 import difflib
 import importlib
 import os
+import tempfile
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -237,8 +238,8 @@ class GatewaySection(Section):
     """Calls of one rollout in all."""
     rollout_tokens: int = Field(default=100_000_000, ge=1)
     """Tokens sampled for one rollout in all."""
-    body_mb: int = Field(default=64, ge=1, le=1024)
-    """Largest request."""
+    body_mb: int = Field(default=16, ge=1, le=1024)
+    """Largest request. A million tokens of text are about 4 MB; parsing a body of 16 MB holds up other calls for 0.1 s."""
     first_token_s: float = Field(default=600.0, gt=0)
     """Longest wait for the first token of a reply, queueing included."""
     stall_s: float = Field(default=120.0, gt=0)
@@ -439,6 +440,21 @@ def cache_folder() -> Path:
     if chosen := os.environ.get("PENSTOCK_CACHE"):
         return Path(chosen).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "penstock"
+
+
+def home_folder() -> Path:
+    """Return the folder of the user's own controller, with its tokens and keys: $PENSTOCK_HOME, otherwise in the state folder."""
+    if chosen := os.environ.get("PENSTOCK_HOME"):
+        return Path(chosen).expanduser()
+    return Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "penstock"
+
+
+def scratch_folder() -> Path:
+    """Return where agents' scratch folders are made: $TMPDIR, otherwise /var/tmp, which is on disk, or the system's choice."""
+    usual = Path("/var/tmp")
+    if not os.environ.get("TMPDIR") and os.access(usual, os.W_OK | os.X_OK):
+        return usual
+    return Path(tempfile.gettempdir())
 
 
 def secret(variable: str, key: str) -> str:

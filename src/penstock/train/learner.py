@@ -183,6 +183,10 @@ class Learner:
         if self._rounded is not None:
             self._served_share = self._rounded.publish()
 
+    def is_finite(self) -> bool:
+        """Returns whether all weights are numbers. If not, every update fails, whatever it is computed from."""
+        return all(bool(torch.isfinite(weight).all()) for weight in self._weights.values())
+
     def zero(self) -> None:
         for weight, master in zip(self._weights.values(), self._masters.values(), strict=True):
             weight.grad = master.grad = None
@@ -272,6 +276,14 @@ class Learner:
         size = sum(master.numel() for master in self._masters.values() if master.grad is None)
         moments = 0 if self._optimizer.state else sum(master.numel() for master in self._masters.values())
         return 4 * size + 8 * moments
+
+
+def is_machine_error(error: Exception) -> bool:
+    """Returns whether memory, a disk or a device failed, rather than the computation."""
+    kinds = MemoryError | OSError | torch.OutOfMemoryError | torch.AcceleratorError
+    if isinstance(error, kinds) or isinstance(error.__cause__, kinds):
+        return True
+    return isinstance(error, RuntimeError) and ("allocate memory" in str(error) or "CUDA error" in str(error))
 
 
 class _ChunkResult(NamedTuple):
