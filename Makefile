@@ -3,10 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-DOCS_STAMP := $(VENV)/.installed-docs
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-faults test-clients test-vllm test-gpu check docs bench clean
+.PHONY: help install demo test test-faults test-clients test-vllm test-gpu check docs bench lock audit dist clean
 
 help:
 	@echo "make demo    train the multiply agent on this machine (minutes, no GPU)"
@@ -18,10 +17,15 @@ help:
 	@echo "make check   format, lint, types, layers, fast tests"
 	@echo "make docs    build the documentation's site into build/site"
 	@echo "make bench   print performance ratios"
+	@echo "make lock    lock the versions that pyproject.toml asks for, with hashes; ARGS=--upgrade takes the newest"
+	@echo "make audit   ask OSV for known vulnerabilities of what is locked"
+	@echo "make dist    wheels, source archives, bill of materials and licences of the last commit into dist"
 
-$(STAMP): pyproject.toml facades/pyproject.toml constraints.txt
+LOCKS := requirements.lock requirements-cpu.lock requirements-cuda.lock
+
+$(STAMP): pyproject.toml facades/pyproject.toml constraints.txt $(LOCKS)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q -c constraints.txt -e ".[local,dev]" -e facades
+	$(BIN)/python tools/lock.py install
 	@touch $(STAMP)
 
 install: $(STAMP)
@@ -67,16 +71,29 @@ check: $(STAMP)
 	nice -n 5 $(BIN)/python -m pytest $(CHECK_OPTIONS) tests/unit tests/contracts; tests=$$?; \
 	wait $$types && exit $$tests
 
-$(DOCS_STAMP): $(STAMP)
-	$(BIN)/pip install -q -c constraints.txt -e ".[docs]"
-	@touch $(DOCS_STAMP)
-
 # A dead link, a page that the index lacks or a name that is gone fails the build. The theme would advertise its successor.
-docs: $(DOCS_STAMP)
+docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: $(STAMP)
 	$(BIN)/python -m bench
 
+lock: $(STAMP)
+	$(BIN)/pip install -q uv
+	$(BIN)/python tools/lock.py write $(ARGS)
+
+audit: $(STAMP)
+	$(BIN)/python tools/audit.py
+
+# Built from the files of the commit alone, dated by it: the same commit gives the same bytes.
+dist: export SOURCE_DATE_EPOCH = $(shell git log -1 --format=%ct)
+dist: $(STAMP)
+	rm -rf dist build/commit && mkdir -p dist build/commit
+	git archive HEAD | tar -x -C build/commit
+	cd build/commit && $(CURDIR)/$(BIN)/hatchling build -d $(CURDIR)/dist
+	cd build/commit/facades && $(CURDIR)/$(BIN)/hatchling build -d $(CURDIR)/dist
+	$(BIN)/python tools/sbom.py dist
+	cd dist && sha256sum * > SHA256SUMS
+
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info
+	rm -rf $(VENV) build dist src/*.egg-info facades/src/*.egg-info

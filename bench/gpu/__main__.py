@@ -7,7 +7,7 @@ import torch
 
 from penstock.models import resolve
 
-NAMES = ("decode",)
+NAMES = ("decode", "update", "learn")
 
 
 def main() -> None:

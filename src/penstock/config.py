@@ -6,10 +6,11 @@ An unknown key is an error that names the nearest known one. Environment variabl
 import difflib
 import importlib
 import os
+import tempfile
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, cast
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar, cast
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny, ValidationError, create_model
@@ -146,8 +147,9 @@ class TrainSection(Section):
     """Largest norm of the gradient."""
     updates_per_step: int = Field(default=1, ge=1)
     """Optimizer steps on each batch of groups."""
-    tokens_per_pass: int = Field(default=1024, ge=1)
-    """How many tokens go through the model at once: bounds memory, changes no result. On a GPU 4096 or more is faster."""
+    tokens_per_pass: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+    """How many tokens go through the model at once: bounds memory, changes no result. `auto` is 1024 on a CPU, and what free memory
+    holds on a GPU."""
     shared_prefix: bool = True
     """Forward shared prompt prefixes once; false is the flat path, slower, with the same gradients."""
     eval_every: int = Field(default=0, ge=0)
@@ -237,8 +239,8 @@ class GatewaySection(Section):
     """Calls of one rollout in all."""
     rollout_tokens: int = Field(default=100_000_000, ge=1)
     """Tokens sampled for one rollout in all."""
-    body_mb: int = Field(default=64, ge=1, le=1024)
-    """Largest request."""
+    body_mb: int = Field(default=16, ge=1, le=1024)
+    """Largest request. A million tokens of text are about 4 MB; parsing a body of 16 MB holds up other calls for 0.1 s."""
     first_token_s: float = Field(default=600.0, gt=0)
     """Longest wait for the first token of a reply, queueing included."""
     stall_s: float = Field(default=120.0, gt=0)
@@ -439,6 +441,21 @@ def cache_folder() -> Path:
     if chosen := os.environ.get("PENSTOCK_CACHE"):
         return Path(chosen).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "penstock"
+
+
+def home_folder() -> Path:
+    """Return the folder of the user's own controller, with its tokens and keys: $PENSTOCK_HOME, otherwise in the state folder."""
+    if chosen := os.environ.get("PENSTOCK_HOME"):
+        return Path(chosen).expanduser()
+    return Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "penstock"
+
+
+def scratch_folder() -> Path:
+    """Return where agents' scratch folders are made: $TMPDIR, otherwise /var/tmp, which is on disk, or the system's choice."""
+    usual = Path("/var/tmp")
+    if not os.environ.get("TMPDIR") and os.access(usual, os.W_OK | os.X_OK):
+        return usual
+    return Path(tempfile.gettempdir())
 
 
 def secret(variable: str, key: str) -> str:

@@ -158,6 +158,10 @@ class Step:
         return len(self.completion_ids) if self.usage is None else self.usage.completion_tokens
 
 
+MAX_REWARD = 1e9
+"""The largest reward, and with a minus the smallest. Gradients grow with it, and their squares must fit into 32-bit floats."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grade:
     """A reward and where it came from."""
@@ -213,9 +217,16 @@ class Attempt:
 
     @property
     def reward(self) -> float | None:
-        """The rollout's own grade, else the mean over its transcripts, else the sum over its steps; None unless completed."""
-        if self.end is not End.COMPLETED or self.void:
-            return None
+        """The rollout's own grade, else the mean over its transcripts, else the sum over its steps.
+
+        None unless completed, if void, and for a reward beyond MAX_REWARD.
+        """
+        reward = self.grades_total if self.end is End.COMPLETED and not self.void else None
+        return None if reward is None or abs(reward) > MAX_REWARD else reward
+
+    @property
+    def grades_total(self) -> float | None:
+        """What its grades come to, however it ended; None without grades."""
         whole = [g.reward for g in self.grades if g.transcript is None and g.step is None]
         parts = [g.reward for g in self.grades if g.transcript is not None and g.step is None]
         if whole:
@@ -287,3 +298,5 @@ class PolicyVersion:
     """How many steps of training led to it."""
     leases: tuple[str, ...] = ()
     """Leases trained since the checkpoint before; acknowledged once this one is on disk."""
+    past: tuple[int, ...] = ()
+    """The versions after each of the last steps, this one included; empty in older checkpoints."""

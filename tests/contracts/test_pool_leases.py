@@ -257,3 +257,36 @@ def test_statistics_count_a_channel_or_all(run) -> None:
         assert (both.groups, both.last_seq, both.last_version, both.tokens, val.last_version) == (4, 7, 9, 21, 1)
 
     run(act)
+
+
+# training that is lost with its weights
+
+
+def test_groups_trained_into_lost_versions_are_lent_again_and_no_number_is_used_twice(run) -> None:
+    async def act(pool: Pool) -> None:
+        await open_groups(pool)
+        await complete(pool, 0, 1, 2)
+        for version in (1, 2, 3):
+            await pool.ack((await must_claim(pool)).id, version)
+        assert await pool.undo(1) == [("train-1", 2), ("train-2", 3)]
+        assert await pool.undo(1) == []
+        stats = await pool.stats("train")
+        assert (stats.groups_trained, stats.groups_leased, stats.last_version) == (1, 0, 3)
+        assert [change.id for change in await pool.changes() if change.kind == "undone"] == ["train-1", "train-2"]
+        again = await must_claim(pool, 2)
+        assert ids(again.groups) == ["train-1", "train-2"]
+        await pool.ack(again.id, 4)
+        assert await pool.trained() == [("train-0", 1), ("train-1", 4), ("train-2", 4)]
+
+    run(act)
+
+
+def test_the_first_run_that_a_pool_is_given_stays(run) -> None:
+    async def act(pool: Pool) -> None:
+        assert await pool.run_id() == ""
+        await pool.set_run_id("a")
+        await pool.set_run_id("b")
+        assert await pool.run_id() == "a"
+        assert (await pool.channels(), (await pool.stats()).groups) == ([], 0)
+
+    run(act)

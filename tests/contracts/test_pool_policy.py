@@ -110,6 +110,19 @@ def test_a_full_queue_refuses_one_more_until_there_is_room(run) -> None:
     run(act)
 
 
+def test_a_group_that_a_trainer_gave_back_can_be_dropped_and_is_lent_no_more(run) -> None:
+    async def act(pool: Pool) -> None:
+        await complete(pool, 0, 1)
+        await pool.release((await must_claim(pool, 2)).id)
+        assert [await pool.drop("train-0", "crashed the trainer") for _ in range(2)] == [True, False]
+        lease = await must_claim(pool)
+        await pool.ack(lease.id, 1)
+        assert (ids(lease.groups), await pool.trained()) == (["train-1"], [("train-1", 1)])
+        assert (await pool.stats()).drops == {"crashed the trainer": 1}
+
+    run(act)
+
+
 def test_a_full_queue_drops_its_oldest_complete_group(run) -> None:
     async def act(pool: Pool) -> None:
         limit = GroupLimit(2, "drop")

@@ -66,6 +66,7 @@ def lay_out(
     files.code.mkdir(parents=True)
     (files.code / "main.py").write_text(script)
     fields: dict[str, Any] = {"argv": [sys.executable, "main.py"], "cwd": str(files.code), "stop_grace_s": 5.0}
+    fields["sandbox"] = "off"  # scripts tell process ids, which are others in a sandbox; test_isolation.py has its own
     RunJob(**fields | job).write(files)
     return add(home, kind, files, name, secrets)
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import json
 import os
 import shutil
 import signal
@@ -22,13 +21,14 @@ from penstock.controller.home import Home
 from penstock.controller.identity import Identity
 from penstock.controller.model_server import DeploymentApp, bind_port
 from penstock.controller.runs import RunQueue, RunStatus
+from penstock.engines.checkpoint_files import CheckpointState, encode_state
 from penstock.errors import ControllerError
 from penstock.gateway.app import Gateway
 from penstock.http.server import HttpServer
 from penstock.models import resolve
 from penstock.pool.base import PoolStats
 from penstock.pool.memory import MemoryPool
-from penstock.records import Sampling
+from penstock.records import PolicyVersion, Sampling
 from penstock.testing import ScriptedEngine, write_tokenizer
 
 DEADLINE_S = 120
@@ -46,7 +46,9 @@ def save_checkpoint(results: Path, tiny: Path, number: int, *, step: int) -> Pat
     folder = results / "checkpoints" / f"{number:06d}"
     shutil.copytree(tiny, folder)
     sizes = {file.name: file.stat().st_size for file in folder.iterdir()}
-    (folder / "state.json").write_text(json.dumps({"version": {"number": number, "step": step}, "files": sizes}))
+    random = {"python_random": (), "python_gauss": None, "torch_random": "", "cuda_random": None}
+    state = CheckpointState(version=PolicyVersion(number=number, step=step), files=sizes, **random)
+    (folder / "state.json").write_bytes(encode_state(state))
     return folder
 
 

@@ -46,7 +46,7 @@ def wheel(folder: Path) -> Path:
 def test_what_this_interpreter_has_needs_no_environment(tmp_path: Path) -> None:
     folder = project(tmp_path / "p", "orjson>=3", "penstock", "osmosis-ai[server]>=0.2", "nothing; python_version < '3'")
     assert missing_requirements(folder) == []
-    assert prepare_environment(folder, tmp_path / "kept", lambda _: 1, print) == Path(sys.executable)
+    assert prepare_environment(folder, tmp_path / "kept", lambda *_: 1, print) == Path(sys.executable)
     assert requirements(tmp_path) == [] and not (tmp_path / "kept").exists()
     assert missing_requirements(project(tmp_path / "q", "orjson<1", "nosuchthing", "orjson")) == ["orjson<1", "nosuchthing"]
 
@@ -87,7 +87,8 @@ def test_missing_packages_are_installed_once_beside_those_that_are_here(home: Ho
 def test_an_environment_that_a_kill_left_half_made_is_made_again(tmp_path: Path) -> None:
     folder, said, commands = project(tmp_path / "p", "nosuchthing"), list[str](), list[list[str]]()
 
-    def run(command: list[str]) -> int:
+    def run(command: list[str], filled: Path) -> int:
+        assert filled.is_dir() and filled.parent == tmp_path / "kept"
         commands.append(command)
         if "venv" in command:
             (Path(command[-1]) / "lib" / f"python3.{sys.version_info.minor}" / "site-packages").mkdir(parents=True)

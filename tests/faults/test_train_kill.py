@@ -55,6 +55,7 @@ name = "scripted:open_engine"
 [train]
 steps = {steps}
 lr = 1e-3
+advantage = "{advantage}"
 checkpoint_every = {every}
 """
 
@@ -99,6 +100,7 @@ def start(home: Path, name: str, *, every: int = 1) -> "subprocess.Popen[bytes]"
                 folder=home / "runs",
                 model=home / "model",
                 agent=HERE / ("flaky.py" if name.startswith("flaky") else "agent.py"),
+                advantage="poisoned:grpo_but_for_one" if name.startswith("poisoned") else "grpo",
                 min_size=SIZE if name.startswith("flaky") else 0,
                 top_up=2 if name == "flaky" else 0,
                 size=SIZE,
@@ -230,6 +232,16 @@ def test_a_run_killed_while_rollouts_fail_tops_up_every_group(home: Path) -> Non
     groups = with_pool(home, "flaky", lambda pool: pool.groups("train"))
     assert [attempt.end for group in groups for attempt in group.attempts] == [End.COMPLETED] * (STEPS * GROUPS * SIZE)
     assert counted[End.AGENT_ERROR] + counted[End.LOST] >= STEPS * GROUPS
+
+
+@pytest.mark.slow
+def test_a_run_killed_around_a_group_that_crashes_the_trainer_sets_it_aside_once(home: Path) -> None:
+    points = [random.randrange(20, 70) for _ in range(2)]
+    killed = [kill_after(home, "poisoned", lines) for lines in points]
+    summary = finish(home, "poisoned")
+    assert summary["dropped"] == {"crashed the trainer": 1}, f"killed {killed} after {points} events"
+    check_run(home, "poisoned")
+    assert "train-3" not in with_pool(home, "poisoned", ledger)
 
 
 @pytest.mark.slow

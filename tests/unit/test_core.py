@@ -7,6 +7,7 @@ import pytest
 
 from penstock.errors import ConfigError, DatasetError, GraderError, ModelError, PenstockError, boundary
 from penstock.events import Events
+from penstock.records import Attempt, End, Grade, make_rollout
 from penstock.registry import Registry
 
 
@@ -119,3 +120,10 @@ def test_an_event_with_text_that_is_not_unicode_does_not_stop_the_run(tmp_path):
     line = json.loads((tmp_path / "events.jsonl").read_text())
     assert line["message"].startswith("half a ")
     assert line["reward"] is None
+
+
+@pytest.mark.parametrize("rewards", [(1e308,), (1e308, 1e308)])
+def test_a_reward_beyond_the_bound_does_not_count(rewards) -> None:
+    rollout = make_rollout("train-0", "t", 0)
+    grades = tuple(Grade(rollout_id=rollout.id, reward=reward, source="old", step=n) for n, reward in enumerate(rewards))
+    assert Attempt(rollout=rollout, end=End.COMPLETED, grades=grades).reward is None

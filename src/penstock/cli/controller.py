@@ -6,7 +6,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import orjson
 import typer
@@ -28,6 +28,7 @@ from penstock.errors import ConfigError, ControllerError
 
 if TYPE_CHECKING:
     from penstock.controller.home import Home
+    from penstock.system.sandbox import SandboxWish
 
 PORT = 8470
 DOWN_S = 60.0
@@ -55,6 +56,10 @@ def up(
     keyring: Annotated[
         bool, typer.Option("--keyring", help="Keep the key of secrets in the operating system's keyring from now on.")
     ] = False,
+    sandbox: Annotated[
+        Literal["auto", "bubblewrap", "off"],
+        typer.Option(help="For submitted code; auto takes bubblewrap where the machine allows it."),
+    ] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Say nothing but JSON, errors too.")] = False,
 ) -> None:
     """Serve until SIGTERM or Ctrl-C; prints one line of JSON once it does. Runs that are under way go on without it.
@@ -67,7 +72,7 @@ def up(
 
         use_keyring(place)
     try:
-        first = asyncio.run(_serve(place, host, port, runs, url, names or [], quiet=as_json))
+        first = asyncio.run(_serve(place, host, port, runs, url, names or [], sandbox, quiet=as_json))
     except asyncio.CancelledError:
         first = signal.SIGINT
     raise typer.Exit(INTERRUPTED if first == signal.SIGINT else 0)
@@ -87,13 +92,15 @@ def status(home: HomeOption = None, as_json: AsJson = False) -> None:
         print_result({"running": False, "home": str(place.path)}, text, as_json=as_json)
         raise typer.Exit(1)
     client = named or ControllerClient(address.url if address else "", place.token())
-    found: dict[str, Any] = {"running": True, "url": client.url, "user": client.verify()["user"]["name"]}
+    told = client.verify()
+    found: dict[str, Any] = {"running": True, "url": client.url, "user": told["user"]["name"], "isolation": told.get("isolation")}
     if address is not None:
         found |= {"pid": address.pid, "home": str(place.path), "log": str(place.log)}
     found["runs"] = {kind: client.runs(kind, limit=1)["total_count"] for kind in ("eval", "train")}
     shown = [*((key, found.get(key)) for key in ("url", "pid", "home", "log"))]
     counted = [("evaluations", found["runs"]["eval"]), ("training runs", found["runs"]["train"])]
-    print_result(found, f"A controller serves.\n\n{labelled_lines([*shown, *counted])}", as_json=as_json)
+    last = [("isolation", found["isolation"])] if found["isolation"] else []
+    print_result(found, f"A controller serves.\n\n{labelled_lines([*shown, *counted, *last])}", as_json=as_json)
 
 
 @app.command()
@@ -146,7 +153,11 @@ def approve(
 
     record = connect().approve(code, person=person)
     whose = f", a device of {record['person']}'s," if record.get("person") else ""
-    print_result(record, f"Let {record.get('device_name') or 'the device'}{whose} in.", as_json=as_json)
+    print_result(
+        record,
+        f"Let {record.get('device_name') or 'the device'}{whose} in.\n\n  {record.get('isolation', '')}".rstrip(),
+        as_json=as_json,
+    )
 
 
 @app.command()
@@ -187,23 +198,32 @@ def token(as_json: AsJson = False) -> None:
     print_result({"url": client.url, "token": client.token, "variables": variables}, text, as_json=as_json)
 
 
-async def _serve(home: "Home", host: str, port: int, runs: int, url: str, names: list[str], *, quiet: bool) -> int | None:
+async def _serve(
+    home: "Home", host: str, port: int, runs: int, url: str, names: list[str], sandbox: "SandboxWish", *, quiet: bool
+) -> int | None:
     """Serve until a signal comes; returns its number."""
     from penstock.controller.api.app import serve_controller
     from penstock.controller.context import ControllerLimits, open_controller
+    from penstock.controller.isolation import describe_isolation
     from penstock.controller.local import publish_address
+    from penstock.system.processes import protect_memory
+
+    protect_memory()
 
     notify: Callable[[str], None] = (lambda _: None) if quiet else warn
     stop = asyncio.Event()
     with Interrupts(stop, lambda: notify("stopping; runs that are under way go on")) as interrupts:
         async with (
-            open_controller(home, ControllerLimits(runs=runs)) as controller,
+            open_controller(home, ControllerLimits(runs=runs), sandbox=sandbox) as controller,
             serve_controller(controller, host=host, port=port, base_url=url.rstrip("/"), names=names) as here,
         ):
             with publish_address(home, here) as address:
+                isolation = describe_isolation(controller.sandbox)
                 ready = {"event": "ready", "url": url.rstrip("/") or here, "pid": address.pid, "home": str(home.path)}
+                ready |= {"sandbox": controller.sandbox.name, "isolation": isolation}
                 typer.echo(orjson.dumps(ready).decode())
                 notify(f"serving {home.path} at {ready['url']}; how to connect: penstock controller token")
+                notify(isolation)
                 await stop.wait()
         return interrupts.first
 

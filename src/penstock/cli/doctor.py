@@ -116,7 +116,7 @@ def _version(name: str) -> str | None:
 
 
 def _pip(extra: str) -> str:
-    return f'pip install "penstock[{extra}]"' if extra else "pip install --force-reinstall penstock"
+    return f'pip install "penstock[{extra}]"' if extra else "pip install -e . (in the checkout)"
 
 
 def torch_device() -> Check:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from penstock.cli.output import NOTICES, aligned, clock, counts, reward_text
+from penstock.cli.output import NOTICES, aligned, clock, counts, misreported_text, reward_text
 
 if TYPE_CHECKING:
     from penstock.evals.compare import Comparison
@@ -41,6 +41,7 @@ class EvalView:
         self._total = self._done = 0
         self._rewards: list[float] = []
         self._ends: Counter[str] = Counter()
+        self._misreported = 0
         self._last_line = ""
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         self._bars = Progress(*columns, console=self._console, transient=True)
@@ -51,6 +52,10 @@ class EvalView:
         with self._lock:
             if kind == "stage" or kind in NOTICES:
                 self._print_once(fields["text"])
+            elif kind == "rollout.misreported":
+                self._misreported += 1
+                if self._misreported == 1:
+                    self.notice(misreported_text(fields))
             elif kind == "eval.begin":
                 self._begin(fields)
             elif kind == "rollout.end" and fields["end"] != "lost":

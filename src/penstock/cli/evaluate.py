@@ -10,7 +10,7 @@ import orjson
 import typer
 
 from penstock.cli import dry_run
-from penstock.cli.interrupts import INTERRUPTED, Interrupts
+from penstock.cli.interrupts import INTERRUPTED, TERMINATE_S, Interrupts
 from penstock.cli.output import check_format, warn
 from penstock.errors import ConfigError, PenstockError
 from penstock.workspace.scaffold import CONFIG_FILE
@@ -215,7 +215,9 @@ def _evaluate(config: "RunConfig", view: "EvalView", *, fresh: bool, retry_faile
 
     async def work() -> "Evaluation":
         stop = asyncio.Event()
-        with Interrupts(stop, lambda: view.notice("Stopping; what runs is made again by the same command.")):
+        with Interrupts(
+            stop, lambda: view.notice("Stopping; what runs is made again by the same command."), terminate_s=TERMINATE_S
+        ):
             return await evaluate(config, inputs, listener=view, stop=stop, fresh=fresh, retry_failed=retry_failed)
 
     return asyncio.run(work())

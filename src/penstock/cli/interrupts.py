@@ -10,6 +10,8 @@ from typing import Any, Self
 
 GRACE_S = 3.0
 """How long a second Ctrl-C waits for the run to end before the process exits anyway."""
+TERMINATE_S = 10.0
+"""For a run: seconds after which one SIGTERM counts as two, as a supervisor sends SIGKILL next, not a second one."""
 INTERRUPTED = 130
 
 
@@ -17,12 +19,14 @@ class Interrupts:
     """Inside it, the first SIGINT or SIGTERM sets `stop` and calls `notify`; the second cancels the task that entered.
 
     A second signal leaves on disk what a kill would leave, and a run can be resumed after a kill. So a process whose threads or
-    agent do not end is ended after `GRACE_S`.
+    agent do not end is ended after `GRACE_S`. With `terminate_s`, a SIGTERM that has not ended the block by then
+    counts as two.
     """
 
-    def __init__(self, stop: asyncio.Event, notify: Callable[[], None]) -> None:
+    def __init__(self, stop: asyncio.Event, notify: Callable[[], None], *, terminate_s: float | None = None) -> None:
         self._stop = stop
         self._notify = notify
+        self._terminate_s = terminate_s
         self._before: dict[int, Any] = {}
         self._count = 0
         self.first: int | None = None
@@ -45,13 +49,23 @@ class Interrupts:
         if self._count == 1:
             self._loop.call_soon_threadsafe(self._stop.set)
             self._loop.call_soon_threadsafe(self._notify)
+            if number == signal.SIGTERM and self._terminate_s is not None:
+                self._later(self._terminate_s, self._end)
         elif self._count == 2:
-            self._loop.call_soon_threadsafe(self._cancel)
-            last = threading.Timer(GRACE_S, _quit)
-            last.daemon = True
-            last.start()
+            self._end()
         else:
             _quit()
+
+    def _end(self) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._cancel)
+            self._later(GRACE_S, _quit)
+
+    @staticmethod
+    def _later(seconds: float, act: Callable[[], None]) -> None:
+        timer = threading.Timer(seconds, act)
+        timer.daemon = True
+        timer.start()
 
     def _cancel(self) -> None:
         if self._task:

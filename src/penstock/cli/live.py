@@ -15,7 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from penstock.cli.output import NOTICES, clock, counts, percent, rate, reward_text, sparkline
+from penstock.cli.output import NOTICES, clock, counts, misreported_text, percent, rate, reward_text, sparkline
 from penstock.run.folder import RunFolder
 
 
@@ -57,6 +57,7 @@ class RunState:
     steps_from: int = 0
     """The step at which this process began, and when its first one did: what the estimate is made from."""
     steps_at: float | None = None
+    groups_set_aside: int = 0
     misreported: int = 0
     """Rollouts whose agents reported another conversation than was recorded."""
     last_step_at: float = 0.0
@@ -140,6 +141,10 @@ def _rollout_end(state: RunState, fields: dict[str, Any]) -> None:
         messages[message] = messages.get(message, 0) + 1
 
 
+def _group_drop(state: RunState, fields: dict[str, Any]) -> None:
+    state.groups_set_aside += "message" in fields  # the others are replaced, as their rollouts failed
+
+
 def _rollout_misreported(state: RunState, fields: dict[str, Any]) -> None:
     state.misreported += 1
 
@@ -167,6 +172,10 @@ def _train_step(state: RunState, fields: dict[str, Any]) -> None:
     state.last_step_at = state.clock()
 
 
+def _train_wait(state: RunState, fields: dict[str, Any]) -> None:
+    state.now = fields["text"]
+
+
 def _set_activity(state: RunState, text: str, *, expected: int = 0) -> None:
     state.now, state.expected, state.done, state.share = text, expected, 0, None
 
@@ -177,9 +186,11 @@ _CHANGES: dict[str, Callable[[RunState, dict[str, Any]], None]] = {
     "eval.start": _eval_start,
     "eval.end": _eval_end,
     "rollout.end": _rollout_end,
+    "group.drop": _group_drop,
     "rollout.misreported": _rollout_misreported,
     "step.start": _step_start,
     "train.start": _train_start,
+    "train.wait": _train_wait,
     "train.step": _train_step,
 }
 
@@ -247,7 +258,9 @@ def event_line(kind: str, fields: dict[str, Any], state: RunState) -> str | None
         case "run.start":
             how = f"taken up again after step {state.step}" if fields["resumed"] else f"model {state.model}"
             return f"run {state.name} in {state.folder}: {how}, {state.steps} steps"
-        case "stage" | "notice" | "rollout.forged" | "grading.refused":
+        case "stage" | "train.wait":
+            return fields["text"]
+        case _ if kind in NOTICES:
             return fields["text"]
         case "eval.start" if fields["when"] == "during":
             return f"held-out evaluation after step {fields['step']} begins, beside training: {fields['tasks']} tasks"
@@ -261,9 +274,12 @@ def event_line(kind: str, fields: dict[str, Any], state: RunState) -> str | None
             return f"held-out evaluation after step {fields['step']} skipped: that after step {fields['running']} still runs"
         case "eval.fail":
             return f"held-out evaluation after step {fields['step']} failed: {_one_line(fields['message'])}"
+        case "group.drop" if "message" in fields:
+            return f"group {fields['group_id']} set aside, {fields['reason']}: {_one_line(fields['message'])}"
+        case "update.skip":
+            return f"step {fields['step']}: the last {fields['updates']} updates are skipped: {_one_line(fields['message'])}"
         case "rollout.misreported" if state.misreported == 1:
-            names = ", ".join(fields["transcripts"])
-            return f"{fields['rollout_id']}: the agent reports another conversation as {names} than was recorded, which is graded"
+            return misreported_text(fields)
         case "rollout.end" if fields["end"] != "completed" and state.ends[fields["end"]] == 1:
             return (
                 f"first rollout to end {fields['end']}: {fields['rollout_id']}: {_one_line(fields.get('message') or 'no message')}"
@@ -304,6 +320,7 @@ def _rows(state: RunState, *, width: int) -> list[tuple[str, RenderableType]]:
         rows.append(("held-out", Text(" → ".join(part for part in (f"{reward_text(state.eval_before)} before", after) if part))))
     if state.step > state.steps_from:
         stale = f", {state.groups_stale} stale" if state.groups_stale else ""
+        stale += f", {state.groups_set_aside} set aside" if state.groups_set_aside else ""
         rows.append(("groups", Text(f"{state.groups} trained, {state.groups_equal} of equal reward{stale}")))
         rows.append(("tokens", Text(f"{percent(state.exact_token_rate)} exact, {rate(state.tokens_per_s)} per second")))
     failed = {end: count for end, count in state.ends.items() if end != "completed"}

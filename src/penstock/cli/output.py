@@ -92,7 +92,13 @@ def _text(value: object) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
-NOTICES = ("notice", "rollout.forged", "grading.refused")
+def misreported_text(fields: Mapping[str, Any]) -> str:
+    """Tells of the first agent that reported another conversation than was recorded."""
+    names = ", ".join(fields["transcripts"])
+    return f"{fields['rollout_id']}: the agent reports another conversation as {names} than was recorded, which is graded"
+
+
+NOTICES = ("notice", "rollout.forged", "grading.refused", "checkpoint.damaged", "checkpoint.fallback", "record.damaged")
 """Events whose `text` people must see, also where a live view hides most lines."""
 
 

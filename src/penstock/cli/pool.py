@@ -3,6 +3,7 @@
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, fields
 from pathlib import Path
 from textwrap import indent, shorten
@@ -66,7 +67,8 @@ def show(
             task, attempts, whole = await _find(pool, name)
             if whole is not None:
                 return rollout_object(task, whole), rollout_text(task, whole)
-            return group_object(name, task, attempts), group_text(name, task, attempts, str(folder))
+            why = _why_dropped(place.folder / "events.jsonl", name)
+            return group_object(name, task, attempts) | why, group_text(name, task, attempts, str(folder), **why)
 
     result, text = asyncio.run(read(find_pool(folder)))
     typer.echo(_json_text(result) if as_json else text)
@@ -276,7 +278,18 @@ def group_object(name: str, task: Task, attempts: Sequence[Attempt]) -> dict[str
     return {"group": name, "task": orjson.loads(_json_text(task)), "rollouts": [_attempt_entry(attempt) for attempt in attempts]}
 
 
-def group_text(name: str, task: Task, attempts: Sequence[Attempt], run: str) -> str:
+def _why_dropped(events: Path, group_id: str) -> dict[str, str]:
+    """Returns why a group is not trained, as the run told it; empty if it is."""
+    found: dict[str, Any] = {}
+    with suppress(FileNotFoundError), events.open("rb") as lines:
+        for line in lines:
+            if b'"group.drop"' in line and line.endswith(b"\n"):  # the last line may be half written
+                event = orjson.loads(line)
+                found = event if event["group_id"] == group_id else found
+    return {"dropped": ": ".join(found[key] for key in ("reason", "message") if key in found)} if found else {}
+
+
+def group_text(name: str, task: Task, attempts: Sequence[Attempt], run: str, *, dropped: str = "") -> str:
     """The task and a table of rollouts, those that were replaced included."""
     head = ("ROLLOUT", "END", "REWARD", "STEPS", "TOKENS", "MESSAGE")
     entries = [_attempt_entry(attempt) for attempt in attempts]
@@ -284,7 +297,8 @@ def group_text(name: str, task: Task, attempts: Sequence[Attempt], run: str) -> 
         (_short(e["id"], 60), e["end"] or "running", reward_text(e["reward"]), *_sizes(e), _short(e["message"], 60))
         for e in entries
     ]
-    lines = [f"Group {name}, channel {attempts[0].rollout.channel}", *_task(task), "", *table_lines([head, *rows])]
+    why = [f"Not trained, {dropped}"] if dropped else []
+    lines = [f"Group {name}, channel {attempts[0].rollout.channel}", *why, *_task(task), "", *table_lines([head, *rows])]
     return "\n".join([*lines, "", f"next: penstock pool show {run} {attempts[-1].rollout.id}"])
 
 

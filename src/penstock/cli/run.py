@@ -14,18 +14,20 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, cast, get_args
 
 import orjson
 import typer
 
 from penstock.cli.gateway import Engine, Model, Overrides, Urls, get_model, make_settings
 from penstock.cli.interrupts import INTERRUPTED, Interrupts
-from penstock.cli.output import aligned, clock, counts, percent
+from penstock.cli.output import aligned, clock, counts, percent, warn
+from penstock.config import home_folder
 from penstock.errors import ConfigError
 from penstock.records import Attempt, End
 from penstock.sdk.environment import rollout_environment
 from penstock.system.processes import end_group, signal_group
+from penstock.system.sandbox import Confinement, Sandbox, SandboxWish, choose_sandbox
 
 if TYPE_CHECKING:
     from penstock.gateway.standalone import ModelFiles, Settings
@@ -49,6 +51,9 @@ def run(
         float | None,
         typer.Option("--timeout", min=0.001, metavar="SECONDS", help="End it, with all that it started, after this long."),
     ] = None,
+    sandbox: Annotated[
+        str, typer.Option(metavar="NAME", help="Keeps its own record and penstock's keys from it: bubblewrap, user, off; or auto.")
+    ] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Sum up as JSON, on stderr: stdout is the command's.")] = False,
 ) -> None:
     """Run a command with its model calls sent here, and record them as one rollout.
@@ -60,16 +65,31 @@ def run(
 
     if shutil.which(command[0]) is None:
         raise ConfigError(f"{command[0]}: no such command; write it as you would without `penstock run --`")
+    chosen = _choose_sandbox(sandbox)
     settings = make_settings(engine, model, url or [], overrides or [], {})
     place = folder or Path("runs") / time.strftime("recorded-%Y%m%d-%H%M%S")
     found = get_model(settings)
     make_folder(place, settings, found)
+    if not chosen.isolates and sandbox != "off" and not as_json:
+        warn(f"the command runs without a sandbox and can change its own record ({chosen.reason})")
     try:
-        recorded = asyncio.run(_record(command, settings, found, place, timeout_s))
+        recorded = asyncio.run(_record(command, settings, found, place, timeout_s, _confine(chosen, place)))
     except asyncio.CancelledError:
         raise typer.Exit(INTERRUPTED) from None
     typer.echo(orjson.dumps(as_object(recorded)).decode() if as_json else as_text(recorded), err=True)
     raise typer.Exit(recorded.code)
+
+
+def _choose_sandbox(wish: str) -> Sandbox:
+    known = get_args(SandboxWish)
+    if wish not in known:
+        raise ConfigError(f"--sandbox {wish}: there is no such one; choose {', '.join(known)}")
+    return choose_sandbox(cast("SandboxWish", wish), needs=[Path.cwd()], auto=("bubblewrap",))
+
+
+def _confine(sandbox: Sandbox, folder: Path) -> Confinement:
+    here, place = Path.cwd(), folder.resolve()
+    return Confinement(sandbox=sandbox, hidden=(place, home_folder()), visible=(here,) if here.is_relative_to(place) else ())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +109,12 @@ class RecordedCommand:
 
 
 async def _record(
-    command: list[str], settings: "Settings", model: "ModelFiles", folder: Path, timeout_s: float | None
+    command: list[str],
+    settings: "Settings",
+    model: "ModelFiles",
+    folder: Path,
+    timeout_s: float | None,
+    confinement: Confinement,
 ) -> RecordedCommand:
     from penstock.gateway.auth import Access
     from penstock.gateway.session import open_adhoc
@@ -105,7 +130,8 @@ async def _record(
             session = opened.gateway.open(rollout, settings.defaults())
             environment = os.environ | rollout_environment(session.base_url, session.token, session.rollout_id)
             try:
-                ended = await run_command(command, environment, stop, timeout_s)
+                confined = confinement.command(command)
+                ended = await run_command(confined.argv, environment, stop, timeout_s, **confined.options)
             except BaseException:
                 await opened.pool.end(rollout.id, End.CANCELLED, "penstock was stopped")
                 raise
@@ -128,12 +154,12 @@ class CommandExit(NamedTuple):
 
 
 async def run_command(
-    command: Sequence[str], environment: Mapping[str, str], stop: asyncio.Event, timeout_s: float | None = None
+    command: Sequence[str], environment: Mapping[str, str], stop: asyncio.Event, timeout_s: float | None = None, **options: Any
 ) -> CommandExit:
     """Run the command to its end; `stop` or `timeout_s` ends the whole group. If `stop` is set already, nothing is started."""
     if stop.is_set():
         return CommandExit(128 + signal.SIGINT)
-    process = await asyncio.create_subprocess_exec(*command, env=dict(environment), process_group=0)
+    process = await asyncio.create_subprocess_exec(*command, env=dict(environment), process_group=0, **options)
     timed_out = False
     try:
         with _in_foreground(process.pid):

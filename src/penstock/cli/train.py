@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from penstock.cli import dry_run
-from penstock.cli.interrupts import INTERRUPTED, Interrupts
+from penstock.cli.interrupts import INTERRUPTED, TERMINATE_S, Interrupts
 from penstock.cli.output import warn
 from penstock.cli.summary import ResumeCommand, TrainingResult, as_object, as_text
 from penstock.errors import PenstockError
@@ -35,7 +35,7 @@ def train(
 ) -> None:
     """Train the policy of an agent, or take up a run where it stopped.
 
-    Ctrl-C once stops after the running step (exit code 130); the same command then goes on from there.
+    Ctrl-C once stops after the running step, or sooner if its rollouts take long (exit code 130); the same command then goes on.
     """
     from penstock.workspace.opening import load_run_config
 
@@ -79,7 +79,7 @@ async def _train(config: "RunConfig", inputs: "Inputs", view: "LiveView", *, fre
         when = "now" if view.state.evaluating else "after this step"
         view.notice(f"Stopping {when}. Ctrl-C again quits at once; both are safe, the same command goes on.")
 
-    with Interrupts(stop, announce_stop):
+    with Interrupts(stop, announce_stop, terminate_s=TERMINATE_S):
         return await run(config, inputs, listener=view, stop=stop, fresh=fresh)
 
 

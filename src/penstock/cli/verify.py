@@ -31,14 +31,15 @@ def verify(
 ) -> None:
     """Check every recorded token: its context, and its log-probability under the weights that sampled it.
 
-    Reads only, so it may run beside a training run. Exit code 1 where a token is not exact or none could be recomputed.
+    Compares the checkpoints with their checksums too. Reads only, so it may run beside a training run. Exit code 1 where a token
+    is not exact or none could be recomputed, or a checkpoint is damaged.
     """
     from penstock.cli.output import stage_progress
 
     with stage_progress() as progress:
         audit = asyncio.run(_verify(folder, progress, channel=channel, limit=limit, tolerance=tolerance))
     typer.echo(orjson.dumps(as_object(audit)).decode() if as_json else as_text(audit))
-    raise typer.Exit(0 if audit.status == "exact" else 1)
+    raise typer.Exit(0 if audit.status == "exact" and not audit.damaged else 1)
 
 
 async def _verify(folder: Path, progress: "PullProgress", *, channel: str, limit: int | None, tolerance: float | None) -> "Audit":
@@ -69,6 +70,9 @@ def as_object(audit: "Audit") -> dict[str, Any]:
         "recomputed": {str(version): count for version, count in sorted(audit.recomputed.items())},
         "gone_tokens": audit.gone_tokens,
         "gone": {str(version): count for version, count in sorted(audit.gone.items())},
+        "checkpoints": audit.checkpoints,
+        "checkpoints_damaged": audit.damaged,
+        "checkpoints_without_checksums": audit.without_checksums,
         "tolerance": audit.tolerance,
         "mean_deviation": audit.mean_deviation,
         "largest_deviation": audit.largest and audit.largest.deviation,
@@ -89,7 +93,8 @@ def as_text(audit: "Audit") -> str:
 def _verdict(audit: "Audit") -> str:
     match audit.status:
         case "exact":
-            return f"Run {audit.run} is exact."
+            damaged = f" {len(audit.damaged)} of its checkpoints are DAMAGED." if audit.damaged else ""
+            return f"Run {audit.run} is exact.{damaged}"
         case "inexact":
             return f"Run {audit.run} is NOT exact: {len(audit.findings):,} of {audit.steps:,} steps do not hold."
         case "unproven":
@@ -111,9 +116,17 @@ def _rows(audit: "Audit") -> list[tuple[str, str]]:
         mean = f"mean {audit.mean_deviation:.1e}, tolerance {audit.tolerance:g}"
         rows.append(("deviation", f"largest {audit.largest.deviation:.1e}, {mean}"))
         rows.append(("", f"largest in rollout {audit.largest.rollout_id}, step {audit.largest.step}: {_compared(audit.largest)}"))
+    rows.append(("checkpoints", _checkpoints(audit)))
+    rows += [("", f"{name} is damaged: {problem}") for name, problem in audit.damaged.items()]
     rows.append(("masked", f"steps: {counts(audit.masked)}" if audit.masked else "none"))
     rows.append(("breaks", counts(audit.breaks) if audit.breaks else "none"))
     return rows
+
+
+def _checkpoints(audit: "Audit") -> str:
+    intact = audit.checkpoints - len(audit.damaged) - len(audit.without_checksums)
+    named = {"match their checksums": intact, "are damaged": len(audit.damaged), "have no checksums": len(audit.without_checksums)}
+    return ", ".join(f"{count} {what}" for what, count in named.items() if count) or "none"
 
 
 def _versions(numbers: Collection[int]) -> str:

@@ -5,6 +5,7 @@ import errno
 import shutil
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import file_digest
 from pathlib import Path
@@ -12,15 +13,19 @@ from typing import Any
 
 import orjson
 
+from penstock.config import RunConfig
 from penstock.controller.context import Controller
 from penstock.controller.environments import missing_requirements, requirements
-from penstock.controller.identity import THE_OWNER, Identity
+from penstock.controller.identity import OWNER, THE_OWNER, Identity
+from penstock.controller.isolation import is_checkpoint
 from penstock.controller.jobs import RunJob
+from penstock.controller.monitor import job_isolation
 from penstock.controller.resolve import ResolvedSubmission, resolve_submission
 from penstock.controller.runs import Run, RunFiles, RunKind, Submission, new_id
 from penstock.controller.snapshots import unpack
 from penstock.controller.validation_process import validate_submission
-from penstock.errors import ControllerError
+from penstock.errors import ControllerError, ModelError
+from penstock.models import find_cached
 from penstock.sdk.dataset import check_tasks
 from penstock.system.files import write_file
 
@@ -79,14 +84,25 @@ def _admit(controller: Controller, kind: RunKind, body: Mapping[str, Any], snaps
 
 def _check(controller: Controller, kind: RunKind, resolved: ResolvedSubmission, files: RunFiles, *, person: str) -> None:
     """Validates the project; if its packages are installed only when it runs, only its datasets."""
+    isolation = job_isolation(_job(controller, kind, resolved, files, trusted=person == OWNER), files)
+    if isolation.sandbox.isolates and not isolation.trusted:
+        _require_model(resolved.config)
     if missing_requirements(resolved.project):
         for tasks in (resolved.config.dataset.train, resolved.config.dataset.eval):
             if tasks is not None:
                 check_tasks(tasks, columns=None)
         return
-    tree = resolved.config.model_dump(mode="json")
-    secrets = controller.vault.values(resolved.secrets, person=person)
-    validate_submission(tree, kind, code=files.code, env=resolved.env, secrets=secrets)
+    tree, secrets = resolved.config.model_dump(mode="json"), controller.vault.values(resolved.secrets, person=person)
+    validate_submission(tree, kind, code=files.code, env=resolved.env, secrets=secrets, isolation=isolation)
+
+
+def _require_model(config: RunConfig) -> None:
+    """Refuses a model that the run would have to pull: in the sandbox the cache of models cannot be changed."""
+    name = config.model.name
+    with suppress(ModelError):  # validation tells what is wrong with it
+        if not config.engine.text_only and find_cached(name) is None:
+            text = f"the model {name!r} is not on the controller's machine; there its owner can run: penstock model pull {name}"
+            raise ControllerError(text, code="MODEL_NOT_PULLED", status=409, details={"field": "model.name"})
 
 
 def _submission(resolved: ResolvedSubmission, digest: str, origin: CodeOrigin, scopes: dict[str, str]) -> Submission:
@@ -118,12 +134,19 @@ def _enqueue(
         run = resolved.config.run.model_copy(update={"name": name, "folder": files.out})
         config = resolved.config.model_copy(update={"run": run})
         write_file(files.config, orjson.dumps(config.model_dump(mode="json"), option=orjson.OPT_INDENT_2))
-        job = RunJob(
-            argv=[sys.executable, "-P", "-m", "penstock", *COMMANDS[kind], str(files.config)],
-            cwd=str(files.code),
-            env=resolved.env,
-            project=str(resolved.project) if requirements(resolved.project) else "",
-            environments=str(controller.home.environments),
-        )
-        job.write(files)
+        _job(controller, kind, resolved, files, trusted=submission.person == OWNER).write(files)
         return controller.runs.add(kind, run_id, name, submission)
+
+
+def _job(controller: Controller, kind: RunKind, resolved: ResolvedSubmission, files: RunFiles, *, trusted: bool) -> RunJob:
+    model = Path(resolved.config.model.name)
+    return RunJob(
+        argv=[sys.executable, "-P", "-m", "penstock", *COMMANDS[kind], str(files.config)],
+        cwd=str(files.code),
+        env=resolved.env,
+        project=str(resolved.project) if requirements(resolved.project) else "",
+        environments=str(controller.home.environments),
+        sandbox=controller.sandbox.name,
+        trusted=trusted,
+        checkpoint=str(model) if is_checkpoint(model, controller.home.runs) else "",
+    )

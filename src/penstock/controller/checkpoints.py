@@ -9,11 +9,12 @@ import orjson
 
 from penstock.controller.home import Home
 from penstock.controller.runs import Run, RunFiles, RunQueue
+from penstock.engines.checkpoint_files import STATE, is_complete, read_state
 from penstock.errors import ControllerError
 from penstock.models import list_cached
 from penstock.models.pull import BUILT_IN
 
-CHECKPOINTS, STATE = "checkpoints", "state.json"
+CHECKPOINTS = "checkpoints"
 PAGE_RUNS = 100
 
 
@@ -97,12 +98,7 @@ def checkpoints_of(run: Run, results: Path) -> list[Checkpoint]:
 
 def _step(folder: Path) -> int | None:
     """Returns the checkpoint's step; None if a file is missing or truncated, as after a kill."""
-    try:
-        state: dict[str, Any] = orjson.loads((folder / STATE).read_bytes())
-        is_complete = all((folder / name).stat().st_size == size for name, size in state["files"].items())
-        return int(state["version"]["step"]) if is_complete else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    return read_state(folder).version.step if is_complete(folder) else None
 
 
 def _rewards(file: Path) -> dict[int, float]:

@@ -11,12 +11,14 @@ from penstock.controller.datasets import Datasets
 from penstock.controller.deployments import Deployments
 from penstock.controller.encryption import vault_key
 from penstock.controller.home import Home
+from penstock.controller.isolation import choose_isolation
 from penstock.controller.repositories import Repositories
 from penstock.controller.runs import RunFiles, RunQueue
 from penstock.controller.supervisor import Supervisor
 from penstock.controller.vault import Vault
 from penstock.errors import ControllerError
 from penstock.system.locks import exclusive_lock
+from penstock.system.sandbox import Sandbox, SandboxWish
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,16 +47,19 @@ class Controller:
     deployments: Deployments
     repositories: Repositories
     limits: ControllerLimits
+    sandbox: Sandbox
+    """For submitted code."""
     admissions: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))
     """Limits how many submissions are validated at once: each takes a CPU core and a thread."""
 
 
 @asynccontextmanager
-async def open_controller(home: Home, limits: ControllerLimits) -> AsyncGenerator[Controller]:
+async def open_controller(home: Home, limits: ControllerLimits, *, sandbox: SandboxWish = "auto") -> AsyncGenerator[Controller]:
     """Opens the controller of the folder `home` and executes queued runs. On exit, active runs go on.
 
-    Raises ControllerError CONTROLLER_RUNNING if another process serves the folder.
+    Raises ControllerError CONTROLLER_RUNNING if another process serves the folder, ConfigError if the machine lacks the sandbox.
     """
+    chosen = await asyncio.to_thread(choose_isolation, sandbox)
     home = Home(home.path.absolute()).create()
     async with AsyncExitStack() as stack:
         stack.enter_context(_hold_home_lock(home))
@@ -78,6 +83,7 @@ async def open_controller(home: Home, limits: ControllerLimits) -> AsyncGenerato
             deployments=deployments,
             repositories=Repositories(database),
             limits=limits,
+            sandbox=chosen,
         )
         supervisor.start()
         stack.push_async_callback(supervisor.close)

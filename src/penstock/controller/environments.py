@@ -3,6 +3,7 @@
 import hashlib
 import importlib.metadata
 import importlib.util
+import os
 import re
 import shutil
 import site
@@ -15,8 +16,8 @@ from typing import Any
 from penstock.errors import ConfigError
 from penstock.system.locks import FileLock
 
-Command = Callable[[list[str]], int]
-"""Runs a command with its output in the run's log; returns the exit code."""
+Command = Callable[[list[str], Path], int]
+"""Runs a command that fills a folder, with its output in the run's log; returns the exit code."""
 
 PROVIDED_MODULES = {"penstock": "penstock", "osmosis-ai": "osmosis_ai", "claw-r1": "claw_r1"}
 """Distributions that penstock and its facades stand in for, with the module that each would install."""
@@ -55,23 +56,24 @@ def prepare_environment(project: Path, environments: Path, run: Command, log: Ca
         if not (folder / "complete").exists():
             log(f"making an environment with {', '.join(missing)}")
             shutil.rmtree(folder, ignore_errors=True)  # a killed process left it incomplete
+            folder.mkdir()
             _create_environment(folder, missing, run)
     return folder / "bin" / "python"
 
 
 def _create_environment(folder: Path, packages: list[str], run: Command) -> None:
     has_pip = importlib.util.find_spec("pip") is not None  # then it can install into the environment from outside
-    if code := run([sys.executable, "-m", "venv", *(["--without-pip"] if has_pip else []), str(folder)]):
+    if code := run([sys.executable, "-m", "venv", *(["--without-pip"] if has_pip else []), str(folder)], folder):
         raise ConfigError(f"no environment could be made for the rollout: venv ended with exit code {code}; see the lines before")
     beside = "".join(f"import site; site.addsitedir({path!r})\n" for path in _site_folders())
     libraries = folder / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
     (libraries / "beside.pth").write_text(beside)  # adds this interpreter's packages after those of the environment
     python = str(folder / "bin" / "python")
     pip = [sys.executable, "-m", "pip", "--python", python] if has_pip else [python, "-m", "pip"]
-    if code := run([*pip, "install", "--disable-pip-version-check", "--no-input", *packages]):
+    if code := run([*pip, "install", "--disable-pip-version-check", "--no-input", *packages], folder):
         text = f"what the rollout's pyproject.toml asks for could not be installed: {', '.join(packages)}"
         raise ConfigError(f"{text}; pip ended with exit code {code}, see the lines before")
-    (folder / "complete").touch()
+    os.close(os.open(folder / "complete", os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW))  # a package might have left a link
 
 
 def _is_satisfied(requirement: str) -> bool:

@@ -1,9 +1,9 @@
 """The controller's home folder: paths of its database, lock, address file and run folders, and its key files."""
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from penstock.config import home_folder
 from penstock.errors import ConfigError
 from penstock.system.files import load_key
 
@@ -84,6 +84,4 @@ class Home:
 
 def default_home() -> Home:
     """Returns $PENSTOCK_HOME, else a folder in the user's state directory."""
-    if chosen := os.environ.get("PENSTOCK_HOME"):
-        return Home(Path(chosen).expanduser())
-    return Home(Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "penstock")
+    return Home(home_folder())

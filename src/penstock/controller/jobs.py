@@ -8,6 +8,7 @@ import orjson
 
 from penstock.controller.runs import RunFiles, now
 from penstock.system.files import write_file
+from penstock.system.sandbox import SandboxWish
 
 INHERITED_VARIABLES = (
     "PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "PYTHONPATH",
@@ -34,6 +35,12 @@ class RunJob:
     """Folder of the virtual environments."""
     log_mb: float = 256.0
     """Limit of the log file; further lines are dropped."""
+    sandbox: SandboxWish = "auto"
+    """The sandbox that the submission was accepted for."""
+    trusted: bool = True
+    """Whether the owner has submitted it."""
+    checkpoint: str = ""
+    """Folder of another run's weights that it begins with; empty if there is none."""
 
     @classmethod
     def read(cls, files: RunFiles) -> Self:

@@ -29,6 +29,7 @@ from penstock.codec import from_json
 from penstock.config import EngineSection
 from penstock.engines import ENGINES
 from penstock.engines.base import Engine
+from penstock.engines.checkpoint_files import refuse_damaged_weights
 from penstock.errors import ConfigError, EngineError, PenstockError
 from penstock.gateway.app import Gateway
 from penstock.gateway.call import GatewayLimits
@@ -110,6 +111,7 @@ class DeploymentApp:
 async def serve_embedded(spec: ModelServerSpec) -> AsyncGenerator[str]:
     """Serves with the embedded engine; yields the URL, which ends in `/v1`."""
     folder = Path(spec.folder)
+    await asyncio.to_thread(refuse_damaged_weights, folder)
     renderer = await asyncio.to_thread(Renderer.load, folder)
     engine: Engine = await asyncio.to_thread(
         ENGINES.load("embedded"),

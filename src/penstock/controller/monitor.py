@@ -13,18 +13,20 @@ import sys
 import time
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import orjson
 
 from penstock.controller.environments import prepare_environment
+from penstock.controller.isolation import RunIsolation, choose_isolation, describe_isolation, is_checkpoint
 from penstock.controller.jobs import ExitRecord, RunJob, process_environment
 from penstock.controller.runlog import LineDecoder, RunLog, SecretRedactor
 from penstock.controller.runs import RunFiles
 from penstock.errors import ConfigError
 from penstock.system.locks import FileLock, lock_holder
-from penstock.system.processes import describe_exit, die_with_parent, signal_group
+from penstock.system.processes import describe_exit, die_with_parent, protect_memory, signal_group
 
 RUN_VARIABLE = "PENSTOCK_RUN"
 """Environment variable that marks a run's processes; its value is the run's folder."""
@@ -38,8 +40,9 @@ LOCK_TIMEOUT_S = 2.0
 class RunMonitor:
     """Starts one run's process and follows it to its end."""
 
-    def __init__(self, job: RunJob, log: RunLog, *, env: Mapping[str, str], redact: SecretRedactor) -> None:
+    def __init__(self, job: RunJob, files: RunFiles, log: RunLog, *, env: Mapping[str, str], redact: SecretRedactor) -> None:
         self._job = job
+        self._files = files
         self._log = log
         self._env = dict(env)
         self._redact = redact
@@ -59,31 +62,36 @@ class RunMonitor:
 
     def run(self) -> int:
         """Prepares the environment if needed and runs the job; returns the exit code of the last command."""
-        python = self._job.argv[0]
+        isolation = job_isolation(self._job, self._files)
+        if not (isolation.sandbox.isolates or isolation.trusted):
+            self._log.add(describe_isolation(isolation.sandbox), "info")
+        python = Path(self._job.argv[0])
         if self._job.project:
-            environments = Path(self._job.environments)
-            python = str(prepare_environment(Path(self._job.project), environments, self._install, self._log.add))
-        return self.run_command([python, *self._job.argv[1:]], self._env)
 
-    def _install(self, argv: list[str]) -> int:
-        """Runs an install command: it sees pip's settings, but no secret of the run."""
-        sources = {name: value for name, value in os.environ.items() if name.startswith("PIP_")}
-        return self.run_command(argv, process_environment(os.environ, {RUN_VARIABLE: self._env[RUN_VARIABLE]} | sources, {}))
+            def install(argv: list[str], environment: Path) -> int:
+                """Runs an install command: it sees pip's settings, but no secret of the run."""
+                sources = {name: value for name, value in os.environ.items() if name.startswith("PIP_")}
+                env = process_environment(os.environ, {RUN_VARIABLE: self._env[RUN_VARIABLE]} | sources, {})
+                return self.run_command(argv, env, replace(isolation, writable=(environment,)))
 
-    def run_command(self, argv: list[str], env: Mapping[str, str]) -> int:
+            python = prepare_environment(Path(self._job.project), Path(self._job.environments), install, self._log.add)
+            isolation = replace(isolation, readonly=(*isolation.readonly, python.parents[1]))
+        return self.run_command([str(python), *self._job.argv[1:]], self._env, isolation)
+
+    def run_command(self, argv: list[str], env: Mapping[str, str], isolation: RunIsolation) -> int:
         """Runs one command with its output in the log; returns the exit code, negative for a signal."""
         if self.stop_requested:
             return -signal.SIGINT
         self._process = process = subprocess.Popen(
-            argv, cwd=self._job.cwd, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            process_group=0, preexec_fn=die_with_parent(),
+            isolation.command(argv), cwd=self._job.cwd, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, process_group=0, preexec_fn=die_with_parent(),
         )  # fmt: skip
         with process:
             if self.stop_requested:  # the signal came between the check above and the assignment of `_process`
                 self._signal(signal.SIGINT)
             self._follow(process)
             self._process = None
-            return process.wait()
+            return isolation.sandbox.exit_code(process.wait())
 
     def _follow(self, process: "subprocess.Popen[bytes]") -> None:
         """Copies output to the log until the process has ended; kills what is left of its process group."""
@@ -112,13 +120,26 @@ class RunMonitor:
             signal_group(self._process.pid, number)
 
 
+def job_isolation(job: RunJob, files: RunFiles) -> RunIsolation:
+    """Returns how the job's code is started: it changes its code and output, and reads its config, tasks and first weights."""
+    files.out.mkdir(exist_ok=True)
+    runs, first = files.path.parent, Path(job.checkpoint)
+    return RunIsolation(
+        sandbox=choose_isolation(job.sandbox),
+        home=runs.parent,
+        trusted=job.trusted,
+        readonly=(files.config, files.tasks, *([first] if is_checkpoint(first, runs) else [])),
+        writable=(files.code, files.out),
+    )
+
+
 def monitor_run(files: RunFiles, secrets: Mapping[str, str]) -> None:
     """Runs the job of a run whose lock this process holds, and records its end."""
     job, redact = RunJob.read(files), SecretRedactor(secrets.values())
     kill_stray_processes(files)
     log = RunLog(files.log, job.log_mb)
     env = process_environment(os.environ, job.env, secrets) | {RUN_VARIABLE: str(files.path)}
-    monitor = RunMonitor(job, log, env=env, redact=redact)
+    monitor = RunMonitor(job, files, log, env=env, redact=redact)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, monitor.request_stop)
     log.add("the run is taken up again: the process before was lost" if log.resumed else "the run begins", "info")
@@ -198,6 +219,7 @@ def _has_ended(pid: int) -> bool:
 
 
 def main() -> None:
+    protect_memory()  # it has the run's secrets, and the controller's environment
     files = RunFiles(Path(sys.argv[1]).absolute())
     os.chdir(files.path)
     try:

@@ -209,7 +209,7 @@ def _find_dataset(controller: Controller, name: str) -> Dataset | None:
 
 def _link_dataset(dataset: Dataset, files: RunFiles) -> Path:
     """Hard-links the dataset into the run's folder, so that it stays there if the dataset is replaced or deleted."""
-    link = files.path / "tasks" / f"{dataset.digest}.{dataset.extension}"
+    link = files.tasks / f"{dataset.digest}.{dataset.extension}"
     link.parent.mkdir(exist_ok=True)
     if not link.exists():
         try:

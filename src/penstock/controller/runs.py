@@ -108,6 +108,11 @@ class RunFiles:
         return self.path / "config.json"
 
     @property
+    def tasks(self) -> Path:
+        """Uploaded datasets that the run reads, as links to the controller's files."""
+        return self.path / "tasks"
+
+    @property
     def job(self) -> Path:
         """What the monitor starts: JSON without secrets."""
         return self.path / "job.json"
@@ -136,6 +141,10 @@ class RunFiles:
     def out(self) -> Path:
         """Parent of the run folder: `out/<name>` for training, `out/evals/<name>` for an evaluation."""
         return self.path / "out"
+
+    def holds(self, path: Path) -> bool:
+        """Whether a path of the run leads to something inside its folder. The run's code may have put links there."""
+        return path.resolve().is_relative_to(self.path.resolve())
 
     def results(self, run: Run) -> Path:
         """The run folder that `penstock train` or `penstock eval run` writes."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import orjson
 
+from penstock.controller.isolation import RunIsolation
 from penstock.controller.jobs import process_environment
 from penstock.controller.runlog import SecretRedactor
 from penstock.controller.runs import RunKind
@@ -24,7 +25,13 @@ ERROR_TYPES = {kind.__name__: kind for kind in (ConfigError, DatasetError, Model
 
 
 def validate_submission(
-    tree: Mapping[str, Any], kind: RunKind, *, code: Path, env: Mapping[str, str], secrets: Mapping[str, str]
+    tree: Mapping[str, Any],
+    kind: RunKind,
+    *,
+    code: Path,
+    env: Mapping[str, str],
+    secrets: Mapping[str, str],
+    isolation: RunIsolation,
 ) -> None:
     """Raises a ConfigError with everything that is wrong with a run of `tree`. Paths in it are relative to the snapshot `code`."""
     task = orjson.dumps({"tree": tree, "kind": kind, "where": "the submission"})
@@ -38,7 +45,9 @@ def validate_submission(
             pass_fds=[result_file.fileno()],
             cwd=code,
             env=process_environment(os.environ, env, secrets),
+            wrap=isolation.command,
         )
+        exit_code = exit_code and isolation.sandbox.exit_code(exit_code)
         result_file.seek(0)
         output_file.seek(0)
         result, output = result_file.read(), output_file.read().decode("utf-8", "replace")

@@ -24,7 +24,7 @@ from penstock.records import Sampling
 from penstock.rollout.scheduler import RunnerPort
 from penstock.run.folder import RunFolder, locked, open_run_folder
 from penstock.run.inputs import Inputs
-from penstock.run.opening import open_pool, open_rollout_runner, sampling
+from penstock.run.opening import bind_pool, open_pool, open_rollout_runner, sampling
 from penstock.sdk.discovery import Agent
 
 MAY_CHANGE = (
@@ -103,6 +103,7 @@ async def evaluate(
         await wait_for_processes(folder.path, events)
         pool = open_pool(config, folder)
         try:
+            await bind_pool(pool, folder)
             planned = await plan_attempts(rows, pool, samples=config.eval.samples, retry_failed=retry_failed)
             started = await _run_missing(config, inputs, folder, events, pool, planned, stop)
             numbers = {row.number for row in rows}

@@ -12,6 +12,7 @@ from penstock.chat.renderer import Renderer
 from penstock.config import EngineSection
 from penstock.engines import ENGINES
 from penstock.engines.base import Engine, SampledChunk, TokenPath
+from penstock.engines.checkpoint_files import refuse_damaged_weights
 from penstock.engines.text_endpoints.base import (
     ArgumentsPart,
     ReplyPart,
@@ -25,7 +26,7 @@ from penstock.errors import RequestError
 from penstock.gateway.call import ModelCall, Prompt
 from penstock.gateway.dialects.base import DialectTokenizer
 from penstock.gateway.graph import TokenGraph
-from penstock.gateway.prompt import RootCache, make_prompt
+from penstock.gateway.prompt import ContextBound, RootCache, make_prompt
 from penstock.gateway.reply import Delta, ReplyBuilder, ReplyText, SampledReply
 from penstock.records import Finish, Sampling, Usage
 
@@ -75,14 +76,15 @@ class TokenSource:
     def __init__(self, engine: Engine, renderer: Renderer) -> None:
         self.engine = engine
         self._renderer = renderer
-        self._roots = RootCache(renderer)
+        self._bound = ContextBound(renderer, engine)
+        self._roots = RootCache(renderer, self._bound)
 
     @property
     def tokenizer(self) -> DialectTokenizer:
         return self._renderer.tokenizer
 
     async def prompt(self, graph: TokenGraph, call: ModelCall, chains: Sequence[str]) -> Prompt:
-        return await make_prompt(graph, self._renderer, self._roots, call, chains)
+        return await make_prompt(graph, self._renderer, self._roots, self._bound, call, chains)
 
     def length(self, prompt: Prompt) -> int:
         return len(prompt.ids)
@@ -91,8 +93,7 @@ class TokenSource:
         """See `ReplySource.samplings`; also limited by the model's context."""
         room = self.engine.context_length - len(prompt.ids)
         if room < 1:
-            text = f"the prompt has {len(prompt.ids)} tokens; the model's context holds {self.engine.context_length} with the reply"
-            raise RequestError(text, code="context_length_exceeded", param="messages")
+            raise self._bound.error(len(prompt.ids))
         asked = call.sampling
         ends = tuple(dict.fromkeys([*self._renderer.stop_ids, *asked.stop_ids]))
         tokens = min(asked.max_tokens, max_tokens, room)
@@ -231,6 +232,8 @@ class OpenedEngine(NamedTuple):
 
 async def open_engine(section: EngineSection, model: Path, *, name: str, seed: int) -> OpenedEngine:
     """Open the engine that `[engine]` names for the model in folder `model`; an endpoint does not read the folder."""
+    if not section.text_only:
+        await asyncio.to_thread(refuse_damaged_weights, model)
     renderer = None if section.text_only else await asyncio.to_thread(Renderer.load, model)
     decode = renderer and renderer.tokenizer.decode
     opener = ENGINES.load(section.name)

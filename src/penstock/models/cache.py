@@ -158,7 +158,7 @@ def folder_problem(folder: Path) -> str | None:
     try:
         return _find_problem(folder)
     except (OSError, ValueError, LookupError, AttributeError) as cause:
-        return f"cannot be read as a model: {cause}"
+        return f"cannot be read as a model: {cause}; restore its files, or use another one"
 
 
 def _find_problem(folder: Path) -> str | None:

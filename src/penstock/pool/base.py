@@ -58,7 +58,7 @@ class GroupLimit(NamedTuple):
     """`refuse` raises PoolFull. `drop` drops the oldest complete group to make room, and refuses if none is complete."""
 
 
-ChangeKind = Literal["opened", "ended", "graded", "marked", "lent", "returned", "trained", "stale", "dropped"]
+ChangeKind = Literal["opened", "ended", "graded", "marked", "lent", "returned", "trained", "undone", "stale", "dropped"]
 
 
 class Change(NamedTuple):
@@ -145,7 +145,11 @@ class Pool(Protocol):
         ...
 
     async def release(self, lease_id: str | None = None) -> None:
-        """Return the groups of a lease; of every open lease if None (a trainer that starts)."""
+        """Return the groups of a lease; of every open lease if None (a trainer that starts).
+
+        With None, PoolError if the states of groups contradict the counts or the leases, which only damage can cause: the trainer
+        would wait for groups that never come.
+        """
         ...
 
     async def ack(self, lease_id: str, policy_version: int) -> None:
@@ -153,6 +157,22 @@ class Pool(Protocol):
 
         Works on an expired or released lease unless another lease holds one of its groups: then PoolError.
         """
+        ...
+
+    async def undo(self, policy_version: int) -> list[tuple[str, int]]:
+        """Take the groups trained into later versions than `policy_version` out of the ledger, to be claimed again.
+
+        For a trainer that goes on from `policy_version`, as the weights of later ones are lost and with them what these groups
+        taught. Returns their ids and versions, in the order of the ledger. No version number is used again.
+        """
+        ...
+
+    async def run_id(self) -> str:
+        """Return the id of the run that the pool belongs to; empty if `set_run_id` was never called."""
+        ...
+
+    async def set_run_id(self, run_id: str) -> None:
+        """Store the id of the run that the pool belongs to. The first one stays."""
         ...
 
     async def attempt(self, rollout_id: str, *, first_step: int = 0, first_node: int = 0) -> Attempt:

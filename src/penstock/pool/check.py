@@ -63,6 +63,8 @@ class _Recount:
     ends: dict[str, str | None] = field(default_factory=dict[str, str | None])
     oldest: dict[str, int | None] = field(default_factory=dict[str, int | None])
     tops: defaultdict[str, dict[str, int]] = field(default_factory=lambda: defaultdict(dict))
+    undone: set[str] = field(default_factory=set[str])
+    """Channels with groups whose training was undone: the highest version may be one that no row has any more."""
 
     def top(self, channel: str, name: str, number: int) -> None:
         self.tops[channel][name] = max(self.tops[channel].get(name, number), number)
@@ -293,6 +295,8 @@ def _check_ledger(database: PoolDatabase, result: PoolCheck, groups: set[str]) -
 def _check_changes(database: PoolDatabase, result: PoolCheck, recount: _Recount) -> None:
     kinds = set(get_args(ChangeKind))
     for position, kind, channel, name in database.execute("SELECT position, kind, channel, id FROM changes ORDER BY position"):
+        if kind == "undone":
+            recount.undone.add(channel)
         if kind not in kinds or recount.channels.get(name) != channel:
             result.add(
                 "changes", _text(name), f"line {position}: {_text(kind)} in channel {_text(channel)} is nothing that happened"
@@ -308,6 +312,8 @@ def _check_counters(database: PoolDatabase, result: PoolCheck, recount: _Recount
     for channel in sorted({*stored, *recount.counters, *recount.tops}, key=repr):
         tops = {("top", name): number for name, number in recount.tops[channel].items()}
         counted = {**recount.counters[channel], **tops}
+        if channel in recount.undone:
+            counted["top", "version"] = max(counted.get(("top", "version"), 0), stored[channel]["top", "version"])
         for key in sorted({*stored[channel], *counted}, key=repr):
             if key[0] in ("state", "count", "end", "break", "top") and stored[channel][key] != counted.get(key, 0):
                 numbers = f"{stored[channel][key]} stored, {counted.get(key, 0)} counted"

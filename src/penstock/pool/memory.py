@@ -141,6 +141,7 @@ class MemoryPool(PoolClass):
         self._changed = asyncio.Event()
         self._counters: dict[tuple[str, str, str], int] = {}
         """By channel, kind and name; see `sum_counters`."""
+        self._run_id = ""
 
     @classmethod
     def why_unreadable(cls, folder: Path) -> str | None:
@@ -285,6 +286,22 @@ class MemoryPool(PoolClass):
             self._count(group.channel, "top", "version", policy_version)
             self._ledger.append((group.id, policy_version))
             self._log_change("trained", group.channel, group.id)
+
+    async def undo(self, policy_version: int) -> list[tuple[str, int]]:
+        lost = [(group_id, version) for group_id, version in self._ledger if version > policy_version]
+        self._ledger = [line for line in self._ledger if line not in lost]
+        for group_id, _ in lost:
+            group = self._groups[group_id]
+            group.trained = None
+            self._move(group, GroupState.COMPLETE)
+            self._log_change("undone", group.channel, group_id)
+        return lost
+
+    async def run_id(self) -> str:
+        return self._run_id
+
+    async def set_run_id(self, run_id: str) -> None:
+        self._run_id = self._run_id or run_id
 
     async def attempt(self, rollout_id: str, *, first_step: int = 0, first_node: int = 0) -> Attempt:
         return self._rollout(rollout_id).read(first_step=first_step, first_node=first_node)

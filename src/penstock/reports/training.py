@@ -7,11 +7,10 @@ from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import orjson
-
 from penstock.errors import ConfigError
 from penstock.pool import POOLS
 from penstock.pool.base import Pool
+from penstock.pool.location import refuse_foreign_pool
 from penstock.records import Attempt, End, Group, Task
 from penstock.reports.html import (
     ChartPoint,
@@ -26,6 +25,7 @@ from penstock.reports.html import (
     tiles,
     transcript,
 )
+from penstock.run.folder import RunFolder, find_run_folder
 from penstock.system.files import write_file
 
 
@@ -45,6 +45,8 @@ class RunReport:
     config: dict[str, Any]
     metrics: list[dict[str, Any]]
     """One entry per trained step."""
+    damaged_metrics: int = 0
+    """Steps whose entry is damaged and left out."""
     summary: dict[str, Any]
     """Empty until the run stops or finishes."""
     heldout: list[HeldoutReward] = field(default_factory=list[HeldoutReward])
@@ -52,6 +54,8 @@ class RunReport:
     ends: dict[str, int] = field(default_factory=dict[str, int])
     breaks: dict[str, int] = field(default_factory=dict[str, int])
     """How often messages were rendered from scratch although the rollout had earlier steps, by reason."""
+    dropped: dict[str, int] = field(default_factory=dict[str, int])
+    """Groups that were taken out of training, by reason."""
     picks: list[TranscriptPick] = field(default_factory=list[TranscriptPick])
     picked_from: str = ""
     """Says which groups the transcripts were chosen from."""
@@ -73,7 +77,9 @@ def render_page(report: RunReport) -> str:
 <p class="dim">{escape(report.picked_from)}</p>
 {"".join(transcript(pick) for pick in report.picks)}
 {config_section(report.config, "run")}"""
-    return document(report.name, f"{model} · {len(report.metrics)} steps · {status}", body)
+    lacking = max(report.damaged_metrics, report.summary.get("steps", 0) - len(report.metrics))
+    left_out = f" · {lacking} steps are left out, as metrics.jsonl is damaged" if lacking else ""
+    return document(report.name, f"{model} · {len(report.metrics)} steps · {status}{left_out}", body)
 
 
 def _tiles(report: RunReport) -> str:
@@ -98,12 +104,13 @@ def _exact_rate(metrics: list[dict[str, Any]]) -> float | None:
 
 
 def _exactness(report: RunReport) -> str:
-    """Counts, by reason, inexact tokens, masked steps and breaks. Entries of old runs may lack some counts."""
+    """Counts, by reason, inexact tokens, masked steps, breaks and dropped groups. Entries of old runs may lack some counts."""
     totals: dict[str, Counter[str]] = {"inexact": Counter(), "masked": Counter()}
     for entry in report.metrics:
         for name, total in totals.items():
             total.update(entry.get(name, {}))
     named = [("tokens not exact", totals["inexact"]), ("steps masked", totals["masked"]), ("breaks", report.breaks)]
+    named.append(("groups dropped", report.dropped))
     rows = [(what, reason, f"{count:,}") for what, counted in named for reason, count in counted.items()]
     sampled = sum(entry["sampled_tokens"] for entry in report.metrics)
     unhashed = sum(entry.get("unhashed_tokens", 0) for entry in report.metrics)
@@ -149,18 +156,21 @@ SCANNED_GROUPS = 100
 
 async def write_report(folder: Path) -> Path:
     """Writes `report.html` into the run folder and returns its path."""
-    config = _run_config(folder)
-    metrics = _read_lines(folder / "metrics.jsonl")
-    summary = _read_object(folder / "summary.json")
+    run = find_run_folder(folder)
+    config, metrics = run.settings()["config"], run.read_metrics()
     report = RunReport(
         name=config["run"]["name"],
         config=config,
-        metrics=metrics,
-        summary=summary,
-        heldout=_heldout(_read_object(folder / "evals.json")),
-        **await _read_pool(folder, config),
+        metrics=metrics.entries,
+        damaged_metrics=metrics.damaged,
+        summary=run.summary() or {},
+        heldout=_heldout(run.evaluations()),
+        **await _read_pool(run, config),
     )
-    return write_file(folder / "report.html", render_page(report).encode("utf-8", "replace"))
+    try:
+        return write_file(folder / "report.html", render_page(report).encode("utf-8", "replace"))
+    except OSError as cause:
+        raise ConfigError(f"{folder / 'report.html'}: cannot be written: {cause.strerror}; make the folder writable") from cause
 
 
 def choose_transcripts(groups: list[Group], replaced: Sequence[tuple[Task, Attempt]] = ()) -> list[TranscriptPick]:
@@ -191,20 +201,14 @@ def _heldout(evaluations: dict[str, float | None]) -> list[HeldoutReward]:
     return sorted(HeldoutReward(int(step), when, reward) for when, step, reward in named)
 
 
-def _run_config(folder: Path) -> dict[str, Any]:
-    settings = _read_object(folder / "config.json")
-    if "datasets" not in settings:  # a checkpoint also has a config.json
-        raise ConfigError(f"{folder}: not a run folder; give one that `penstock train` made, such as runs/multiply")
-    return settings["config"]
-
-
-async def _read_pool(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
+async def _read_pool(run: RunFolder, config: dict[str, Any]) -> dict[str, Any]:
     """Returns the fields of `RunReport` that come from the pool."""
     kind = POOLS.load(config["pool"]["name"])
-    if kind.why_unreadable(folder):
-        return {"picked_from": "This run kept no transcripts."}
-    pool: Pool = kind(folder, url=config["pool"].get("url", ""))
+    if reason := kind.why_unreadable(run.path):
+        return {"picked_from": f"No transcripts: {reason}."}
+    pool: Pool = kind(run.path, url=config["pool"].get("url", ""))
     try:
+        await refuse_foreign_pool(pool, run.path)
         stats = await pool.stats("train")
         groups = await pool.groups("train", limit=SCANNED_GROUPS)
         rest = max(SCANNED_GROUPS, stats.last_seq + 1 - SCANNED_GROUPS)
@@ -219,6 +223,7 @@ async def _read_pool(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
     return {
         "ends": ends,
         "breaks": stats.breaks,
+        "dropped": stats.drops,
         "picks": choose_transcripts(groups, replaced),
         "picked_from": f"Chosen among {scanned}.",
     }
@@ -230,17 +235,3 @@ async def _replaced(pool: Pool, group: Group) -> list[Attempt]:
     if all(attempt.rollout.attempt == 1 for attempt in group.attempts):
         return []
     return [await pool.attempt(rollout.id) for rollout in await pool.rollouts(group.id) if rollout.id not in counting]
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        return orjson.loads(path.read_bytes()) if path.exists() else {}
-    except (OSError, orjson.JSONDecodeError) as cause:
-        raise ConfigError(f"{path}: cannot be read: {cause}; restore it, or train the run again with --fresh") from cause
-
-
-def _read_lines(path: Path) -> list[dict[str, Any]]:
-    """Returns the entries of a JSONL file, without a line that is still being written."""
-    if not path.exists():
-        return []
-    return [orjson.loads(line) for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"}\n")]

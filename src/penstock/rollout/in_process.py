@@ -117,6 +117,7 @@ def _rewards(context: GraderContext, returned: object) -> list[Reward]:
     if not parts and not steps and returned is not None:
         return [Reward(None, finite_reward(returned))]
     if steps and not parts:
+        finite_reward(sum(step.value for step in steps))  # which is the rollout's
         return steps
     if missing := sorted(name for name, sample in context.samples.items() if sample.reward is None):
         raise GraderError(f"gave no reward for {missing}; call ctx.set_sample_reward for each, or ctx.set_reward once")

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -18,6 +18,7 @@ from penstock.rollout.author_tasks import AuthorTasks
 from penstock.rollout.executors import EXECUTORS
 from penstock.rollout.executors.base import Executor, ExecutorContext, GatewaySession
 from penstock.rollout.in_process import Reward, WorkflowResult
+from penstock.rollout.scratch import ScratchFolders
 from penstock.rollout.transcripts import Transcript, make_samples, misreported, transcripts
 from penstock.sdk.discovery import Agent
 from penstock.sdk.routing import MAIN
@@ -228,8 +229,12 @@ async def open_runner(
     limits: RolloutSection,
     section: Any = None,
     artifacts: Path | None = None,
+    hidden: Sequence[Path] = (),
 ) -> AsyncGenerator[Runner, None]:
-    """Yields a runner for `agent` on the executor that `limits` names; `section` holds that executor's settings."""
+    """Yields a runner for `agent` on the executor that `limits` names; `section` holds that executor's settings.
+
+    `hidden` are files and folders that the agent must not read; see `ExecutorContext`.
+    """
 
     async def load_transcripts(rollout_id: str) -> dict[str, Transcript]:
         return transcripts(await pool.attempt(rollout_id))
@@ -242,6 +247,8 @@ async def open_runner(
         artifacts=artifacts,
         grader_timeout_s=limits.grader_timeout_s,
         events=events,
+        hidden=tuple(hidden),
+        scratch=ScratchFolders(events),
     )
     async with EXECUTORS.load(limits.executor)(context) as executor:
         yield Runner(

@@ -1,17 +1,19 @@
 """The run folder: every file of a run, in one place that can be zipped and sent to a colleague."""
 
 import hashlib
+import secrets
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import orjson
 
 from penstock.config import RunConfig, make_config
 from penstock.errors import ConfigError
 from penstock.pool import POOLS
+from penstock.system.checksums import add_checksum, file_checksum, remove_checksum
 from penstock.system.files import write_file
 from penstock.system.locks import exclusive_lock
 
@@ -21,6 +23,12 @@ MAY_CHANGE = (
     "engine.stall_s",
 )  # fmt: skip
 """Keys, or prefixes of keys, that a resumed run may change: none has an influence on what was trained so far."""
+
+
+FRESH = "start over with --fresh, which keeps this run aside"
+"""The last remedy for a run whose files are damaged."""
+CHECKSUMS = ".checksums.json"
+"""The checksums of the small files, by name: of their content now, and of that before, which a kill may have left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,53 +47,124 @@ class RunFolder:
     def events(self) -> Path:
         return self.path / "events.jsonl"
 
+    @property
+    def id(self) -> str:
+        """Names the run in its pool and its checkpoints, so that those of another one are told; empty in older runs."""
+        return (self._read("config.json") or {}).get("id", "")
+
     def config(self) -> RunConfig:
         """Returns the config that the run was started with."""
-        return make_config(orjson.loads((self.path / "config.json").read_bytes())["config"], str(self.path / "config.json"))
+        return make_config(self.settings()["config"], str(self.path / "config.json"))
 
     def discard_start(self) -> None:
         """Remove the config, so that the folder counts as not started."""
         (self.path / "config.json").unlink()
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Returns one entry per training step; a line that a kill cut short is left out."""
-        lines = _lines(self.path / "metrics.jsonl")
-        return [orjson.loads(line) for line in lines if line.endswith(b"}\n")]
+        """Returns one entry per training step; a line that is damaged, or that a kill cut short, is left out."""
+        return self.read_metrics().entries
+
+    def read_metrics(self) -> "StoredMetrics":
+        entries, key, damaged = list[dict[str, Any]](), self.id, 0
+        for line in _lines(self.path / "metrics.jsonl"):
+            try:
+                entry = orjson.loads(remove_checksum(line, key))
+                entries += [entry] if isinstance(entry["step"], int) else []
+            except (ValueError, KeyError, TypeError):
+                damaged += line.endswith(b"\n")  # else a kill cut it short
+        return StoredMetrics(entries, damaged)
 
     def add_metrics(self, entry: dict[str, Any]) -> None:
         """Append the metrics of one step."""
         with (self.path / "metrics.jsonl").open("ab") as out:
-            out.write(orjson.dumps(entry, option=orjson.OPT_APPEND_NEWLINE))
+            out.write(_metrics_line(entry, self.id))
 
     def keep_metrics(self, steps: int) -> list[dict[str, Any]]:
-        """Drop the metrics of steps after `steps`, which a kill undid; returns those kept."""
-        kept = [entry for entry in self.metrics() if entry["step"] <= steps]
-        text = b"".join(orjson.dumps(entry, option=orjson.OPT_APPEND_NEWLINE) for entry in kept)
-        write_file(self.path / "metrics.jsonl", text)
+        """Drop the metrics of steps after `steps`, which a kill undid, and damaged lines; returns those kept."""
+        kept, key = [entry for entry in self.metrics() if entry["step"] <= steps], self.id
+        write_file(self.path / "metrics.jsonl", b"".join(_metrics_line(entry, key) for entry in kept))
         return kept
 
     def evaluations(self) -> dict[str, float | None]:
         """Returns held-out rewards by time, such as `before-0` or `during-8`; None where one was skipped or failed."""
-        file = self.path / "evals.json"
-        return orjson.loads(file.read_bytes()) if file.exists() else {}
+        return self._read("evals.json") or {}
 
     def add_evaluation(self, when: str, reward: float | None) -> None:
         """Record a held-out reward, so that a resumed run does not measure it again."""
-        write_file(self.path / "evals.json", orjson.dumps({**self.evaluations(), when: reward}))
+        self._write("evals.json", orjson.dumps({**self.evaluations(), when: reward}))
 
     def keep_evaluations(self, steps: int) -> None:
         """Drop evaluations after `steps`, of weights that a kill undid."""
         kept = {when: reward for when, reward in self.evaluations().items() if int(when.rpartition("-")[2]) <= steps}
         if kept != self.evaluations():
-            write_file(self.path / "evals.json", orjson.dumps(kept))
+            self._write("evals.json", orjson.dumps(kept))
 
-    def summary(self) -> bytes | None:
-        """Returns the summary of when the run last ended, as JSON."""
-        file = self.path / "summary.json"
-        return file.read_bytes() if file.exists() else None
+    def summary(self) -> dict[str, Any] | None:
+        """Returns the summary of when the run last ended."""
+        return self._read("summary.json")
 
     def write_summary(self, summary: bytes) -> None:
-        write_file(self.path / "summary.json", orjson.dumps(orjson.loads(summary), option=orjson.OPT_INDENT_2))
+        self._write("summary.json", orjson.dumps(orjson.loads(summary), option=orjson.OPT_INDENT_2))
+
+    def set_aside_damaged(self) -> list[str]:
+        """Rename `evals.json` and `summary.json` where they are damaged: the run can go on without. Returns what was wrong."""
+        found: list[str] = []
+        for name in ("evals.json", "summary.json"):
+            try:
+                self._read(name)
+            except ConfigError as error:
+                (self.path / name).replace(self.path / f"{name}.damaged")
+                found.append(str(error))
+        return found
+
+    def settings(self) -> dict[str, Any]:
+        """Returns the content of `config.json`; ConfigError if it is damaged or not that of a run."""
+        settings = self._read("config.json") or {}
+        if not {"config", "datasets"} <= settings.keys():  # a checkpoint has a config.json too
+            raise ConfigError(f"{self.path}: not a run folder; give one that `penstock train` made, such as runs/multiply")
+        return settings
+
+    def write_settings(self, settings: dict[str, Any]) -> None:
+        self._write("config.json", orjson.dumps(settings, option=orjson.OPT_INDENT_2))
+
+    def _read(self, name: str) -> dict[str, Any] | None:
+        """Returns the JSON object in a small file, None if there is none; ConfigError if it is damaged."""
+        file = self.path / name
+        try:
+            content = file.read_bytes()
+            found = orjson.loads(content)
+            known = self._checksums().get(name)
+            if not isinstance(found, dict) or (known and _checksum(content) not in known):
+                raise ValueError("it does not match its checksum")
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as cause:
+            instead = FRESH if name == "config.json" else "train on, which sets it aside"
+            raise ConfigError(
+                f"{file} is damaged: {cause}; restore a copy (if you changed it, remove {CHECKSUMS} beside it), or {instead}"
+            ) from cause
+        return found  # pyright: ignore[reportUnknownVariableType]
+
+    def _write(self, name: str, content: bytes) -> None:
+        known = self._checksums()
+        known[name] = [*known.get(name, ())[-1:], _checksum(content)]
+        write_file(self.path / CHECKSUMS, orjson.dumps(known))  # first: after a kill in between it still names the old content
+        write_file(self.path / name, content)
+
+    def _checksums(self) -> dict[str, list[str]]:
+        try:
+            found: Any = orjson.loads((self.path / CHECKSUMS).read_bytes())
+        except (OSError, ValueError):  # an older run, or damaged: nothing is known
+            return {}
+        named = cast("dict[str, Any]", found) if isinstance(found, dict) else {}
+        return {name: known for name, known in named.items() if isinstance(known, list)}
+
+
+class StoredMetrics(NamedTuple):
+    entries: list[dict[str, Any]]
+    """One per training step."""
+    damaged: int
+    """Lines that were left out."""
 
 
 def open_run_folder(
@@ -100,13 +179,15 @@ def open_run_folder(
     if fresh and path.exists():
         with locked(path):
             _archive(path)
-    file = path / "config.json"
-    if file.exists():
-        _refuse_changes(path, orjson.loads(file.read_bytes()), settings, may_change)
-        return RunFolder(path, resumed=True)
+    folder = RunFolder(path, resumed=True)
+    if (path / "config.json").exists():
+        _refuse_changes(path, folder.settings(), settings, may_change)
+        return folder
+    if started := [name for name in ("pool.db", "checkpoints") if (path / name).exists()]:
+        raise ConfigError(f"{path} has {started[0]}, but no config.json; restore it, or {FRESH}")
     try:
         path.mkdir(parents=True, exist_ok=True)
-        write_file(file, orjson.dumps(settings, option=orjson.OPT_INDENT_2))
+        folder.write_settings(settings | {"id": secrets.token_hex(8)})
     except OSError as cause:
         raise ConfigError(f"{path}: the run folder cannot be made: {cause.strerror}; set run.folder to a writable place") from cause
     return RunFolder(path, resumed=False)
@@ -114,21 +195,25 @@ def open_run_folder(
 
 def find_run_folder(path: Path) -> RunFolder:
     """Returns the folder of a run that was started; ConfigError if it is none."""
-    try:
-        settings: Any = orjson.loads((path / "config.json").read_bytes())
-    except (OSError, ValueError):
-        settings = None
-    if not (isinstance(settings, dict) and {"config", "datasets"} <= settings.keys()):  # a checkpoint has a config.json too
-        raise ConfigError(f"{path}: not a run folder; give one that `penstock train` made, such as runs/multiply")
-    return RunFolder(path, resumed=True)
+    folder = RunFolder(path, resumed=True)
+    folder.settings()
+    return folder
 
 
 @contextmanager
 def locked(path: Path) -> Generator[None]:
-    """Lock the run for this process; the system releases the lock when the process dies."""
+    """Lock the run for this process; the system releases the lock when the process dies.
+
+    Inside it, a file of the run that cannot be read or written is a ConfigError.
+    """
     refusal = ConfigError(f"{path}: another process is training this run; wait for it or pick another run.name")
-    with exclusive_lock(path / ".lock", refusal):
-        yield
+    try:
+        with exclusive_lock(path / ".lock", refusal):
+            yield
+    except OSError as cause:
+        if not str(cause.filename or "").startswith(str(path)):
+            raise
+        raise ConfigError(f"{cause.filename}: {cause.strerror}; a run needs a folder that it can write to") from cause
 
 
 def _lines(path: Path) -> Iterator[bytes]:
@@ -136,21 +221,24 @@ def _lines(path: Path) -> Iterator[bytes]:
         yield from path.read_bytes().splitlines(keepends=True)
 
 
+def _metrics_line(entry: dict[str, Any], key: str) -> bytes:
+    return add_checksum(orjson.dumps(entry), key) + b"\n"
+
+
+def _checksum(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
 def _digests(config: RunConfig, others: Sequence[Path]) -> dict[str, str]:
     files = [config.dataset.train, config.dataset.eval, *others]
-    return {str(file): _digest(file) for file in files if file is not None}
-
-
-def _digest(file: Path) -> str:
-    with file.open("rb") as content:
-        return hashlib.file_digest(content, "sha256").hexdigest()
+    return {str(file): file_checksum(file) for file in files if file is not None}
 
 
 def _archive(path: Path) -> None:
     """Rename a run, with its tables if they are in a database elsewhere."""
     kept, pool = _archive_name(path), dict[str, Any]()
-    if (file := path / "config.json").exists():
-        pool = orjson.loads(file.read_bytes())["config"]["pool"]
+    with suppress(ConfigError, LookupError, TypeError):  # a damaged one names no database
+        pool = RunFolder(path, resumed=True).settings()["config"]["pool"]
     if pool:
         POOLS.load(pool["name"]).rename_run(pool.get("url", ""), path.name, kept.name)
     path.rename(kept)

@@ -1,11 +1,13 @@
 """Opens what training and evaluation both need to make rollouts: pool, engine, gateway and runner."""
 
 import secrets
+import sys
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from typing import NamedTuple
 
-from penstock.config import RunConfig, run_secrets
+from penstock.config import RunConfig, home_folder, run_secrets
 from penstock.engines.base import Engine
 from penstock.events import Events
 from penstock.gateway.app import Gateway
@@ -15,6 +17,7 @@ from penstock.gateway.observability import open_tracer
 from penstock.gateway.sources import open_engine
 from penstock.pool import POOLS
 from penstock.pool.base import Pool
+from penstock.pool.location import refuse_foreign_pool
 from penstock.records import Sampling
 from penstock.rollout.runner import Runner, open_runner
 from penstock.run.folder import RunFolder
@@ -32,6 +35,13 @@ class RolloutRunner(NamedTuple):
 def open_pool(config: RunConfig, folder: RunFolder) -> Pool:
     """Returns the run's pool. The caller closes it."""
     return POOLS.load(config.pool.name)(folder.path, url=config.pool.url)
+
+
+async def bind_pool(pool: Pool, folder: RunFolder) -> None:
+    """Mark a new pool as that of the run in `folder`; ConfigError if it belongs to another run."""
+    await refuse_foreign_pool(pool, folder.path)
+    if folder.id:
+        await pool.set_run_id(folder.id)
 
 
 @asynccontextmanager
@@ -69,10 +79,20 @@ async def open_rollout_runner(
                 limits=config.rollout,
                 section=inputs.executor,
                 artifacts=folder.path / "artifacts",
+                hidden=hidden_files(config, folder, inputs.agent),
             )
         )
         gateway.reward_function = runner.compute_reward
         yield RolloutRunner(engine, runner)
+
+
+def hidden_files(config: RunConfig, folder: RunFolder, agent: Agent) -> list[Path]:
+    """Returns what no agent may read: the runs, whose pools have labels and other rollouts, the datasets, and our keys."""
+    runs, needed = folder.path.resolve().parent, [agent.entry, agent.source.folder, Path.cwd(), Path(sys.prefix)]
+    runs = runs.parent if runs.name == "evals" else runs
+    # All runs beside this one, if that folder holds nothing that the agent needs.
+    own = folder.path if any(path.resolve().is_relative_to(runs) for path in needed) else runs
+    return [own, *(path for path in (config.dataset.train, config.dataset.eval) if path), home_folder()]
 
 
 def _closed_routes(agent: Agent) -> set[Access]:

@@ -15,14 +15,16 @@ from penstock.errors import GraderError, WorkflowError
 from penstock.records import Task
 from penstock.rollout.author_tasks import make_slots
 from penstock.rollout.executors.base import Executor, ExecutorContext, GatewaySession, SessionSpec
+from penstock.rollout.executors.trust import announce_trusted, starts_programs
 from penstock.rollout.in_process import Reward, WorkflowResult
-from penstock.rollout.processes.job_protocol import AgentJob, JobKind, JobResult, write_samples
+from penstock.rollout.processes.job_protocol import AgentJob, JobKind, JobResult, JobSandbox, write_samples
 from penstock.scale.cluster import live_nodes, on_node, open_cluster, own_node_id, reachable_url
 from penstock.scale.manager import AgentFlowManager
 from penstock.scale.package import ray
 from penstock.scale.run_spec import portable_agent_spec
 from penstock.scale.worker import AgentFlowWorker
 from penstock.sdk.samples import RolloutSample
+from penstock.system.sandbox import SandboxWish
 
 NAMESPACE = "penstock"
 
@@ -42,6 +44,8 @@ class RaySection(Section):
     """How long a late or cancelled agent may clean up before it is broken off."""
     start_s: float = Field(default=60.0, gt=0)
     """Longest time in which a worker must have started and imported the agent."""
+    sandbox: SandboxWish = "auto"
+    """For the programs of `agent.command`: `bubblewrap`, `user`, `off`, or `auto`, the first that a worker's machine allows."""
 
 
 class RayExecutor(Executor):
@@ -58,6 +62,10 @@ class RayExecutor(Executor):
         self._workflow_slots = make_slots(agent.workflow_config and agent.workflow_config.concurrency)
         self._grader_slots = make_slots(agent.grader_config and agent.grader_config.concurrency)
         self._stack = ExitStack()
+        is_program = starts_programs(context)
+        self._wish: SandboxWish = self._section.sandbox if is_program else "off"
+        hidden, entry = (str(path.resolve()) for path in context.hidden), str(agent.entry.resolve())
+        self._sandbox = JobSandbox(name="namespaces", hidden=tuple(hidden), readonly=(entry,)) if is_program else None
         self._several_nodes = False
         self._started = itertools.count()
         self._urls: dict[str, str] = {}
@@ -75,6 +83,8 @@ class RayExecutor(Executor):
             stack.enter_context(open_cluster(self._section.address, namespace=NAMESPACE))
             self._several_nodes = len(live_nodes()) > 1
             await self._manager.open()
+            if self._sandbox is None:
+                announce_trusted(self._context, "ray")
             self._stack = stack.pop_all()
         return self
 
@@ -103,7 +113,11 @@ class RayExecutor(Executor):
 
     def _start_worker(self) -> Any:
         options = {"num_cpus": self._section.cpus, "scheduling_strategy": self._where(), "max_restarts": 0}
-        return ray.remote(AgentFlowWorker).options(**options).remote(self._agent_spec, grace_s=self._section.grace_s)
+        return (
+            ray.remote(AgentFlowWorker)
+            .options(**options)
+            .remote(self._agent_spec, grace_s=self._section.grace_s, sandbox=self._wish)
+        )
 
     def _where(self) -> Any:
         """The node of the next worker. On the only one they stay, also if others join: the gateway may be on its loopback."""
@@ -125,6 +139,7 @@ class RayExecutor(Executor):
             memory_mb=None,
             artifacts_dir=str(folder) if folder else None,
             log=None,
+            sandbox=self._sandbox if kind == "workflow" else None,
         )
 
     async def _done(self, job: AgentJob, samples: Mapping[str, RolloutSample]) -> JobResult:

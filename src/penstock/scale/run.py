@@ -47,7 +47,7 @@ async def train_on_ray(
     folder = open_run_folder(config, fresh=fresh)
     with locked(folder.path), Events(folder.events) as events:
         events.listen(listener)
-        if done := finished_summary(folder, config):
+        if done := await asyncio.to_thread(finished_summary, folder, config):
             return done
         events.emit("stage", text="starting Ray" if not config.scale.address else f"connecting to Ray at {config.scale.address}")
         with open_cluster(config.scale.address, namespace=f"penstock-{config.run.name}", store_bytes=_store_bytes(inputs)):

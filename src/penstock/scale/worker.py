@@ -14,11 +14,14 @@ from penstock.rollout.executors.base import artifacts_dir
 from penstock.rollout.in_process import InProcessAgent
 from penstock.rollout.processes.job_protocol import AgentJob, failure_result, read_samples
 from penstock.rollout.processes.preload import preload_clients
+from penstock.rollout.scratch import ScratchFolders
 from penstock.scale.actor_calls import ItemQueue
 from penstock.scale.cluster import own_node
 from penstock.scale.package import ray
 from penstock.sdk.agent_spec import AgentSpec
 from penstock.sdk.clients import Clients
+from penstock.system.processes import protect_memory
+from penstock.system.sandbox import Confinement, SandboxWish, choose_sandbox
 
 EVENT_NUMBER = -1
 """In place of a job's number: the item is an event."""
@@ -45,13 +48,16 @@ class WorkerLocation(NamedTuple):
 class AgentFlowWorker:
     """One process with one event loop; `take` gives it jobs, `answers` returns their results."""
 
-    def __init__(self, agent_spec: bytes, *, grace_s: float) -> None:
+    def __init__(self, agent_spec: bytes, *, grace_s: float, sandbox: SandboxWish = "off") -> None:
         self._spec, self._grace_s = AgentSpec.read(agent_spec), grace_s
         self._work: InProcessAgent | None = None
         self._running: dict[int, asyncio.Task[None]] = {}
+        self._scratch = ScratchFolders()
+        self._sandbox = choose_sandbox(sandbox)
 
     async def open(self) -> WorkerLocation:
         problem = ""
+        protect_memory()
         self._done, self._clients, events = ItemQueue(), Clients(), Events()
         events.listen(lambda kind, fields: self._done.put((EVENT_NUMBER, json.dumps([kind, fields], default=str).encode())))
         try:
@@ -90,14 +96,22 @@ class AgentFlowWorker:
 
     async def _outcome(self, job: AgentJob, samples: bytes) -> dict[str, Any]:
         assert self._work is not None  # a worker without an agent gets no jobs
-        root, rollout_id = (Path(job.artifacts_dir).parent, Path(job.artifacts_dir).name) if job.artifacts_dir else (None, "")
-        with artifacts_dir(root, rollout_id) as folder:
-            if job.session is None:
+        destination = Path(job.artifacts_dir) if job.artifacts_dir else None
+        if job.session is None:
+            with artifacts_dir(destination and destination.parent, destination.name if destination else "") as folder:
                 rewards = self._work.grade(job.task, read_samples(samples), timeout_s=job.timeout_s, artifacts_dir=folder)
                 return {"rewards": await rewards}
-            context = job.session.context(self._clients)
+        context = job.session.context(self._clients, self._confinement(job))
+        async with self._scratch.folder_for(destination) as folder:
             result = self._work.run(job.task, context, timeout_s=job.timeout_s, artifacts_dir=folder)
             return (await result)._asdict()
+
+    def _confinement(self, job: AgentJob) -> Confinement | None:
+        """The sandbox for the programs of a command; any other agent is trusted with this process."""
+        if job.sandbox is None:
+            return None
+        hidden, readonly = (tuple(map(Path, paths)) for paths in (job.sandbox.hidden, job.sandbox.readonly))
+        return Confinement(sandbox=self._sandbox, hidden=(*hidden, self._scratch.root), readonly=readonly)
 
 
 def kill_worker(handle: Any) -> None:

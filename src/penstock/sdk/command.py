@@ -55,9 +55,9 @@ class CommandWorkflow(AgentWorkflow[CommandConfig]):
         task = _task(ctx, config)
         with ExitStack() as stack:
             files = _files(stack, task, ctx.artifacts_dir)
-            process = await _start(config, ctx.prompt, _environment(task, ctx.artifacts_dir), files)
+            process = await _start(config, ctx.prompt, _environment(task, ctx.artifacts_dir), files, ctx.artifacts_dir)
             try:
-                code = await process.wait()
+                code = _exit_code(await process.wait())
             finally:
                 await end_group(process, GRACE_S if process.returncode is None else 0.0)
             if code != 0:
@@ -129,6 +129,8 @@ def _environment(task: str, artifacts: Path | None) -> dict[str, str]:
     own = rollout_environment(context.base_url, context.api_key, context.rollout_id)
     own |= {"PENSTOCK_TASK": task} if len(task) <= MAX_VARIABLE_CHARS else {}
     own |= {"PENSTOCK_ARTIFACTS": str(artifacts.resolve())} if artifacts else {}
+    if artifacts and context.confinement and context.confinement.sandbox.name == "user":
+        own |= {"HOME": str(artifacts.resolve())}  # ours is another user's
     return without_secrets(os.environ) | own
 
 
@@ -158,15 +160,27 @@ def _remove_if_empty(file: Path) -> None:
             file.unlink()
 
 
+def _exit_code(code: int) -> int:
+    confinement = running_rollout("agent.command").confinement
+    return confinement.sandbox.exit_code(code) if confinement else code
+
+
 async def _start(
-    config: CommandConfig, prompt: Sequence[Mapping[str, Any]], environment: Mapping[str, str], files: Files
+    config: CommandConfig,
+    prompt: Sequence[Mapping[str, Any]],
+    environment: Mapping[str, str],
+    files: Files,
+    artifacts: Path | None,
 ) -> Process:
     question = _text(prompt[-1].get("content")) if prompt else ""
     line = [config.command[0], *(argument.replace(PROMPT, question) for argument in config.command[1:])]
+    confinement, options = running_rollout("agent.command").confinement, dict[str, Any]()
     stdin, stdout, stderr = files
     try:
+        if confinement is not None:
+            line, options = confinement.command(line, writable=[artifacts] if artifacts else [])
         return await asyncio.create_subprocess_exec(
-            *line, stdin=stdin, stdout=stdout, stderr=stderr, cwd=config.folder, env=environment, start_new_session=True
+            *line, stdin=stdin, stdout=stdout, stderr=stderr, cwd=config.folder, env=environment, start_new_session=True, **options
         )
     except OSError as cause:
         raise WorkflowError(f"{line[0]} cannot be started: {cause.strerror}; check agent.command and agent.folder") from cause

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from penstock.errors import GraderError
-from penstock.records import Message
+from penstock.records import MAX_REWARD, Message
 from penstock.sdk.routing import MAIN, running_rollout
 from penstock.sdk.samples import RolloutSample, fast_copy
 
@@ -120,7 +120,7 @@ class GraderContext:
 
 
 def finite_reward(reward: Any) -> float:
-    """Returns `reward` as a float; GraderError if it is no finite number."""
+    """Returns `reward` as a float; GraderError if it is no finite number, or beyond MAX_REWARD."""
     error = GraderError(f"reward {reprlib.repr(reward)} is not a finite number; give a finite float")
     if isinstance(reward, bool) or not isinstance(reward, Real):
         raise error
@@ -130,4 +130,6 @@ def finite_reward(reward: Any) -> float:
         raise error from cause
     if not math.isfinite(number):
         raise error
+    if abs(number) > MAX_REWARD:
+        raise GraderError(f"reward {number:g} is not between {-MAX_REWARD:g} and {MAX_REWARD:g}; scale the rewards down")
     return number

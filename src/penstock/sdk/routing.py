@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 from penstock.errors import ConfigError
 from penstock.records import Sampling
 from penstock.sdk.samples import RolloutSample
+from penstock.system.sandbox import Confinement
 
 if TYPE_CHECKING:
     from anthropic import AsyncAnthropic
@@ -68,6 +69,8 @@ class RolloutContext:
     """Hosts of model providers that were called directly, past the gateway."""
     clients: "Clients | None" = field(default=None, repr=False)
     """Connections shared with other rollouts; None opens new ones."""
+    confinement: Confinement | None = field(default=None, repr=False)
+    """The sandbox for programs that are started for this rollout; None starts them without one."""
     _tokens: list[contextvars.Token["RolloutContext | None"]] = field(default_factory=list[Any], repr=False)
 
     def __enter__(self) -> Self:

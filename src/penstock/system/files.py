@@ -4,9 +4,11 @@ import errno
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from penstock.errors import ConfigError
 
@@ -86,6 +88,35 @@ def creating(path: Path) -> Generator[Path]:
             publish(draft, path)
     except OSError as cause:
         raise ConfigError(f"{path}: cannot be written: {cause.strerror or cause}; choose another place with --out") from cause
+
+
+def open_inside(folder: Path, path: Path) -> BinaryIO:
+    """Open a file below `folder` for reading; OSError if it or a folder on the way is a link, or if it is no regular file.
+
+    For a folder that others write to, who might put a link to our files there, even while we look.
+    """
+    parts = path.relative_to(folder).parts
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        for number, part in enumerate(parts, 1):
+            if part == "..":
+                raise OSError(errno.EINVAL, "leads out of its folder", str(path))
+            kind = os.O_DIRECTORY if number < len(parts) else os.O_NONBLOCK  # a pipe would block
+            inner = os.open(part, os.O_RDONLY | os.O_NOFOLLOW | kind, dir_fd=descriptor)
+            os.close(descriptor)
+            descriptor = inner
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "no regular file", str(path))
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return os.fdopen(descriptor, "rb")
+
+
+def read_inside(folder: Path, path: Path) -> bytes:
+    """Read a whole file; see `open_inside`."""
+    with open_inside(folder, path) as file:
+        return file.read()
 
 
 def publish(draft: Path, path: Path) -> None:

@@ -52,10 +52,14 @@ def run_module(
     pass_fds: Sequence[int] = (),
     cwd: Path | None = None,
     env: Mapping[str, str] | None = None,
+    wrap: Callable[[list[str]], list[str]] = list,
 ) -> int | None:
-    """Run a module to its end and return its exit code, None past `timeout_s`; then nothing of its process group is left."""
+    """Run a module to its end and return its exit code, None past `timeout_s`; then nothing of its process group is left.
+
+    `wrap` returns what to start in place of its command, such as that of a sandbox.
+    """
     process = subprocess.Popen(
-        [*module_command(module), *arguments],
+        wrap([*module_command(module), *arguments]),
         cwd=cwd,
         env=env,
         stdin=subprocess.PIPE,

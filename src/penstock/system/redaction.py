@@ -9,7 +9,8 @@ import orjson
 from penstock.records import Message
 
 PATTERNS = (
-    r"\b(?:mk|ck|ak)-(?:[\w.-]+\.)?[0-9a-f]{40}\b",
+    r"\b(?:mk|fk|ck|ak)-(?:[\w.-]+\.)?[0-9a-f]{40}\b",
+    r"\bpst_[A-Za-z0-9_-]{43}",
     r"\bsk-[A-Za-z0-9_-]{20,}",
     r"\bAKIA[0-9A-Z]{16}\b",
     r"\bgh[pousr]_[A-Za-z0-9]{36,}\b",
@@ -19,7 +20,7 @@ PATTERNS = (
 )
 """Keys of common services, and our own tokens."""
 
-SIGNS = ("k-", "AKIA", "gh", "hf_", "xox", "PRIVATE KEY")
+SIGNS = ("k-", "pst_", "AKIA", "gh", "hf_", "xox", "PRIVATE KEY")
 """Every match of a pattern contains one of these: most texts have none, and a search for them is cheap."""
 
 REDACTED = "[redacted]"

@@ -84,7 +84,7 @@ class Sandbox:
         left out.
         """
         if self.name == "bubblewrap":
-            mounts = _mounts(hidden, readonly, writable)
+            mounts = _mounts(mounts_in_order(hidden, readonly, writable))
             return SandboxedCommand([*_IGNORE_SIGNALS, *_bubblewrap(), *mounts, "--", *_inner(argv)], {})
         if self.name == "user":
             user = new_user_id()
@@ -102,6 +102,22 @@ class Sandbox:
         if self.name == "bubblewrap":
             return []
         return [path for path in hidden if path.exists() and (self.name == "off" or _others_read(path))]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Confinement:
+    """A sandbox for the programs of a run, and what is out of their reach in it."""
+
+    sandbox: Sandbox
+    hidden: tuple[Path, ...] = ()
+    readonly: tuple[Path, ...] = ()
+    visible: tuple[Path, ...] = ()
+    """What they need inside of a hidden folder."""
+
+    def command(self, argv: Sequence[str], *, writable: Iterable[Path] = ()) -> SandboxedCommand:
+        """See `Sandbox.command`."""
+        visible = () if self.sandbox.name == "user" else self.visible  # which would give the user's own files away
+        return self.sandbox.command(argv, hidden=self.hidden, readonly=self.readonly, writable=[*visible, *writable])
 
 
 AUTO: tuple[SandboxName, ...] = ("bubblewrap", "user")
@@ -156,20 +172,31 @@ def _bubblewrap() -> list[str]:
         line += ["--dev-bind-try", device, device]
     if os.geteuid() == 0:
         line += ["--ro-bind-try", "/sys", "/sys", "--cap-drop", "ALL"]
-        for capability in ROOT_CAPABILITIES:
+        for capability in (*ROOT_CAPABILITIES, "SETFCAP"):  # without it, root could not make a sandbox of its own in here
             line += ["--cap-add", f"CAP_{capability}"]
     return line
 
 
-def _mounts(hidden: Iterable[Path], readonly: Iterable[Path], writable: Iterable[Path]) -> list[str]:
-    kinds = [*((path, "hidden") for path in hidden), *((path, "--ro-bind") for path in readonly)]
-    kinds += [(path, "--bind") for path in writable]
-    # A folder comes before what is in it, whose mount would be covered otherwise.
-    found = sorted({path.resolve(): kind for path, kind in kinds if path.exists()}.items(), key=lambda item: len(item[0].parts))
+MountKind = Literal["hidden", "readonly", "writable"]
+
+
+def mounts_in_order(hidden: Iterable[Path], readonly: Iterable[Path], writable: Iterable[Path]) -> list[tuple[Path, MountKind]]:
+    """Returns the paths that exist, without links, each with what is to be mounted there.
+
+    A folder comes before what is in it, whose mount it would cover otherwise.
+    """
+    found: dict[Path, MountKind] = {}
+    kinds: tuple[tuple[MountKind, Iterable[Path]], ...] = (("hidden", hidden), ("readonly", readonly), ("writable", writable))
+    for kind, paths in kinds:
+        found |= {path.resolve(): kind for path in paths if path.exists()}
+    return sorted(found.items(), key=lambda item: len(item[0].parts))
+
+
+def _mounts(mounts: Iterable[tuple[Path, MountKind]]) -> list[str]:
     line: list[str] = []
-    for path, kind in found:
+    for path, kind in mounts:
         if kind != "hidden":
-            line += [kind, str(path), str(path)]
+            line += ["--bind" if kind == "writable" else "--ro-bind", str(path), str(path)]
         elif path.is_dir():
             line += ["--tmpfs", str(path)]
         else:

@@ -3,6 +3,7 @@
     lease      = pool.claim(groups whose rollouts have all ended)      while leased, no other trainer gets them
     sequences  = credit_groups(lease.groups)                           advantages, then the paths of each token graph
     update     = learner.compute(pack(sequences))                      gradients; shared prefixes are forwarded once
+                 set_aside(groups that make it fail)                   and claim again
     publisher.publish(version + 1, learner.apply)                      the engine changes policy between two tokens
     save_checkpoint(), pool.ack(lease)                                 from here on, these groups are never trained again
 
@@ -11,28 +12,55 @@ checkpoint and unacknowledged leases. The next process releases those leases and
 """
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from penstock.config import RolloutSection
 from penstock.errors import TrainError
 from penstock.records import Group, Lease, PolicyVersion
 from penstock.records import Sequence as TrainingSequence
+from penstock.rollout.author_tasks import one_line
 from penstock.rollout.scheduler import TOO_FEW
 from penstock.train import policy
 from penstock.train.advantages import DIVISORS
-from penstock.train.batches import pack
+from penstock.train.batches import Batch
 from penstock.train.held_out import BackgroundEvaluation, refuse_all_failed
-from penstock.train.learner import UpdateMetrics
+from penstock.train.learner import UpdateMetrics, UpdateResult
 from penstock.train.sequences import breaks, exactness, sequences
+from penstock.train.set_aside import BEYOND, CRASHED, find_culprits, may_be_data, out_of_bounds, refuse_too_many, set_aside
 from penstock.train.training_run import TrainingRun
 
 RECHECK_S = 60.0
 """Seconds until a waiting trainer claims again without a change in the pool, as leases of others may have expired."""
+SMALL_SHARE = 0.5
+"""A warning says so if less of an update than this reached the weights as they are served."""
+POLL_S = 1.0
+"""How often a waiting trainer looks whether it is to stop."""
+STOP_WAIT_S = 5.0
+"""How long a run that is asked to stop waits for the rollouts of the running step; they are made again when it is resumed."""
+TELL_S = 30.0
+"""Seconds of waiting after which the reason is told."""
+IDLE_S, RUNNING_S = 300.0, 1800.0
+"""Training fails if the pool has not changed for so long: without any rollout, or longer than a rollout may take."""
 MAX_SHORT_ROUNDS = 20
 """Training fails after this many times `groups_per_step` groups were dropped for too few completed rollouts."""
+
+log = logging.getLogger(__name__)
+
+
+class Fallback(NamedTuple):
+    """Counts what damaged checkpoints cost when the run was resumed."""
+
+    checkpoints_damaged: int = 0
+    groups_undone: int = 0
+    """Groups that were trained into them."""
+
+
+NO_FALLBACK = Fallback()
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +73,8 @@ class TrainProgress:
     """Leases that are trained but not yet in a checkpoint."""
     past: tuple[int, ...] = (0,)
     """The versions after each of the last `max_staleness` + 1 steps; `version` is the last."""
+    fallback: Fallback = NO_FALLBACK
+    """Not yet in the metrics of a step."""
 
 
 class LostGroups(NamedTuple):
@@ -62,6 +92,26 @@ class CreditedSequences(NamedTuple):
     counts: Counter[str]
 
 
+class ComputedUpdate(NamedTuple):
+    """The first update of a step, computed but not applied."""
+
+    credit: CreditedSequences
+    batch: Batch | None
+    """None without sequences."""
+    result: UpdateResult | None
+
+
+class ReadyStep(NamedTuple):
+    """Groups that a step trains on, with their first update."""
+
+    lease: Lease
+    update: ComputedUpdate
+    set_aside: int
+    """Groups that were set aside on the way."""
+    rollout_s: float
+    """Spent on waiting for groups."""
+
+
 async def train_steps(
     run: TrainingRun, progress: TrainProgress, stop: asyncio.Event, background: BackgroundEvaluation
 ) -> TrainProgress:
@@ -71,16 +121,17 @@ async def train_steps(
         background.begin(progress.step)
         run.events.emit("step.start", step=progress.step + 1, version=progress.version)
         clock = Stopwatch()
-        lease = await claim(run, progress)
-        rollout_s = clock.lap()
-        run.events.emit("train.start", step=progress.step + 1, groups=len(lease.groups))
-        credit = credit_groups(lease.groups, run)
+        ready = await next_step(run, progress, clock, stop)
+        if ready is None:
+            break
+        lease, credit = ready.lease, ready.update.credit
         behind = staleness(credit.sequences, progress.version)
-        metrics, progress = await update_policy(run, credit, progress)
+        metrics, progress = await update_policy(run, ready.update, progress)
         past = (*progress.past, progress.version)[-run.config.rollout.max_staleness - 1 :]
         progress = replace(progress, step=progress.step + 1, leases=(*progress.leases, lease.id), past=past)
-        entry = step_metrics(run, lease, credit, metrics, progress, rollout_s=rollout_s, train_s=clock.lap())
-        entry |= {**behind, **background.ended()}
+        entry = step_metrics(run, lease, credit, metrics, progress, rollout_s=ready.rollout_s, train_s=clock.lap())
+        entry |= {"groups_set_aside": ready.set_aside, **behind, **background.ended(), **progress.fallback._asdict()}
+        progress = replace(progress, fallback=NO_FALLBACK)
         run.folder.add_metrics(entry)
         if progress.step % section.checkpoint_every == 0:
             progress = await save_checkpoint(run, progress)
@@ -89,9 +140,38 @@ async def train_steps(
     return await save_checkpoint(run, progress) if progress.leases else progress
 
 
-async def claim(run: TrainingRun, progress: TrainProgress) -> Lease:
-    """Waits until a step's groups are complete, and leases them. Raises TrainError if groups keep being dropped instead."""
+async def next_step(run: TrainingRun, progress: TrainProgress, clock: "Stopwatch", stop: asyncio.Event) -> ReadyStep | None:
+    """Claims groups and computes their update; None if `claim` gave up. Groups at fault for a failing update are set aside."""
+    rollout_s, crashed, failed_before = 0.0, list[str](), list[str]()
+    while True:
+        lease = await claim(run, progress, stop)
+        if lease is None:
+            return None
+        rollout_s += clock.lap()
+        run.events.emit("train.start", step=progress.step + 1, groups=len(lease.groups))
+        try:
+            return ReadyStep(lease, await compute_update(run, lease.groups), len(crashed), rollout_s)
+        except Exception as error:
+            if not (may_be_data(error) and run.learner.is_finite()):
+                raise
+            culprits = await find_culprits(lease.groups, partial(try_credit, run), partial(compute_update, run))
+            failed = [group.id for group in lease.groups]
+            if not culprits and failed == failed_before:  # together twice, alone never
+                raise TrainError(f"step {progress.step + 1} fails, though no group of it fails alone: {one_line(error)}") from error
+            failed_before = failed
+        await set_aside(run, lease, culprits, CRASHED)
+        crashed += culprits.values()
+        refuse_too_many(crashed, run.config.rollout.groups_per_step)
+        run.rollouts.advance(progress.step)  # wake the scheduler, to replace them at once
+
+
+async def claim(run: TrainingRun, progress: TrainProgress, stop: asyncio.Event) -> Lease | None:
+    """Waits until a step's groups are complete, and leases them; None if `stop` was set and they took too long.
+
+    Raises TrainError if groups keep being dropped instead, or if nothing happens that could complete one.
+    """
     before = lost = await lost_groups(run)
+    waiting = ClaimWait(run, progress.step + 1, stop)
     while True:
         position = await run.pool.position()  # before the claim, or a change in between would be missed
         lease = await run.pool.claim(
@@ -100,6 +180,10 @@ async def claim(run: TrainingRun, progress: TrainProgress) -> Lease:
             max_staleness=max_versions_behind(run, progress),
             lease_s=run.config.pool.lease_s,
         )
+        if lease is not None and (unusable := out_of_bounds(lease.groups)):
+            await set_aside(run, lease, unusable, BEYOND)
+            run.rollouts.advance(progress.step)
+            continue
         if lease is not None:
             refuse_all_failed([attempt for group in lease.groups for attempt in group.attempts], "of this step")
             return lease
@@ -107,7 +191,50 @@ async def claim(run: TrainingRun, progress: TrainProgress) -> Lease:
         refuse_short_groups(lost.short - before.short, run.config.rollout)
         if lost != known:
             run.rollouts.advance(progress.step)  # wake the scheduler, to replace dropped groups at once
-        await run.pool.wait(position, timeout_s=RECHECK_S)
+        if not await waiting.until_change(position):
+            return None
+
+
+class ClaimWait:
+    """Waits for changes in the pool: says what for, ends soon after `stop` is set, and fails if no change can come."""
+
+    def __init__(self, run: TrainingRun, step: int, stop: asyncio.Event) -> None:
+        self._run, self._step, self._stop = run, step, stop
+        self._now = asyncio.get_running_loop().time
+        self._started = self._changed = self._now()
+        self._tell_at = self._started + TELL_S
+        self._give_up_at: float | None = None
+
+    async def until_change(self, position: int) -> bool:
+        """Returns False if `stop` was set `STOP_WAIT_S` ago, True after a change, and after `RECHECK_S` without one."""
+        recheck_at = self._now() + RECHECK_S
+        while self._now() < recheck_at:
+            if self._stop.is_set():
+                self._give_up_at = self._give_up_at or self._now() + STOP_WAIT_S
+                if self._now() >= self._give_up_at:
+                    return False
+            if self._now() >= self._tell_at:
+                self._tell_at += RECHECK_S
+                await self._tell()
+            if await self._run.pool.wait(position, timeout_s=POLL_S):
+                self._changed = self._now()
+                break
+        return True
+
+    async def _tell(self) -> None:
+        stats, limits = await self._run.pool.stats("train"), self._run.config.rollout
+        running = stats.groups - stats.groups_complete + stats.groups_short
+        over = stats.groups_short + stats.groups_leased + stats.groups_trained + stats.groups_stale + stats.groups_dropped
+        complete, silent_s = stats.groups_complete - over, self._now() - self._changed
+        needed = f"step {self._step} waits for {limits.groups_per_step} complete groups"
+        what = f"{needed}: {complete} are, {running} have rollouts under way"
+        patience_s = IDLE_S if not running else RUNNING_S + limits.agent_timeout_s + limits.grader_timeout_s
+        if silent_s >= patience_s:
+            raise TrainError(
+                f"{what}, and nothing has happened for {silent_s:.0f} s; the same command goes on, "
+                "`penstock pool verify` says whether the pool is damaged"
+            )
+        self._run.events.emit("train.wait", step=self._step, seconds=round(self._now() - self._started), text=what)
 
 
 def refuse_short_groups(dropped: int, limits: RolloutSection) -> None:
@@ -141,37 +268,61 @@ def credit_groups(groups: Sequence[Group], run: TrainingRun) -> CreditedSequence
     return CreditedSequences(made, counts)
 
 
-async def update_policy(
-    run: TrainingRun, credit: CreditedSequences, progress: TrainProgress
-) -> tuple[UpdateMetrics, TrainProgress]:
-    """Updates the weights and publishes them; does nothing without sequences."""
+async def try_credit(run: TrainingRun, groups: Sequence[Group]) -> None:
+    credit_groups(groups, run)
+
+
+async def compute_update(run: TrainingRun, groups: Sequence[Group]) -> ComputedUpdate:
+    """Computes the first update from these groups; the weights stay as they are."""
+    credit = credit_groups(groups, run)
     if not credit.sequences:
+        return ComputedUpdate(credit, None, None)
+    batch = await asyncio.to_thread(run.learner.pack, credit.sequences, rollouts=credit.counts["rollouts"])
+    return ComputedUpdate(credit, batch, await asyncio.to_thread(run.learner.compute, batch))
+
+
+async def update_policy(run: TrainingRun, update: ComputedUpdate, progress: TrainProgress) -> tuple[UpdateMetrics, TrainProgress]:
+    """Updates the weights and publishes them; does nothing without sequences."""
+    if update.batch is None or update.result is None:
         return UpdateMetrics(), progress
-    section = run.config.train
-    batch = pack(
-        credit.sequences,
-        rollouts=credit.counts["rollouts"],
-        tokens_per_pass=section.tokens_per_pass,
-        shared_prefix=section.shared_prefix,
-    )
-    done = await asyncio.to_thread(run.learner.compute, batch)
+    section, done = run.config.train, update.result
     first = done.metrics
     version = max(progress.version, progress.last_version)
     for remaining in range(section.updates_per_step - 1, -1, -1):
         version += 1
         await run.publisher.publish(version, run.learner.apply)
-        if remaining:
-            done = await asyncio.to_thread(run.learner.compute, batch, done.proximal)
+        if not remaining:
+            break
+        try:
+            done = await asyncio.to_thread(run.learner.compute, update.batch, done.proximal)
+        except Exception as error:
+            if not (may_be_data(error) and run.learner.is_finite()):
+                raise
+            # The groups are in the weights already, so they count as trained. Only the remaining updates are skipped.
+            run.events.emit("update.skip", step=progress.step + 1, updates=remaining, message=one_line(error))
+            break
     # Later updates move away from the sampling policy by design; only the first measures staleness and engine differences.
-    metrics = replace(done.metrics, kl_behaviour=first.kl_behaviour, logprob_gap=first.logprob_gap)
+    share = run.learner.served_share
+    if share < SMALL_SHARE:
+        log.warning(
+            "%.0f %% of the update reached the served weights; raise train.lr or set engine.dtype = 'float32'",
+            100 * share,
+        )
+    metrics = replace(done.metrics, kl_behaviour=first.kl_behaviour, logprob_gap=first.logprob_gap, served_share=share)
     return metrics, replace(progress, version=version, last_version=version)
 
 
 async def save_checkpoint(run: TrainingRun, progress: TrainProgress) -> TrainProgress:
     """Saves a checkpoint, then acknowledges its leases. In the other order, a kill in between would lose trained groups."""
-    version = PolicyVersion(number=progress.version, step=progress.step, leases=progress.leases)
+    version = PolicyVersion(number=progress.version, step=progress.step, leases=progress.leases, past=progress.past)
     folder = await asyncio.to_thread(
-        policy.save, run.folder.checkpoints, version, run.learner, run.inputs.folder, kept=run.config.train.checkpoints_kept
+        policy.save,
+        run.folder.checkpoints,
+        version,
+        run.learner,
+        run.inputs.folder,
+        run=run.folder.id,
+        kept=run.config.train.checkpoints_kept,
     )
     for lease in progress.leases:
         await run.pool.ack(lease, progress.version)

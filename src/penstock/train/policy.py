@@ -1,18 +1,19 @@
 """Policy versions: saved as checkpoints, restored bit for bit, and published to the engine.
 
 `checkpoints/000012/` is a model folder (weights, config, tokenizer) that also holds the optimizer's state and `state.json`:
-the version with its leases, the random states, and the size of every file. It is written under a temporary name, synced, then
-renamed, so that a crash cannot leave half of it. Readers ignore an incomplete folder, and the next save removes it.
+the version with its leases, the random states, and the size and checksum of every file. It is written under a temporary name,
+synced, then renamed, so that a crash cannot leave half of it. A folder that is damaged all the same is never resumed from: it is
+renamed to `000012.damaged`, and the one before takes its place.
 """
 
 import asyncio
 import random
 import shutil
 from collections.abc import Awaitable, Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import orjson
 import torch
@@ -20,37 +21,33 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor
 
-from penstock.codec import from_json, to_json
 from penstock.engines.base import Engine
+from penstock.engines.checkpoint_files import (
+    OLD_OPTIMIZER,
+    OPTIMIZER,
+    STATE,
+    CheckpointState,
+    encode_state,
+    find_damage,
+    is_complete,
+    read_state,
+)
 from penstock.engines.embedded.decoder import Decoder
 from penstock.engines.embedded.weights import load_decoder, save_decoder
 from penstock.errors import ModelError, TrainError
 from penstock.records import PolicyVersion
+from penstock.system.checksums import file_checksum
 from penstock.system.files import sync
 from penstock.train.learner import Learner
 
-OPTIMIZER, STATE = "optimizer.state", "state.json"
-"""Files that only the trainer reads. The first has no .safetensors suffix, because other programs load such files as weights."""
-OLD_OPTIMIZER = "optimizer.safetensors"
-"""The optimizer's file in older checkpoints; `restore` still reads it."""
 MODEL_SUFFIXES = (".jinja", ".json", ".model", ".txt")
 """Files of a model folder besides the weights: config, tokenizer, chat template."""
 PART = ".part"
 """Suffix of a file or folder that is being written or removed."""
+DAMAGED = ".damaged"
+"""Suffix of a checkpoint that was set aside."""
 
 OnDisk = Callable[[Path], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointState:
-    version: PolicyVersion
-    files: dict[str, int]
-    """Name and size in bytes of every other file."""
-    python_random: tuple[int, ...]
-    python_gauss: float | None
-    torch_random: str
-    """Hexadecimal, as is `cuda_random`."""
-    cuda_random: str | None
 
 
 def folder_of(checkpoints: Path, version: PolicyVersion) -> Path:
@@ -59,7 +56,14 @@ def folder_of(checkpoints: Path, version: PolicyVersion) -> Path:
 
 
 def save(
-    checkpoints: Path, version: PolicyVersion, learner: Learner, model: Path, *, kept: int = 2, on_disk: OnDisk = sync
+    checkpoints: Path,
+    version: PolicyVersion,
+    learner: Learner,
+    model: Path,
+    *,
+    run: str = "",
+    kept: int = 2,
+    on_disk: OnDisk = sync,
 ) -> Path:
     """Writes `version`, then removes all but the newest `kept`; returns its folder. The weights must not change meanwhile.
 
@@ -72,11 +76,12 @@ def save(
     with _disk_errors(f"checkpoint {target} could not be written", part):
         checkpoints.mkdir(parents=True, exist_ok=True)
         _remove_partial(checkpoints)
-        if _is_complete(target):
-            _write_state(target, version, _read(target).files, on_disk)
+        if is_complete(target):
+            before = read_state(target)
+            _write_state(target, version, before.files, before.sha256, run, on_disk)
         else:
             shutil.rmtree(target, ignore_errors=True)
-            _write(part, version, learner, model, on_disk)
+            _write(part, version, learner, model, run, on_disk)
             part.rename(target)
             on_disk(checkpoints)  # the rename is durable only once its parent folder is synced
     with _disk_errors(f"checkpoint {target} is saved, but those before it could not be removed"):
@@ -89,20 +94,62 @@ def save(
 def latest(checkpoints: Path) -> PolicyVersion | None:
     """Returns the newest complete version, or None."""
     complete = _complete(checkpoints)
-    return _read(complete[-1]).version if complete else None
+    return read_state(complete[-1]).version if complete else None
+
+
+class IntactCheckpoint(NamedTuple):
+    """The newest intact version, and what is wrong with the newer ones."""
+
+    version: PolicyVersion | None
+    damaged: dict[Path, str]
+
+
+def find_intact(checkpoints: Path, run: str) -> IntactCheckpoint:
+    """Reads whole checkpoints of the run with this id, the newest first, until one is intact."""
+    damaged: dict[Path, str] = {}
+    for folder in reversed(_numbered(checkpoints)):
+        problem = find_damage(folder, run=run)
+        if problem is None:
+            return IntactCheckpoint(read_state(folder).version, damaged)
+        damaged[folder] = problem
+    return IntactCheckpoint(None, damaged)
+
+
+def set_aside(folder: Path) -> Path:
+    """Renames a damaged checkpoint, so that no reader takes it for a version any more; returns its new path."""
+    number, target = 1, folder.with_suffix(DAMAGED)
+    while target.exists():
+        number += 1
+        target = folder.with_suffix(f"{DAMAGED}{number}")
+    with _disk_errors(f"checkpoint {folder} is damaged and could not be set aside"):
+        folder.rename(target)
+    return target
+
+
+def check_all(checkpoints: Path, run: str) -> dict[Path, str | None]:
+    """Reads all checkpoints of the run with this id, oldest first; returns what is wrong with each: None for an intact one."""
+    return {folder: find_damage(folder, run=run) for folder in _numbered(checkpoints)}
+
+
+def has_checksums(folder: Path) -> bool:
+    """False for a checkpoint of an older penstock, in which changed bytes cannot be told."""
+    return bool(read_state(folder).sha256)
 
 
 def find(checkpoints: Path, number: int) -> Path | None:
     """Returns the folder of a version, or None if it is missing or incomplete."""
     folder = folder_of(checkpoints, PolicyVersion(number=number, step=0))
-    return folder if _is_complete(folder) else None
+    return folder if is_complete(folder) else None
 
 
 def is_half_precision(checkpoints: Path) -> bool:
     """Whether the newest complete version is in half precision: trainer and engine compute in the dtype of the weights."""
-    for folder in _complete(checkpoints)[-1:]:
-        with (folder / "model.safetensors").open("rb") as file:
-            header: dict[str, dict[str, Any]] = orjson.loads(file.read(int.from_bytes(file.read(8), "little")))
+    for folder in reversed(_complete(checkpoints)):
+        try:
+            with (folder / "model.safetensors").open("rb") as file:
+                header: dict[str, dict[str, Any]] = orjson.loads(file.read(int.from_bytes(file.read(8), "little")))
+        except (OSError, ValueError, OverflowError, MemoryError):  # damaged
+            continue
         return all(tensor["dtype"] in ("BF16", "F16") for name, tensor in header.items() if name != "__metadata__")
     return False
 
@@ -111,7 +158,7 @@ def restore(checkpoints: Path, version: PolicyVersion, learner: Learner) -> None
     """Restores the weights (in place), optimizer and random states of `version`."""
     folder = folder_of(checkpoints, version)
     try:
-        saved = _read(folder)
+        saved = read_state(folder)
         learner.decoder.load_state_dict(load_decoder(folder).state_dict())
         optimizer = folder / (OLD_OPTIMIZER if OLD_OPTIMIZER in saved.files else OPTIMIZER)
         learner.load({name: value.clone() for name, value in load_file(optimizer).items()})
@@ -132,17 +179,22 @@ def write_model(folder: Path, decoder: Decoder, model: Path) -> None:
     save_decoder(decoder, folder)
 
 
-def _write(part: Path, version: PolicyVersion, learner: Learner, model: Path, on_disk: OnDisk) -> None:
+def _write(part: Path, version: PolicyVersion, learner: Learner, model: Path, run: str, on_disk: OnDisk) -> None:
     write_model(part, learner.decoder, model)
     save_file({name: value.detach().cpu().contiguous() for name, value in learner.state().items()}, part / OPTIMIZER)
-    sizes: dict[str, int] = {}
-    for file in sorted(part.iterdir()):
-        on_disk(file)
-        sizes[file.name] = file.stat().st_size
-    _write_state(part, version, sizes, on_disk)  # last: it marks the folder as complete
+    files = sorted(part.iterdir())
+    with ThreadPoolExecutor(len(files)) as threads:
+        checksums = threads.map(file_checksum, files)  # computed while the disk is busy
+        for file in files:
+            on_disk(file)
+        sha256 = dict(zip((file.name for file in files), checksums, strict=True))
+    sizes = {file.name: file.stat().st_size for file in files}
+    _write_state(part, version, sizes, sha256, run, on_disk)  # last: it marks the folder as complete
 
 
-def _write_state(folder: Path, version: PolicyVersion, sizes: dict[str, int], on_disk: OnDisk) -> None:
+def _write_state(
+    folder: Path, version: PolicyVersion, sizes: dict[str, int], sha256: dict[str, str], run: str, on_disk: OnDisk
+) -> None:
     _, numbers, gauss = random.getstate()
     saved = CheckpointState(
         version=version,
@@ -151,29 +203,23 @@ def _write_state(folder: Path, version: PolicyVersion, sizes: dict[str, int], on
         python_gauss=gauss,
         torch_random=_to_hex(torch.get_rng_state()),
         cuda_random=_to_hex(torch.cuda.get_rng_state()) if torch.cuda.is_available() else None,
+        sha256=sha256,
+        run=run,
     )
     part = folder / f"{STATE}{PART}"
-    part.write_bytes(to_json(saved))
+    part.write_bytes(encode_state(saved))
     on_disk(part)  # before the rename, or a crash could leave an empty file under the final name
     part.replace(folder / STATE)
     on_disk(folder)
 
 
-def _read(folder: Path) -> CheckpointState:
-    return from_json(CheckpointState, (folder / STATE).read_bytes())
+def _numbered(checkpoints: Path) -> list[Path]:
+    """Returns the folders of all versions, oldest first."""
+    return sorted((path for path in checkpoints.glob("*") if path.name.isdecimal()), key=lambda path: int(path.name))
 
 
 def _complete(checkpoints: Path) -> list[Path]:
-    """Returns the folders of complete versions, oldest first."""
-    named = [path for path in checkpoints.glob("*") if path.name.isdecimal()]
-    return sorted((path for path in named if _is_complete(path)), key=lambda path: int(path.name))
-
-
-def _is_complete(folder: Path) -> bool:
-    try:
-        return all((folder / name).stat().st_size == size for name, size in _read(folder).files.items())
-    except (OSError, ValueError, TypeError, KeyError):
-        return False
+    return [path for path in _numbered(checkpoints) if is_complete(path)]
 
 
 def _remove_partial(checkpoints: Path) -> None:
@@ -219,11 +265,13 @@ class Publisher(Protocol):
 class InPlacePublisher:
     """For an engine that shares the learner's tensors: it applies the change between two tokens."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, learner: Learner) -> None:
+        self._engine, self._learner = engine, learner
 
     async def begin(self) -> None:
-        """Does nothing: the engine already has the learner's weights."""
+        """Rounds the start policy as all later versions are, so that version 1 differs from it by the update alone."""
+        if self._learner.rounds:
+            await self._engine.swap(0, self._learner.publish)
 
     async def publish(self, version: int, change: Callable[[], None]) -> None:
         await self._engine.swap(version, change)
@@ -237,8 +285,11 @@ class FolderPublisher:
         shutil.rmtree(scratch, ignore_errors=True)
 
     async def begin(self) -> None:
-        """Loads the start policy, as a server may still hold the weights of an earlier run."""
-        await self._load(0, self._model)
+        """Loads the start policy, as a server may still hold the weights of an earlier run; rounded, if later versions are."""
+        if self._learner.rounds:
+            await self.publish(0, self._learner.publish)
+        else:
+            await self._load(0, self._model)
 
     async def publish(self, version: int, change: Callable[[], None]) -> None:
         folder = self._scratch / f"{version:06d}"

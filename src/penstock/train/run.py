@@ -8,14 +8,16 @@ from typing import Any, TypeVar
 
 from penstock.codec import to_json
 from penstock.config import RunConfig
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, PoolError, PoolFailed, TrainError
 from penstock.events import Events, Listener
-from penstock.run.folder import locked, open_run_folder
+from penstock.records import PolicyVersion
+from penstock.run.folder import FRESH, locked, open_run_folder
 from penstock.run.inputs import Inputs, refuse_untrainable
+from penstock.run.opening import bind_pool
 from penstock.system.async_tools import leaf_errors
 from penstock.train import policy
 from penstock.train.held_out import BackgroundEvaluation, evaluate
-from penstock.train.loop import TrainProgress, train_steps
+from penstock.train.loop import Fallback, TrainProgress, train_steps
 from penstock.train.summary import Summary, finished_summary, summarize
 from penstock.train.training_run import TrainingRun, open_training
 
@@ -28,7 +30,7 @@ async def train(config: RunConfig, inputs: Inputs, *, listener: Listener, stop: 
     folder = open_run_folder(config, fresh=fresh)
     with locked(folder.path), Events(folder.events) as events:
         events.listen(listener)
-        if done := finished_summary(folder, config):
+        if done := await asyncio.to_thread(finished_summary, folder, config):
             return done
         async with open_training(config, inputs, folder, events) as run:
             summary = await run_training(run, stop)
@@ -50,7 +52,9 @@ async def run_training(run: TrainingRun, stop: asyncio.Event) -> Summary:
         first_step=progress.step + 1,
         resumed=run.folder.resumed,
     )
-    before = await _unless_stopped(stop, evaluate(run, "before", 0))
+    before = run.folder.evaluations().get("before-0")
+    if progress.step == 0:  # else the start policy is not served any more
+        before = await _unless_stopped(stop, evaluate(run, "before", 0))
     with _raise_first():
         async with asyncio.TaskGroup() as group:
             group.create_task(run.rollouts.run())
@@ -68,31 +72,86 @@ async def run_training(run: TrainingRun, stop: asyncio.Event) -> Summary:
 
 
 async def refuse_another_run(run: TrainingRun) -> None:
-    """Raises ConfigError if a new run finds groups of another one of its name, in a database that several runs share."""
+    """Raises ConfigError if a new run finds groups of another one of its name, or a resumed one the pool of another."""
     if not run.folder.resumed and (groups := (await run.pool.stats()).groups):
         run.folder.discard_start()
         raise ConfigError(
             f"the pool at pool.url holds {groups} groups of another run called {run.config.run.name!r}; set another run.name"
         )
+    await bind_pool(run.pool, run.folder)
 
 
 async def resume(run: TrainingRun) -> TrainProgress:
-    """Start, or continue from the last checkpoint: its leases are acknowledged, leases taken after it are released."""
-    saved = policy.latest(run.folder.checkpoints)
-    progress = TrainProgress()
+    """Start, or continue from the newest intact checkpoint: its leases are acknowledged, later ones released or undone."""
+    saved, fallback = await _find_checkpoint(run)
+    progress = TrainProgress(fallback=fallback)
     if saved is not None:
-        for lease in saved.leases:
-            await run.pool.ack(lease, saved.number)
+        await _acknowledge(run, saved)
         await run.publisher.publish(saved.number, lambda: policy.restore(run.folder.checkpoints, saved, run.learner))
-        progress = TrainProgress(saved.step, saved.number)
+        progress = replace(progress, step=saved.step, version=saved.number)
     else:
         await run.publisher.begin()
     await run.pool.release()
-    versions = [0, *(entry["version"] for entry in run.folder.keep_metrics(progress.step))]
-    run.folder.keep_evaluations(progress.step)
+    past = _keep_records(run, progress.step)
     run.rollouts.advance(progress.step)
     last_version = max(progress.version, (await run.pool.stats()).last_version)
-    return replace(progress, last_version=last_version, past=tuple(versions[-run.config.rollout.max_staleness - 1 :]))
+    past = saved.past if saved and saved.past else past
+    return replace(progress, last_version=last_version, past=past[-run.config.rollout.max_staleness - 1 :])
+
+
+async def _find_checkpoint(run: TrainingRun) -> tuple[PolicyVersion | None, Fallback]:
+    """Returns the newest intact checkpoint, None for a run that has trained nothing. TrainError if all that it trained is lost.
+
+    Newer ones that are damaged are set aside, and groups that were trained into them are claimed again: their training is lost
+    with the weights, as if the process had been killed before it saved them.
+    """
+    saved, damaged = await asyncio.to_thread(policy.find_intact, run.folder.checkpoints, run.folder.id)
+    trained = await run.pool.trained()
+    if saved is None and trained:
+        found = "; ".join(f"{folder.name}: {problem}" for folder, problem in damaged.items()) or "there is none"
+        raise TrainError(
+            f"{run.folder.checkpoints}: no checkpoint is intact ({found}), and {len(trained)} groups were trained; "
+            f"restore a copy of one, or {FRESH}"
+        )
+    for folder, problem in damaged.items():
+        kept_as = policy.set_aside(folder).name
+        text = f"checkpoint {folder} is damaged: {problem}; it is kept as {kept_as}"
+        run.events.emit("checkpoint.damaged", folder=str(folder), problem=problem, kept_as=kept_as, text=text)
+    number, step = (saved.number, saved.step) if saved else (0, 0)
+    undone = await run.pool.undo(number)
+    if damaged or undone:
+        groups = [{"group_id": group_id, "version": version} for group_id, version in undone]
+        text = f"the run goes on from step {step}: {len(undone)} groups that were trained into lost weights are trained again"
+        run.events.emit("checkpoint.fallback", version=number, step=step, damaged=len(damaged), groups=groups, text=text)
+    return saved, Fallback(len(damaged), len(undone))
+
+
+async def _acknowledge(run: TrainingRun, saved: PolicyVersion) -> None:
+    try:
+        for lease in saved.leases:
+            await run.pool.ack(lease, saved.number)
+    except PoolFailed:
+        raise
+    except PoolError as cause:
+        raise TrainError(
+            f"{policy.folder_of(run.folder.checkpoints, saved)} and the run's pool do not belong together ({cause}); "
+            f"restore the pool, or {FRESH}"
+        ) from cause
+
+
+def _keep_records(run: TrainingRun, step: int) -> tuple[int, ...]:
+    """Drop metrics and evaluations of what was undone, and what is damaged; returns the versions after each step that is left."""
+    for problem in run.folder.set_aside_damaged():
+        run.events.emit("record.damaged", text=problem)
+    kept = run.folder.keep_metrics(step)
+    run.folder.keep_evaluations(step)
+    if lacking := step - len(kept):
+        text = f"metrics.jsonl is damaged: it lacks {lacking} of {step} steps, and so do the rewards and counts of the summary"
+        run.events.emit("record.damaged", text=text)
+    if step and run.inputs.heldout and "before-0" not in run.folder.evaluations():
+        text = "evals.json is damaged: the evaluation before training is lost, and cannot be made any more"
+        run.events.emit("record.damaged", text=text)
+    return (0, *(entry["version"] for entry in kept))
 
 
 async def _unless_stopped(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:

@@ -4,8 +4,11 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import orjson
+
 from penstock.codec import from_json
 from penstock.config import RunConfig
+from penstock.errors import ConfigError
 from penstock.run.folder import RunFolder
 from penstock.train import policy
 from penstock.train.held_out import evaluations_during_training
@@ -50,6 +53,12 @@ class Summary:
     """Steps of graded rollouts that were not trained, by reason."""
     breaks: dict[str, int] = field(default_factory=dict[str, int])
     """How often a caller's messages were rendered anew although the rollout had earlier steps, by reason."""
+    checkpoints_damaged: int = 0
+    """Checkpoints that were damaged on disk and passed over; the run went on from an earlier one."""
+    groups_undone: int = 0
+    """Groups that were trained into those, and therefore again."""
+    dropped: dict[str, int] = field(default_factory=dict[str, int])
+    """Groups that were taken out of training, by reason."""
     resumed: bool = False
     already_finished: bool = False
 
@@ -83,17 +92,25 @@ async def summarize(run: TrainingRun, progress: TrainProgress, before: float | N
         unhashed_tokens=sum(entry.get("unhashed_tokens", 0) for entry in metrics),
         masked=_total_counts(metrics, "masked"),
         breaks=stats.breaks,
+        checkpoints_damaged=sum(entry.get("checkpoints_damaged", 0) for entry in metrics),
+        groups_undone=sum(entry.get("groups_undone", 0) for entry in metrics),
+        dropped=stats.drops,
         resumed=run.folder.resumed,
     )
 
 
 def finished_summary(folder: RunFolder, config: RunConfig) -> Summary | None:
     """Returns the summary of a run that has nothing left to do, else None."""
-    written = folder.summary()
-    if written is None:
+    try:
+        done = from_json(Summary, orjson.dumps(folder.summary()))
+    except (ConfigError, ValueError):  # none yet, or damaged: it can be made again
         return None
-    done = from_json(Summary, written)
-    return replace(done, already_finished=True) if done.status == "finished" and done.steps >= config.train.steps else None
+    if done.status != "finished" or done.steps < config.train.steps:
+        return None
+    saved, damaged = policy.find_intact(folder.checkpoints, folder.id)
+    if damaged or (saved and saved.number != done.policy_version):  # its result is not there any more
+        return None
+    return replace(done, checkpoint=done.checkpoint if saved else None, already_finished=True)
 
 
 def mean(values: list[float]) -> float | None:

@@ -1,12 +1,13 @@
 """`penstock verify`: recompute recorded tokens under the policy version that sampled them, and compare log-probabilities.
 
 `verify` pages through a run. An `Audit` checks the records of each group. Then, for each version whose weights are on disk,
-`make_probes` turns its tokens into sequences, which are packed and forwarded as in training. Nothing is written."""
+`make_probes` turns its tokens into sequences, which are packed and forwarded as in training. Checkpoints are compared with their
+checksums first; a damaged one is a finding, and its weights are not used. Nothing is written."""
 
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -15,10 +16,12 @@ from penstock.engines.embedded.decoder import Decoder
 from penstock.engines.embedded.weights import load_decoder
 from penstock.errors import ModelError
 from penstock.records import Attempt, Group, Sequence, Step
+from penstock.run.folder import RunFolder
 from penstock.run.recorded_run import RecordedRun
 from penstock.train import policy
-from penstock.train.batches import pack
+from penstock.train.batches import CPU_TOKENS_PER_PASS, pack
 from penstock.train.forward import pass_logprobs, trunk_states
+from penstock.train.masters import round_as_served
 from penstock.train.sequences import Graph, breaks, read_graph, sampled_tokens, why_untrainable
 
 
@@ -159,6 +162,12 @@ class Audit:
     """Tokens by version, for versions whose weights are not on disk."""
     largest: TokenDeviation | None = None
     total_deviation: float = 0.0
+    checkpoints: int = 0
+    """Checkpoints on disk, all compared with their checksums."""
+    damaged: dict[str, str] = field(default_factory=dict[str, str])
+    """What is wrong with a damaged checkpoint, by its name."""
+    without_checksums: list[str] = field(default_factory=list[str])
+    """Checkpoints without checksums, of an older penstock: only the sizes of their files were compared."""
     findings: dict[tuple[str, int], StepFinding] = field(default_factory=dict[tuple[str, int], StepFinding])
 
     @property
@@ -248,8 +257,11 @@ class Audit:
 class VersionWeights:
     """Loads policy versions from disk, one at a time. The start policy is version 0; the others are checkpoints."""
 
-    def __init__(self, start: Path | None, checkpoints: Path) -> None:
-        self._start, self._checkpoints = start, checkpoints
+    def __init__(
+        self, start: Path | None, checkpoints: Path, damaged: Collection[str] = (), *, rounded_by: int | None = None
+    ) -> None:
+        """`rounded_by`: the seed by which the start policy was rounded before it was served; None if it was not."""
+        self._start, self._checkpoints, self._damaged, self._rounded_by = start, checkpoints, damaged, rounded_by
         self._version: int | None = None
         self._decoder: Decoder | None = None
 
@@ -266,14 +278,18 @@ class VersionWeights:
         if folder is None:
             return None
         try:
-            return load_decoder(folder).requires_grad_(False)
+            decoder = load_decoder(folder).requires_grad_(False)
+            if version == 0 and self._rounded_by is not None:
+                round_as_served(dict(decoder.named_parameters()), seed=self._rounded_by)
+            return decoder
         except ModelError:
             if self._find(version) is None:  # a running trainer removed the checkpoint meanwhile
                 return None
             raise
 
     def _find(self, version: int) -> Path | None:
-        return self._start if version == 0 else policy.find(self._checkpoints, version)
+        folder = self._start if version == 0 else policy.find(self._checkpoints, version)
+        return None if folder and folder.name in self._damaged else folder
 
 
 def recompute(decoder: Decoder, probes: Probes, audit: Audit, *, tokens_per_pass: int) -> Iterator[int]:
@@ -316,15 +332,31 @@ OnProgress = Callable[[int, int], None]
 
 async def verify(recorded: RecordedRun, on_progress: OnProgress, *, tolerance: float | None = None) -> Audit:
     """Audits every token of the run. If `tolerance` is None, the engine's dtype decides it."""
-    limit = TOLERANCES[_precision(recorded)] if tolerance is None else tolerance
+    precision = _precision(recorded)
+    limit = TOLERANCES[precision] if tolerance is None else tolerance
     audit = Audit(run=recorded.config.run.name, channel=recorded.channel, tolerance=limit)
-    weights = VersionWeights(recorded.start_policy, recorded.folder.checkpoints)
+    await asyncio.to_thread(check_checkpoints, recorded.folder, audit)
+    seed = recorded.config.run.seed if precision == "bfloat16" else None
+    weights = VersionWeights(recorded.start_policy, recorded.folder.checkpoints, audit.damaged, rounded_by=seed)
     total = recorded.last_seq + 1 - recorded.first_seq
+    chosen = recorded.config.train.tokens_per_pass
     on_progress(0, total)
     async for groups in recorded.pages():
-        await _check(groups, audit, weights, tokens_per_pass=recorded.config.train.tokens_per_pass)
+        await _check(groups, audit, weights, tokens_per_pass=CPU_TOKENS_PER_PASS if chosen == "auto" else chosen)
         on_progress(audit.groups, total)
     return audit
+
+
+def check_checkpoints(run: RunFolder, audit: Audit) -> None:
+    """Compares all checkpoints with their checksums."""
+    for folder, problem in policy.check_all(run.checkpoints, run.id).items():
+        if not folder.exists():  # a running trainer removed it meanwhile
+            continue
+        audit.checkpoints += 1
+        if problem is not None:
+            audit.damaged[folder.name] = problem
+        elif not policy.has_checksums(folder):
+            audit.without_checksums.append(folder.name)
 
 
 async def _check(groups: list[Group], audit: Audit, weights: VersionWeights, *, tokens_per_pass: int) -> None:

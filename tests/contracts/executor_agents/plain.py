@@ -251,6 +251,15 @@ async def infinite(ctx):
     ctx.set_sample_reward("main", float("inf"))
 
 
+async def too_much(ctx):
+    ctx.set_reward(1e308)
+
+
+async def too_much_in_all(ctx):
+    for step in ctx.sample.steps:
+        ctx.set_step_reward(step, 9e8)
+
+
 async def words(ctx):
     ctx.set_reward("high")
 

@@ -1,7 +1,6 @@
 """`penstock run -- COMMAND`: any program, recorded; its input, output and exit code are its own."""
 
 import asyncio
-import contextlib
 import json
 import os
 import pty
@@ -133,27 +132,30 @@ def test_a_signal_ends_the_command_and_all_that_it_started(tmp_path, number):
         stubborn = "import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True); time.sleep(600)"
         child = subprocess.Popen([sys.executable, "-c", stubborn], stdout=subprocess.PIPE)
         child.stdout.readline()
-        print(child.pid, flush=True)
+        print("up", flush=True)
         time.sleep(600)
     """
     process = subprocess.Popen(command(tmp_path, code), stdout=-1, stderr=-1, text=True, env=environment())
     assert process.stdout is not None
-    grandchild = psutil.Process(int(process.stdout.readline()))
+    assert process.stdout.readline() == "up\n"
+    started = psutil.Process(process.pid).children(recursive=True)
+    assert len(started) >= 2
     process.send_signal(number)
     process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM
-    _, alive = psutil.wait_procs([grandchild], 30)
+    _, alive = psutil.wait_procs(started, 30)
     assert alive == []
     [attempt] = attempts(tmp_path)
     assert (attempt.end, attempt.message) == ("cancelled", f"stopped by {number.name}")
 
 
 def test_a_command_past_its_timeout_is_ended_with_all_that_it_started(tmp_path):
-    stubborn = "trap '' TERM; sleep 600 & echo $!; trap 'exit 7' TERM; wait"
+    seconds = f"600.{os.getpid()}"
+    stubborn = f"trap '' TERM; sleep {seconds} & echo up; trap 'exit 7' TERM; wait"
     call = [*command(tmp_path, "", "--timeout", "2", "--json")[:-3], "sh", "-c", stubborn]
     result = subprocess.run(call, stdout=-1, stderr=-1, text=True, timeout=120, env=environment())
-    with contextlib.suppress(psutil.NoSuchProcess):
-        psutil.Process(int(result.stdout)).wait(30)
+    left = [each for each in psutil.process_iter(["cmdline"]) if each.info["cmdline"] == ["sleep", seconds]]
+    assert (result.stdout, psutil.wait_procs(left, 30)[1]) == ("up\n", [])
     [attempt], told = attempts(tmp_path), json.loads(result.stderr)
     assert (result.returncode, told["exit_code"], attempt.end) == (124, 124, "timeout")
     assert attempt.message == "the command ran longer than --timeout allows, and was ended with exit code 7"

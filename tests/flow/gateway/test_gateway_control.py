@@ -39,6 +39,17 @@ def test_a_rollout_is_made_called_graded_and_ended():
     run(steps)
 
 
+@pytest.mark.parametrize("reward", [1e308, -1.1e9])
+def test_reward_that_the_arithmetic_does_not_bear_is_refused_with_the_bound(reward):
+    async def steps(bench, control, engine):
+        name = (await opened(control))["rollout_id"]
+        response = await control.post(f"/rollouts/{name}/grade", json={"reward": reward})
+        assert (response.status_code, "1000000000" in response.text) == (400, True)
+        assert (await bench.pool.attempt(name)).grades == ()
+
+    run(steps)
+
+
 def test_every_rollout_without_an_id_is_a_new_one_with_a_number_of_its_own():
     async def steps(bench, control, engine):
         names = {(await opened(control))["rollout_id"] for _ in range(5)}

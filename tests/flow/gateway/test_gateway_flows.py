@@ -169,6 +169,19 @@ def test_two_rewards_for_one_step_conflict_and_the_first_stays():
     run_open(steps, ["Hi."])
 
 
+def test_rewards_that_the_arithmetic_does_not_bear_are_refused_with_the_bound():
+    async def steps(http, bench, engine):
+        told = await generate(http)
+        for response in (
+            await submit(http, step_of(told, reward=1e308)),
+            await http.post("/complete_trajectory/t1", json={"reward": 1e308}),
+        ):
+            assert (response.status_code, "1000000000" in response.text) == (422, True)
+        assert (await bench.pool.attempt("t1")).grades == ()
+
+    run_open(steps, ["Hi."])
+
+
 def test_equal_replies_to_equal_prompts_are_told_apart_by_the_index():
     async def steps(http, bench, engine):
         first, second = await generate(http), await generate(http)

@@ -94,6 +94,7 @@ SECRETS = [
     "sk-proj-abcdefghijklmnopqrstuvwx",
     "AKIAABCDEFGHIJKLMNOP",
     "hf_abcdefghijklmnopqrstuvwxyzabcdefgh",
+    "pst_abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNO-_",  # a controller's token for a device
     "a-secret-known-by-value",
 ]
 
@@ -106,7 +107,8 @@ def test_a_secret_that_an_agent_sends_is_in_no_byte_that_is_kept(tmp_path, secre
         await pool.open_group(Task(id="t", prompt=(USER,)), [rollout], seq=0)
         async with workbench(engine, renderer(), pool=pool, secrets=[SECRETS[-1]]) as bench:
             session = bench.gateway.open(rollout, Sampling(max_tokens=256))
-            ask = {"role": "user", "content": f"My key is {secret}, the gateway's is {bench.gateway.tokens.control}."}
+            control, flow = bench.gateway.tokens.control, bench.gateway.tokens.flow(rollout.id)
+            ask = {"role": "user", "content": f"My key is {secret}, the gateway's is {control}, a flow's {flow}."}
             answer = (await chat(bench.http(session.token), ask, tools=[TOOL])).json()["choices"][0]["message"]
             assert secret in answer["content"]
             await chat(bench.http(session.token), ask, answer, USER, tools=[TOOL])
@@ -116,7 +118,8 @@ def test_a_secret_that_an_agent_sends_is_in_no_byte_that_is_kept(tmp_path, secre
         assert attempt.steps[0].message["content"] == "It is [redacted]."
         kept = b"".join(file.read_bytes() for file in tmp_path.rglob("*") if file.is_file())
         assert secret.encode() not in kept
-        assert bench.gateway.tokens.control.encode() not in kept
+        assert control.encode() not in kept
         assert session.token.encode() not in kept
+        assert flow.encode() not in kept
 
     asyncio.run(main())

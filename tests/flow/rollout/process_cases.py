@@ -117,6 +117,16 @@ def named(line):
     return found
 
 
+def working_in(folder):
+    """The processes whose current folder it is: in a sandbox, a program does not know its own id."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.cwd() == str(folder) and process.pid != os.getpid():
+                found.append(process)
+    return found
+
+
 def below(pid):
     """A process and all that it started."""
     top = psutil.Process(pid)

@@ -14,6 +14,7 @@ from server_cases import PROMPT, backend_of, nothing, said
 
 from penstock import GraderConfig, get_rollout_context
 from penstock.errors import ConfigError
+from penstock.records import End
 from penstock.rollout.server.backend import ExecutionRequest, LocalBackend
 from penstock.rollout.server.protocol import CompletionReply
 from penstock.sdk.routing import RolloutContext
@@ -187,6 +188,13 @@ def test_what_the_reply_says_was_recorded_wins_over_the_messages_that_a_workflow
 
     _, graded = results(backend_of(said, grade), reply=reply)
     assert (graded.status, graded.reward, graded.samples["main"].reward) == ("success", 1.0, 1.0)
+
+
+@pytest.mark.parametrize("reply", [None, CompletionReply()])
+def test_nothing_is_graded_if_the_record_that_was_promised_does_not_come(reply):
+    _, graded = results(backend_of(said, good_grade), reply=reply, records=True)
+    assert (graded.status, graded.err_category, graded.end) == ("failure", "validation_error", End.GRADER_ERROR)
+    assert "record of the rollout did not arrive" in graded.err_message and graded.samples == {}
 
 
 def test_workflow_cannot_reach_its_grader_through_metadata_prompt_or_context():

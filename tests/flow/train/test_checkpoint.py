@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 from training_cases import SHAPE, compute, make_decoder, random_tree, section
 
+from penstock.engines.checkpoint_files import refuse_damaged_weights
 from penstock.engines.embedded.weights import load_decoder
-from penstock.errors import TrainError
+from penstock.errors import ModelError, TrainError
 from penstock.records import PolicyVersion
 from penstock.train.learner import Learner
-from penstock.train.policy import latest, restore, save, sync
+from penstock.train.policy import find_intact, has_checksums, latest, restore, save, set_aside, sync
 
 
 class Killed(BaseException):
@@ -75,6 +76,15 @@ def assert_equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
     assert a.keys() == b.keys() and all(torch.equal(value, b[name]) for name, value in a.items())
 
 
+def without_checksums(folder: Path) -> None:
+    """Make it a checkpoint of an older penstock."""
+    state = json.loads((folder / "state.json").read_text())
+    for name in ("sha256", "run", "checksum"):
+        del state[name]
+    del state["version"]["past"]
+    (folder / "state.json").write_text(json.dumps(state))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_restored_learner_goes_on_bit_for_bit(tmp_path: Path, model: Path, dtype: torch.dtype):
     learner, other = make_learner(0, dtype), make_learner(1, dtype)
@@ -97,6 +107,7 @@ def test_a_checkpoint_whose_optimizer_has_its_former_name_can_be_restored(tmp_pa
     step(learner, 0)
     folder = save(tmp_path, PolicyVersion(number=1, step=1), learner, model)
     (folder / "optimizer.state").rename(folder / "optimizer.safetensors")
+    without_checksums(folder)
     state = (folder / "state.json").read_text()
     (folder / "state.json").write_text(state.replace("optimizer.state", "optimizer.safetensors"))
     assert latest(tmp_path) == PolicyVersion(number=1, step=1)
@@ -208,3 +219,60 @@ def test_a_step_without_an_update_renews_the_state_only(tmp_path: Path, model: P
         assert latest(tmp_path) == (first, second)[call]
     save(tmp_path, second, learner, model)
     assert latest(tmp_path) == second and (folder / "model.safetensors").stat().st_ino == inode
+
+
+def flip(file: Path, at: int = -5) -> None:
+    content = bytearray(file.read_bytes())
+    content[at] ^= 1
+    file.write_bytes(content)
+
+
+FILES = ["state.json", "model.safetensors", "optimizer.state", "config.json", "tokenizer.json"]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_one_changed_bit_in_any_file_is_noticed_and_the_version_before_is_intact(tmp_path: Path, model: Path, name: str):
+    learner = make_learner()
+    (model / "tokenizer.json").write_text('{"version": "1.0"}')
+    folders = [save(tmp_path, PolicyVersion(number=n, step=n), learner, model, run="a") for n in (1, 2)]
+    assert find_intact(tmp_path, "a") == (PolicyVersion(number=2, step=2), {})
+    flip(folders[1] / name)
+    version, damaged = find_intact(tmp_path, "a")
+    assert version == PolicyVersion(number=1, step=1)
+    assert list(damaged) == [folders[1]] and name in damaged[folders[1]]
+    assert set_aside(folders[1]).name == "000002.damaged" and latest(tmp_path) == version
+
+
+def test_every_bit_of_the_state_counts(tmp_path: Path, model: Path):
+    file = save(tmp_path, PolicyVersion(number=1, step=1), make_learner(), model, run="a") / "state.json"
+    whole = file.read_bytes()
+    for at in random.Random(1).sample(range(len(whole)), 200):
+        flip(file, at)
+        assert find_intact(tmp_path, "a").version is None, at
+        file.write_bytes(whole)
+    assert find_intact(tmp_path, "a").version is not None
+
+
+def test_a_checkpoint_of_another_run_is_not_resumed_from(tmp_path: Path, model: Path):
+    folder = save(tmp_path, PolicyVersion(number=1, step=1), make_learner(), model, run="a")
+    assert find_intact(tmp_path, "b") == (None, {folder: "it belongs to another run"})
+
+
+def test_a_checkpoint_without_checksums_is_compared_by_its_sizes(tmp_path: Path, model: Path):
+    folder = save(tmp_path, PolicyVersion(number=1, step=1), make_learner(), model)
+    without_checksums(folder)
+    assert not has_checksums(folder)
+    assert find_intact(tmp_path, "") == (PolicyVersion(number=1, step=1), {})
+    (folder / "optimizer.state").unlink()
+    assert find_intact(tmp_path, "").damaged == {folder: "optimizer.state is missing"}
+
+
+def test_an_engine_does_not_start_with_damaged_weights(tmp_path: Path, model: Path):
+    folder = save(tmp_path, PolicyVersion(number=1, step=1), make_learner(), model)
+    flip(folder / "optimizer.state")  # no engine reads it
+    refuse_damaged_weights(folder)
+    flip(folder / "model.safetensors")
+    with pytest.raises(ModelError, match=r"000001 is damaged: model\.safetensors does not match its checksum; use another one"):
+        refuse_damaged_weights(folder)
+    (model / "state.json").write_text('{"of": "another program"}')
+    refuse_damaged_weights(model)

@@ -72,3 +72,10 @@ def test_work_that_blocks_the_loop_is_ended_after_a_short_grace():
 def test_a_third_signal_does_not_wait_for_the_grace():
     result = ran("[os.kill(os.getpid(), signal.SIGINT) for _ in range(3)]; signal.pause()")
     assert (result.returncode, result.stdout) == (130, "")
+
+
+def test_one_sigterm_counts_as_two_after_a_while():
+    code = SCRIPT.format(body="os.kill(os.getpid(), signal.SIGTERM); await asyncio.Event().wait()", grace=60.0)
+    code = code.replace("flush=True)):", "flush=True), terminate_s=0.05):")
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stdout) == (0, "told\ncancelled\n")

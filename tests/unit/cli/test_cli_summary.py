@@ -90,3 +90,8 @@ def test_the_summary_as_json_is_one_object_with_all_fields():
     assert told["ends"] == {"completed": 318, "timeout": 2}
     assert told["report"] == "runs/demo/report.html"
     assert told["next"] == "penstock train a.toml --set train.steps=20"
+
+
+def test_dropped_groups_are_told_by_reason():
+    assert "groups: 1 crashed the trainer" in as_text(training_result(dropped={"crashed the trainer": 1}))
+    assert "dropped" not in as_text(training_result())

@@ -235,3 +235,14 @@ def test_a_run_taken_up_again_shows_the_rewards_of_all_its_steps(tmp_path):
     lines = plain_lines(("run.start", start(folder=str(tmp_path), resumed=True, first_step=3)), ("train.step", trained(3, 1.0)))
     assert "taken up again after step 2" in lines[0]
     assert lines[1].endswith("▁▁█")
+
+
+def test_groups_that_are_set_aside_are_told_each_and_agents_that_misreport_once():
+    crash = {"group_id": "train-3", "reason": "crashed the trainer", "message": "KeyError:\n'x'"}
+    short = {"group_id": "train-4", "reason": "too few rollouts completed", "failed": 2}
+    claim = {"rollout_id": "train-0.0.1", "transcripts": ["solver"]}
+    events = [("group.drop", crash), ("group.drop", short), ("rollout.misreported", claim), ("rollout.misreported", claim)]
+    assert plain_lines(*events) == [
+        "group train-3 set aside, crashed the trainer: KeyError: 'x'",
+        "train-0.0.1: the agent reports another conversation as solver than was recorded, which is graded",
+    ]

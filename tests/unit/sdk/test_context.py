@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from penstock import AgentWorkflowContext, GraderContext, RolloutContext, get_rollout_context
 from penstock.errors import ConfigError, GraderError
+from penstock.records import MAX_REWARD
 from penstock.sdk.clients import Clients
 from penstock.sdk.context import finite_reward, remove_empty_artifacts_dir
 from penstock.sdk.routing import is_provider
@@ -265,9 +266,16 @@ def test_reward_that_is_no_finite_number_is_named(reward):
         GraderContext().set_reward(reward)
 
 
+@pytest.mark.parametrize("reward", [1e308, -1e308, 10**10, 1.001e9])
+def test_reward_that_the_arithmetic_does_not_bear_is_refused_with_the_bound(reward):
+    with pytest.raises(GraderError, match=r"is not between -1e\+09 and 1e\+09; scale the rewards down"):
+        GraderContext(samples=samples("main")).set_sample_reward("main", reward)
+    assert finite_reward(-MAX_REWARD) == -1e9
+
+
 @given(st.floats() | st.integers() | st.fractions())
-def test_finite_numbers_and_no_others_become_floats(number):
-    if isinstance(number, float) and not math.isfinite(number):
+def test_bounded_numbers_and_no_others_become_floats(number):
+    if not abs(number) <= MAX_REWARD:
         with pytest.raises(GraderError):
             finite_reward(number)
     else:

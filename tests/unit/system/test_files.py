@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.system.files import KEY_BYTES, create_private, creating, load_key, publish, replacing, write_file
+from penstock.system.files import KEY_BYTES, create_private, creating, load_key, publish, read_inside, replacing, write_file
 
 
 def names(folder: Path) -> list[str]:
@@ -161,3 +161,17 @@ def test_a_key_that_is_no_text_or_no_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     with pytest.raises(ConfigError, match="the key cannot be read: Is a directory"):
         load_key(tmp_path / "folder", loss="start again")
+
+
+def test_a_file_is_opened_inside_its_folder_only(tmp_path: Path) -> None:
+    folder, secret = tmp_path / "folder", tmp_path / "secret"
+    (folder / "deep").mkdir(parents=True)
+    (folder / "deep" / "file").write_bytes(b"inside")
+    secret.write_bytes(b"outside")
+    (folder / "link").symlink_to(secret)
+    (folder / "inner").symlink_to("deep")
+    os.mkfifo(folder / "pipe")
+    assert read_inside(folder, folder / "deep" / "file") == b"inside"
+    for name in ("link", "inner/file", "../secret", "deep", "pipe", "missing", "."):
+        with pytest.raises(OSError):
+            read_inside(folder, folder / name)

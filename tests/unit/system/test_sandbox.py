@@ -72,7 +72,7 @@ def test_a_writable_folder_may_be_inside_a_hidden_one(private: Path) -> None:
 def test_a_writable_folder_is_given_to_the_user(tmp_path: Path) -> None:
     if not CHOSEN["user"].isolates:
         pytest.skip(CHOSEN["user"].reason)
-    for parent in (tmp_path, *tmp_path.parents[:2]):
+    for parent in (tmp_path, *tmp_path.parents[:-2]):
         parent.chmod(0o711)
     scratch = tmp_path / "scratch"
     scratch.mkdir(mode=0o700)

@@ -47,7 +47,7 @@ def doctor(
 
 def upgrade() -> Operation:
     """Tell how to upgrade: this command installs nothing by itself."""
-    message = "Nothing was installed; upgrade with: pip install --upgrade penstock penstock-facades"
+    message = "Nothing was installed; upgrade with, in the checkout: git pull && pip install -e . -e facades"
     return Operation(operation="upgrade", status="noop", message=message)
 
 

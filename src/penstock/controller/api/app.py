@@ -24,6 +24,7 @@ from penstock.controller.api.links import CALLER_BASE_URL, PATH, SignedLinks
 from penstock.controller.api.results import RunResults
 from penstock.controller.context import Controller
 from penstock.controller.identity import require_owner
+from penstock.controller.isolation import describe_isolation
 from penstock.errors import ConfigError, ControllerError, DatasetError, ModelError, PenstockError, PoolError, RequestError
 from penstock.http.asgi import header
 from penstock.http.listen import base_url as url_of
@@ -46,7 +47,7 @@ def make_app(controller: Controller, base_url: str, *, names: Collection[str] | 
     tokens = ApiTokens(controller.database, controller.home.token())
     links = SignedLinks(controller.home.key("links"), base_url)
     results = RunResults(controller)
-    account = AccountRoutes(tokens, DeviceLogins(controller.database, tokens), links)
+    account = AccountRoutes(tokens, DeviceLogins(controller.database, tokens), links, describe_isolation(controller.sandbox))
     unprotected = [Route("/health", _health, methods=["GET"]), *account.routes()]
     unprotected += [*runs.routes(controller, results), *outputs.routes(controller, links, results)]
     routers = (

@@ -251,8 +251,10 @@ class DeviceLogins:
 class AccountRoutes:
     """Routes for logins and tokens."""
 
-    def __init__(self, tokens: ApiTokens, logins: DeviceLogins, links: SignedLinks) -> None:
+    def __init__(self, tokens: ApiTokens, logins: DeviceLogins, links: SignedLinks, isolation: str) -> None:
         self._tokens = tokens
+        self._isolation = isolation
+        """A sentence about whom the owner trusts with what."""
         self._links = links
         self._logins = logins
 
@@ -269,7 +271,7 @@ class AccountRoutes:
 
     async def _verify(self, request: Request) -> Response:
         who: Identity = request.state.who
-        body = {"user": _user(who), "token_id": who.token_id}
+        body = {"user": _user(who), "token_id": who.token_id, "isolation": self._isolation}
         body |= {"expires_at": who.expires_at} if who.expires_at else {}
         git = request.headers.get("x-osmosis-git")
         role = "owner" if who.is_owner else "member"
@@ -286,7 +288,8 @@ class AccountRoutes:
     async def _page(self, request: Request) -> Response:
         """Returns the page that the device's browser shows: how the owner approves the login."""
         code = normalize_code(request.query_params.get("code", "")) or "CODE"
-        text = f"To let this device in, run on the controller's machine:\n\n    penstock controller approve {code}\n"
+        command = f"penstock controller approve {code}"
+        text = f"To let this device in, run on the controller's machine:\n\n    {command}\n\n{self._isolation}\n"
         return PlainTextResponse(text, headers={"cache-control": "no-store", "x-content-type-options": "nosniff"})
 
     async def _token(self, request: Request) -> Response:
@@ -298,7 +301,14 @@ class AccountRoutes:
         approve, person = body.get("deny") is not True, body.get("person")
         person = "" if person is None else check_person(string_field(body, "person"))
         name = self._logins.answer(string_field(body, "user_code"), approve=approve, person=person)
-        return reply({"device_name": name, "person": person or None, "status": "approved" if approve else "denied"})
+        return reply(
+            {
+                "device_name": name,
+                "person": person or None,
+                "status": "approved" if approve else "denied",
+                "isolation": self._isolation,
+            }
+        )
 
     async def _list(self, request: Request) -> Response:
         limit, offset = page_request(request)

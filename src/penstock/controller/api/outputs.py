@@ -12,12 +12,13 @@ from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, BinaryIO, NamedTuple, cast
 
 import orjson
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from penstock.controller.api.bodies import as_object, read_object, reply
 from penstock.controller.api.links import PATH, SignedLinks
@@ -40,7 +41,7 @@ from penstock.controller.runs import Run, RunFiles, RunKind
 from penstock.controller.vault import Vault
 from penstock.errors import ControllerError
 from penstock.records import Attempt, Task
-from penstock.system.files import write_file
+from penstock.system.files import open_inside, read_inside, write_file
 
 OUTPUT_TYPES: Mapping[RunKind, tuple[str, ...]] = {
     "eval": ("metrics", "trajectories", "artifacts", "logs", "report"),
@@ -92,7 +93,7 @@ class RunExports:
         """Returns a file for each attempt; written once, since an ended attempt does not change."""
         paths = {each: self.folder / f"trajectory-{each.rollout_id}.json" for each in attempts}
         missing = [each for each, path in paths.items() if not path.exists()]
-        pool = await asyncio.to_thread(open_pool, self.files.results(self.run)) if missing else None
+        pool = await asyncio.to_thread(open_pool, self.run, self.files) if missing else None
         if pool is None:
             return {each: path for each, path in paths.items() if each not in missing}
         try:
@@ -110,7 +111,7 @@ class RunExports:
         """Returns an artifact, or a redacted copy if it holds a secret."""
         if self.redact is None or file.stat().st_size > MAX_REDACTED_BYTES:
             return file
-        content = file.read_bytes()
+        content = read_inside(self.files.path, file)
         if self._redacted(content) == content:
             return file
         return self.copy(f"artifact-{sha256(str(file).encode()).hexdigest()[:16]}", "", content)
@@ -152,6 +153,10 @@ class OutputFile(NamedTuple):
     """The file or its copy."""
 
 
+BuiltOutputs = dict[tuple[str, range | None], dict[str, OutputFile]]
+"""Outputs by path, of a type and the rows asked for."""
+
+
 class ManifestBuilder:
     def __init__(self, results: RunResults) -> None:
         self._results = results
@@ -174,17 +179,18 @@ class ManifestBuilder:
                 found += await asyncio.to_thread(FILE_TYPES[kind], run, exports)
         return found
 
-    async def find(self, run: Run, exports: RunExports, path: str) -> OutputFile:
-        """Returns the present file of this manifest path; ControllerError 404 if there is none."""
+    async def find(self, run: Run, exports: RunExports, path: str, built: BuiltOutputs) -> OutputFile:
+        """Returns the present file of this manifest path; ControllerError 404 if there is none. `built` keeps what was built."""
         head = path.partition("/")[0]
         types = {"metrics.json": "metrics", "summary.jsonl": "trajectories", "logs.txt": "logs", "report.html": "report"}
         kind, attempt = types.get(head, head), ATTEMPT_PATH.match(path)
         rows = range(int(attempt[1]), int(attempt[1]) + 1) if attempt else None
-        found = await self.build(run, exports, [kind], rows) if kind in OUTPUT_TYPES[run.kind] else []
-        for each in found:
-            if each.path == path:
-                return each
-        raise unknown_output(run, path)
+        if (kind, rows) not in built:
+            outputs = await self.build(run, exports, [kind], rows) if kind in OUTPUT_TYPES[run.kind] else []
+            built[kind, rows] = {each.path: each for each in outputs}
+        if path not in built[kind, rows]:
+            raise unknown_output(run, path)
+        return built[kind, rows][path]
 
     async def _metrics(self, run: Run) -> bytes:
         if run.kind == "eval":
@@ -216,7 +222,7 @@ def _artifacts(exports: RunExports, attempts: Iterable[AttemptSummary]) -> list[
     root = exports.files.results(exports.run) / "artifacts"
     for each in attempts:
         top = root / each.rollout_id
-        for folder, _, names in os.walk(top):
+        for folder, _, names in os.walk(top) if exports.files.holds(top) else ():
             for file in sorted(Path(folder) / name for name in names):
                 inside = file.relative_to(top).as_posix()
                 if file.is_symlink() or not file.is_file() or inside == "manifest.json" or "\\" in inside:
@@ -231,7 +237,10 @@ def _logs(run: Run, exports: RunExports) -> list[OutputFile]:
 
 def _report(run: Run, exports: RunExports) -> list[OutputFile]:
     page = exports.files.results(run) / "report.html"
-    return [_copy_output(exports, "report.html", page.read_bytes())] if page.exists() else []
+    try:
+        return [_copy_output(exports, "report.html", read_inside(exports.files.path, page))]
+    except OSError:  # there is none yet, or the run's code has put something else there
+        return []
 
 
 def _checkpoints(run: Run, exports: RunExports) -> list[OutputFile]:
@@ -239,6 +248,7 @@ def _checkpoints(run: Run, exports: RunExports) -> list[OutputFile]:
     found: list[OutputFile] = []
     for each in checkpoints_of(run, exports.files.results(run)):
         files = [file for file in sorted(each.path.iterdir()) if file.is_file() and file.name not in TRAINER_FILES]
+        files = [file for file in files if exports.files.holds(file) and not file.is_symlink()]
         found += [_output_file(f"checkpoints/step-{each.step}/{file.name}", file) for file in files]
     return found
 
@@ -263,16 +273,32 @@ def _output_file(path: str, file: Path) -> OutputFile:
 # Routes.
 
 
+class OpenedFileResponse(FileResponse):
+    """Sends a file that is open, whatever its name stands for by now, and closes it."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        headers = {"content-disposition": "attachment", "x-content-type-options": "nosniff", "cache-control": "no-store"}
+        path, found = f"/dev/fd/{file.fileno()}", os.fstat(file.fileno())
+        super().__init__(path, stat_result=found, media_type="application/octet-stream", headers=headers)
+        self._file = file
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._file:
+            await super().__call__(scope, receive, send)
+
+
 def routes(controller: Controller, links: SignedLinks, results: RunResults) -> list[Route]:
     manifests = ManifestBuilder(results)
     both = [route for kind in PATHS for route in OutputRoutes(controller, links, manifests, kind).routes()]
 
     async def file(request: Request) -> Response:
-        path = controller.home.runs / request.state.link["run"] / request.state.link["file"]
-        if not path.is_file():
-            raise ControllerError("this file is gone; ask for the manifest again", code="OUTPUT_NOT_FOUND", status=404)
-        headers = {"content-disposition": "attachment", "x-content-type-options": "nosniff", "cache-control": "no-store"}
-        return FileResponse(path, media_type="application/octet-stream", headers=headers)
+        folder = controller.home.runs / request.state.link["run"]
+        try:
+            opened = await asyncio.to_thread(open_inside, folder, folder / request.state.link["file"])
+        except OSError as cause:
+            text = "this file is gone; ask for the manifest again"
+            raise ControllerError(text, code="OUTPUT_NOT_FOUND", status=404) from cause
+        return OpenedFileResponse(opened)
 
     return [*both, Route(f"{PATH}/output/{{token}}", file, methods=["GET"])]
 
@@ -304,16 +330,17 @@ class OutputRoutes:
         items = _items(await read_object(request))
         run, exports = await asyncio.to_thread(self._open_run, request)
         links: list[dict[str, Any]] = []
+        built: BuiltOutputs = {}
         for path, token in items:
-            file = await self._file(run, exports, path, token)
+            file = await self._file(run, exports, path, token, built)
             url = self._links.create("output", run=run.id, file=file.relative_to(exports.files.path).as_posix())
             links.append({"path": path, "url": url} | ({"token": token} if token else {}))
         return reply({"items": links, "expires_in": int(self._links.lifetime_s)})
 
-    async def _file(self, run: Run, exports: RunExports, path: str, token: str | None) -> Path:
+    async def _file(self, run: Run, exports: RunExports, path: str, token: str | None, built: BuiltOutputs) -> Path:
         """Returns the copy that a token names, else the present file of this path."""
         if token is None:
-            return (await self._manifests.find(run, exports, path)).file
+            return (await self._manifests.find(run, exports, path, built)).file
         file = exports.folder / token
         if not COPY_NAME.fullmatch(token) or not file.is_file():
             raise unknown_output(run, path)

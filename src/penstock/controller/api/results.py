@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from penstock.config import EvalSection
+from penstock.config import EvalSection, PoolSection
 from penstock.controller.api.curves import TrainingProgress, TrainingReader
 from penstock.controller.context import Controller
+from penstock.controller.identity import OWNER
 from penstock.controller.runs import Run, RunFiles
 from penstock.errors import ControllerError
 from penstock.evals.metrics import pass_at_k
@@ -22,7 +23,7 @@ from penstock.evals.spending import rollout_usage
 from penstock.pool import POOLS
 from penstock.pool.base import Pool
 from penstock.records import Attempt, End
-from penstock.system.files import write_file
+from penstock.system.files import read_inside, write_file
 
 MAX_CACHED = 200
 """Evaluations whose progress is kept in memory."""
@@ -214,7 +215,7 @@ class EvaluationReader:
 
     async def read(self, run: Run, files: RunFiles) -> EvaluationProgress | None:
         """Returns the progress; None before the run's process has created its pool."""
-        folder, stored = files.results(run), files.path / "attempts.json"
+        stored = files.path / "attempts.json"
         async with self._lock:
             progress = self._progress.get(run.id)
             if progress is None:
@@ -224,7 +225,7 @@ class EvaluationReader:
                     self._progress.popitem(last=False)
             if run.status.is_final and stored.exists():
                 return progress
-            pool = await asyncio.to_thread(open_pool, folder)
+            pool = await asyncio.to_thread(open_pool, run, files)
             if pool is None:
                 return None
             try:
@@ -237,14 +238,19 @@ class EvaluationReader:
             return progress
 
 
-def open_pool(folder: Path) -> Pool | None:
-    """Opens the pool of a run folder; None if there is none yet."""
-    try:
-        config: dict[str, Any] = orjson.loads((folder / "config.json").read_bytes())["config"]
-    except (OSError, ValueError, LookupError):
+def open_pool(run: Run, files: RunFiles) -> Pool | None:
+    """Opens the pool of a run; None if there is none yet.
+
+    The config is the one that was submitted, not the copy in the run's own folder, which its code can change. A pool of the
+    author's is not loaded here, and of others than the owner no pool elsewhere is opened.
+    """
+    folder, section = files.results(run), PoolSection.model_validate(run_settings(files).get("pool", {}))
+    if section.name not in POOLS or (run.submission.person != OWNER and section.name != "sqlite"):
         return None
-    kind = POOLS.load(config["pool"]["name"])
-    return None if kind.why_unreadable(folder) else kind(folder, url=config["pool"].get("url", ""))
+    if not all(files.holds(path) for path in (folder, *folder.glob("pool.db*"))):
+        return None
+    kind = POOLS.load(section.name)
+    return None if kind.why_unreadable(folder) else kind(folder, url=section.url)
 
 
 async def _read_changes(pool: Pool, progress: EvaluationProgress) -> None:
@@ -309,7 +315,7 @@ def eval_section(files: RunFiles) -> EvalSection:
 def run_summary(files: RunFiles, run: Run) -> dict[str, Any]:
     """Returns summary.json of the run folder; empty if there is none yet."""
     try:
-        return orjson.loads((files.results(run) / "summary.json").read_bytes())
+        return orjson.loads(read_inside(files.path, files.results(run) / "summary.json"))
     except (OSError, ValueError):
         return {}
 

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from penstock.pool import rules
-from penstock.pool.rows import ledger_checksum
+from penstock.pool.rows import damaged, ledger_checksum
 from penstock.pool.rules import GroupState, LeaseClock, LedgerEntry, OpenLease
 from penstock.pool.sql.database import CounterChange, PoolDatabase
 from penstock.pool.sql.writes import count_move
@@ -64,7 +64,9 @@ def renew(database: PoolDatabase, clock: LeaseClock, lease_id: str, lease_s: flo
 
 
 def release(database: PoolDatabase, lease_id: str | None) -> None:
-    if lease_id is not None:
+    if lease_id is None:
+        _check_states(database)
+    else:
         _check_known(database, lease_id)
     for name in [lease.lease_id for lease in open_leases(database)] if lease_id is None else [lease_id]:
         _close(database, name)
@@ -92,6 +94,53 @@ def ack(database: PoolDatabase, lease_id: str, policy_version: int) -> None:
             database.add_counts(channel, [CounterChange("top", "version", policy_version)])
             database.log_changes([("trained", channel, group_id)])
     database.execute("UPDATE leases SET open = 0 WHERE id = ?", (lease_id,))
+
+
+def undo(database: PoolDatabase, policy_version: int) -> list[tuple[str, int]]:
+    """Take the groups of later versions out of the ledger; each can be claimed again."""
+    lost = database.execute(
+        f"""SELECT g.id, t.version, g.channel FROM ledger AS t JOIN groups AS g ON g.id = t.group_id
+           WHERE t.version > ? ORDER BY t.position{_lock_groups(database)}""",
+        (policy_version,),
+    ).fetchall()
+    for group_id, _, channel in lost:
+        database.execute("DELETE FROM ledger WHERE group_id = ?", (group_id,))
+        database.execute("UPDATE groups SET state = ? WHERE id = ?", (GroupState.COMPLETE, group_id))
+        count_move(database, channel, GroupState.TRAINED, GroupState.COMPLETE)
+        database.log_changes([("undone", channel, group_id)])
+    return [(group_id, version) for group_id, version, _ in lost]
+
+
+RUN_ID = "run"
+"""The kind of the counter whose name is the id of the pool's run; it needs no table of its own."""
+
+
+def read_run_id(database: PoolDatabase) -> str:
+    row = database.execute("SELECT name FROM tally WHERE kind = ?", (RUN_ID,)).fetchone()
+    return row[0] if row else ""
+
+
+def set_run_id(database: PoolDatabase, run_id: str) -> None:
+    if not read_run_id(database):
+        database.add_counts("", [CounterChange(RUN_ID, run_id, 1)])
+
+
+def _check_states(database: PoolDatabase) -> None:
+    # one statement, as its parts must see the same snapshot
+    wrong = database.execute(
+        """SELECT channel, name FROM (
+             SELECT channel, name, n FROM tally WHERE kind = 'state' UNION ALL SELECT channel, state, -1 FROM groups
+           ) AS counted GROUP BY channel, name HAVING sum(n) <> 0"""
+    ).fetchone()
+    if wrong is not None:
+        raise damaged(f"channel {wrong[0]!r}", f"the number of groups that are {wrong[1]!r} differs from their count")
+    orphan = database.execute(
+        """SELECT g.id FROM groups AS g LEFT JOIN leases AS l ON l.id = g.lease_id AND l.open = 1
+           WHERE g.state = ? AND l.id IS NULL""",
+        (GroupState.LEASED,),
+    ).fetchone()
+    if orphan is not None:
+        raise damaged(f"group {orphan[0]!r}", "it is leased, but its lease is over")
 
 
 def _check_known(database: PoolDatabase, lease_id: str) -> None:

@@ -157,6 +157,15 @@ class SqlPool(PoolClass):
     async def ack(self, lease_id: str, policy_version: int) -> None:
         await self._change(lambda database: leases.ack(database, lease_id, policy_version))
 
+    async def undo(self, policy_version: int) -> list[tuple[str, int]]:
+        return await self._change(lambda database: leases.undo(database, policy_version))
+
+    async def run_id(self) -> str:
+        return await self._reader.run(leases.read_run_id)
+
+    async def set_run_id(self, run_id: str) -> None:
+        await self._change(lambda database: leases.set_run_id(database, run_id))
+
     async def attempt(self, rollout_id: str, *, first_step: int = 0, first_node: int = 0) -> Attempt:
         return await self._reader.run(
             lambda database: reads.read_attempt(database, rollout_id, first_step=first_step, first_node=first_node)

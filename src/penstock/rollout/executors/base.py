@@ -1,7 +1,7 @@
 """The interface of executors: run the author's workflow with its model calls sent to the gateway, then run the grader."""
 
 from collections.abc import Awaitable, Callable, Generator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -13,11 +13,13 @@ from penstock.records import Rollout, Sampling, Task
 from penstock.rollout.author_tasks import AuthorTasks
 from penstock.rollout.executors import EXECUTORS
 from penstock.rollout.in_process import Reward, WorkflowResult
+from penstock.rollout.scratch import ScratchFolders
 from penstock.rollout.transcripts import Transcript
 from penstock.sdk.clients import Clients
 from penstock.sdk.discovery import Agent
 from penstock.sdk.routing import RolloutContext
 from penstock.sdk.samples import RolloutSample
+from penstock.system.sandbox import Confinement
 
 
 class GatewaySession(Protocol):
@@ -69,8 +71,8 @@ class SessionSpec:
             sampling=session.sampling,
         )
 
-    def context(self, clients: Clients) -> RolloutContext:
-        """Returns the context that the author's code runs in."""
+    def context(self, clients: Clients, confinement: Confinement | None = None) -> RolloutContext:
+        """Returns the context that the author's code runs in; its programs are started in `confinement`."""
         return RolloutContext(
             base_url=self.base_url,
             api_key=self.token,
@@ -80,6 +82,7 @@ class SessionSpec:
             flow_token=self.flow_token,
             sampling=self.sampling,
             clients=clients,
+            confinement=confinement,
         )
 
 
@@ -101,6 +104,13 @@ class ExecutorContext:
     grader_timeout_s: float | None = None
     """The grader's deadline, for an executor that must send it before there is anything to grade."""
     events: Events = field(default_factory=Events)
+    hidden: tuple[Path, ...] = ()
+    """Files and folders that no agent may read, wherever the machine can keep them from it: the run's own, and the datasets."""
+    scratch: ScratchFolders = field(default_factory=ScratchFolders)
+
+    def workflow_dir(self, rollout_id: str) -> AbstractAsyncContextManager[Path | None]:
+        """See `ScratchFolders.folder_for`: a workflow writes there, and finds no way to the run folder."""
+        return self.scratch.folder_for(self.artifacts and self.artifacts / rollout_id)
 
     def artifacts_dir(self, rollout_id: str) -> AbstractContextManager[Path | None]:
         """See `artifacts_dir`."""

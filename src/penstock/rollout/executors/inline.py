@@ -1,30 +1,53 @@
-"""Runs workflows in our own event loop: the least overhead, for agents that never block it."""
+"""Runs workflows in our own event loop: the least overhead, for agents that never block it and are trusted like the run itself."""
 
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
+from typing import Self
 
+from penstock.config import Section
 from penstock.records import Task
 from penstock.rollout.executors.base import Executor, ExecutorContext, GatewaySession, SessionSpec
+from penstock.rollout.executors.trust import announce_trusted, confine_programs, starts_programs
 from penstock.rollout.in_process import InProcessAgent, Reward, WorkflowResult
 from penstock.sdk.clients import Clients
 from penstock.sdk.samples import RolloutSample
+from penstock.system.sandbox import Confinement, SandboxWish
+
+
+class InlineSection(Section):
+    """`[executor]` for `rollout.executor = "inline"`."""
+
+    sandbox: SandboxWish = "auto"
+    """For the programs of `agent.command`: `bubblewrap`, `user`, `off`, or `auto`, the first that the machine allows."""
 
 
 class InlineExecutor(Executor):
     """Runs many rollouts at once, all on one connection pool to the gateway."""
 
+    section = InlineSection
+
     def __init__(self, context: ExecutorContext) -> None:
         self._context = context
+        self._settings: InlineSection = context.section or InlineSection()
         self._agent = InProcessAgent(context.agent, context.author_tasks)
         self._clients = Clients()
+        self._confinement: Confinement | None = None
+
+    async def __aenter__(self) -> Self:
+        if starts_programs(self._context):
+            self._confinement = confine_programs(self._context, self._settings.sandbox)
+        else:
+            announce_trusted(self._context)
+        return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         await self._clients.close()
 
     async def run(self, task: Task, session: GatewaySession, *, rollout_id: str, timeout_s: float) -> WorkflowResult:
-        context = SessionSpec.of(session, self._context.agent).context(self._clients)
-        return await self._agent.run(task, context, timeout_s=timeout_s, artifacts_dir=self._artifacts_dir(rollout_id))
+        context = SessionSpec.of(session, self._context.agent).context(self._clients, self._confinement)
+        async with self._context.workflow_dir(rollout_id) as folder:
+            return await self._agent.run(task, context, timeout_s=timeout_s, artifacts_dir=folder)
 
     async def grade(self, task: Task, samples: Mapping[str, RolloutSample], *, rollout_id: str, timeout_s: float) -> list[Reward]:
         return await self._agent.grade(task, samples, timeout_s=timeout_s, artifacts_dir=self._artifacts_dir(rollout_id))

@@ -1,8 +1,10 @@
 """Runs each workflow and each grader in its own process: it may block, crash, leak or fork, and is killed with all it started."""
 
 import asyncio
-from collections.abc import Mapping
-from contextlib import suppress
+import os
+import sys
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -12,15 +14,17 @@ from pydantic import Field
 
 from penstock.codec import to_json
 from penstock.config import Section
-from penstock.errors import GraderError, WorkflowError
+from penstock.errors import ConfigError, GraderError, WorkflowError
 from penstock.records import Task
 from penstock.rollout.author_tasks import make_slots
 from penstock.rollout.executors.base import Executor, ExecutorContext, GatewaySession, SessionSpec
+from penstock.rollout.executors.trust import PACKAGE, announce_sandbox, visible_paths
 from penstock.rollout.in_process import Reward, WorkflowResult
 from penstock.rollout.processes.fork_client import ForkClient, ProcessDied
-from penstock.rollout.processes.job_protocol import AgentJob, JobKind, JobResult, write_samples
+from penstock.rollout.processes.job_protocol import AgentJob, JobKind, JobResult, JobSandbox, write_samples
 from penstock.sdk.agent_spec import AgentSpec
 from penstock.sdk.samples import RolloutSample
+from penstock.system.sandbox import SandboxWish, choose_sandbox, new_user_id
 
 
 class ProcessSection(Section):
@@ -36,6 +40,9 @@ class ProcessSection(Section):
     With it, clients that are made on import find the rollout by the environment too."""
     start_s: float = Field(default=60.0, gt=0)
     """Longest time in which the agent must have been imported."""
+    sandbox: SandboxWish = "auto"
+    """What keeps the run's files and other processes from a workflow: `bubblewrap`, here the same namespaces without that program;
+    `user`, a user id of its own, which needs root; `off`; or `auto`, the first that the machine allows."""
 
 
 class ProcessExecutor(Executor):
@@ -49,12 +56,45 @@ class ProcessExecutor(Executor):
         self._settings: ProcessSection = section
         self._spec = AgentSpec.of(agent).write()
         self._fork_client = ForkClient(agent, fresh=section.fresh, start_s=section.start_s)
+        self._sandbox = JobSandbox(name="off")
         self._workflow_slots = make_slots(agent.workflow_config and agent.workflow_config.concurrency)
         self._grader_slots = make_slots(agent.grader_config and agent.grader_config.concurrency)
 
     async def __aenter__(self) -> Self:
         await self._fork_client.__aenter__()
+        try:
+            self._sandbox = self._choose_sandbox()
+        except BaseException as error:
+            await self._fork_client.__aexit__(type(error), error, error.__traceback__)
+            raise
         return self
+
+    def _choose_sandbox(self) -> JobSandbox:
+        context, wish, why = self._context, self._settings.sandbox, self._fork_client.why_no_namespaces
+        if wish in ("auto", "bubblewrap") and not why:
+            sandbox = JobSandbox(name="namespaces")
+        else:
+            if wish == "bubblewrap":
+                raise ConfigError(f"executor.sandbox = 'bubblewrap': processes cannot be confined: {why}")
+            needs = [context.agent.entry.parent, context.agent.source.folder, Path(sys.executable), Path(sys.prefix), PACKAGE]
+            chosen = choose_sandbox(wish, needs=needs, auto=("user",))
+            reason = f"namespaces: {why}; {chosen.reason}" if wish == "auto" else chosen.reason
+            announce_sandbox(context, replace(chosen, reason=reason))
+            sandbox = JobSandbox(name="user" if chosen.name == "user" else "off")
+        return replace(
+            sandbox,
+            hidden=tuple(map(str, (*context.hidden, context.scratch.root))),
+            readonly=tuple(str(path) for path in (context.agent.entry, PACKAGE) if path.exists()),
+            visible=tuple(map(str, visible_paths(context))),
+        )
+
+    def _job_sandbox(self, folder: Path | None) -> JobSandbox:
+        if self._sandbox.name != "user":
+            return self._sandbox
+        user = new_user_id()
+        if folder is not None:
+            os.chown(folder, user, user)
+        return replace(self._sandbox, user=user)
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         await self._fork_client.__aexit__(kind, error, trace)
@@ -80,7 +120,7 @@ class ProcessExecutor(Executor):
         session: GatewaySession | None = None,
         samples: Mapping[str, RolloutSample] | None = None,
     ) -> JobResult:
-        with self._context.artifacts_dir(rollout_id) as folder:
+        async with self._folder(kind, rollout_id) as folder:
             log = folder and folder / f"{kind}-output.log"
             job = AgentJob(
                 kind=kind,
@@ -91,16 +131,30 @@ class ProcessExecutor(Executor):
                 memory_mb=self._settings.memory_mb,
                 artifacts_dir=str(folder) if folder else None,
                 log=str(log) if log else None,
+                sandbox=self._job_sandbox(folder) if kind == "workflow" else None,
             )
             try:
                 result = await self._result(job, write_samples(samples or {}))
             except ProcessDied as died:
-                raise self._error(kind, f"its process {died}{_output_hint(log)}") from died
+                kept = log and self._context.artifacts and self._context.artifacts / rollout_id / log.name
+                raise self._error(kind, f"its process {died}{_output_hint(log, kept)}") from died
             finally:
                 _remove_if_empty(log)
         if error := result.error():
             raise self._with_memory_hint(error)
         return result
+
+    @asynccontextmanager
+    async def _folder(self, kind: JobKind, rollout_id: str) -> AsyncGenerator[Path | None]:
+        if kind == "grader":
+            with self._context.artifacts_dir(rollout_id) as folder:
+                yield folder
+            return
+        async with self._context.workflow_dir(rollout_id) as folder:
+            if folder is not None:
+                folder.parent.mkdir(mode=0o711)
+                folder.mkdir(mode=0o700)
+            yield folder
 
     async def _result(self, job: AgentJob, samples: bytes) -> JobResult:
         try:
@@ -135,9 +189,9 @@ class ProcessExecutor(Executor):
         return type(error)(f"{error}; raise executor.memory_mb = {limit} or use less")
 
 
-def _output_hint(log: Path | None) -> str:
+def _output_hint(log: Path | None, kept: Path | None) -> str:
     try:
-        return f"; its output is in {log}" if log and log.stat().st_size else ""
+        return f"; its output is in {kept}" if log and log.stat().st_size else ""
     except OSError:
         return ""
 

@@ -207,6 +207,7 @@ class ServerExecutor(Executor):
             metadata=task.metadata,
             agent_timeout_sec=timeout_s,
             grader_timeout_sec=self._context.grader_timeout_s,
+            records=True,
         )
         try:
             return json.dumps(request.model_dump(exclude_none=True), allow_nan=False).encode()

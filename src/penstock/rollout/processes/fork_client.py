@@ -72,6 +72,8 @@ class ForkClient:
     def __init__(self, agent: Agent, *, fresh: bool, start_s: float) -> None:
         self.forks = False
         """Whether jobs are forked; if not, each gets a fresh interpreter."""
+        self.why_no_namespaces = ""
+        """Why jobs cannot be confined in namespaces; empty if they can."""
         self._agent = agent
         self._spec = AgentSpec.of(agent).write()
         self._fresh = fresh
@@ -196,7 +198,7 @@ class ForkClient:
         if ours != theirs:
             text = f"holds {' and '.join(filter(None, theirs))}, not {' and '.join(filter(None, ours))}"
             raise ConfigError(f"{self._agent.entry}: {text}; the process executor runs what is in that file")
-        self.forks = found["forks"]
+        self.forks, self.why_no_namespaces = found["forks"], found["why_no_namespaces"]
 
     def _read_ended_jobs(self, control: socket.socket) -> None:
         try:

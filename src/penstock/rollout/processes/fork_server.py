@@ -18,6 +18,7 @@ import struct
 import sys
 import threading
 from contextlib import suppress
+from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
@@ -27,7 +28,8 @@ from penstock.rollout.processes.job_protocol import receive, send
 from penstock.rollout.processes.preload import preload_clients
 from penstock.sdk.agent_spec import AgentSpec
 from penstock.sdk.discovery import Agent
-from penstock.system.processes import adopt_orphans, child_pids, kill_orphans, module_command, signal_group
+from penstock.system.namespaces import confine_process
+from penstock.system.processes import adopt_orphans, child_pids, kill_orphans, module_command, protect_memory, signal_group
 
 COMMAND = struct.Struct("!cI")
 """The action, and the job's number."""
@@ -138,9 +140,29 @@ def _kill(pid: int) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
+def why_no_namespaces() -> str:
+    """Tries in a child whether a job could be confined; returns the reason why not."""
+    if sys.platform != "linux":
+        return "they are for Linux only"
+    reading, writing = os.pipe()
+    if (child := os.fork()) == 0:
+        try:
+            confine_process(hidden=[Path(os.devnull)])
+        except OSError as error:
+            os.write(writing, str(error.strerror or error).encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    os.waitpid(child, 0)
+    problem = os.read(reading, 1000).decode()
+    os.close(reading)
+    return problem
+
+
 def main(control: socket.socket) -> None:
     """Loads the agent, replies what was found, and serves."""
     control.set_inheritable(False)
+    protect_memory()
     spec, fresh = AgentSpec.read(receive(control)), json.loads(receive(control))
     output, silent = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(silent, 1)  # what the file prints on import was shown when the run imported it
@@ -153,7 +175,12 @@ def main(control: socket.socket) -> None:
         return send(control, json.dumps({"refused": str(error)}).encode())
     ignore_hangup(control)
     forks = not fresh and threading.active_count() == 1
-    found = {"workflow": agent.workflow.__name__, "grader": agent.grader and agent.grader.__name__, "forks": forks}
+    found = {
+        "workflow": agent.workflow.__name__,
+        "grader": agent.grader and agent.grader.__name__,
+        "forks": forks,
+        "why_no_namespaces": why_no_namespaces(),
+    }
     send(control, json.dumps(found).encode())
     sys.stdout.flush()
     gc.freeze()  # the collector leaves the loaded objects alone, so that forks keep sharing their pages

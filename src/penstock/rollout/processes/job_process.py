@@ -22,13 +22,14 @@ from penstock.codec import from_json
 from penstock.events import Events
 from penstock.rollout.author_tasks import AuthorTasks, one_line
 from penstock.rollout.in_process import InProcessAgent
-from penstock.rollout.processes.job_protocol import STARTED, AgentJob, failure_result, read_samples, receive, send
+from penstock.rollout.processes.job_protocol import STARTED, AgentJob, JobSandbox, failure_result, read_samples, receive, send
 from penstock.sdk.agent_spec import AgentSpec
 from penstock.sdk.clients import Clients
 from penstock.sdk.discovery import Agent
 from penstock.sdk.environment import rollout_environment
 from penstock.sdk.samples import RolloutSample
-from penstock.system.processes import adopt_orphans
+from penstock.system.namespaces import confine_process
+from penstock.system.processes import adopt_orphans, protect_memory
 
 SOCKET_FD = 3
 """The file descriptor at which a fresh interpreter finds its socket."""
@@ -38,6 +39,7 @@ def run_job(sock: socket.socket, agent: Agent | None, output: int) -> None:
     """Reads a job from `sock`, runs it in a session of its own and sends the result. Without a log, it prints to `output`."""
     os.setsid()
     adopt_orphans()
+    protect_memory()
     sock.set_inheritable(False)
     spec, job = AgentSpec.read(receive(sock)), from_json(AgentJob, receive(sock))
     samples = read_samples(receive(sock))
@@ -46,6 +48,8 @@ def run_job(sock: socket.socket, agent: Agent | None, output: int) -> None:
     _redirect_output(job.log, output)
     if job.session is not None:
         os.environ.update(rollout_environment(job.session.base_url, job.session.token, job.session.rollout.id))
+    if job.sandbox is not None:
+        enter_sandbox(job.sandbox, job.artifacts_dir)
     if agent is None:
         try:
             agent = spec.load()
@@ -54,6 +58,20 @@ def run_job(sock: socket.socket, agent: Agent | None, output: int) -> None:
     _limit_memory(job.memory_mb)
     _reseed()
     return asyncio.run(_run_and_send(sock, job, agent, samples))
+
+
+def enter_sandbox(sandbox: JobSandbox, artifacts: str | None) -> None:
+    """Confines this process for good; OSError where the machine does not allow it."""
+    own = [artifacts] if artifacts else []
+    if sandbox.name == "namespaces":
+        paths = {"hidden": sandbox.hidden, "readonly": sandbox.readonly, "writable": (*sandbox.visible, *own)}
+        confine_process(**{kind: [Path(path) for path in found] for kind, found in paths.items()})
+    elif sandbox.name == "user":
+        os.setgroups([])
+        os.setresgid(sandbox.user, sandbox.user, sandbox.user)
+        os.setresuid(sandbox.user, sandbox.user, sandbox.user)
+        if own:
+            os.environ["HOME"] = own[0]  # the one of before is another user's
 
 
 def kill_on_hangup(sock: socket.socket) -> None:

@@ -28,12 +28,25 @@ _CHUNK = 1 << 20
 _LENGTH = struct.Struct("!Q")
 
 JobKind = Literal["workflow", "grader"]
+JobSandboxName = Literal["namespaces", "user", "off"]
 ERRORS: dict[str, type[Exception]] = {
     "timeout": TimeoutError,
     "engine": EngineError,
     "workflow": WorkflowError,
     "grader": GraderError,
 }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSandbox:
+    """How a job is confined before the author's code runs."""
+
+    name: JobSandboxName
+    hidden: tuple[str, ...] = ()
+    readonly: tuple[str, ...] = ()
+    visible: tuple[str, ...] = ()
+    user: int = 0
+    """The user id to take on under `user`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +64,8 @@ class AgentJob:
     artifacts_dir: str | None
     log: str | None
     """The file for its output; None: our stderr."""
+    sandbox: JobSandbox | None = None
+    """None for a grader, which is trusted."""
 
 
 class JobResult(BaseModel):

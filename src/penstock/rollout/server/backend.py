@@ -21,6 +21,7 @@ from penstock.rollout.author_tasks import AuthorTasks, one_line
 from penstock.rollout.executors.base import artifacts_dir
 from penstock.rollout.in_process import InProcessAgent, Reward, WorkflowResult, collect_samples
 from penstock.rollout.runner import no_call_message
+from penstock.rollout.scratch import ScratchFolders
 from penstock.rollout.server.protocol import CompletionReply, RolloutErrorCategory, RolloutStatus, Seconds, Segment
 from penstock.rollout.transcripts import Transcript, make_samples, misreported, unrecorded_samples
 from penstock.sdk.discovery import Agent
@@ -32,6 +33,9 @@ from penstock.system.async_tools import leaf_errors
 ARTIFACTS = Path(".penstock/artifacts")
 DEADLINE_S = 3600.0
 """For a request that sets none."""
+NO_RECORD = (
+    "the controller's record of the rollout did not arrive, or was too long, so there is nothing to grade; use shorter rollouts"
+)
 COLLECT_S = 5.0
 """How long the agents of a failed workflow may take to report their conversations."""
 
@@ -45,6 +49,8 @@ class ExecutionRequest(BaseModel):
     metadata: dict[str, Any] | None = None
     agent_timeout_sec: Seconds | None = None
     grader_timeout_sec: Seconds | None = None
+    records: bool = False
+    """Whether the controller says what it recorded; the agents' own samples are not graded then."""
 
 
 @dataclass(kw_only=True)
@@ -123,6 +129,7 @@ class LocalBackend(ExecutionBackend):
         )
         self._context = context or _context_from_environment
         self._artifacts = artifacts
+        self._scratch = ScratchFolders(events)
         self._author_tasks = AuthorTasks(agent.entry.parent, events or Events(), grace_s=grace_s)
         self._runner = InProcessAgent(agent, self._author_tasks)
 
@@ -145,13 +152,16 @@ class LocalBackend(ExecutionBackend):
         reply = await on_workflow_complete(result)
         if on_grader_complete is None:
             return
-        if result.status is RolloutStatus.SUCCESS:
-            result = await self._grade(task, result, _recorded(reply), request.grader_timeout_sec or DEADLINE_S)
+        recorded = _recorded(reply)
+        if result.status is RolloutStatus.SUCCESS and request.records and recorded is None:
+            result = _failure(NO_RECORD, RolloutErrorCategory.VALIDATION_ERROR, end=End.GRADER_ERROR)
+        elif result.status is RolloutStatus.SUCCESS:
+            result = await self._grade(task, result, recorded, request.grader_timeout_sec or DEADLINE_S)
         await on_grader_complete(result)
 
     async def _run(self, task: Task, context: RolloutContext, limit_s: float) -> ExecutionResult:
         try:
-            with artifacts_dir(self._artifacts, task.id) as folder:
+            async with self._scratch.folder_for(self._artifacts and self._artifacts / task.id) as folder:
                 result = await self._runner.run(task, context, timeout_s=limit_s, artifacts_dir=folder)
         except TimeoutError as error:
             text = f"the workflow ran longer than agent_timeout_sec = {limit_s:g}; raise it or do less"

@@ -111,6 +111,7 @@ class RolloutTask:
             metadata=self.request.metadata,
             agent_timeout_sec=self.request.agent_timeout_sec,
             grader_timeout_sec=self.request.grader_timeout_sec,
+            records=self.request.records,
         )
         context = RolloutContext(
             base_url=self.request.chat_completions_url.rstrip("/"),

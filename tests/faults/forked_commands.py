@@ -1,0 +1,117 @@
+"""Runs penstock commands in forked children of one process that has imported everything: a command costs no start-up.
+
+python forked_commands.py, then one JSON object per line on stdin: {"arguments", "cwd", "timeout_s", "kill_s", "kill_line"}. Each is
+answered with a line: {"code", "out", "err", "seconds"}. A child is killed after `kill_s`, or once the event log of its run has
+`kill_line` lines; its code is then -9. It is None for a child that hung. File modes hold for
+children of root too.
+"""
+
+import ctypes
+import importlib
+import json
+import os
+import select
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+MODULES = (
+    "openai.resources.chat", "openai.resources.responses", "scripted", "httptools", "truststore", "uvicorn", "torch._dynamo",
+    "penstock.cli.app", "penstock.cli.eval_view", "penstock.cli.live", "penstock.evals.run", "penstock.gateway.dialects.messages",
+    "penstock.gateway.dialects.responses", "penstock.http.server", "penstock.pool.sqlite", "penstock.reports.training",
+    "penstock.rollout.executors.inline", "penstock.train.advantages.grpo", "penstock.train.losses.clip", "penstock.train.run",
+    "penstock.train.verify", "penstock.workspace.opening",
+)  # fmt: skip
+"""Imported once, for all children. Nothing is computed here, so that no thread exists when they are forked."""
+
+
+def run_child(request: dict[str, Any], out: int, err: int) -> None:
+    """In the child: become that command."""
+    from penstock.cli.app import run
+
+    os.setsid()
+    os.chdir(request["cwd"])
+    drop_capabilities()
+    os.dup2(out, 1)
+    os.dup2(err, 2)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    code = 1
+    try:
+        code = run(request["arguments"])
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+class _Capabilities(ctypes.Structure):
+    _fields_ = (("first", ctypes.c_uint32 * 2), ("second", ctypes.c_uint32 * 6))
+
+
+def drop_capabilities() -> None:
+    """From here on file modes hold for root too, as for any owner of a file."""
+    given = _Capabilities(first=(0x20080522, 0))  # the version of the call; all sets are empty
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.capset(ctypes.byref(given), ctypes.byref(given, 8)):
+        raise OSError(ctypes.get_errno(), "capset")
+
+
+def wait(pid: int, seconds: float) -> int | None:
+    """The exit code of a child, or None once the time is over."""
+    descriptor = os.pidfd_open(pid)
+    try:
+        if not select.select([descriptor], [], [], seconds)[0]:
+            return None
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    finally:
+        os.close(descriptor)
+
+
+def wait_lines(pid: int, cwd: Path, lines: int) -> int | None:
+    """The exit code of a child, or None once the event log of its run has so many lines."""
+    while (cwd / "runs/run/events.jsonl").read_bytes().count(b"\n") < lines:
+        if (code := wait(pid, 0.002)) is not None:
+            return code
+    return None
+
+
+def serve(request: dict[str, Any]) -> dict[str, Any]:
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        started = time.monotonic()
+        pid = os.fork()
+        if pid == 0:
+            run_child(request, out.fileno(), err.fileno())
+        kill_s, kill_line = request["kill_s"], request["kill_line"]
+        code = wait_lines(pid, Path(request["cwd"]), kill_line) if kill_line else wait(pid, kill_s or request["timeout_s"])
+        if code is None:
+            os.killpg(pid, signal.SIGKILL)
+            killed = wait(pid, 30)
+            code = killed if kill_s or kill_line else None
+        seconds = time.monotonic() - started
+        texts = []
+        for file in (out, err):
+            file.seek(0)
+            texts.append(file.read().decode(errors="replace"))
+        return {"code": code, "out": texts[0], "err": texts[1], "seconds": seconds}
+
+
+def main() -> None:
+    sys.path.insert(0, str(Path(__file__).parent / "killed_run"))
+    for name in MODULES:
+        importlib.import_module(name)
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        answers.write(json.dumps(serve(json.loads(line))) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()

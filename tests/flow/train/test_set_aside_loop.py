@@ -1,0 +1,211 @@
+"""What the trainer does with groups that it cannot bear: its own loop over a pool in memory and a real learner."""
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+
+import poisoned_advantages
+import pytest
+import torch
+from training_cases import make_decoder
+
+from penstock.codec import context_digest
+from penstock.config import PoolSection, RolloutSection, TrainSection
+from penstock.errors import EngineError, PoolError, TrainError
+from penstock.events import Events
+from penstock.pool.memory import MemoryPool
+from penstock.records import End, Grade, Node, Sampling, Step, Task, make_rollout
+from penstock.train.learner import Learner
+from penstock.train.loop import Stopwatch, TrainProgress, next_step, update_policy
+from penstock.train.set_aside import BEYOND, CRASHED
+
+GROUPS, SIZE = 2, 2
+
+
+async def add_group(pool, number, reward=1.0):
+    """A complete group; each rollout has one reply."""
+    task = Task(id=f"t{number}", prompt=())
+    rollouts = [make_rollout(f"train-{number}", task.id, place) for place in range(SIZE)]
+    await pool.open_group(task, rollouts, seq=number)
+    for place, rollout in enumerate(rollouts):
+        reply = (1 + place, 2)
+        node = Node(rollout_id=rollout.id, id=0, parent=None, token_ids=(9, 8), chain="", messages=())
+        step = Step(
+            rollout_id=rollout.id,
+            index=0,
+            node=0,
+            transcript="main",
+            completion_ids=reply,
+            logprobs=(-1.0, -1.0),
+            versions=(0, 0),
+            sampling=Sampling(),
+            finish="stop",
+            message={},
+            chain="",
+            context=context_digest([9, 8, *reply]),
+        )
+        await pool.append(step, node)
+        grade = Grade(rollout_id=rollout.id, reward=reward * place, source="test")
+        await pool.end(rollout.id, End.COMPLETED, "", [grade])
+
+
+class Publisher:
+    async def publish(self, version, change):
+        change()
+
+
+def played(play, *, advantage, groups=4, rewards=(), **train):
+    """Runs `play(run)` over a pool with that many groups."""
+
+    async def main():
+        pool, told, learner = MemoryPool(Path()), [], Learner(make_decoder(), TrainSection(**train))
+        for number in range(groups):
+            await add_group(pool, number, dict(rewards).get(number, 1.0))
+        events = Events()
+        events.listen(lambda kind, fields: told.append((kind, fields)))
+        config = SimpleNamespace(
+            rollout=RolloutSection(groups_per_step=GROUPS, group_size=SIZE), pool=PoolSection(), train=learner.section
+        )
+        run = SimpleNamespace(
+            pool=pool,
+            events=events,
+            config=config,
+            learner=learner,
+            advantage=advantage,
+            publisher=Publisher(),
+            rollouts=SimpleNamespace(advance=lambda step: None),
+            told=told,
+        )
+        async with asyncio.timeout(30):
+            return await play(run)
+
+    return asyncio.run(main())
+
+
+async def step(run):
+    return await next_step(run, TrainProgress(), Stopwatch(), asyncio.Event())
+
+
+def ids(ready):
+    return [group.id for group in ready.lease.groups]
+
+
+@pytest.mark.parametrize("advantage", [poisoned_advantages.raising, poisoned_advantages.huge])
+def test_only_the_group_at_fault_is_set_aside(advantage):
+    async def play(run):
+        ready = await step(run)
+        return ready, await run.pool.stats("train"), [fields for kind, fields in run.told if kind == "group.drop"]
+
+    ready, stats, (told,) = played(play, advantage=advantage)
+    assert (ids(ready), ready.set_aside, stats.drops) == (["train-0", "train-2"], 1, {CRASHED: 1})
+    assert (told["group_id"], told["reason"]) == ("train-1", CRASHED)
+
+
+def test_the_update_that_follows_is_that_of_the_others_alone():
+    async def play(run):
+        await update_policy(run, (await step(run)).update, TrainProgress())
+        return [weight.clone() for weight in run.learner.decoder.parameters()]
+
+    after = played(play, advantage=poisoned_advantages.huge)
+    alone = played(play, advantage=poisoned_advantages.spread, groups=3, rewards={1: 1e308}.items())
+    assert all(torch.equal(*pair) for pair in zip(after, alone, strict=True))
+
+
+def test_reward_of_an_earlier_penstock_that_is_out_of_bounds_sets_its_group_aside():
+    async def play(run):
+        return ids(await step(run)), await run.pool.stats("train"), [fields for kind, fields in run.told if kind == "group.drop"]
+
+    rewards = {0: 1e308, 1: -1e308}
+    trained, stats, told = played(play, advantage=poisoned_advantages.spread, rewards=rewards.items())
+    assert (trained, stats.drops) == (["train-2", "train-3"], {BEYOND: 2})
+    assert [each["message"] for each in told] == [
+        "rollout train-0.1.1 has reward 1e+308, beyond 1e+09",
+        "rollout train-1.1.1 has reward -1e+308, beyond 1e+09",
+    ]
+
+
+def test_failure_that_no_group_repeats_alone_drops_none():
+    poisoned_advantages.moody.fails = 1
+    ready = played(step, advantage=poisoned_advantages.moody)
+    assert (ids(ready), ready.set_aside) == (["train-0", "train-1"], 0)
+
+
+def test_groups_that_only_fail_together_end_the_run_with_a_reason_and_are_kept():
+    async def play(run):
+        together = run.learner.compute
+
+        def compute(batch, *rest):
+            if batch.rollouts > SIZE:
+                raise TrainError("too much")
+            return together(batch, *rest)
+
+        run.learner.compute = compute
+        with pytest.raises(TrainError, match="step 1 fails, though no group of it fails alone: too much"):
+            await step(run)
+        return await run.pool.stats("train")
+
+    assert played(play, advantage=poisoned_advantages.spread).drops == {}
+
+
+def test_trainer_that_no_group_passes_ends_with_a_reason_instead_of_using_up_the_data():
+    async def play(run):
+        with pytest.raises(TrainError, match=r"6 groups crashed the trainer since the last step.*KeyError: 'not here'"):
+            await step(run)
+        return await run.pool.stats("train")
+
+    stats = played(play, advantage=poisoned_advantages.broken, groups=8)
+    assert (stats.drops, stats.groups) == ({CRASHED: 6}, 8)
+
+
+NOT_THE_DATA = {
+    "memory": lambda: MemoryError("no room"),
+    "disk": lambda: OSError(28, "No space left on device"),
+    "device memory": lambda: torch.OutOfMemoryError("CUDA out of memory"),
+    "allocator": lambda: RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"),
+    "pool": lambda: PoolError("gone"),
+    "engine": lambda: EngineError("gone"),
+    "ctrl-c": lambda: KeyboardInterrupt(),
+}
+
+
+@pytest.mark.parametrize("name", NOT_THE_DATA)
+def test_what_is_not_the_groups_fault_is_raised_as_it_is(name):
+    async def play(run):
+        def fail(group):
+            raise NOT_THE_DATA[name]()
+
+        run.advantage = fail
+        with pytest.raises(type(NOT_THE_DATA[name]())):
+            await step(run)
+        return await run.pool.stats("train")
+
+    stats = played(play, advantage=None)
+    assert (stats.drops, stats.groups_leased) == ({}, GROUPS)  # the next process gets them back
+
+
+def test_diverged_weights_are_blamed_on_no_group():
+    async def play(run):
+        with torch.no_grad():
+            next(run.learner.decoder.parameters()).fill_(float("nan"))
+        with pytest.raises(TrainError, match=r"lower train\.lr"):
+            await step(run)
+        return await run.pool.stats("train")
+
+    assert played(play, advantage=poisoned_advantages.spread).drops == {}
+
+
+def test_later_update_that_fails_is_skipped_since_its_groups_are_in_the_weights_already():
+    async def play(run):
+        ready, together = await step(run), run.learner.compute
+
+        def compute(batch, proximal=None):
+            if proximal is not None:
+                raise TrainError("not again")
+            return together(batch)
+
+        run.learner.compute = compute
+        _, progress = await update_policy(run, ready.update, TrainProgress())
+        return progress.version, [fields for kind, fields in run.told if kind == "update.skip"]
+
+    version, told = played(play, advantage=poisoned_advantages.spread, updates_per_step=3)
+    assert (version, told) == (1, [{"step": 1, "updates": 2, "message": "not again"}])

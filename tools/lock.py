@@ -1,0 +1,122 @@
+"""The tested set: `write` locks its versions with the hashes of their files, `install` installs it.
+
+requirements.lock is everything but torch, of which there are two builds. requirements-cpu.lock is the one for the CPU, a file that
+some machines have at hand; requirements-cuda.lock is the one of the index, with the CUDA libraries that it needs.
+"""
+
+import json
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+import tomllib
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+LOCK = ROOT / "requirements.lock"
+CPU_LOCK = ROOT / "requirements-cpu.lock"
+CUDA_LOCK = ROOT / "requirements-cuda.lock"
+EXTRAS = ("local", "dev", "docs")
+CUDA = ("cuda-", "nvidia-", "torch==", "triton==")
+HEAD = "# Made by `make lock`; do not edit."
+PYTHONS = ((3, 11), (3, 12), (3, 13))
+PIP = (sys.executable, "-m", "pip")
+
+
+class Pin(NamedTuple):
+    name: str
+    version: str
+    marker: str
+    """Of which platforms and Python versions it is; empty: of all."""
+
+
+def fits() -> bool:
+    """Whether this is a machine that the lock was tried on."""
+    return (
+        platform.python_implementation() == "CPython"
+        and sys.version_info[:2] in PYTHONS
+        and (platform.system(), platform.machine(), platform.libc_ver()[0]) == ("Linux", "x86_64", "glibc")
+    )
+
+
+def install() -> None:
+    """Where the lock fits, nothing is resolved and every file is checked. Elsewhere pip resolves within constraints.txt."""
+    if not fits():
+        print("requirements.lock is for Linux x86-64 and CPython 3.11 to 3.13: pip chooses the versions here")
+        run(*PIP, "install", "-q", "-c", "constraints.txt", "-e", f".[{','.join(EXTRAS)}]", "-e", "facades")
+        return
+    locked = (*PIP, "install", "-q", "--no-deps", "--require-hashes", "-r")
+    run(*locked, str(LOCK))
+    if not (sys.version_info[:2] == PYTHONS[0] and installed(*locked, str(CPU_LOCK))):
+        run(*locked, str(CUDA_LOCK))
+    if missing := unlocked(LOCK.read_text() + CUDA_LOCK.read_text(), (ROOT / "pyproject.toml").read_text()):
+        sys.exit(f"requirements.lock lacks {', '.join(missing)} of pyproject.toml; run: make lock")
+    run(*PIP, "install", "-q", "--no-deps", "--no-build-isolation", "-e", ".", "-e", "facades")
+
+
+def installed(*command: str) -> bool:
+    """False if there is no such file here; a file with another hash is an error."""
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode and "No matching distribution" not in done.stderr:
+        sys.exit(done.stderr + f"failed: {' '.join(command)}")
+    return done.returncode == 0
+
+
+def unlocked(lock: str, project: str) -> list[str]:
+    """Requirements of the project that the lock does not meet."""
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
+    versions = {pin.name: pin.version for pin in pins(lock)}
+    table = tomllib.loads(project)
+    extras = [one for extra in EXTRAS for one in table["project"]["optional-dependencies"][extra]]
+    wanted = [*table["build-system"]["requires"], *table["project"]["dependencies"], *extras]
+
+    def met(requirement: Requirement) -> bool:
+        version = versions.get(canonicalize_name(requirement.name))
+        return version is not None and requirement.specifier.contains(version, prereleases=True)
+
+    return [one for one in wanted if not met(Requirement(one))]
+
+
+def pins(lock: str) -> list[Pin]:
+    return [Pin(*found) for found in re.findall(r"^([a-z0-9-]+)(?:\[[^]]*\])?==([^\s;]+)(?: ; ([^\\\n]+))?", lock, re.MULTILINE)]
+
+
+def write(*options: str) -> None:
+    """Locked versions stay as they are while they meet pyproject.toml; with `--upgrade` they are the newest."""
+    extras = [option for extra in EXTRAS for option in ("--extra", extra)]
+    with tempfile.TemporaryDirectory() as folder:
+        draft = Path(folder) / "requirements.txt"
+        draft.write_text("".join(file.read_text() for file in (LOCK, CUDA_LOCK) if file.exists()))
+        compile_ = (sys.executable, "-m", "uv", "pip", "compile", "-q", "--universal", "--python-version", "3.11")
+        looks = ("--generate-hashes", "--no-header", "--no-annotate")
+        run(*compile_, *looks, *extras, "-c", "constraints.txt", "-o", str(draft), *options, "pyproject.toml")
+        packages = re.split(r"\n(?=\S)", draft.read_text().rstrip())
+    LOCK.write_text("\n".join([HEAD, *(one for one in packages if not one.startswith(CUDA))]) + "\n")
+    CUDA_LOCK.write_text("\n".join([HEAD, *(one for one in packages if one.startswith(CUDA))]) + "\n")
+    write_cpu(next(one.split()[0] for one in packages if one.startswith("torch==")))
+
+
+def write_cpu(torch: str) -> None:
+    """Locks the build for the CPU that pip finds here. uv does not look where such files lie."""
+    report = run(*PIP, "install", "-q", "--dry-run", "--ignore-installed", "--no-deps", "--report", "-", torch)
+    found = json.loads(report)["install"][0]
+    version, hashes = found["metadata"]["version"], found["download_info"]["archive_info"]["hashes"]
+    if version.endswith("+cpu"):
+        CPU_LOCK.write_text(f"{HEAD}\ntorch=={version} \\\n    --hash=sha256:{hashes['sha256']}\n")
+    else:
+        print(f"pip finds no build of {torch} for the CPU here: {CPU_LOCK.name} stays as it was")
+
+
+def run(*command: str) -> str:
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        sys.exit(done.stdout + f"failed: {' '.join(command)}")
+    return done.stdout
+
+
+if __name__ == "__main__":
+    {"install": install, "write": write}[sys.argv[1]](*sys.argv[2:])
