@@ -113,6 +113,21 @@ def test_rows_and_ranges_are_counted_before_they_are_read(client):
     assert (caught.status, caught.code, "at most 1000" in caught.body["error"]) == (400, "QUERY_INVALID", True)
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        ("eval-runs", {"run_config": {"tables": {"x": [0] * 20_000}}}, "more than 20000 JSON values"),
+        ("eval-runs", {"run_config": {"tables": json.loads('{"a":' * 70 + "1" + "}" * 70)}}, "nested more than 64 levels"),
+        ("datasets", {"file_name": "x" * 10_001, "extension": "csv", "file_size": 1}, "longer than 10000 characters"),
+        ("eval-runs/asked/samples/download-urls", {"items": [{"path": "x"}] * 501}, "1 to 500 files"),
+        ("eval-runs", {"snapshot": "x" * (4 << 20)}, "larger than 4194304 bytes"),
+    ],
+)
+def test_every_part_of_a_body_is_bounded(client, path, body, words):
+    caught = refused(client.ask, "POST", path, body)
+    assert caught.status in (400, 413) and words in caught.body["error"]
+
+
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=6))
 def test_ranges_hold_the_rows_that_they_name(ends):
     ranges = [range(min(pair), max(pair) + 1) for pair in ends]

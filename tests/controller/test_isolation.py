@@ -29,7 +29,7 @@ MARK = "of-the-controller-7341"
 """In every file and variable that submitted code must not read."""
 
 THIEF = f"""
-import glob, os, sys
+import glob, os, subprocess, sys
 from pathlib import Path
 
 def tell(what, read):
@@ -70,6 +70,10 @@ for name in filter(None, os.environ.get("UNREADABLE", "").split(":")):
 def write(path):
     path.write_text("changed")
     return path
+def uncover():
+    script = f"umount -l {{home}}; cat {{home}}/token; mkdir -p x; mount --rbind / x && umount -l x{{home}}; cat x{{home}}/token"
+    return subprocess.run(["unshare", "-Urm", "sh", "-c", script], capture_output=True).stdout
+tell("uncovered", uncover)
 for name in ("token", "planted"):  # in the sandbox these are files of its own, which go with it
     write(home / name)
 for path in [Path(name) for name in os.environ.get("UNWRITABLE", "").split(":") if name]:
@@ -262,17 +266,23 @@ class Even(Grader):
 
 @isolated
 @pytest.mark.slow
-def test_a_devices_submission_is_checked_and_executed_in_the_sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The agent's module fails on import if it can read anything: at the check of the submission, and in the run."""
+@pytest.mark.parametrize("executor", ["inline", "process"])
+def test_a_devices_submission_is_checked_and_executed_in_the_sandbox(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, executor: str
+) -> None:
+    """The agent's module fails on import if it can read anything: at the check of the submission, and in the run.
+
+    Under `process` agents have a sandbox inside that of the run, or the run says why not.
+    """
     monkeypatch.setenv("PYTHONPATH", str(ENGINE_FOLDER))
     with served(tmp_path / "home") as world:
         world.controller.vault.set("WORD", "the owner's", "user", who=Identity("owner", "owner"))
         device = world.client(let_in(world, "laptop")["token"])
         files = project() | {"agent.py": AGENT}
-        made = device.submit("eval", own_run(upload(device, archive(files))) | {"name": "curious"})
+        made = device.submit("eval", own_run(upload(device, archive(files)), rollout={"executor": executor}) | {"name": "curious"})
         detail = ended(device, "eval", made["id"])
         log: Any = device.logs("eval", made["id"])
-        assert detail["eval_run"]["status"] == "finished", log
+        assert detail["eval_run"]["status"] == "finished" and detail["results"]["passed"] == 4, log
         assert "LEAK" not in str(log) and world.controller.home.token() not in str(log)
         body = own_run(upload(device, archive(files))) | {"secrets": {"required": ["WORD"]}}
         with pytest.raises(Refused, match=r"Secret\(s\) not found: WORD"):

@@ -251,8 +251,12 @@ def judge_training(case: Case, runs: Runs, project: Path, answer: Answer, hit: d
     if case.command == "train again" and not newest_weights(project):
         return None if found["checkpoint"] is None else "its checkpoint is not there"
     weights = runs.usual("run", case.command).weights
-    if (case.base, case.command) != ("killed", "train again") and newest_weights(project) != weights:
+    if case.base == "run" and newest_weights(project) != weights:
         return "other weights"
+    if case == Case("killed", case.file, case.damage, "resume") and newest_weights(project) != weights:
+        # what the lost weights had begun to sample may be too old by then, and others are made in its place
+        stats = with_pool(project, "run", lambda pool: pool.stats("train"))
+        return None if stats.groups_stale else "other weights"
     if differing := {name: (usual[name], found[name]) for name in NUMBERS if usual[name] != found[name]}:
         return None if told else f"other numbers, and nothing was said: {differing}"
     if case.command == "resume":
@@ -271,12 +275,18 @@ def judge_eval(case: Case, runs: Runs, project: Path, answer: Answer, hit: dict[
 
 def judge_verify(case: Case, runs: Runs, project: Path, answer: Answer, hit: dict[str, str]) -> str | None:
     usual, found = json.loads(runs.usual(case.base, case.command).answer.out), json.loads(answer.out)
-    in_checkpoint = case.file.startswith("checkpoints/") and case.damage not in ("missing", "read-only")
-    if in_checkpoint and not found["checkpoints_damaged"]:
+    in_checkpoint = case.file.startswith("checkpoints/") and (project / "runs/run" / NEWEST).exists()
+    if in_checkpoint and is_changed(case, runs, project) and not found["checkpoints_damaged"]:
         return "a damaged checkpoint was not named"
     if found["checkpoints_damaged"] or case.file.startswith("checkpoints"):
         return None if found["sampled_tokens"] == usual["sampled_tokens"] else "other tokens"
     return None if found == usual or is_shorter(case) else "another audit"
+
+
+def is_changed(case: Case, runs: Runs, project: Path) -> bool:
+    """False for a file of another run that is the same there, and for one that cannot be written to only."""
+    file, before = project / "runs/run" / case.file, runs.folder / case.base / "runs/run" / case.file
+    return not file.is_file() or file.read_bytes() != before.read_bytes()
 
 
 def judge_reading(case: Case, runs: Runs, project: Path, answer: Answer, hit: dict[str, str]) -> str | None:

@@ -213,7 +213,7 @@ class Gateway:
 
     def _read_routes(self, pool: Pool) -> list[Route]:
         mode = "open" if self.tokens.is_open else "token"
-        reading = ReadApi(pool, self._pipeline.engine, mode=mode, body_bytes=self._limits.body_bytes)
+        reading = ReadApi(pool, self._pipeline.engine, mode=mode)
         read = {
             "config": reading.config,
             "stats": reading.stats,
@@ -245,7 +245,7 @@ class Gateway:
 
     async def _model(self, request: Request) -> Response:
         if request.path_params["model"] != self._pipeline.engine.model:
-            text = f"there is no model {request.path_params['model']!r}; this gateway serves {self._pipeline.engine.model!r}"
+            text = f"there is no model {request.path_params['model'][:200]!r}; this gateway serves {self._pipeline.engine.model!r}"
             raise RequestError(text, status=404, code="model_not_found", param="model")
         return json_response(self._describe())
 

@@ -90,7 +90,7 @@ class GatewayLimits:
     """Sustained; a burst of one second's worth is served at once."""
     steps: int = 100_000
     tokens: int = 100_000_000
-    body_bytes: int = 64 << 20
+    body_bytes: int = 16 << 20
     first_token_s: float = 600.0
     stall_s: float = 120.0
     reader_s: float = 60.0

@@ -12,7 +12,7 @@ from penstock.errors import PoolError, PoolFailed, RequestError
 from penstock.gateway.call import GatewayLimits
 from penstock.gateway.routes import json_response
 from penstock.gateway.session import ADHOC_CHANNEL, Sessions, make_task, open_adhoc, pool_refusals
-from penstock.http.asgi import read_body
+from penstock.http.asgi import JsonBudget, parse_json, read_body
 from penstock.pool.base import AFTER_ALL, Pool
 from penstock.records import MAX_REWARD, End, Grade
 
@@ -25,15 +25,18 @@ class ControlBody(BaseModel):
 
 Id = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]{0,199}$")]
 """Safe in a token, a path and a header."""
+Name = Annotated[str, Field(max_length=200)]
+MAX_BYTES, MAX_VALUES = 1 << 20, 1000
+"""Of a body."""
 
 
 class SamplingBody(ControlBody):
     """Changes to the gateway's sampling defaults."""
 
-    max_tokens: int | None = Field(default=None, ge=1)
-    temperature: FiniteFloat | None = Field(default=None, ge=0)
+    max_tokens: int | None = Field(default=None, ge=1, le=2**53)
+    temperature: FiniteFloat | None = Field(default=None, ge=0, le=100)
     top_p: FiniteFloat | None = Field(default=None, gt=0, le=1)
-    top_k: int | None = Field(default=None, ge=0)
+    top_k: int | None = Field(default=None, ge=0, le=2**53)
     min_p: FiniteFloat | None = Field(default=None, ge=0, lt=1)
 
 
@@ -52,14 +55,14 @@ BoundedReward = Annotated[FiniteFloat, Field(ge=-MAX_REWARD, le=MAX_REWARD)]
 
 class GradeBody(ControlBody):
     reward: BoundedReward
-    source: str = "control"
-    transcript: str | None = None
-    step: int | None = Field(default=None, ge=0)
+    source: Name = "control"
+    transcript: Name | None = None
+    step: int | None = Field(default=None, ge=0, lt=2**31)
 
 
 class EndBody(ControlBody):
     end: End = Field(default=End.COMPLETED, strict=False)
-    message: str = ""
+    message: str = Field(default="", max_length=100_000)
 
 
 class ControlRoutes:
@@ -132,9 +135,10 @@ class ControlRoutes:
         return rollout.id
 
     async def _read(self, request: Request, kind: type[T]) -> T:
-        body = await read_body(request.receive, self._limits.body_bytes)
+        body = await read_body(request.receive, min(MAX_BYTES, self._limits.body_bytes)) or b"{}"
+        JsonBudget(MAX_VALUES).spend(parse_json(body), "the body")  # pydantic makes an error of each unknown field
         try:
-            return kind.model_validate_json(body or b"{}")
+            return kind.model_validate_json(body)
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"])) or "the body"

@@ -27,7 +27,7 @@ from penstock.gateway.routes import DEFAULT_PROMPT, json_response
 from penstock.gateway.session import RESERVED_PREFIX, Sessions, pool_refusals
 from penstock.gateway.trajectories import FLOW_SOURCE, Registration, Trajectories
 from penstock.graders.rule import assistant_text, rule_reward
-from penstock.http.asgi import header, parse_json, read_body
+from penstock.http.asgi import JsonBudget, check_size, header, parse_json, read_body
 from penstock.http.listen import root_url
 from penstock.pool.base import Pool
 from penstock.records import Attempt, Grade, Mark, Message, Step
@@ -38,6 +38,15 @@ T = TypeVar("T", bound=BaseModel)
 # Bodies and errors
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
+"""Bounded by `MAX_JSON_VALUES`, like all of the body. The first wrong entry ends the check: a million errors take seconds."""
+Uid = Annotated[str, Field(max_length=1000)]
+MAX_STEPS, MAX_MESSAGES, MAX_METADATA = 1000, 10_000, 10_000
+"""Steps in one submission; messages to reward; JSON values in a small body, such as metadata, and in dataset fields."""
+MAX_SMALL_BYTES = 4 << 20
+"""Of a body without tokens and messages."""
+MAX_REWARD_BYTES = 8 << 20
+"""Rules search the text with regular expressions, which nothing can interrupt."""
 
 
 class SchemaError(RequestError):
@@ -68,12 +77,12 @@ class FlowBody(BaseModel):
 class StepBody(FlowBody):
     """A step as a flow submits it. What was sampled is known here already."""
 
-    prompt_ids: list[TokenId]
-    response_ids: list[TokenId]
+    prompt_ids: TokenIds
+    response_ids: TokenIds
     reward: BoundedReward | None = None
-    rollout_log_probs: list[FiniteFloat] | None = None
-    trajectory_uid: str = ""
-    prompt_uid: str = ""
+    rollout_log_probs: Annotated[list[FiniteFloat], Field(fail_fast=True)] | None = None
+    trajectory_uid: Uid = ""
+    prompt_uid: Uid = ""
     step_index: int = 0
     policy_version: int = 0
     is_last: bool = False
@@ -94,17 +103,17 @@ class StepBody(FlowBody):
 
 
 class StepsBody(FlowBody):
-    steps: list[StepBody]
+    steps: list[StepBody] = Field(max_length=MAX_STEPS, fail_fast=True)
 
 
 class RewardBody(FlowBody):
     """`POST /compute_reward`: messages, or the tokens of one reply."""
 
-    trajectory_uid: str = ""
-    messages: list[Message] | None = None
+    trajectory_uid: Uid = ""
+    messages: Annotated[list[Message], Field(fail_fast=True, max_length=MAX_MESSAGES)] | None = None
     dataset_fields: dict[str, Any] = Field(default_factory=dict[str, Any])
-    prompt_ids: list[TokenId] | None = None
-    response_ids: list[TokenId] | None = None
+    prompt_ids: TokenIds | None = None
+    response_ids: TokenIds | None = None
     num_turns: int = 2
     extra_fields: dict[str, Any] = Field(default_factory=dict[str, Any])
     multi_modal_data: Any = None
@@ -113,6 +122,7 @@ class RewardBody(FlowBody):
     def _one_form(self) -> "RewardBody":
         if self.messages is None and (self.prompt_ids is None or self.response_ids is None):
             raise ValueError("give messages, or prompt_ids and response_ids")
+        _check_values(self.dataset_fields, self.extra_fields)
         return self
 
 
@@ -124,11 +134,34 @@ class RegisterBody(FlowBody):
 
 class CompleteBody(FlowBody):
     reward: BoundedReward | None = None
-    channel: str | None = None
+    channel: Annotated[str, Field(max_length=200)] | None = None
 
 
 class InitBody(FlowBody):
     pass
+
+
+def _check_values(*fields: dict[str, Any]) -> None:
+    budget = JsonBudget(MAX_METADATA)
+    try:
+        for each in fields:
+            budget.spend(each, "dataset_fields")
+    except RequestError as error:
+        raise ValueError(str(error)) from error
+
+
+async def read_small(request: Request, kind: type[T]) -> T:
+    """See `read_as`; for a body without tokens and messages, whose values are counted before pydantic makes an error of each."""
+    body = await read_body(request.receive, MAX_SMALL_BYTES)
+    if body is None:
+        raise RequestError("the caller hung up before its request was whole", code="incomplete_request")
+    try:
+        JsonBudget(MAX_METADATA).spend(orjson.loads(body.strip() or b"{}"), "the body")
+    except orjson.JSONDecodeError:
+        pass  # pydantic says what is wrong with it
+    except RequestError as error:
+        raise schema_error(str(error), "body") from error
+    return parse_as(kind, body.strip() or b"{}")
 
 
 async def read_as(request: Request, kind: type[T], limit: int) -> T:
@@ -136,11 +169,14 @@ async def read_as(request: Request, kind: type[T], limit: int) -> T:
     body = await read_body(request.receive, limit)
     if body is None:
         raise RequestError("the caller hung up before its request was whole", code="incomplete_request")
+    if kind is StepsBody and body.count(b'"response_ids"') > MAX_STEPS:  # pydantic would validate all of them first
+        raise schema_error(f"hold more than {MAX_STEPS}; submit them in several requests", "body", "steps")
     return parse_as(kind, body.strip() or b"{}")
 
 
 def parse_as(kind: type[T], body: bytes, *where: str) -> T:
     """`body` as a `kind`; SchemaError 422 if it has another form."""
+    check_size(body)
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
@@ -216,7 +252,7 @@ class FlowRoutes:
 
     async def submit(self, request: Request) -> Response:
         """Store the rewards of steps that were sampled here; all of them, or none."""
-        body = await self._read(request, StepsBody)
+        body = await self._read(request, StepsBody, self._limits.body_bytes)
         by_rollout: dict[str, list[StepBody]] = {}
         for index, step in enumerate(body.steps):
             if not step.trajectory_uid and not request.scope["rollout_id"]:
@@ -228,7 +264,7 @@ class FlowRoutes:
 
     async def reward(self, request: Request) -> Response:
         """The reward by the run's grader, or by the rule for the row's data source."""
-        body = await self._read(request, RewardBody)
+        body = await self._read(request, RewardBody, MAX_REWARD_BYTES)
         named = body.trajectory_uid or request.scope["rollout_id"]
         rollout_id = self._own(request, named) if named else ""
         if self.reward_function is None:
@@ -289,8 +325,8 @@ class FlowRoutes:
         decode = self._pipeline.source.tokenizer.decode
         return [{"role": "user", "content": decode(prompt_ids)}, {"role": "assistant", "content": decode(response_ids)}]
 
-    async def _read(self, request: Request, kind: type[Any]) -> Any:
-        body = await read_as(request, kind, self._limits.body_bytes)
+    async def _read(self, request: Request, kind: type[Any], limit: int | None = None) -> Any:
+        body = await (read_small(request, kind) if limit is None else read_as(request, kind, min(limit, self._limits.body_bytes)))
         for name in body.ignored():
             self._pipeline.count(f"ignored:{name}")
         return body
@@ -340,7 +376,7 @@ def _ids(body: bytes) -> dict[str, Any]:
 # Submitted steps
 
 SUBMITTED, NOT_SUBMITTED = "submitted by its flow", "not submitted by its flow"
-MAX_COMPARED_STEPS = 64
+MAX_COMPARED_STEPS = 8
 """Newest steps that a refused one is compared with, to say in what it differs."""
 
 

@@ -18,8 +18,8 @@ from penstock.chat.templates import Tool, chain_digest, message_digest, tools_di
 from penstock.codec import UNLOCKED, pieces
 from penstock.records import Message
 
-MIN_CACHED_BYTES = 1 << 14
-"""Bytes from which a body is kept; shorter ones are parsed as fast as compared."""
+MIN_CACHED_BYTES, MAX_CACHED_BYTES = 1 << 14, 8 << 20
+"""Size of bodies that are kept. Shorter ones are parsed as fast as compared; longer ones would fill the memory."""
 MAX_UNSTABLE = 3
 """Bound of `IncrementalBody._unstable`; after it, bodies are parsed in full."""
 
@@ -70,7 +70,7 @@ class IncrementalBody:
 
     def read(self, body: bytes) -> Any:
         """The same value as `orjson.loads`. Known entries are the same objects as last time: callers must not change them."""
-        if len(body) < MIN_CACHED_BYTES:
+        if not MIN_CACHED_BYTES <= len(body) <= MAX_CACHED_BYTES:
             return orjson.loads(body)
         grew = self._extends_last(body)
         if not grew and not self._begin(body):

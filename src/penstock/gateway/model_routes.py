@@ -295,7 +295,7 @@ def _caller(scope: Scope) -> Caller:
         raise RequestError(text, code="unknown_caller")
     # A rollout server sends `{rollout_id}~{run}`: the part after the tilde tells runs apart.
     if named and named != rollout_id and not named.startswith(f"{rollout_id}~"):
-        raise RequestError(f"x-rollout-id names {named}, but the token is that of {rollout_id}", code="rollout_mismatch")
+        raise RequestError(f"x-rollout-id names {named[:200]}, but the token is that of {rollout_id}", code="rollout_mismatch")
     transcript, key = header(headers, b"x-sample-id") or scope["transcript"] or MAIN_TRANSCRIPT, header(headers, b"idempotency-key")
     for name, value in (("x-sample-id", transcript), ("idempotency-key", key)):
         if len(value) > 200:

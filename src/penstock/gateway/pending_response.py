@@ -71,7 +71,9 @@ class PendingResponse:
 
     async def send_error(self, error: RequestError) -> None:
         """Send an error as the response, or as the last event of a stream that has started (without its end mark)."""
-        self.summary.error = error
+        # Its traceback leads to the request's body, and through the summary back to the error: a cycle that would keep the body.
+        self.summary.error = error.with_traceback(None)
+        error.__cause__ = error.__context__ = None
         if self.sent:
             await self.send_events(self._dialect.error_event(error), last=True)
             self.complete = False

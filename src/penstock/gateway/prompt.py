@@ -8,10 +8,12 @@ from functools import partial
 from hashlib import blake2b
 from typing import Any
 
+import orjson
+
 from penstock.chat.renderer import Renderer
 from penstock.chat.templates import flatten
 from penstock.codec import pack_ints
-from penstock.engines.base import TokenPath
+from penstock.engines.base import Engine, TokenPath
 from penstock.errors import RequestError
 from penstock.gateway.call import ModelCall, Prompt
 from penstock.gateway.graph import RAW_CHAIN, TEMPLATE_REWRITES, TokenGraph
@@ -21,11 +23,44 @@ LONG_TEXT = 8_000
 """Characters from which tokenizing runs in a thread; it takes about 0.5 ms per thousand."""
 
 
+PIECE_CHARACTERS, PIECE_TOKENS = 1 << 16, 8
+"""How texts are cut to count their tokens, and how many tokens a cut may add."""
+
+
+class ContextBound:
+    """Refuses texts that are longer than the model's context before they are tokenized as a whole, which takes 150 bytes of memory
+    for each of theirs."""
+
+    def __init__(self, renderer: Renderer, engine: Engine) -> None:
+        self._encode = renderer.encode_raw
+        self._engine = engine
+
+    def check(self, texts: Sequence[str]) -> None:
+        """RequestError 400 if their tokens cannot fit. What may fit by its length alone is not counted."""
+        room = self._engine.context_length
+        if sum(map(len, texts)) <= 4 * room:
+            return
+        text = "\n".join(texts)
+        for start in range(0, len(text), PIECE_CHARACTERS):
+            room -= len(self._encode(text[start : start + PIECE_CHARACTERS])) - PIECE_TOKENS
+            if room < 0:
+                raise self.error(f"more than {self._engine.context_length}")
+
+    def check_ids(self, ids: Sequence[int]) -> None:
+        if len(ids) >= self._engine.context_length:
+            raise self.error(len(ids))
+
+    def error(self, tokens: int | str) -> RequestError:
+        text = f"the prompt has {tokens} tokens; the model's context holds {self._engine.context_length} with the reply"
+        return RequestError(text, code="context_length_exceeded", param="messages")
+
+
 class RootCache:
     """Caches the tokens of roots by chain digest: all rollouts of a group start with the same one."""
 
-    def __init__(self, renderer: Renderer, max_tokens: int = 2_000_000) -> None:
+    def __init__(self, renderer: Renderer, bound: ContextBound, max_tokens: int = 2_000_000) -> None:
         self._renderer = renderer
+        self._bound = bound
         self._left = max_tokens
         self._known = OrderedDict[str, tuple[int, ...]]()
 
@@ -35,7 +70,8 @@ class RootCache:
         known = self._known.get(chain)
         if known is not None:
             return known
-        ids = await _render(call.messages, lambda: self._renderer.root(call.messages, call.tools))
+        texts = [*_texts(call.messages), *([orjson.dumps(call.tools).decode()] if call.tools else [])]
+        ids = await _render(texts, self._bound, lambda: self._renderer.root(call.messages, call.tools))
         if all(message["role"] in ("system", "user") for message in call.messages) and chain not in self._known:
             self._known[chain] = ids
             self._left -= len(ids)
@@ -44,16 +80,18 @@ class RootCache:
         return ids
 
 
-async def make_prompt(graph: TokenGraph, renderer: Renderer, roots: RootCache, call: ModelCall, chains: Sequence[str]) -> Prompt:
-    """The prompt of `call`; `chains` are the digests of its tools and messages."""
+async def make_prompt(
+    graph: TokenGraph, renderer: Renderer, roots: RootCache, bound: ContextBound, call: ModelCall, chains: Sequence[str]
+) -> Prompt:
+    """The prompt of `call`; `chains` are the digests of its tools and messages. RequestError 400 if `bound` refuses it."""
     if call.raw is not None:
-        return _make_raw(graph, renderer, call.raw)
-    prompt = await _make_templated(graph, renderer, roots, call, chains)
+        return await _make_raw(graph, renderer, bound, call.raw)
+    prompt = await _make_templated(graph, renderer, roots, bound, call, chains)
     return prompt if call.forced is None else _force_call(prompt, renderer, call.forced)
 
 
 async def _make_templated(
-    graph: TokenGraph, renderer: Renderer, roots: RootCache, call: ModelCall, chains: Sequence[str]
+    graph: TokenGraph, renderer: Renderer, roots: RootCache, bound: ContextBound, call: ModelCall, chains: Sequence[str]
 ) -> Prompt:
     messages, match = call.messages, graph.match(call.messages, chains)
     reason = match.reason
@@ -64,7 +102,7 @@ async def _make_templated(
         extend = partial(
             renderer.extend, reply.message, new, last_id=last_id, tools=bool(call.tools), system=system, thought=thought
         )
-        added = await _render(new, extend)
+        added = await _render(_texts(new), bound, extend)
         if added is not None:
             ids = graph.context(match.step).then(added)
             return Prompt(ids=ids, parent=match.step, added=added, messages=new, tools=(), chain=match.chain, reason=reason)
@@ -74,13 +112,15 @@ async def _make_templated(
     return Prompt(ids=ids, parent=None, added=root, messages=messages, tools=tools, chain=match.chain, reason=reason)
 
 
-def _make_raw(graph: TokenGraph, renderer: Renderer, raw: str | tuple[int, ...]) -> Prompt:
+async def _make_raw(graph: TokenGraph, renderer: Renderer, bound: ContextBound, raw: str | tuple[int, ...]) -> Prompt:
     """A prompt without a chat template, after the longest known path that it continues."""
     parent, known = graph.match_raw(raw)
     if isinstance(raw, str):
         rest = raw[known:]
-        added, chain = tuple(renderer.encode_raw(rest)), blake2b(raw.encode(), digest_size=16).hexdigest()
+        added = await _render([rest], bound, lambda: renderer.encode_raw(rest))
+        chain = blake2b(raw.encode(), digest_size=16).hexdigest()
     else:
+        bound.check_ids(raw)
         added = raw[known:]
         rest, chain = renderer.tokenizer.decode(added), blake2b(pack_ints(raw), digest_size=16).hexdigest()
     before = TokenPath() if parent is None else graph.context(parent)
@@ -98,8 +138,24 @@ def _force_call(prompt: Prompt, renderer: Renderer, name: str) -> Prompt:
     return replace(prompt, ids=prompt.ids.then(ids), added=prompt.added + ids, forced_prefix=text)
 
 
-async def _render(messages: Sequence[Message], render: Callable[[], Any]) -> Any:
-    """Run `render` here, or in a thread if there is much to tokenize."""
-    if sum(len(flatten(message.get("content"))) for message in messages) > LONG_TEXT:
-        return await asyncio.to_thread(render)
-    return render()
+async def _render(texts: Sequence[str], bound: ContextBound, render: Callable[[], Any]) -> Any:
+    """Run `render` here, or in a thread if there is much to tokenize. `texts` are most of what it tokenizes."""
+    if sum(map(len, texts)) <= LONG_TEXT:
+        return render()
+
+    def checked() -> Any:
+        bound.check(texts)
+        return render()
+
+    return await asyncio.to_thread(checked)
+
+
+def _texts(messages: Sequence[Message]) -> list[str]:
+    """What a template writes of messages: contents, reasoning, and the arguments of calls."""
+    texts: list[str] = []
+    for message in messages:
+        texts += [flatten(message.get("content")), message.get("reasoning_content") or ""]
+        for call in message.get("tool_calls") or ():
+            name, arguments = call["function"]["name"], call["function"]["arguments"]
+            texts += [name, arguments if isinstance(arguments, str) else orjson.dumps(arguments).decode()]
+    return [text for text in texts if text]

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.engines.base import Engine
-from penstock.gateway.flows import read_as, schema_error
+from penstock.gateway.flows import read_small, schema_error
 from penstock.gateway.graph import TokenGraph
 from penstock.gateway.routes import json_response
 from penstock.gateway.session import pool_refusals
@@ -23,6 +23,8 @@ from penstock.records import Attempt, Group, Mark, Step
 
 MAX_ENTRIES = 200
 """Entries in one response, at most and by default."""
+MAX_CHANNELS = 100
+"""Channels in one request; each is read in turn."""
 MAX_OFFSET = 1000
 """Bound of `offset`, which reads what it skips; a cursor does not."""
 MAX_TEXT_CHARACTERS = 2_000
@@ -53,10 +55,10 @@ class CurationUpdate(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    key: str = ""
+    key: str = Field(default="", max_length=1000)
     """`trajectory:step`"""
-    trajectory_uid: str = ""
-    step_index: int | None = Field(default=None, ge=0)
+    trajectory_uid: str = Field(default="", max_length=1000)
+    step_index: int | None = Field(default=None, ge=0, lt=2**31)
     trainable: bool | None = None
     quality: FiniteFloat | None = Field(default=None, ge=0)
     note: str | None = Field(default=None, max_length=2000)
@@ -65,15 +67,14 @@ class CurationUpdate(BaseModel):
 class CurationBody(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    updates: list[CurationUpdate] = Field(max_length=1000)
+    updates: list[CurationUpdate] = Field(max_length=1000, fail_fast=True)
 
 
 class ReadApi:
-    def __init__(self, pool: Pool, engine: Engine, *, mode: str, body_bytes: int) -> None:
+    def __init__(self, pool: Pool, engine: Engine, *, mode: str) -> None:
         self._pool = pool
         self._engine = engine
         self._mode = mode
-        self._body_bytes = body_bytes
 
     async def config(self, request: Request) -> Response:
         own = {"mode": self._mode, "model": self._engine.model, "policy_version": self._engine.version, "limit": MAX_ENTRIES}
@@ -117,7 +118,7 @@ class ReadApi:
 
     async def curate(self, request: Request) -> Response:
         """Exclude steps or rollouts from training, or weight them. Has no effect on groups that a trainer has claimed (`late`)."""
-        body = await read_as(request, CurationBody, self._body_bytes)
+        body = await read_small(request, CurationBody)
         late: list[str] = []
         known: dict[str, Marks] = {}
         for index, update in enumerate(body.updates):
@@ -231,15 +232,18 @@ def read_offset(request: Request) -> int:
 def read_channels(request: Request, known: Iterable[str]) -> list[str]:
     """The channels in `channel` or `channels`, comma-separated; all known ones if there are none."""
     given = request.query_params.get("channels") or request.query_params.get("channel") or ""
-    named = [name for part in given.split(",") if (name := part.strip())]
-    return list(dict.fromkeys(named)) or list(known)
+    named = list(dict.fromkeys(name for part in given.split(",") if (name := part.strip())))
+    channels = named or list(known)
+    if len(channels) > MAX_CHANNELS:
+        raise schema_error(f"{len(channels)} channels are meant; name at most {MAX_CHANNELS}", "query", "channel")
+    return channels
 
 
 def read_positions(request: Request, channels: Iterable[str]) -> dict[str, int]:
     """The position of each channel for events. `cursor` is one number for all, or `train:12,val:9`."""
     given = request.query_params.get("cursor", "")
     if given.isdecimal():
-        return dict.fromkeys(channels, int(given))
+        return dict.fromkeys(channels, _cursor_number(given))
     parts = _cursor_parts(given)
     return {channel: _cursor_number(parts.get(channel, "0")) for channel in channels}
 

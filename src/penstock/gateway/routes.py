@@ -101,7 +101,7 @@ class Routes:
             if found is not None and found.route.method == method:
                 return found
             others |= {found.route.method} if found is not None else set()
-        path = "/" + "/".join(segments)
+        path = ("/" + "/".join(segments))[:200]
         if others:
             raise RequestError(f"{method} {path}: use {', '.join(sorted(others))}", status=405, code="wrong_method")
         raise RequestError(f"{method} {path}: there is no such route", status=404, code="no_such_route")

@@ -26,7 +26,7 @@ from penstock.errors import RequestError
 from penstock.gateway.call import ModelCall, Prompt
 from penstock.gateway.dialects.base import DialectTokenizer
 from penstock.gateway.graph import TokenGraph
-from penstock.gateway.prompt import RootCache, make_prompt
+from penstock.gateway.prompt import ContextBound, RootCache, make_prompt
 from penstock.gateway.reply import Delta, ReplyBuilder, ReplyText, SampledReply
 from penstock.records import Finish, Sampling, Usage
 
@@ -76,14 +76,15 @@ class TokenSource:
     def __init__(self, engine: Engine, renderer: Renderer) -> None:
         self.engine = engine
         self._renderer = renderer
-        self._roots = RootCache(renderer)
+        self._bound = ContextBound(renderer, engine)
+        self._roots = RootCache(renderer, self._bound)
 
     @property
     def tokenizer(self) -> DialectTokenizer:
         return self._renderer.tokenizer
 
     async def prompt(self, graph: TokenGraph, call: ModelCall, chains: Sequence[str]) -> Prompt:
-        return await make_prompt(graph, self._renderer, self._roots, call, chains)
+        return await make_prompt(graph, self._renderer, self._roots, self._bound, call, chains)
 
     def length(self, prompt: Prompt) -> int:
         return len(prompt.ids)
@@ -92,8 +93,7 @@ class TokenSource:
         """See `ReplySource.samplings`; also limited by the model's context."""
         room = self.engine.context_length - len(prompt.ids)
         if room < 1:
-            text = f"the prompt has {len(prompt.ids)} tokens; the model's context holds {self.engine.context_length} with the reply"
-            raise RequestError(text, code="context_length_exceeded", param="messages")
+            raise self._bound.error(len(prompt.ids))
         asked = call.sampling
         ends = tuple(dict.fromkeys([*self._renderer.stop_ids, *asked.stop_ids]))
         tokens = min(asked.max_tokens, max_tokens, room)

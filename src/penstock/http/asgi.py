@@ -1,4 +1,4 @@
-"""Small tools for ASGI apps: headers, bounded request bodies, JSON."""
+"""Small tools for ASGI apps: headers, bounded request bodies, JSON of bounded size and depth."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, cast
@@ -10,6 +10,12 @@ from penstock.errors import RequestError
 
 ON_DISCONNECT = "penstock.on_disconnect"
 """In a scope, by our server: called with a function, has that called once the caller leaves; called with None, no longer."""
+MAX_JSON_VALUES, MAX_JSON_KEYS = 1_000_000, 200_000
+"""In a body, at most: as many as are parsed in about 100 ms. They are counted by commas and colons, those in texts included."""
+MAX_JSON_FIELDS = 1000
+"""Fields of a body that is an object."""
+MAX_JSON_DEPTH = 64
+"""Nesting levels; stores and templates recurse."""
 Headers = Iterable[tuple[bytes, bytes]]
 
 
@@ -28,14 +34,54 @@ async def read_body(receive: Receive, limit: int) -> bytes | None:
     return b"".join(parts)
 
 
+def check_size(body: bytes) -> None:
+    """RequestError 413 if a JSON body holds so many values that parsing it would stall the loop."""
+    if len(body) < MAX_JSON_KEYS:
+        return
+    for mark, most, what in ((b",", MAX_JSON_VALUES, "values (commas)"), (b'":', MAX_JSON_KEYS, "keys")):
+        if body.count(mark) > most:
+            text = f"the request holds more than {most} {what}; send less, or send it in several requests"
+            raise RequestError(text, status=413, code="request_too_large")
+
+
+class JsonBudget:
+    """Counts JSON values while they are read, across several calls; refuses too many, and those that are nested too deep."""
+
+    def __init__(self, most: int, *, depth: int = MAX_JSON_DEPTH) -> None:
+        self._most = self._left = most
+        self._depth = depth
+
+    def spend(self, value: Any, name: str) -> None:
+        """RequestError 400 if `value` is nested too deep, or holds more than is left."""
+        level: list[Any] = [value]
+        for _ in range(self._depth + 1):
+            self._left -= len(level)
+            if self._left < 0:
+                text = f"{name} holds more than {self._most} JSON values; send less"
+                raise RequestError(text, code="invalid_value", param=name)
+            level = [item for each in level for item in _items(each)]
+            if not level:
+                return
+        raise RequestError(f"{name} is nested more than {self._depth} levels deep", code="invalid_value", param=name)
+
+
+def _items(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return cast("dict[str, Any]", value).values()
+    return cast("list[Any]", value) if isinstance(value, list) else ()
+
+
 def parse_json(body: bytes, read: Callable[[bytes], Any] = orjson.loads) -> dict[str, Any]:
     """The JSON object that `body` is."""
+    check_size(body)
     try:
         value = read(body)
     except orjson.JSONDecodeError as error:
         raise RequestError(f"the request body is not valid JSON: {error}", code="invalid_json") from error
     if not isinstance(value, dict):
         raise RequestError("the request body must be a JSON object", code="invalid_json")
+    if len(cast("dict[str, Any]", value)) > MAX_JSON_FIELDS:
+        raise RequestError(f"the request body has more than {MAX_JSON_FIELDS} fields", code="invalid_value")
     return cast("dict[str, Any]", value)
 
 

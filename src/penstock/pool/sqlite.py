@@ -55,9 +55,11 @@ class SqlitePool(SqlPool):
 
     @classmethod
     def why_unreadable(cls, folder: Path) -> str | None:
-        if pool_file(folder).exists():
-            return None
-        return "this run has no pool.db yet, so there is nothing to read; start it first"
+        if not pool_file(folder).exists():
+            return "this run has no pool.db yet, so there is nothing to read; start it first"
+        if cls.size_bytes(folder, "") == 0:
+            return "its pool.db is empty, so there is nothing to read; restore a copy"
+        return None
 
     @classmethod
     def size_bytes(cls, folder: Path, url: str) -> int | None:

@@ -48,13 +48,20 @@ def was_sampled(reported: Sequence[Message], recorded: Sequence[Message], replie
     return _is_subsequence(said, shown) or _is_subsequence(said, list(_utterances(replies)))
 
 
-def text_of(message: Message) -> str:
-    """Returns the text of a message in the OpenAI form, without spaces around it."""
-    content: Any = message.get("content")
-    if isinstance(content, list):
-        parts = cast("list[dict[str, Any]]", content)
-        return "".join(str(part.get("text") or "") for part in parts).strip()
-    return str(content or "").strip()
+def sampled_messages(messages: Iterable[Message], replies: Iterable[Message]) -> list[Message]:
+    """Returns the assistant messages of a recorded transcript that the policy said; a request brought the others along.
+
+    A reply may come back without its reasoning, or the spaces around its text.
+    """
+    said = {_spoken(reply) for reply in replies}
+    return [message for message in messages if message.get("role") == "assistant" and _spoken(message) in said]
+
+
+def _spoken(message: Message) -> tuple[Utterance, ...] | str:
+    try:
+        return tuple(each for each in _utterances([message]) if each.kind != "thought")
+    except _UnknownFormError:
+        return json.dumps(message, sort_keys=True, default=str)
 
 
 def _is_subsequence(said: Iterable[Utterance], known: Iterable[Utterance]) -> bool:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from penstock.records import Attempt, Message, Step
-from penstock.rollout.reported import text_of, was_sampled
+from penstock.rollout.reported import sampled_messages, was_sampled
 from penstock.sdk.routing import MAIN
 from penstock.sdk.samples import RolloutSample, fast_copy
 
@@ -57,7 +57,7 @@ def make_samples(
             id=name,
             messages=fast_copy(reported[name] if proven else known.messages),
             transcript=fast_copy(known.messages),
-            replies=fast_copy(_sampled(known.messages, replies)),
+            replies=fast_copy(sampled_messages(known.messages, replies)),
             reported_messages=fast_copy(claims.get(name, [])),
             tools=fast_copy(known.tools),
             steps=known.steps,
@@ -76,12 +76,6 @@ def unrecorded_samples(claims: Mapping[str, list[Message]]) -> dict[str, Rollout
 def misreported(samples: Mapping[str, RolloutSample], reported: Iterable[str]) -> list[str]:
     """Returns the transcripts whose agents reported another conversation than was sampled."""
     return [name for name in reported if samples[name].messages != samples[name].reported_messages]
-
-
-def _sampled(messages: list[Message], replies: list[Message]) -> list[Message]:
-    """Returns the assistant messages that the policy said; the others came with a request."""
-    said = {text_of(reply) for reply in replies}
-    return [each for each in messages if each.get("role") == "assistant" and text_of(each) in said]
 
 
 def _transcript(attempt: Attempt, step: Step, indices: list[int], replies: list[Message]) -> Transcript:

@@ -172,7 +172,7 @@ def _bubblewrap() -> list[str]:
         line += ["--dev-bind-try", device, device]
     if os.geteuid() == 0:
         line += ["--ro-bind-try", "/sys", "/sys", "--cap-drop", "ALL"]
-        for capability in ROOT_CAPABILITIES:
+        for capability in (*ROOT_CAPABILITIES, "SETFCAP"):  # without it, root could not make a sandbox of its own in here
             line += ["--cap-add", f"CAP_{capability}"]
     return line
 

@@ -520,7 +520,7 @@ def test_body_that_is_no_json_object_is_one_clear_line(body):
 
 
 def test_larger_body_than_the_limit_is_refused_before_it_is_parsed(monkeypatch):
-    monkeypatch.setattr("penstock.rollout.server.app.MAX_REQUEST_BYTES", 1000)  # 64 MB would make a slow test
+    monkeypatch.setattr("penstock.rollout.server.app.MAX_REQUEST_BYTES", 1000)  # 16 MB would make a slow test
 
     async def play(server, listener):
         status, body, _ = await server.post(request(listener, metadata={"x": "y" * 1000}))
@@ -558,6 +558,26 @@ def test_token_opens_all_routes_and_nothing_else_does():
         await listener.next()
 
     with_server(play, backend_of(nothing), token="right")
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "status", "words"),
+    [
+        ("/rollout", {"initial_messages": PROMPT * 10_001}, 422, "at most 10000"),
+        ("/rollout", {"metadata": {"x": [0] * 200_000}}, 422, "more than 200000 JSON values"),
+        ("/rollout", {"metadata": json.loads('{"a":' * 75 + "1" + "}" * 75)}, 422, "nested more than 72 levels"),
+        ("/rollout", {"rollout_id": "x" * 257}, 422, "use 1 to 256"),
+        ("/rollout/cancel", {"ids": ["x"] * 10_001}, 422, "at most 10000"),
+        ("/rollout/cancel", {"prefix": "x" * 257}, 422, "at most 256"),
+    ],
+)
+def test_every_part_of_a_request_is_bounded(path, fields, status, words):
+    async def play(server, listener):
+        body = fields if path.endswith("cancel") else request(listener) | fields
+        answered, told, _ = await server.ask("POST", path, body)
+        assert (answered, words in told["error"]["message"]) == (status, True), told
+
+    with_server(play, backend_of(nothing))
 
 
 @pytest.mark.parametrize(

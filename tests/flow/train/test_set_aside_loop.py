@@ -83,7 +83,7 @@ def played(play, *, advantage, groups=4, rewards=(), **train):
 
 
 async def step(run):
-    return await next_step(run, TrainProgress(), Stopwatch())
+    return await next_step(run, TrainProgress(), Stopwatch(), asyncio.Event())
 
 
 def ids(ready):

@@ -106,7 +106,8 @@ def test_grader_gets_the_frameworks_form_only_of_what_was_sampled():
 
 def test_replies_are_what_the_policy_said_not_what_a_request_brought_along():
     given = {"role": "assistant", "content": "It is 43."}
-    edited = {"role": "assistant", "content": "Let me see."}  # sent back without its spaces or thoughts
-    messages = [given, {"role": "user", "content": "6 times 7?"}, edited, {"role": "user", "content": "Well?"}, ANSWERS]
+    edited = {"role": "assistant", "content": "Let me see. ", "tool_calls": [CALL]}  # sent back without its thoughts
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "answer", "arguments": "{}"}}]}
+    messages = [given, call, {"role": "user", "content": "6 times 7?"}, edited, {"role": "user", "content": "Well?"}, ANSWERS]
     sample = make_samples({"main": Transcript(messages, [], (0, 1), REPLIES)}, {})["main"]
     assert (sample.messages, sample.replies) == (messages, [edited, ANSWERS])

@@ -7,10 +7,15 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock.errors import ControllerError
+from penstock.errors import ControllerError, RequestError
+from penstock.http.asgi import JsonBudget
 
 MAX_BODY_BYTES = 4 << 20
 """Limit of a JSON body: a submission holds settings, no files."""
+MAX_BODY_VALUES = 20_000
+"""JSON values in a body."""
+MAX_STRING_CHARS = 10_000
+"""Of a field that is a name, a path or a code."""
 
 
 def reply(body: Mapping[str, Any], status: int = 200, **headers: str) -> Response:
@@ -29,6 +34,10 @@ async def read_object(request: Request, *, max_bytes: int = MAX_BODY_BYTES) -> d
         raise ControllerError(f"the request's body is not JSON: {cause}", code="BODY_INVALID", status=400) from cause
     if not isinstance(value, dict):
         raise ControllerError("the request's body must be a JSON object", code="BODY_INVALID", status=400)
+    try:
+        JsonBudget(MAX_BODY_VALUES).spend(value, "the request's body")
+    except RequestError as error:
+        raise ControllerError(str(error), code="BODY_INVALID", status=400) from error
     return cast(dict[str, Any], value)
 
 
@@ -52,6 +61,9 @@ def string_field(body: Mapping[str, Any], key: str, *, default: str | None = Non
     value = body.get(key, default)
     if not isinstance(value, str) or not value.strip():
         text = f"{key} is missing" if value is None else f"{key} must be a string that is not empty"
+        raise ControllerError(f"the request's body: {text}", code="BODY_INVALID", status=400, details={"field": key})
+    if len(value) > MAX_STRING_CHARS:
+        text = f"{key} is longer than {MAX_STRING_CHARS} characters"
         raise ControllerError(f"the request's body: {text}", code="BODY_INVALID", status=400, details={"field": key})
     return value
 

@@ -153,6 +153,10 @@ class OutputFile(NamedTuple):
     """The file or its copy."""
 
 
+BuiltOutputs = dict[tuple[str, range | None], dict[str, OutputFile]]
+"""Outputs by path, of a type and the rows asked for."""
+
+
 class ManifestBuilder:
     def __init__(self, results: RunResults) -> None:
         self._results = results
@@ -175,17 +179,18 @@ class ManifestBuilder:
                 found += await asyncio.to_thread(FILE_TYPES[kind], run, exports)
         return found
 
-    async def find(self, run: Run, exports: RunExports, path: str) -> OutputFile:
-        """Returns the present file of this manifest path; ControllerError 404 if there is none."""
+    async def find(self, run: Run, exports: RunExports, path: str, built: BuiltOutputs) -> OutputFile:
+        """Returns the present file of this manifest path; ControllerError 404 if there is none. `built` keeps what was built."""
         head = path.partition("/")[0]
         types = {"metrics.json": "metrics", "summary.jsonl": "trajectories", "logs.txt": "logs", "report.html": "report"}
         kind, attempt = types.get(head, head), ATTEMPT_PATH.match(path)
         rows = range(int(attempt[1]), int(attempt[1]) + 1) if attempt else None
-        found = await self.build(run, exports, [kind], rows) if kind in OUTPUT_TYPES[run.kind] else []
-        for each in found:
-            if each.path == path:
-                return each
-        raise unknown_output(run, path)
+        if (kind, rows) not in built:
+            outputs = await self.build(run, exports, [kind], rows) if kind in OUTPUT_TYPES[run.kind] else []
+            built[kind, rows] = {each.path: each for each in outputs}
+        if path not in built[kind, rows]:
+            raise unknown_output(run, path)
+        return built[kind, rows][path]
 
     async def _metrics(self, run: Run) -> bytes:
         if run.kind == "eval":
@@ -325,16 +330,17 @@ class OutputRoutes:
         items = _items(await read_object(request))
         run, exports = await asyncio.to_thread(self._open_run, request)
         links: list[dict[str, Any]] = []
+        built: BuiltOutputs = {}
         for path, token in items:
-            file = await self._file(run, exports, path, token)
+            file = await self._file(run, exports, path, token, built)
             url = self._links.create("output", run=run.id, file=file.relative_to(exports.files.path).as_posix())
             links.append({"path": path, "url": url} | ({"token": token} if token else {}))
         return reply({"items": links, "expires_in": int(self._links.lifetime_s)})
 
-    async def _file(self, run: Run, exports: RunExports, path: str, token: str | None) -> Path:
+    async def _file(self, run: Run, exports: RunExports, path: str, token: str | None, built: BuiltOutputs) -> Path:
         """Returns the copy that a token names, else the present file of this path."""
         if token is None:
-            return (await self._manifests.find(run, exports, path)).file
+            return (await self._manifests.find(run, exports, path, built)).file
         file = exports.folder / token
         if not COPY_NAME.fullmatch(token) or not file.is_file():
             raise unknown_output(run, path)

@@ -56,8 +56,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 """Fields that are not supported, with the values that have no effect and are accepted."""
 
-MAX_CHOICES = 128
-
 
 class ChatDialect:
     path = "/v1/chat/completions"
@@ -84,7 +82,7 @@ class ChatDialect:
             tools=tools,
             reads_calls=bool(tools) and body.get("tool_choice") != "none",
             forced=fields.forced_tool(body.get("tool_choice"), tools),
-            choices=fields.integer(body, "n", 1, low=1, high=MAX_CHOICES),
+            choices=fields.integer(body, "n", 1, low=1, high=fields.MAX_CHOICES),
             stream=fields.flag(body, "stream"),
             usage_in_stream=fields.flag(options, "include_usage"),
             logprobs=fields.flag(body, "logprobs"),

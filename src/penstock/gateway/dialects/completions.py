@@ -48,8 +48,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 `logprobs` is the number of most likely alternatives per token: 0 returns the log-probabilities of the sampled tokens only.
 """
 
-MAX_CHOICES = 128
-
 
 class CompletionsDialect:
     path = "/v1/completions"
@@ -62,7 +60,7 @@ class CompletionsDialect:
 
     def parse(self, body: dict[str, Any], defaults: Sampling, history: ConversationHistory) -> ModelCall:
         refuse_unsupported(body, NEUTRAL)
-        choices = fields.integer(body, "n", 1, low=1, high=MAX_CHOICES)
+        choices = fields.integer(body, "n", 1, low=1, high=fields.MAX_CHOICES)
         if body.get("best_of") not in (None, choices):
             raise unsupported("best_of", body["best_of"])
         with_logprobs = body.get("logprobs") is not None and body["logprobs"] is not False

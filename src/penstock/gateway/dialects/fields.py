@@ -1,16 +1,22 @@
 """Reading request fields: each has its type and range, or is refused by name."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import replace
 from typing import Any, cast
 
 from penstock.chat.templates import Tool, flatten
 from penstock.errors import RequestError
 from penstock.gateway.last_request import LastRequest
+from penstock.http.asgi import JsonBudget
 from penstock.records import Message, Sampling
 
-MAX_DEPTH = 64
-"""Nesting levels of messages and tools; the store and the templates recurse."""
+MAX_ENTRIES, MAX_TOOLS = 10_000, 2000
+"""Messages, items or content blocks, and tools or calls, in one list."""
+MAX_VALUES = 200_000
+"""JSON values in the tools, and in the messages that the last request did not have."""
+MAX_CHOICES = 128
+"""`n`."""
+MAX_STOP_CHARACTERS, MAX_STOP_IDS = 1000, 1000
 
 
 def as_object(value: Any) -> dict[str, Any] | None:
@@ -58,14 +64,16 @@ def flag(body: dict[str, Any], name: str) -> bool:
 def strings(body: dict[str, Any], name: str, *, most: int = 16) -> tuple[str, ...]:
     """A string or a list of them, none of them empty."""
     values = _several(body.get(name))
-    if len(values) > most or not all(isinstance(each, str) and each for each in values):
-        raise invalid(name, f"must be a string or up to {most} strings, none of them empty")
+    if len(values) > most or not all(isinstance(each, str) and 0 < len(each) <= MAX_STOP_CHARACTERS for each in values):
+        raise invalid(name, f"must be a string or up to {most} strings, each of 1 to {MAX_STOP_CHARACTERS} characters")
     return tuple(values)
 
 
-def integers(body: dict[str, Any], name: str) -> tuple[int, ...]:
+def integers(body: dict[str, Any], name: str, *, most: int | None = None) -> tuple[int, ...]:
     """A list of token ids."""
     values = _several(body.get(name))
+    if most is not None:
+        check_count(values, name, most)
     if values and not (set(map(type, values)) == {int} and 0 <= min(values) <= max(values) < 2**31):
         raise invalid(name, "must be a list of token ids")
     return tuple(values)
@@ -76,7 +84,9 @@ def messages(value: Any, last_request: LastRequest, name: str = "messages") -> t
     given = as_list(value)
     if not given:
         raise invalid(name, "must be a list with at least one message")
-    return last_request.messages(given, lambda index, each: _message(each, f"{name}[{index}]"))
+    check_count(given, name)
+    budget = JsonBudget(MAX_VALUES)
+    return last_request.messages(given, lambda index, each: _message(each, f"{name}[{index}]", budget))
 
 
 def tools(value: Any, last_request: LastRequest, name: str = "tools") -> tuple[Tool, ...]:
@@ -109,14 +119,9 @@ def check_vocabulary(ids: Sequence[int], name: str, size: int) -> None:
         raise invalid(name, f"holds token {max(ids)}; this model has {size} of them, counted from 0")
 
 
-def check_depth(value: Any, name: str) -> None:
-    """Refuse JSON that is nested too deep."""
-    level: list[Any] = [value]
-    for _ in range(MAX_DEPTH):
-        level = [item for each in level for item in _inside(each) if isinstance(item, dict | list)]
-        if not level:
-            return
-    raise invalid(name, f"is nested more than {MAX_DEPTH} levels deep")
+def check_count(entries: Sized, name: str, most: int = MAX_ENTRIES) -> None:
+    if len(entries) > most:
+        raise invalid(name, f"has {len(entries)} entries; send at most {most}")
 
 
 def preview(value: Any) -> str:
@@ -132,15 +137,12 @@ def _several(value: Any) -> list[Any]:
     return [] if value is None else [value] if as_list(value) is None else value
 
 
-def _inside(value: Any) -> Iterable[Any]:
-    return (as_object(value) or {}).values() or as_list(value) or ()
-
-
 def _tools(value: Any, name: str) -> tuple[Tool, ...]:
     given = as_list([] if value is None else value)
     if given is None:
         raise invalid(name, "must be a list of tools")
-    check_depth(given, name)
+    check_count(given, name, MAX_TOOLS)
+    JsonBudget(MAX_VALUES).spend(given, name)
     for index, each in enumerate(given):
         tool = as_object(each) or {}
         function = as_object(tool.get("function")) or {}
@@ -149,11 +151,11 @@ def _tools(value: Any, name: str) -> tuple[Tool, ...]:
     return tuple(given)
 
 
-def _message(value: Any, name: str) -> Message:
+def _message(value: Any, name: str, budget: JsonBudget) -> Message:
     given = as_object(value)
     if given is None:
         raise invalid(name, "must be an object")
-    check_depth(given, name)
+    budget.spend(given, name)
     role = given.get("role")
     if not isinstance(role, str) or role not in ROLES:
         raise invalid(f"{name}.role", f"must be one of {', '.join(ROLES)}, not {preview(role)}")
@@ -177,6 +179,7 @@ def _content(value: Any, name: str) -> str:
     parts = as_list(value)
     if parts is None:
         raise invalid(name, f"must be a string or a list of text parts, not {preview(value)}")
+    check_count(parts, name)
     return flatten([{"text": _part(as_object(part) or {}, f"{name}[{index}]")} for index, part in enumerate(parts)])
 
 
@@ -189,6 +192,7 @@ def _part(part: dict[str, Any], name: str) -> str:
 
 def _calls(value: Any, name: str) -> list[dict[str, Any]]:
     calls: list[dict[str, Any]] = []
+    check_count(as_list(value) or (), name, MAX_TOOLS)
     for index, each in enumerate(as_list(value) or [None]):
         call = as_object(each) or {}
         function, where = as_object(call.get("function")), f"{name}[{index}]"
@@ -225,7 +229,7 @@ def read_sampling(body: dict[str, Any], defaults: Sampling, limit: str) -> Sampl
         top_k=max(integer(body, "top_k", defaults.top_k, low=-1), 0),
         min_p=number(body, "min_p", defaults.min_p, low=0, high=1),
         stop=strings(body, "stop") or defaults.stop,
-        stop_ids=(*defaults.stop_ids, *integers(body, "stop_token_ids")),
+        stop_ids=(*defaults.stop_ids, *integers(body, "stop_token_ids", most=MAX_STOP_IDS)),
         seed=defaults.seed if seed is None else integer(body, "seed", 0, low=-(2**53)),
     )
 

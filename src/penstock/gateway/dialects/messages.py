@@ -16,6 +16,7 @@ from penstock.gateway.dialects import fields
 from penstock.gateway.dialects.base import DialectTokenizer, ModelAnswer, UnsentTokens
 from penstock.gateway.dialects.fields import SAMPLING_FIELDS, read_sampling, refuse_unsupported, unsupported
 from penstock.gateway.reply import CallDelta, Delta, deltas_of
+from penstock.http.asgi import JsonBudget
 from penstock.records import Message, Sampling, Step
 
 HONOURED = frozenset(
@@ -70,7 +71,8 @@ class MessagesDialect:
         refuse_unsupported(body, NEUTRAL)
         held = _held(body, history)
         spoken = split_conversation(body.get("system"), fields.as_list(body.get("messages", [])) or _no_messages(body, held))
-        messages = history.last_request.messages([*held.messages, *spoken.units], _read)
+        budget = JsonBudget(fields.MAX_VALUES)
+        messages = history.last_request.messages([*held.messages, *spoken.units], lambda _, unit: _read(unit, budget))
         _refuse_prefill(messages, body)
         tools = held.tools or history.last_request.tools(body.get("tools"), _tools)
         choice = _choice(body)
@@ -165,7 +167,8 @@ def _tools(value: Any) -> tuple[Tool, ...]:
     given = fields.as_list([] if value is None else value)
     if given is None:
         raise fields.invalid("tools", "must be a list of tools")
-    fields.check_depth(given, "tools")
+    fields.check_count(given, "tools", fields.MAX_TOOLS)
+    JsonBudget(fields.MAX_VALUES).spend(given, "tools")
     return tuple(_tool(fields.as_object(each), f"tools[{place}]") for place, each in enumerate(given) if _hosted(each) is None)
 
 
@@ -268,9 +271,12 @@ def split_conversation(system: Any, turns: Sequence[Any]) -> SplitConversation:
         ignored.add("system:billing_header")
     if any((fields.as_object(each.value) or {}).get("text") != "" for each in kept):
         units.append(MessageBlocks("system", kept))
-    side, run = "", list[ContentBlock]()
+    fields.check_count(turns, "messages")
+    side, run, blocks_in_all = "", list[ContentBlock](), 0
     for turn, value in enumerate(turns):
         role, blocks = _turn(value, turn)
+        blocks_in_all += len(blocks)
+        fields.check_count(range(blocks_in_all), "messages")
         if role != side or role == "system":
             units += _units(side, run)
             side, run = role, []
@@ -281,14 +287,14 @@ def split_conversation(system: Any, turns: Sequence[Any]) -> SplitConversation:
     return SplitConversation(units, frozenset(ignored))
 
 
-def _read(place: int, unit: MessageBlocks | Message) -> Message:
-    return read_message(unit) if isinstance(unit, MessageBlocks) else unit
+def _read(unit: MessageBlocks | Message, budget: JsonBudget) -> Message:
+    return read_message(unit, budget) if isinstance(unit, MessageBlocks) else unit
 
 
-def read_message(unit: MessageBlocks) -> Message:
+def read_message(unit: MessageBlocks, budget: JsonBudget) -> Message:
     """Parse one message. The error for an unsupported block names its position."""
     for block in unit.blocks:
-        fields.check_depth(block.value, block.name)
+        budget.spend(block.value, block.name)
     if unit.role == "assistant":
         return _assistant(unit.blocks)
     if unit.role == "tool":
@@ -313,6 +319,7 @@ def _placed(content: Any, turn: int | None, name: str) -> list[ContentBlock]:
     blocks = fields.as_list(content)
     if blocks is None:
         raise fields.invalid(name, f"must be a string or a list of content blocks, not {fields.preview(content)}")
+    fields.check_count(blocks, name)
     return [ContentBlock(turn, place, block) for place, block in enumerate(blocks)]
 
 

@@ -18,6 +18,7 @@ from penstock.gateway.dialects.base import DialectTokenizer, ModelAnswer, Unsent
 from penstock.gateway.dialects.chat import error_body, logprobs
 from penstock.gateway.dialects.fields import SAMPLING_FIELDS, read_sampling, refuse_unsupported, unsupported
 from penstock.gateway.reply import CallDelta, Delta
+from penstock.http.asgi import JsonBudget
 from penstock.records import Finish, Message, Sampling, Step
 
 HONOURED = SAMPLING_FIELDS | frozenset(
@@ -64,6 +65,10 @@ ECHOED: dict[str, Any] = {
 }
 """Request fields that the response object repeats, with the value shown if the request omits them."""
 LOGPROBS = "message.output_text.logprobs"
+
+
+MAX_INCLUDED = 100
+"""Names in `include`."""
 
 
 class ResponsesDialect:
@@ -129,6 +134,7 @@ def _check_format(body: dict[str, Any]) -> None:
 
 def _included(body: dict[str, Any]) -> list[str]:
     named = fields.as_list([] if body.get("include") is None else body["include"])
+    fields.check_count(named or (), "include", MAX_INCLUDED)
     if named is None or not all(isinstance(each, str) for each in named):
         raise fields.invalid("include", "must be a list of names")
     return named
@@ -184,7 +190,7 @@ class _ToolEntry(NamedTuple):
 
 def offered_tools(value: Any, name: str = "tools") -> tuple[Tool, ...]:
     """Return the tools for the model, all as functions with flat names. Tools that a vendor's servers run are left out."""
-    fields.check_depth(value, name)
+    JsonBudget(fields.MAX_VALUES).spend(value, name)
     known: dict[str, ClientToolName] = {}
     tools: list[Tool] = []
     for given in _given(value, name):
@@ -314,6 +320,7 @@ def _listed(value: Any, name: str) -> list[dict[str, Any]]:
     listed = fields.as_list(value)
     if listed is None:
         raise fields.invalid(name, "must be a list of tools")
+    fields.check_count(listed, name, fields.MAX_TOOLS)
     tools = [fields.as_object(each) or {} for each in listed]
     for place, tool in enumerate(tools):
         fields.string(tool.get("type"), f"{name}[{place}].type")
@@ -347,7 +354,9 @@ def _as_function(given: _ToolEntry, flat: str) -> Tool:
 # Messages from input items
 
 RESPONSE_ID = "resp_"
-ITEM_ID = re.compile(r"(msg|rs|fc|ctc)_(.+)_(\d+)")
+MAX_REFERENCES = 256
+"""Item references in one request; each is looked up in the whole conversation."""
+ITEM_ID = re.compile(r"(msg|rs|fc|ctc)_(.+)_([0-9]{1,9})")
 """Ids of our own items: kind, answer id, and index among the answer's items of that kind."""
 CALLS = ("function_call", "custom_tool_call")
 RESULTS = ("function_call_output", "custom_tool_call_output")
@@ -374,11 +383,12 @@ def read_messages(body: dict[str, Any], history: ConversationHistory) -> tuple[M
     raw += [group.items for group in groups]
     if not raw:
         raise fields.invalid("input", "must be text or a list with at least one item")
+    budget = JsonBudget(fields.MAX_VALUES)
 
     def read(place: int, each: Any) -> Message:
         if isinstance(each, str):
             return {"role": "system", "content": each, "instructions": True}
-        return fields.as_object(each) or _message(groups[place - before])
+        return fields.as_object(each) or _message(groups[place - before], budget)
 
     return history.last_request.messages(raw, read)
 
@@ -404,11 +414,16 @@ def _items(value: Any, history: ConversationHistory) -> list[dict[str, Any]]:
     listed = fields.as_list([] if value is None else value)
     if listed is None:
         raise fields.invalid("input", f"must be text or a list of items, not {fields.preview(value)}")
+    fields.check_count(listed, "input")
     items: list[dict[str, Any]] = []
+    references = 0
     for place, each in enumerate(listed):
         item = fields.as_object(each)
         if item is None:
             raise fields.invalid(f"input[{place}]", f"must be an item, not {fields.preview(each)}")
+        references += _kind(item) == "item_reference"
+        if references > MAX_REFERENCES:
+            raise fields.invalid(f"input[{place}]", f"is item reference {references}; send at most {MAX_REFERENCES}")
         items.append(_resolved(item, f"input[{place}]", history) if _kind(item) == "item_reference" else item)
     return items
 
@@ -459,9 +474,9 @@ def _is_silent(group: ItemGroup) -> bool:
     return all(_kind(item) == "reasoning" and not _thought(item, "input") for item in group.items)
 
 
-def _message(group: ItemGroup) -> Message:
+def _message(group: ItemGroup, budget: JsonBudget) -> Message:
     first, name = group.items[0], f"input[{group.start}]"
-    fields.check_depth(group.items, name)
+    budget.spend(group.items, name)
     kind = _kind(first)
     if kind in RESULTS:
         content = _content(first.get("output"), f"{name}.output")

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from penstock.errors import ConfigError, PenstockError, RequestError
-from penstock.http.asgi import header, read_body
+from penstock.http.asgi import check_size, header, read_body
 from penstock.http.listen import base_url, bind
 from penstock.http.server import HttpServer
 from penstock.rollout.executors.base import LoadTranscripts
@@ -206,6 +206,7 @@ class CallbackListener:
 
 def _read(kind: type[B], body: bytes, rollout_id: str) -> B:
     """Parses the body of a callback; RequestError 422 says what is wrong with it."""
+    check_size(body)
     try:
         result = kind.model_validate_json(body)
     except ValidationError as cause:

@@ -25,7 +25,7 @@ from penstock.rollout.server.journal import DEFAULT_PATH
 from penstock.rollout.server.requests import AllowedHosts, InvalidBody, read_cancel, read_rollout
 from penstock.rollout.server.rollouts import AcceptedRollouts, ServerLimits
 
-MAX_REQUEST_BYTES = 64 << 20
+MAX_REQUEST_BYTES, MAX_CANCEL_BYTES = 16 << 20, 1 << 20
 RETRY_AFTER = {429: "5", 503: "10"}
 """The Retry-After header, in seconds, by status."""
 LAST_BYTES_S = 1.0
@@ -133,7 +133,7 @@ class RolloutRoutes:
         return _reply({"rollout_id": rollout_id, "status": state, "message": message or None})
 
     async def _cancel(self, request: Request) -> Response:
-        cancel = await read_cancel(request, max_bytes=MAX_REQUEST_BYTES)
+        cancel = await read_cancel(request, max_bytes=MAX_CANCEL_BYTES)
         return _reply({"cancelled": await self._rollouts.cancel(cancel.matcher())})
 
 

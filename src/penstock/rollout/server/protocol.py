@@ -74,7 +74,7 @@ class ProtocolBody(BaseModel):
 
 class RolloutInitRequest(ProtocolBody):
     rollout_id: Segment
-    initial_messages: list[dict[str, Any]]
+    initial_messages: list[dict[str, Any]] = Field(max_length=10_000, fail_fast=True)
     chat_completions_url: str
     """The base URL of the policy: clients append `/chat/completions`."""
     completion_callback_url: str
@@ -104,7 +104,7 @@ class RolloutCompleteRequest(ProtocolBody):
     extra_fields: dict[str, Any] = Field(default_factory=dict[str, Any])
     err_message: str | None = None
     err_category: RolloutErrorCategory | None = None
-    strays: list[str] | None = None
+    strays: list[str] | None = Field(default=None, max_length=10_000, fail_fast=True)
     """*Ours*: providers that the workflow called directly."""
     end: End | None = None
     """*Ours*: how a failed rollout ends. It tells what the category cannot: our deadline from a TimeoutError of the author's code,
@@ -153,7 +153,7 @@ class GraderCompleteRequest(ProtocolBody):
     """*Ours*: of the whole rollout."""
     step_rewards: dict[int, FiniteFloat] | None = None
     """*Ours*: by the index of the call."""
-    filled: list[str] | None = None
+    filled: list[str] | None = Field(default=None, max_length=10_000, fail_fast=True)
     """*Ours*: samples without a reward of their own; they carry the rollout's, for peers that only read samples' rewards."""
     misreported: list[str] | None = None
     """*Ours*: samples whose agents reported another conversation than was sampled."""

@@ -12,11 +12,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from starlette.requests import Request
 
 from penstock.errors import ConfigError, RequestError
-from penstock.http.asgi import read_body
+from penstock.http.asgi import JsonBudget, check_size, read_body
 from penstock.http.listen import LOOPBACK
-from penstock.rollout.server.protocol import RolloutInitRequest
+from penstock.rollout.server.protocol import LONGEST_ID, RolloutInitRequest
 
 MAX_URL_CHARS = 4096
+MAX_VALUES, MAX_DEPTH = 200_000, 72
+"""JSON values in a body, and how deep they are nested: a dataset's columns may have 64 levels."""
 
 
 B = TypeVar("B", bound=BaseModel)
@@ -47,8 +49,8 @@ class CancelRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    ids: list[str] | None = None
-    prefix: str | None = Field(default=None, min_length=1)
+    ids: list[str] | None = Field(default=None, max_length=10_000, fail_fast=True)
+    prefix: str | None = Field(default=None, min_length=1, max_length=LONGEST_ID)
     all: bool = False
 
     @model_validator(mode="after")
@@ -83,10 +85,15 @@ async def read_cancel(request: Request, *, max_bytes: int) -> CancelRequest:
 
 def parse(kind: type[B], body: bytes) -> B:
     """Parses a JSON body; InvalidBody names each field that is wrong."""
+    check_size(body)
     try:  # json, not orjson: integers may have any size
         value: Any = json.loads(body, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as cause:
         raise InvalidBody([BodyIssue("", f"the body is not valid JSON: {cause}")]) from cause
+    try:
+        JsonBudget(MAX_VALUES, depth=MAX_DEPTH).spend(value, "the body")
+    except RequestError as cause:
+        raise InvalidBody([BodyIssue("", str(cause))]) from cause
     try:
         return kind.model_validate(value)
     except ValidationError as cause:
