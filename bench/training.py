@@ -15,7 +15,7 @@ import torch
 from penstock.config import TrainSection
 from penstock.engines.embedded.decoder import Decoder, DecoderShape
 from penstock.records import Sequence
-from penstock.train.batches import Batch, pack
+from penstock.train.batches import CPU_TOKENS_PER_PASS, Batch, pack
 from penstock.train.learner import Learner
 
 SHAPE = DecoderShape(
@@ -61,7 +61,7 @@ def _rate(learner: Learner, batch: Batch) -> tuple[float, float, Batch]:
 
 
 def _batch(sequences: list[Sequence], *, shared: bool) -> Batch:
-    return pack(sequences, rollouts=len(sequences), tokens_per_pass=TrainSection().tokens_per_pass, shared_prefix=shared)
+    return pack(sequences, rollouts=len(sequences), tokens_per_pass=CPU_TOKENS_PER_PASS, shared_prefix=shared)
 
 
 def _decoder() -> Decoder:

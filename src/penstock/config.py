@@ -10,7 +10,7 @@ import tempfile
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, cast
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar, cast
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny, ValidationError, create_model
@@ -147,8 +147,9 @@ class TrainSection(Section):
     """Largest norm of the gradient."""
     updates_per_step: int = Field(default=1, ge=1)
     """Optimizer steps on each batch of groups."""
-    tokens_per_pass: int = Field(default=1024, ge=1)
-    """How many tokens go through the model at once: bounds memory, changes no result. On a GPU 4096 or more is faster."""
+    tokens_per_pass: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+    """How many tokens go through the model at once: bounds memory, changes no result. `auto` is 1024 on a CPU, and what free memory
+    holds on a GPU."""
     shared_prefix: bool = True
     """Forward shared prompt prefixes once; false is the flat path, slower, with the same gradients."""
     eval_every: int = Field(default=0, ge=0)

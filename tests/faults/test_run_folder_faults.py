@@ -204,10 +204,12 @@ def try_case(case: Case, runs: Runs, *, kill: bool = False) -> str:
         run = project / "runs/run"
         inflict(case.damage, run / case.file, runs.folder / "other/runs/run" / case.file, dice)
         hit = hash_model(run / NEWEST)
+        told = ""
         if kill:
             seconds = runs.usual(case.base, case.command).answer.seconds
-            runs.commands.run(project, COMMANDS[case.command], kill_s=dice.uniform(0.02, seconds))
-        return judge(case, runs, project, runs.commands.run(project, COMMANDS[case.command]), hit)
+            told = runs.commands.run(project, COMMANDS[case.command], kill_s=dice.uniform(0.02, seconds)).err
+        answer = runs.commands.run(project, COMMANDS[case.command])
+        return judge(case, runs, project, answer._replace(err=told + answer.err), hit)
 
 
 def hash_model(folder: Path) -> dict[str, str]:
@@ -296,6 +298,7 @@ def judge_reading(case: Case, runs: Runs, project: Path, answer: Answer, hit: di
             is_shorter(case)
             or page == runs.usual(case.base, case.command).report
             or b"left out" in page
+            or b"No transcripts: its pool.db is empty" in page
             or case.damage == "missing"
         )
         return None if same else "another page, and nothing was said"

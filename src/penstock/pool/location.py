@@ -47,9 +47,24 @@ def existing_pool(folder: Path, section: PoolSection) -> PoolLocation:
 async def open_pool_at(location: PoolLocation) -> AsyncGenerator[Pool]:
     pool: Pool = POOLS.load(location.name)(location.folder, url=location.url)
     try:
+        await refuse_foreign_pool(pool, location.folder)
         yield pool
     finally:
         await pool.close()
+
+
+async def refuse_foreign_pool(pool: Pool, folder: Path) -> None:
+    """ConfigError if the pool belongs to another run than the `config.json` in `folder`. Older runs cannot be told apart."""
+    try:
+        settings: Any = orjson.loads((folder / "config.json").read_bytes())
+        run_id = settings.get("id", "") if "datasets" in settings else None
+    except (OSError, ValueError, AttributeError, TypeError):
+        return
+    if run_id is not None and await pool.run_id() not in ("", run_id):
+        raise ConfigError(
+            f"{folder}: its pool and its config.json belong to different runs; restore the one that was replaced, "
+            "or start over with --fresh, which keeps this run aside"
+        )
 
 
 def _read_section(folder: Path) -> PoolSection | None:

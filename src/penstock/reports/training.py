@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from penstock.errors import ConfigError
 from penstock.pool import POOLS
 from penstock.pool.base import Pool
+from penstock.pool.location import refuse_foreign_pool
 from penstock.records import Attempt, End, Group, Task
 from penstock.reports.html import (
     ChartPoint,
@@ -25,7 +26,6 @@ from penstock.reports.html import (
     transcript,
 )
 from penstock.run.folder import RunFolder, find_run_folder
-from penstock.run.recorded_run import refuse_foreign_pool
 from penstock.system.files import write_file
 
 
@@ -208,7 +208,7 @@ async def _read_pool(run: RunFolder, config: dict[str, Any]) -> dict[str, Any]:
         return {"picked_from": f"No transcripts: {reason}."}
     pool: Pool = kind(run.path, url=config["pool"].get("url", ""))
     try:
-        await refuse_foreign_pool(pool, run)
+        await refuse_foreign_pool(pool, run.path)
         stats = await pool.stats("train")
         groups = await pool.groups("train", limit=SCANNED_GROUPS)
         rest = max(SCANNED_GROUPS, stats.last_seq + 1 - SCANNED_GROUPS)

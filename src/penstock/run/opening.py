@@ -17,11 +17,11 @@ from penstock.gateway.observability import open_tracer
 from penstock.gateway.sources import open_engine
 from penstock.pool import POOLS
 from penstock.pool.base import Pool
+from penstock.pool.location import refuse_foreign_pool
 from penstock.records import Sampling
 from penstock.rollout.runner import Runner, open_runner
 from penstock.run.folder import RunFolder
 from penstock.run.inputs import Inputs
-from penstock.run.recorded_run import refuse_foreign_pool
 from penstock.sdk.discovery import Agent
 
 
@@ -39,7 +39,7 @@ def open_pool(config: RunConfig, folder: RunFolder) -> Pool:
 
 async def bind_pool(pool: Pool, folder: RunFolder) -> None:
     """Mark a new pool as that of the run in `folder`; ConfigError if it belongs to another run."""
-    await refuse_foreign_pool(pool, folder)
+    await refuse_foreign_pool(pool, folder.path)
     if folder.id:
         await pool.set_run_id(folder.id)
 

@@ -11,7 +11,7 @@ from penstock.models import find_cached
 from penstock.pool.base import Pool
 from penstock.pool.location import find_pool, open_pool_at
 from penstock.records import Group
-from penstock.run.folder import FRESH, RunFolder, find_run_folder
+from penstock.run.folder import RunFolder, find_run_folder
 
 PAGE_GROUPS = 8
 """Groups in memory at once."""
@@ -54,17 +54,8 @@ async def open_recorded_run(path: Path, *, channel: str, limit: int | None = Non
         text = f"{path}: {config.model.name} answered as text from an endpoint (engine.name = {config.engine.name!r})"
         raise ConfigError(f"{text}, and its tokens were never here: there is nothing to verify")
     async with open_pool_at(find_pool(path)) as pool:
-        await refuse_foreign_pool(pool, folder)
         stats = await pool.stats(channel)
         if not stats.steps:
             raise ConfigError(f"{path}: no step has been recorded in channel {channel!r} yet; wait for it, or name another channel")
         first = 0 if limit is None else max(0, stats.last_seq + 1 - limit)
         yield RecordedRun(folder=folder, config=config, pool=pool, channel=channel, first_seq=first, last_seq=stats.last_seq)
-
-
-async def refuse_foreign_pool(pool: Pool, folder: RunFolder) -> None:
-    """ConfigError if the pool belongs to another run than the one in `folder`. Older runs cannot be told apart."""
-    if await pool.run_id() not in ("", folder.id):
-        raise ConfigError(
-            f"{folder.path}: its pool and its config.json belong to different runs; restore the one that was replaced, or {FRESH}"
-        )

@@ -17,10 +17,9 @@ from penstock.scale.actor_calls import EventBuffer, get_actor
 from penstock.scale.remote_rollouts import RemoteRollouts
 from penstock.scale.run_spec import RunSpec, exclusive_process
 from penstock.train.advantages import ADVANTAGES
-from penstock.train.learner import Learner
 from penstock.train.policy import FolderPublisher
 from penstock.train.run import run_training
-from penstock.train.training_run import TrainingRun
+from penstock.train.training_run import TrainingRun, open_learner
 
 
 class AsyncTrainer:
@@ -43,7 +42,7 @@ class AsyncTrainer:
             await stack.enter_async_context(exclusive_process(folder.path / ".trainer.lock"))
             pool = open_pool(config, folder)
             stack.push_async_callback(pool.close)
-            learner = Learner(await asyncio.to_thread(_decoder, config, inputs), config.train)
+            learner = await asyncio.to_thread(lambda: open_learner(_decoder(config, inputs), config, inputs))
             rollouts = RemoteRollouts(get_actor(self._rollouter), get_actor(self._synchronizer), self._events.events)
             await rollouts.begin()
             training = TrainingRun(

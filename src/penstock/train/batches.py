@@ -14,9 +14,14 @@ The last token of a sequence is predicted but never read, so it is not laid out.
 
 from bisect import bisect_right
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import NamedTuple
 
 from penstock.records import Sequence
+
+CPU_TOKENS_PER_PASS = 1024
+"""Enough for a CPU: larger passes only take more memory there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +76,9 @@ class Batch:
     """The divisor of the loss; includes rollouts without a trained token."""
     flat: bool
     """Whether every row is a whole sequence that reads only itself."""
+    sequences: tuple[Sequence, ...]
+    """What was packed."""
+    tokens_per_pass: int
 
     @property
     def trained_tokens(self) -> int:
@@ -79,7 +87,18 @@ class Batch:
     @property
     def forwarded_tokens(self) -> int:
         """Tokens that go through the model; a shared prefix counts as often as it is forwarded."""
-        return _forwarded(self.pass_sets)
+        return sum(len(pass_set.trunk) + sum(len(one.ids) for one in pass_set.passes) for pass_set in self.pass_sets)
+
+    def repacked(self, tokens_per_pass: int) -> "Batch":
+        """Returns the same terms in passes of another size, and thus in another order."""
+        return pack(self.sequences, rollouts=self.rollouts, tokens_per_pass=tokens_per_pass, shared_prefix=not self.flat)
+
+    def term_numbers(self) -> list[int]:
+        """Returns which trained token each term belongs to, counted over all sequences, in the order of computation."""
+        counter = count()
+        numbered = [replace(s, advantages=tuple(float(next(counter)) for _ in s.advantages)) for s in self.sequences]
+        batch = replace(self, sequences=tuple(numbered)).repacked(self.tokens_per_pass)
+        return [int(term.advantage) for pass_set in batch.pass_sets for one in pass_set.passes for term in one.terms]
 
 
 def pack(sequences: Iterable[Sequence], *, rollouts: int, tokens_per_pass: int, shared_prefix: bool = True) -> Batch:
@@ -87,57 +106,70 @@ def pack(sequences: Iterable[Sequence], *, rollouts: int, tokens_per_pass: int, 
 
     A pass holds at most `tokens_per_pass` tokens, or a single row. The same sequences in the same order give the same batch.
     """
-    given = list(sequences)
+    given = tuple(sequences)
     if not shared_prefix:
-        return Batch(pass_sets=_flat(given, tokens_per_pass), rollouts=rollouts, flat=True)
-    groups: dict[str, list[Sequence]] = {}
-    for sequence in given:
-        groups.setdefault(sequence.group_id, []).append(sequence)
-    together = (_pass_set(given, tokens_per_pass),) if given else ()
-    apart = tuple(_pass_set(group, tokens_per_pass) for group in groups.values())
-    return Batch(pass_sets=min(together, apart, key=_forwarded), rollouts=rollouts, flat=False)
+        layouts = _flat(given, tokens_per_pass)
+    else:
+        groups: dict[str, list[Sequence]] = {}
+        for sequence in given:
+            groups.setdefault(sequence.group_id, []).append(sequence)
+        together = [_lay_out(given, tokens_per_pass)] if given else []
+        apart = [_lay_out(group, tokens_per_pass) for group in groups.values()]
+        layouts = min(together, apart, key=lambda sets: sum(layout.tokens for layout in sets))
+    return Batch(
+        pass_sets=tuple(layout.finish() for layout in layouts),
+        rollouts=rollouts,
+        flat=not shared_prefix,
+        sequences=given,
+        tokens_per_pass=tokens_per_pass,
+    )
 
 
-def _forwarded(pass_sets: tuple[PassSet, ...]) -> int:
-    return sum(len(pass_set.trunk) + sum(len(one.ids) for one in pass_set.passes) for pass_set in pass_sets)
+class _SetLayout(NamedTuple):
+    """A pass set under construction: its terms are made only once it is chosen."""
+
+    trunk: tuple[int, ...]
+    passes: "list[_PassLayout]"
+
+    @property
+    def tokens(self) -> int:
+        return len(self.trunk) + sum(len(one.ids) for one in self.passes)
+
+    def finish(self) -> PassSet:
+        return PassSet(trunk=self.trunk, passes=tuple(one.finish() for one in self.passes))
 
 
-def _pass_set(sequences: list[Sequence], limit: int) -> PassSet:
+def _lay_out(sequences: Iterable[Sequence], limit: int) -> _SetLayout:
     ordered = sorted(sequences, key=lambda sequence: sequence.token_ids)
     passes = _passes(ordered, 0, limit)
     if len(passes) == 1:
-        return PassSet(trunk=(), passes=passes)
+        return _SetLayout((), passes)
     shared = _common_prefix(ordered[0].token_ids, ordered[-1].token_ids)
     trunk = min(shared, *(sequence.trained.index(True) - 1 for sequence in ordered))
-    return PassSet(trunk=ordered[0].token_ids[:trunk], passes=_passes(ordered, trunk, limit))
+    return _SetLayout(ordered[0].token_ids[:trunk], _passes(ordered, trunk, limit))
 
 
-def _passes(ordered: list[Sequence], trunk: int, limit: int) -> tuple[Pass, ...]:
-    done: list[Pass] = []
-    layout = _PassLayout(trunk)
+def _passes(ordered: list[Sequence], trunk: int, limit: int) -> "list[_PassLayout]":
+    done = [_PassLayout(trunk)]
     for sequence in ordered:
-        new = len(sequence.token_ids) - 1 - layout.shared(sequence)
-        if layout.ids and new and len(layout.ids) + new > limit:
-            done.append(layout.finish())
-            layout = _PassLayout(trunk)
-        layout.add(sequence)
-    return (*done, layout.finish())
+        new = len(sequence.token_ids) - 1 - done[-1].shared(sequence)
+        if done[-1].ids and new and len(done[-1].ids) + new > limit:
+            done.append(_PassLayout(trunk))
+        done[-1].add(sequence)
+    return done
 
 
-def _flat(sequences: list[Sequence], limit: int) -> tuple[PassSet, ...]:
+def _flat(sequences: Iterable[Sequence], limit: int) -> list[_SetLayout]:
     """Lays out whole sequences, longest first, as many per pass as fit when padded to the same length."""
-    done: list[Pass] = []
-    layout, room = _PassLayout(0), 0
+    done: list[_PassLayout] = []
+    room = 0
     for sequence in sorted(sequences, key=lambda sequence: -len(sequence.token_ids)):
-        if layout.rows and room <= 0:
-            done.append(layout.finish())
-            layout = _PassLayout(0)
-        if not layout.rows:
+        if room <= 0:
+            done.append(_PassLayout(0))
             room = max(1, limit // (len(sequence.token_ids) - 1))
-        layout.add(sequence, alone=True)
+        done[-1].add(sequence, alone=True)
         room -= 1
-    done += [layout.finish()] if layout.rows else []
-    return (PassSet(trunk=(), passes=tuple(done)),) if done else ()
+    return [_SetLayout((), done)] if done else []
 
 
 class _PassLayout:
@@ -148,7 +180,8 @@ class _PassLayout:
         self.ids: list[int] = []
         self.positions: list[int] = []
         self.rows: list[PassRow] = []
-        self.terms: list[LossTerm] = []
+        self.placed: list[tuple[Sequence, list[tuple[int, int]]]] = []
+        """Each sequence with the ranges of the pass that hold its tokens after the trunk."""
         self.above: tuple[int, ...] = ()
         self.spans: list[tuple[int, int]] = []
         """Ranges of the pass that hold the tokens of `above`, the last added sequence, after the trunk."""
@@ -168,11 +201,12 @@ class _PassLayout:
             self.rows.append(PassRow(start=start, stop=len(self.ids), spans=tuple(spans)))
             spans.append((start, len(self.ids)))
         self.above, self.spans = inputs, spans
-        self.terms += _terms(sequence, self.trunk, spans)
+        self.placed.append((sequence, spans))
 
     def finish(self) -> Pass:
         """Returns the pass, with its terms in the order of computation."""
-        terms = sorted(self.terms, key=lambda term: (term.at, term.temperature))
+        terms = [term for sequence, spans in self.placed for term in _terms(sequence, self.trunk, spans)]
+        terms.sort(key=lambda term: (term.at, term.temperature))
         return Pass(ids=tuple(self.ids), positions=tuple(self.positions), rows=tuple(self.rows), terms=tuple(terms))
 
 

@@ -1,7 +1,7 @@
 """The forward pass of training: hidden states of a pass whose rows share prefixes, and log-probabilities of its terms."""
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -141,6 +141,54 @@ class TermScores(NamedTuple):
     logprobs: Tensor
     entropy: Tensor
     """Entropy of the distribution at the term's place and temperature, without a gradient."""
+
+
+class ScoredTerms(NamedTuple):
+    """Consecutive terms of a pass with their scores, each [terms]. The last three are those of `LossTerm`, weights in float64."""
+
+    logprobs: Tensor
+    entropy: Tensor
+    behaviour: Tensor
+    advantages: Tensor
+    weights: Tensor
+
+
+class PassForward(Protocol):
+    """A way to compute the passes of a set."""
+
+    def trunk_states(self, ids: Sequence[int]) -> KeysValues:
+        """Returns the keys and values of a trunk with their autograd graph, or [] for an empty trunk."""
+        ...
+
+    def scored(self, one: Pass, trunk: KeysValues, length: int) -> Iterator[ScoredTerms]:
+        """Yields the terms of a pass in order. `length` is the number of tokens in the trunk, which may be padded.
+
+        With gradients, call `backward` on each chunk before taking the next one. Logits thus exist for one chunk at a time, and
+        one backward pass through the model follows the last chunk.
+        """
+        ...
+
+
+class EagerForward:
+    """A `PassForward` of plain operations: the only one on a CPU, and the oracle for others."""
+
+    def __init__(self, decoder: Decoder, *, flat: bool) -> None:
+        self._decoder, self._flat = decoder, flat
+
+    def trunk_states(self, ids: Sequence[int]) -> KeysValues:
+        return trunk_states(self._decoder, ids)
+
+    def scored(self, one: Pass, trunk: KeysValues, length: int) -> Iterator[ScoredTerms]:
+        hidden = hidden_states(self._decoder, one, trunk, flat=self._flat)
+        leaf = hidden.detach().requires_grad_()  # sums the gradients of all chunks
+        for chunk in logits_chunks(one, self._decoder.shape.vocab_size):
+            scores = score_chunk(self._decoder, leaf, chunk)
+            columns = torch.tensor(
+                [(t.logprob, t.advantage, t.weight) for t in chunk.terms], dtype=torch.float64, device=leaf.device
+            )
+            yield ScoredTerms(*scores, columns[:, 0].float(), columns[:, 1].float(), columns[:, 2])
+        if leaf.grad is not None:
+            hidden.backward(leaf.grad)
 
 
 def trunk_states(decoder: Decoder, ids: Sequence[int]) -> KeysValues:

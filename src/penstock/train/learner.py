@@ -5,9 +5,10 @@ Only `apply` writes them; call it inside `engine.swap`.
 """
 
 import copy
+import logging
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -16,10 +17,23 @@ from torch import Tensor
 from penstock.config import TrainSection
 from penstock.engines.embedded.decoder import Decoder
 from penstock.errors import TrainError
-from penstock.train.batches import Batch, Pass, PassSet
-from penstock.train.forward import hidden_states, logits_chunks, pass_logprobs, score_chunk, trunk_states
+from penstock.records import Sequence
+from penstock.train.batches import CPU_TOKENS_PER_PASS, Batch, PassSet, pack
+from penstock.train.compiling import is_compile_error
+from penstock.train.forward import EagerForward, PassForward, ScoredTerms
 from penstock.train.losses import LOSSES
 from penstock.train.losses.base import Loss, LossTokens, k3
+from penstock.train.masters import MasterWeights
+from penstock.train.memory import PassMemory
+
+MAX_HALVINGS = 6
+"""An update fails if memory still runs out after so many halvings of what a pass may take."""
+COMPILED_FROM = 1e14
+"""Layers are compiled (half a minute, once) for updates of at least so many operations: a third of a second of a fast GPU."""
+MOST_DENSE = 8192
+"""Longer passes are compiled too: without, the mask has a number for every pair of tokens."""
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +53,12 @@ class UpdateMetrics:
     logprob_gap: float = 0.0
     """The largest difference between engine and trainer in the log-probability of a token."""
     entropy: float = 0.0
+    served_share: float = 1.0
+    """The share of the update that reached the weights as they are served. Below 1, bfloat16 swallowed some of it."""
     trained_tokens: int = 0
     forwarded_tokens: int = 0
+    memory_halvings: int = 0
+    """How often the GPU's memory has run out since the run began, so that passes were made smaller."""
 
 
 class UpdateResult(NamedTuple):
@@ -57,29 +75,94 @@ class Learner:
     If `train.kl` > 0, the decoder at construction is copied as the start policy, so construct before restoring a checkpoint.
     """
 
-    def __init__(self, decoder: Decoder, section: TrainSection) -> None:
+    def __init__(
+        self, decoder: Decoder, section: TrainSection, *, exact: Mapping[str, Tensor] | None = None, seed: int = 0
+    ) -> None:
+        """Masters start at the values in `exact`, else at the decoder's weights. `seed` decides how they are rounded."""
         self.decoder, self.section = decoder, section
         self._loss: Callable[[LossTokens, TrainSection], Loss] = LOSSES.load(section.loss)
         self._start = copy.deepcopy(decoder).requires_grad_(False) if section.kl > 0 else None
         self._weights = dict(decoder.named_parameters())
-        self._masters = {name: _master(weight) for name, weight in self._weights.items()}
+        half = decoder.embed.weight.dtype == torch.bfloat16
+        self._rounded = MasterWeights(self._weights, exact=exact or {}, seed=seed) if half else None
+        self._masters = self._weights if self._rounded is None else self._rounded.values
+        self._served_share = torch.ones(())
+        self._memory = PassMemory(decoder) if decoder.device.type == "cuda" else None
+        self._compiled, self._compilable = False, True
         self._optimizer = torch.optim.AdamW(
             list(self._masters.values()), lr=section.lr, betas=(0.9, 0.95), weight_decay=section.weight_decay, fused=True
         )
 
+    @property
+    def rounds(self) -> bool:
+        """Whether the decoder's weights are rounded masters."""
+        return self._rounded is not None
+
+    @property
+    def served_share(self) -> float:
+        """The share of the last update that reached the weights as they are served; 1 in float32. See `MasterWeights.publish`."""
+        return float(self._served_share)
+
+    def pack(self, sequences: Iterable[Sequence], *, rollouts: int) -> Batch:
+        """Lays out `sequences` for `compute`, in passes that fit into memory."""
+        limit, memory = self.section.tokens_per_pass, self._memory
+        if limit == "auto":
+            limit = CPU_TOKENS_PER_PASS if memory is None else memory.tokens_per_pass(self._reserved())
+        elif memory is not None:
+            limit = max(1, limit >> memory.halvings)
+        return pack(sequences, rollouts=rollouts, tokens_per_pass=limit, shared_prefix=self.section.shared_prefix)
+
     def compute(self, batch: Batch, proximal: Tensor | None = None) -> UpdateResult:
         """Computes the gradients of the batch's loss and clips them, for `apply`. Raises TrainError if they are not finite.
 
-        `proximal` comes from the first update on this batch; None for that first update.
+        `proximal` comes from the first update on this batch; None for that first update. If a GPU's memory runs out, the passes
+        are made smaller from then on.
         """
+        done, tried = None, batch
+        while done is None:
+            try:
+                done = self._compute(tried, proximal)
+            except torch.OutOfMemoryError as cause:
+                self._halve(tried, cause)
+            except Exception as cause:
+                self._stop_compiling(cause)
+                continue
+            if done is None:  # outside of the except block, so that the failed pass is freed
+                smaller = tried.repacked(max(1, tried.tokens_per_pass // 2))
+                proximal = None if proximal is None else proximal[_permutation(tried, smaller)]
+                tried = smaller
+        return done if tried is batch else done._replace(proximal=done.proximal[_permutation(tried, batch)])
+
+    def _halve(self, batch: Batch, cause: torch.OutOfMemoryError) -> None:
+        """Plans with half the memory from now on. Raises TrainError if that does not help any more."""
+        self.zero()
+        if self._memory is None or self._memory.halvings >= MAX_HALVINGS:
+            raise TrainError(
+                f"the GPU's memory is too small for this update ({batch.tokens_per_pass} tokens per pass): {cause}; "
+                "lower engine.cache_tokens, use shorter rollouts or a smaller model"
+            ) from cause
+        self._memory.halvings += 1
+        torch.cuda.empty_cache()
+        log.warning("GPU memory ran out with %d tokens per pass; they are halved from here on", batch.tokens_per_pass)
+
+    def _stop_compiling(self, cause: Exception) -> None:
+        """Computes without compiled layers from now on. Raises `cause` if that would not help."""
+        self.zero()
+        if not self._compiled or not is_compile_error(cause):
+            raise cause
+        self._compiled, self._compilable = False, False
+        log.warning("layers cannot be compiled here, so updates are slower: %s", str(cause).strip().partition("\n")[0])
+
+    def _compute(self, batch: Batch, proximal: Tensor | None) -> UpdateResult:
         self.zero()
         parts: list[_ChunkResult] = []
         for pass_set in batch.pass_sets:
             parts += self._backward_set(pass_set, batch, proximal, done=sum(len(part.tokens.new) for part in parts))
         if not parts:
             return UpdateResult(UpdateMetrics(), torch.zeros(0))
-        norm = torch.nn.utils.clip_grad_norm_(self._weights.values(), self.section.grad_clip)
-        metrics = _metrics(parts, batch, grad_norm=float(norm))
+        norm = torch.nn.utils.clip_grad_norm_(self._masters.values(), self.section.grad_clip)
+        halvings = 0 if self._memory is None else self._memory.halvings
+        metrics = replace(_metrics(parts, batch, grad_norm=float(norm)), memory_halvings=halvings)
         if not (math.isfinite(metrics.loss) and math.isfinite(metrics.grad_norm)):
             self.zero()
             raise TrainError(
@@ -90,26 +173,27 @@ class Learner:
 
     def apply(self) -> None:
         """Takes one optimizer step in place; does nothing without gradients."""
-        apart = [(weight, master) for weight, master in zip(*self._both(), strict=True) if master is not weight]
-        for weight, master in apart:
-            master.grad = None if weight.grad is None else weight.grad.float()
-        self._optimizer.step()
-        with torch.no_grad():
-            for weight, master in apart:
-                weight.copy_(master)
+        if any(master.grad is not None for master in self._masters.values()):
+            self._optimizer.step()
+            self.publish()
         self.zero()
+
+    def publish(self) -> None:
+        """Rounds the masters into the decoder's weights, in place; does nothing where those are float32."""
+        if self._rounded is not None:
+            self._served_share = self._rounded.publish()
 
     def is_finite(self) -> bool:
         """Returns whether all weights are numbers. If not, every update fails, whatever it is computed from."""
         return all(bool(torch.isfinite(weight).all()) for weight in self._weights.values())
 
     def zero(self) -> None:
-        for weight, master in zip(*self._both(), strict=True):
+        for weight, master in zip(self._weights.values(), self._masters.values(), strict=True):
             weight.grad = master.grad = None
 
     def state(self) -> dict[str, Tensor]:
         """Returns what a checkpoint needs besides the weights: the optimizer's state, and masters that are not the weights."""
-        tensors = {f"master.{name}": master for name, master in self._masters.items() if master is not self._weights[name]}
+        tensors = {} if self._rounded is None else {f"master.{name}": master for name, master in self._masters.items()}
         for name, master in self._masters.items():
             for kind, value in self._optimizer.state[master].items():
                 tensors[f"{kind}.{name}"] = value
@@ -124,68 +208,80 @@ class Learner:
             at: {kind: tensors[f"{kind}.{name}"] for kind in kinds} for at, name in enumerate(names) if f"step.{name}" in tensors
         }
         self._optimizer.load_state_dict(saved)
-        with torch.no_grad():
-            for name, master in self._masters.items():
-                if master is not self._weights[name]:
-                    master.copy_(tensors[f"master.{name}"])
-
-    def _both(self) -> tuple[list[Tensor], list[Tensor]]:
-        return list(self._weights.values()), list(self._masters.values())
+        exact = {name: tensors[f"master.{name}"] for name in names if f"master.{name}" in tensors}
+        if self._rounded is not None:
+            self._rounded.load(exact)
+        else:  # saved by a run in half precision: its masters are more exact than its weights
+            self.decoder.load_state_dict(exact, strict=False)
 
     def _backward_set(self, pass_set: PassSet, batch: Batch, proximal: Tensor | None, *, done: int) -> "list[_ChunkResult]":
         """Runs backward from each pass into the trunk's keys and values, then once through the trunk.
 
         So memory holds the autograd graphs of the trunk and of one pass, never of two passes.
         """
-        references = self._references(pass_set, flat=batch.flat)
-        trunk = trunk_states(self.decoder, pass_set.trunk)
+        forward, references = self._forward(self.decoder, batch), self._references(pass_set, batch)
+        trunk = forward.trunk_states(pass_set.trunk)
         leaves = [(k.detach().requires_grad_(), v.detach().requires_grad_()) for k, v in trunk]
         parts: list[_ChunkResult] = []
-        for at, one in enumerate(pass_set.passes):
-            hidden = hidden_states(self.decoder, one, leaves, flat=batch.flat)
-            old = None if proximal is None else proximal[done : done + len(one.terms)]
-            parts += self._backward_pass(hidden, one, old, references[at] if references else None, rollouts=batch.rollouts)
-            done += len(one.terms)
+        start = done
+        for one in pass_set.passes:
+            for terms in forward.scored(one, leaves, len(pass_set.trunk)):
+                span = slice(done, done + len(terms.logprobs))
+                done = span.stop
+                old = None if proximal is None else proximal[span]
+                reference = None if references is None else references[span.start - start : span.stop - start]
+                parts.append(self._backward_terms(terms, old, reference, rollouts=batch.rollouts))
         if trunk:
             gradients = [leaf.grad for pair in leaves for leaf in pair]
             torch.autograd.backward([end for pair in trunk for end in pair], gradients)
         return parts
 
-    def _backward_pass(
-        self, hidden: Tensor, one: Pass, proximal: Tensor | None, reference: Tensor | None, *, rollouts: int
-    ) -> "list[_ChunkResult]":
-        """Computes loss and gradients of one pass. Logits exist for one chunk at a time; `leaf` sums the gradients of all."""
-        leaf = hidden.detach().requires_grad_()
-        parts: list[_ChunkResult] = []
-        done = 0
-        for chunk in logits_chunks(one, self.decoder.shape.vocab_size):
-            span = slice(done, done + len(chunk.terms))
-            done = span.stop
-            scores = score_chunk(self.decoder, leaf, chunk)
-            new = scores.logprobs  # [terms], as all below
-            columns = torch.tensor([(t.logprob, t.advantage, t.weight / rollouts) for t in chunk.terms], device=leaf.device)
-            behaviour, advantages, weights = columns.unbind(1)
-            tokens = LossTokens(new, new.detach() if proximal is None else proximal[span], behaviour, advantages)
-            loss = self._loss(tokens, self.section)
-            penalty = torch.zeros_like(new) if reference is None else k3(new, reference[span])
-            total = weights @ (loss.values + self.section.kl * penalty)
-            total.backward()
-            parts.append(_ChunkResult(tokens._replace(new=new.detach()), loss, penalty.detach(), scores.entropy, total.detach()))
-        hidden.backward(leaf.grad)
-        return parts
+    def _backward_terms(
+        self, terms: ScoredTerms, proximal: Tensor | None, reference: Tensor | None, *, rollouts: int
+    ) -> "_ChunkResult":
+        """Computes the loss of a chunk, and its gradients."""
+        new = terms.logprobs  # [terms], as all below
+        tokens = LossTokens(new, new.detach() if proximal is None else proximal, terms.behaviour, terms.advantages)
+        loss = self._loss(tokens, self.section)
+        penalty = torch.zeros_like(new) if reference is None else k3(new, reference)
+        total = (terms.weights / rollouts).float() @ (loss.values + self.section.kl * penalty)
+        total.backward()
+        return _ChunkResult(tokens._replace(new=new.detach()), loss, penalty.detach(), terms.entropy, total.detach())
 
-    def _references(self, pass_set: PassSet, *, flat: bool) -> list[Tensor]:
-        """Returns the start policy's log-probabilities for each pass, [terms], or [] if there is no KL penalty."""
+    @torch.no_grad()
+    def _references(self, pass_set: PassSet, batch: Batch) -> Tensor | None:
+        """Returns the start policy's log-probabilities for all terms of the set, [terms]; None if there is no KL penalty."""
         if self._start is None:
-            return []
-        with torch.no_grad():
-            trunk = trunk_states(self._start, pass_set.trunk)
-        return [pass_logprobs(self._start, one, trunk, flat=flat) for one in pass_set.passes]
+            return None
+        forward = self._forward(self._start, batch)
+        trunk, length = forward.trunk_states(pass_set.trunk), len(pass_set.trunk)
+        return torch.cat([terms.logprobs for one in pass_set.passes for terms in forward.scored(one, trunk, length)])
+
+    def _forward(self, decoder: Decoder, batch: Batch) -> PassForward:
+        if self._memory is None or batch.flat:
+            return EagerForward(decoder, flat=batch.flat)
+        from penstock.train.tree_forward import TreeForward  # takes a second, which a CPU need not spend
+
+        memory, reserved = self._memory, self._reserved()
+        self._compiled = self._compiled or (self._compilable and _pays_to_compile(decoder, batch))
+        return TreeForward(
+            decoder,
+            compiled=self._compiled,
+            logits_rows=memory.logits_rows(reserved),
+            checkpointed=lambda tokens: memory.checkpointed(tokens, reserved),
+        )
+
+    def _reserved(self) -> int:
+        """Returns the bytes that an update still needs for gradients and the optimizer's state."""
+        size = sum(master.numel() for master in self._masters.values() if master.grad is None)
+        moments = 0 if self._optimizer.state else sum(master.numel() for master in self._masters.values())
+        return 4 * size + 8 * moments
 
 
 def is_machine_error(error: Exception) -> bool:
     """Returns whether memory, a disk or a device failed, rather than the computation."""
-    if isinstance(error, MemoryError | OSError | torch.OutOfMemoryError | torch.AcceleratorError):
+    kinds = MemoryError | OSError | torch.OutOfMemoryError | torch.AcceleratorError
+    if isinstance(error, kinds) or isinstance(error.__cause__, kinds):
         return True
     return isinstance(error, RuntimeError) and ("allocate memory" in str(error) or "CUDA error" in str(error))
 
@@ -201,8 +297,16 @@ class _ChunkResult(NamedTuple):
     """[]: the chunk's share of the loss."""
 
 
-def _master(weight: Tensor) -> Tensor:
-    return weight if weight.dtype in (torch.float32, torch.float64) else weight.detach().float()
+def _pays_to_compile(decoder: Decoder, batch: Batch) -> bool:
+    size = sum(weight.numel() for weight in decoder.parameters())
+    longest = max((len(one.ids) for pass_set in batch.pass_sets for one in pass_set.passes), default=0)
+    return 6 * size * batch.forwarded_tokens >= COMPILED_FROM or longest > MOST_DENSE
+
+
+def _permutation(given: Batch, wanted: Batch) -> Tensor:
+    """Returns [terms]: for each term of `wanted`, its index in `given`, a batch of the same sequences."""
+    places = {number: at for at, number in enumerate(given.term_numbers())}
+    return torch.tensor([places[number] for number in wanted.term_numbers()])
 
 
 def _metrics(parts: list[_ChunkResult], batch: Batch, *, grad_norm: float) -> UpdateMetrics:

@@ -12,6 +12,7 @@ checkpoint and unacknowledged leases. The next process releases those leases and
 """
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +27,7 @@ from penstock.rollout.author_tasks import one_line
 from penstock.rollout.scheduler import TOO_FEW
 from penstock.train import policy
 from penstock.train.advantages import DIVISORS
-from penstock.train.batches import Batch, pack
+from penstock.train.batches import Batch
 from penstock.train.held_out import BackgroundEvaluation, refuse_all_failed
 from penstock.train.learner import UpdateMetrics, UpdateResult
 from penstock.train.sequences import breaks, exactness, sequences
@@ -35,6 +36,8 @@ from penstock.train.training_run import TrainingRun
 
 RECHECK_S = 60.0
 """Seconds until a waiting trainer claims again without a change in the pool, as leases of others may have expired."""
+SMALL_SHARE = 0.5
+"""A warning says so if less of an update than this reached the weights as they are served."""
 POLL_S = 1.0
 """How often a waiting trainer looks whether it is to stop."""
 STOP_WAIT_S = 5.0
@@ -45,6 +48,8 @@ IDLE_S, RUNNING_S = 300.0, 1800.0
 """Training fails if the pool has not changed for so long: without any rollout, or longer than a rollout may take."""
 MAX_SHORT_ROUNDS = 20
 """Training fails after this many times `groups_per_step` groups were dropped for too few completed rollouts."""
+
+log = logging.getLogger(__name__)
 
 
 class Fallback(NamedTuple):
@@ -269,15 +274,10 @@ async def try_credit(run: TrainingRun, groups: Sequence[Group]) -> None:
 
 async def compute_update(run: TrainingRun, groups: Sequence[Group]) -> ComputedUpdate:
     """Computes the first update from these groups; the weights stay as they are."""
-    credit, section = credit_groups(groups, run), run.config.train
+    credit = credit_groups(groups, run)
     if not credit.sequences:
         return ComputedUpdate(credit, None, None)
-    batch = pack(
-        credit.sequences,
-        rollouts=credit.counts["rollouts"],
-        tokens_per_pass=section.tokens_per_pass,
-        shared_prefix=section.shared_prefix,
-    )
+    batch = await asyncio.to_thread(run.learner.pack, credit.sequences, rollouts=credit.counts["rollouts"])
     return ComputedUpdate(credit, batch, await asyncio.to_thread(run.learner.compute, batch))
 
 
@@ -302,7 +302,13 @@ async def update_policy(run: TrainingRun, update: ComputedUpdate, progress: Trai
             run.events.emit("update.skip", step=progress.step + 1, updates=remaining, message=one_line(error))
             break
     # Later updates move away from the sampling policy by design; only the first measures staleness and engine differences.
-    metrics = replace(done.metrics, kl_behaviour=first.kl_behaviour, logprob_gap=first.logprob_gap)
+    share = run.learner.served_share
+    if share < SMALL_SHARE:
+        log.warning(
+            "%.0f %% of the update reached the served weights; raise train.lr or set engine.dtype = 'float32'",
+            100 * share,
+        )
+    metrics = replace(done.metrics, kl_behaviour=first.kl_behaviour, logprob_gap=first.logprob_gap, served_share=share)
     return metrics, replace(progress, version=version, last_version=version)
 
 

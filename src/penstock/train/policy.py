@@ -265,11 +265,13 @@ class Publisher(Protocol):
 class InPlacePublisher:
     """For an engine that shares the learner's tensors: it applies the change between two tokens."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, learner: Learner) -> None:
+        self._engine, self._learner = engine, learner
 
     async def begin(self) -> None:
-        """Does nothing: the engine already has the learner's weights."""
+        """Rounds the start policy as all later versions are, so that version 1 differs from it by the update alone."""
+        if self._learner.rounds:
+            await self._engine.swap(0, self._learner.publish)
 
     async def publish(self, version: int, change: Callable[[], None]) -> None:
         await self._engine.swap(version, change)
@@ -283,8 +285,11 @@ class FolderPublisher:
         shutil.rmtree(scratch, ignore_errors=True)
 
     async def begin(self) -> None:
-        """Loads the start policy, as a server may still hold the weights of an earlier run."""
-        await self._load(0, self._model)
+        """Loads the start policy, as a server may still hold the weights of an earlier run; rounded, if later versions are."""
+        if self._learner.rounds:
+            await self.publish(0, self._learner.publish)
+        else:
+            await self._load(0, self._model)
 
     async def publish(self, version: int, change: Callable[[], None]) -> None:
         folder = self._scratch / f"{version:06d}"

@@ -7,9 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import torch
+
 from penstock.config import RunConfig
 from penstock.engines.base import Engine
-from penstock.engines.embedded.weights import load_decoder
+from penstock.engines.embedded.decoder import Decoder
+from penstock.engines.embedded.weights import load_decoder, read_weights
 from penstock.events import Events
 from penstock.pool.base import Pool
 from penstock.records import Group
@@ -103,7 +106,8 @@ async def open_training(config: RunConfig, inputs: Inputs, folder: RunFolder, ev
         stack.push_async_callback(pool.close)
         rollouts = await stack.enter_async_context(open_rollouts(config, inputs, folder, events, pool))
         shared = getattr(rollouts.engine, "decoder", None)
-        learner = Learner(shared or await asyncio.to_thread(load_decoder, inputs.folder), config.train)
+        decoder = shared or await asyncio.to_thread(load_decoder, inputs.folder)
+        learner = await asyncio.to_thread(open_learner, decoder, config, inputs)
         from_disk = FolderPublisher(learner, model=inputs.folder, scratch=folder.path / "served", load=rollouts.load)
         yield TrainingRun(
             config=config,
@@ -112,10 +116,16 @@ async def open_training(config: RunConfig, inputs: Inputs, folder: RunFolder, ev
             events=events,
             pool=pool,
             rollouts=rollouts,
-            publisher=InPlacePublisher(rollouts.engine) if shared else from_disk,
+            publisher=InPlacePublisher(rollouts.engine, learner) if shared else from_disk,
             learner=learner,
             advantage=ADVANTAGES.load(config.train.advantage),
         )
+
+
+def open_learner(decoder: Decoder, config: RunConfig, inputs: Inputs) -> Learner:
+    """Make the learner of a run. If `decoder` is in bfloat16, its masters are read from the start policy's files."""
+    exact = read_weights(inputs.folder) if decoder.embed.weight.dtype == torch.bfloat16 else None
+    return Learner(decoder, config.train, exact=exact, seed=config.run.seed)
 
 
 @asynccontextmanager

@@ -19,8 +19,9 @@ from penstock.records import Attempt, Group, Sequence, Step
 from penstock.run.folder import RunFolder
 from penstock.run.recorded_run import RecordedRun
 from penstock.train import policy
-from penstock.train.batches import pack
+from penstock.train.batches import CPU_TOKENS_PER_PASS, pack
 from penstock.train.forward import pass_logprobs, trunk_states
+from penstock.train.masters import round_as_served
 from penstock.train.sequences import Graph, breaks, read_graph, sampled_tokens, why_untrainable
 
 
@@ -256,8 +257,11 @@ class Audit:
 class VersionWeights:
     """Loads policy versions from disk, one at a time. The start policy is version 0; the others are checkpoints."""
 
-    def __init__(self, start: Path | None, checkpoints: Path, damaged: Collection[str] = ()) -> None:
-        self._start, self._checkpoints, self._damaged = start, checkpoints, damaged
+    def __init__(
+        self, start: Path | None, checkpoints: Path, damaged: Collection[str] = (), *, rounded_by: int | None = None
+    ) -> None:
+        """`rounded_by`: the seed by which the start policy was rounded before it was served; None if it was not."""
+        self._start, self._checkpoints, self._damaged, self._rounded_by = start, checkpoints, damaged, rounded_by
         self._version: int | None = None
         self._decoder: Decoder | None = None
 
@@ -274,7 +278,10 @@ class VersionWeights:
         if folder is None:
             return None
         try:
-            return load_decoder(folder).requires_grad_(False)
+            decoder = load_decoder(folder).requires_grad_(False)
+            if version == 0 and self._rounded_by is not None:
+                round_as_served(dict(decoder.named_parameters()), seed=self._rounded_by)
+            return decoder
         except ModelError:
             if self._find(version) is None:  # a running trainer removed the checkpoint meanwhile
                 return None
@@ -325,14 +332,17 @@ OnProgress = Callable[[int, int], None]
 
 async def verify(recorded: RecordedRun, on_progress: OnProgress, *, tolerance: float | None = None) -> Audit:
     """Audits every token of the run. If `tolerance` is None, the engine's dtype decides it."""
-    limit = TOLERANCES[_precision(recorded)] if tolerance is None else tolerance
+    precision = _precision(recorded)
+    limit = TOLERANCES[precision] if tolerance is None else tolerance
     audit = Audit(run=recorded.config.run.name, channel=recorded.channel, tolerance=limit)
     await asyncio.to_thread(check_checkpoints, recorded.folder, audit)
-    weights = VersionWeights(recorded.start_policy, recorded.folder.checkpoints, audit.damaged)
+    seed = recorded.config.run.seed if precision == "bfloat16" else None
+    weights = VersionWeights(recorded.start_policy, recorded.folder.checkpoints, audit.damaged, rounded_by=seed)
     total = recorded.last_seq + 1 - recorded.first_seq
+    chosen = recorded.config.train.tokens_per_pass
     on_progress(0, total)
     async for groups in recorded.pages():
-        await _check(groups, audit, weights, tokens_per_pass=recorded.config.train.tokens_per_pass)
+        await _check(groups, audit, weights, tokens_per_pass=CPU_TOKENS_PER_PASS if chosen == "auto" else chosen)
         on_progress(audit.groups, total)
     return audit
 

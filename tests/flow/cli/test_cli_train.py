@@ -4,6 +4,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,20 @@ def test_ctrl_c_once_stops_after_the_step_and_the_same_command_goes_on(project):
     assert code == 0, err
     assert f"taken up again after step {steps}" in err
     assert f"finished: {steps + 1} steps" in out
+
+
+def test_one_sigterm_ends_a_run_that_waits_for_rollouts_which_never_end(project):
+    (project / "agent.py").write_text(AGENT.replace('print("an agent may print")', "await __import__('asyncio').sleep(3600)"))
+    (project / "train.toml").write_text(CONFIG.replace(', eval = "tasks.jsonl"', ""))
+    process = started(project, "--set", "rollout.agent_timeout_s=3600")
+    log, deadline = project / "runs/short/events.jsonl", time.monotonic() + 120
+    while not (log.exists() and b'"kind":"rollout.start"' in log.read_bytes()):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    process.terminate()
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 130, err
+    assert "Traceback" not in err
 
 
 def test_a_run_in_which_every_rollout_fails_ends_with_the_reason_in_one_line(project):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 from training_cases import SHAPE, make_decoder, random_tree, section
 
@@ -14,7 +15,7 @@ from penstock.codec import context_digest
 from penstock.config import EngineSection, RunConfig
 from penstock.engines.base import Engine
 from penstock.engines.embedded.engine import open_engine
-from penstock.engines.embedded.weights import save_decoder
+from penstock.engines.embedded.weights import read_weights, save_decoder
 from penstock.pool.base import Pool
 from penstock.pool.rows import column_names, encode_row
 from penstock.pool.sqlite import SqlitePool
@@ -33,15 +34,17 @@ KINDS = (
 """One per rollout of a group."""
 
 
-def make_run(folder: Path) -> Path:
+def make_run(folder: Path, dtype: Literal["float32", "bfloat16"] = "float32") -> Path:
     """Groups 0 and 1 sampled by the start policy, group 2 by version 1, which is a checkpoint; returns the run folder."""
     model, run = folder / "model", folder / "run"
     _write_model(model)
     run.mkdir()
     tree = {"run": {"name": "small"}, "model": {"name": str(model)}, "dataset": {"train": "tasks.jsonl"}}
+    if dtype == "bfloat16":
+        tree["engine"] = {"dtype": dtype}
     config = RunConfig.model_validate(tree).model_dump(mode="json")
     (run / "config.json").write_text(json.dumps({"config": config, "datasets": {}}))
-    asyncio.run(_sample(model, run))
+    asyncio.run(_sample(model, run, dtype))
     return run
 
 
@@ -95,13 +98,14 @@ def _write_model(folder: Path) -> None:
     save_decoder(make_decoder().float(), folder)
 
 
-async def _sample(model: Path, run: Path) -> None:
-    engine = open_engine(model, name="small", section=EngineSection(device="cpu"), seed=0)
+async def _sample(model: Path, run: Path, dtype: Literal["float32", "bfloat16"]) -> None:
+    engine = open_engine(model, name="small", section=EngineSection(device="cpu", dtype=dtype), seed=0)
+    learner = Learner(engine.decoder, section(lr=1e-2, grad_clip=1.0), exact=read_weights(model))
+    await engine.swap(0, learner.publish)
     pool = SqlitePool(run)
     try:
         await add_group(pool, engine, 0)
         await add_group(pool, engine, 1)
-        learner = Learner(engine.decoder, section(lr=1e-2, grad_clip=1.0))
         learner.compute(pack(random_tree(0), rollouts=8, tokens_per_pass=60))
         await engine.swap(1, learner.apply)
         policy.save(run / "checkpoints", PolicyVersion(number=1, step=1), learner, model)

@@ -128,6 +128,10 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """x [batch, time, hidden]; cos, sin [batch, time, 1, dim]."""
+        return self.mix(x, attend(self.index, *self.heads(x, cos, sin)))
+
+    def heads(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns what attention reads: q, k and v, each [batch, heads, time, dim]."""
         shape, (batch, time, _) = self.shape, x.shape
         heads = _linear(self.norm1(x), self.qkv.weight, self.qkv.bias).view(batch, time, -1, shape.head_dim)
         rotated, v = heads.tensor_split([shape.heads + shape.kv_heads], dim=2)
@@ -135,8 +139,11 @@ class DecoderLayer(nn.Module):
             q, k = rotated.tensor_split([shape.heads], dim=2)
             rotated = torch.cat((self.q_norm(q), self.k_norm(k)), dim=2)
         q, k = _rotate(rotated, cos, sin).tensor_split([shape.heads], dim=2)
-        mixed = attend(self.index, q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
-        x = x + _linear(mixed.transpose(1, 2).reshape(batch, time, -1), self.out.weight)
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+    def mix(self, x: Tensor, attended: Tensor) -> Tensor:
+        """Adds to x what attention gave, [batch, heads, time, dim], then the feed-forward part."""
+        x = x + _linear(attended.transpose(1, 2).reshape(*x.shape[:2], -1), self.out.weight)
         gate, up = _linear(self.norm2(x), self.gate_up.weight).chunk(2, dim=-1)
         return x + _linear(F.silu(gate) * up, self.down.weight)
 

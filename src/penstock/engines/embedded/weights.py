@@ -28,8 +28,19 @@ TOP_NAMES = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_he
 
 def load_decoder(folder: Path, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Decoder:
     """Build the decoder of a model folder and load its weights."""
-    shape = read_decoder_shape(folder)
-    decoder = Decoder(shape)
+    decoder = Decoder(read_decoder_shape(folder))
+    decoder.load_state_dict(_state(folder, decoder))
+    return decoder.to(device=device, dtype=dtype)
+
+
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """The weights of a model folder under the names of the decoder's parameters, in the precision of its files."""
+    with torch.device("meta"):
+        decoder = Decoder(read_decoder_shape(folder))
+    return _state(folder, decoder)
+
+
+def _state(folder: Path, decoder: Decoder) -> dict[str, Tensor]:
     public = _read(folder)
     state: dict[str, Tensor] = {}
     for name in decoder.state_dict():
@@ -41,8 +52,7 @@ def load_decoder(folder: Path, *, device: torch.device | str = "cpu", dtype: tor
     known = {"lm_head.weight", *(public_name for name in state for public_name in public_names(name))}
     if unknown := sorted(name for name in public if name not in known and not name.endswith("rotary_emb.inv_freq")):
         raise ModelError(f"{folder}: it has {unknown[0]!r}, which the embedded engine would ignore; use another model or engine")
-    decoder.load_state_dict(state)
-    return decoder.to(device=device, dtype=dtype)
+    return state
 
 
 def save_decoder(decoder: Decoder, folder: Path) -> None:

@@ -1,0 +1,102 @@
+"""Steps and seconds until the multiply agent's reward is 0.95: in bfloat16, in float32, and by TRL where that is installed.
+
+Each is a process of its own, timed from its start; `start-up` is what passes before the first step. `control` has a learning rate
+of 0: what rewards do by chance.
+"""
+
+import importlib.util
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
+TASKS = ROOT / "examples" / "multiply" / "tasks.jsonl"
+WANTED, STEPS, SEEDS = 0.95, 10, (0, 1, 2)
+TIMEOUT_S = 240
+WAYS = {"bfloat16": [], "float32": ['engine.dtype="float32"'], "control": ["train.lr=0"]}
+
+
+class LearningCurve(NamedTuple):
+    start_s: float
+    rewards: list[float]
+    ends_s: list[float]
+    """When each step ended, in seconds since the process started."""
+
+    @property
+    def steps(self) -> int | None:
+        """The first step with the wanted reward, counted from 1."""
+        return next((at for at, reward in enumerate(self.rewards, 1) if reward >= WANTED), None)
+
+    @property
+    def step_s(self) -> float:
+        """The median time of a step; the first compiles and captures."""
+        times = [end - start for start, end in zip(self.ends_s, self.ends_s[1:], strict=False)]
+        return median(times) if times else float("nan")
+
+    def __str__(self) -> str:
+        curve = " ".join(f"{reward:.2f}" for reward in self.rewards)
+        reached = "not reached" if self.steps is None else f"step {self.steps}, {self.ends_s[self.steps - 1]:.1f} s"
+        return f"{curve}; {WANTED} at {reached}; start-up {self.start_s:.1f} s, {self.step_s:.2f} s a step"
+
+
+def main(folder: Path) -> None:
+    told: dict[str, list[LearningCurve]] = {}
+    for way, settings in WAYS.items():
+        for seed in SEEDS if way != "control" else SEEDS[:1]:
+            _measure(told, f"one turn, {way}", seed, lambda s=seed, w=settings: penstock(folder, HERE / "one_turn.toml", s, w))
+    if importlib.util.find_spec("trl") and importlib.util.find_spec("vllm"):
+        for seed in SEEDS:
+            _measure(told, "one turn, TRL with vLLM", seed, lambda s=seed: trl(folder, s))
+    else:
+        print("one turn, TRL with vLLM: not installed")
+    _measure(told, "two turns, bfloat16", 0, lambda: penstock(folder, HERE / "two_turns.toml", 0, []))
+    for name, curves in told.items():
+        steps = [one.steps for one in curves]
+        print(f"learn {name}: {WANTED} at steps {steps}, median step {median(one.step_s for one in curves):.2f} s", flush=True)
+    ours, theirs = told.get("one turn, bfloat16"), told.get("one turn, TRL with vLLM")
+    if ours and theirs:
+        ratio = median(one.step_s for one in theirs) / median(one.step_s for one in ours)
+        print(f"learn: {ratio:.2f} x the steps/s of TRL with vLLM")
+
+
+def _measure(told: dict[str, list[LearningCurve]], name: str, seed: int, run: Any) -> None:
+    try:
+        curve: LearningCurve = run()
+    except (subprocess.SubprocessError, OSError, ValueError) as cause:
+        print(f"{name}, seed {seed}: failed: {str(cause)[-1500:]}", flush=True)
+        return
+    told.setdefault(name, []).append(curve)
+    print(f"{name}, seed {seed}: {curve}", flush=True)
+
+
+def penstock(model: Path, config: Path, seed: int, settings: list[str]) -> LearningCurve:
+    with tempfile.TemporaryDirectory() as folder:
+        run = [f'run.folder="{folder}"', 'run.name="bench"', f"run.seed={seed}", f'model.name="{model}"', f"train.steps={STEPS}"]
+        options = [word for one in (*run, *settings) for word in ("--set", one)]
+        started = time.time()
+        _output([sys.executable, "-m", "penstock", "train", "run", str(config), *options])
+        events = [json.loads(line) for line in (Path(folder) / "bench" / "events.jsonl").read_text().splitlines()]
+    first = next(event["time"] for event in events if event["kind"] == "step.start")
+    steps = [event for event in events if event["kind"] == "train.step"]
+    return LearningCurve(first - started, [one["reward"] for one in steps], [one["time"] - started for one in steps])
+
+
+def trl(model: Path, seed: int) -> LearningCurve:
+    started = time.time()
+    output = _output([sys.executable, str(HERE / "trl_one_turn.py"), str(model), str(TASKS), str(STEPS), str(seed)])
+    found = json.loads(next(line for line in output.splitlines() if line.startswith("RESULT ")).removeprefix("RESULT "))
+    ends = [end - started for end in found["ends"]]
+    return LearningCurve(found["begun"] - started, found["rewards"], ends)
+
+
+def _output(command: list[str]) -> str:
+    """Raises ValueError with the end of what it printed if it fails."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, cwd=ROOT, check=False)
+    if done.returncode:
+        raise ValueError((done.stdout + done.stderr)[-1500:])
+    return done.stdout

@@ -1,0 +1,115 @@
+"""Master weights: float32 copies of weights that are served in bfloat16. They are what the optimizer trains.
+
+Gradients are summed in float32 too, however many passes an update takes. See `docs/design/precision.md`.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from penstock.train.rounding import round_to_bfloat16
+
+ROUNDED_AT_ONCE = 2**25
+"""Rounding takes 12 bytes of memory for each weight that is rounded at once."""
+SAMPLE = 2**20
+"""About this many weights are compared to measure the share of an update that was served."""
+
+
+class MasterSpan(NamedTuple):
+    """Parameters whose masters lie side by side."""
+
+    start: int
+    stop: int
+    names: list[str]
+
+
+class MasterWeights:
+    """Masters of `served`, which are in bfloat16. They start at the values in `exact`, else at the served ones."""
+
+    def __init__(self, served: Mapping[str, Tensor], *, exact: Mapping[str, Tensor], seed: int) -> None:
+        self._served, self._seed = served, seed
+        sizes = [weight.numel() for weight in served.values()]
+        self._flat = torch.empty(sum(sizes), device=next(iter(served.values())).device)
+        self._every = max(1, len(self._flat) // SAMPLE)
+        self._spans = list(_spans(served))
+        self.values = {name: piece.view_as(served[name]) for name, piece in zip(served, _split(self._flat, sizes), strict=True)}
+        self.load(exact)
+        for name, weight in served.items():
+            weight.register_post_accumulate_grad_hook(_sum_into(self.values[name]))
+
+    @torch.no_grad()
+    def load(self, exact: Mapping[str, Tensor]) -> None:
+        """Sets the masters to `exact`, or to the served weights where that has none. Changes no served weight."""
+        for name, master in self.values.items():
+            master.copy_(exact.get(name, self._served[name]))
+        self._sampled = self._sample(self._rounded())
+
+    @torch.no_grad()
+    def publish(self) -> Tensor:
+        """Rounds the masters into the served weights, in place.
+
+        Returns the share of the masters' change since the last call that reached the served weights, []: 1 if all of it
+        did, 0 if rounding swallowed it, NaN if there was no change.
+        """
+        (master, served), self._sampled = self._sampled, self._sample(self._write(self._rounded()))
+        change = self._sampled[0] - master
+        return (self._sampled[1] - served) @ change / (change @ change)
+
+    def _rounded(self) -> Iterator[Tensor]:
+        """Yields the rounded masters of each span, [stop - start]."""
+        for span in self._spans:
+            yield round_to_bfloat16(self._flat[span.start : span.stop], seed=self._seed, first=span.start)
+
+    def _write(self, rounded: Iterator[Tensor]) -> Iterator[Tensor]:
+        """Copies each span to the served weights, and yields it."""
+        for span, values in zip(self._spans, rounded, strict=True):
+            served = [self._served[name] for name in span.names]
+            pieces = _split(values, [weight.numel() for weight in served])
+            _copy(served, [piece.view_as(weight) for weight, piece in zip(served, pieces, strict=True)])
+            yield values
+
+    def _sample(self, rounded: Iterator[Tensor]) -> tuple[Tensor, Tensor]:
+        """Returns every n-th master, and the same places of `rounded`, each [sampled] in float64."""
+        spans = zip(self._spans, rounded, strict=True)
+        places = [values[-span.start % self._every :: self._every].double() for span, values in spans]
+        return self._flat[:: self._every].double(), torch.cat(places)
+
+
+@torch.no_grad()
+def round_as_served(weights: Mapping[str, Tensor], *, seed: int) -> None:
+    """Rounds float32 weights in place to those that masters of the same values and seed are served as."""
+    first = 0
+    for weight in weights.values():
+        weight.copy_(round_to_bfloat16(weight.flatten(), seed=seed, first=first).view_as(weight))
+        first += weight.numel()
+
+
+def _split(flat: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
+    return torch.split(flat, sizes)  # pyright: ignore[reportReturnType, reportUnknownVariableType]
+
+
+def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copies all in a few launches."""
+    torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
+
+
+def _sum_into(master: Tensor) -> Callable[[Tensor], None]:
+    def add(weight: Tensor) -> None:
+        gradient, weight.grad = weight.grad, None
+        if gradient is not None:
+            master.grad = gradient.float() if master.grad is None else master.grad.add_(gradient)
+
+    return add
+
+
+def _spans(served: Mapping[str, Tensor]) -> Iterator[MasterSpan]:
+    start, stop, names = 0, 0, list[str]()
+    for name, weight in served.items():
+        if names and stop + weight.numel() - start > ROUNDED_AT_ONCE:
+            yield MasterSpan(start, stop, names)
+            start, names = stop, []
+        names.append(name)
+        stop += weight.numel()
+    yield MasterSpan(start, stop, names)

@@ -1,0 +1,126 @@
+"""Log-probabilities and entropy of trained tokens on a GPU, a chunk of hidden states at a time.
+
+Logits exist for one chunk, in the decoder's precision; sums over the vocabulary are in float32. A chunk has *rows* (a hidden state
+at a temperature), *pairs* (a row and a token it predicts) and *terms* (see `LossTerm`): several terms may share a pair.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.train import compiling
+from penstock.train.batches import LossTerm
+
+
+class ScoredChunk(NamedTuple):
+    """Consecutive rows of a pass with their pairs and terms, on the device."""
+
+    rows: slice
+    """Among the rows of the pass."""
+    inverse: Tensor
+    """[rows]: 1 / temperature."""
+    pair_rows: Tensor
+    """[pairs]: the row of each, counted from the chunk's first."""
+    targets: Tensor
+    """[pairs]"""
+    term_pairs: Tensor
+    """[terms]: the pair of each, counted from the chunk's first."""
+    behaviour: Tensor
+    """[terms], as the next two: those of `LossTerm`, weights in float64."""
+    advantages: Tensor
+    weights: Tensor
+
+
+class TermTable:
+    """The terms of a pass as tensors on the device, in the order of `Pass.terms`: by place, then temperature."""
+
+    def __init__(self, terms: tuple[LossTerm, ...], device: torch.device) -> None:
+        at = np.fromiter((term.at for term in terms), np.int64, len(terms))
+        target = np.fromiter((term.target for term in terms), np.int64, len(terms))
+        temperature = np.fromiter((term.temperature for term in terms), np.float32, len(terms))
+        new = np.ones(len(terms), bool)
+        new[1:] = (at[1:] != at[:-1]) | (temperature[1:] != temperature[:-1])
+        row = np.cumsum(new) - 1
+        pairs, term_pair = np.unique(row << 32 | target, return_inverse=True)
+        self._term_rows, self._pair_rows = row, pairs >> 32
+        self.places = _send(at[new], device)
+        """[rows]: the index of the row's hidden state in the pass."""
+        self._inverse = _send(1.0 / temperature[new], device)
+        self._pairs = _send(np.stack((pairs >> 32, pairs & 0xFFFFFFFF)), device)
+        self._term_pair = _send(term_pair.astype(np.int64), device)
+        columns = np.array([(term.logprob, term.advantage, term.weight) for term in terms])
+        self._columns = _send(np.ascontiguousarray(columns.T), device)
+
+    def chunks(self, limit: int) -> Iterator[ScoredChunk]:
+        """Yields chunks of at most `limit` rows."""
+        count = len(self.places)
+        for start in range(0, count, limit):
+            stop = min(start + limit, count)
+            pairs = slice(*np.searchsorted(self._pair_rows, (start, stop)).tolist())
+            terms = slice(*np.searchsorted(self._term_rows, (start, stop)).tolist())
+            yield ScoredChunk(
+                slice(start, stop),
+                self._inverse[start:stop],
+                self._pairs[0, pairs] - start,
+                self._pairs[1, pairs],
+                self._term_pair[terms] - pairs.start,
+                self._columns[0, terms].float(),
+                self._columns[1, terms].float(),
+                self._columns[2, terms],
+            )
+
+
+def _send(values: "np.ndarray[Any, Any]", device: torch.device) -> Tensor:
+    tensor = torch.from_numpy(values)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+def score(states: Tensor, weight: Tensor, chunk: ScoredChunk, *, compiled: bool) -> tuple[Tensor, Tensor]:
+    """Returns log-probabilities, and entropies without a gradient, each [terms]. states [rows, hidden], weight [vocab, hidden]."""
+    logprobs, entropy = cast(
+        tuple[Tensor, Tensor], _PairScores.apply(states, weight, chunk.inverse, chunk.pair_rows, chunk.targets, compiled)
+    )
+    return logprobs[chunk.term_pairs], entropy[chunk.pair_rows][chunk.term_pairs]
+
+
+class _PairScores(torch.autograd.Function):
+    """Log-probabilities of pairs and entropies of rows. Keeps the logits for the backward pass and overwrites them there."""
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, weight: Tensor, inverse: Tensor, rows: Tensor, targets: Tensor, compiled: bool) -> Any:
+        logits = states @ weight.t()
+        statistics = compiling.compiled(_statistics) if compiled else _statistics
+        total, entropy = statistics(logits, inverse)
+        logprobs = logits[rows, targets].float() * inverse[rows] - total[rows]
+        ctx.save_for_backward(states, weight, inverse, rows, targets, logits, total, logprobs)
+        ctx.compiled = compiled
+        ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        gradient: Tensor = grad_outputs[0]
+        states, weight, inverse, rows, targets, logits, total, logprobs = ctx.saved_tensors
+        per_row = torch.zeros_like(inverse).index_add_(0, rows, gradient)
+        slope = compiling.compiled(_slope) if ctx.compiled else _slope
+        slopes = slope(logits, inverse, total, per_row)
+        # In float32, as a likely token's slope is the small difference of two large numbers.
+        own = (gradient - logprobs.exp() * per_row[rows]) * inverse[rows]
+        slopes[rows, targets] = own.to(slopes.dtype)
+        return slopes @ weight, slopes.t() @ states, None, None, None, None
+
+
+def _statistics(logits: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the logarithm of the sum of exponentials, and the entropy, each [rows] in float32."""
+    scaled = logits.float() * inverse.unsqueeze(1)
+    total = scaled.logsumexp(1)
+    return total, total - ((scaled - total.unsqueeze(1)).exp() * scaled).sum(1)
+
+
+def _slope(logits: Tensor, inverse: Tensor, total: Tensor, gradient: Tensor) -> Tensor:
+    """Returns the slope of each logit through the sums alone, [rows, vocab] in the logits' precision."""
+    scaled = logits.float() * inverse.unsqueeze(1)
+    return ((scaled - total.unsqueeze(1)).exp() * (-gradient * inverse).unsqueeze(1)).to(logits.dtype)

@@ -1,0 +1,112 @@
+"""The forward pass of training on a GPU: one attention kernel for all rows of a pass, compiled layers, checkpoints where needed.
+
+The eager path in `forward.py` computes the same and is the oracle for this one.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]
+
+from penstock.engines.embedded.decoder import Decoder, DecoderLayer
+from penstock.train.batches import Pass, PassRow
+from penstock.train.compiling import compiled
+from penstock.train.forward import KeysValues, ScoredTerms
+from penstock.train.token_scores import TermTable, score
+from penstock.train.tree_attention import BLOCK, tree_mask
+
+Mask = BlockMask | Tensor
+"""For compiled layers, or dense for the others: [queries, keys], True where the token reads the key."""
+
+
+class TreeForward:
+    """A `PassForward` for GPUs."""
+
+    def __init__(self, decoder: Decoder, *, compiled: bool, logits_rows: int, checkpointed: Callable[[int], int]) -> None:
+        """In the backward pass, a pass of n tokens computes `checkpointed(n)` layers again instead of keeping them in memory."""
+        self.decoder, self.compiled = decoder, compiled
+        self._logits_rows, self._checkpointed = logits_rows, checkpointed
+
+    def trunk_states(self, ids: Sequence[int]) -> KeysValues:
+        if not ids:
+            return []
+        kept: KeysValues = []
+        rows = (PassRow(start=0, stop=len(ids)),)
+        self._run(Pass(ids=tuple(ids), positions=tuple(range(len(ids))), rows=rows, terms=()), [], 0, kept)
+        return kept
+
+    def scored(self, one: Pass, trunk: KeysValues, length: int) -> Iterator[ScoredTerms]:
+        decoder, table = self.decoder, TermTable(one.terms, self.decoder.device)
+        states = self._run(one, trunk, length, None)[table.places]
+        weight = decoder.embed.weight if decoder.head is None else decoder.head.weight
+        gradients: list[Tensor] = []
+        for chunk in table.chunks(self._logits_rows):
+            piece = states[chunk.rows].detach().requires_grad_()
+            logprobs, entropy = score(piece, weight, chunk, compiled=self.compiled)
+            yield ScoredTerms(logprobs, entropy, chunk.behaviour, chunk.advantages, chunk.weights)
+            if piece.grad is not None:
+                gradients.append(piece.grad)
+        if gradients:
+            states.backward(torch.cat(gradients))
+
+    def _run(self, one: Pass, trunk: KeysValues, length: int, kept: KeysValues | None) -> Tensor:
+        decoder, device = self.decoder, self.decoder.device
+        time = -len(one.ids) % BLOCK + len(one.ids)
+        tree = tree_mask(one, trunk=length, padded=(trunk[0][0].shape[2] if trunk else 0, time), device=device)
+        mask = tree.padded().blocks() if self.compiled else tree.dense()
+        numbers = F.pad(torch.tensor((one.ids, one.positions)), (0, time - len(one.ids)))
+        ids, positions = numbers.to(device, non_blocking=True).unsqueeze(1)
+        x = decoder.embed(ids)
+        cos, sin = decoder.cos[positions].unsqueeze(2), decoder.sin[positions].unsqueeze(2)
+        checkpointed = self._checkpointed(time) if torch.is_grad_enabled() else 0
+        for at, layer in enumerate(decoder.layers):
+            before = trunk[at] if trunk else None
+            arguments = (cast(DecoderLayer, layer), x, cos, sin, mask, before, kept is not None)
+            if at < checkpointed:
+                result: Any = cast(Any, checkpoint(_layer, *arguments, use_reentrant=False, preserve_rng_state=False))
+            else:
+                result = _layer(*arguments)
+            if kept is None:
+                x = cast(Tensor, result)
+            else:
+                x, k, v = cast(tuple[Tensor, Tensor, Tensor], result)
+                kept.append((k, v))
+        return decoder.norm(x)[0]
+
+
+def _layer(
+    layer: DecoderLayer, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask, before: tuple[Tensor, Tensor] | None, keep: bool
+) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+    """Returns the layer's output and, if `keep`, its keys and values."""
+    fast = isinstance(mask, BlockMask)
+    heads = compiled(DecoderLayer.heads) if fast else DecoderLayer.heads
+    mix = compiled(DecoderLayer.mix) if fast else DecoderLayer.mix
+    q, k, v = heads(layer, x, cos, sin)
+    keys, values = (k, v) if before is None else (torch.cat((before[0], k), dim=2), torch.cat((before[1], v), dim=2))
+    attended = _flex(q, keys, values, mask) if isinstance(mask, BlockMask) else _dense_attention(q, keys, values, mask)
+    x = mix(layer, x, attended)
+    return (x, k, v) if keep else x
+
+
+def _flex(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
+    """Attends with q, k and v padded to the lengths of the mask."""
+    time, (queries, keys) = q.shape[2], mask.seq_lengths
+    q, k, v = _padded(q, queries), _padded(k, keys), _padded(v, keys)
+    attend = compiled(flex_attention, any_length=False)
+    return attend(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])[:, :, :time]
+
+
+def _padded(x: Tensor, length: int) -> Tensor:
+    return F.pad(x, (0, 0, 0, length - x.shape[2])) if x.shape[2] < length else x
+
+
+def _dense_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """Folds heads that share a kv head into the time axis, so that keys need no copy per head."""
+    _, heads, time, dim = q.shape
+    repeats = heads // k.shape[1]
+    folded = q.reshape(1, k.shape[1], repeats * time, dim)
+    return F.scaled_dot_product_attention(folded, k, v, attn_mask=mask.repeat(repeats, 1)).reshape(q.shape)

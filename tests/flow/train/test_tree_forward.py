@@ -1,0 +1,122 @@
+"""The forward pass for GPUs, without compiled kernels: the gradients of the flat path, whatever is checkpointed or chunked."""
+
+import pytest
+import torch
+from test_gradients import assert_same
+from training_cases import SHAPE, UNTIED, compute, gradients, make_decoder, random_tree, section
+
+from penstock.engines.embedded.decoder import Decoder, DecoderShape
+from penstock.errors import TrainError
+from penstock.train.batches import Batch
+from penstock.train.forward import PassForward
+from penstock.train.learner import Learner
+from penstock.train.memory import PassMemory
+from penstock.train.tree_attention import rounded_length, tree_mask
+from penstock.train.tree_forward import TreeForward
+
+
+class TreeLearner(Learner):
+    """Takes the way for GPUs on a CPU."""
+
+    logits_rows, layers = 7, 0
+
+    def _forward(self, decoder: Decoder, batch: Batch) -> PassForward:
+        if batch.flat:
+            return super()._forward(decoder, batch)
+        return TreeForward(decoder, compiled=False, logits_rows=self.logits_rows, checkpointed=lambda tokens: self.layers)
+
+
+@pytest.mark.parametrize("shape", [SHAPE, UNTIED])
+@pytest.mark.parametrize("limit", [1000, 40])
+@pytest.mark.parametrize("checkpointed", [0, 1, 2])
+def test_gradients_are_those_of_the_flat_path(shape: DecoderShape, limit: int, checkpointed: int):
+    decoder, tree = make_decoder(shape), random_tree(limit + checkpointed)
+    learner = TreeLearner(decoder, section(kl=0.1))
+    learner.layers = checkpointed
+    flat = compute(learner, tree, limit=60, shared=False)
+    oracle = gradients(decoder)
+    done = compute(learner, tree, limit=limit, shared=True)
+    assert_same(gradients(decoder), oracle)
+    for name in ("loss", "grad_norm", "entropy", "kl_reference", "ratio"):
+        assert getattr(done.metrics, name) == pytest.approx(getattr(flat.metrics, name), rel=1e-4, abs=1e-6)
+
+
+def test_the_blocks_of_a_mask_hold_all_that_is_read():
+    """Block lists say which blocks a kernel must look at; within those, the mask decides."""
+    learner = TreeLearner(make_decoder(), section())
+    for pass_set in learner.pack(random_tree(1, groups=6, rollouts=8, system=40), rollouts=1).pass_sets:
+        for one in pass_set.passes:
+            time = rounded_length(len(one.ids))
+            mask = tree_mask(one, trunk=len(pass_set.trunk), padded=(128, time), device=torch.device("cpu"))
+            blocks = mask.padded().blocks()
+            dense = mask.dense()
+            listed = torch.zeros_like(dense)
+            pairs = ((blocks.kv_num_blocks, blocks.kv_indices), (blocks.full_kv_num_blocks, blocks.full_kv_indices))
+            for counts, indices in pairs:
+                assert counts is not None and indices is not None
+                for row in range(dense.shape[0] // 128):
+                    for at in map(int, indices[0, 0, row, : int(counts[0, 0, row])]):
+                        listed[row * 128 : row * 128 + 128, at * 128 : at * 128 + 128] = True
+            assert not (dense & ~listed).any()
+
+
+class ShortOfMemory(TreeLearner):
+    """Fails while passes are longer than what its memory holds."""
+
+    holds = 30
+
+    def __init__(self, decoder: Decoder) -> None:
+        super().__init__(decoder, section())
+        self._memory = PassMemory(decoder)
+
+    def _reserved(self) -> int:
+        return 0
+
+    def _forward(self, decoder: Decoder, batch: Batch) -> PassForward:
+        if batch.tokens_per_pass > self.holds:
+            raise torch.OutOfMemoryError("out of memory")
+        return super()._forward(decoder, batch)
+
+
+def test_memory_that_runs_out_halves_the_passes_and_changes_no_result(caplog: pytest.LogCaptureFixture):
+    decoder, tree = make_decoder(), random_tree(2)
+    whole = compute(TreeLearner(decoder, section()), tree, limit=100, shared=True)
+    oracle = gradients(decoder)
+    learner = ShortOfMemory(decoder)
+    done = compute(learner, tree, limit=100, shared=True)
+    assert_same(gradients(decoder), oracle)
+    assert done.metrics.memory_halvings == 2 and "halved" in caplog.text
+    assert torch.allclose(done.proximal, whole.proximal, atol=1e-6)  # in the order of the batch that was given
+    again = compute(learner, tree, limit=100, shared=True, proximal=done.proximal)
+    assert again.metrics.ratio == pytest.approx(1.0, abs=1e-5)
+
+
+def test_memory_that_is_far_too_small_is_one_line():
+    learner = ShortOfMemory(make_decoder())
+    learner.holds = 0
+    with pytest.raises(TrainError, match=r"memory is too small .* lower engine\.cache_tokens") as refused:
+        compute(learner, random_tree(3), limit=1 << 20, shared=True)
+    assert "\n" not in str(refused.value)
+
+
+class TorchDynamoException(RuntimeError):
+    """As torch names the errors of its compiler."""
+
+
+class WithoutCompiler(TreeLearner):
+    def _forward(self, decoder: Decoder, batch: Batch) -> PassForward:
+        if self._compilable:
+            self._compiled = True
+            raise TorchDynamoException("no C compiler was found\nin many lines")
+        return super()._forward(decoder, batch)
+
+
+def test_layers_that_cannot_be_compiled_are_computed_without_and_it_is_told(caplog: pytest.LogCaptureFixture):
+    decoder, tree = make_decoder(), random_tree(4)
+    compute(TreeLearner(decoder, section()), tree, limit=100, shared=True)
+    oracle = gradients(decoder)
+    compute(WithoutCompiler(decoder, section()), tree, limit=100, shared=True)
+    assert_same(gradients(decoder), oracle)
+    assert [record.getMessage() for record in caplog.records] == [
+        "layers cannot be compiled here, so updates are slower: no C compiler was found"
+    ]
