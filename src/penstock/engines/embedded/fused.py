@@ -9,13 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.engines.embedded import kernels as triton_kernels
 from penstock.engines.embedded.decoder import Decoder, DecoderLayer, rotate
 from penstock.engines.embedded.sampling import BLOCK, DrawnTokens, draw_rows
 
-try:
-    from penstock.engines.embedded import kernels
-except ImportError:  # Triton comes with torch for GPUs
-    kernels = None
+kernels = triton_kernels if triton_kernels.AVAILABLE else None
 
 
 class PrefillBlocks(NamedTuple):

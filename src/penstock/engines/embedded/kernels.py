@@ -9,10 +9,24 @@ may belong to any number of contexts. Sums are in float32, and results are round
 # pyright: reportUnknownArgumentType=false, reportMissingParameterType=false, reportUntypedFunctionDecorator=false, reportUnknownLambdaType=false, reportIndexIssue=false
 # ruff: noqa: ANN001, ANN201
 
+from __future__ import annotations
+
+from typing import Any
+
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
+
+try:
+    import triton.language as tl
+    from triton import jit
+except ImportError:  # the functions below exist all the same, and are not called
+
+    def jit(fn: Any) -> Any:
+        return fn
+
+    AVAILABLE = False
+else:
+    AVAILABLE = True
 
 # No argument of a kernel may be called `params`: Triton's code for a launch has a variable of that name.
 
@@ -20,7 +34,7 @@ MIN_DOT = 16
 """Fewest rows of a matrix product on tensor cores."""
 
 
-@triton.jit
+@jit
 def add_norm_kernel(x, y, weight, out, width, eps, ADD: tl.constexpr, BLOCK: tl.constexpr):
     """x += y, out = norm(x) * weight; one program per row."""
     row = tl.program_id(0).to(tl.int64)
@@ -37,7 +51,7 @@ def add_norm_kernel(x, y, weight, out, width, eps, ADD: tl.constexpr, BLOCK: tl.
     tl.store(out + row * width + at, (value * scale * gain).to(out.dtype.element_ty), mask=keep)
 
 
-@triton.jit
+@jit
 def gate_kernel(gate_up, out, inner, BLOCK: tl.constexpr):
     """out = silu(gate) * up."""
     row = tl.program_id(0).to(tl.int64)
@@ -49,7 +63,7 @@ def gate_kernel(gate_up, out, inner, BLOCK: tl.constexpr):
     tl.store(out + row * inner + at, (active * up).to(out.dtype.element_ty), mask=keep)
 
 
-@triton.jit
+@jit
 def rotate_store_kernel(
     qkv, q_gain, k_gain, cos, sin, positions, rows, q, keys, values, eps,
     HEADS: tl.constexpr, KV: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr,
@@ -87,7 +101,7 @@ def rotate_store_kernel(
             tl.store(keys + (row * KV + head - HEADS) * DIM + at, turned.to(x.dtype), mask=keep)
 
 
-@triton.jit
+@jit
 def decode_attention_kernel(
     q, keys, values, table, lengths, out, parts, scale, table_width,
     KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -132,7 +146,7 @@ def decode_attention_kernel(
         tl.store(place + DIM + 1, total, mask=m < GROUP)
 
 
-@triton.jit
+@jit
 def join_parts_kernel(parts, out, DIM: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr):
     """Join the parts of `decode_attention_kernel`. One program per lane and head."""
     head = tl.program_id(0).to(tl.int64)
@@ -145,7 +159,7 @@ def join_parts_kernel(parts, out, DIM: tl.constexpr, BLOCK_D: tl.constexpr, SPLI
     tl.store(out + head * DIM + d, (tl.sum(mixed * weight[:, None], 0) / total).to(out.dtype.element_ty), mask=d < DIM)
 
 
-@triton.jit
+@jit
 def prefill_attention_kernel(
     q, keys, values, context, blocks, out, scale,
     KV: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, DIM: tl.constexpr, M: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -184,7 +198,7 @@ def prefill_attention_kernel(
     tl.store(out + place[:, None] + d[None, :], (mixed / total[:, None]).to(out.dtype.element_ty), mask=mine)
 
 
-@triton.jit
+@jit
 def chunk_best_kernel(logits, best, best_at, vocab, CHUNKS: tl.constexpr, CHUNK: tl.constexpr):
     """Greatest logit of each chunk of a row, and where it is."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -196,7 +210,7 @@ def chunk_best_kernel(logits, best, best_at, vocab, CHUNKS: tl.constexpr, CHUNK:
     tl.store(best_at + row * CHUNKS + chunk, tl.min(tl.where(value == top, at, vocab), 0))
 
 
-@triton.jit
+@jit
 def chunk_sums_kernel(
     logits, best, settings, plain, tempered, vocab,
     CHUNKS: tl.constexpr, PADDED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
@@ -218,7 +232,7 @@ def chunk_sums_kernel(
     tl.store(tempered + (row * CHUNKS + chunk) * (CHUNK // BLOCK) + tl.arange(0, CHUNK // BLOCK), sums)
 
 
-@triton.jit
+@jit
 def pick_kernel(
     logits, best, best_at, plain, tempered, settings, uniforms, ids, logprobs, full_logprobs, vocab,
     CHUNKS: tl.constexpr, PADDED: tl.constexpr, BLOCKS: tl.constexpr, PADDED_BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
@@ -258,7 +272,7 @@ def pick_kernel(
     tl.store(full_logprobs + row, full_logprob)
 
 
-@triton.jit
+@jit
 def locate_kernel(state, table, ring, rows, lengths, uniforms, lanes, table_width, ring_width):
     """Where each lane's token goes, how many rows it reads, and the uniform number of the token to draw.
 
@@ -271,7 +285,7 @@ def locate_kernel(state, table, ring, rows, lengths, uniforms, lanes, table_widt
     tl.store(uniforms + lane, tl.load(ring + lane * ring_width + (position + 1) % ring_width))
 
 
-@triton.jit
+@jit
 def advance_kernel(state, stops, ids, logprobs, full_logprobs, cursor, out, lanes, steps, STOPS: tl.constexpr):
     """Record each lane's token in `out` [lanes, steps, 3] and make it the next input, unless the reply ends with it."""
     lane = tl.program_id(0).to(tl.int64)
@@ -296,7 +310,7 @@ CHUNK = 4096
 
 
 def power_of_two(value: int, least: int = 1) -> int:
-    return max(least, triton.next_power_of_2(value))
+    return max(least, 1 << (value - 1).bit_length())
 
 
 def add_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> Tensor:
@@ -313,7 +327,7 @@ def add_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> Tensor:
 def gate(gate_up: Tensor) -> Tensor:
     rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, inner)
-    gate_kernel[(rows, triton.cdiv(inner, 1024))](gate_up, out, inner, BLOCK=1024)
+    gate_kernel[(rows, -(-inner // 1024))](gate_up, out, inner, BLOCK=1024)
     return out
 
 
@@ -380,7 +394,7 @@ def prefill_attention(q: Tensor, keys: Tensor, values: Tensor, context: Tensor, 
 def draw(logits: Tensor, params: Tensor, uniforms: Tensor, block: int) -> tuple[Tensor, Tensor, Tensor]:
     """`logits` [rows, vocab] in their own precision; the temperatures are the first column of `params`."""
     rows, vocab = logits.shape
-    device, chunks = logits.device, triton.cdiv(vocab, CHUNK)
+    device, chunks = logits.device, -(-vocab // CHUNK)
     best = torch.empty(rows, chunks, device=device)
     best_at = torch.empty(rows, chunks, device=device, dtype=torch.int32)
     plain = torch.empty(rows, chunks, device=device)
