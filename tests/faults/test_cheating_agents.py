@@ -45,11 +45,13 @@ EXECUTORS = {
     "process without a sandbox": '[rollout]\nexecutor = "process"\n[executor]\nsandbox = "off"\n',
     "command": COMMAND,
     "command in a process": f'{COMMAND}\n[rollout]\nexecutor = "process"\n',
+    "ray": '[rollout]\nexecutor = "ray"\n',
+    "command on ray": f'{COMMAND}\n[rollout]\nexecutor = "ray"\n',
     "server": '[rollout]\nexecutor = "server"\n[executor]\nurls = ["SERVER"]\n',
 }
-SLOW = ("fresh process", "process without a sandbox", "command in a process")
-OPEN = ("inline", "process without a sandbox", "server")
-"""Executors whose agents can read what the run's user can. The first two say so at their start."""
+SLOW = ("fresh process", "process without a sandbox", "command in a process", "ray", "command on ray")
+OPEN = ("inline", "process without a sandbox", "ray", "server")
+"""Executors whose agents can read what the run's user can. All but the last say so at their start."""
 
 
 @dataclass(frozen=True)
