@@ -6,7 +6,7 @@ may belong to any number of contexts. Sums are in float32, and results are round
 
 # Triton has no types, and is installed with torch for a GPU only.
 # pyright: reportMissingImports=false, reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownParameterType=false
-# pyright: reportUnknownArgumentType=false, reportMissingParameterType=false, reportUntypedFunctionDecorator=false, reportUnknownLambdaType=false, reportIndexIssue=false, reportPossiblyUnbound=false
+# pyright: reportUnknownArgumentType=false, reportMissingParameterType=false, reportUntypedFunctionDecorator=false, reportUnknownLambdaType=false, reportIndexIssue=false, reportPossiblyUnboundVariable=false
 # ruff: noqa: ANN001, ANN201
 
 from __future__ import annotations
