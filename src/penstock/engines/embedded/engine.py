@@ -318,7 +318,13 @@ def make_core(
     """The paged core on a GPU; the other one on a CPU, and where Triton is not installed."""
     if decoder.embed.weight.is_cuda and fused.kernels is not None:
         slots = section.slots or GPU_SLOTS
-        return PagedCore(decoder, slots=slots, cache_tokens=section.cache_tokens or free_tokens(decoder, slots), decode=decode)
+        tokens = section.cache_tokens or free_tokens(decoder, slots)
+        try:
+            return PagedCore(decoder, slots=slots, cache_tokens=tokens, decode=decode)
+        except torch.OutOfMemoryError as cause:
+            raise ConfigError(
+                f"the GPU's memory does not hold a cache of {tokens:,} tokens; set engine.cache_tokens to fewer, or free some"
+            ) from cause
     return EngineCore(decoder, slots=section.slots or 32, cache_tokens=section.cache_tokens or 65536, decode=decode)
 
 
