@@ -58,7 +58,7 @@ class TreeForward:
     def _run(self, one: Pass, trunk: KeysValues, length: int, kept: KeysValues | None) -> Tensor:
         decoder, device = self.decoder, self.decoder.device
         time = -len(one.ids) % BLOCK + len(one.ids)
-        mask = self._mask(one, length, padded=(trunk[0][0].shape[2] if trunk else 0, time))
+        mask = self.mask(one, length, padded=(trunk[0][0].shape[2] if trunk else 0, time))
         numbers = F.pad(torch.tensor((one.ids, one.positions)), (0, time - len(one.ids)))
         ids, positions = numbers.to(device, non_blocking=True).unsqueeze(1)
         x = decoder.embed(ids)
@@ -66,7 +66,7 @@ class TreeForward:
         checkpointed = self._checkpointed(time) if torch.is_grad_enabled() else 0
         for at, layer in enumerate(decoder.layers):
             before = trunk[at] if trunk else None
-            arguments = (cast(DecoderLayer, layer), x, cos, sin, mask, before, kept is not None)
+            arguments = (cast(DecoderLayer, layer), x, cos, sin, mask, before, kept is not None, self.compiled)
             if at < checkpointed:
                 result: Any = cast(Any, checkpoint(_layer, *arguments, use_reentrant=False, preserve_rng_state=False))
             else:
@@ -78,7 +78,8 @@ class TreeForward:
                 kept.append((k, v))
         return decoder.norm(x)[0]
 
-    def _mask(self, one: Pass, trunk: int, *, padded: tuple[int, int]) -> Mask:
+    def mask(self, one: Pass, trunk: int, *, padded: tuple[int, int]) -> Mask:
+        """Chooses the cheapest form of the mask. `padded` are the lengths of trunk and pass with padding."""
         device = self.decoder.device
         if self.compiled and path_area(one, trunk) <= FASTER * tree_area(one):
             return path_mask(one, trunk=trunk, padded=padded[0], device=device)
@@ -87,10 +88,16 @@ class TreeForward:
 
 
 def _layer(
-    layer: DecoderLayer, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask, before: tuple[Tensor, Tensor] | None, keep: bool
+    layer: DecoderLayer,
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    mask: Mask,
+    before: tuple[Tensor, Tensor] | None,
+    keep: bool,
+    fast: bool,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
-    """Returns the layer's output and, if `keep`, its keys and values."""
-    fast = not isinstance(mask, Tensor)
+    """Returns the layer's output and, if `keep`, its keys and values. Compiled if `fast`."""
     heads = compiled(DecoderLayer.heads) if fast else DecoderLayer.heads
     mix = compiled(DecoderLayer.mix) if fast else DecoderLayer.mix
     q, k, v = heads(layer, x, cos, sin)
