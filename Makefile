@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-faults test-clients test-vllm check docs bench lock audit dist clean
+.PHONY: help install demo test test-faults test-clients test-vllm test-gpu check docs bench lock audit dist clean
 
 help:
 	@echo "make demo    train the multiply agent on this machine (minutes, no GPU)"
@@ -13,6 +13,7 @@ help:
 	@echo "make test-faults    the fault tests with their full counts (hundreds of kills, a thousand damaged files) and the soak tests (a quarter of an hour)"
 	@echo "make test-clients   install real clients and coding agents (pip, npm) and run them against the gateway"
 	@echo "make test-vllm      install a vLLM for the CPU (3.4 GB) and run the vllm engine against it"
+	@echo "make test-gpu       run the tests that need a GPU"
 	@echo "make check   format, lint, types, layers, fast tests"
 	@echo "make docs    build the documentation's site into build/site"
 	@echo "make bench   print performance ratios"
@@ -53,6 +54,10 @@ test-vllm: export PENSTOCK_VLLM ?= $(HOME)/.cache/penstock/vllm
 test-vllm: $(STAMP)
 	$(BIN)/python tests/vllm/install.py "$$PENSTOCK_VLLM"
 	$(BIN)/python -m pytest -n 0 tests/vllm
+
+test-gpu: $(STAMP)
+	@$(BIN)/python -c 'import torch; raise SystemExit(None if torch.cuda.is_available() else "no GPU here: nothing was tested")'
+	$(BIN)/python -m pytest -n 0 -m gpu tests/gpu
 
 # pyright runs on one core, however long it takes: the tests leave that core to it.
 CHECK_OPTIONS := -n 2 --dist loadfile -m "not slow" --hypothesis-profile check

@@ -195,12 +195,13 @@ class EngineSection(Section):
     """`cpu`, `cuda`, `cuda:1`; `auto` takes a GPU where there is one."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """`auto` is float32 on a CPU and bfloat16 on a GPU."""
-    slots: int = Field(default=32, ge=1)
-    """Requests decoded together."""
+    slots: int | None = Field(default=None, ge=1)
+    """Requests decoded together. None: 32 on a CPU, 1,024 on a GPU."""
     queue: int = Field(default=1024, ge=1)
     """Requests that may wait; one more is refused."""
-    cache_tokens: int = Field(default=65536, ge=1024)
-    """Bound on the tokens whose keys and values are kept."""
+    cache_tokens: int | None = Field(default=None, ge=1024)
+    """Bound on the tokens whose keys and values are kept. None: 65,536 on a CPU; on a GPU a third of the memory that is free beside
+    what training needs for the weights."""
 
     def preflight(self, model: str) -> None:
         """Raise ConfigError if the engine cannot be reached, or cannot serve `model`. Called before a run begins."""

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, aclosing
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,9 @@ Opening = Callable[[], AbstractAsyncContextManager[Engine]]
 PROMPT = [1, 2, 3, 4, 5]
 
 
-@pytest.fixture(params=["embedded", "scripted"])
+@pytest.fixture(params=["embedded", "paged", "scripted"])
 def opening(request: pytest.FixtureRequest, tmp_path: Path) -> Opening:
-    return embedded if request.param == "embedded" else lambda: scripted(tmp_path)
+    return {"embedded": embedded, "paged": partial(embedded, paged=True), "scripted": partial(scripted, tmp_path)}[request.param]
 
 
 def test_a_reply_comes_in_aligned_chunks_of_which_only_the_last_has_a_finish(opening: Opening):

@@ -45,10 +45,13 @@ EXECUTORS = {
     "process without a sandbox": '[rollout]\nexecutor = "process"\n[executor]\nsandbox = "off"\n',
     "command": COMMAND,
     "command in a process": f'{COMMAND}\n[rollout]\nexecutor = "process"\n',
+    "ray": '[rollout]\nexecutor = "ray"\n',
+    "command on ray": f'{COMMAND}\n[rollout]\nexecutor = "ray"\n',
     "server": '[rollout]\nexecutor = "server"\n[executor]\nurls = ["SERVER"]\n',
 }
-OPEN = ("inline", "process without a sandbox", "server")
-"""Executors whose agents can read what the run's user can. The first two say so at their start."""
+SLOW = ("fresh process", "process without a sandbox", "command in a process", "ray", "command on ray")
+OPEN = ("inline", "process without a sandbox", "ray", "server")
+"""Executors whose agents can read what the run's user can. All but the last say so at their start."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,7 @@ def evaluate(project: Path, config: str) -> CheatingRun:
     return CheatingRun(folder, attempts(folder), found, events, json.loads(done.stdout))
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("executor", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in EXECUTORS])
 def test_no_forged_grade_counts_and_nothing_is_readable_where_the_executor_isolates(tmp_path: Path, executor: str) -> None:
     if executor == "server":
         shutil.copytree(CHEATING, tmp_path, dirs_exist_ok=True)

@@ -24,8 +24,8 @@ CALLERS = 12
 ANSWER_S, HALF_S = 240, 2
 STALL_S = 0.2
 """The longest that a loop may not turn; computing time of the process, since other programs share the machine."""
-GROWTH_MB = 40 if FULL else 60
-"""From the first fifth of the requests, when caches are filled, to the last."""
+GROWTH_MB = 80 if FULL else 60
+"""From the first fifth of the requests to the last, while the gateway's caches fill: 32 MB of answers, two million tokens."""
 
 
 class Answer:

@@ -14,6 +14,7 @@ from penstock.engines.base import Engine, SampledChunk
 from penstock.engines.embedded.core import EngineCore
 from penstock.engines.embedded.decoder import Decoder, DecoderShape
 from penstock.engines.embedded.engine import EmbeddedEngine
+from penstock.engines.embedded.paged_core import PagedCore
 from penstock.engines.embedded.weights import save_decoder
 from penstock.records import Sampling
 from penstock.testing import ScriptedEngine, write_tokenizer
@@ -68,9 +69,11 @@ async def embedded(
     seed: int = 0,
     decode: Callable[[Sequence[int]], str] | None = spell,
     stop_ids: Sequence[int] = (),
+    paged: bool = False,
 ) -> AsyncIterator[EmbeddedEngine]:
-    """An embedded engine over random weights."""
-    core = EngineCore(make_decoder(), slots=slots, cache_tokens=16384, decode=decode)
+    """An embedded engine over random weights; `paged`, as on a GPU."""
+    make_core = PagedCore if paged else EngineCore
+    core = make_core(make_decoder(), slots=slots, cache_tokens=16384, decode=decode)
     engine = EmbeddedEngine(core, name="small", queue_limit=queue, seed=seed, stop_ids=stop_ids)
     try:
         yield engine

@@ -48,13 +48,13 @@ class SegmentAttention:
     def score(self, layer: int, queries: Tensor, scores: Tensor) -> None:
         """Write the columns of `scores` [kv_heads, tokens * group, columns] that belong to segments."""
         for kv, a, b, start, end in self._spans:
-            assert kv is not None
+            assert isinstance(kv, KeyValues)
             put_product(scores[:, a:b, start:end], queries[:, a:b], kv.keys[layer], self.scale)
 
     def mix(self, layer: int, weights: Tensor, mixed: Tensor) -> None:
         """Add the segments' values, times `weights`, to `mixed` [kv_heads, tokens * group, dim]."""
         for kv, a, b, start, end in self._spans:
-            assert kv is not None
+            assert isinstance(kv, KeyValues)
             add_product(mixed[:, a:b], weights[:, a:b, start:end], kv.values[layer])
 
 

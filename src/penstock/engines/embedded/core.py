@@ -20,7 +20,7 @@ import torch
 
 from penstock.engines.embedded.attention import DecodeAttention, PrefillAttention
 from penstock.engines.embedded.decoder import Decoder
-from penstock.engines.embedded.kv_cache import PrefixTree, Segment, TailCache
+from penstock.engines.embedded.kv_cache import KeyValues, PrefixTree, Segment, TailCache
 from penstock.engines.embedded.sampling import DrawnTokens, sample
 from penstock.errors import ConfigError
 from penstock.records import Finish, Sampling
@@ -58,12 +58,14 @@ class Request:
     """The request's own random numbers in [0, 1)."""
 
 
-class DrawnToken(NamedTuple):
+class DrawnChunk(NamedTuple):
+    """Tokens of one request, of one step or of several."""
+
     request: Request
-    id: int
-    logprob: float
-    full_logprob: float
-    finish: Finish | None
+    ids: list[int]
+    logprobs: list[float]
+    full_logprobs: list[float]
+    finish: Finish | None = None
     problem: str = ""
     """Why the request cannot go on; with finish "error" only."""
 
@@ -132,6 +134,15 @@ class EngineCore:
             if active.request is request:
                 self._remove(active)
 
+    @property
+    def capacity(self) -> int:
+        """The longest context that fits into the cache."""
+        return self.tree.capacity
+
+    def drain(self) -> list[DrawnChunk]:
+        """Read what is queued, so that the weights may change: here, nothing ever is."""
+        return []
+
     def reset(self) -> None:
         """Drop all keys and values. Active requests keep their tokens and go back to the front of the queue, oldest first."""
         for active in sorted([*self.planned, *self.running], key=lambda active: -active.request.key):
@@ -148,7 +159,7 @@ class EngineCore:
         self.tails.clear()
         return lost
 
-    def step(self) -> list[DrawnToken]:
+    def step(self) -> list[DrawnChunk]:
         """Admit, prefill one pass, sample one token for each running request."""
         with torch.inference_mode():
             self._admit()
@@ -202,7 +213,7 @@ class EngineCore:
                 break
             active.base = segment.start
         for segment in active.leaf.path():
-            if segment.start >= active.base and segment.kv is not None:
+            if segment.start >= active.base and isinstance(segment.kv, KeyValues):
                 self.tails.load(active.slot, segment.start - active.base, segment.kv)
 
     def _fold_tails(self) -> None:
@@ -228,7 +239,7 @@ class EngineCore:
         self._attend = None
         return True
 
-    def _sample(self) -> list[DrawnToken]:
+    def _sample(self) -> list[DrawnChunk]:
         if self._attend is None:
             self.running.sort(key=lambda active: (_order(_read_path(active)), active.slot))
             slots, paths = [active.slot for active in self.running], [_read_path(active) for active in self.running]
@@ -240,7 +251,7 @@ class EngineCore:
         drawn = sample(self.decoder.logits(hidden[0]), [r.sampling for r in requests], [r.uniform() for r in requests])
         return self._append_all(drawn)
 
-    def _append_all(self, drawn: DrawnTokens) -> list[DrawnToken]:
+    def _append_all(self, drawn: DrawnTokens) -> list[DrawnChunk]:
         """Append each row's token to its request; remove requests that finish."""
         rows: list[list[float]] = torch.stack([part.double() for part in drawn], dim=1).tolist()  # pyright: ignore[reportUnknownVariableType]
         sampled = [self._append(active.request, *row) for active, row in zip(self.running, rows, strict=True)]
@@ -251,29 +262,9 @@ class EngineCore:
                 self._remove(active)
         return sampled
 
-    def _append(self, request: Request, drawn_id: float, logprob: float, full_logprob: float) -> DrawnToken:
-        """Append a token and decide whether it is the last."""
-        token = int(drawn_id)
-        request.tokens.append(token)
-        if not math.isfinite(full_logprob):
-            return DrawnToken(request, token, 0.0, 0.0, "error", "the logits are not finite, so the policy's weights are broken")
-        finish, problem = None, ""
-        try:
-            if token in request.stop_ids or self._ends_with_stop(request):
-                finish = "stop"
-            elif len(request.tokens) - request.prompt_length >= request.sampling.max_tokens:
-                finish = "length"
-        except Exception as cause:  # from the tokenizer; it must not fail the other requests of the batch
-            finish, problem = "error", f"its text could not be searched for stop strings: {type(cause).__name__}: {cause}"
-        return DrawnToken(request, token, logprob, full_logprob, finish, problem)
-
-    def _ends_with_stop(self, request: Request) -> bool:
-        """Whether the last tokens complete a stop string."""
-        if not request.sampling.stop or self.decode_text is None:
-            return False
-        window = max(len(stop.encode()) for stop in request.sampling.stop) + STOP_MARGIN
-        text = self.decode_text(request.tokens[max(request.prompt_length, len(request.tokens) - window) :])
-        return any(stop in text for stop in request.sampling.stop)
+    def _append(self, request: Request, drawn_id: float, logprob: float, full_logprob: float) -> DrawnChunk:
+        request.tokens.append(int(drawn_id))
+        return DrawnChunk(request, [int(drawn_id)], [logprob], [full_logprob], *ending(request, full_logprob, self.decode_text))
 
     def _requeue(self, active: ActiveRequest) -> None:
         """Put it at the front of the queue: slots go to the oldest requests, so all that wait are younger."""
@@ -290,6 +281,32 @@ class EngineCore:
 
     def _tensor(self, values: list[list[int]]) -> torch.Tensor:
         return torch.tensor(values, device=self._device)
+
+
+class Ending(NamedTuple):
+    finish: Finish | None
+    problem: str = ""
+
+
+def ending(request: Request, full_logprob: float, decode: Callable[[Sequence[int]], str] | None) -> Ending:
+    """Whether a request ends with its last token, and how."""
+    if not math.isfinite(full_logprob):
+        return Ending("error", "the logits are not finite, so the policy's weights are broken")
+    try:
+        if request.tokens[-1] in request.stop_ids or (request.sampling.stop and _text_ends(request, decode)):
+            return Ending("stop")
+    except Exception as cause:  # from the tokenizer; it must not fail the other requests of the batch
+        return Ending("error", f"its text could not be searched for stop strings: {type(cause).__name__}: {cause}")
+    return Ending("length" if len(request.tokens) - request.prompt_length >= request.sampling.max_tokens else None)
+
+
+def _text_ends(request: Request, decode: Callable[[Sequence[int]], str] | None) -> bool:
+    """Whether the last tokens complete a stop string."""
+    if decode is None:
+        return False
+    window = max(len(stop.encode()) for stop in request.sampling.stop) + STOP_MARGIN
+    text = decode(request.tokens[max(request.prompt_length, len(request.tokens) - window) :])
+    return any(stop in text for stop in request.sampling.stop)
 
 
 def _read_path(active: ActiveRequest) -> list[Segment]:

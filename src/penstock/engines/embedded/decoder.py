@@ -138,7 +138,7 @@ class DecoderLayer(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = rotated.tensor_split([shape.heads], dim=2)
             rotated = torch.cat((self.q_norm(q), self.k_norm(k)), dim=2)
-        q, k = _rotate(rotated, cos, sin).tensor_split([shape.heads], dim=2)
+        q, k = rotate(rotated, cos, sin).tensor_split([shape.heads], dim=2)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
     def mix(self, x: Tensor, attended: Tensor) -> Tensor:
@@ -196,13 +196,13 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return (product if bias is None else product + bias).view(*x.shape[:-1], -1)
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate each pair (i, i + dim/2) of x […, dim] by its angle; the first half of `sin` is negated."""
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
 def _rope_table(shape: DecoderShape) -> tuple[Tensor, Tensor]:
-    """cos and sin of each position's rotations, each [context_length, head_dim], in the form that `_rotate` takes."""
+    """cos and sin of each position's rotations, each [context_length, head_dim], in the form that `rotate` takes."""
     inverse = 1.0 / shape.rope_theta ** (torch.arange(0, shape.head_dim, 2, dtype=torch.float64) / shape.head_dim)
     if (scaling := shape.rope_scaling) is not None:
         length = scaling["original_max_position_embeddings"]

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from itertools import count
+from itertools import chain, count, repeat
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -23,14 +23,18 @@ import torch
 from penstock.config import EngineSection
 from penstock.engines.base import SampledChunk
 from penstock.engines.cpu_features import VARIABLE, WITHOUT_AMX, limit_onednn
-from penstock.engines.embedded.core import DrawnToken, EngineCore, Request
+from penstock.engines.embedded import fused
+from penstock.engines.embedded.core import DrawnChunk, EngineCore, Request
 from penstock.engines.embedded.decoder import Decoder
+from penstock.engines.embedded.paged_core import PagedCore, free_tokens
 from penstock.engines.embedded.weights import load_decoder
 from penstock.errors import ConfigError, EngineBusy, EngineError, ModelError
 from penstock.records import Sampling
 
 MAX_FAILED_STEPS = 3
 """Failed steps in a row after which the engine gives up."""
+
+GPU_SLOTS = 1024
 
 Command = Callable[[], None]
 """Runs in the engine's thread between two steps."""
@@ -44,19 +48,24 @@ class RequestOutput:
         self.complete = False
         """Whether the engine is done with the request."""
         self._rollout_id = rollout_id
-        self._tokens: list[DrawnToken] = []
-        self._versions: list[int] = []
+        self._chunks: list[tuple[DrawnChunk, int]] = []
+        """With the version that they were drawn under."""
         self._problem: str | None = None
         self._filled = asyncio.Event()
 
-    def put(self, token: DrawnToken, version: int) -> None:
-        """Add a sampled token."""
-        if token.finish == "error":
-            self.fail(f"policy version {version}: {token.problem}")
+    def put(self, chunk: DrawnChunk, version: int) -> None:
+        """Add sampled tokens."""
+        if chunk.finish == "error":
+            good = len(chunk.ids) - 1  # the last one is what failed
+            chunk = chunk._replace(
+                ids=chunk.ids[:good], logprobs=chunk.logprobs[:good], full_logprobs=chunk.full_logprobs[:good], finish=None
+            )
+            if good:
+                self._chunks.append((chunk, version))
+            self.fail(f"policy version {version}: {chunk.problem}")
             return
-        self._tokens.append(token)
-        self._versions.append(version)
-        self.complete = token.finish is not None
+        self._chunks.append((chunk, version))
+        self.complete = chunk.finish is not None
         self._filled.set()
 
     def fail(self, problem: str) -> None:
@@ -67,24 +76,26 @@ class RequestOutput:
     async def take(self) -> SampledChunk:
         """Return all tokens since the last call; wait for one if there are none."""
         await self._filled.wait()
-        tokens, versions, self._tokens, self._versions = self._tokens, self._versions, [], []
-        if not tokens:
+        chunks, self._chunks = self._chunks, []
+        if not chunks:
             raise EngineError(f"rollout {self._rollout_id}: {self._problem}" if self._rollout_id else self._problem)
         if self._problem is None:
             self._filled.clear()
         return SampledChunk(
-            ids=tuple(token.id for token in tokens),
-            logprobs=tuple(token.logprob for token in tokens),
-            full_logprobs=tuple(token.full_logprob for token in tokens),
-            versions=tuple(versions),
-            finish=tokens[-1].finish,
+            ids=tuple(chain.from_iterable(chunk.ids for chunk, _ in chunks)),
+            logprobs=tuple(chain.from_iterable(chunk.logprobs for chunk, _ in chunks)),
+            full_logprobs=tuple(chain.from_iterable(chunk.full_logprobs for chunk, _ in chunks)),
+            versions=tuple(chain.from_iterable(repeat(version, len(chunk.ids)) for chunk, version in chunks)),
+            finish=chunks[-1][0].finish,
         )
 
 
 class EmbeddedEngine:
     """Samples from a decoder in this process. The trainer may share `decoder`, the module itself."""
 
-    def __init__(self, core: EngineCore, *, name: str, queue_limit: int, seed: int, stop_ids: Iterable[int] = ()) -> None:
+    def __init__(
+        self, core: EngineCore | PagedCore, *, name: str, queue_limit: int, seed: int, stop_ids: Iterable[int] = ()
+    ) -> None:
         self.decoder: Decoder = core.decoder
         self._core, self._name, self._seed = core, name, seed
         self._stop_ids = frozenset(stop_ids)
@@ -159,7 +170,7 @@ class EmbeddedEngine:
 
     def _check(self, prompt_ids: Sequence[int], sampling: Sampling) -> None:
         vocabulary, length, most = self.decoder.shape.vocab_size, len(prompt_ids), sampling.max_tokens
-        total, room = length + most, self._core.tree.capacity
+        total, room = length + most, self._core.capacity
         if not length:
             raise EngineError("the prompt has no tokens; send at least one")
         if min(prompt_ids) < 0 or max(prompt_ids) >= vocabulary:
@@ -244,6 +255,7 @@ class EmbeddedEngine:
         try:
             if self._ended is not None:
                 raise EngineError(self._ended)
+            self._deliver(self._core.drain())
             change()
         except Exception as cause:
             self._core.reset()  # `change` may have rewritten some of the weights before it raised
@@ -256,19 +268,19 @@ class EmbeddedEngine:
     def _stop(self) -> None:
         self._closing = True
 
-    def _deliver(self, sampled: Sequence[DrawnToken]) -> None:
-        batches: defaultdict[asyncio.AbstractEventLoop, list[tuple[RequestOutput, DrawnToken]]] = defaultdict(list)
-        for token in sampled:
-            output = self._outputs.get(token.request.key)
+    def _deliver(self, sampled: Sequence[DrawnChunk]) -> None:
+        batches: defaultdict[asyncio.AbstractEventLoop, list[tuple[RequestOutput, DrawnChunk]]] = defaultdict(list)
+        for chunk in sampled:
+            output = self._outputs.get(chunk.request.key)
             if output is not None:
-                batches[output.loop].append((output, token))
+                batches[output.loop].append((output, chunk))
         for loop, batch in batches.items():
             try:
                 loop.call_soon_threadsafe(_put_all, batch, self._version)
             except RuntimeError:  # the loop is closed: nobody will read these
-                for _, token in batch:
-                    self._core.cancel(token.request)
-                    self._outputs.pop(token.request.key, None)
+                for _, chunk in batch:
+                    self._core.cancel(chunk.request)
+                    self._outputs.pop(chunk.request.key, None)
 
     def _fail(self, keys: Iterable[int], problem: str) -> None:
         for output in [self._outputs.get(key) for key in keys]:
@@ -277,9 +289,9 @@ class EmbeddedEngine:
                     output.loop.call_soon_threadsafe(output.fail, problem)
 
 
-def _put_all(batch: Sequence[tuple[RequestOutput, DrawnToken]], version: int) -> None:
-    for output, token in batch:
-        output.put(token, version)
+def _put_all(batch: Sequence[tuple[RequestOutput, DrawnChunk]], version: int) -> None:
+    for output, chunk in batch:
+        output.put(chunk, version)
 
 
 def _copy(source: Decoder, target: Decoder) -> None:
@@ -296,8 +308,18 @@ def open_engine(
     device = pick_device(section.device)
     dtype = pick_dtype(section.dtype, device)
     decoder = load_decoder(folder, device=device, dtype=dtype)
-    core = EngineCore(decoder, slots=section.slots, cache_tokens=section.cache_tokens, decode=decode)
+    core = make_core(decoder, section, decode)
     return EmbeddedEngine(core, name=name, queue_limit=section.queue, seed=seed, stop_ids=end_ids(folder))
+
+
+def make_core(
+    decoder: Decoder, section: EngineSection, decode: Callable[[Sequence[int]], str] | None = None
+) -> EngineCore | PagedCore:
+    """The paged core on a GPU; the other one on a CPU, and where Triton is not installed."""
+    if decoder.embed.weight.is_cuda and fused.kernels is not None:
+        slots = section.slots or GPU_SLOTS
+        return PagedCore(decoder, slots=slots, cache_tokens=section.cache_tokens or free_tokens(decoder, slots), decode=decode)
+    return EngineCore(decoder, slots=section.slots or 32, cache_tokens=section.cache_tokens or 65536, decode=decode)
 
 
 def pick_device(name: str) -> torch.device:

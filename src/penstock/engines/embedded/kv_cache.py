@@ -7,10 +7,12 @@ tokens of one running request.
 """
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.engines.embedded.decoder import DecoderShape
@@ -29,6 +31,15 @@ class KeyValues(NamedTuple):
         return KeyValues(self.keys[..., start:end].clone(), self.values[..., start:end, :].clone())
 
 
+class CacheRows(NamedTuple):
+    """Where a paged cache has the keys and values of consecutive tokens."""
+
+    rows: NDArray[np.int32]
+
+    def part(self, start: int, end: int) -> "CacheRows":
+        return CacheRows(self.rows[start:end])
+
+
 class Segment:
     """Consecutive tokens of a path."""
 
@@ -42,7 +53,7 @@ class Segment:
         self.holders = 0
         """Requests whose path ends here; a segment with holders or children stays."""
         self.used = 0
-        self.kv: KeyValues | None = None
+        self.kv: KeyValues | CacheRows | None = None
         """None while planned."""
 
     @property
@@ -80,12 +91,15 @@ class PrefixTree:
         self.root = Segment((), None, 0)
         self.tokens = 0
         self._clock = 0
+        self._unheld: list[tuple[int, int, Segment]] = []
+        """A heap of all free segments by their last use, and of entries that no longer hold."""
+        self._unheld_limit = 1024
 
     def plan(self, tokens: Sequence[int]) -> Segment | None:
         """Return the end of the path for `tokens`, held for the caller; missing segments are planned. None if there is no room."""
         return self._hold_path(self.root, tokens)
 
-    def extend(self, held: Segment, tokens: Sequence[int], kv: KeyValues) -> Segment | None:
+    def extend(self, held: Segment, tokens: Sequence[int], kv: KeyValues | CacheRows) -> Segment | None:
         """Store a copy of computed `tokens` below `held` and move the hold to their end; None, and no change, without room."""
         last = self._hold_path(held, tokens)
         if last is None:
@@ -101,11 +115,12 @@ class PrefixTree:
         segment.holders -= 1
         while not segment.ready and _is_free(segment):
             segment = self._remove(segment)
+        self._offer(segment)
 
     def _hold_path(self, start: Segment, tokens: Sequence[int]) -> Segment | None:
         last, matched = self._match(start, tokens)
         self._hold(last)  # before room is made, which removes segments that nobody holds
-        if not self._make_room(len(tokens) - matched):
+        if not self.make_room(len(tokens) - matched):
             self.release(last)
             return None
         end = self._grow(last, tokens[matched:])
@@ -150,19 +165,29 @@ class PrefixTree:
         for part in segment.path():
             part.used = self._clock
 
-    def _make_room(self, tokens: int) -> bool:
-        excess = self.tokens + tokens - self.capacity
-        if excess <= 0:
-            return True
-        heap = [(s.used, id(s), s) for s in self._walk() if _is_free(s)]
-        heapq.heapify(heap)
-        while heap and excess > 0:
-            segment = heapq.heappop(heap)[2]
-            excess -= len(segment.tokens)
-            parent = self._remove(segment)
-            if _is_free(parent):
-                heapq.heappush(heap, (parent.used, id(parent), parent))
-        return excess <= 0
+    def make_room(self, tokens: int) -> bool:
+        """Drop what nobody holds until `tokens` more fit; False if they never will."""
+        while self.tokens + tokens > self.capacity and self._unheld:
+            entry = heapq.heappop(self._unheld)
+            if self._holds(entry):
+                self._offer(self._remove(entry[2]))
+        return self.tokens + tokens <= self.capacity
+
+    def _offer(self, segment: Segment) -> None:
+        """Note that a segment may be dropped, if it is free."""
+        if not _is_free(segment):
+            return
+        heapq.heappush(self._unheld, (segment.used, id(segment), segment))
+        if len(self._unheld) > self._unheld_limit:
+            self._unheld = [entry for entry in self._unheld if self._holds(entry)]
+            heapq.heapify(self._unheld)
+            self._unheld_limit = 1024 + 2 * len(self._unheld)
+
+    def _holds(self, entry: tuple[int, int, Segment]) -> bool:
+        """Whether the segment is still part of the tree, free, and was not used since."""
+        used, _, segment = entry
+        there = segment.parent is not None and segment.parent.children.get(segment.tokens[0]) is segment
+        return there and _is_free(segment) and segment.used == used
 
     def _remove(self, segment: Segment) -> Segment:
         parent = segment.parent
@@ -170,13 +195,6 @@ class PrefixTree:
         del parent.children[segment.tokens[0]]
         self.tokens -= len(segment.tokens)
         return parent
-
-    def _walk(self) -> Iterator[Segment]:
-        ahead = [self.root]
-        while ahead:
-            segment = ahead.pop()
-            yield segment
-            ahead.extend(segment.children.values())
 
 
 def _is_free(segment: Segment) -> bool:

@@ -60,6 +60,49 @@ def sample(logits: Tensor, samplings: Sequence[Sampling], uniforms: Sequence[flo
     return DrawnTokens(ids, torch.where(plain, full, relative + 0.0 * full), full)
 
 
+def draw_rows(logits: Tensor, params: Tensor, uniform: Tensor, *, truncated: bool) -> DrawnTokens:
+    """As `sample`, without a look at any value: the settings are a tensor, and shapes depend on nothing else.
+
+    `params` [rows, 4] are temperature, top-k, top-p and min-p of each row; `truncated` says whether some row uses the last three.
+    """
+    temperature = params[:, :1]
+    greedy = temperature == 0.0
+    shifted = logits - logits.amax(-1, keepdim=True)
+    plain = _block_sums(shifted.exp()).sum(-1).log()
+    scaled = shifted / torch.where(greedy, 1.0, temperature)
+    weights = scaled.exp()
+    sums = _block_sums(weights)
+    ids = _invert(weights, sums, uniform)
+    relative = scaled.gather(-1, ids[:, None])[:, 0].double() - sums.sum(-1).log()
+    if truncated:
+        cut_ids, cut_relative = _truncated_rows(scaled, params, uniform)
+        cut = (params[:, 1] > 0) | (params[:, 2] < 1.0) | (params[:, 3] > 0.0)
+        ids, relative = torch.where(cut, cut_ids, ids), torch.where(cut, cut_relative, relative)
+    else:
+        cut = torch.zeros_like(greedy[:, 0])
+    ids = torch.where(greedy[:, 0], shifted.argmax(-1), ids)
+    full = shifted.gather(-1, ids[:, None])[:, 0].double() - plain
+    relative = torch.where(greedy[:, 0], 0.0 * full, relative + 0.0 * full)
+    return DrawnTokens(ids, torch.where((temperature[:, 0] == 1.0) & ~cut, full, relative), full)
+
+
+def _truncated_rows(scaled: Tensor, params: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """As `_truncated`, over the whole vocabulary sorted."""
+    vocab = scaled.shape[-1]
+    top_k, top_p, min_p = params[:, 1:2], params[:, 2:3].double(), params[:, 3:4].double()
+    ranks = torch.where(top_k > 0, top_k, vocab)
+    mass = scaled.exp().sum(-1, keepdim=True).double()
+    scaled, order = scaled.sort(-1, descending=True)
+    rank = torch.arange(vocab, device=scaled.device)
+    weights = scaled.double().exp().masked_fill(rank >= ranks, 0.0)
+    mass = torch.where(ranks < vocab, weights.sum(-1, keepdim=True), mass)
+    before = weights.cumsum(-1) - weights
+    weights = weights.masked_fill((rank > 0) & ((before >= top_p * mass) | (weights < min_p)), 0.0)
+    kept = weights.sum(-1)
+    place = _first_above(weights, uniform * kept)
+    return order.gather(-1, place)[:, 0], scaled.gather(-1, place)[:, 0].double() - kept.log()
+
+
 def _kind(sampling: Sampling) -> SamplingKind:
     if sampling.temperature == 0.0:
         return "greedy"

@@ -11,7 +11,7 @@ from penstock.system.sandbox import Confinement, Sandbox, SandboxWish, choose_sa
 
 PACKAGE = Path(penstock.__file__).parent
 TOOLS = re.compile(
-    r"\bsubprocess\b|\bos\.(system|popen|exec|spawn|posix_spawn)|create_subprocess_|\bpty\b|\bshell\b|\beval\(|\bexec\("
+    r"\bsubprocess\b|\bos\.(system|popen|exec|spawn|posix_spawn)|create_subprocess_|\bpty\b|\bshell\b|(?<![.\w])(eval|exec)\("
     r"|ShellTool|PythonREPL|python_repl|FileManagementToolkit|file_write|strands_tools|CodeInterpreter",
     re.IGNORECASE,
 )
