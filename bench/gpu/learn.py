@@ -21,6 +21,8 @@ HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
 TASKS = ROOT / "examples" / "multiply" / "tasks.jsonl"
 WANTED, STEPS, SEEDS = 0.95, 8, (0, 1, 2)
 TIMEOUT_S = 240
+SHARED = "engine.cache_tokens=65536"
+"""For runs beside each other: alone, one takes a third of the GPU's memory."""
 
 
 class LearningCurve(NamedTuple):
@@ -48,11 +50,11 @@ class LearningCurve(NamedTuple):
 
 def main(folder: Path) -> None:
     one, two = HERE / "one_turn.toml", HERE / "two_turns.toml"
-    ways: dict[str, Callable[[int], LearningCurve]] = {
-        "one turn, bfloat16": lambda seed: penstock(folder, one, seed),
-        "one turn, float32": lambda seed: penstock(folder, one, seed, 'engine.dtype="float32"'),
-        "one turn, control": lambda seed: penstock(folder, one, seed, "train.lr=0"),
-        "two turns, bfloat16": lambda seed: penstock(folder, two, seed),
+    ways: dict[str, Callable[..., LearningCurve]] = {
+        "one turn, bfloat16": partial(penstock, folder, one),
+        "one turn, float32": partial(penstock, folder, one, 'engine.dtype="float32"'),
+        "one turn, control": partial(penstock, folder, one, "train.lr=0"),
+        "two turns, bfloat16": partial(penstock, folder, two),
     }
     timed = {name: _measure(name, run, 0) for name, run in ways.items()}
     with ThreadPoolExecutor() as pool:
@@ -72,9 +74,9 @@ def main(folder: Path) -> None:
         print(f"learn: {theirs.step_s / ours.step_s:.2f} x the steps/s of TRL with vLLM")
 
 
-def _measure(name: str, run: Callable[[int], LearningCurve], seed: int) -> LearningCurve | None:
+def _measure(name: str, run: Callable[..., LearningCurve], seed: int) -> LearningCurve | None:
     try:
-        curve = run(seed)
+        curve = run(seed=seed)
     except (subprocess.SubprocessError, OSError, ValueError) as cause:
         print(f"{name}, seed {seed}: failed: {str(cause)[-1500:]}", flush=True)
         return None
@@ -82,7 +84,7 @@ def _measure(name: str, run: Callable[[int], LearningCurve], seed: int) -> Learn
     return curve
 
 
-def penstock(model: Path, config: Path, seed: int, *settings: str) -> LearningCurve:
+def penstock(model: Path, config: Path, *settings: str, seed: int) -> LearningCurve:
     with tempfile.TemporaryDirectory() as folder:
         run = [f'run.folder="{folder}"', 'run.name="bench"', f"run.seed={seed}", f'model.name="{model}"', f"train.steps={STEPS}"]
         options = [word for one in (*run, *settings) for word in ("--set", one)]
