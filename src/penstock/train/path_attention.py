@@ -77,18 +77,21 @@ def path_mask(one: Pass, *, trunk: int, padded: int, device: torch.device) -> Pa
 
 def attend_paths(q: Tensor, k: Tensor, v: Tensor, mask: PathMask) -> Tensor:
     """q, k, v and the result are [1, heads, time, dim]."""
-    q_paths = _by_path(q, mask.queries).split([chunk.paths * chunk.length for chunk in mask.chunks])
-    k_paths = _by_path(k, mask.keys).split([chunk.paths * chunk.length for chunk in mask.chunks])
-    v_paths = _by_path(v, mask.keys).split([chunk.paths * chunk.length for chunk in mask.chunks])
+    sizes = [chunk.paths * chunk.length for chunk in mask.chunks]
+    parts = [_split(_by_path(x, copies), sizes) for x, copies in ((q, mask.queries), (k, mask.keys), (v, mask.keys))]
     attended: list[Tensor] = []
     with sdpa_kernel(BACKENDS, set_priority=True):
-        for chunk, *heads in zip(mask.chunks, q_paths, k_paths, v_paths, strict=True):
-            a, b, c = (part.unflatten(0, chunk).transpose(1, 2) for part in heads)
+        for chunk, *heads in zip(mask.chunks, *parts, strict=True):
+            a, b, c = (part.view(*chunk, *part.shape[1:]).transpose(1, 2) for part in heads)
             mixed = F.scaled_dot_product_attention(a, b, c, is_causal=True, enable_gqa=a.shape[1] != b.shape[1])
             attended.append(mixed.transpose(1, 2).flatten(0, 1))
     whole = attended[0] if len(attended) == 1 else torch.cat(attended)
     back = cast(Tensor, _FromPaths.apply(whole, mask.queries, q.shape[2]))
     return back.unsqueeze(0).transpose(1, 2)
+
+
+def _split(x: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
+    return torch.split(x, sizes)  # pyright: ignore[reportReturnType, reportUnknownVariableType]
 
 
 def _by_path(x: Tensor, copies: PathCopies) -> Tensor:
@@ -159,6 +162,6 @@ def _copies(source: Tensor, device: torch.device) -> PathCopies:
     first = torch.ones_like(token, dtype=torch.bool)
     first[1:] = token[1:] != token[:-1]
     number = first.cumsum(0) - 1
-    shared, slot = number[~first].unique(return_inverse=True)
+    shared, slot = cast(tuple[Tensor, Tensor], torch.unique(number[~first], return_inverse=True))
     parts = (source.clamp_min(0), token[first], order[first], shared, order[~first], slot)
     return PathCopies(*(part.to(device, non_blocking=True) for part in parts))
