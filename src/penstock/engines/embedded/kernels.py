@@ -6,27 +6,27 @@ may belong to any number of contexts. Sums are in float32, and results are round
 
 # Triton has no types, and is installed with torch for a GPU only.
 # pyright: reportMissingImports=false, reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownParameterType=false
-# pyright: reportUnknownArgumentType=false, reportMissingParameterType=false, reportUntypedFunctionDecorator=false, reportUnknownLambdaType=false, reportIndexIssue=false, reportPossiblyUnbound=false
+# pyright: reportUnknownArgumentType=false, reportMissingParameterType=false, reportUntypedFunctionDecorator=false, reportUnknownLambdaType=false, reportIndexIssue=false, reportPossiblyUnboundVariable=false
 # ruff: noqa: ANN001, ANN201
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
-try:
+AVAILABLE = find_spec("triton") is not None
+if AVAILABLE:
     import triton.language as tl
     from triton import jit
-except ImportError:  # the functions below exist all the same, and are not called
+else:
 
     def jit(fn: Any) -> Any:
+        """The functions below exist all the same, and are not called."""
         return fn
 
-    AVAILABLE = False
-else:
-    AVAILABLE = True
 
 # No argument of a kernel may be called `params`: Triton's code for a launch has a variable of that name.
 
