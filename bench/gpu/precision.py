@@ -57,7 +57,7 @@ def main(folder: Path, seeds: int = 3, steps: int = 12) -> None:
 async def learn(folder: Path, variant: str, *, seed: int, steps: int) -> tuple[list[float], float, float]:
     """Returns the mean reward of each step, the mean share of its updates that was served, and the mean log-probability gap."""
     dtype = "float32" if variant == "float32" else "bfloat16"
-    section = EmbeddedSection.model_validate({"dtype": dtype, "slots": GROUPS * ROLLOUTS})
+    section = EmbeddedSection.model_validate({"dtype": dtype, "slots": GROUPS * ROLLOUTS, "cache_tokens": 16384})
     engine = open_engine(folder, name="policy", section=section, seed=seed)
     rng = random.Random(seed)
     tokenizer: Any = cast(Any, AutoTokenizer).from_pretrained(folder)

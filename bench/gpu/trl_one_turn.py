@@ -1,3 +1,4 @@
+# pyright: reportMissingImports=false, reportUnknownVariableType=false, reportUnknownMemberType=false, reportUnknownArgumentType=false
 """TRL's GRPO on the task of `one_turn.py`, with vLLM in the same process: `trl_one_turn.py MODEL_FOLDER TASKS STEPS SEED`.
 
 Prints a line of JSON: when training began, and for each step its reward and end, in seconds since 1970.

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +41,8 @@ SHAPES = {
 }
 PROMPT, REPLY, RESULT = 1024, 200, 300
 FLAT_TOKENS_PER_PASS = 16384
+ENOUGH_S = 6.0
+"""An update is not repeated any more after so many seconds."""
 
 
 class Workload(NamedTuple):
@@ -115,7 +118,7 @@ def make_sequences(workload: Workload, vocabulary: int) -> list[Sequence]:
     return made
 
 
-def measure(learner: Learner, sequences: list[Sequence], *, shared: bool, repeats: int = 2) -> Measured:
+def measure(learner: Learner, sequences: list[Sequence], *, shared: bool, repeats: int = 3) -> Measured:
     rollouts = len(sequences)
 
     def update() -> None:
@@ -164,9 +167,11 @@ def _measure(update: Callable[[], None], sequences: list[Sequence], repeats: int
     free()
     torch.cuda.reset_peak_memory_stats()
     first_s = seconds(update)
-    spent = sorted(seconds(update) for _ in range(repeats))[repeats // 2]
+    spent: list[float] = []
+    while len(spent) < repeats and sum(spent) < ENOUGH_S:
+        spent.append(seconds(update))
     tokens = sum(len(sequence.token_ids) for sequence in sequences)
-    return Measured(tokens / spent, torch.cuda.max_memory_allocated() / 2**30, first_s)
+    return Measured(tokens / median(spent), torch.cuda.max_memory_allocated() / 2**30, first_s)
 
 
 def seconds(work: Callable[[], None]) -> float:

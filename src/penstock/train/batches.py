@@ -16,6 +16,7 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import count
+from operator import attrgetter
 from typing import NamedTuple
 
 from penstock.records import Sequence
@@ -34,8 +35,7 @@ class PassRow:
     """The sequence's tokens between trunk and row, in order: (start, stop) of each range in the pass."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LossTerm:
+class LossTerm(NamedTuple):
     """The term of one trained token in the loss."""
 
     at: int
@@ -206,7 +206,7 @@ class _PassLayout:
     def finish(self) -> Pass:
         """Returns the pass, with its terms in the order of computation."""
         terms = [term for sequence, spans in self.placed for term in _terms(sequence, self.trunk, spans)]
-        terms.sort(key=lambda term: (term.at, term.temperature))
+        terms.sort(key=attrgetter("at", "temperature"))
         return Pass(ids=tuple(self.ids), positions=tuple(self.positions), rows=tuple(self.rows), terms=tuple(terms))
 
 

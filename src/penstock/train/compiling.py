@@ -7,24 +7,24 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 MOST_VARIANTS = 64
-"""torch compiles a function at most so often, for other dtypes or lengths; more than `rounded_length` asks for."""
+"""torch compiles a function at most so often, for other dtypes and layouts."""
 
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def compiled(function: Callable[P, T], *, any_length: bool = True) -> Callable[P, T]:
-    """Returns the compiled function: one variant for all lengths of its arguments, or one for each."""
-    return _compiled(function, any_length)
+def compiled(function: Callable[P, T]) -> Callable[P, T]:
+    """Returns the compiled function: once for all lengths of its arguments."""
+    return _compiled(function)
 
 
 @cache
-def _compiled(function: Callable[..., Any], any_length: bool) -> Callable[..., Any]:
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     import torch._dynamo.config as settings
 
     settings.recompile_limit = max(settings.recompile_limit, MOST_VARIANTS)
-    return torch.compile(function, dynamic=any_length, fullgraph=True)
+    return torch.compile(function, dynamic=True, fullgraph=True)
 
 
 def is_compile_error(error: Exception) -> bool:

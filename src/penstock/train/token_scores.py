@@ -38,9 +38,8 @@ class TermTable:
     """The terms of a pass as tensors on the device, in the order of `Pass.terms`: by place, then temperature."""
 
     def __init__(self, terms: tuple[LossTerm, ...], device: torch.device) -> None:
-        at = np.fromiter((term.at for term in terms), np.int64, len(terms))
-        target = np.fromiter((term.target for term in terms), np.int64, len(terms))
-        temperature = np.fromiter((term.temperature for term in terms), np.float32, len(terms))
+        columns = np.array(terms, np.float64).reshape(-1, len(LossTerm._fields)).T
+        at, target, temperature = columns[0].astype(np.int64), columns[1].astype(np.int64), columns[2].astype(np.float32)
         new = np.ones(len(terms), bool)
         new[1:] = (at[1:] != at[:-1]) | (temperature[1:] != temperature[:-1])
         row = np.cumsum(new) - 1
@@ -51,8 +50,7 @@ class TermTable:
         self._inverse = _send(1.0 / temperature[new], device)
         self._pairs = _send(np.stack((pairs >> 32, pairs & 0xFFFFFFFF)), device)
         self._term_pair = _send(term_pair.astype(np.int64), device)
-        columns = np.array([(term.logprob, term.advantage, term.weight) for term in terms])
-        self._columns = _send(np.ascontiguousarray(columns.T), device)
+        self._columns = _send(np.ascontiguousarray(columns[3:]), device)
 
     def chunks(self, limit: int) -> Iterator[ScoredChunk]:
         """Yields chunks of at most `limit` rows."""

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
@@ -33,12 +32,6 @@ class TreeMask(NamedTuple):
         query = torch.arange(self.queries, device=self.end.device).unsqueeze(1)
         return (self.first <= query) & (query < self.end)
 
-    def padded(self) -> "TreeMask":
-        """Returns the mask with both lengths rounded up. Nothing reads what is added, and it reads nothing."""
-        queries, keys = rounded_length(self.queries), rounded_length(len(self.end))
-        more = keys - len(self.end)
-        return TreeMask(F.pad(self.first, (0, more)), F.pad(self.end, (0, more)), queries)
-
     def blocks(self) -> BlockMask:
         """Returns the same for flex attention. The numbers of queries and keys must be multiples of `BLOCK`."""
         start = torch.arange(0, self.queries, BLOCK, device=self.end.device).unsqueeze(1)
@@ -52,14 +45,6 @@ class TreeMask(NamedTuple):
             mask_mod=_reads(self.first, self.end),
             seq_lengths=(self.queries, len(self.end)),
         )
-
-
-def rounded_length(length: int) -> int:
-    """Returns the next of 128, 256, 384, 512, 768, 1024, 1536, …: a kernel is compiled for each length that occurs."""
-    power = BLOCK
-    while power < length:
-        power *= 2
-    return power * 3 // 4 if length <= power * 3 // 4 and power > 2 * BLOCK else power
 
 
 def tree_mask(one: Pass, *, trunk: int, padded: tuple[int, int], device: torch.device) -> TreeMask:

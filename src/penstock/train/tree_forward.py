@@ -16,11 +16,12 @@ from penstock.engines.embedded.decoder import Decoder, DecoderLayer
 from penstock.train.batches import Pass, PassRow
 from penstock.train.compiling import compiled
 from penstock.train.forward import KeysValues, ScoredTerms
+from penstock.train.path_attention import FASTER, PathMask, attend_paths, path_area, path_mask, tree_area
 from penstock.train.token_scores import TermTable, score
 from penstock.train.tree_attention import BLOCK, tree_mask
 
-Mask = BlockMask | Tensor
-"""For compiled layers, or dense for the others: [queries, keys], True where the token reads the key."""
+Mask = PathMask | BlockMask | Tensor
+"""The last is dense, for layers that are not compiled: [queries, keys], True where the token reads the key."""
 
 
 class TreeForward:
@@ -40,8 +41,9 @@ class TreeForward:
         return kept
 
     def scored(self, one: Pass, trunk: KeysValues, length: int) -> Iterator[ScoredTerms]:
-        decoder, table = self.decoder, TermTable(one.terms, self.decoder.device)
-        states = self._run(one, trunk, length, None)[table.places]
+        decoder, hidden = self.decoder, self._run(one, trunk, length, None)
+        table = TermTable(one.terms, decoder.device)  # while the GPU computes
+        states = hidden[table.places]
         weight = decoder.embed.weight if decoder.head is None else decoder.head.weight
         gradients: list[Tensor] = []
         for chunk in table.chunks(self._logits_rows):
@@ -56,8 +58,7 @@ class TreeForward:
     def _run(self, one: Pass, trunk: KeysValues, length: int, kept: KeysValues | None) -> Tensor:
         decoder, device = self.decoder, self.decoder.device
         time = -len(one.ids) % BLOCK + len(one.ids)
-        tree = tree_mask(one, trunk=length, padded=(trunk[0][0].shape[2] if trunk else 0, time), device=device)
-        mask = tree.padded().blocks() if self.compiled else tree.dense()
+        mask = self.mask(one, length, padded=(trunk[0][0].shape[2] if trunk else 0, time))
         numbers = F.pad(torch.tensor((one.ids, one.positions)), (0, time - len(one.ids)))
         ids, positions = numbers.to(device, non_blocking=True).unsqueeze(1)
         x = decoder.embed(ids)
@@ -65,7 +66,7 @@ class TreeForward:
         checkpointed = self._checkpointed(time) if torch.is_grad_enabled() else 0
         for at, layer in enumerate(decoder.layers):
             before = trunk[at] if trunk else None
-            arguments = (cast(DecoderLayer, layer), x, cos, sin, mask, before, kept is not None)
+            arguments = (cast(DecoderLayer, layer), x, cos, sin, mask, before, kept is not None, self.compiled)
             if at < checkpointed:
                 result: Any = cast(Any, checkpoint(_layer, *arguments, use_reentrant=False, preserve_rng_state=False))
             else:
@@ -77,31 +78,40 @@ class TreeForward:
                 kept.append((k, v))
         return decoder.norm(x)[0]
 
+    def mask(self, one: Pass, trunk: int, *, padded: tuple[int, int]) -> Mask:
+        """Chooses the cheapest form of the mask. `padded` are the lengths of trunk and pass with padding."""
+        device = self.decoder.device
+        if self.compiled and path_area(one, trunk) <= FASTER * tree_area(one):
+            return path_mask(one, trunk=trunk, padded=padded[0], device=device)
+        tree = tree_mask(one, trunk=trunk, padded=padded, device=device)
+        return tree.blocks() if self.compiled else tree.dense()
+
 
 def _layer(
-    layer: DecoderLayer, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask, before: tuple[Tensor, Tensor] | None, keep: bool
+    layer: DecoderLayer,
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    mask: Mask,
+    before: tuple[Tensor, Tensor] | None,
+    keep: bool,
+    fast: bool,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
-    """Returns the layer's output and, if `keep`, its keys and values."""
-    fast = isinstance(mask, BlockMask)
+    """Returns the layer's output and, if `keep`, its keys and values. Compiled if `fast`."""
     heads = compiled(DecoderLayer.heads) if fast else DecoderLayer.heads
     mix = compiled(DecoderLayer.mix) if fast else DecoderLayer.mix
     q, k, v = heads(layer, x, cos, sin)
     keys, values = (k, v) if before is None else (torch.cat((before[0], k), dim=2), torch.cat((before[1], v), dim=2))
-    attended = _flex(q, keys, values, mask) if isinstance(mask, BlockMask) else _dense_attention(q, keys, values, mask)
-    x = mix(layer, x, attended)
+    x = mix(layer, x, _attend(q, keys, values, mask))
     return (x, k, v) if keep else x
 
 
-def _flex(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
-    """Attends with q, k and v padded to the lengths of the mask."""
-    time, (queries, keys) = q.shape[2], mask.seq_lengths
-    q, k, v = _padded(q, queries), _padded(k, keys), _padded(v, keys)
-    attend = compiled(flex_attention, any_length=False)
-    return attend(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])[:, :, :time]
-
-
-def _padded(x: Tensor, length: int) -> Tensor:
-    return F.pad(x, (0, 0, 0, length - x.shape[2])) if x.shape[2] < length else x
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+    if isinstance(mask, PathMask):
+        return attend_paths(q, k, v, mask)
+    if isinstance(mask, BlockMask):
+        return compiled(flex_attention)(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+    return _dense_attention(q, k, v, mask)
 
 
 def _dense_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:

@@ -1,5 +1,7 @@
 """The forward pass for GPUs, without compiled kernels: the gradients of the flat path, whatever is checkpointed or chunked."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from test_gradients import assert_same
@@ -7,32 +9,43 @@ from training_cases import SHAPE, UNTIED, compute, gradients, make_decoder, rand
 
 from penstock.engines.embedded.decoder import Decoder, DecoderShape
 from penstock.errors import TrainError
-from penstock.train.batches import Batch
+from penstock.records import Sequence
+from penstock.train.batches import Batch, Pass, pack
 from penstock.train.forward import PassForward
 from penstock.train.learner import Learner
 from penstock.train.memory import PassMemory
-from penstock.train.tree_attention import rounded_length, tree_mask
+from penstock.train.path_attention import FASTER, PathMask, path_area, path_mask, tree_area
+from penstock.train.tree_attention import tree_mask
 from penstock.train.tree_forward import TreeForward
+
+
+class PathForward(TreeForward):
+    """Attends by paths, whatever they cost."""
+
+    def mask(self, one: Pass, trunk: int, *, padded: tuple[int, int]) -> PathMask:
+        return path_mask(one, trunk=trunk, padded=padded[0], device=self.decoder.device)
 
 
 class TreeLearner(Learner):
     """Takes the way for GPUs on a CPU."""
 
+    way: type[TreeForward] = TreeForward
     logits_rows, layers = 7, 0
 
     def _forward(self, decoder: Decoder, batch: Batch) -> PassForward:
         if batch.flat:
             return super()._forward(decoder, batch)
-        return TreeForward(decoder, compiled=False, logits_rows=self.logits_rows, checkpointed=lambda tokens: self.layers)
+        return self.way(decoder, compiled=False, logits_rows=self.logits_rows, checkpointed=lambda tokens: self.layers)
 
 
 @pytest.mark.parametrize("shape", [SHAPE, UNTIED])
 @pytest.mark.parametrize("limit", [1000, 40])
-@pytest.mark.parametrize("checkpointed", [0, 1, 2])
-def test_gradients_are_those_of_the_flat_path(shape: DecoderShape, limit: int, checkpointed: int):
+@pytest.mark.parametrize("checkpointed", [0, 2])
+@pytest.mark.parametrize("way", [TreeForward, PathForward])
+def test_gradients_are_those_of_the_flat_path(shape: DecoderShape, limit: int, checkpointed: int, way: type[TreeForward]):
     decoder, tree = make_decoder(shape), random_tree(limit + checkpointed)
     learner = TreeLearner(decoder, section(kl=0.1))
-    learner.layers = checkpointed
+    learner.layers, learner.way = checkpointed, way
     flat = compute(learner, tree, limit=60, shared=False)
     oracle = gradients(decoder)
     done = compute(learner, tree, limit=limit, shared=True)
@@ -46,9 +59,9 @@ def test_the_blocks_of_a_mask_hold_all_that_is_read():
     learner = TreeLearner(make_decoder(), section())
     for pass_set in learner.pack(random_tree(1, groups=6, rollouts=8, system=40), rollouts=1).pass_sets:
         for one in pass_set.passes:
-            time = rounded_length(len(one.ids))
+            time = -len(one.ids) % 128 + len(one.ids)
             mask = tree_mask(one, trunk=len(pass_set.trunk), padded=(128, time), device=torch.device("cpu"))
-            blocks = mask.padded().blocks()
+            blocks = mask.blocks()
             dense = mask.dense()
             listed = torch.zeros_like(dense)
             pairs = ((blocks.kv_num_blocks, blocks.kv_indices), (blocks.full_kv_num_blocks, blocks.full_kv_indices))
@@ -58,6 +71,35 @@ def test_the_blocks_of_a_mask_hold_all_that_is_read():
                     for at in map(int, indices[0, 0, row, : int(counts[0, 0, row])]):
                         listed[row * 128 : row * 128 + 128, at * 128 : at * 128 + 128] = True
             assert not (dense & ~listed).any()
+
+
+def test_paths_cost_little_for_long_rollouts_and_much_for_branches():
+    ids = list(range(40))
+    long = [replace(one, token_ids=(*ids[:10], *([place] * 30))) for place, one in enumerate(_equal(4))]
+    branches = [replace(one, token_ids=(*ids[:30], *([place] * 10))) for place, one in enumerate(_equal(4))]
+    ratios: list[float] = []
+    for sequences in (long, branches):
+        [one] = pack(sequences, rollouts=4, tokens_per_pass=1000).pass_sets[0].passes
+        ratios.append(path_area(one, 0) / tree_area(one))
+    assert 1.0 <= ratios[0] < 1.2 and ratios[1] > FASTER
+
+
+def _equal(count: int) -> list[Sequence]:
+    trained = (False,) * 39 + (True,)
+    row = (0.0,) * 40
+    return [
+        Sequence(
+            rollout_id=f"g.{place}",
+            group_id="g",
+            token_ids=(0,) * 40,
+            trained=trained,
+            logprobs=row,
+            temperatures=(1.0,) * 40,
+            advantages=row,
+            weight=1.0,
+        )
+        for place in range(count)
+    ]
 
 
 class ShortOfMemory(TreeLearner):
