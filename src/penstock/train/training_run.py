@@ -13,6 +13,7 @@ from penstock.config import RunConfig
 from penstock.engines.base import Engine
 from penstock.engines.embedded.decoder import Decoder
 from penstock.engines.embedded.weights import load_decoder, read_weights
+from penstock.errors import TrainError
 from penstock.events import Events
 from penstock.pool.base import Pool
 from penstock.records import Group
@@ -125,7 +126,13 @@ async def open_training(config: RunConfig, inputs: Inputs, folder: RunFolder, ev
 def open_learner(decoder: Decoder, config: RunConfig, inputs: Inputs) -> Learner:
     """Make the learner of a run. If `decoder` is in bfloat16, its masters are read from the start policy's files."""
     exact = read_weights(inputs.folder) if decoder.embed.weight.dtype == torch.bfloat16 else None
-    return Learner(decoder, config.train, exact=exact, seed=config.run.seed)
+    try:
+        return Learner(decoder, config.train, exact=exact, seed=config.run.seed)
+    except torch.OutOfMemoryError as cause:
+        raise TrainError(
+            "the GPU's memory is too small for the trainer's copy of the weights; set engine.cache_tokens to less, "
+            "or end other programs that use the GPU"
+        ) from cause
 
 
 @asynccontextmanager

@@ -16,9 +16,10 @@ from verify_cases import make_run
 from penstock.cli import app as edge
 from penstock.config import load_config
 from penstock.engines.embedded.weights import load_decoder, read_weights, save_decoder
+from penstock.errors import TrainError
 from penstock.records import PolicyVersion
 from penstock.run.inputs import read_inputs
-from penstock.train import loop, masters
+from penstock.train import loop, masters, training_run
 from penstock.train.learner import Learner
 from penstock.train.policy import restore, save
 from penstock.train.rounding import round_to_bfloat16
@@ -164,3 +165,14 @@ def test_a_small_share_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with caplog.at_level(logging.WARNING):
         asyncio.run(train(config, read_inputs(config, silent), listener=silent, stop=asyncio.Event()))
     assert any("of the update reached the served weights" in record.getMessage() for record in caplog.records)
+
+
+def test_a_gpu_without_room_for_masters_is_one_line(monkeypatch: pytest.MonkeyPatch):
+    def full(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(training_run, "Learner", full)
+    config = load_config(TINY_RUN, [])
+    with pytest.raises(TrainError, match=r"set engine\.cache_tokens") as refused:
+        training_run.open_learner(make_decoder().float(), config, read_inputs(config, silent))
+    assert "\n" not in str(refused.value)
