@@ -14,8 +14,8 @@ from penstock.pool.sqlite import SqlitePool
 from penstock.records import End, Grade, Mark
 
 GROWING = re.compile(r"SCAN (nodes|steps|grades|marks|rollouts|groups|changes|lease_groups|ledger)\b")
-WHOLE = ("FROM ledger", "ORDER BY position DESC LIMIT 1")
-"""Reads of a whole table that are asked for as such, and the end of an index."""
+WHOLE = ("FROM ledger", "AS counted GROUP BY", "ORDER BY position DESC LIMIT 1")
+"""Reads of a whole table that are asked for as such (the ledger, the check of a resumed pool), and the end of an index."""
 
 
 async def live(folder: Path) -> None:

@@ -95,10 +95,10 @@ def test_a_full_disk_is_a_503_and_served_again_once_there_is_room(disk, tmp_path
                         together.create_task(call(stream=bool(kind % 2)))
                 for turn in range(200):
                     await order("", {"rollout_id": f"new-{turn}"})
-                await order(f"/{session.rollout_id}/grade", {"reward": 1.0, "source": LONG})
+                await order(f"/{session.rollout_id}/grade", {"reward": 1.0, "source": LONG[:200]})
                 assert (await agent.get("/health")).status_code == 200
             assert await call() and await call(stream=True)
-            await order(f"/{session.rollout_id}/grade", {"reward": 1.0, "source": LONG})
+            await order(f"/{session.rollout_id}/grade", {"reward": 1.0, "source": LONG[:200]})
             await order(f"/{session.rollout_id}/end", {})
             attempt = await bench.attempt(session)
             assert [step.index for step in attempt.steps] == list(range(answered["whole"]))

@@ -30,8 +30,8 @@ from penstock.sdk.discovery import Agent
 MAY_CHANGE = (
     "train.", "gateway.", "executor.", "scale.", "run.folder", "dataset.train", "eval.rows", "eval.k", "eval.passes",
     "eval.processes", "engine.price_", "engine.api_key_env", "engine.retries", "engine.retry_s", "engine.first_token_s",
-    "engine.stall_s", "rollout.executor", "rollout.concurrency", "rollout.retries", "rollout.group", "rollout.min_size",
-    "rollout.top_up", "rollout.max_", "rollout.overflow",
+    "engine.stall_s", "engine.slots", "engine.cache_tokens", "rollout.executor", "rollout.concurrency", "rollout.retries",
+    "rollout.group", "rollout.min_size", "rollout.top_up", "rollout.max_", "rollout.overflow",
 )  # fmt: skip
 """Keys that a resumed evaluation may change: they have no influence on attempts that have ended."""
 
