@@ -57,11 +57,15 @@ def install() -> None:
 
 
 def installed(*command: str) -> bool:
-    """False if there is no such file here; a file with another hash is an error."""
+    """False, and nothing is installed, if there is no such file here or it has another hash."""
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    if done.returncode and "No matching distribution" not in done.stderr:
+    if done.returncode == 0:
+        return True
+    if "DO NOT MATCH THE HASHES" in done.stderr:
+        print(f"{CPU_LOCK.name}: the file that is at hand here is another one: the index's build is taken, with its CUDA libraries")
+    elif "No matching distribution" not in done.stderr:
         sys.exit(done.stderr + f"failed: {' '.join(command)}")
-    return done.returncode == 0
+    return False
 
 
 def unlocked(lock: str, project: str) -> list[str]:
