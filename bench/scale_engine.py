@@ -12,6 +12,8 @@ from penstock.records import Sampling
 from penstock.testing import ScriptedEngine
 
 SAID = "I have looked it up: the number is 42."
+SLOTS = 32
+"""Where `engine.slots` is not set, as on a CPU."""
 SLOW_S = 0.2
 
 
@@ -45,7 +47,7 @@ def open_timed(
     engine = TimedEngine([], tokenizer, model=name)
     ids = (*tokenizer.encode(SAID), *tokenizer.eos_ids[:1])
     logprobs = (-0.5,) * len(ids)
-    engine.wait_s, engine.slots = wait_s, asyncio.Semaphore(section.slots)
+    engine.wait_s, engine.slots = wait_s, asyncio.Semaphore(section.slots or SLOTS)
     engine.whole = SampledChunk(ids, logprobs, logprobs, (0,) * len(ids), "stop")
     return engine
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from bench.scale_agents.three_calls import ASKS, CALLS, talk
-from bench.scale_engine import SAID, TimedEngine
+from bench.scale_engine import SAID, SLOTS, TimedEngine
 from penstock.config import RunConfig
 from penstock.events import Events
 from penstock.pool.base import Pool
@@ -157,7 +157,7 @@ class Side:
     async def limit(self, at_once: int) -> float:
         """(a): rollouts per second that the engine can serve, whoever asks."""
         if wait_s := self.engine.wait_s:
-            return min(at_once, self._config.engine.slots) / (CALLS * wait_s)
+            return min(at_once, self._config.engine.slots or SLOTS) / (CALLS * wait_s)
         return (await self.bare(ENOUGH, 1)).per_s
 
     def _count(self, kind: str, fields: dict[str, Any]) -> None:
