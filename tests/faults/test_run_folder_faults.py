@@ -288,7 +288,7 @@ def judge_verify(case: Case, runs: Runs, project: Path, answer: Answer, hit: dic
 def is_changed(case: Case, runs: Runs, project: Path) -> bool:
     """False for a file of another run that is the same there, and for one that cannot be written to only."""
     file, before = project / "runs/run" / case.file, runs.folder / case.base / "runs/run" / case.file
-    return not file.is_file() or file.read_bytes() != before.read_bytes()
+    return case.damage != "read-only" and (not file.is_file() or file.read_bytes() != before.read_bytes())
 
 
 def judge_reading(case: Case, runs: Runs, project: Path, answer: Answer, hit: dict[str, str]) -> str | None:
