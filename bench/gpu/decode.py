@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 
+from bench.gpu.update import SHAPES
 from bench.gpu.vllm_peer import VllmPeer, write_config
 from penstock.config import EmbeddedSection
 from penstock.engines.embedded.decoder import Decoder, DecoderShape
@@ -25,18 +26,6 @@ from penstock.records import Sampling
 
 PROMPT, SHARED, REPLY = 375, 360, 128
 ROUNDS = 3
-QWEN = DecoderShape(
-    vocab_size=151936,
-    hidden=1024,
-    inner=3072,
-    layers=28,
-    heads=16,
-    kv_heads=8,
-    head_dim=128,
-    context_length=40960,
-    rope_theta=1e6,
-    qk_norm=True,
-)
 
 
 class Row(NamedTuple):
@@ -64,8 +53,8 @@ def compare_smollm2(folder: Path) -> None:
 def compare_qwen3() -> None:
     """With random weights: speed does not depend on them."""
     with TemporaryDirectory() as folder:
-        write_config(Path(folder), QWEN)
-        compare("Qwen3-0.6B's shape", _random_decoder(QWEN), Path(folder), (1, 32, 256))
+        write_config(Path(folder), SHAPES["0.6B"])
+        compare("Qwen3-0.6B's shape", _random_decoder(SHAPES["0.6B"]), Path(folder), (1, 32, 256))
 
 
 def compare(name: str, decoder: Decoder, folder: Path, batches: Sequence[int]) -> None:

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
+from bench.gpu.one_turn import is_call
 from penstock.config import EmbeddedSection, TrainSection
 from penstock.engines.embedded.engine import EmbeddedEngine, open_engine
 from penstock.engines.embedded.weights import read_weights
@@ -126,7 +127,7 @@ async def _attempt(engine: EmbeddedEngine, tokenizer: Any, prompt: list[int], qu
         advantages=(0.0,) * (len(prompt) + len(ids)),
         weight=1.0 / len(ids),
     )
-    return made, _reward(tokenizer.decode(ids, skip_special_tokens=True), *map(int, re.findall(r"\d+", question)))
+    return made, is_call(tokenizer.decode(ids, skip_special_tokens=True), *map(int, re.findall(r"\d+", question)))
 
 
 def _credited(group: list[tuple[Sequence, float]]) -> list[Sequence]:
@@ -153,15 +154,6 @@ def _user(text: str) -> dict[str, str]:
 def _call(a: int, b: int) -> dict[str, str]:
     call = json.dumps({"name": "multiply", "arguments": {"a": a, "b": b}})
     return {"role": "assistant", "content": f"<tool_call>\n{call}\n</tool_call>"}
-
-
-def _reward(text: str, a: int, b: int) -> float:
-    found = re.search(r"<tool_call>\s*(\{.*\})\s*</tool_call>", text, re.DOTALL)
-    try:
-        call: Any = json.loads(found[1]) if found else {}
-        return float(call["name"] == "multiply" and call["arguments"] == {"a": a, "b": b})
-    except (ValueError, KeyError, TypeError):
-        return 0.0
 
 
 if __name__ == "__main__":
