@@ -289,8 +289,6 @@ class Sequence:
     """Of each trained token in the loss: rollouts weigh the same, however many sequences they made."""
     versions: tuple[int, ...] = field(default=())
     """Per token: the policy version that sampled it; -1 where not trained."""
-    policy: str = ""
-    """The policy that it trains, as in `Step.policy`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
