@@ -151,6 +151,8 @@ class Step:
     """Digest of the token ids that the engine saw and sampled, from the first of the prompt to the last of the reply."""
     usage: Usage | None = None
     """Of a reply that an endpoint gave as text: it has no token ids and is never trained. None where tokens are recorded."""
+    policy: str = ""
+    """The policy that was asked, of those in `[policies.*]`; empty in a run without them."""
 
     @property
     def sampled(self) -> int:
@@ -287,6 +289,8 @@ class Sequence:
     """Of each trained token in the loss: rollouts weigh the same, however many sequences they made."""
     versions: tuple[int, ...] = field(default=())
     """Per token: the policy version that sampled it; -1 where not trained."""
+    policy: str = ""
+    """The policy that it trains, as in `Step.policy`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
