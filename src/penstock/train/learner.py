@@ -209,7 +209,7 @@ class Learner:
     def publish(self) -> None:
         """Rounds the masters into the decoder's weights, in place; does nothing where those are float32."""
         if self._rounded is not None:
-            self._served_share = self._rounded.publish()
+            self._served_share = self._rounded.publish(compiled=self._compiled)
 
     def is_finite(self) -> bool:
         """Returns whether all weights are numbers. If not, every update fails, whatever it is computed from."""
