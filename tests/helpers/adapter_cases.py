@@ -68,7 +68,7 @@ class PolicyWorkload(Workload):
         self.record(self.core.drain())
         self.versions[policy] += 1
         self.core.adapters.put(policy, policy_adapter(policy, self.versions[policy]))
-        self.core.reset(policy)
+        self.core.reset([policy])
 
     def check(self) -> int:
         checked = 0

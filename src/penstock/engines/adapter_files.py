@@ -15,6 +15,10 @@ from penstock.errors import ModelError
 from penstock.system.checksums import file_checksum
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+UNSUPPORTED = (
+    "use_dora", "use_rslora", "modules_to_save", "rank_pattern", "alpha_pattern", "fan_in_fan_out", "layers_to_transform",
+)  # fmt: skip
+"""Settings of PEFT that would be ignored."""
 BASE_DIGEST = "base_sha256"
 """Entry of the weights file's metadata."""
 

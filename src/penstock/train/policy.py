@@ -1,15 +1,15 @@
 """Policy versions: saved as checkpoints, restored bit for bit, and published to the engine.
 
-`checkpoints/000012/` is a model folder (weights, or an adapter in PEFT's format; config, tokenizer) that also holds the optimizer's state and `state.json`:
-the version with its leases, the random states, and the size and checksum of every file. It is written under a temporary name,
-synced, then renamed, so that a crash cannot leave half of it. A folder that is damaged all the same is never resumed from: it is
-renamed to `000012.damaged`, and the one before takes its place.
+`checkpoints/000012/` is a model folder (weights, or a LoRA adapter; config, tokenizer) that also holds the optimizer's state and
+`state.json`: the version with its leases, the random states, and the size and checksum of every file. It is written under a
+temporary name, synced, then renamed, so that a crash cannot leave half of it. A folder that is damaged all the same is never
+resumed from: it is renamed to `000012.damaged`, and the one before takes its place.
 """
 
 import asyncio
 import random
 import shutil
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Awaitable, Callable, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,7 +35,6 @@ from penstock.engines.checkpoint_files import (
 )
 from penstock.engines.embedded.decoder import Decoder
 from penstock.engines.embedded.engine import EmbeddedEngine
-from penstock.engines.embedded.lora import Adapter
 from penstock.engines.embedded.weights import save_decoder
 from penstock.errors import ModelError, TrainError
 from penstock.records import PolicyVersion
@@ -61,7 +60,7 @@ def folder_of(checkpoints: Path, version: PolicyVersion) -> Path:
 def save(
     checkpoints: Path,
     version: PolicyVersion,
-    learner: Learner,
+    learners: Learner | Mapping[str, Learner],
     model: Path,
     *,
     run: str = "",
@@ -84,7 +83,7 @@ def save(
             _write_state(target, version, before.files, before.sha256, run, on_disk)
         else:
             shutil.rmtree(target, ignore_errors=True)
-            _write(part, version, learner, model, run, on_disk)
+            _write(part, version, _by_policy(learners), model, run, on_disk)
             part.rename(target)
             on_disk(checkpoints)  # the rename is durable only once its parent folder is synced
     with _disk_errors(f"checkpoint {target} is saved, but those before it could not be removed"):
@@ -157,14 +156,19 @@ def is_half_precision(checkpoints: Path) -> bool:
     return False
 
 
-def restore(checkpoints: Path, version: PolicyVersion, learner: Learner) -> None:
-    """Restores the weights (in place), optimizer and random states of `version`."""
+def _by_policy(learners: Learner | Mapping[str, Learner]) -> Mapping[str, Learner]:
+    return {"": learners} if isinstance(learners, Learner) else learners
+
+
+def restore(checkpoints: Path, version: PolicyVersion, learners: Learner | Mapping[str, Learner]) -> None:
+    """Restores the weights (in place), optimizer and random states of `version`; of all policies, where there are several."""
     folder = folder_of(checkpoints, version)
     try:
         saved = read_state(folder)
-        learner.load_weights(folder)
-        optimizer = folder / (OLD_OPTIMIZER if OLD_OPTIMIZER in saved.files else OPTIMIZER)
-        learner.load({name: value.clone() for name, value in load_file(optimizer).items()})
+        for policy, learner in _by_policy(learners).items():
+            learner.load_weights(folder / policy)
+            optimizer = folder / policy / (OLD_OPTIMIZER if OLD_OPTIMIZER in saved.files else OPTIMIZER)
+            learner.load({name: value.clone() for name, value in load_file(optimizer).items()})
     except (OSError, SafetensorError, ModelError, ValueError, KeyError, RuntimeError) as cause:
         raise TrainError(f"checkpoint {folder} cannot be read: {cause}; remove it to resume from the one before") from cause
     random.setstate((3, saved.python_random, saved.python_gauss))
@@ -187,17 +191,22 @@ def copy_settings(model: Path, folder: Path) -> None:
             shutil.copyfile(file, folder / file.name)
 
 
-def _write(part: Path, version: PolicyVersion, learner: Learner, model: Path, run: str, on_disk: OnDisk) -> None:
-    copy_settings(model, part)
-    learner.save_weights(part)
-    save_file({name: value.detach().cpu().contiguous() for name, value in learner.state().items()}, part / OPTIMIZER)
-    files = sorted(part.iterdir())
+def _write(part: Path, version: PolicyVersion, learners: Mapping[str, Learner], model: Path, run: str, on_disk: OnDisk) -> None:
+    for policy, learner in learners.items():
+        folder = part / policy
+        copy_settings(model, folder)
+        learner.save_weights(folder)
+        save_file({name: value.detach().cpu().contiguous() for name, value in learner.state().items()}, folder / OPTIMIZER)
+    files = sorted(file for file in part.rglob("*") if file.is_file())
+    names = [file.relative_to(part).as_posix() for file in files]
     with ThreadPoolExecutor(len(files)) as threads:
         checksums = threads.map(file_checksum, files)  # computed while the disk is busy
         for file in files:
             on_disk(file)
-        sha256 = dict(zip((file.name for file in files), checksums, strict=True))
-    sizes = {file.name: file.stat().st_size for file in files}
+        sha256 = dict(zip(names, checksums, strict=True))
+    for policy in filter(None, learners):
+        on_disk(part / policy)
+    sizes = {name: file.stat().st_size for name, file in zip(names, files, strict=True)}
     _write_state(part, version, sizes, sha256, run, on_disk)  # last: it marks the folder as complete
 
 
@@ -287,16 +296,17 @@ class InPlacePublisher:
 
 
 class AdapterPublisher:
-    """For an engine in this process that serves the learner's adapter beside its base: it copies the adapter between two tokens."""
+    """For an engine in this process that serves the learners' adapters beside their base: it copies them between two tokens."""
 
-    def __init__(self, engine: EmbeddedEngine, learner: Learner, adapter: Adapter, *, policy: str = "") -> None:
-        self._engine, self._learner, self._adapter, self._policy = engine, learner, adapter, policy
+    def __init__(self, engine: EmbeddedEngine, learners: Mapping[str, Learner]) -> None:
+        self._engine = engine
+        self._adapters = {policy: learner.adapter for policy, learner in learners.items() if learner.adapter is not None}
 
     async def begin(self) -> None:
-        await self.publish(0, self._learner.publish)
+        await self.publish(0, lambda: None)
 
     async def publish(self, version: int, change: Callable[[], None]) -> None:
-        await self._engine.put_adapter(version, self._adapter, policy=self._policy, change=change)
+        await self._engine.put_adapters(version, self._adapters, change=change)
 
 
 class FolderPublisher:

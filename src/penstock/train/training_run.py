@@ -1,7 +1,7 @@
 """A training run: all that a training step uses, opened in the order of the data and closed in reverse."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,7 +98,8 @@ class TrainingRun:
     pool: Pool
     rollouts: RolloutSource
     publisher: Publisher
-    learner: Learner
+    learners: Mapping[str, Learner]
+    """By policy; one under the empty name in a run without `[policies.*]`."""
     advantage: Callable[[Group], list[float]]
 
 
@@ -120,7 +121,7 @@ async def open_training(config: RunConfig, inputs: Inputs, folder: RunFolder, ev
             pool=pool,
             rollouts=rollouts,
             publisher=_publisher(learner, rollouts, inputs.folder, folder.path / "served"),
-            learner=learner,
+            learners={"": learner},
             advantage=ADVANTAGES.load(config.train.advantage),
         )
 
@@ -129,7 +130,7 @@ def _publisher(learner: Learner, rollouts: LocalRollouts, model: Path, scratch: 
     engine = rollouts.engine
     if not isinstance(engine, EmbeddedEngine):
         return FolderPublisher(learner, model=model, scratch=scratch, load=rollouts.load)
-    return AdapterPublisher(engine, learner, learner.adapter) if learner.adapter else InPlacePublisher(engine, learner)
+    return AdapterPublisher(engine, {"": learner}) if learner.adapter else InPlacePublisher(engine, learner)
 
 
 def open_learner(decoder: Decoder, config: RunConfig, inputs: Inputs) -> Learner:

@@ -35,7 +35,7 @@ def test_a_new_adapter_of_one_policy_leaves_the_others_computed(paged_steps: int
     work.record(work.core.drain())
     work.versions["planner"] = 1
     work.core.adapters.put("planner", policy_adapter("planner", 1))
-    work.core.reset("planner")
+    work.core.reset(["planner"])
     planners = [request for request in work.requests if request.policy == "planner"]
     assert list(work.core.waiting) == planners
     work.play(0, swaps=False)

@@ -12,7 +12,7 @@ that it has, and is prefilled again.
 import math
 from bisect import insort
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -147,19 +147,20 @@ class EngineCore:
         """Read what is queued, so that the weights may change: here, nothing ever is."""
         return []
 
-    def reset(self, policy: str | None = None) -> None:
-        """Drop all keys and values, or those of one policy.
+    def reset(self, policies: Collection[str] | None = None) -> None:
+        """Drop all keys and values, or those of some policies.
 
         Active requests keep their tokens and go back to the front of the queue, oldest first.
         """
         for active in sorted([*self.planned, *self.running], key=lambda active: -active.request.key):
-            if policy in (None, active.request.policy):
+            if policies is None or active.request.policy in policies:
                 self._requeue(active)
-        if policy is None:
+        if policies is None:
             self.tree.clear()
             self.tails.clear()
         else:
-            self.tree.drop(self.adapters.slot(policy))
+            for policy in policies:
+                self.tree.drop(self.adapters.slot(policy))
 
     def drop(self) -> list[Request]:
         """After an error, drop the active requests and all keys and values; returns those requests."""

@@ -116,7 +116,7 @@ class Projection(nn.Linear):
     adapter: Callable[[Tensor, Tensor], Tensor] | None = None
     """(input, output) → the output with what the adapter adds; see `lora.py`."""
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         output = _linear(input, self.weight, self.bias)
         return output if self.adapter is None else self.adapter(input, output)
 

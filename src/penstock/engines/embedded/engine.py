@@ -10,9 +10,10 @@ import math
 import queue
 import threading
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from itertools import chain, count, repeat
 from pathlib import Path
 from random import Random
@@ -152,39 +153,41 @@ class EmbeddedEngine:
                 with suppress(EngineError):  # the engine has ended, and the request with it
                     self._post(lambda: self._core.cancel(request))
 
-    async def swap(self, version: int, change: Callable[[], None], *, policy: str | None = None) -> None:
-        """See `Engine.swap`. If `change` raises, the version stays. With `policy`, all but its adapter stays as it is."""
+    async def swap(self, version: int, change: Callable[[], None], *, policies: Collection[str] | None = None) -> None:
+        """See `Engine.swap`. If `change` raises, the version stays. `policies`: those whose adapters alone are changed."""
         done: Future[None] = Future()
-        self._post(lambda: self._swap(version, change, policy, done))
+        self._post(lambda: self._swap(version, change, policies, done))
         await asyncio.wrap_future(done)
 
     async def load(self, version: int, folder: Path, *, policy: str = "") -> None:
         """See `Engine.load`. The weights are read in a thread and copied in between two steps."""
         weight, shape = self.decoder.embed.weight, self.decoder.shape
+        read = partial(read_adapter, shape=shape) if is_adapter(folder) else load_decoder
         try:
-            if is_adapter(folder):
-                adapter = await asyncio.to_thread(read_adapter, folder, shape, device=weight.device, dtype=weight.dtype)
-                return await self.put_adapter(version, adapter, policy=policy)
-            read = await asyncio.to_thread(load_decoder, folder, device=weight.device, dtype=weight.dtype)
+            loaded = await asyncio.to_thread(read, folder, device=weight.device, dtype=weight.dtype)
         except (ModelError, OSError, ValueError, LookupError, RuntimeError) as cause:
             raise EngineError(f"policy version {version} cannot be loaded: {cause}") from cause
-        if read.shape != shape:
+        if loaded.shape != shape:
             raise EngineError(f"policy version {version} cannot be loaded: {folder} holds a model of another shape")
-        await self.swap(version, lambda: _copy(read, self.decoder))
+        if isinstance(loaded, Adapter):
+            await self.put_adapters(version, {policy: loaded})
+        else:
+            await self.swap(version, lambda: _copy(loaded, self.decoder))
 
-    async def put_adapter(
-        self, version: int, adapter: Adapter, *, policy: str = "", change: Callable[[], None] = lambda: None
+    async def put_adapters(
+        self, version: int, adapters: Mapping[str, Adapter], *, change: Callable[[], None] = lambda: None
     ) -> None:
-        """Between two steps, run `change` and copy `adapter`; the policy samples with it, as `version`, from then on.
+        """Between two steps, run `change` and copy each policy's adapter; they sample with it, as `version`, from then on.
 
         Requests of other policies are not touched.
         """
 
         def put() -> None:
             change()
-            self._core.adapters.put(policy, adapter)
+            for policy, adapter in adapters.items():
+                self._core.adapters.put(policy, adapter)
 
-        await self.swap(version, put, policy=policy)
+        await self.swap(version, put, policies=adapters.keys())
 
     async def close(self) -> None:
         """Fail what is running and end the thread."""
@@ -275,7 +278,7 @@ class EmbeddedEngine:
         self._deliver(sampled)
         return True
 
-    def _swap(self, version: int, change: Callable[[], None], policy: str | None, done: "Future[None]") -> None:
+    def _swap(self, version: int, change: Callable[[], None], policies: Collection[str] | None, done: "Future[None]") -> None:
         if not done.set_running_or_notify_cancel():
             return
         try:
@@ -287,8 +290,8 @@ class EmbeddedEngine:
             self._core.reset()  # `change` may have rewritten some of the weights before it raised
             done.set_exception(cause)
         else:
-            self._core.reset(policy)
-            self._versions[policy or ""] = version
+            self._core.reset(policies)
+            self._versions |= dict.fromkeys([""] if policies is None else policies, version)
             done.set_result(None)
 
     def _stop(self) -> None:

@@ -10,7 +10,7 @@ same tokens, then its own. When it finishes, its rows go to the tree, and nothin
 
 from bisect import insort
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -118,19 +118,20 @@ class PagedCore:
         self.lanes.wait()
         return sampled
 
-    def reset(self, policy: str | None = None) -> None:
-        """Drop all keys and values, or those of one policy; after `drain`.
+    def reset(self, policies: Collection[str] | None = None) -> None:
+        """Drop all keys and values, or those of some policies; after `drain`.
 
         Active requests go back to the front of the queue, oldest first.
         """
-        lost = [active for active in [*self.planned, *self.running] if policy in (None, active.request.policy)]
+        lost = [active for active in [*self.planned, *self.running] if policies is None or active.request.policy in policies]
         for active in sorted(lost, key=lambda active: -active.request.key):
             self.waiting.appendleft(active.request)
-        if policy is None:
+        if policies is None:
             self._forget()
             return
         self._remove(lost)
-        self.tree.drop(self.adapters.slot(policy))
+        for policy in policies:
+            self.tree.drop(self.adapters.slot(policy))
         self.lanes.renew()
 
     def drop(self) -> list[Request]:
