@@ -28,6 +28,7 @@ from penstock.chat.renderer import Renderer
 from penstock.codec import from_json
 from penstock.config import EngineSection
 from penstock.engines import ENGINES
+from penstock.engines.adapter_files import find_base, is_adapter, read_adapter_config
 from penstock.engines.base import Engine
 from penstock.engines.checkpoint_files import refuse_damaged_weights
 from penstock.errors import ConfigError, EngineError, PenstockError
@@ -49,6 +50,8 @@ ORPHAN_EXIT_S = 10.0
 """How long this process may take to end after its controller."""
 POLL_S = 0.5
 """Pause between two health checks."""
+VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""What vLLM takes as the largest rank of an adapter."""
 DeploymentEngine = Literal["embedded", "vllm"]
 
 
@@ -60,7 +63,9 @@ class ModelServerSpec:
     token: str
     port: int = 0
     """The preferred port; a free one is taken if it is in use."""
-    engine: DeploymentEngine = "embedded"
+    engine: VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""What vLLM takes as the largest rank of an adapter."""
+DeploymentEngine = "embedded"
 
 
 def bind_port(port: int) -> socket.socket:
@@ -144,7 +149,7 @@ async def serve_vllm(spec: ModelServerSpec) -> AsyncGenerator[str]:
     with bind_port(spec.port) as sock:  # closed, since vLLM binds it itself; it exits if another program took it meanwhile
         port = sock.getsockname()[1]
     process = await asyncio.create_subprocess_exec(
-        *(program, "serve", spec.folder, "--host", HOST, "--port", str(port), "--served-model-name", spec.name),
+        *(program, "serve", *_vllm_model(spec), "--host", HOST, "--port", str(port)),
         env=os.environ | {"VLLM_API_KEY": spec.token, "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"},
         stdin=asyncio.subprocess.DEVNULL,
     )
@@ -158,6 +163,15 @@ async def serve_vllm(spec: ModelServerSpec) -> AsyncGenerator[str]:
             watching.cancel()
     finally:
         await end_process(process, GRACE_S)
+
+
+def _vllm_model(spec: ModelServerSpec) -> list[str]:
+    """Returns the arguments that name the model: a folder or, for an adapter, its base beside it."""
+    folder = Path(spec.folder)
+    if not is_adapter(folder):
+        return [spec.folder, "--served-model-name", spec.name]
+    rank = next(rank for rank in VLLM_RANKS if rank >= read_adapter_config(folder).rank)
+    return [str(find_base(folder)), "--enable-lora", "--max-lora-rank", str(rank), "--lora-modules", f"{spec.name}={folder}"]
 
 
 async def _wait_until_healthy(process: Process, health: str) -> None:
