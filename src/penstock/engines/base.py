@@ -69,6 +69,24 @@ class Engine(Protocol):
         ...
 
 
+class AdapterEngine(Engine, Protocol):
+    """An engine that serves the adapters of several policies on one base model."""
+
+    def generate(
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, rollout_id: str = "", policy: str = ""
+    ) -> AsyncGenerator[SampledChunk, None]:
+        """See `Engine.generate`. A policy without an adapter is the base model."""
+        ...
+
+    def version_of(self, policy: str) -> int:
+        """The version that the next token of a policy will be sampled under."""
+        ...
+
+    async def load(self, version: int, folder: Path, *, policy: str = "") -> None:
+        """See `Engine.load`. Of an adapter's folder, the policy alone gets the new version."""
+        ...
+
+
 class TokenPath(Sequence[int]):
     """A prompt as a sequence of parts, which are shared and never copied. It equals the tuple of all its tokens.
 
