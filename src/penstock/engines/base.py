@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
-from typing import Protocol, overload
+from typing import Protocol, TypeGuard, overload
 
 from penstock.records import Finish, Sampling
 
@@ -85,6 +85,10 @@ class AdapterEngine(Engine, Protocol):
     async def load(self, version: int, folder: Path, *, policy: str = "") -> None:
         """See `Engine.load`. Of an adapter's folder, the policy alone gets the new version."""
         ...
+
+
+def has_adapters(engine: Engine) -> TypeGuard[AdapterEngine]:
+    return hasattr(engine, "version_of")
 
 
 class TokenPath(Sequence[int]):

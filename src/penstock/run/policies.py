@@ -3,12 +3,11 @@
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import cast
 
 from penstock.chat.renderer import Renderer
 from penstock.config import EngineSection, RunConfig
 from penstock.engines import ENGINES
-from penstock.engines.base import AdapterEngine, Engine
+from penstock.engines.base import Engine, has_adapters
 from penstock.engines.policy_engines import FrozenEngine, PolicyEngine
 from penstock.errors import ConfigError
 from penstock.events import Listener
@@ -71,7 +70,7 @@ def pull(model: str, listener: Listener) -> ModelFolder:
 def run_engine(config: RunConfig, engine: Engine) -> Engine:
     """The engine of the run, with the version that its trained policies have."""
     trained = trained_policies(config)
-    return PolicyEngine(cast("AdapterEngine", engine), trained[0]) if trained and _has_adapters(engine) else engine
+    return PolicyEngine(engine, trained[0]) if trained and has_adapters(engine) else engine
 
 
 @asynccontextmanager
@@ -88,8 +87,8 @@ async def open_policies(config: RunConfig, engine: Engine, renderer: Renderer | 
                 stack.push_async_callback(shown.close)
             if its_renderer is not None and policy.frozen:
                 shown = FrozenEngine(shown, lambda: versioned.version)
-            elif its_renderer is not None and _has_adapters(engine):
-                shown = PolicyEngine(cast("AdapterEngine", engine), name)
+            elif its_renderer is not None and has_adapters(engine):
+                shown = PolicyEngine(engine, name)
             served[name] = ServedPolicy(shown, its_renderer, default=policy.default)
         yield served
 
@@ -98,7 +97,3 @@ def _own_engine(config: RunConfig, name: str) -> EngineSection | None:
     """The section of the engine that serves this policy alone; None if the run's engine does."""
     policy = config.policies[name]
     return policy.engine or (config.engine if policy.model else None)
-
-
-def _has_adapters(engine: Engine) -> bool:
-    return hasattr(engine, "version_of")
