@@ -81,6 +81,12 @@ class RequestOutput:
             raise EngineError(f"rollout {self._rollout_id}: {self._problem}" if self._rollout_id else self._problem)
         if self._problem is None:
             self._filled.clear()
+        if len(chunks) == 1:
+            chunk, version = chunks[0]
+            count = len(chunk.ids)
+            return SampledChunk(
+                tuple(chunk.ids), tuple(chunk.logprobs), tuple(chunk.full_logprobs), (version,) * count, chunk.finish
+            )
         return SampledChunk(
             ids=tuple(chain.from_iterable(chunk.ids for chunk, _ in chunks)),
             logprobs=tuple(chain.from_iterable(chunk.logprobs for chunk, _ in chunks)),
