@@ -10,10 +10,21 @@ import tempfile
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar, cast
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypeVar, cast, get_args, get_origin
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny, ValidationError, create_model
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SerializeAsAny,
+    StringConstraints,
+    ValidationError,
+    create_model,
+    field_validator,
+    model_validator,
+)
 
 from penstock.errors import ConfigError, Issue, combine_issues
 
@@ -211,6 +222,41 @@ class EmbeddedSection(EngineSection):
     in_process: ClassVar[bool] = True
 
 
+def _typed_engine(value: Any) -> Any:
+    """Build `[policies.NAME.engine]` as the class of the engine that it names."""
+    if not isinstance(value, Mapping):
+        return value
+    keys = cast("Mapping[str, Any]", value)
+    return validate(engine_section(str(keys.get("name", EngineSection().name))), keys, "the engine of a policy")
+
+
+class PolicySection(Section):
+    """`[policies.NAME]`: one of several policies. Agents choose it by asking for the model NAME."""
+
+    frozen: bool = False
+    """Never trained: a judge, a simulated user, a policy to play against."""
+    lr: float | None = Field(default=None, ge=0)
+    """None takes `train.lr`."""
+    model: str = ""
+    """The weights of a frozen policy, as `model.name` takes them; empty takes the start policy."""
+    engine: Annotated[SerializeAsAny[EngineSection], BeforeValidator(_typed_engine)] | None = None
+    """Where a frozen policy is served, if not by `[engine]`: with the keys of that engine, `url` for a server or an endpoint."""
+    default: bool = False
+    """Also answers calls that ask for a model of no policy's name; without such a policy they are refused."""
+
+    @model_validator(mode="after")
+    def _only_frozen(self) -> Self:
+        for key in ("model", "engine"):
+            if getattr(self, key) and not self.frozen:
+                raise ValueError(f"{key} is for a frozen policy: all others train an adapter on [model]; add frozen = true")
+        if self.frozen and self.lr is not None:
+            raise ValueError("lr has no meaning for a frozen policy; leave it out")
+        return self
+
+
+PolicyName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
+
+
 class PoolSection(Section):
     """`[pool]`: where everything is recorded."""
 
@@ -278,12 +324,21 @@ class RunConfig(Section):
     pool: PoolSection = PoolSection()
     gateway: GatewaySection = GatewaySection()
     scale: ScaleSection = ScaleSection()
+    policies: dict[PolicyName, PolicySection] = Field(default_factory=dict[str, PolicySection], exclude_if=lambda named: not named)
+    """By the model name that agents ask for. Empty: one policy, under every name."""
     executor: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Settings of the executor that `rollout.executor` names."""
     workflow: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Fields of the workflow's own config class."""
     grader: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Fields of the grader's own config class."""
+
+    @field_validator("policies")
+    @classmethod
+    def _one_default(cls, policies: dict[str, PolicySection]) -> dict[str, PolicySection]:
+        if sum(policy.default for policy in policies.values()) > 1:
+            raise ValueError("more than one policy has default = true; leave it at one of them")
+        return policies
 
 
 # The whole config
@@ -425,12 +480,17 @@ def _issue(model: type[BaseModel], error: Any) -> Issue:
 
 
 def _fields_at(model: type[BaseModel], loc: tuple[str | int, ...]) -> list[str]:
+    inner: Any = model
     for part in loc:
-        annotation = model.model_fields[str(part)].annotation
-        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
-            return []
-        model = annotation
-    return list(model.model_fields)
+        if get_origin(inner) is dict:  # a table of tables, such as [policies.*]
+            inner = get_args(inner)[1]
+        else:
+            inner = inner.model_fields[str(part)].annotation if _is_model(inner) else None
+    return list(inner.model_fields) if _is_model(inner) else []
+
+
+def _is_model(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
 
 
 # Environment variables

@@ -8,6 +8,7 @@ import copy
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -61,6 +62,28 @@ class UpdateMetrics:
     """How often the GPU's memory has run out since the run began, so that passes were made smaller."""
 
 
+def total_metrics(parts: SequenceOf[UpdateMetrics]) -> UpdateMetrics:
+    """The metrics of several policies' updates as those of one: sums, the worst, and means over all trained tokens."""
+    if len(parts) < 2:
+        return parts[0] if parts else UpdateMetrics()
+    tokens = sum(part.trained_tokens for part in parts) or 1
+
+    def mean(name: str) -> float:
+        return sum(getattr(part, name) * part.trained_tokens for part in parts) / tokens
+
+    means = ("ratio", "importance", "clip_fraction", "kl_behaviour", "kl_reference", "entropy")
+    return UpdateMetrics(
+        loss=sum(part.loss for part in parts),
+        grad_norm=math.hypot(*(part.grad_norm for part in parts)),
+        logprob_gap=max(part.logprob_gap for part in parts),
+        served_share=min(part.served_share for part in parts),
+        trained_tokens=sum(part.trained_tokens for part in parts),
+        forwarded_tokens=sum(part.forwarded_tokens for part in parts),
+        memory_halvings=max(part.memory_halvings for part in parts),
+        **{name: mean(name) for name in means},
+    )
+
+
 class UpdateResult(NamedTuple):
     """The result of `compute`."""
 
@@ -97,6 +120,11 @@ class Learner:
     def rounds(self) -> bool:
         """Whether the decoder's weights are rounded masters."""
         return self._rounded is not None
+
+    @property
+    def updates(self) -> int:
+        """How many updates the weights have had, those before a resume included."""
+        return max((int(state["step"]) for state in self._optimizer.state.values()), default=0)
 
     @property
     def served_share(self) -> float:
@@ -181,7 +209,7 @@ class Learner:
     def publish(self) -> None:
         """Rounds the masters into the decoder's weights, in place; does nothing where those are float32."""
         if self._rounded is not None:
-            self._served_share = self._rounded.publish()
+            self._served_share = self._rounded.publish(compiled=self._compiled)
 
     def is_finite(self) -> bool:
         """Returns whether all weights are numbers. If not, every update fails, whatever it is computed from."""

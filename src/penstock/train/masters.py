@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from penstock.train import compiling
 from penstock.train.rounding import round_to_bfloat16
 
 ROUNDED_AT_ONCE = 2**25
@@ -47,20 +48,21 @@ class MasterWeights:
         self._sampled = self._sample(self._rounded())
 
     @torch.no_grad()
-    def publish(self) -> Tensor:
-        """Rounds the masters into the served weights, in place.
+    def publish(self, *, compiled: bool = False) -> Tensor:
+        """Rounds the masters into the served weights, in place, `compiled` or not.
 
         Returns the share of the masters' change since the last call that reached the served weights, []: 1 if all of it
         did, 0 if rounding swallowed it, NaN if there was no change.
         """
-        (master, served), self._sampled = self._sampled, self._sample(self._write(self._rounded()))
+        (master, served), self._sampled = self._sampled, self._sample(self._write(self._rounded(compiled)))
         change = self._sampled[0] - master
         return (self._sampled[1] - served) @ change / (change @ change)
 
-    def _rounded(self) -> Iterator[Tensor]:
+    def _rounded(self, compiled: bool = False) -> Iterator[Tensor]:
         """Yields the rounded masters of each span, [stop - start]."""
+        rounded = compiling.compiled(round_to_bfloat16) if compiled else round_to_bfloat16
         for span in self._spans:
-            yield round_to_bfloat16(self._flat[span.start : span.stop], seed=self._seed, first=span.start)
+            yield rounded(self._flat[span.start : span.stop], seed=self._seed, first=span.start)
 
     def _write(self, rounded: Iterator[Tensor]) -> Iterator[Tensor]:
         """Copies each span to the served weights, and yields it."""

@@ -6,12 +6,17 @@ faster than any kernel with a mask. Only attention sees the copies; all other la
 
 from typing import Any, NamedTuple, cast
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from penstock.train.batches import Pass
+from penstock.train.transfer import to_device
+
+Indices = npt.NDArray[np.int64]
 
 ALIKE = 0.75
 """Paths attend together, padded to the longest, if the shortest has at least this share of its length."""
@@ -53,7 +58,7 @@ class PathMask(NamedTuple):
 
 def path_area(one: Pass, trunk: int) -> int:
     """Returns how many pairs of query and key the paths have, twice."""
-    lengths = sorted((len(path) + trunk for path in _paths(one)), reverse=True)
+    lengths = sorted((trunk + sum(stop - start for start, stop in path) for path in _paths(one)), reverse=True)
     return sum(chunk.paths * chunk.length**2 for chunk in _chunks(lengths))
 
 
@@ -64,15 +69,20 @@ def tree_area(one: Pass) -> int:
 
 def path_mask(one: Pass, *, trunk: int, padded: int, device: torch.device) -> PathMask:
     """Returns the paths of a pass below a trunk of the given length, which lies in `padded` keys."""
-    paths = sorted(_paths(one), key=len, reverse=True)
-    chunks = _chunks([len(path) + trunk for path in paths])
-    keys, queries = list[Tensor](), list[Tensor]()
-    for path, length in zip(paths, (chunk.length for chunk in chunks for _ in range(chunk.paths)), strict=True):
-        own = torch.tensor(path)
-        more = length - trunk - len(path)
-        keys.append(F.pad(torch.cat((torch.arange(trunk), own + padded)), (0, more), value=-1))
-        queries.append(F.pad(own, (trunk, more), value=-1))
-    return PathMask(chunks, _copies(torch.cat(queries), device), _copies(torch.cat(keys), device))
+    paths = [np.concatenate([np.arange(start, stop) for start, stop in path]) for path in _paths(one)]
+    paths.sort(key=len, reverse=True)
+    chunks = _chunks([trunk + len(path) for path in paths])
+    lengths = [chunk.length for chunk in chunks for _ in range(chunk.paths)]
+    starts = np.cumsum([0, *lengths])
+    queries, keys = np.full((2, starts[-1]), -1)
+    for path, start in zip(paths, starts, strict=False):
+        own = slice(start + trunk, start + trunk + len(path))
+        queries[own], keys[own] = path, path + padded
+        keys[start : own.start] = np.arange(trunk)
+    parts = (*_copies(queries), *_copies(keys))
+    sent = _split(to_device(np.concatenate(parts), device), [len(part) for part in parts])
+    half = len(PathCopies._fields)
+    return PathMask(chunks, PathCopies(*sent[:half]), PathCopies(*sent[half:]))
 
 
 def attend_paths(q: Tensor, k: Tensor, v: Tensor, mask: PathMask) -> Tensor:
@@ -133,14 +143,12 @@ class _FromPaths(torch.autograd.Function):
         return zeros.index_copy_(0, copies.owner, gradient.index_select(0, copies.tokens)), None, None
 
 
-def _paths(one: Pass) -> list[list[int]]:
-    """Returns the tokens of each path below the trunk, in order."""
+def _paths(one: Pass) -> "list[list[tuple[int, int]]]":
+    """Returns the spans of each path below the trunk, in order."""
     inner = {stop for row in one.rows for _, stop in row.spans}
     return [
-        [at for start, stop in (*row.spans, (row.start, row.stop)) for at in range(start, stop)]
-        for row in one.rows
-        if row.stop not in inner  # else another path goes on from its end
-    ]
+        [*row.spans, (row.start, row.stop)] for row in one.rows if row.stop not in inner
+    ]  # else another path goes on from its end
 
 
 def _chunks(lengths: list[int]) -> list[PathChunk]:
@@ -154,14 +162,13 @@ def _chunks(lengths: list[int]) -> list[PathChunk]:
     return chunks
 
 
-def _copies(source: Tensor, device: torch.device) -> PathCopies:
-    """`source` [places]: the token of each, -1 for none."""
-    places = (source >= 0).nonzero()[:, 0]
-    order = places[torch.argsort(source[places], stable=True)]
+def _copies(source: Indices) -> tuple[Indices, ...]:
+    """Returns the fields of `PathCopies`. `source` [places]: the token of each, -1 for none."""
+    places = np.flatnonzero(source >= 0)
+    order = places[np.argsort(source[places], kind="stable")]
     token = source[order]
-    first = torch.ones_like(token, dtype=torch.bool)
+    first = np.ones(len(token), bool)
     first[1:] = token[1:] != token[:-1]
-    number = first.cumsum(0) - 1
-    shared, slot = cast(tuple[Tensor, Tensor], torch.unique(number[~first], return_inverse=True))
-    parts = (source.clamp_min(0), token[first], order[first], shared, order[~first], slot)
-    return PathCopies(*(part.to(device, non_blocking=True) for part in parts))
+    number = (np.cumsum(first) - 1)[~first]
+    shared, slot = np.unique(number, return_inverse=True)
+    return source.clip(0), token[first], order[first], shared, order[~first], slot

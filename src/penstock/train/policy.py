@@ -9,7 +9,7 @@ renamed to `000012.damaged`, and the one before takes its place.
 import asyncio
 import random
 import shutil
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Awaitable, Callable, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -58,7 +58,7 @@ def folder_of(checkpoints: Path, version: PolicyVersion) -> Path:
 def save(
     checkpoints: Path,
     version: PolicyVersion,
-    learner: Learner,
+    learners: Learner | Mapping[str, Learner],
     model: Path,
     *,
     run: str = "",
@@ -81,7 +81,7 @@ def save(
             _write_state(target, version, before.files, before.sha256, run, on_disk)
         else:
             shutil.rmtree(target, ignore_errors=True)
-            _write(part, version, learner, model, run, on_disk)
+            _write(part, version, _by_policy(learners), model, run, on_disk)
             part.rename(target)
             on_disk(checkpoints)  # the rename is durable only once its parent folder is synced
     with _disk_errors(f"checkpoint {target} is saved, but those before it could not be removed"):
@@ -154,14 +154,19 @@ def is_half_precision(checkpoints: Path) -> bool:
     return False
 
 
-def restore(checkpoints: Path, version: PolicyVersion, learner: Learner) -> None:
-    """Restores the weights (in place), optimizer and random states of `version`."""
+def _by_policy(learners: Learner | Mapping[str, Learner]) -> Mapping[str, Learner]:
+    return {"": learners} if isinstance(learners, Learner) else learners
+
+
+def restore(checkpoints: Path, version: PolicyVersion, learners: Learner | Mapping[str, Learner]) -> None:
+    """Restores the weights (in place), optimizer and random states of `version`; of all policies, where there are several."""
     folder = folder_of(checkpoints, version)
     try:
         saved = read_state(folder)
-        learner.decoder.load_state_dict(load_decoder(folder).state_dict())
-        optimizer = folder / (OLD_OPTIMIZER if OLD_OPTIMIZER in saved.files else OPTIMIZER)
-        learner.load({name: value.clone() for name, value in load_file(optimizer).items()})
+        for policy, learner in _by_policy(learners).items():
+            learner.decoder.load_state_dict(load_decoder(folder / policy).state_dict())
+            optimizer = folder / policy / (OLD_OPTIMIZER if OLD_OPTIMIZER in saved.files else OPTIMIZER)
+            learner.load({name: value.clone() for name, value in load_file(optimizer).items()})
     except (OSError, SafetensorError, ModelError, ValueError, KeyError, RuntimeError) as cause:
         raise TrainError(f"checkpoint {folder} cannot be read: {cause}; remove it to resume from the one before") from cause
     random.setstate((3, saved.python_random, saved.python_gauss))
@@ -179,16 +184,21 @@ def write_model(folder: Path, decoder: Decoder, model: Path) -> None:
     save_decoder(decoder, folder)
 
 
-def _write(part: Path, version: PolicyVersion, learner: Learner, model: Path, run: str, on_disk: OnDisk) -> None:
-    write_model(part, learner.decoder, model)
-    save_file({name: value.detach().cpu().contiguous() for name, value in learner.state().items()}, part / OPTIMIZER)
-    files = sorted(part.iterdir())
+def _write(part: Path, version: PolicyVersion, learners: Mapping[str, Learner], model: Path, run: str, on_disk: OnDisk) -> None:
+    for policy, learner in learners.items():
+        folder = part / policy
+        write_model(folder, learner.decoder, model)
+        save_file({name: value.detach().cpu().contiguous() for name, value in learner.state().items()}, folder / OPTIMIZER)
+    files = sorted(file for file in part.rglob("*") if file.is_file())
+    names = [file.relative_to(part).as_posix() for file in files]
     with ThreadPoolExecutor(len(files)) as threads:
         checksums = threads.map(file_checksum, files)  # computed while the disk is busy
         for file in files:
             on_disk(file)
-        sha256 = dict(zip((file.name for file in files), checksums, strict=True))
-    sizes = {file.name: file.stat().st_size for file in files}
+        sha256 = dict(zip(names, checksums, strict=True))
+    for policy in filter(None, learners):
+        on_disk(part / policy)
+    sizes = {name: file.stat().st_size for name, file in zip(names, files, strict=True)}
     _write_state(part, version, sizes, sha256, run, on_disk)  # last: it marks the folder as complete
 
 

@@ -1,7 +1,7 @@
 """A training run: all that a training step uses, opened in the order of the data and closed in reverse."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,7 +95,8 @@ class TrainingRun:
     pool: Pool
     rollouts: RolloutSource
     publisher: Publisher
-    learner: Learner
+    learners: Mapping[str, Learner]
+    """By policy; one under the empty name in a run without `[policies.*]`."""
     advantage: Callable[[Group], list[float]]
 
 
@@ -118,7 +119,7 @@ async def open_training(config: RunConfig, inputs: Inputs, folder: RunFolder, ev
             pool=pool,
             rollouts=rollouts,
             publisher=InPlacePublisher(rollouts.engine, learner) if shared else from_disk,
-            learner=learner,
+            learners={"": learner},
             advantage=ADVANTAGES.load(config.train.advantage),
         )
 

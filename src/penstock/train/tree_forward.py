@@ -6,6 +6,7 @@ The eager path in `forward.py` computes the same and is the oracle for this one.
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,6 +19,7 @@ from penstock.train.compiling import compiled
 from penstock.train.forward import KeysValues, ScoredTerms
 from penstock.train.path_attention import FASTER, PathMask, attend_paths, path_area, path_mask, tree_area
 from penstock.train.token_scores import TermTable, score
+from penstock.train.transfer import to_device
 from penstock.train.tree_attention import BLOCK, tree_mask
 
 Mask = PathMask | BlockMask | Tensor
@@ -59,8 +61,9 @@ class TreeForward:
         decoder, device = self.decoder, self.decoder.device
         time = -len(one.ids) % BLOCK + len(one.ids)
         mask = self.mask(one, length, padded=(trunk[0][0].shape[2] if trunk else 0, time))
-        numbers = F.pad(torch.tensor((one.ids, one.positions)), (0, time - len(one.ids)))
-        ids, positions = numbers.to(device, non_blocking=True).unsqueeze(1)
+        numbers = np.zeros((2, 1, time), np.int64)
+        numbers[:, 0, : len(one.ids)] = one.ids, one.positions
+        ids, positions = to_device(numbers, device)
         x = decoder.embed(ids)
         cos, sin = decoder.cos[positions].unsqueeze(2), decoder.sin[positions].unsqueeze(2)
         checkpointed = self._checkpointed(time) if torch.is_grad_enabled() else 0
