@@ -148,7 +148,9 @@ def main() -> None:
     if options.json:
         print(orjson.dumps(found, option=orjson.OPT_INDENT_2).decode())
         return
-    print(f"step: {found['step_ms']:.0f} ms for {GROUPS * SIZE} rollouts of one turn, {found['step_cpu_ms']:.0f} ms of a core", end="")
+    print(
+        f"step: {found['step_ms']:.0f} ms for {GROUPS * SIZE} rollouts of one turn, {found['step_cpu_ms']:.0f} ms of a core", end=""
+    )
     print(f"; the agent's client alone: {found['client_ms']:.0f} ms, {found['client_cpu_ms']:.0f} ms of a core")
 
 

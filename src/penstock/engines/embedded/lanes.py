@@ -30,8 +30,8 @@ RING = 512
 WARM_UP = 2
 
 PREFILL_SIZES = 64, 256, 1024
-"""Tokens of the prefill passes that are captured; a pass is padded to the next of them. The device works longer on a larger one than
-the host needs to launch it."""
+"""Tokens of the prefill passes that are captured; a pass is padded to the next of them. On a larger one the device works longer
+than the host needs to launch it."""
 
 CONTEXT_ROWS = 1 << 19
 """Rows of all contexts of a captured pass together."""
@@ -151,6 +151,16 @@ class Lanes:
             return fused.prefill_attention(q, self.cache.keys[layer], self.cache.values[layer], prompts.packed)
 
         self._forward(prompts.ids[0], prompts.ids[1], prompts.rows, attend, hidden=False)
+
+    def warm_up(self, lanes: int) -> None:
+        """Capture prefill passes, and steps of up to so many lanes; all kernels are compiled on the way."""
+        if not self.graphs_enabled:
+            return
+        with self._queue():
+            for size in PREFILL_SIZES:
+                self._capture_pass(size)
+            for power in range(min(lanes, self.count).bit_length()):
+                self._capture(1 << power, truncated=False)
 
     def begin(
         self,

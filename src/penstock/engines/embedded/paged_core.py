@@ -39,6 +39,9 @@ MANY_LANES = 256
 RESERVED = 128
 """Positions for which a running request gets rows and uniform numbers at a time; with two windows ahead, less than RING."""
 
+FIRST_LANES = 32
+"""Batches up to here are captured before the first request: those of a usual training step, and what is left of them."""
+
 NO_LANE, GONE = -1, -2
 
 
@@ -101,6 +104,11 @@ class PagedCore:
     def idle(self) -> bool:
         """Whether a step would do nothing."""
         return not (self.waiting or self.planned or self.running or self._window)
+
+    def warm_up(self) -> None:
+        """Compile and capture what the first requests will need; only while nothing runs."""
+        with torch.inference_mode():
+            self.lanes.warm_up(FIRST_LANES)
 
     def submit(self, request: Request) -> None:
         """Put a request at the end of the queue."""
@@ -297,7 +305,7 @@ class PagedCore:
         steps = min(most, max([active.limit - len(active.request.tokens) - active.queued for active in self.running]))
         if steps <= 0:
             return None  # the steps on their way end all replies
-        truncated = any([active.request.sampling.truncated for active in self.running])
+        truncated = any(active.request.sampling.truncated for active in self.running)
         queued = self.lanes.run(lanes, steps, truncated=truncated)
         window = StepWindow(list(self.running), numbers, steps, queued)
         for active in self.running:
@@ -312,7 +320,7 @@ class PagedCore:
         values = window.results.read()
         ids = values[:, :, 0].astype(np.int64)
         counts = (ids >= 0).sum(1).tolist()
-        finite = np.isfinite(values[:, :, 2]).all(1).tolist()
+        finite: list[bool] = np.isfinite(values[:, :, 2]).all(1).tolist()  # pyright: ignore[reportAssignmentType]
         columns = ids.tolist(), values[:, :, 1].tolist(), values[:, :, 2].tolist()
         sampled: list[DrawnChunk] = []
         ended: list[LaneRequest] = []
