@@ -10,8 +10,11 @@ from typing import Protocol
 import torch
 
 from penstock.config import RunConfig
+from penstock.engines.adapter_files import AdapterConfig, model_digest
 from penstock.engines.base import Engine
 from penstock.engines.embedded.decoder import Decoder
+from penstock.engines.embedded.engine import EmbeddedEngine
+from penstock.engines.embedded.lora import Adapter
 from penstock.engines.embedded.weights import load_decoder, read_weights
 from penstock.errors import TrainError
 from penstock.events import Events
@@ -24,7 +27,7 @@ from penstock.run.inputs import Inputs
 from penstock.run.opening import open_pool, open_rollout_runner, sampling
 from penstock.train.advantages import ADVANTAGES
 from penstock.train.learner import Learner
-from penstock.train.policy import FolderPublisher, InPlacePublisher, Publisher
+from penstock.train.policy import AdapterPublisher, FolderPublisher, InPlacePublisher, Publisher
 
 
 class RolloutSource(Protocol):
@@ -110,7 +113,6 @@ async def open_training(config: RunConfig, inputs: Inputs, folder: RunFolder, ev
         shared = getattr(rollouts.engine, "decoder", None)
         decoder = shared or await asyncio.to_thread(load_decoder, inputs.folder)
         learner = await asyncio.to_thread(open_learner, decoder, config, inputs)
-        from_disk = FolderPublisher(learner, model=inputs.folder, scratch=folder.path / "served", load=rollouts.load)
         yield TrainingRun(
             config=config,
             inputs=inputs,
@@ -118,17 +120,31 @@ async def open_training(config: RunConfig, inputs: Inputs, folder: RunFolder, ev
             events=events,
             pool=pool,
             rollouts=rollouts,
-            publisher=InPlacePublisher(rollouts.engine, learner) if shared else from_disk,
+            publisher=_publisher(learner, rollouts, inputs.folder, folder.path / "served"),
             learners={"": learner},
             advantage=ADVANTAGES.load(config.train.advantage),
         )
 
 
+def _publisher(learner: Learner, rollouts: LocalRollouts, model: Path, scratch: Path) -> Publisher:
+    engine = rollouts.engine
+    if not isinstance(engine, EmbeddedEngine):
+        return FolderPublisher(learner, model=model, scratch=scratch, load=rollouts.load)
+    return AdapterPublisher(engine, {"": learner}) if learner.adapter else InPlacePublisher(engine, learner)
+
+
 def open_learner(decoder: Decoder, config: RunConfig, inputs: Inputs) -> Learner:
     """Make the learner of a run. If `decoder` is in bfloat16, its masters are read from the start policy's files."""
-    exact = read_weights(inputs.folder) if decoder.embed.weight.dtype == torch.bfloat16 else None
+    section, seed, weight = config.train, config.run.seed, decoder.embed.weight
     try:
-        return Learner(decoder, config.train, exact=exact, seed=config.run.seed)
+        if section.method == "lora":
+            settings = AdapterConfig(
+                section.rank, section.alpha, section.target_modules, inputs.folder.absolute(), model_digest(inputs.folder)
+            )
+            adapter = Adapter(decoder.shape, settings, device=weight.device, dtype=weight.dtype, seed=seed)
+            return Learner(decoder, section, adapter=adapter, seed=seed)
+        exact = read_weights(inputs.folder) if weight.dtype == torch.bfloat16 else None
+        return Learner(decoder, section, exact=exact, seed=seed)
     except torch.OutOfMemoryError as cause:
         raise TrainError(
             "the GPU's memory is too small for the trainer's copy of the weights; set engine.cache_tokens to less, "
