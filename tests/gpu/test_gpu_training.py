@@ -113,14 +113,15 @@ def test_other_trees_are_not_compiled_again():
     assert counters["stats"]["unique_graphs"] <= known + 2  # those of a length not seen before
 
 
-def test_weights_are_rounded_as_on_a_cpu():
+@pytest.mark.parametrize("compiled", [False, True])
+def test_weights_are_rounded_as_on_a_cpu(compiled: bool):
     values = torch.randn(100_000) * 0.1
     here, there = (round_to_bfloat16(values.to(device), seed=5, first=2**31 - 7).cpu() for device in ("cpu", "cuda"))
     assert torch.equal(here, there)
     served = {"a": values[:60_000].to("cuda", torch.bfloat16), "b": values[60_000:].to("cuda", torch.bfloat16)}
     for weight in served.values():
         weight.requires_grad_()
-    MasterWeights(served, exact={"a": values[:60_000], "b": values[60_000:]}, seed=5).publish()
+    MasterWeights(served, exact={"a": values[:60_000], "b": values[60_000:]}, seed=5).publish(compiled=compiled)
     wanted = round_to_bfloat16(values, seed=5, first=0)
     assert torch.equal(torch.cat([weight.detach().float().cpu() for weight in served.values()]), wanted)
 

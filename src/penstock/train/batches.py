@@ -12,10 +12,9 @@ forwarded once for all passes:
 The last token of a sequence is predicted but never read, so it is not laid out.
 """
 
-from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import count
+from itertools import chain, compress, count, repeat
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -206,31 +205,16 @@ class _PassLayout:
     def finish(self) -> Pass:
         """Returns the pass, with its terms in the order of computation."""
         terms = [term for sequence, spans in self.placed for term in _terms(sequence, self.trunk, spans)]
-        terms.sort(key=attrgetter("at", "temperature"))
+        terms.sort(key=attrgetter("temperature"))
+        terms.sort(key=attrgetter("at"))
         return Pass(ids=tuple(self.ids), positions=tuple(self.positions), rows=tuple(self.rows), terms=tuple(terms))
 
 
-def _terms(sequence: Sequence, trunk: int, spans: list[tuple[int, int]]) -> list[LossTerm]:
-    starts: list[int] = []
-    depth = trunk
-    for start, stop in spans:
-        starts.append(depth)
-        depth += stop - start
-    made: list[LossTerm] = []
-    for place, trained in enumerate(sequence.trained):
-        if trained:
-            span = bisect_right(starts, place - 1) - 1
-            made.append(
-                LossTerm(
-                    at=spans[span][0] + place - 1 - starts[span],
-                    target=sequence.token_ids[place],
-                    temperature=sequence.temperatures[place],
-                    logprob=sequence.logprobs[place],
-                    advantage=sequence.advantages[place],
-                    weight=sequence.weight,
-                )
-            )
-    return made
+def _terms(sequence: Sequence, trunk: int, spans: list[tuple[int, int]]) -> Iterator[LossTerm]:
+    at = list(chain((-1,) * trunk, *(range(start, stop) for start, stop in spans)))  # of each input token
+    columns = (sequence.token_ids[1:], sequence.temperatures[1:], sequence.logprobs[1:], sequence.advantages[1:])
+    trained = sequence.trained[1:]
+    return map(LossTerm._make, zip(*(compress(column, trained) for column in (at, *columns)), repeat(sequence.weight)))
 
 
 def _cut(spans: list[tuple[int, int]], length: int) -> list[tuple[int, int]]:

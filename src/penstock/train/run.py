@@ -87,7 +87,7 @@ async def resume(run: TrainingRun) -> TrainProgress:
     progress = TrainProgress(fallback=fallback)
     if saved is not None:
         await _acknowledge(run, saved)
-        await run.publisher.publish(saved.number, lambda: policy.restore(run.folder.checkpoints, saved, run.learner))
+        await run.publisher.publish(saved.number, lambda: policy.restore(run.folder.checkpoints, saved, run.learners))
         progress = replace(progress, step=saved.step, version=saved.number)
     else:
         await run.publisher.begin()

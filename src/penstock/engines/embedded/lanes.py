@@ -19,6 +19,8 @@ from torch import Tensor
 from penstock.engines.embedded import fused
 from penstock.engines.embedded.decoder import Decoder, DecoderLayer
 from penstock.engines.embedded.fused import KeyValueRows, PrefillBlocks
+from penstock.engines.embedded.kv_cache import NO_ADAPTER
+from penstock.engines.embedded.lora import AdapterSlots
 from penstock.records import Sampling
 
 MAX_STOPS = 8
@@ -51,6 +53,8 @@ class PackedPrompts(NamedTuple):
     ids: NDArray[np.int64]
     positions: NDArray[np.int64]
     rows: NDArray[np.int32]
+    adapters: NDArray[np.int64]
+    """Slots in `AdapterSlots`."""
     context: NDArray[np.int32]
     """See `PrefillBlocks`."""
     blocks: NDArray[np.int32]
@@ -59,8 +63,17 @@ class PackedPrompts(NamedTuple):
 class Lanes:
     """The device's side of the engine: cache, state of every lane, captured steps. All work is queued on one stream."""
 
-    def __init__(self, decoder: Decoder, *, lanes: int, cache_rows: int, max_steps: int, graphs: bool | None = None) -> None:
-        self.decoder, self.count, self.max_steps = decoder, lanes, max_steps
+    def __init__(
+        self,
+        decoder: Decoder,
+        adapters: AdapterSlots,
+        *,
+        lanes: int,
+        cache_rows: int,
+        max_steps: int,
+        graphs: bool | None = None,
+    ) -> None:
+        self.decoder, self.adapters, self.count, self.max_steps = decoder, adapters, lanes, max_steps
         weight, shape = decoder.embed.weight, decoder.shape
         self.device = device = weight.device
         cuda = device.type == "cuda"
@@ -73,6 +86,7 @@ class Lanes:
         self.width = min(shape.context_length, cache_rows)
         self._state = torch.zeros(4, lanes, dtype=torch.long, device=device)  # token, position, limit, alive
         self._params = torch.zeros(lanes, 4, device=device)  # temperature, top-k, top-p, min-p
+        self._slots = torch.full((lanes,), NO_ADAPTER, dtype=torch.long, device=device)
         self._stops = torch.full((lanes, MAX_STOPS), -1, dtype=torch.long, device=device)
         self._table = torch.zeros(lanes, self.width, dtype=torch.int32, device=device)
         self._ring = torch.zeros(lanes, RING, dtype=torch.float64, device=device)
@@ -109,6 +123,8 @@ class Lanes:
                 return fused.prefill_attention(q, self.cache.keys[layer], self.cache.values[layer], packed)
 
             ids, positions, rows = (self._upload(part) for part in prompts[:3])
+            if self.adapters.policies:
+                self.adapters.choose(self._upload(prompts.adapters))
             self._forward(ids, positions, rows, attend, hidden=False)
 
     def begin(
@@ -117,6 +133,7 @@ class Lanes:
         state: Sequence[tuple[int, int, int]],
         samplings: Sequence[Sampling],
         stops: Sequence[Sequence[int]],
+        adapters: Sequence[int],
     ) -> None:
         """Start lanes: token, position and limit of each; the reply ends when the context has `limit` tokens."""
         params = np.array([(s.temperature, s.top_k, s.top_p, s.min_p) for s in samplings], dtype=np.float32)
@@ -126,6 +143,7 @@ class Lanes:
             self._state.index_copy_(1, index, self._upload(np.array([(*s, 1) for s in state], dtype=np.int64)).t())
             self._params.index_copy_(0, index, self._upload(params))
             self._stops.index_copy_(0, index, self._upload(padded))
+            self._slots.index_copy_(0, index, self._upload(np.array(adapters, dtype=np.int64)))
 
     def fill(
         self, at: NDArray[np.int64], rows: NDArray[np.int32], ring_at: NDArray[np.int64], uniforms: NDArray[np.float64]
@@ -144,16 +162,20 @@ class Lanes:
         with self._queue():
             old, new = (self._upload(np.array(lanes, dtype=np.int64)) for lanes in (source, target))
             self._state.index_copy_(1, new, self._state[:, old])
-            for part in (self._params, self._stops, self._table, self._ring):
+            for part in (self._params, self._stops, self._slots, self._table, self._ring):
                 part.index_copy_(0, new, part[old])
             self._state[3].index_fill_(0, old, 0)
 
     def clear(self) -> None:
-        """Stop all lanes. After this, weights that were changed elsewhere are used, moved ones too."""
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        """Stop all lanes, and `renew`."""
+        self.renew()
         with self._queue():
             self._state.zero_()
+
+    def renew(self) -> None:
+        """From here on, use weights as they were changed elsewhere, moved ones too."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
         if (storage := self._addresses()) != self._storage:
             self.captured, self._storage = {}, storage
 
@@ -169,6 +191,8 @@ class Lanes:
         def attend(layer: int, q: Tensor) -> Tensor:
             return fused.decode_attention(q, self.cache.keys[layer], self.cache.values[layer], self._table, lengths)
 
+        if self.adapters.policies:
+            self.adapters.choose(self._slots[:lanes])
         hidden = self._forward(ids, positions, rows, attend, hidden=True)
         head = self.decoder.embed.weight if self.decoder.head is None else self.decoder.head.weight
         drawn = fused.draw(F.linear(hidden, head), self._params[:lanes], uniforms, truncated=truncated)
@@ -183,13 +207,13 @@ class Lanes:
         y: Tensor | None = None
         for index, layer in enumerate(cast("list[DecoderLayer]", decoder.layers)):
             h = fused.add_norm(x, y, layer.norm1.weight, decoder.shape.norm_eps)
-            qkv = F.linear(h, layer.qkv.weight, layer.qkv.bias)
+            qkv = layer.qkv(h)
             q = fused.rotate_store(decoder, layer, qkv, positions, rows, self.cache)
             if not hidden and index == len(decoder.layers) - 1:
                 return x  # prefill: all keys and values are written
-            y = F.linear(attend(index, q).flatten(1), layer.out.weight)
+            y = layer.out(attend(index, q).flatten(1))
             h = fused.add_norm(x, y, layer.norm2.weight, decoder.shape.norm_eps)
-            y = F.linear(fused.gate(F.linear(h, layer.gate_up.weight)), layer.down.weight)
+            y = layer.down(fused.gate(layer.gate_up(h)))
         return fused.add_norm(x, y, decoder.norm.weight, decoder.shape.norm_eps)
 
     def _capture(self, lanes: int, truncated: bool) -> torch.cuda.CUDAGraph:
@@ -226,4 +250,4 @@ class Lanes:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def _addresses(self) -> list[int]:
-        return [parameter.data_ptr() for parameter in self.decoder.parameters()]
+        return [tensor.data_ptr() for tensor in (*self.decoder.parameters(), *self.adapters.tensors())]

@@ -10,7 +10,7 @@ same tokens, then its own. When it finishes, its rows go to the tree, and nothin
 
 from bisect import insort
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -23,6 +23,7 @@ from penstock.engines.embedded.core import DrawnChunk, Request, ending
 from penstock.engines.embedded.decoder import Decoder
 from penstock.engines.embedded.kv_cache import CacheRows, PrefixTree, Segment
 from penstock.engines.embedded.lanes import MAX_STOPS, RING, Lanes, PackedPrompts, StepResults
+from penstock.engines.embedded.lora import AdapterSlots
 
 PASS_TOKENS = 8192
 """Most tokens of one prefill pass."""
@@ -82,7 +83,8 @@ class PagedCore:
         self.pass_tokens = PASS_TOKENS
         self.prefilled = 0
         """Tokens that prefill passes computed, ever."""
-        self.lanes = Lanes(decoder, lanes=slots, cache_rows=cache_tokens, max_steps=max_steps, graphs=graphs)
+        self.adapters = AdapterSlots(decoder)
+        self.lanes = Lanes(decoder, self.adapters, lanes=slots, cache_rows=cache_tokens, max_steps=max_steps, graphs=graphs)
         self.waiting: deque[Request] = deque()
         self.planned: list[LaneRequest] = []
         self.running: list[LaneRequest] = []
@@ -116,11 +118,21 @@ class PagedCore:
         self.lanes.wait()
         return sampled
 
-    def reset(self) -> None:
-        """Drop all keys and values; after `drain`. Active requests go back to the front of the queue, oldest first."""
-        for active in sorted([*self.planned, *self.running], key=lambda active: -active.request.key):
+    def reset(self, policies: Collection[str] | None = None) -> None:
+        """Drop all keys and values, or those of some policies; after `drain`.
+
+        Active requests go back to the front of the queue, oldest first.
+        """
+        lost = [active for active in [*self.planned, *self.running] if policies is None or active.request.policy in policies]
+        for active in sorted(lost, key=lambda active: -active.request.key):
             self.waiting.appendleft(active.request)
-        self._forget()
+        if policies is None:
+            self._forget()
+            return
+        self._remove(lost)
+        for policy in policies:
+            self.tree.drop(self.adapters.slot(policy))
+        self.lanes.renew()
 
     def drop(self) -> list[Request]:
         """After an error, drop the active requests and all keys and values; returns those requests."""
@@ -151,7 +163,7 @@ class PagedCore:
 
     def _admit(self) -> None:
         while self.waiting and len(self.planned) + len(self.running) < self.slots:
-            leaf = self.tree.plan(self.waiting[0].tokens[:-1])
+            leaf = self.tree.plan(self.waiting[0].tokens[:-1], self.adapters.slot(self.waiting[0].policy))
             if leaf is None:
                 break  # no room until another request finishes
             self.planned.append(LaneRequest(self.waiting.popleft(), leaf))
@@ -199,7 +211,8 @@ class PagedCore:
         tokens = np.array([token for segment in segments for token in segment.tokens], dtype=np.int64)
         positions = np.concatenate([np.arange(segment.start, segment.end) for segment in segments])
         rows = np.concatenate([rows[segment.start :] for rows, segment in zip(context, segments, strict=True)])
-        self.lanes.prefill(PackedPrompts(tokens, positions, rows, np.concatenate(context), np.concatenate(blocks)))
+        adapters = np.concatenate([np.full(len(segment.tokens), segment.adapter) for segment in segments])
+        self.lanes.prefill(PackedPrompts(tokens, positions, rows, adapters, np.concatenate(context), np.concatenate(blocks)))
 
     def _start(self, ready: list[LaneRequest]) -> None:
         """Give lanes to requests; their rows so far are those of their paths."""
@@ -219,7 +232,8 @@ class PagedCore:
         requests = [active.request for active in ready]
         state = [(r.tokens[-1], len(r.tokens) - 1, active.limit) for r, active in zip(requests, ready, strict=True)]
         stops = [() if len(r.stop_ids) > MAX_STOPS else tuple(r.stop_ids) for r in requests]
-        self.lanes.begin([active.lane for active in ready], state, [r.sampling for r in requests], stops)
+        adapters = [active.leaf.adapter for active in ready]
+        self.lanes.begin([active.lane for active in ready], state, [r.sampling for r in requests], stops, adapters)
         self.running += ready
         self.planned = [active for active in self.planned if active.lane < 0]
 
