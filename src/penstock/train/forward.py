@@ -120,7 +120,7 @@ MAX_LOGITS = 2**25
 """Bound on the elements of one chunk of logits (128 MB in float32)."""
 
 KeysValues = list[tuple[Tensor, Tensor]]
-"""Keys and values per layer, each [1, kv_heads, length, dim]."""
+"""Keys and values per layer; each `PassForward` has its own layout of them."""
 
 
 class LogitsChunk(NamedTuple):
