@@ -63,9 +63,7 @@ class ModelServerSpec:
     token: str
     port: int = 0
     """The preferred port; a free one is taken if it is in use."""
-    engine: VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""What vLLM takes as the largest rank of an adapter."""
-DeploymentEngine = "embedded"
+    engine: DeploymentEngine = "embedded"
 
 
 def bind_port(port: int) -> socket.socket:

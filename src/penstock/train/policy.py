@@ -9,7 +9,7 @@ resumed from: it is renamed to `000012.damaged`, and the one before takes its pl
 import asyncio
 import random
 import shutil
-from collections.abc import Awaitable, Callable, Generator, Mapping
+from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -337,3 +337,23 @@ class FolderPublisher:
         change()
         copy_settings(self._model, folder)
         self._learner.save_weights(folder)
+
+
+class PolicyPublishers:
+    """For several policies on servers: publishes each by itself, all under one number."""
+
+    def __init__(self, publishers: Iterable[Publisher]) -> None:
+        self._publishers = list(publishers)
+
+    async def begin(self) -> None:
+        for publisher in self._publishers:
+            await publisher.begin()
+
+    async def publish(self, version: int, change: Callable[[], None]) -> None:
+        """Runs `change` once, which rewrites the weights of all policies."""
+        for publisher in self._publishers:
+            await publisher.publish(version, change)
+            change = _no_change
+
+
+def _no_change() -> None: ...
