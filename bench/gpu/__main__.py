@@ -6,6 +6,8 @@ Results are printed as they come. While vLLM starts, which takes a minute or two
 import argparse
 import json
 import time
+import traceback
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -31,24 +33,32 @@ def main() -> None:
     names, folder, started = options.names or NAMES, resolve(options.model).path, time.perf_counter()
     figures: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
     print(f"{figures['device']}, torch {torch.__version__}", flush=True)
+    failed: list[str] = []
 
-    def keep(name: str, found: Any) -> None:
-        figures[name] = found
+    def measure(name: str, work: Callable[[], Any]) -> None:
+        """Print what fails, and go on with the next part."""
+        print(f"== {name}", flush=True)
+        try:
+            figures[name] = work()
+        except Exception:
+            traceback.print_exc()
+            failed.append(name)
         print(f"== {name} ended {time.perf_counter() - started:.0f} s after the start", flush=True)
         if options.json:
             options.json.write_text(json.dumps(figures, indent=2))
 
-    beside: learn.Curves | None = None
     with ExitStack() as stack:
         peers = stack.enter_context(decode.opened_peers(folder)) if "decode" in names else None
         if "learn" in names:
-            beside = learn.run_beside(folder)
+            measure("learn, beside each other", lambda: learn.run_beside(folder))
         if peers is not None:
-            keep("decode", decode.main(folder, peers))
+            measure("decode", lambda: decode.main(folder, peers))
     if "learn" in names:
-        keep("learn", learn.main(folder, beside))
+        measure("learn", lambda: learn.main(folder, figures.pop("learn, beside each other", {})))
     if "update" in names:
-        keep("update", update.main(folder))
+        measure("update", lambda: update.main(folder))
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bench.gpu.update import SHAPES
+from bench.gpu.update import SHAPES, free
 from bench.gpu.vllm_peer import CACHE_BYTES, VllmPeer, write_config
 from penstock.config import EmbeddedSection
 from penstock.engines.embedded.decoder import Decoder, DecoderShape
@@ -97,7 +97,11 @@ def main(folder: Path, peers: DecodePeers | None = None) -> list[dict[str, Any]]
 
 def compare(name: str, decoder: Decoder, peer: VllmPeer | None, batches: Sequence[int]) -> list[DecodeRate]:
     if peer is not None:
-        print(f"vLLM {peer.wait()}", flush=True)
+        try:
+            print(f"vLLM {peer.wait()}", flush=True)
+        except ValueError as cause:
+            print(cause, flush=True)
+            peer = None
     shape = decoder.shape
     tokens = CACHE_BYTES // (2 * shape.layers * shape.kv_heads * shape.head_dim * decoder.embed.weight.element_size())
     engine = EmbeddedEngine(make_core(decoder, EmbeddedSection(cache_tokens=tokens)), name="bench", queue_limit=4096, seed=0)
@@ -107,6 +111,8 @@ def compare(name: str, decoder: Decoder, peer: VllmPeer | None, batches: Sequenc
             rates.append(_measure(name, row, decoder.shape.vocab_size, runner, engine, peer))
             print(rates[-1], flush=True)
         runner.run(engine.close())
+    del engine
+    free()
     return rates
 
 

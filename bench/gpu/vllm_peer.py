@@ -6,6 +6,7 @@ It works offline, without a server: the fastest way that vLLM has.
 import importlib.util
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from penstock.engines.embedded.decoder import DecoderShape
 
 MEMORY_SHARE = 0.25
 """Of the GPU's memory, which must be free when vLLM starts."""
+TIMEOUT_S = 240
 CACHE_BYTES = 24 << 30
 """Of keys and values: more than enough for every row. Without it, vLLM would measure free memory, and fail if others free some."""
 
@@ -66,11 +68,13 @@ class VllmPeer:
         return float(self._answer())
 
     def _answer(self) -> str:
+        """Raises ValueError with the end of its log if there is none."""
         assert self._child.stdout is not None
-        if line := self._child.stdout.readline().strip():
+        ready, _, _ = select.select([self._child.stdout], [], [], TIMEOUT_S)
+        if ready and (line := self._child.stdout.readline().strip()):
             return line
         self._log.seek(0)
-        raise SystemExit(f"vLLM ended:\n{self._log.read()[-3000:]}")
+        raise ValueError(f"vLLM {'ended' if ready else f'has not answered for {TIMEOUT_S} s'}:\n{self._log.read()[-3000:]}")
 
 
 def write_config(folder: Path, shape: DecoderShape) -> None:
