@@ -150,7 +150,13 @@ def weights(home: Path, name: str) -> str:
     """The digest of the newest weights: of all adapters, where there are several policies."""
     newest = max((home / "runs" / name / "checkpoints").glob("[0-9]*"))
     files = sorted(newest.rglob("adapter_model.safetensors")) or [newest / "model.safetensors"]
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+    return hashlib.sha256(b"".join(map(numbers, files))).hexdigest()
+
+
+def numbers(file: Path) -> bytes:
+    """The tensors of a safetensors file, without its header, whose notes are in any order."""
+    content = file.read_bytes()
+    return content[8 + int.from_bytes(content[:8], "little") :]
 
 
 def with_pool(home: Path, name: str, read: Callable[[Pool], Awaitable[T]]) -> T:
