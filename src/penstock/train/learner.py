@@ -22,6 +22,7 @@ from penstock.engines.embedded.lora import Adapter, read_adapter, share_decoder
 from penstock.engines.embedded.weights import load_decoder, save_decoder
 from penstock.errors import TrainError
 from penstock.records import Sequence
+from penstock.train.adamw import KINDS, AdamW
 from penstock.train.batches import CPU_TOKENS_PER_PASS, Batch, PassSet, pack
 from penstock.train.compiling import is_compile_error
 from penstock.train.forward import EagerForward, PassForward, ScoredTerms
@@ -128,9 +129,7 @@ class Learner:
         self._served_share = torch.ones(())
         self._memory = PassMemory(decoder) if decoder.device.type == "cuda" else None
         self._compiled, self._compilable = False, True
-        self._optimizer = torch.optim.AdamW(
-            list(self._masters.values()), lr=section.lr, betas=(0.9, 0.95), weight_decay=section.weight_decay, fused=True
-        )
+        self._optimizer = AdamW(self._masters, lr=section.lr, weight_decay=section.weight_decay)
 
     def _start_policy(self) -> Decoder:
         """A copy of the decoder; without a copy of the weights if these are not trained."""
@@ -244,20 +243,15 @@ class Learner:
     def state(self) -> dict[str, Tensor]:
         """Returns what a checkpoint needs besides the weights: the optimizer's state, and masters that are not the weights."""
         tensors = {} if self._rounded is None else {f"master.{name}": master for name, master in self._masters.items()}
-        for name, master in self._masters.items():
-            for kind, value in self._optimizer.state[master].items():
-                tensors[f"{kind}.{name}"] = value
+        for name, kinds in self._optimizer.state.items():
+            tensors |= {f"{kind}.{name}": value for kind, value in kinds.items()}
         return tensors
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Restores the result of `state`. Restore the weights first."""
         names = list(self._masters)
-        saved = self._optimizer.state_dict()
-        kinds = ("step", "exp_avg", "exp_avg_sq")
-        saved["state"] = {
-            at: {kind: tensors[f"{kind}.{name}"] for kind in kinds} for at, name in enumerate(names) if f"step.{name}" in tensors
-        }
-        self._optimizer.load_state_dict(saved)
+        started = [name for name in names if f"step.{name}" in tensors]
+        self._optimizer.load({name: {kind: tensors[f"{kind}.{name}"] for kind in KINDS} for name in started})
         exact = {name: tensors[f"master.{name}"] for name in names if f"master.{name}" in tensors}
         if self._rounded is not None:
             self._rounded.load(exact)
