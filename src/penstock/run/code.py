@@ -101,8 +101,9 @@ def _refusal(folder: RunFolder, changed: list[Issue]) -> ConfigError:
     more = len(changed) - SHOWN_LINES
     shown = changed[:SHOWN_LINES] + ([Issue("", f"and {more} more lines")] if more > 0 else [])
     lines = f" ({shown[0].message})" if len(shown) == 1 else ""
+    what = f"{folder.path} was trained with other code: {', '.join(_names(changed))} changed{lines}"
     return ConfigError(
-        f"{folder.path} was trained with other code: {', '.join(_names(changed))} changed{lines}, and two rewards would be mixed in one curve; "
+        f"{what}, and two rewards would be mixed in one curve; "
         f"change it back, set another run.name, start over with --fresh, or go on with {ALLOW}, which marks the change",
         shown,
     )
