@@ -9,6 +9,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -22,6 +23,7 @@ from penstock.engines.embedded.lora import Adapter, read_adapter, share_decoder
 from penstock.engines.embedded.weights import load_decoder, save_decoder
 from penstock.errors import TrainError
 from penstock.records import Sequence
+from penstock.train.adamw import KINDS, AdamW
 from penstock.train.batches import CPU_TOKENS_PER_PASS, Batch, PassSet, pack
 from penstock.train.compiling import is_compile_error
 from penstock.train.forward import EagerForward, PassForward, ScoredTerms
@@ -128,9 +130,9 @@ class Learner:
         self._served_share = torch.ones(())
         self._memory = PassMemory(decoder) if decoder.device.type == "cuda" else None
         self._compiled, self._compilable = False, True
-        self._optimizer = torch.optim.AdamW(
-            list(self._masters.values()), lr=section.lr, betas=(0.9, 0.95), weight_decay=section.weight_decay, fused=True
-        )
+        self._thread = None if self._memory is None else ThreadPoolExecutor(1, "learner")
+        """Always the same one: cuDNN prepares for each shape once per thread."""
+        self._optimizer = AdamW(self._masters, lr=section.lr, weight_decay=section.weight_decay)
 
     def _start_policy(self) -> Decoder:
         """A copy of the decoder; without a copy of the weights if these are not trained."""
@@ -168,6 +170,11 @@ class Learner:
         `proximal` comes from the first update on this batch; None for that first update. If a GPU's memory runs out, the passes
         are made smaller from then on.
         """
+        if self._thread is None:
+            return self._compute_or_halve(batch, proximal)
+        return self._thread.submit(self._compute_or_halve, batch, proximal).result()
+
+    def _compute_or_halve(self, batch: Batch, proximal: Tensor | None) -> UpdateResult:
         done, tried = None, batch
         while done is None:
             try:
@@ -244,20 +251,15 @@ class Learner:
     def state(self) -> dict[str, Tensor]:
         """Returns what a checkpoint needs besides the weights: the optimizer's state, and masters that are not the weights."""
         tensors = {} if self._rounded is None else {f"master.{name}": master for name, master in self._masters.items()}
-        for name, master in self._masters.items():
-            for kind, value in self._optimizer.state[master].items():
-                tensors[f"{kind}.{name}"] = value
+        for name, kinds in self._optimizer.state.items():
+            tensors |= {f"{kind}.{name}": value for kind, value in kinds.items()}
         return tensors
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Restores the result of `state`. Restore the weights first."""
         names = list(self._masters)
-        saved = self._optimizer.state_dict()
-        kinds = ("step", "exp_avg", "exp_avg_sq")
-        saved["state"] = {
-            at: {kind: tensors[f"{kind}.{name}"] for kind in kinds} for at, name in enumerate(names) if f"step.{name}" in tensors
-        }
-        self._optimizer.load_state_dict(saved)
+        started = [name for name in names if f"step.{name}" in tensors]
+        self._optimizer.load({name: {kind: tensors[f"{kind}.{name}"] for kind in KINDS} for name in started})
         exact = {name: tensors[f"master.{name}"] for name in names if f"master.{name}" in tensors}
         if self._rounded is not None:
             self._rounded.load(exact)
@@ -301,7 +303,7 @@ class Learner:
             (end, leaf.grad) for pair, copies in zip(trunk, leaves, strict=True) for end, leaf in zip(pair, copies, strict=True)
         ]
         if ends := [(end, gradient) for end, gradient in ends if end.requires_grad]:  # an adapter may begin above the first layer
-            torch.autograd.backward(*zip(*ends, strict=True))
+            torch.autograd.backward([end for end, _ in ends], [gradient for _, gradient in ends])
         return parts
 
     def _backward_terms(

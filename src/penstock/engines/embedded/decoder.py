@@ -99,8 +99,8 @@ class RmsNorm(nn.RMSNorm):
 
     floor: Tensor
 
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__(size, eps=eps)
+    def __init__(self, size: int, eps: float, *, device: str | None = None) -> None:
+        super().__init__(size, eps=eps, device=device)
         self.register_buffer("floor", torch.tensor(eps), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -124,18 +124,18 @@ class Projection(nn.Linear):
 class DecoderLayer(nn.Module):
     """Attention and feed-forward, each after a norm. Projections that read the same input are one matrix."""
 
-    def __init__(self, shape: DecoderShape, index: int) -> None:
+    def __init__(self, shape: DecoderShape, index: int, *, device: str | None = None) -> None:
         super().__init__()
         self.shape, self.index = shape, index
-        width = shape.heads * shape.head_dim
-        self.norm1 = RmsNorm(shape.hidden, shape.norm_eps)
-        self.qkv = Projection(shape.hidden, width + 2 * shape.kv_heads * shape.head_dim, bias=shape.qkv_bias)
-        self.q_norm = RmsNorm(shape.head_dim, shape.norm_eps) if shape.qk_norm else None
-        self.k_norm = RmsNorm(shape.head_dim, shape.norm_eps) if shape.qk_norm else None
-        self.out = Projection(width, shape.hidden, bias=False)
-        self.norm2 = RmsNorm(shape.hidden, shape.norm_eps)
-        self.gate_up = Projection(shape.hidden, 2 * shape.inner, bias=False)
-        self.down = Projection(shape.inner, shape.hidden, bias=False)
+        width, eps = shape.heads * shape.head_dim, shape.norm_eps
+        self.norm1 = RmsNorm(shape.hidden, eps, device=device)
+        self.qkv = Projection(shape.hidden, width + 2 * shape.kv_heads * shape.head_dim, bias=shape.qkv_bias, device=device)
+        self.q_norm = RmsNorm(shape.head_dim, eps, device=device) if shape.qk_norm else None
+        self.k_norm = RmsNorm(shape.head_dim, eps, device=device) if shape.qk_norm else None
+        self.out = Projection(width, shape.hidden, bias=False, device=device)
+        self.norm2 = RmsNorm(shape.hidden, eps, device=device)
+        self.gate_up = Projection(shape.hidden, 2 * shape.inner, bias=False, device=device)
+        self.down = Projection(shape.inner, shape.hidden, bias=False, device=device)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """x [batch, time, hidden]; cos, sin [batch, time, 1, dim]."""
@@ -165,13 +165,17 @@ class Decoder(nn.Module):
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, shape: DecoderShape) -> None:
+    def __init__(self, shape: DecoderShape, *, empty: bool = False) -> None:
+        """Weights are random; if `empty`, they have shapes alone and must be assigned, which saves seconds."""
         super().__init__()
         self.shape = shape
-        self.embed = nn.Embedding(shape.vocab_size, shape.hidden)
-        self.layers = nn.ModuleList(DecoderLayer(shape, index) for index in range(shape.layers))
-        self.norm = RmsNorm(shape.hidden, shape.norm_eps)
-        self.head = None if shape.tied else nn.Linear(shape.hidden, shape.vocab_size, bias=False)
+        device = "meta" if empty else None
+        # Not `nn.Embedding` itself: its random numbers on "meta" would import torch's compiler.
+        embedding = torch.empty(shape.vocab_size, shape.hidden, device="meta") if empty else None
+        self.embed = nn.Embedding(shape.vocab_size, shape.hidden, _weight=embedding)
+        self.layers = nn.ModuleList(DecoderLayer(shape, index, device=device) for index in range(shape.layers))
+        self.norm = RmsNorm(shape.hidden, shape.norm_eps, device=device)
+        self.head = None if shape.tied else nn.Linear(shape.hidden, shape.vocab_size, bias=False, device=device)
         cos, sin = _rope_table(shape)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)

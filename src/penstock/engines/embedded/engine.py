@@ -6,6 +6,7 @@ loop, and a slow consumer gets all tokens that have accumulated as one chunk.
 
 import asyncio
 import json
+import logging
 import math
 import queue
 import threading
@@ -33,11 +34,14 @@ from penstock.engines.embedded.paged_core import PagedCore, free_tokens
 from penstock.engines.embedded.weights import load_decoder
 from penstock.errors import ConfigError, EngineBusy, EngineError, ModelError
 from penstock.records import Sampling
+from penstock.system.processes import switch_threads_often
 
 MAX_FAILED_STEPS = 3
 """Failed steps in a row after which the engine gives up."""
 
 GPU_SLOTS = 1024
+
+log = logging.getLogger(__name__)
 
 Command = Callable[[], None]
 """Runs in the engine's thread between two steps."""
@@ -84,6 +88,12 @@ class RequestOutput:
             raise EngineError(f"rollout {self._rollout_id}: {self._problem}" if self._rollout_id else self._problem)
         if self._problem is None:
             self._filled.clear()
+        if len(chunks) == 1:
+            chunk, version = chunks[0]
+            count = len(chunk.ids)
+            return SampledChunk(
+                tuple(chunk.ids), tuple(chunk.logprobs), tuple(chunk.full_logprobs), (version,) * count, chunk.finish
+            )
         return SampledChunk(
             ids=tuple(chain.from_iterable(chunk.ids for chunk, _ in chunks)),
             logprobs=tuple(chain.from_iterable(chunk.logprobs for chunk, _ in chunks)),
@@ -188,6 +198,10 @@ class EmbeddedEngine:
                 self._core.adapters.put(policy, adapter)
 
         await self.swap(version, put, policies=adapters.keys())
+
+    def warm_up(self, core: PagedCore) -> None:
+        """Compile and capture in the engine's thread, while the caller goes on to open the rest of the run."""
+        self._post(lambda: _warm_up(core))
 
     async def close(self) -> None:
         """Fail what is running and end the thread."""
@@ -323,6 +337,13 @@ def _put_all(batch: Sequence[tuple[RequestOutput, DrawnChunk, int]]) -> None:
         output.put(chunk, version)
 
 
+def _warm_up(core: PagedCore) -> None:
+    try:
+        core.warm_up()
+    except Exception as cause:  # a request would fail the same way, and says so
+        log.warning("the engine could not be warmed up: %s: %s", type(cause).__name__, cause)
+
+
 def _copy(source: Decoder, target: Decoder) -> None:
     target.load_state_dict(source.state_dict())
 
@@ -341,7 +362,10 @@ def open_engine(
     core = make_core(decoder, section, decode)
     if base != folder:
         core.adapters.put("", read_adapter(folder, decoder.shape, device=device, dtype=dtype))
-    return EmbeddedEngine(core, name=name, queue_limit=section.queue, seed=seed, stop_ids=end_ids(folder))
+    engine = EmbeddedEngine(core, name=name, queue_limit=section.queue, seed=seed, stop_ids=end_ids(folder))
+    if isinstance(core, PagedCore):
+        engine.warm_up(core)
+    return engine
 
 
 def make_core(
@@ -349,6 +373,7 @@ def make_core(
 ) -> EngineCore | PagedCore:
     """The paged core on a GPU; the other one on a CPU, and where Triton is not installed."""
     if decoder.embed.weight.is_cuda and fused.kernels is not None:
+        switch_threads_often()  # the core's thread launches hundreds of kernels, and waits for the interpreter's lock with each
         slots = section.slots or GPU_SLOTS
         tokens = section.cache_tokens or free_tokens(decoder, slots)
         try:

@@ -31,6 +31,13 @@ RING = 512
 
 WARM_UP = 2
 
+PREFILL_SIZES = 64, 256, 1024
+"""Tokens of the prefill passes that are captured; a pass is padded to the next of them. On a larger one the device works longer
+than the host needs to launch it."""
+
+CONTEXT_ROWS = 1 << 19
+"""Rows of all contexts of a captured pass together."""
+
 
 @dataclass(eq=False, slots=True)
 class StepResults:
@@ -58,6 +65,15 @@ class PackedPrompts(NamedTuple):
     context: NDArray[np.int32]
     """See `PrefillBlocks`."""
     blocks: NDArray[np.int32]
+
+
+class PrefillInput(NamedTuple):
+    """The same on the device."""
+
+    ids: Tensor
+    """[3, tokens]: ids, positions, slots of adapters."""
+    rows: Tensor
+    packed: PrefillBlocks
 
 
 class Lanes:
@@ -96,6 +112,18 @@ class Lanes:
         self._cursor = torch.zeros(1, dtype=torch.long, device=device)
         self._out = torch.zeros(lanes, max_steps, 3, dtype=torch.float64, device=device)
         self.captured: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
+        """Steps, by the number of lanes and whether sampling is truncated."""
+        self.captured_passes: dict[int, torch.cuda.CUDAGraph] = {}
+        """Prefill passes, by their size."""
+        most = PREFILL_SIZES[-1]
+        self._prompts = PrefillInput(
+            torch.zeros(3, most, dtype=torch.long, device=device),
+            torch.zeros(most, dtype=torch.int32, device=device),
+            PrefillBlocks(
+                torch.zeros(CONTEXT_ROWS if self.graphs_enabled else 0, dtype=torch.int32, device=device),
+                torch.zeros(most, 4, dtype=torch.int32, device=device),
+            ),
+        )
         self._pool: Any = None
         self._storage = self._addresses()
         if self._stream is not None:
@@ -114,18 +142,41 @@ class Lanes:
                     self._step(lanes, truncated)
             return self._fetch(self._out[:lanes, :steps])
 
-    def prefill(self, prompts: "PackedPrompts") -> None:
+    def prefill(self, prompts: PackedPrompts) -> None:
         """Queue a pass that computes keys and values."""
+        tokens = np.stack((prompts.ids, prompts.positions, prompts.adapters))
         with self._queue():
-            packed = PrefillBlocks(self._upload(prompts.context), self._upload(prompts.blocks))
+            parts = [self._upload(part) for part in (tokens, prompts.rows, prompts.context, prompts.blocks)]
+            size = next((size for size in PREFILL_SIZES if size >= len(prompts.ids)), None)
+            if not self.graphs_enabled or size is None or len(prompts.context) > CONTEXT_ROWS:
+                self._prefill(PrefillInput(parts[0], parts[1], PrefillBlocks(parts[2], parts[3])))
+                return
+            graph = self.captured_passes.get(size) or self._capture_pass(size)
+            ids, rows, (context, blocks) = self._prompts
+            for kept, part in zip((ids.t(), rows, context, blocks), (parts[0].t(), *parts[1:]), strict=True):
+                kept[: len(part)].copy_(part)
+            # Tokens of the padding go to row 0, and blocks of it hold none.
+            rows[len(prompts.rows) : size].zero_()
+            blocks[len(prompts.blocks) : size].zero_()
+            graph.replay()
 
-            def attend(layer: int, q: Tensor) -> Tensor:
-                return fused.prefill_attention(q, self.cache.keys[layer], self.cache.values[layer], packed)
+    def _prefill(self, prompts: PrefillInput) -> None:
+        def attend(layer: int, q: Tensor) -> Tensor:
+            return fused.prefill_attention(q, self.cache.keys[layer], self.cache.values[layer], prompts.packed)
 
-            ids, positions, rows = (self._upload(part) for part in prompts[:3])
-            if self.adapters.policies:
-                self.adapters.choose(self._upload(prompts.adapters))
-            self._forward(ids, positions, rows, attend, hidden=False)
+        if self.adapters.policies:
+            self.adapters.choose(prompts.ids[2])
+        self._forward(prompts.ids[0], prompts.ids[1], prompts.rows, attend, hidden=False)
+
+    def warm_up(self, lanes: int) -> None:
+        """Capture prefill passes, and steps of up to so many lanes; all kernels are compiled on the way."""
+        if not self.graphs_enabled:
+            return
+        with self._queue():
+            for size in PREFILL_SIZES:
+                self._capture_pass(size)
+            for power in range(min(lanes, self.count).bit_length()):
+                self._capture(1 << power, truncated=False)
 
     def begin(
         self,
@@ -177,7 +228,7 @@ class Lanes:
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
         if (storage := self._addresses()) != self._storage:
-            self.captured, self._storage = {}, storage
+            self.captured, self.captured_passes, self._storage = {}, {}, storage
 
     def wait(self) -> None:
         if self._stream is not None:
@@ -220,17 +271,33 @@ class Lanes:
         """Capture a step; the ones that warm up run on lanes that are idle, and so change nothing."""
         kept = self._state.clone(), self._cursor.clone()
         self._state[3].zero_()
-        for _ in range(WARM_UP):
-            self._step(lanes, truncated)
+        self.captured[lanes, truncated] = graph = self._capture_work(lambda: self._step(lanes, truncated))
         self._cursor.copy_(kept[1])
+        self._state.copy_(kept[0])
+        return graph
+
+    def _capture_pass(self, size: int) -> torch.cuda.CUDAGraph:
+        """Capture a prefill pass; the ones that warm up write to row 0 alone."""
+        ids, rows, (context, blocks) = self._prompts
+        rows.zero_()
+        blocks.zero_()
+        prompts = PrefillInput(ids[:, :size], rows[:size], PrefillBlocks(context, blocks[:size]))
+        self.captured_passes[size] = graph = self._capture_work(lambda: self._prefill(prompts))
+        return graph
+
+    def _capture_work(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        for _ in range(WARM_UP):
+            work()
         self.wait()
         graph = torch.cuda.CUDAGraph()
-        # The trainer's thread may allocate meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            self._step(lanes, truncated)
+        # Not `torch.cuda.graph`: that would give back the memory that the trainer has cached, and may collect garbage, each time.
+        # The trainer's thread may allocate meanwhile, hence the mode.
+        graph.capture_begin(self._pool, capture_error_mode="thread_local")
+        try:
+            work()
+        finally:
+            graph.capture_end()
         self._pool = graph.pool()
-        self._state.copy_(kept[0])
-        self.captured[lanes, truncated] = graph
         return graph
 
     def _fetch(self, values: Tensor) -> StepResults:
