@@ -39,7 +39,7 @@ class TreeForward:
             return []
         kept: KeysValues = []
         rows = (PassRow(start=0, stop=len(ids)),)
-        self._run(Pass(ids=tuple(ids), positions=tuple(range(len(ids))), rows=rows, terms=()), [], 0, kept)
+        self._run(Pass(ids=tuple(ids), positions=tuple(range(len(ids))), rows=rows), [], 0, kept)
         return kept
 
     def scored(self, one: Pass, trunk: KeysValues, length: int) -> Iterator[ScoredTerms]:
@@ -62,7 +62,8 @@ class TreeForward:
         time = -len(one.ids) % BLOCK + len(one.ids)
         mask = self.mask(one, length, padded=(trunk[0][0].shape[1] if trunk else 0, time))
         numbers = np.zeros((2, 1, time), np.int64)
-        numbers[:, 0, : len(one.ids)] = one.ids, one.positions
+        numbers[0, 0, : len(one.ids)] = one.ids
+        numbers[1, 0, : len(one.ids)] = one.positions
         ids, positions = to_device(numbers, device)
         x = decoder.embed(ids)
         cos, sin = decoder.cos[positions].unsqueeze(2), decoder.sin[positions].unsqueeze(2)

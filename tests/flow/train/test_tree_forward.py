@@ -88,7 +88,7 @@ def test_paths_of_many_lengths_are_padded_to_a_few():
     """For each new length cuDNN prepares for a while."""
     padded: set[int] = set()
     for length in range(4097, 8193, 7):
-        one = Pass(ids=(0,) * length, positions=tuple(range(length)), rows=(PassRow(start=0, stop=length),), terms=())
+        one = Pass(ids=(0,) * length, positions=tuple(range(length)), rows=(PassRow(start=0, stop=length),))
         [chunk] = path_mask(one, trunk=0, padded=(0, length), device=torch.device("cpu")).chunks
         assert length <= chunk.length < 1.04 * length
         padded.add(chunk.length)
