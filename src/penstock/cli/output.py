@@ -102,6 +102,7 @@ NOTICES = (
     "notice",
     "loop.blocked",
     "loop.moved",
+    "code.changed",
     "rollout.forged",
     "grading.refused",
     "checkpoint.damaged",

@@ -72,6 +72,7 @@ def _result_rows(result: TrainingResult) -> list[tuple[str, str]]:
         rows.append(("held-out", _change(summary.eval_before, summary.eval_after)))
     elif summary.eval_before is not None:
         rows.append(("held-out", f"{reward_text(summary.eval_before)} before training"))
+    rows += [("code", line) for change in summary.code_changes for line in wrap(f"{change}: rewards may not compare", 66)]
     rows += _exact_rows(summary)
     rows.append(("rollouts", f"{summary.rollouts:,}: {counts(summary.ends)}" if summary.ends else f"{summary.rollouts:,}"))
     for end, messages in result.reasons.items():

@@ -30,6 +30,9 @@ def train(
         list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override one key; may be repeated.")
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start over; a run of the same name is kept aside.")] = False,
+    allow_code_change: Annotated[
+        bool, typer.Option("--allow-code-change", help="Go on though the agent or grader was edited; the change is marked.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
     dry: dry_run.Option = False,
 ) -> None:
@@ -43,10 +46,12 @@ def train(
     resume = ResumeCommand(_command(file, overrides or []))
     if dry:
         dry_run.try_once(config, "train", as_json=as_json, following=resume.command)
-    run_training(config, resume, fresh=fresh, as_json=as_json)
+    run_training(config, resume, fresh=fresh, as_json=as_json, allow_code_change=allow_code_change)
 
 
-def run_training(config: "RunConfig", resume: ResumeCommand, *, fresh: bool = False, as_json: bool = False) -> None:
+def run_training(
+    config: "RunConfig", resume: ResumeCommand, *, fresh: bool = False, as_json: bool = False, allow_code_change: bool = False
+) -> None:
     """Train, show the progress, and print the summary."""
     from penstock.cli.live import LiveView, RunState
     from penstock.run.inputs import read_inputs
@@ -57,7 +62,7 @@ def run_training(config: "RunConfig", resume: ResumeCommand, *, fresh: bool = Fa
         # what the author's code prints is not a result: it goes to stderr, like progress
         with contextlib.redirect_stdout(sys.stderr), view:
             inputs = read_inputs(config, view, registries=REGISTRIES)
-            summary = asyncio.run(_train(config, inputs, view, fresh=fresh))
+            summary = asyncio.run(_train(config, inputs, view, fresh=fresh, allow_code_change=allow_code_change))
     except asyncio.CancelledError:
         warn(f"quit; to go on: {resume.command}")
         raise typer.Exit(INTERRUPTED) from None
@@ -66,7 +71,7 @@ def run_training(config: "RunConfig", resume: ResumeCommand, *, fresh: bool = Fa
         raise typer.Exit(INTERRUPTED)
 
 
-async def _train(config: "RunConfig", inputs: "Inputs", view: "LiveView", *, fresh: bool) -> "Summary":
+async def _train(config: "RunConfig", inputs: "Inputs", view: "LiveView", **how: bool) -> "Summary":
     # torch is loaded here, after everything that can be refused without it
     if config.scale.name == "ray":
         from penstock.scale.run import train_on_ray as run
@@ -80,7 +85,7 @@ async def _train(config: "RunConfig", inputs: "Inputs", view: "LiveView", *, fre
         view.notice(f"Stopping {when}. Ctrl-C again quits at once; both are safe, the same command goes on.")
 
     with Interrupts(stop, announce_stop, terminate_s=TERMINATE_S):
-        return await run(config, inputs, listener=view, stop=stop, fresh=fresh)
+        return await run(config, inputs, listener=view, stop=stop, **how)
 
 
 def _print_summary(summary: "Summary", view: "LiveView", resume: ResumeCommand, *, as_json: bool) -> None:

@@ -146,8 +146,9 @@ async def serve_vllm(spec: ModelServerSpec) -> AsyncGenerator[str]:
         raise EngineError("there is no `vllm` on the controller's PATH; pip install vllm there, or deploy with engine embedded")
     with bind_port(spec.port) as sock:  # closed, since vLLM binds it itself; it exits if another program took it meanwhile
         port = sock.getsockname()[1]
+    model, *named = _vllm_model(spec)
     process = await asyncio.create_subprocess_exec(
-        *(program, "serve", *_vllm_model(spec), "--host", HOST, "--port", str(port)),
+        *(program, "serve", model, "--host", HOST, "--port", str(port), *named),
         env=os.environ | {"VLLM_API_KEY": spec.token, "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"},
         stdin=asyncio.subprocess.DEVNULL,
     )
@@ -164,7 +165,7 @@ async def serve_vllm(spec: ModelServerSpec) -> AsyncGenerator[str]:
 
 
 def _vllm_model(spec: ModelServerSpec) -> list[str]:
-    """Returns the arguments that name the model: a folder or, for an adapter, its base beside it."""
+    """Returns the model's folder and the options that give it its name; for an adapter, they name it beside its base."""
     folder = Path(spec.folder)
     if not is_adapter(folder):
         return [spec.folder, "--served-model-name", spec.name]

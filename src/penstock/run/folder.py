@@ -99,6 +99,14 @@ class RunFolder:
         if kept != self.evaluations():
             self._write("evals.json", orjson.dumps(kept))
 
+    def code_versions(self) -> list["CodeVersion"]:
+        """Returns the author's code that the run has used, the latest last; none in older runs."""
+        return [CodeVersion(**version) for version in (self._read("code.json") or {}).get("versions", ())]
+
+    def add_code_version(self, version: "CodeVersion") -> None:
+        versions = [each._asdict() for each in (*self.code_versions(), version)]
+        self._write("code.json", orjson.dumps({"versions": versions}))
+
     def summary(self) -> dict[str, Any] | None:
         """Returns the summary of when the run last ended."""
         return self._read("summary.json")
@@ -107,9 +115,9 @@ class RunFolder:
         self._write("summary.json", orjson.dumps(orjson.loads(summary), option=orjson.OPT_INDENT_2))
 
     def set_aside_damaged(self) -> list[str]:
-        """Rename `evals.json` and `summary.json` where they are damaged: the run can go on without. Returns what was wrong."""
+        """Rename small files that are damaged and that the run can go on without. Returns what was wrong."""
         found: list[str] = []
-        for name in ("evals.json", "summary.json"):
+        for name in ("code.json", "evals.json", "summary.json"):
             try:
                 self._read(name)
             except ConfigError as error:
@@ -158,6 +166,15 @@ class RunFolder:
             return {}
         named = cast("dict[str, Any]", found) if isinstance(found, dict) else {}
         return {name: known for name, known in named.items() if isinstance(known, list)}
+
+
+class CodeVersion(NamedTuple):
+    """The author's code from one step of a run on."""
+
+    after_step: int
+    """The last step that was made without it."""
+    files: dict[str, str]
+    """Texts by path."""
 
 
 class StoredMetrics(NamedTuple):

@@ -402,6 +402,7 @@ def step_metrics(
         "train_s": round(train_s, 3),
         "tokens_per_s": round(exact.sampled_tokens / (ready.rollout_s + train_s), 1),
         "groups_set_aside": ready.set_aside,
+        "code_changes": max(0, len(run.folder.code_versions()) - 1),
         **staleness(total.sequences, version),
         **({"policies": policy_metrics(run, ready, metrics, version=version)} if run.config.policies else {}),
     }

@@ -9,6 +9,7 @@ import orjson
 from penstock.codec import from_json
 from penstock.config import RunConfig
 from penstock.errors import ConfigError
+from penstock.run.code import code_changes
 from penstock.run.folder import RunFolder
 from penstock.train import policy
 from penstock.train.held_out import evaluations_during_training
@@ -59,6 +60,8 @@ class Summary:
     """Groups that were trained into those, and therefore again."""
     dropped: dict[str, int] = field(default_factory=dict[str, int])
     """Groups that were taken out of training, by reason."""
+    code_changes: list[str] = field(default_factory=list[str])
+    """When the author's code changed while the run went on, and in which files."""
     resumed: bool = False
     already_finished: bool = False
 
@@ -95,6 +98,7 @@ async def summarize(run: TrainingRun, progress: TrainProgress, before: float | N
         checkpoints_damaged=sum(entry.get("checkpoints_damaged", 0) for entry in metrics),
         groups_undone=sum(entry.get("groups_undone", 0) for entry in metrics),
         dropped=stats.drops,
+        code_changes=[change.text for change in code_changes(run.folder)],
         resumed=run.folder.resumed,
     )
 
