@@ -192,7 +192,10 @@ def test_a_changed_adapter_is_a_finding(capsys: pytest.CaptureFixture[str], trai
     save_file({name: value + 0.3 for name, value in tensors.items()}, file)
     state = json.loads((file.parent / "state.json").read_text())
     state.pop("checksum")
-    state |= {"sha256": {}, "files": {each.name: each.stat().st_size for each in file.parent.iterdir() if each.name != "state.json"}}
+    state |= {
+        "sha256": {},
+        "files": {each.name: each.stat().st_size for each in file.parent.iterdir() if each.name != "state.json"},
+    }
     (file.parent / "state.json").write_text(json.dumps(state))
     assert edge.run(["verify", str(copied), "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["findings"]
