@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from penstock.config import RunConfig
 from penstock.engines import ENGINES
+from penstock.engines.adapter_files import is_adapter
 from penstock.errors import ConfigError, Problems
 from penstock.events import Listener
 from penstock.models import ModelFolder, find_cached
@@ -109,12 +110,16 @@ def check_datasets(config: RunConfig, columns: bool | None, problems: Problems) 
 def refuse_untrainable(config: RunConfig) -> None:
     """Raises ConfigError if the engine is an endpoint: its weights are not here, and its tokens are not known.
 
-    Also if its policies cannot be trained as they are configured.
+    Also if the start policy is an adapter, or its policies cannot be trained as they are configured.
     """
     refuse_untrainable_policies(config)
     if not config.engine.trainable:
         text = f"engine.name = {config.engine.name!r} asks an endpoint for text: there are no weights to train"
         raise ConfigError(f"{text}; name embedded, vllm or sglang, or measure it with: penstock eval run")
+    model = find_cached(config.model.name)
+    if model is not None and is_adapter(model.path):
+        text = f"model.name = {config.model.name!r} is a LoRA adapter, and training starts from a model"
+        raise ConfigError(f"{text}; make one of it with: penstock model merge {config.model.name} FOLDER")
 
 
 def _name(config: RunConfig) -> str:
