@@ -269,7 +269,8 @@ def _archive_name(path: Path) -> Path:
 
 
 def _refuse_changes(path: Path, before: dict[str, Any], now: dict[str, Any], may_change: tuple[str, ...]) -> None:
-    old, new = _flat(before["config"]), _flat(orjson.loads(orjson.dumps(now["config"])))
+    # Through the config, so that a key that came later has its default in an older run.
+    old, new = (_flat(make_config(each["config"], str(path)).model_dump(mode="json")) for each in (before, now))
     changed = [key for key in sorted({*old, *new}) if not key.startswith(may_change) and old.get(key) != new.get(key)]
     if changed:
         key = changed[0]
