@@ -153,7 +153,7 @@ def test_memory_that_runs_out_halves_the_passes():
     oracle = gradients(learner)
     learner.zero()
     torch.cuda.empty_cache()
-    room = torch.cuda.memory_allocated() + 96 * 2**20
+    room = torch.cuda.memory_reserved() + 96 * 2**20
     torch.cuda.set_per_process_memory_fraction(room / torch.cuda.mem_get_info()[1])
     try:
         done = learner.compute(batch)
