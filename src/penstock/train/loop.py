@@ -304,7 +304,9 @@ async def update_policy(
     version = max(progress.version, progress.last_version)
     for remaining in range(run.config.train.updates_per_step - 1, -1, -1):
         version += 1
+        clock = Stopwatch()
         await run.publisher.publish(version, partial(apply_all, run))
+        run.events.emit("policy.publish", version=version, seconds=round(clock.lap(), 3))
         if not remaining:
             break
         try:
