@@ -21,6 +21,7 @@ from pydantic import (
     SerializeAsAny,
     StringConstraints,
     ValidationError,
+    ValidationInfo,
     create_model,
     field_validator,
     model_validator,
@@ -135,11 +136,24 @@ class SamplingSection(Section):
     """Temperature of the held-out evaluation; greedy, so that before and after differ by the policy alone."""
 
 
+LORA_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+LoraModule = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+LORA_LR = 2e-4
+
+
 class TrainSection(Section):
     steps: int = Field(default=10, ge=0)
     """Training steps of the whole run; raise it to go on."""
+    method: Literal["full", "lora"] = "full"
+    """`full` trains all weights. `lora` trains a small adapter beside them: less memory, and quick to publish."""
+    rank: int = Field(default=16, ge=1, le=512)
+    """Of the adapter's matrices."""
+    alpha: float = Field(default=32.0, gt=0)
+    """What the adapter adds is multiplied by alpha / rank."""
+    target_modules: Annotated[tuple[LoraModule, ...], Field(min_length=1)] = LORA_MODULES
+    """The linear layers that the adapter adds to; by default all but the head."""
     lr: float = Field(default=2e-5, ge=0)
-    """Of AdamW."""
+    """Of AdamW. For `lora`, the default is 2e-4."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Of AdamW."""
     advantage: str = "grpo"
@@ -169,6 +183,18 @@ class TrainSection(Section):
     """Steps between checkpoints. Groups trained since the last one are trained again after a kill, from that checkpoint."""
     checkpoints_kept: int = Field(default=2, ge=2)
     """The newest ones; at least two."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_lr(cls, data: Any) -> Any:
+        return {"lr": LORA_LR, **data} if isinstance(data, dict) and data.get("method") == "lora" else data  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
+
+    @field_validator("rank", "alpha", "target_modules")
+    @classmethod
+    def _refuse_without_lora(cls, value: object, at: ValidationInfo) -> object:
+        if at.data.get("method") == "full" and value != cls.model_fields[at.field_name or ""].default:
+            raise ValueError("is a setting of train.method = 'lora'; set that, or leave this out")
+        return value
 
 
 class EvalSection(Section):

@@ -23,8 +23,7 @@ from penstock.chat.renderer import Renderer
 from penstock.chat.tokenizer import BYTE_OF, Tokenizer
 from penstock.engines.base import SampledChunk
 from penstock.errors import ConfigError, EngineBusy, EngineError
-from penstock.gateway import Gateway, GatewayLimits, Session
-from penstock.gateway.policies import ServedPolicy
+from penstock.gateway import Gateway, GatewayLimits, ServedPolicy, Session
 from penstock.pool import POOLS
 from penstock.pool.base import Pool
 from penstock.records import Attempt, Finish, Rollout, Sampling, Task, make_rollout

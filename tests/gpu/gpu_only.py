@@ -7,5 +7,6 @@ from penstock.engines.embedded import fused
 
 NEEDS_GPU = [
     pytest.mark.gpu,
+    pytest.mark.filterwarnings("default"),  # torch's compiler itself warns of much
     pytest.mark.skipif(not torch.cuda.is_available() or fused.kernels is None, reason="no GPU here, or no Triton"),
 ]

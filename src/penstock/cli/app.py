@@ -31,7 +31,7 @@ from penstock.cli import (
 )
 from penstock.cli import run as recording
 from penstock.cli import train as training
-from penstock.cli.interrupts import INTERRUPTED
+from penstock.cli.interrupts import INTERRUPTED, leave
 from penstock.errors import ConfigError, ControllerError, Issue, PenstockError
 from penstock.system.processes import relax_gc
 
@@ -104,7 +104,7 @@ def main() -> None:
     relax_gc()
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # pyright: ignore[reportAttributeAccessIssue]  # model text may not fit the terminal
-    sys.exit(run(sys.argv[1:]))
+    leave(run(sys.argv[1:]))
 
 
 def run(arguments: list[str]) -> int:

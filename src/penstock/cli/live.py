@@ -297,7 +297,12 @@ def _step_line(fields: dict[str, Any], state: RunState) -> str:
     groups = f"groups {fields['groups']} ({fields['groups_equal']} equal)"
     spark = sparkline(state.rewards, width=20)
     exact, speed = percent(fields["exact_token_rate"]), rate(fields["tokens_per_s"])
-    return f"step {done}  reward {reward_text(fields['reward'])}  {groups}  exact {exact}  {speed} tok/s  {spark}"
+    own = "".join(
+        f"  {name} {reward_text(policy['reward'])}"
+        for name, policy in fields.get("policies", {}).items()
+        if not policy["frozen"] and policy["reward"] is not None
+    )
+    return f"step {done}  reward {reward_text(fields['reward'])}{own}  {groups}  exact {exact}  {speed} tok/s  {spark}"
 
 
 def _header(state: RunState, width: int) -> RenderableType:

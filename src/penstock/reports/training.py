@@ -67,7 +67,7 @@ def render_page(report: RunReport) -> str:
     body = f"""{_tiles(report)}
 <h2>Mean reward per step</h2>
 {reward_curve([_point(entry) for entry in report.metrics if entry["reward"] is not None], _marks(report.heldout))}
-{_evaluations(report.heldout)}
+{_policies(report.metrics)}{_evaluations(report.heldout)}
 {_steps(report.metrics)}
 <h2>Exact tokens</h2>
 {_exactness(report)}
@@ -133,6 +133,25 @@ def _marks(heldout: list[HeldoutReward]) -> list[ChartPoint]:
         for each in heldout
         if each.when == "during" and each.reward is not None
     ]
+
+
+def _policies(metrics: list[dict[str, Any]]) -> str:
+    """One row, and for a trained one a curve, for each of `[policies.*]`; empty in a run without them."""
+    rows, curves = list[list[str]](), list[str]()
+    for name in dict.fromkeys(name for entry in metrics for name in entry.get("policies", ())):
+        own = [(entry["step"], entry["policies"][name]) for entry in metrics if name in entry.get("policies", ())]
+        last, rewarded = own[-1][1], [(step, each["reward"]) for step, each in own if each["reward"] is not None]
+        calls, sampled, trained = (
+            sum(each.get(key, 0) for _, each in own) for key in ("calls", "sampled_tokens", "trained_tokens")
+        )
+        reward = change(rewarded[0][1], rewarded[-1][1]) if rewarded else "-"
+        told = ["frozen", "-"] if last["frozen"] else [str(last["updates"]), number(last["lr"])]
+        rows.append([name, reward, *told, f"{calls:,}", f"{sampled:,}", f"{trained:,}"])
+        if rewarded and not last["frozen"]:
+            points = [ChartPoint(step=step, reward=value, title=f"step {step}: reward {number(value)}") for step, value in rewarded]
+            curves.append(f"<h3>Mean reward of {escape(name)}</h3>{reward_curve(points)}")
+    heads = ["policy", "reward, first and last step", "updates", "learning rate", "calls", "sampled tokens", "trained tokens"]
+    return f"<h2>Policies</h2>{table(heads, rows)}{''.join(curves)}\n" if rows else ""
 
 
 def _evaluations(heldout: list[HeldoutReward]) -> str:

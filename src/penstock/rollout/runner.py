@@ -18,6 +18,7 @@ from penstock.rollout.author_tasks import AuthorTasks
 from penstock.rollout.executors import EXECUTORS
 from penstock.rollout.executors.base import Executor, ExecutorContext, GatewaySession
 from penstock.rollout.in_process import Reward, WorkflowResult
+from penstock.rollout.loop_watchdog import LoopWatchdog
 from penstock.rollout.scratch import ScratchFolders
 from penstock.rollout.transcripts import Transcript, make_samples, misreported, transcripts
 from penstock.sdk.discovery import Agent
@@ -242,7 +243,7 @@ async def open_runner(
 
     context = ExecutorContext(
         agent=agent,
-        author_tasks=AuthorTasks(agent.entry.parent, events),
+        author_tasks=AuthorTasks(agent.entry.parent, events, watchdog=LoopWatchdog(agent.entry.parent, events)),
         section=section,
         load_transcripts=load_transcripts,
         artifacts=artifacts,

@@ -12,13 +12,14 @@ from penstock.config import RunConfig
 from penstock.engines import ENGINES
 from penstock.errors import ConfigError, Problems
 from penstock.events import Listener
-from penstock.models import ModelFolder, find_cached, resolve
+from penstock.models import ModelFolder, find_cached
 from penstock.pool import POOLS
 from penstock.records import Task
 from penstock.registry import Registry
 from penstock.rollout.executors import EXECUTORS
 from penstock.rollout.executors.base import read_section
 from penstock.run.agent_preflight import AgentTraits, preflight
+from penstock.run.policies import check_policy, pull, pull_policies, refuse_untrainable_policies
 from penstock.sdk.dataset import check_tasks, load_tasks
 from penstock.sdk.discovery import Agent, open_agent
 from penstock.sdk.flows.agent import check_rows, is_flow_agent, with_run_settings
@@ -64,6 +65,7 @@ def read_inputs(
     problems.refuse(_name(config))
     model = _start_policy(config, listener)
     config.engine.preflight(model.name)
+    pull_policies(config, listener)
     agent = with_run_settings(agent, model=model.path, group_size=config.rollout.group_size)
     return Inputs(tasks=tasks, heldout=heldout, agent=agent, executor=checked.executor, model=model.name, folder=model.path)
 
@@ -90,6 +92,9 @@ def check_inputs(config: RunConfig, problems: Problems, registries: Mapping[str,
     if not config.engine.text_only:
         with problems.noting("model.name"):
             find_cached(config.model.name)
+    for name in config.policies:
+        with problems.noting(f"policies.{name}"):
+            check_policy(config, name)
     return CheckedInputs(executor, agent)
 
 
@@ -102,7 +107,11 @@ def check_datasets(config: RunConfig, columns: bool | None, problems: Problems) 
 
 
 def refuse_untrainable(config: RunConfig) -> None:
-    """Raises ConfigError if the engine is an endpoint: its weights are not here, and its tokens are not known."""
+    """Raises ConfigError if the engine is an endpoint: its weights are not here, and its tokens are not known.
+
+    Also if its policies cannot be trained as they are configured.
+    """
+    refuse_untrainable_policies(config)
     if not config.engine.trainable:
         text = f"engine.name = {config.engine.name!r} asks an endpoint for text: there are no weights to train"
         raise ConfigError(f"{text}; name embedded, vllm or sglang, or measure it with: penstock eval run")
@@ -133,11 +142,7 @@ def _check_names(config: RunConfig, problems: Problems, registries: Mapping[str,
 def _start_policy(config: RunConfig, listener: Listener) -> ModelFolder:
     if config.engine.text_only:
         return ModelFolder(name=config.model.name, path=Path())
-
-    def report(stage: str, done: int = 0, total: int | None = None) -> None:
-        listener("stage", {"text": stage, "done": done, "total": total})
-
-    return find_cached(config.model.name) or resolve(config.model.name, report)
+    return pull(config.model.name, listener)
 
 
 def _check_port(host: str, port: int) -> None:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -17,8 +18,11 @@ from torch import Tensor
 
 from penstock.config import TrainSection
 from penstock.engines.embedded.decoder import Decoder
+from penstock.engines.embedded.lora import Adapter, read_adapter, share_decoder
+from penstock.engines.embedded.weights import load_decoder, save_decoder
 from penstock.errors import TrainError
 from penstock.records import Sequence
+from penstock.train.adamw import KINDS, AdamW
 from penstock.train.batches import CPU_TOKENS_PER_PASS, Batch, PassSet, pack
 from penstock.train.compiling import is_compile_error
 from penstock.train.forward import EagerForward, PassForward, ScoredTerms
@@ -93,28 +97,45 @@ class UpdateResult(NamedTuple):
 
 
 class Learner:
-    """AdamW over the decoder's parameters. Weights in half precision have float32 copies, the masters, which are trained instead.
+    """AdamW over the decoder's parameters, or over those of an adapter.
 
-    If `train.kl` > 0, the decoder at construction is copied as the start policy, so construct before restoring a checkpoint.
+    Weights in half precision have float32 copies, the masters, which are trained instead. If `train.kl` > 0, the decoder at
+    construction is copied as the start policy, so construct before restoring a checkpoint.
     """
 
     def __init__(
-        self, decoder: Decoder, section: TrainSection, *, exact: Mapping[str, Tensor] | None = None, seed: int = 0
+        self,
+        decoder: Decoder,
+        section: TrainSection,
+        *,
+        adapter: Adapter | None = None,
+        exact: Mapping[str, Tensor] | None = None,
+        seed: int = 0,
     ) -> None:
-        """Masters start at the values in `exact`, else at the decoder's weights. `seed` decides how they are rounded."""
-        self.decoder, self.section = decoder, section
+        """Masters start at the values in `exact`, else at the trained weights. `seed` decides how they are rounded.
+
+        `adapter` is attached to a decoder that shares the tensors of the given one, which then stay as they are.
+        """
+        self.section, self.adapter = section, adapter
+        self.decoder = decoder if adapter is None else share_decoder(decoder)
         self._loss: Callable[[LossTokens, TrainSection], Loss] = LOSSES.load(section.loss)
-        self._start = copy.deepcopy(decoder).requires_grad_(False) if section.kl > 0 else None
-        self._weights = dict(decoder.named_parameters())
+        self._start = self._start_policy() if section.kl > 0 else None
+        if adapter is not None:
+            adapter.attach(self.decoder)
+        self._weights = dict(decoder.named_parameters()) if adapter is None else adapter.parameters
         half = decoder.embed.weight.dtype == torch.bfloat16
         self._rounded = MasterWeights(self._weights, exact=exact or {}, seed=seed) if half else None
         self._masters = self._weights if self._rounded is None else self._rounded.values
         self._served_share = torch.ones(())
         self._memory = PassMemory(decoder) if decoder.device.type == "cuda" else None
         self._compiled, self._compilable = False, True
-        self._optimizer = torch.optim.AdamW(
-            list(self._masters.values()), lr=section.lr, betas=(0.9, 0.95), weight_decay=section.weight_decay, fused=True
-        )
+        self._optimizer = AdamW(self._masters, lr=section.lr, weight_decay=section.weight_decay)
+
+    def _start_policy(self) -> Decoder:
+        """A copy of the decoder; without a copy of the weights if these are not trained."""
+        if self.adapter is not None:
+            return share_decoder(self.decoder)
+        return copy.deepcopy(self.decoder).requires_grad_(False)
 
     @property
     def rounds(self) -> bool:
@@ -222,25 +243,36 @@ class Learner:
     def state(self) -> dict[str, Tensor]:
         """Returns what a checkpoint needs besides the weights: the optimizer's state, and masters that are not the weights."""
         tensors = {} if self._rounded is None else {f"master.{name}": master for name, master in self._masters.items()}
-        for name, master in self._masters.items():
-            for kind, value in self._optimizer.state[master].items():
-                tensors[f"{kind}.{name}"] = value
+        for name, kinds in self._optimizer.state.items():
+            tensors |= {f"{kind}.{name}": value for kind, value in kinds.items()}
         return tensors
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Restores the result of `state`. Restore the weights first."""
         names = list(self._masters)
-        saved = self._optimizer.state_dict()
-        kinds = ("step", "exp_avg", "exp_avg_sq")
-        saved["state"] = {
-            at: {kind: tensors[f"{kind}.{name}"] for kind in kinds} for at, name in enumerate(names) if f"step.{name}" in tensors
-        }
-        self._optimizer.load_state_dict(saved)
+        started = [name for name in names if f"step.{name}" in tensors]
+        self._optimizer.load({name: {kind: tensors[f"{kind}.{name}"] for kind in KINDS} for name in started})
         exact = {name: tensors[f"master.{name}"] for name in names if f"master.{name}" in tensors}
         if self._rounded is not None:
             self._rounded.load(exact)
         else:  # saved by a run in half precision: its masters are more exact than its weights
-            self.decoder.load_state_dict(exact, strict=False)
+            with torch.no_grad():
+                for name, value in exact.items():
+                    self._weights[name].copy_(value)
+
+    def save_weights(self, folder: Path) -> None:
+        """Writes the trained weights: as `model.safetensors`, or as the adapter's files."""
+        if self.adapter is None:
+            save_decoder(self.decoder, folder)
+        else:
+            self.adapter.save(folder)
+
+    def load_weights(self, folder: Path) -> None:
+        """Reads what `save_weights` wrote, in place. Raises ModelError if it is of another model or adapter."""
+        if self.adapter is None:
+            self.decoder.load_state_dict(load_decoder(folder).state_dict())
+        else:
+            self.adapter.load(read_adapter(folder, self.decoder.shape).parameters)
 
     def _backward_set(self, pass_set: PassSet, batch: Batch, proximal: Tensor | None, *, done: int) -> "list[_ChunkResult]":
         """Runs backward from each pass into the trunk's keys and values, then once through the trunk.
@@ -259,9 +291,11 @@ class Learner:
                 old = None if proximal is None else proximal[span]
                 reference = None if references is None else references[span.start - start : span.stop - start]
                 parts.append(self._backward_terms(terms, old, reference, rollouts=batch.rollouts))
-        if trunk:
-            gradients = [leaf.grad for pair in leaves for leaf in pair]
-            torch.autograd.backward([end for pair in trunk for end in pair], gradients)
+        ends = [
+            (end, leaf.grad) for pair, copies in zip(trunk, leaves, strict=True) for end, leaf in zip(pair, copies, strict=True)
+        ]
+        if ends := [(end, gradient) for end, gradient in ends if end.requires_grad]:  # an adapter may begin above the first layer
+            torch.autograd.backward(*zip(*ends, strict=True))
         return parts
 
     def _backward_terms(

@@ -20,6 +20,8 @@ Indices = npt.NDArray[np.int64]
 
 ALIKE = 0.75
 """Paths attend together, padded to the longest, if the shortest has at least this share of its length."""
+STEPS_LOG2 = 6
+"""Lengths are padded to one of 32 steps between a power of two and the next: cuDNN takes 0.15 s to prepare for each new length."""
 FASTER = 1.5
 """How much more work per second causal attention does than attention with a mask."""
 BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -35,14 +37,16 @@ class PathCopies(NamedTuple):
 
     source: Tensor
     """[places]: the token that is copied there; any for padding."""
-    tokens: Tensor
-    """[tokens that are copied]"""
     owner: Tensor
-    """[as `tokens`]: the first place of each."""
+    """[tokens]: the first place of each; any for those that are on no path."""
+    idle: Tensor
+    """Places that are no token's first."""
+    unused: Tensor
+    """Tokens that are on no path."""
     shared: Tensor
-    """Indices into `tokens` of those with several places."""
+    """Tokens with several places,"""
     extra: Tensor
-    """Their other places,"""
+    """their other places,"""
     slot: Tensor
     """and the index into `shared` of each."""
 
@@ -67,8 +71,8 @@ def tree_area(one: Pass) -> int:
     return 2 * sum(one.positions) + 2 * len(one.positions)
 
 
-def path_mask(one: Pass, *, trunk: int, padded: int, device: torch.device) -> PathMask:
-    """Returns the paths of a pass below a trunk of the given length, which lies in `padded` keys."""
+def path_mask(one: Pass, *, trunk: int, padded: tuple[int, int], device: torch.device) -> PathMask:
+    """Returns the paths of a pass below a trunk of the given length. `padded` are the lengths of trunk and pass with padding."""
     paths = [np.concatenate([np.arange(start, stop) for start, stop in path]) for path in _paths(one)]
     paths.sort(key=len, reverse=True)
     chunks = _chunks([trunk + len(path) for path in paths])
@@ -77,18 +81,18 @@ def path_mask(one: Pass, *, trunk: int, padded: int, device: torch.device) -> Pa
     queries, keys = np.full((2, starts[-1]), -1)
     for path, start in zip(paths, starts, strict=False):
         own = slice(start + trunk, start + trunk + len(path))
-        queries[own], keys[own] = path, path + padded
+        queries[own], keys[own] = path, path + padded[0]
         keys[start : own.start] = np.arange(trunk)
-    parts = (*_copies(queries), *_copies(keys))
+    parts = (*_copies(queries, padded[1]), *_copies(keys, sum(padded)))
     sent = _split(to_device(np.concatenate(parts), device), [len(part) for part in parts])
     half = len(PathCopies._fields)
     return PathMask(chunks, PathCopies(*sent[:half]), PathCopies(*sent[half:]))
 
 
 def attend_paths(q: Tensor, k: Tensor, v: Tensor, mask: PathMask) -> Tensor:
-    """q, k, v and the result are [1, heads, time, dim]."""
+    """q, k, v and the result are [1, time, heads, dim]."""
     sizes = [chunk.paths * chunk.length for chunk in mask.chunks]
-    parts = [_split(_by_path(x, copies), sizes) for x, copies in ((q, mask.queries), (k, mask.keys), (v, mask.keys))]
+    parts = [_split(_to_paths(x, copies), sizes) for x, copies in ((q, mask.queries), (k, mask.keys), (v, mask.keys))]
     attended: list[Tensor] = []
     with sdpa_kernel(BACKENDS, set_priority=True):
         for chunk, *heads in zip(mask.chunks, *parts, strict=True):
@@ -96,17 +100,16 @@ def attend_paths(q: Tensor, k: Tensor, v: Tensor, mask: PathMask) -> Tensor:
             mixed = F.scaled_dot_product_attention(a, b, c, is_causal=True, enable_gqa=a.shape[1] != b.shape[1])
             attended.append(mixed.transpose(1, 2).flatten(0, 1))
     whole = attended[0] if len(attended) == 1 else torch.cat(attended)
-    back = cast(Tensor, _FromPaths.apply(whole, mask.queries, q.shape[2]))
-    return back.unsqueeze(0).transpose(1, 2)
+    return cast(Tensor, _FromPaths.apply(whole, mask.queries)).unsqueeze(0)
 
 
 def _split(x: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
     return torch.split(x, sizes)  # pyright: ignore[reportReturnType, reportUnknownVariableType]
 
 
-def _by_path(x: Tensor, copies: PathCopies) -> Tensor:
-    """x [1, heads, time, dim] → [places, heads, dim]."""
-    return cast(Tensor, _ToPaths.apply(x.transpose(1, 2)[0], copies))
+def _to_paths(x: Tensor, copies: PathCopies) -> Tensor:
+    """[1, time, heads, dim] → [places, heads, dim]."""
+    return cast(Tensor, _ToPaths.apply(x[0], copies))
 
 
 class _ToPaths(torch.autograd.Function):
@@ -114,33 +117,32 @@ class _ToPaths(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, copies: PathCopies) -> Any:
-        ctx.copies, ctx.tokens = copies, len(x)
+        ctx.copies = copies
         return x.index_select(0, copies.source)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         gradient, copies = grad_outputs[0], cast(PathCopies, ctx.copies)
-        own = gradient.index_select(0, copies.owner)
+        own = gradient.index_select(0, copies.owner).index_fill_(0, copies.unused, 0)
         if len(copies.shared):
             sums = own.index_select(0, copies.shared).float()
             sums.index_add_(0, copies.slot, gradient.index_select(0, copies.extra).float())
             own.index_copy_(0, copies.shared, sums.to(own.dtype))
-        return own.new_zeros(ctx.tokens, *own.shape[1:]).index_copy_(0, copies.tokens, own), None
+        return own, None
 
 
 class _FromPaths(torch.autograd.Function):
-    """[places, heads, dim] → [tokens, heads, dim], from the first place of each token; 0 for tokens on no path."""
+    """[places, heads, dim] → [tokens, heads, dim], from the first place of each token."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, copies: PathCopies, tokens: int) -> Any:
-        ctx.copies, ctx.places = copies, len(x)
-        return x.new_zeros(tokens, *x.shape[1:]).index_copy_(0, copies.tokens, x.index_select(0, copies.owner))
+    def forward(ctx: Any, x: Tensor, copies: PathCopies) -> Any:
+        ctx.copies = copies
+        return x.index_select(0, copies.owner)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
-        gradient, copies = grad_outputs[0], cast(PathCopies, ctx.copies)
-        zeros = gradient.new_zeros(ctx.places, *gradient.shape[1:])
-        return zeros.index_copy_(0, copies.owner, gradient.index_select(0, copies.tokens)), None, None
+        copies = cast(PathCopies, ctx.copies)
+        return grad_outputs[0].index_select(0, copies.source).index_fill_(0, copies.idle, 0), None
 
 
 def _paths(one: Pass) -> "list[list[tuple[int, int]]]":
@@ -158,17 +160,20 @@ def _chunks(lengths: list[int]) -> list[PathChunk]:
         if chunks and length >= ALIKE * chunks[-1].length:
             chunks[-1] = PathChunk(chunks[-1].paths + 1, chunks[-1].length)
         else:
-            chunks.append(PathChunk(1, length))
+            step = max(1, 1 << length.bit_length() >> STEPS_LOG2)
+            chunks.append(PathChunk(1, -(-length // step) * step))
     return chunks
 
 
-def _copies(source: Indices) -> tuple[Indices, ...]:
+def _copies(source: Indices, tokens: int) -> tuple[Indices, ...]:
     """Returns the fields of `PathCopies`. `source` [places]: the token of each, -1 for none."""
     places = np.flatnonzero(source >= 0)
     order = places[np.argsort(source[places], kind="stable")]
     token = source[order]
     first = np.ones(len(token), bool)
     first[1:] = token[1:] != token[:-1]
-    number = (np.cumsum(first) - 1)[~first]
-    shared, slot = np.unique(number, return_inverse=True)
-    return source.clip(0), token[first], order[first], shared, order[~first], slot
+    owner = np.full(tokens, -1)
+    owner[token[first]] = order[first]
+    shared, slot = np.unique(token[~first], return_inverse=True)
+    idle = np.setdiff1d(np.arange(len(source)), order[first], assume_unique=True)
+    return source.clip(0), owner.clip(0), idle, np.flatnonzero(owner < 0), shared, order[~first], slot

@@ -5,7 +5,6 @@ at a temperature), *pairs* (a row and a token it predicts) and *terms* (see `Los
 """
 
 from collections.abc import Iterator
-from itertools import chain
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from penstock.train import compiling
-from penstock.train.batches import LossTerm
+from penstock.train.batches import LossTerms
 from penstock.train.transfer import to_device
 
 
@@ -39,10 +38,8 @@ class ScoredChunk(NamedTuple):
 class TermTable:
     """The terms of a pass as tensors on the device, in the order of `Pass.terms`: by place, then temperature."""
 
-    def __init__(self, terms: tuple[LossTerm, ...], device: torch.device) -> None:
-        width = len(LossTerm._fields)
-        columns = np.fromiter(chain.from_iterable(terms), np.float64, width * len(terms)).reshape(-1, width).T
-        at, target, temperature = columns[0].astype(np.int64), columns[1].astype(np.int64), columns[2].astype(np.float32)
+    def __init__(self, terms: LossTerms, device: torch.device) -> None:
+        at, target, temperature = terms.at, terms.target, terms.temperature.astype(np.float32)
         new = np.ones(len(terms), bool)
         new[1:] = (at[1:] != at[:-1]) | (temperature[1:] != temperature[:-1])
         row = np.cumsum(new) - 1
@@ -53,7 +50,7 @@ class TermTable:
         self._inverse = to_device(1.0 / temperature[new], device)
         self._pairs = to_device(np.stack((pairs >> 32, pairs & 0xFFFFFFFF)), device)
         self._term_pair = to_device(term_pair.astype(np.int64), device)
-        self._columns = to_device(np.ascontiguousarray(columns[3:]), device)
+        self._columns = to_device(np.stack((terms.logprob, terms.advantage, terms.weight)), device)
 
     def chunks(self, limit: int) -> Iterator[ScoredChunk]:
         """Yields chunks of at most `limit` rows."""

@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+import torch
+
 from penstock.engines.embedded.decoder import Decoder
-from penstock.engines.embedded.weights import load_decoder
+from penstock.engines.embedded.lora import load_policy
 from penstock.errors import ModelError
 from penstock.records import Attempt, Group, Sequence, Step
 from penstock.run.folder import RunFolder
@@ -258,10 +260,20 @@ class VersionWeights:
     """Loads policy versions from disk, one at a time. The start policy is version 0; the others are checkpoints."""
 
     def __init__(
-        self, start: Path | None, checkpoints: Path, damaged: Collection[str] = (), *, rounded_by: int | None = None
+        self,
+        start: Path | None,
+        checkpoints: Path,
+        damaged: Collection[str] = (),
+        *,
+        rounded_by: int | None = None,
+        base_dtype: torch.dtype | None = None,
     ) -> None:
-        """`rounded_by`: the seed by which the start policy was rounded before it was served; None if it was not."""
+        """`rounded_by`: the seed by which the start policy was rounded before it was served; None if it was not.
+
+        `base_dtype`: the precision in which the base of adapters was served; None if whole models were trained.
+        """
         self._start, self._checkpoints, self._damaged, self._rounded_by = start, checkpoints, damaged, rounded_by
+        self._base_dtype = base_dtype
         self._version: int | None = None
         self._decoder: Decoder | None = None
 
@@ -278,8 +290,10 @@ class VersionWeights:
         if folder is None:
             return None
         try:
-            decoder = load_decoder(folder).requires_grad_(False)
-            if version == 0 and self._rounded_by is not None:
+            decoder = load_policy(folder).requires_grad_(False)
+            if self._base_dtype is not None:
+                decoder.to(self._base_dtype).float()
+            elif version == 0 and self._rounded_by is not None:
                 round_as_served(dict(decoder.named_parameters()), seed=self._rounded_by)
             return decoder
         except ModelError:
@@ -337,7 +351,8 @@ async def verify(recorded: RecordedRun, on_progress: OnProgress, *, tolerance: f
     audit = Audit(run=recorded.config.run.name, channel=recorded.channel, tolerance=limit)
     await asyncio.to_thread(check_checkpoints, recorded.folder, audit)
     seed = recorded.config.run.seed if precision == "bfloat16" else None
-    weights = VersionWeights(recorded.start_policy, recorded.folder.checkpoints, audit.damaged, rounded_by=seed)
+    dtype = getattr(torch, precision) if recorded.config.train.method == "lora" else None
+    weights = VersionWeights(recorded.start_policy, recorded.folder.checkpoints, audit.damaged, rounded_by=seed, base_dtype=dtype)
     total = recorded.last_seq + 1 - recorded.first_seq
     chosen = recorded.config.train.tokens_per_pass
     on_progress(0, total)
