@@ -94,12 +94,16 @@ def lock_holder(path: Path) -> int | None:
         return None
 
 
-def held_elsewhere(path: Path) -> bool | None:
+def lock_is_held(path: Path) -> bool | None:
     """Whether a process holds the lock, without taking it for a moment as `is_locked` does; None where the system does not tell."""
     try:
         stat = path.stat()
-        names = {f"{os.major(stat.st_dev):02x}:{os.minor(stat.st_dev):02x}:{stat.st_ino}"}
-        lines = Path("/proc/locks").read_text().splitlines()
+    except FileNotFoundError:
+        return False
     except OSError:
         return None
-    return any(names.intersection(line.split()) for line in lines)
+    name = f"{os.major(stat.st_dev):02x}:{os.minor(stat.st_dev):02x}:{stat.st_ino}"
+    try:
+        return any(name in line.split() for line in Path("/proc/locks").read_text().splitlines())
+    except OSError:
+        return None

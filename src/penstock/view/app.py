@@ -30,7 +30,7 @@ from penstock.pool.base import PoolClass
 from penstock.pool.sql.database import PoolDatabase
 from penstock.view import evaluations, overview, rollouts
 from penstock.view.queries import ended_page, exists, group_rows
-from penstock.view.run_files import RunFiles
+from penstock.view.run_files import ViewedRun
 from penstock.view.sources import OpenRuns, RunSource
 from penstock.view.texts import cut
 from penstock.view.timeline import DEFAULT_S, timeline
@@ -76,7 +76,7 @@ class ScreenRequest:
     def run_id(self) -> str:
         return self.text("run")
 
-    def files(self) -> RunFiles:
+    def files(self) -> ViewedRun:
         return self._runs.get(self.run_id)
 
     def text(self, name: str, default: str | None = None) -> str:
@@ -225,7 +225,7 @@ SCREENS: dict[str, Query] = {
 
 
 @contextmanager
-def reading(files: RunFiles) -> Generator[PoolDatabase]:
+def reading(files: ViewedRun) -> Generator[PoolDatabase]:
     """Opens the run's pool for reading; RequestError 404 if it has none."""
     if reason := files.why_no_pool():
         raise RequestError(f"{files.path.name}: {reason}", status=404, code="no_pool")
@@ -282,7 +282,7 @@ class ViewApp:
             raise RequestError(text, status=503, code="too_many_streams")
         return StreamingResponse(self._changes(files), media_type="text/event-stream", headers=HEADERS)
 
-    async def _changes(self, files: RunFiles) -> AsyncIterator[bytes]:
+    async def _changes(self, files: ViewedRun) -> AsyncIterator[bytes]:
         """Sends an event whenever the run's files change."""
         self._streams += 1
         try:

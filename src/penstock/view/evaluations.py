@@ -10,7 +10,7 @@ from penstock.evals.metrics import difference, estimate, pass_at_k
 from penstock.pool.base import AFTER_ALL
 from penstock.pool.sql import reads
 from penstock.pool.sql.database import PoolDatabase
-from penstock.view.run_files import RunFiles
+from penstock.view.run_files import ViewedRun
 from penstock.view.sources import OpenRuns
 
 MAX_TASKS = 5000
@@ -46,7 +46,7 @@ def evaluation_table(runs: OpenRuns, named: Sequence[str]) -> dict[str, Any]:
     return {"evaluations": listed, **(_matrix(runs, named) if named else {})}
 
 
-def _line(files: RunFiles, run_id: str) -> dict[str, Any]:
+def _line(files: ViewedRun, run_id: str) -> dict[str, Any]:
     summary = files.summary()
     return {
         "id": run_id,
@@ -95,11 +95,11 @@ def _change(after: TaskRewards | None, before: TaskRewards | None) -> float | No
     return None if after is None or before is None else after.mean - before.mean
 
 
-def _column(name: str, tasks: dict[str, TaskRewards], baseline: dict[str, TaskRewards] | None, files: RunFiles) -> dict[str, Any]:
+def _column(name: str, tasks: dict[str, TaskRewards], baseline: dict[str, TaskRewards] | None, files: ViewedRun) -> dict[str, Any]:
     section = EvalSection.model_validate(files.config.get("eval", {}))
     whole = [task for task in tasks.values() if len(task.rewards) == section.samples]
     passes = {
-        k: estimate([pass_at_k(len(t.rewards), sum(r >= section.passes for r in t.rewards), k) for t in whole])._asdict()
+        str(k): estimate([pass_at_k(len(t.rewards), sum(r >= section.passes for r in t.rewards), k) for t in whole])._asdict()
         for k in section.k
         if whole
     }
@@ -109,7 +109,7 @@ def _column(name: str, tasks: dict[str, TaskRewards], baseline: dict[str, TaskRe
     return {"id": name, "reward": reward, "passes": passes, "paired": paired, "shared": len(shared), "tasks": len(tasks)}
 
 
-def _scores(files: RunFiles) -> dict[str, TaskRewards]:
+def _scores(files: ViewedRun) -> dict[str, TaskRewards]:
     if reason := files.why_no_pool():
         raise ConfigError(f"{files.path.name}: {reason}")
     with files.pool.kind.reading(files.path, files.pool.url) as database:

@@ -11,7 +11,7 @@ from penstock.pool.sql.database import PoolDatabase
 from penstock.records import Group
 from penstock.train.advantages import ADVANTAGES
 from penstock.view.queries import GroupRow, LeaseRow, check_ledger, group_page, lease_rows, ledger_page
-from penstock.view.run_files import AlarmLog, RunFiles
+from penstock.view.run_files import AlarmLog, ViewedRun
 from penstock.view.sources import OpenRuns
 from penstock.view.texts import REASONS, cut
 
@@ -22,7 +22,7 @@ BUILT_IN_ADVANTAGES = frozenset(ADVANTAGES.table)
 AFTER_LAST = 2**62
 
 
-def run_line(files: RunFiles, run_id: str) -> dict[str, Any]:
+def run_line(files: ViewedRun, run_id: str) -> dict[str, Any]:
     """Returns the line of a run in the list."""
     metrics = files.metrics
     mean: dict[str, float] = files.summary().get("reward") or {}
@@ -54,7 +54,7 @@ def runs_list(runs: OpenRuns) -> dict[str, Any]:
     return {"runs": sorted(lines, key=lambda line: -line["changed"]), "unreadable": unreadable, "now": time.time()}
 
 
-def run_overview(files: RunFiles, run_id: str, database: PoolDatabase | None) -> dict[str, Any]:
+def run_overview(files: ViewedRun, run_id: str, database: PoolDatabase | None) -> dict[str, Any]:
     """Returns what the run's own screen shows besides the curves."""
     summary, metrics = files.summary(), files.metrics
     stats = asdict(reads.read_stats(database, None)) if database else {}
@@ -83,7 +83,7 @@ def run_overview(files: RunFiles, run_id: str, database: PoolDatabase | None) ->
     }
 
 
-def metrics_columns(files: RunFiles, *, after: int = 0) -> dict[str, Any]:
+def metrics_columns(files: ViewedRun, *, after: int = 0) -> dict[str, Any]:
     """Returns the curves of all steps after a number, thinned out for a long run."""
     metrics = files.metrics
     first = next((at for at, step in enumerate(metrics.steps) if step > after), len(metrics.steps))
@@ -92,18 +92,18 @@ def metrics_columns(files: RunFiles, *, after: int = 0) -> dict[str, Any]:
     return {"steps": metrics.steps[first::stride], "columns": columns, "stride": stride}
 
 
-def step_groups(files: RunFiles, database: PoolDatabase, rows: Iterable[GroupRow], step: int) -> dict[str, Any]:
+def step_groups(files: ViewedRun, database: PoolDatabase, rows: Iterable[GroupRow], step: int) -> dict[str, Any]:
     entry = files.metrics.entry(step) or {}
     own = {key: value for key, value in entry.items() if not isinstance(value, list)}
     return {"step": step, "metrics": own, "groups": [group_line(files, row) for row in rows], "before": None}
 
 
-def group_list(files: RunFiles, database: PoolDatabase, *, channel: str, state: str, before: int) -> dict[str, Any]:
+def group_list(files: ViewedRun, database: PoolDatabase, *, channel: str, state: str, before: int) -> dict[str, Any]:
     rows = group_page(database, channel, before=before, state=state)
     return {"groups": [group_line(files, row) for row in rows], "before": rows[-1].seq if rows else None}
 
 
-def group_line(files: RunFiles, row: GroupRow) -> dict[str, Any]:
+def group_line(files: ViewedRun, row: GroupRow) -> dict[str, Any]:
     advantages = advantages_of(files, row.group)
     return {
         "id": row.id,
@@ -135,7 +135,7 @@ def _last_text(row: GroupRow) -> str:
     return next((text for text in reversed(told) if isinstance(text, str)), "")
 
 
-def advantages_of(files: RunFiles, group: Group) -> dict[str, float]:
+def advantages_of(files: ViewedRun, group: Group) -> dict[str, float]:
     """Returns the advantage of each graded rollout, by id; nothing if the run computed them with a function of its own.
 
     That function is named in a file that may come from anywhere, so it is not imported.
@@ -147,7 +147,7 @@ def advantages_of(files: RunFiles, group: Group) -> dict[str, float]:
     return {attempt.rollout.id: advantage for attempt, advantage in zip(group.graded, advantages, strict=True)}
 
 
-def pool_state(files: RunFiles, database: PoolDatabase, *, before: int = AFTER_LAST) -> dict[str, Any]:
+def pool_state(files: ViewedRun, database: PoolDatabase, *, before: int = AFTER_LAST) -> dict[str, Any]:
     """Returns the ledger and the counts of every channel."""
     channels = reads.list_channels(database)
     check = check_ledger(database)

@@ -21,7 +21,7 @@ from penstock.records import Attempt, Node, Step
 from penstock.train.sequences import Graph, read_graph, step_masks, why_untrainable
 from penstock.view.overview import advantages_of
 from penstock.view.queries import group_rows, state_of, trained_version
-from penstock.view.run_files import RunFiles
+from penstock.view.run_files import ViewedRun
 from penstock.view.texts import REASONS, cut
 
 PAGE_CALLS = 100
@@ -37,7 +37,7 @@ MAX_ARTIFACTS = 100
 # Group
 
 
-def group_screen(files: RunFiles, database: PoolDatabase, group_id: str) -> dict[str, Any]:
+def group_screen(files: ViewedRun, database: PoolDatabase, group_id: str) -> dict[str, Any]:
     """Returns the attempts of a group side by side, and where their tokens part."""
     try:
         (group,) = reads.read_groups(database, [group_id])
@@ -81,7 +81,7 @@ def group_screen(files: RunFiles, database: PoolDatabase, group_id: str) -> dict
 
 
 class TokenPathView(NamedTuple):
-    """The tokens on the path to a rollout's last call, reply included."""
+    """The tokens on the longest path from a rollout's first call."""
 
     ids: tuple[int, ...]
     ends: tuple[tuple[int, int], ...]
@@ -93,7 +93,7 @@ class TokenPathView(NamedTuple):
 
 def _main_path(attempt: Attempt) -> TokenPathView:
     graph, ids, ends = read_graph(attempt), list[int](), list[tuple[int, int]]()
-    path = max(graph.paths, key=lambda steps: steps[-1], default=list[int]())
+    path = max(graph.paths, key=lambda steps: (-steps[0], len(steps)), default=list[int]())
     for index in path:
         step = graph.steps[index]
         ids += graph.nodes[step.node].token_ids
@@ -113,7 +113,7 @@ def _first_difference(paths: Sequence[tuple[int, ...]]) -> int | None:
 # Rollout
 
 
-def rollout_screen(files: RunFiles, database: PoolDatabase, rollout_id: str, *, first: int = 0) -> dict[str, Any]:
+def rollout_screen(files: ViewedRun, database: PoolDatabase, rollout_id: str, *, first: int = 0) -> dict[str, Any]:
     """Returns a rollout: its end, grades, attempts at the same place, and a page of its calls."""
     attempt = _read(database, rollout_id)
     task = reads.read_task(database, rollout_id)
@@ -176,7 +176,7 @@ class TrainingCredit(NamedTuple):
         }
 
 
-def _credit(files: RunFiles, database: PoolDatabase, attempt: Attempt) -> TrainingCredit:
+def _credit(files: ViewedRun, database: PoolDatabase, attempt: Attempt) -> TrainingCredit:
     group_id, graph = attempt.rollout.group_id, read_graph(attempt)
     state, version = state_of(database, group_id), trained_version(database, group_id)
     advantage, step = _advantage(files, database, attempt), files.metrics.step_of(group_id)
@@ -191,7 +191,7 @@ def _credit(files: RunFiles, database: PoolDatabase, attempt: Attempt) -> Traini
     return TrainingCredit(state, version, step, advantage, masks)
 
 
-def _advantage(files: RunFiles, database: PoolDatabase, attempt: Attempt) -> float | None:
+def _advantage(files: ViewedRun, database: PoolDatabase, attempt: Attempt) -> float | None:
     """Returns the rollout's advantage; None if its group was not graded, or the run has several policies or its own function."""
     rows = group_rows(database, [attempt.rollout.group_id])
     return advantages_of(files, rows[0].group).get(attempt.rollout.id) if rows else None
@@ -322,7 +322,7 @@ def _is_name(text: str) -> bool:
 
 
 def tokens_screen(
-    files: RunFiles, database: PoolDatabase, rollout_id: str, index: int, *, first: int | None = None
+    files: ViewedRun, database: PoolDatabase, rollout_id: str, index: int, *, first: int | None = None
 ) -> dict[str, Any]:
     """Returns the tokens of a call as the engine saw them, with all that is recorded of each sampled one."""
     attempt = _read(database, rollout_id)
@@ -476,7 +476,7 @@ class TokenTexts:
         self.tokenizer = tokenizer
 
     @classmethod
-    def of(cls, files: RunFiles) -> "TokenTexts":
+    def of(cls, files: ViewedRun) -> "TokenTexts":
         folder = _tokenizer_folder(files)
         return cls(None if folder is None else _load_tokenizer(folder))
 
@@ -500,7 +500,7 @@ def _load_tokenizer(folder: Path) -> Tokenizer | None:
         return None
 
 
-def _tokenizer_folder(files: RunFiles) -> Path | None:
+def _tokenizer_folder(files: ViewedRun) -> Path | None:
     checkpoints = sorted((files.path / "checkpoints").glob("*/tokenizer.json"))
     if checkpoints:
         return checkpoints[-1].parent

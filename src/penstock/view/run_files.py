@@ -20,7 +20,7 @@ from penstock.pool import POOLS
 from penstock.pool.location import PoolLocation
 from penstock.run.folder import RunFolder
 from penstock.system.checksums import remove_checksum
-from penstock.system.locks import held_elsewhere
+from penstock.system.locks import lock_is_held
 
 QUIET_S = 60.0
 """A run without a summary whose files have not changed for so long, and that nobody has locked, was interrupted."""
@@ -204,7 +204,7 @@ def parse_event(line: bytes) -> dict[str, Any] | None:
 
 
 @dataclass(slots=True)
-class RunFiles:
+class ViewedRun:
     """One run folder, with what was read of it so far."""
 
     path: Path
@@ -285,7 +285,7 @@ class RunFiles:
 
     def status(self) -> str:
         """`running`, `finished`, `stopped` (it can be resumed), or `interrupted`: it was killed, or its machine died."""
-        held = [held_elsewhere(self.path / name) for name in (".lock", ".gateway.lock")]
+        held = [lock_is_held(self.path / name) for name in (".lock", ".gateway.lock")]
         if any(held):
             return "running"
         if told := self.summary().get("status"):
@@ -298,7 +298,7 @@ class RunFiles:
         self.alarms.refresh()
 
 
-def open_run_files(path: Path) -> RunFiles:
+def open_viewed_run(path: Path) -> ViewedRun:
     """Opens a folder that holds a run, or a pool alone; ConfigError if it is neither."""
     settings, found = dict[str, Any](), (path / "config.json").exists()
     if found:
@@ -310,7 +310,7 @@ def open_run_files(path: Path) -> RunFiles:
         raise ConfigError(
             f"{path}: not a run folder; give one that `penstock train`, `eval run` or `gateway` made, or their parent"
         )
-    return RunFiles(path, settings, MetricsTable(path, str(settings.get("id", ""))), AlarmLog(path))
+    return ViewedRun(path, settings, MetricsTable(path, str(settings.get("id", ""))), AlarmLog(path))
 
 
 def is_run(path: Path) -> bool:

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from penstock.errors import ConfigError, RequestError
-from penstock.view.run_files import RunFiles, is_run, open_run_files
+from penstock.view.run_files import ViewedRun, is_run, open_viewed_run
 
 MAX_RUNS = 500
 """Runs in the list; the newest ones."""
@@ -74,21 +74,21 @@ class OpenRuns:
 
     def __init__(self, source: RunSource) -> None:
         self.source = source
-        self._open: OrderedDict[Path, RunFiles] = OrderedDict()
+        self._open: OrderedDict[Path, ViewedRun] = OrderedDict()
 
-    def get(self, run_id: str) -> RunFiles:
+    def get(self, run_id: str) -> ViewedRun:
         place = self.source.find(run_id)
         try:
             return self.open(place.path)
         except ConfigError as error:
             raise RequestError(str(error), status=404, code="unknown_run") from error
 
-    def open(self, path: Path) -> RunFiles:
+    def open(self, path: Path) -> ViewedRun:
         """Returns the files of a run, up to date."""
         stamp = _stamp(path)
         known = self._open.get(path)
         if known is None or known.stamp != stamp:
-            known = open_run_files(path)
+            known = open_viewed_run(path)
             known.stamp = stamp
         known.refresh()
         self._open[path] = known

@@ -74,7 +74,7 @@ function charts(told, { steps, columns }) {
   return h("div", { class: "charts" },
     chart("Reward", "mean over the step's graded rollouts; the band is 1.96 standard errors; rings are held-out; dashed: the start policy on held-out tasks", reward),
     chart("Entropy", "mean over trained tokens, in nats", [line("entropy")]),
-    chart("KL", "between the sampling policy and the trained one; to the start policy where train.kl > 0", [line("kl_behaviour", "to the sampling policy"), line("kl_reference", "to the start policy")]),
+    chart("KL", "between the sampling policy and the trained one; to the start policy where train.kl > 0", [line("kl_behaviour", "to the sampling policy"), ...(told.config.train && told.config.train.kl > 0 ? [line("kl_reference", "to the start policy")] : [])]),
     chart("Length", "sampled tokens per rollout", [line("length", "tokens")]),
     chart("Log-probability gap", "largest difference between engine and trainer for a trained token", [line("logprob_gap", "gap")]),
     chart("Staleness", "versions that trained tokens were behind", [line("staleness", "mean"), line("staleness_max", "most")]),
