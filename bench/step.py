@@ -20,8 +20,9 @@ from bench.gateway.servers import serving
 from bench.gpu.one_turn import ask
 from penstock.config import RunConfig
 from penstock.events import Events
+from penstock.pool.base import Pool
 from penstock.pool.sqlite import SqlitePool
-from penstock.records import Task
+from penstock.records import Lease, Task
 from penstock.rollout.executors.base import read_section
 from penstock.run.folder import RunFolder
 from penstock.run.inputs import Inputs
@@ -84,19 +85,23 @@ async def ours(folder: Path) -> list[StepTime]:
                 group.create_task(rollouts.run())
                 clock = StepClock()
                 for step in range(FIRST + STEPS):
-                    while (position := await pool.position()) >= 0:
-                        lease = await pool.claim(GROUPS, version=0, max_staleness=0, lease_s=600.0)
-                        if lease is not None:
-                            break
-                        await pool.wait(position, timeout_s=60.0)
-                    assert lease is not None and sum(len(one.attempts) for one in lease.groups) == GROUPS * SIZE
+                    lease = await claim(pool)
                     times.append(clock.lap())
+                    assert sum(len(one.attempts) for one in lease.groups) == GROUPS * SIZE
                     await pool.ack(lease.id, 0)
                     clock.lap()
                     rollouts.advance(step + 1)
     finally:
         await pool.close()
     return times[FIRST:]
+
+
+async def claim(pool: Pool) -> Lease:
+    while True:
+        position = await pool.position()
+        if lease := await pool.claim(GROUPS, version=0, max_staleness=0, lease_s=600.0):
+            return lease
+        await pool.wait(position, timeout_s=60.0)
 
 
 async def client_alone(url: str) -> list[StepTime]:

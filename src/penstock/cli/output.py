@@ -102,6 +102,8 @@ NOTICES = (
     "notice",
     "loop.blocked",
     "loop.moved",
+    "code.changed",
+    "train.stalled",
     "rollout.forged",
     "grading.refused",
     "checkpoint.damaged",

@@ -25,6 +25,7 @@ from penstock.reports.html import (
     tiles,
     transcript,
 )
+from penstock.run.code import code_changes
 from penstock.run.folder import RunFolder, find_run_folder
 from penstock.system.files import write_file
 
@@ -56,6 +57,8 @@ class RunReport:
     """How often messages were rendered from scratch although the rollout had earlier steps, by reason."""
     dropped: dict[str, int] = field(default_factory=dict[str, int])
     """Groups that were taken out of training, by reason."""
+    code_changes: list[str] = field(default_factory=list[str])
+    """When the author's code changed, and in which files."""
     picks: list[TranscriptPick] = field(default_factory=list[TranscriptPick])
     picked_from: str = ""
     """Says which groups the transcripts were chosen from."""
@@ -67,6 +70,7 @@ def render_page(report: RunReport) -> str:
     body = f"""{_tiles(report)}
 <h2>Mean reward per step</h2>
 {reward_curve([_point(entry) for entry in report.metrics if entry["reward"] is not None], _marks(report.heldout))}
+{"".join(f"<p>{escape(text)}: rewards before and after may not compare.</p>" for text in report.code_changes)}
 {_policies(report.metrics)}{_evaluations(report.heldout)}
 {_steps(report.metrics)}
 <h2>Exact tokens</h2>
@@ -184,6 +188,7 @@ async def write_report(folder: Path) -> Path:
         damaged_metrics=metrics.damaged,
         summary=run.summary() or {},
         heldout=_heldout(run.evaluations()),
+        code_changes=[change.text for change in code_changes(run)],
         **await _read_pool(run, config),
     )
     try:

@@ -20,7 +20,7 @@ from penstock.system.locks import exclusive_lock
 MAY_CHANGE = (
     "run.folder", "train.steps", "train.checkpoint_every", "train.checkpoints_kept", "train.eval_every", "train.tokens_per_pass",
     "eval.", "gateway.", "executor.", "scale.", "engine.url", "engine.api_key_env", "engine.retries", "engine.retry_s",
-    "engine.first_token_s", "engine.stall_s", "engine.slots", "engine.cache_tokens",
+    "engine.first_token_s", "engine.stall_s", "engine.down_s", "engine.slots", "engine.cache_tokens",
 )  # fmt: skip
 """Keys, or prefixes of keys, that a resumed run may change: none has an influence on what was trained so far."""
 
@@ -99,6 +99,14 @@ class RunFolder:
         if kept != self.evaluations():
             self._write("evals.json", orjson.dumps(kept))
 
+    def code_versions(self) -> list["CodeVersion"]:
+        """Returns the author's code that the run has used, the latest last; none in older runs."""
+        return [CodeVersion(**version) for version in (self._read("code.json") or {}).get("versions", ())]
+
+    def add_code_version(self, version: "CodeVersion") -> None:
+        versions = [each._asdict() for each in (*self.code_versions(), version)]
+        self._write("code.json", orjson.dumps({"versions": versions}))
+
     def summary(self) -> dict[str, Any] | None:
         """Returns the summary of when the run last ended."""
         return self._read("summary.json")
@@ -107,9 +115,9 @@ class RunFolder:
         self._write("summary.json", orjson.dumps(orjson.loads(summary), option=orjson.OPT_INDENT_2))
 
     def set_aside_damaged(self) -> list[str]:
-        """Rename `evals.json` and `summary.json` where they are damaged: the run can go on without. Returns what was wrong."""
+        """Rename small files that are damaged and that the run can go on without. Returns what was wrong."""
         found: list[str] = []
-        for name in ("evals.json", "summary.json"):
+        for name in ("code.json", "evals.json", "summary.json"):
             try:
                 self._read(name)
             except ConfigError as error:
@@ -158,6 +166,15 @@ class RunFolder:
             return {}
         named = cast("dict[str, Any]", found) if isinstance(found, dict) else {}
         return {name: known for name, known in named.items() if isinstance(known, list)}
+
+
+class CodeVersion(NamedTuple):
+    """The author's code from one step of a run on."""
+
+    after_step: int
+    """The last step that was made without it."""
+    files: dict[str, str]
+    """Texts by path."""
 
 
 class StoredMetrics(NamedTuple):
@@ -252,7 +269,8 @@ def _archive_name(path: Path) -> Path:
 
 
 def _refuse_changes(path: Path, before: dict[str, Any], now: dict[str, Any], may_change: tuple[str, ...]) -> None:
-    old, new = _flat(before["config"]), _flat(orjson.loads(orjson.dumps(now["config"])))
+    # Through the config, so that a key that came later has its default in an older run.
+    old, new = (_flat(make_config(each["config"], str(path)).model_dump(mode="json")) for each in (before, now))
     changed = [key for key in sorted({*old, *new}) if not key.startswith(may_change) and old.get(key) != new.get(key)]
     if changed:
         key = changed[0]

@@ -9,6 +9,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -131,6 +132,8 @@ class Learner:
         self._served_share = torch.ones(())
         self._memory = PassMemory(decoder) if decoder.device.type == "cuda" else None
         self._compiled, self._compilable = False, True
+        self._thread = None if self._memory is None else ThreadPoolExecutor(1, "learner")
+        """Always the same one: cuDNN prepares for each shape once per thread."""
         self._optimizer = AdamW(self._masters, lr=section.lr, weight_decay=section.weight_decay)
 
     def _start_policy(self) -> Decoder:
@@ -169,6 +172,11 @@ class Learner:
         `proximal` comes from the first update on this batch; None for that first update. If a GPU's memory runs out, the passes
         are made smaller from then on.
         """
+        if self._thread is None:
+            return self._compute_or_halve(batch, proximal)
+        return self._thread.submit(self._compute_or_halve, batch, proximal).result()
+
+    def _compute_or_halve(self, batch: Batch, proximal: Tensor | None) -> UpdateResult:
         done, tried = None, batch
         while done is None:
             try:
@@ -301,7 +309,7 @@ class Learner:
             (end, leaf.grad) for pair, copies in zip(trunk, leaves, strict=True) for end, leaf in zip(pair, copies, strict=True)
         ]
         if ends := [(end, gradient) for end, gradient in ends if end.requires_grad]:  # an adapter may begin above the first layer
-            torch.autograd.backward(*zip(*ends, strict=True))
+            torch.autograd.backward([end for end, _ in ends], [gradient for _, gradient in ends])
         return parts
 
     def _backward_terms(

@@ -148,7 +148,8 @@ def is_half_precision(checkpoints: Path) -> bool:
     """Whether the newest complete version is in half precision: trainer and engine compute in the dtype of the weights."""
     for folder in reversed(_complete(checkpoints)):
         try:
-            with (folder / (ADAPTER_WEIGHTS if is_adapter(folder) else "model.safetensors")).open("rb") as file:
+            adapters = [folder / ADAPTER_WEIGHTS] if is_adapter(folder) else sorted(folder.glob(f"*/{ADAPTER_WEIGHTS}"))
+            with next(iter(adapters), folder / "model.safetensors").open("rb") as file:
                 header: dict[str, dict[str, Any]] = orjson.loads(file.read(int.from_bytes(file.read(8), "little")))
         except (OSError, ValueError, OverflowError, MemoryError):  # damaged
             continue

@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -24,6 +25,7 @@ from penstock.train import policy
 from penstock.train.batches import CPU_TOKENS_PER_PASS, pack
 from penstock.train.forward import pass_logprobs, trunk_states
 from penstock.train.masters import round_as_served
+from penstock.train.policy_groups import group_of
 from penstock.train.sequences import Graph, breaks, read_graph, sampled_tokens, why_untrainable
 
 
@@ -267,11 +269,15 @@ class VersionWeights:
         *,
         rounded_by: int | None = None,
         base_dtype: torch.dtype | None = None,
+        policy: str = "",
+        frozen: bool = False,
     ) -> None:
         """`rounded_by`: the seed by which the start policy was rounded before it was served; None if it was not.
 
         `base_dtype`: the precision in which the base of adapters was served; None if whole models were trained.
+        `policy`: one of several; a `frozen` one is the start policy in every version.
         """
+        self._policy, self._frozen = policy, frozen
         self._start, self._checkpoints, self._damaged, self._rounded_by = start, checkpoints, damaged, rounded_by
         self._base_dtype = base_dtype
         self._version: int | None = None
@@ -279,6 +285,7 @@ class VersionWeights:
 
     def load(self, version: int) -> Decoder | None:
         """Returns the decoder of `version` in float32 on the CPU, or None if its weights are not on disk."""
+        version = 0 if self._frozen else version
         if version != self._version:
             self._version, self._decoder = None, None  # free its memory before the next is loaded
             self._decoder = self._read(version)
@@ -302,8 +309,10 @@ class VersionWeights:
             raise
 
     def _find(self, version: int) -> Path | None:
-        folder = self._start if version == 0 else policy.find(self._checkpoints, version)
-        return None if folder and folder.name in self._damaged else folder
+        if version == 0 or self._frozen:
+            return self._start
+        folder = policy.find(self._checkpoints, version)
+        return None if folder is None or folder.name in self._damaged else folder / self._policy
 
 
 def recompute(decoder: Decoder, probes: Probes, audit: Audit, *, tokens_per_pass: int) -> Iterator[int]:
@@ -352,7 +361,11 @@ async def verify(recorded: RecordedRun, on_progress: OnProgress, *, tolerance: f
     await asyncio.to_thread(check_checkpoints, recorded.folder, audit)
     seed = recorded.config.run.seed if precision == "bfloat16" else None
     dtype = getattr(torch, precision) if recorded.config.train.method == "lora" else None
-    weights = VersionWeights(recorded.start_policy, recorded.folder.checkpoints, audit.damaged, rounded_by=seed, base_dtype=dtype)
+    open_weights = partial(VersionWeights, rounded_by=seed, base_dtype=dtype)
+    weights = {
+        name: open_weights(recorded.start_weights(name), recorded.folder.checkpoints, audit.damaged, policy=name, frozen=one.frozen)
+        for name, one in recorded.config.policies.items()
+    } or {"": open_weights(recorded.start_policy, recorded.folder.checkpoints, audit.damaged)}
     total = recorded.last_seq + 1 - recorded.first_seq
     chosen = recorded.config.train.tokens_per_pass
     on_progress(0, total)
@@ -374,8 +387,14 @@ def check_checkpoints(run: RunFolder, audit: Audit) -> None:
             audit.without_checksums.append(folder.name)
 
 
-async def _check(groups: list[Group], audit: Audit, weights: VersionWeights, *, tokens_per_pass: int) -> None:
+async def _check(groups: list[Group], audit: Audit, weights: dict[str, VersionWeights], *, tokens_per_pass: int) -> None:
     read: list[tuple[Attempt, Graph]] = [one for group in groups for one in audit.add(group)]
+    for name, of_policy in weights.items():
+        own = [(attempt, read_graph(attempt)) for group in groups for attempt in group_of(group, name).attempts] if name else read
+        await _recompute(own, audit, of_policy, tokens_per_pass=tokens_per_pass)
+
+
+async def _recompute(read: list[tuple[Attempt, Graph]], audit: Audit, weights: VersionWeights, *, tokens_per_pass: int) -> None:
     for version, count in sorted(count_versions(read).items()):
         decoder = await asyncio.to_thread(weights.load, version)
         if decoder is None:
