@@ -1,4 +1,4 @@
-"""Run folders for the dashboard's tests, made without a model: a training run and evaluations, with hostile texts wherever an agent can write."""
+"""Run folders for the dashboard's tests, made without a model, with hostile texts wherever an agent can write."""
 
 import asyncio
 import base64
@@ -102,21 +102,56 @@ async def add_calls(pool, rollout_id: str, task: Task, place: int, *, version: i
     ):
         ids = (5, 6 + place % 2) if index < 2 else (8,)
         step = Step(
-            rollout_id=rollout_id, index=index, node=node.id, transcript="main", completion_ids=ids, logprobs=(-0.5,) * len(ids),
-            versions=(version,) * len(ids), sampling=Sampling(temperature=0.0 if index == 2 else 1.0), finish="stop", message=message,
-            chain=f"d{index}", seconds=0.25, created=1_790_000_000.0 + index,
-        )  # fmt: skip
+            rollout_id=rollout_id,
+            index=index,
+            node=node.id,
+            transcript="main",
+            completion_ids=ids,
+            logprobs=(-0.5,) * len(ids),
+            versions=(version,) * len(ids),
+            sampling=Sampling(temperature=0.0 if index == 2 else 1.0),
+            finish="stop",
+            message=message,
+            chain=f"d{index}",
+            seconds=0.25,
+            created=1_790_000_000.0 + index,
+        )
         await pool.append(step, node)
 
 
 def metrics(step: int, names: list[str]) -> dict:
     return {
-        "step": step, "steps": STEPS, "version": step, "reward": 0.5, "rewards": [0.0, 1.0] * 4, "groups": GROUPS, "group_ids": names,
-        "groups_equal": 0, "groups_stale": 0, "rollouts": GROUPS * SIZE, "ends": {"completed": 8}, "masked": {"greedy": 8, HOSTILE: 1},
-        "breaks": {"history_edited": 8}, "inexact": {}, "exact_tokens": 40, "sampled_tokens": 40, "unhashed_tokens": 40, "loss": 0.1,
-        "exact_token_rate": 1.0, "entropy": 1.0 / step, "kl_behaviour": 0.001, "logprob_gap": 1e-6, "staleness": 0.0, "staleness_max": 0,
-        "trained_tokens": 32, "rollout_s": 1.0, "train_s": 0.5, "grad_norm": 1.0, "tokens_per_s": 10.0, "ratio": 1.0,
-    }  # fmt: skip
+        "step": step,
+        "steps": STEPS,
+        "version": step,
+        "reward": 0.5,
+        "rewards": [0.0, 1.0] * 4,
+        "groups": GROUPS,
+        "group_ids": names,
+        "groups_equal": 0,
+        "groups_stale": 0,
+        "rollouts": GROUPS * SIZE,
+        "ends": {"completed": 8},
+        "masked": {"greedy": 8, HOSTILE: 1},
+        "breaks": {"history_edited": 8},
+        "inexact": {},
+        "exact_tokens": 40,
+        "sampled_tokens": 40,
+        "unhashed_tokens": 40,
+        "loss": 0.1,
+        "exact_token_rate": 1.0,
+        "entropy": 1.0 / step,
+        "kl_behaviour": 0.001,
+        "logprob_gap": 1e-6,
+        "staleness": 0.0,
+        "staleness_max": 0,
+        "trained_tokens": 32,
+        "rollout_s": 1.0,
+        "train_s": 0.5,
+        "grad_norm": 1.0,
+        "tokens_per_s": 10.0,
+        "ratio": 1.0,
+    }
 
 
 def write_scores(folder: Path) -> None:
@@ -131,9 +166,11 @@ def make_evaluation(root: Path, name: str, rewards: dict[int, list[float]]) -> P
     """An evaluation: by row, the rewards of its two attempts."""
     (root / "tasks.jsonl").write_text('{"prompt": "x"}\n')
     tree = {
-        "run": {"name": name, "folder": str(root)}, "model": {"name": "tiny"}, "dataset": {"train": str(root / "tasks.jsonl")},
+        "run": {"name": name, "folder": str(root)},
+        "model": {"name": "tiny"},
+        "dataset": {"train": str(root / "tasks.jsonl")},
         "eval": {"samples": 2, "k": [1, 2]},
-    }  # fmt: skip
+    }
     folder = open_run_folder(RunConfig.model_validate(tree), fresh=False)
 
     async def fill() -> None:

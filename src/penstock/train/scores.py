@@ -1,7 +1,7 @@
 """What the trainer computed of each trained token, kept in `scores/` of the run folder, a file per step.
 
-A line is one sequence: the log-probability of its trained tokens less the engine's, before the step's first update, and their entropy,
-both as half-precision numbers in base64; and its advantages as runs of `[count, value]`. Nothing is read back for training.
+A line is one sequence: the log-probability of its trained tokens less the engine's, before the step's first update, and their
+entropy, both as half-precision numbers in base64; and its advantages as runs of `[count, value]`. Training reads none of it.
 """
 
 import base64
