@@ -145,6 +145,17 @@ def test_a_reply_of_another_policy_in_the_history_is_no_break():
     run(steps, planner=["a plan"], executor=["done"])
 
 
+def test_an_agent_with_a_policys_name_and_no_model_of_its_own_gets_that_policy():
+    async def steps(http, bench, session, engines):
+        await chat(http, USER, model="policy", headers={"x-sample-id": "executor"})
+        await chat(http, USER, model="planner", headers={"x-sample-id": "executor"})
+        made = [(step.policy, step.transcript) for step in (await bench.attempt(session)).steps]
+        assert made == [("executor", "executor"), ("planner", "executor")]
+        assert not bench.gateway.counts
+
+    run(steps, planner=["a plan"], executor=["done"])
+
+
 def test_a_named_transcript_keeps_its_name():
     async def steps(http, bench, session, engines):
         await chat(http, USER, model="planner", headers={"x-sample-id": "first draft"})
