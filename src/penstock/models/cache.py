@@ -164,6 +164,10 @@ def folder_problem(folder: Path) -> str | None:
 
 
 def _find_problem(folder: Path) -> str | None:
+    if policies := sorted(file.parent.name for file in folder.glob("*/adapter_config.json")):
+        return (
+            f"holds the adapters of several policies; name one of them ({', '.join(policies)}), or evaluate all with [policies.*]"
+        )
     if not (folder / "config.json").is_file():
         return "has no config.json: it must be a model folder in the Hugging Face layout"
     if missing := [shard for shard in _shards(folder) if not (folder / shard).is_file()]:

@@ -20,7 +20,7 @@ from penstock.registry import Registry
 from penstock.rollout.executors import EXECUTORS
 from penstock.rollout.executors.base import read_section
 from penstock.run.agent_preflight import AgentTraits, preflight
-from penstock.run.policies import check_policy, pull, pull_policies, refuse_untrainable_policies
+from penstock.run.policies import check_policy, pull_policies, refuse_untrainable_policies, saved_adapters, start_model
 from penstock.sdk.dataset import check_tasks, load_tasks
 from penstock.sdk.discovery import Agent, open_agent
 from penstock.sdk.flows.agent import check_rows, is_flow_agent, with_run_settings
@@ -90,7 +90,7 @@ def check_inputs(config: RunConfig, problems: Problems, registries: Mapping[str,
             executor = read_section(config.rollout.executor, config.executor)
     with problems.noting("agent"):
         agent = preflight(config.agent, config.workflow, config.grader)
-    if not config.engine.text_only:
+    if not config.engine.text_only and not saved_adapters(config):
         with problems.noting("model.name"):
             find_cached(config.model.name)
     for name in config.policies:
@@ -147,7 +147,7 @@ def _check_names(config: RunConfig, problems: Problems, registries: Mapping[str,
 def _start_policy(config: RunConfig, listener: Listener) -> ModelFolder:
     if config.engine.text_only:
         return ModelFolder(name=config.model.name, path=Path())
-    return pull(config.model.name, listener)
+    return start_model(config, listener)
 
 
 def _check_port(host: str, port: int) -> None:
