@@ -1,4 +1,4 @@
-"""Adapters on a GPU: captured steps over base and several adapters are exact, and compiled updates have the flat path's gradients."""
+"""Adapters on a GPU: captured steps of several adapters are exact, compiled updates have the flat gradients."""
 
 import random
 

@@ -1,7 +1,7 @@
 """LoRA adapters on servers, each version under a name of its own: a request names the version that samples it.
 
 So nothing is paused, interrupted or prefilled again for a new version, and a server's cache, which is keyed by the name, never
-mixes two of them. A version is loaded before it is announced, and unloaded once it is not the newest and no request samples with it.
+mixes two of them. A version is loaded before it is announced, and unloaded once it is not the newest and no request uses it.
 """
 
 from collections import Counter
