@@ -41,7 +41,7 @@ SHAPES = {
 }
 PROMPT, REPLY, RESULT = 1024, 200, 300
 FLAT_TOKENS_PER_PASS = 16384
-ENOUGH_S = 6.0
+ENOUGH_S = 5.0
 """An update is not repeated any more after so many seconds."""
 
 

@@ -138,7 +138,7 @@ class SamplingSection(Section):
 
 LORA_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 LoraModule = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-LORA_LR = 2e-4
+LORA_LR = 5e-4
 
 
 class TrainSection(Section):
@@ -153,7 +153,7 @@ class TrainSection(Section):
     target_modules: Annotated[tuple[LoraModule, ...], Field(min_length=1)] = LORA_MODULES
     """The linear layers that the adapter adds to; by default all but the head."""
     lr: float = Field(default=2e-5, ge=0)
-    """Of AdamW. For `lora`, the default is 2e-4."""
+    """Of AdamW. For `lora`, the default is 5e-4."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Of AdamW."""
     advantage: str = "grpo"

@@ -55,6 +55,7 @@ name = "scripted:open_engine"
 [train]
 steps = {steps}
 lr = 1e-3
+method = "{method}"
 advantage = "{advantage}"
 checkpoint_every = {every}
 """
@@ -116,6 +117,7 @@ def start(home: Path, name: str, *, every: int = 1) -> "subprocess.Popen[bytes]"
                 groups=GROUPS,
                 steps=STEPS,
                 every=every,
+                method="lora" if name.startswith("lora") else "full",
             )
         )
     environment = os.environ | {"PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
@@ -150,13 +152,7 @@ def weights(home: Path, name: str) -> str:
     """The digest of the newest weights: of all adapters, where there are several policies."""
     newest = max((home / "runs" / name / "checkpoints").glob("[0-9]*"))
     files = sorted(newest.rglob("adapter_model.safetensors")) or [newest / "model.safetensors"]
-    return hashlib.sha256(b"".join(map(numbers, files))).hexdigest()
-
-
-def numbers(file: Path) -> bytes:
-    """The tensors of a safetensors file, without its header, whose notes are in any order."""
-    content = file.read_bytes()
-    return content[8 + int.from_bytes(content[:8], "little") :]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def with_pool(home: Path, name: str, read: Callable[[Pool], Awaitable[T]]) -> T:
@@ -229,6 +225,20 @@ def test_runs_killed_at_random_points_end_with_the_same_weights(home: Path, unki
         if kills == times(30):
             break
     print(f"{kills} kills of {number + 1} runs, after {points} events: rollouts {dict(counted)}; trained twice 0")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_runs_with_an_adapter_killed_at_random_points_end_with_the_same_adapter(home: Path) -> None:
+    finish(home, "lora")
+    points = list[int]()
+    for number in range(times(10)):
+        name = f"lora-killed-{number}"
+        points.append(random.randrange(20, 90))
+        kill_after(home, name, points[-1])
+        assert finish(home, name)["steps"] == STEPS
+        assert weights(home, name) == weights(home, "lora"), f"killed after {points} events"
+        check_run(home, name)
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ def config(**train: Any) -> RunConfig:
 
 def test_each_method_has_a_learning_rate_of_its_own():
     assert config().train.lr == 2e-5
-    assert config(method="lora").train.lr == 2e-4
+    assert config(method="lora").train.lr == 5e-4
     assert config(method="lora", lr=1e-3).train.lr == 1e-3
 
 

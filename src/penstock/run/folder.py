@@ -20,7 +20,7 @@ from penstock.system.locks import exclusive_lock
 MAY_CHANGE = (
     "run.folder", "train.steps", "train.checkpoint_every", "train.checkpoints_kept", "train.eval_every", "train.tokens_per_pass",
     "eval.", "gateway.", "executor.", "scale.", "engine.url", "engine.api_key_env", "engine.retries", "engine.retry_s",
-    "engine.first_token_s", "engine.stall_s", "engine.slots", "engine.cache_tokens",
+    "engine.first_token_s", "engine.stall_s", "engine.down_s", "engine.slots", "engine.cache_tokens",
 )  # fmt: skip
 """Keys, or prefixes of keys, that a resumed run may change: none has an influence on what was trained so far."""
 
@@ -269,7 +269,8 @@ def _archive_name(path: Path) -> Path:
 
 
 def _refuse_changes(path: Path, before: dict[str, Any], now: dict[str, Any], may_change: tuple[str, ...]) -> None:
-    old, new = _flat(before["config"]), _flat(orjson.loads(orjson.dumps(now["config"])))
+    # Through the config, so that a key that came later has its default in an older run.
+    old, new = (_flat(make_config(each["config"], str(path)).model_dump(mode="json")) for each in (before, now))
     changed = [key for key in sorted({*old, *new}) if not key.startswith(may_change) and old.get(key) != new.get(key)]
     if changed:
         key = changed[0]

@@ -1,5 +1,6 @@
 """The policies of a run: `[policies.*]` checked, their models found, and what serves each of them opened."""
 
+import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -7,7 +8,9 @@ from pathlib import Path
 from penstock.chat.renderer import Renderer
 from penstock.config import EngineSection, RunConfig
 from penstock.engines import ENGINES
+from penstock.engines.adapter_files import find_base, is_adapter
 from penstock.engines.base import Engine, has_adapters
+from penstock.engines.checkpoint_files import refuse_damaged_weights
 from penstock.engines.policy_engines import FrozenEngine, PolicyEngine
 from penstock.errors import ConfigError
 from penstock.events import Listener
@@ -21,6 +24,13 @@ def trained_policies(config: RunConfig) -> list[str]:
     return [name for name, policy in config.policies.items() if not policy.frozen]
 
 
+def saved_adapters(config: RunConfig) -> dict[str, Path]:
+    """The folders of the policies' adapters where `model.name` is a checkpoint of several policies, to be evaluated; else empty."""
+    checkpoint = Path(config.model.name).expanduser()
+    folders = {name: checkpoint / name for name in config.policies}
+    return {name: folder for name, folder in folders.items() if is_adapter(folder)}
+
+
 def refuse_untrainable_policies(config: RunConfig) -> None:
     """Raises ConfigError if there are policies, and they cannot be trained as configured."""
     if not config.policies:
@@ -32,6 +42,9 @@ def refuse_untrainable_policies(config: RunConfig) -> None:
         raise ConfigError(
             f'[policies.*] train one adapter each on the weights of [model] ({", ".join(trained)}); set train.method = "lora"'
         )
+    if saved_adapters(config):
+        text = f"model.name = {config.model.name!r} is a checkpoint of several policies, which can be evaluated"
+        raise ConfigError(f"{text}; to train, name the model that they are adapters of")
     if config.scale.name != "none":
         raise ConfigError(f"scale.name = {config.scale.name!r} trains one policy; leave [policies.*] or scale.name out")
 
@@ -58,6 +71,13 @@ def pull_policies(config: RunConfig, listener: Listener) -> None:
             section.preflight(model if section.text_only else pull(model, listener).name)
 
 
+def start_model(config: RunConfig, listener: Listener) -> ModelFolder:
+    """The model that the run begins with: `model.name`, or the base of the adapters in that checkpoint."""
+    if adapters := saved_adapters(config):
+        return ModelFolder(name=Path(config.model.name).name, path=find_base(next(iter(adapters.values()))))
+    return pull(config.model.name, listener)
+
+
 def pull(model: str, listener: Listener) -> ModelFolder:
     """Find a model on this machine, or download it."""
 
@@ -78,6 +98,11 @@ async def open_policies(config: RunConfig, engine: Engine, renderer: Renderer | 
     """Open what serves each policy beside the run's `engine`, and close it on leaving; empty without `[policies.*]`."""
     versioned, served = run_engine(config, engine), dict[str, ServedPolicy]()
     async with AsyncExitStack() as stack:
+        for name, folder in saved_adapters(config).items():
+            if not has_adapters(engine):
+                raise ConfigError(f"engine.name = {config.engine.name!r} takes no adapters; name another")
+            await asyncio.to_thread(refuse_damaged_weights, folder.parent)
+            await engine.load(0, folder, policy=name)
         for name, policy in config.policies.items():
             shown, its_renderer = engine, renderer
             if (section := _own_engine(config, name)) is not None:

@@ -26,6 +26,10 @@ Mask = PathMask | BlockMask | Tensor
 """The last is dense, for layers that are not compiled: [queries, keys], True where the token reads the key."""
 
 
+WHOLE_BLOCKS: Any = {"IS_DIVISIBLE": True}
+"""All lengths are multiples of `BLOCK`: flex attention need not check indices, as it does if lengths may change."""
+
+
 class TreeForward:
     """A `PassForward` for GPUs."""
 
@@ -84,8 +88,8 @@ class TreeForward:
 
     def mask(self, one: Pass, trunk: int, *, padded: tuple[int, int]) -> Mask:
         """Chooses the cheapest form of the mask. `padded` are the lengths of trunk and pass with padding."""
-        device = self.decoder.device
-        if self.compiled and path_area(one, trunk) <= FASTER * tree_area(one):
+        device, half = self.decoder.device, self.decoder.embed.weight.dtype != torch.float32
+        if self.compiled and half and path_area(one, trunk) <= FASTER * tree_area(one):  # in float32 there is no fast one of paths
             return path_mask(one, trunk=trunk, padded=padded, device=device)
         tree = tree_mask(one, trunk=trunk, padded=padded, device=device)
         return tree.blocks() if self.compiled else tree.dense()
@@ -129,7 +133,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
         return attend_paths(q, k, v, mask)
     q, k, v = (part.transpose(1, 2) for part in (q, k, v))
     if isinstance(mask, BlockMask):
-        mixed = compiled(flex_attention)(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+        mixed = compiled(flex_attention)(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1], kernel_options=WHOLE_BLOCKS)
     else:
         mixed = _dense_attention(q, k, v, mask)
     return mixed.transpose(1, 2)

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import subprocess
+import sys
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -10,9 +12,11 @@ import pytest
 from judge_double import Answer, judge_double
 
 from penstock.config import RunConfig, load_config
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, ModelError
+from penstock.models import find_cached
 from penstock.pool import POOLS
 from penstock.records import Group
+from penstock.reports.training import write_report
 from penstock.run.inputs import read_inputs, refuse_untrainable
 from penstock.run.recorded_run import open_recorded_run
 from penstock.train.run import train
@@ -69,22 +73,32 @@ def newest(folder: Path) -> Path:
     return max((folder / "team" / "checkpoints").glob("[0-9]*"))
 
 
+def evaluated(folder: Path, checkpoint: Path) -> float:
+    """The mean reward of 32 rollouts with the policies of a checkpoint."""
+    settings = [f'run.folder="{folder}"', f'model.name="{checkpoint}"', "eval.samples=4"]
+    given = [part for setting in settings for part in ("--set", setting)]
+    command = [sys.executable, "-c", "from penstock.cli import main; main()", "eval", "run", str(TEAM), "--json", *given]
+    done = subprocess.run(command, capture_output=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr.decode()[-2000:]
+    return json.loads(done.stdout)["outcome"]["reward"]["value"]
+
+
 @pytest.mark.slow
 def test_a_planner_and_an_executor_with_adapters_of_their_own_both_improve(tmp_path: Path) -> None:
-    run_team(tmp_path, "train.steps=10")
+    run_team(tmp_path, "train.steps=12")
     entries = [entry["policies"] for entry in metrics(tmp_path)]
     for policy in ("planner", "executor"):
         rewards = [entry[policy]["reward"] for entry in entries]
         print(f"{policy}: {[round(reward, 2) for reward in rewards]}")
         assert fmean(rewards[:2]) < 0.6
-        assert fmean(rewards[-3:]) >= 0.8
-    assert [entry["executor"]["lr"] for entry in entries] == [2e-3] * 10
+        assert fmean(rewards[-4:]) >= 0.8
+    assert [entry["executor"]["lr"] for entry in entries] == [2e-3] * 12
     adapters = {name: (newest(tmp_path) / name / "adapter_model.safetensors").read_bytes() for name in ("planner", "executor")}
     assert adapters["planner"] != adapters["executor"]
     checked = audit(tmp_path)
     assert (checked.status, checked.exact_token_rate) == ("exact", 1.0)
-    report = (tmp_path / "team").joinpath("metrics.jsonl").read_text()
-    assert '"policies"' in report
+    assert evaluated(tmp_path, newest(tmp_path)) >= 0.6
+    assert "Mean reward of executor" in asyncio.run(write_report(tmp_path / "team")).read_text()
 
 
 @pytest.mark.slow
@@ -138,11 +152,21 @@ def test_frozen_policies_have_models_and_endpoints_of_their_own_and_are_never_tr
         (["train.method=full", "train.lr=1e-4"], 'set train.method = "lora"'),
         (["policies.planner.frozen=true", "policies.executor={frozen=true}"], "there is nothing to train"),
         (["scale.name=ray"], "trains one policy"),
+        (["model.name=CHECKPOINT"], "a checkpoint of several policies, which can be evaluated"),
     ],
 )
-def test_policies_that_cannot_be_trained_are_refused(settings: list[str], said: str) -> None:
+def test_policies_that_cannot_be_trained_are_refused(tmp_path: Path, settings: list[str], said: str) -> None:
+    (tmp_path / "planner").mkdir()
+    (tmp_path / "planner" / "adapter_config.json").write_text("{}")
     with pytest.raises(ConfigError, match=said):
-        refuse_untrainable(load_config(TEAM, settings))
+        refuse_untrainable(load_config(TEAM, [setting.replace("CHECKPOINT", f'"{tmp_path}"') for setting in settings]))
+
+
+def test_a_checkpoint_of_several_policies_is_no_model_by_itself(tmp_path: Path) -> None:
+    (tmp_path / "planner").mkdir()
+    (tmp_path / "planner" / "adapter_config.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"holds the adapters of several policies; name one of them \(planner\)"):
+        find_cached(str(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -144,7 +144,8 @@ class Adapter:
         """Writes the two files of PEFT's format."""
         write_adapter_config(folder, self.config)
         tensors = {name: parameter.detach().cpu().contiguous() for name, parameter in self.parameters.items()}
-        save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt", BASE_DIGEST: self.config.base_digest})
+        # With one entry alone: several are written in any order, and equal adapters would differ in their bytes.
+        save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={BASE_DIGEST: self.config.base_digest})
 
     def targeted(self) -> Iterator[tuple[int, str, list[ProjectionPart]]]:
         """Yields layer, projection and parts, for each projection that has any."""
