@@ -110,7 +110,7 @@ class Run:
         size = max((step.get("publish_bytes", 0) for step in steps), default=0) / 1e6
         tell(
             f"{self.name}: exit {code}; rewards {rewards}; by {ways}; a publication of {size:.0f} MB takes {median:.3f} s "
-            f"(median; most {max(seconds, default=0):.3f}); largest log-probability gap {gaps:.4f}"
+            f"(median; most {max(seconds, default=0):.3f}); largest log-probability gap {gaps:.1e}"
         )
         for line in (self.folder / "events.jsonl").read_text().splitlines() if self.folder.exists() else []:
             if '"stage"' in line or "publish." in line:
@@ -149,7 +149,7 @@ def first_server(folder: Path, model: Path, server: Server) -> None:
     options = [] if CPU else ["--ipc"]
     subprocess.run([sys.executable, script, server.url, model, record, *options], timeout=60, check=False)
     for way in ("memory",) if CPU else ("ipc", "memory"):
-        Run(folder, model, f"by-{way}", server, f'engine.weights="{way}"').finish(90 if not CPU else 900)
+        Run(folder, model, f"by-{way}", server, f'engine.weights="{way}"').finish(60 if not CPU else 900)
     kill_run(Run(folder, model, "killed", server), server, model)
 
 

@@ -3,9 +3,9 @@
 import base64
 import pickle
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -43,9 +43,9 @@ class IpcSender:
     def send(self, url: str) -> TransferRound:
         torch.cuda.synchronize(self._decoder.device)
         self._kept = {name: value.contiguous() for name, value in public_tensors(self._decoder).items()}
-        properties: Any = torch.cuda.get_device_properties(self._decoder.device)
-        share: Any = reductions.reduce_tensor
-        handles = [{str(properties.uuid): share(value)[1]} for value in self._kept.values()]
+        gpu = str(cast("Any", torch.cuda.get_device_properties(self._decoder.device)).uuid)
+        share = cast("Callable[[Tensor], tuple[Any, Any]]", reductions.reduce_tensor)  # pyright: ignore[reportUnknownMemberType]
+        handles = [{gpu: share(value)[1]} for value in self._kept.values()]
         return TransferRound(describe(self._kept) | {"ipc_handles_pickled": base64.b64encode(pickle.dumps(handles)).decode()})
 
 
