@@ -103,6 +103,7 @@ NOTICES = (
     "loop.blocked",
     "loop.moved",
     "code.changed",
+    "train.stalled",
     "rollout.forged",
     "grading.refused",
     "checkpoint.damaged",

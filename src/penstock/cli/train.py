@@ -13,8 +13,9 @@ import typer
 from penstock.cli import dry_run
 from penstock.cli.interrupts import INTERRUPTED, TERMINATE_S, Interrupts
 from penstock.cli.output import warn
-from penstock.cli.summary import ResumeCommand, TrainingResult, as_object, as_text
+from penstock.cli.summary import ResumeCommand, TrainingResult, as_object, as_text, learned_nothing
 from penstock.errors import PenstockError
+from penstock.train.stalled import NOTHING_LEARNED
 from penstock.workspace.scaffold import CONFIG_FILE
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def train(
     from penstock.workspace.opening import load_run_config
 
     config = load_run_config(file, overrides or (), "train", warn=warn)
-    resume = ResumeCommand(_command(file, overrides or []))
+    resume = ResumeCommand(_command("train", file, overrides or []), evaluate=_command("eval run", file, overrides or []))
     if dry:
         dry_run.try_once(config, "train", as_json=as_json, following=resume.command)
     run_training(config, resume, fresh=fresh, as_json=as_json, allow_code_change=allow_code_change)
@@ -69,6 +70,8 @@ def run_training(
     _print_summary(summary, view, resume, as_json=as_json)
     if summary.status == "stopped":
         raise typer.Exit(INTERRUPTED)
+    if learned_nothing(summary):
+        raise typer.Exit(NOTHING_LEARNED)
 
 
 async def _train(config: "RunConfig", inputs: "Inputs", view: "LiveView", **how: bool) -> "Summary":
@@ -110,11 +113,10 @@ def _write_report(folder: Path) -> Path | None:
         return None
 
 
-def _command(file: Path, overrides: list[str]) -> str:
-    """The command that takes this run up resume, as it can be typed where this one was."""
+def _command(name: str, file: Path, overrides: list[str]) -> str:
+    """A command with these settings, as it can be typed where this one was."""
     known = shutil.which("penstock")
     here = known is not None and Path(known).resolve() == Path(sys.argv[0]).resolve()
-    parts = ["penstock" if here or not Path(sys.argv[0]).name.startswith("penstock") else sys.argv[0], "train", str(file)]
-    for override in overrides:
-        parts += ["--set", override]
-    return shlex.join(parts)
+    program = "penstock" if here or not Path(sys.argv[0]).name.startswith("penstock") else sys.argv[0]
+    settings = [word for override in overrides for word in ("--set", override)]
+    return shlex.join([program, *name.split(), str(file), *settings])

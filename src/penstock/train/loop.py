@@ -32,8 +32,10 @@ from penstock.train.learner import UpdateMetrics, UpdateResult, total_metrics
 from penstock.train.policy import save
 from penstock.train.policy_groups import group_of
 from penstock.train.publication import Publication
+from penstock.train.scores import write_scores
 from penstock.train.sequences import breaks, exactness, sequences
 from penstock.train.set_aside import BEYOND, CRASHED, find_culprits, may_be_data, out_of_bounds, refuse_too_many, set_aside
+from penstock.train.stalled import STALLED_STEPS, reply_examples, why_idle
 from penstock.train.training_run import TrainingRun
 
 RECHECK_S = 60.0
@@ -124,7 +126,7 @@ async def train_steps(
     run: TrainingRun, progress: TrainProgress, stop: asyncio.Event, background: BackgroundEvaluation
 ) -> TrainProgress:
     """Trains until `train.steps` are done or `stop` is set. On return, all trained steps are in a checkpoint."""
-    section = run.config.train
+    section, idle = run.config.train, list[dict[str, Any]]()
     while progress.step < section.steps and not stop.is_set():
         background.begin(progress.step)
         run.events.emit("step.start", step=progress.step + 1, version=progress.version)
@@ -139,10 +141,14 @@ async def train_steps(
         entry = step_metrics(run, ready, metrics, progress, version=version, train_s=clock.lap())
         entry |= {**background.ended(), **progress.fallback._asdict()}
         progress = replace(progress, fallback=NO_FALLBACK)
+        await asyncio.to_thread(write_scores, run.folder.path, progress.step, ready.update.parts)
         run.folder.add_metrics(entry)
         if progress.step % section.checkpoint_every == 0:
             progress = await save_checkpoint(run, progress)
         run.events.emit("train.step", **entry)
+        idle = [*idle, entry] if progress.version == version else []
+        if idle and len(idle) % STALLED_STEPS == 0:
+            run.events.emit("train.stalled", steps=len(idle), text=f"step {progress.step}: {why_idle(idle)}")
         run.rollouts.advance(progress.step)
     return await save_checkpoint(run, progress) if progress.leases else progress
 
@@ -305,7 +311,9 @@ async def update_policy(
     version = max(progress.version, progress.last_version)
     for remaining in range(run.config.train.updates_per_step - 1, -1, -1):
         version += 1
+        clock = Stopwatch()
         await run.publisher.publish(version, partial(apply_all, run))
+        run.events.emit("policy.publish", version=version, seconds=round(clock.lap(), 3))
         if not remaining:
             break
         try:
@@ -404,6 +412,7 @@ def step_metrics(
         "tokens_per_s": round(exact.sampled_tokens / (ready.rollout_s + train_s), 1),
         "groups_set_aside": ready.set_aside,
         "code_changes": max(0, len(run.folder.code_versions()) - 1),
+        **reply_examples(attempts),
         **staleness(total.sequences, version),
         **_publication(run),
         **({"policies": policy_metrics(run, ready, metrics, version=version)} if run.config.policies else {}),

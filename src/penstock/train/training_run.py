@@ -143,12 +143,13 @@ def _publisher(learners: Mapping[str, Learner], engine: Engine, model: Path, scr
     whole = learners.get("")
     if isinstance(engine, EmbeddedEngine):
         return InPlacePublisher(engine, whole) if whole and whole.adapter is None else AdapterPublisher(engine, learners)
+    in_use = getattr(engine, "folders_in_use", tuple)
     if whole is not None:
-        return FolderPublisher(whole, model=model, scratch=scratch, load=engine.load)
+        return FolderPublisher(whole, model=model, scratch=scratch, load=engine.load, in_use=in_use)
     if not has_adapters(engine):
         raise ConfigError(f"{engine.model}: this engine serves one policy; for [policies.*] name another with engine.name")
     return PolicyPublishers(
-        FolderPublisher(learner, model=model, scratch=scratch / policy, load=partial(engine.load, policy=policy))
+        FolderPublisher(learner, model=model, scratch=scratch / policy, load=partial(engine.load, policy=policy), in_use=in_use)
         for policy, learner in learners.items()
     )
 

@@ -88,8 +88,8 @@ class TreeForward:
 
     def mask(self, one: Pass, trunk: int, *, padded: tuple[int, int]) -> Mask:
         """Chooses the cheapest form of the mask. `padded` are the lengths of trunk and pass with padding."""
-        device = self.decoder.device
-        if self.compiled and path_area(one, trunk) <= FASTER * tree_area(one):
+        device, half = self.decoder.device, self.decoder.embed.weight.dtype != torch.float32
+        if self.compiled and half and path_area(one, trunk) <= FASTER * tree_area(one):  # in float32 there is no fast one of paths
             return path_mask(one, trunk=trunk, padded=padded, device=device)
         tree = tree_mask(one, trunk=trunk, padded=padded, device=device)
         return tree.blocks() if self.compiled else tree.dense()

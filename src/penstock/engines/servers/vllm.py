@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypedDict
 
 from penstock.engines.fleet import EngineServer
+from penstock.engines.servers.adapters import ServedAdapter
 from penstock.engines.servers.base import (
     CONTROL_S,
     RemoteEngine,
@@ -101,6 +102,7 @@ ADDED_IN = {"/weight_info": (0, 27), "/update_weight_version": (0, 27)}
 """Routes of development mode that older versions lack, for servers that hide `/openapi.json`."""
 NEEDED = ("/pause", "/resume", "/is_paused", "/collective_rpc", "/reset_prefix_cache")
 DEV_MODE = (*NEEDED, *ADDED_IN, "/server_info", "/get_world_size", "/init_weight_transfer_engine", "/start_weight_update")
+LOAD_ADAPTER = "/v1/load_lora_adapter"
 RESET_TRIES = 5
 OTHERS_PAUSE_S = 10.0
 """How long another program may keep a server paused before a run that wants to use it gives up."""
@@ -146,6 +148,11 @@ class VllmEngine(RemoteEngine):
     resume_call = ServerCall("/resume", {}, "resumed")
     load_remedy = "start vLLM with VLLM_SERVER_DEV_MODE=1, where the run's folder has the same path as here"
 
+    adapter_remedy = (
+        "start vLLM with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora --max-loras 4 --max-lora-rank of train.rank or more, "
+        "where the run's folder has the same path as here"
+    )
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._features: dict[str, VllmFeatures] = {}
@@ -170,6 +177,28 @@ class VllmEngine(RemoteEngine):
                 "the vLLM server cannot say with which probability a tempered or truncated token was drawn; "
                 "start it with --logprobs-mode processed_logprobs, or sample at temperature 1 without top_p, top_k and min_p"
             )
+
+    def with_adapter(self, body: dict[str, Any], name: str) -> dict[str, Any]:
+        return body | {"model": name}
+
+    async def load_adapter(self, url: str, adapter: ServedAdapter) -> None:
+        features = await self.features(url)
+        if features.routes and LOAD_ADAPTER not in features.routes:
+            raise UpstreamError(f"{url} has no {LOAD_ADAPTER}", kind="refused", status=404)
+        try:
+            body = {"lora_name": adapter.name, "lora_path": str(adapter.folder)}
+            await self.client.http.request_bytes(url + LOAD_ADAPTER, body, limit_s=self._load_s)
+        except UpstreamError as error:
+            if error.status != 400 or adapter.name not in await self.listed_adapters(url):
+                raise
+
+    async def unload_adapter(self, url: str, name: str) -> None:
+        await self.client.http.request_bytes(f"{url}/v1/unload_lora_adapter", {"lora_name": name}, limit_s=self._control_s)
+
+    async def listed_adapters(self, url: str) -> dict[str, str]:
+        listed = await self.client.http.request_json(f"{url}/v1/models")
+        models: list[dict[str, Any]] = _field(listed, "data", url)
+        return {str(entry["id"]): str(entry.get("root") or "") for entry in models if entry.get("parent")}
 
     async def change_weights(self, url: str, wanted: PublishedWeights) -> None:
         if wanted.written is not None:
