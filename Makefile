@@ -55,6 +55,7 @@ test-vllm: $(STAMP)
 	$(BIN)/python tests/vllm/install.py "$$PENSTOCK_VLLM"
 	$(BIN)/python -m pytest -n 0 tests/vllm
 
+# Several processes: most of the time goes into compiling kernels, each on one core.
 test-gpu: $(STAMP)
 	@$(BIN)/python -c 'import torch; raise SystemExit(None if torch.cuda.is_available() else "no GPU here: nothing was tested")'
 	$(BIN)/python -m pytest -n 3 --dist loadfile -m gpu tests/gpu
