@@ -48,7 +48,7 @@ class Renderer:
         self._tags = find_reasoning_tags(self.template.source)
         self._starts_reasoning = opens_reasoning(self.template.render([PROBE_USER], generate=True), self._tags)
         self.bridge = Bridge(self.template, tokenizer, native_tools=self.native_tools)
-        self._last_roots = lru_cache(LAST_ROOTS)(lambda text: tuple(tokenizer.encode(text)))
+        self._last_roots = lru_cache(LAST_ROOTS)(self._encode)
         self.stop_ids = self._find_stop_ids()
         """Ids that end a reply."""
         self._hidden_ids = self._find_hidden_ids()
@@ -66,7 +66,10 @@ class Renderer:
             text = self._render_whole(plain, schemas)
         except RenderError as refusal:
             text = self._render_simpler(plain, schemas, refusal)
-        return self._last_roots(text) if len(text) <= MAX_KEPT else tuple(self.tokenizer.encode(text))
+        return self._last_roots(text) if len(text) <= MAX_KEPT else self._encode(text)
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        return tuple(self.tokenizer.encode(text))
 
     def extend(
         self,

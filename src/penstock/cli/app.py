@@ -27,6 +27,7 @@ from penstock.cli import (
     secrets,
     submitted,
     verify,
+    view,
 )
 from penstock.cli import run as recording
 from penstock.cli import train as training
@@ -91,6 +92,7 @@ app.command("gateway")(gateway.gateway)
 app.command("run", context_settings={"allow_interspersed_args": False})(recording.run)
 app.add_typer(rollout.app, name="rollout")
 app.command("report")(report.report)
+app.command("view")(view.view)
 app.command("verify")(verify.verify)
 app.add_typer(pool.app, name="pool")
 app.add_typer(datasets.app, name="dataset")

@@ -181,9 +181,9 @@ class Fleet:
         server.failures += 1
         server.last_error = str(error)
         if server.failures >= self._failures:
-            self._mark_down(server, error)
+            self.put_down(server, error)
 
-    def _mark_down(self, server: EngineServer, error: UpstreamError) -> None:
+    def put_down(self, server: EngineServer, error: UpstreamError) -> None:
         """Send no requests until the server passes its check. Running ones are left alone: they may still succeed."""
         server.last_error = str(error)
         server.up.clear()
@@ -236,4 +236,4 @@ class Fleet:
             await probe(server)
         except UpstreamError as error:
             if server.up.is_set() and server.version == before:  # else the answer is about weights that it no longer holds
-                self._mark_down(server, error)
+                self.put_down(server, error)

@@ -112,19 +112,21 @@ class FleetClient:
         self._closed = False
 
     async def stream(
-        self, path: str, prepare: Callable[[EngineServer], ServerRequest[T]], *, rollout_id: str = ""
+        self, path: str, prepare: Callable[[EngineServer], ServerRequest[T]], *, rollout_id: str = "", missing: str = ""
     ) -> AsyncGenerator[T, None]:
         """POST what `prepare` makes for a server to `path` there, and yield the reply's chunks.
 
+        A server that refuses because it does not know `missing` was restarted: the request is sent again once it does.
         It ends early and without an error if the server loads other weights; the caller then requests the rest of the reply.
         """
-        state, begun = RetryState(self.policy), False
+        state, begun, server = RetryState(self.policy), False, None
         while not self._closed:
             await self.fleet.wait_for_switch()
             await self._wait_for_server()
             try:
                 with self.fleet.route(rollout_id, state.tried) as routed:
-                    state.begin(routed.server)
+                    server = routed.server
+                    state.begin(server)
                     request = prepare(routed.server)
                     async with aclosing(self._read(routed, path, request)) as chunks:
                         async for chunk in chunks:
@@ -136,7 +138,9 @@ class FleetClient:
             except UpstreamError as error:
                 if self._closed:
                     break
-                if begun or error.kind in ("refused", "garbled"):
+                if server is not None and missing and missing in str(error):
+                    self.fleet.put_down(server, error)
+                elif begun or error.kind in ("refused", "garbled"):
                     raise self._engine_error(error, state, rollout_id) from error
                 wait_s = state.wait_s(error, others=self.fleet.has_untried(state.tried))
                 if wait_s is None:

@@ -147,16 +147,16 @@ def parse_call(
 
     A caller that names no transcript gets one for each policy it asks: they are different agents.
     """
-    policy = pipeline.policies.choose(body.get("model"))
+    transcript = caller.transcript if caller.transcript != MAIN_TRANSCRIPT else ""
+    policy = pipeline.policies.choose(body.get("model"), transcript)
     if policy not in dialects:
         raise no_tokens_error(policy, TEXT_DIALECTS)
     call = dialects[policy].parse(body, defaults, history)
     if not policy:
         return caller, call
-    if call.model != policy:
+    if policy not in (body.get("model"), transcript):
         pipeline.count(f"answered_by_default:{call.model}")
-    named = caller if caller.transcript != MAIN_TRANSCRIPT else caller._replace(transcript=policy)
-    return named, replace(call, policy=policy)
+    return caller._replace(transcript=transcript or policy), replace(call, policy=policy)
 
 
 class CountRoute:

@@ -32,10 +32,14 @@ class PolicySources:
         """Of the policies; empty if there are none."""
         return [name for name in self.by_name if name]
 
-    def choose(self, model: object) -> str:
-        """The policy that answers a call for `model`; RequestError 404 if none does."""
-        if isinstance(model, str) and model in self.by_name:
-            return model
+    def choose(self, model: object, transcript: str) -> str:
+        """The policy that answers a call for `model`, else the one of the transcript's name; RequestError 404 if none does.
+
+        The second is for frameworks whose agents have a name and leave that of the model to us.
+        """
+        for name in (model, transcript):
+            if isinstance(name, str) and name in self.by_name:
+                return name
         if self._default is None:
             raise self.unknown(model)
         return self._default

@@ -149,6 +149,7 @@ class Runner:
         samples = make_samples(recorded, result.samples, result.returned)
         if names := misreported(samples, result.samples):
             self.events.emit("rollout.misreported", rollout_id=rollout.id, transcripts=names)
+        self.events.emit("rollout.grade", rollout_id=rollout.id)
         try:
             rewards = await self.executor.grade(task, samples, rollout_id=rollout.id, timeout_s=limit_s)
         except TimeoutError:

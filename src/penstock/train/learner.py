@@ -95,6 +95,8 @@ class UpdateResult(NamedTuple):
     metrics: UpdateMetrics
     proximal: Tensor
     """[trained tokens]: log-probabilities before the first update on this batch. Pass them to `compute` for the next update."""
+    entropy: Tensor
+    """[trained tokens]: of the distributions that this update was computed from."""
 
 
 class Learner:
@@ -188,7 +190,10 @@ class Learner:
                 smaller = tried.repacked(max(1, tried.tokens_per_pass // 2))
                 proximal = None if proximal is None else proximal[_permutation(tried, smaller)]
                 tried = smaller
-        return done if tried is batch else done._replace(proximal=done.proximal[_permutation(tried, batch)])
+        if tried is batch:
+            return done
+        order = _permutation(tried, batch)
+        return done._replace(proximal=done.proximal[order], entropy=done.entropy[order])
 
     def _halve(self, batch: Batch, cause: torch.OutOfMemoryError) -> None:
         """Plans with half the memory from now on. Raises TrainError if that does not help any more."""
@@ -216,7 +221,7 @@ class Learner:
         for pass_set in batch.pass_sets:
             parts += self._backward_set(pass_set, batch, proximal, done=sum(len(part.tokens.new) for part in parts))
         if not parts:
-            return UpdateResult(UpdateMetrics(), torch.zeros(0))
+            return UpdateResult(UpdateMetrics(), torch.zeros(0), torch.zeros(0))
         norm = torch.nn.utils.clip_grad_norm_(self._masters.values(), self.section.grad_clip)
         halvings = 0 if self._memory is None else self._memory.halvings
         metrics = replace(_metrics(parts, batch, grad_norm=float(norm)), memory_halvings=halvings)
@@ -226,7 +231,8 @@ class Learner:
                 f"the update has loss {metrics.loss} and gradient norm {metrics.grad_norm}, so the weights were left as they are; "
                 "resume from the last checkpoint with a lower train.lr"
             )
-        return UpdateResult(metrics, torch.cat([part.tokens.new for part in parts]) if proximal is None else proximal)
+        before = torch.cat([part.tokens.new for part in parts]) if proximal is None else proximal
+        return UpdateResult(metrics, before, torch.cat([part.entropy for part in parts]))
 
     def apply(self) -> None:
         """Takes one optimizer step in place; does nothing without gradients."""

@@ -31,6 +31,8 @@ from penstock.train.held_out import BackgroundEvaluation, refuse_all_failed
 from penstock.train.learner import UpdateMetrics, UpdateResult, total_metrics
 from penstock.train.policy import save
 from penstock.train.policy_groups import group_of
+from penstock.train.publication import Publication
+from penstock.train.scores import write_scores
 from penstock.train.sequences import breaks, exactness, sequences
 from penstock.train.set_aside import BEYOND, CRASHED, find_culprits, may_be_data, out_of_bounds, refuse_too_many, set_aside
 from penstock.train.stalled import STALLED_STEPS, reply_examples, why_idle
@@ -139,6 +141,7 @@ async def train_steps(
         entry = step_metrics(run, ready, metrics, progress, version=version, train_s=clock.lap())
         entry |= {**background.ended(), **progress.fallback._asdict()}
         progress = replace(progress, fallback=NO_FALLBACK)
+        await asyncio.to_thread(write_scores, run.folder.path, progress.step, ready.update.parts)
         run.folder.add_metrics(entry)
         if progress.step % section.checkpoint_every == 0:
             progress = await save_checkpoint(run, progress)
@@ -308,7 +311,9 @@ async def update_policy(
     version = max(progress.version, progress.last_version)
     for remaining in range(run.config.train.updates_per_step - 1, -1, -1):
         version += 1
+        clock = Stopwatch()
         await run.publisher.publish(version, partial(apply_all, run))
+        run.events.emit("policy.publish", version=version, seconds=round(clock.lap(), 3))
         if not remaining:
             break
         try:
@@ -409,8 +414,15 @@ def step_metrics(
         "code_changes": max(0, len(run.folder.code_versions()) - 1),
         **reply_examples(attempts),
         **staleness(total.sequences, version),
+        **_publication(run),
         **({"policies": policy_metrics(run, ready, metrics, version=version)} if run.config.policies else {}),
     }
+
+
+def _publication(run: TrainingRun) -> dict[str, Any]:
+    """Returns how the last version reached the servers; nothing where there are none."""
+    last: Publication | None = getattr(run.publisher, "last", None)
+    return {"publish_way": last.way, "publish_s": round(last.seconds, 3), "publish_bytes": last.bytes} if last else {}
 
 
 def policy_metrics(

@@ -9,7 +9,7 @@ resumed from: it is renamed to `000012.damaged`, and the one before takes its pl
 import asyncio
 import random
 import shutil
-from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Generator, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -313,8 +313,17 @@ class AdapterPublisher:
 class FolderPublisher:
     """For an engine with its own weights: writes each version as a model folder, which `load` makes the engine read."""
 
-    def __init__(self, learner: Learner, *, model: Path, scratch: Path, load: Callable[[int, Path], Awaitable[None]]) -> None:
-        self._learner, self._model, self._scratch, self._load = learner, model, scratch, load
+    def __init__(
+        self,
+        learner: Learner,
+        *,
+        model: Path,
+        scratch: Path,
+        load: Callable[[int, Path], Awaitable[None]],
+        in_use: Callable[[], Collection[Path]] = tuple,
+    ) -> None:
+        """`in_use` returns folders that the engine may read again."""
+        self._learner, self._model, self._scratch, self._load, self._in_use = learner, model, scratch, load, in_use
         shutil.rmtree(scratch, ignore_errors=True)
 
     async def begin(self) -> None:
@@ -332,7 +341,8 @@ class FolderPublisher:
         await asyncio.to_thread(self._write, folder, change)
         await self._load(version, folder)
         for old in sorted(self._scratch.iterdir())[:-PUBLISHED_KEPT]:
-            await asyncio.to_thread(shutil.rmtree, old)
+            if old.absolute() not in self._in_use():
+                await asyncio.to_thread(shutil.rmtree, old)
 
     def _write(self, folder: Path, change: Callable[[], None]) -> None:
         change()

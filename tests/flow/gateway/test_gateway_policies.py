@@ -5,6 +5,7 @@ import asyncio
 import pytest
 from gateway_cases import USER, chat, renderer
 
+from penstock.engines.text_endpoints.openai import OpenAIEndpoint, OpenAISection
 from penstock.gateway.graph import prompts
 from penstock.gateway.policies import ServedPolicy
 from penstock.pool.rows import encode_row
@@ -75,6 +76,21 @@ def test_the_default_policy_answers_under_any_other_name_and_that_is_counted():
     run(steps, executor=["42"], default="executor")
 
 
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
+def test_a_policy_behind_an_endpoint_that_gives_text_is_refused_where_tokens_are_needed(path):
+    async def main():
+        user = ServedPolicy(OpenAIEndpoint("m", OpenAISection(name="openai", url="http://127.0.0.1:9/v1")), None)
+        served = {"planner": ServedPolicy(engine(), renderer()), "user": user}
+        async with workbench(served["planner"].engine, renderer(), policies=served) as bench:
+            session = await bench.rollout()
+            body = CALLS[path] | {"model": "user", "trajectory_uid": session.rollout_id}
+            answer = await bench.http(session.token).post(path, json=body)
+            assert answer.status_code == 400
+            assert "user is behind an endpoint that gives text" in answer.text
+
+    asyncio.run(main())
+
+
 def test_models_lists_the_policies():
     async def steps(http, bench, session, engines):
         listed = (await http.get("/v1/models")).json()
@@ -125,6 +141,17 @@ def test_a_reply_of_another_policy_in_the_history_is_no_break():
         await chat(http, USER, model="planner")
         await chat(http, USER, {"role": "assistant", "content": "a plan"}, MORE, model="executor")
         assert [(node.parent, node.reason) for node in (await bench.attempt(session)).nodes] == [(None, None), (None, None)]
+
+    run(steps, planner=["a plan"], executor=["done"])
+
+
+def test_an_agent_with_a_policys_name_and_no_model_of_its_own_gets_that_policy():
+    async def steps(http, bench, session, engines):
+        await chat(http, USER, model="policy", headers={"x-sample-id": "executor"})
+        await chat(http, USER, model="planner", headers={"x-sample-id": "executor"})
+        made = [(step.policy, step.transcript) for step in (await bench.attempt(session)).steps]
+        assert made == [("executor", "executor"), ("planner", "executor")]
+        assert not bench.gateway.counts
 
     run(steps, planner=["a plan"], executor=["done"])
 

@@ -194,6 +194,16 @@ def test_without_a_terminal_each_event_that_matters_is_one_line():
     ]
 
 
+def test_a_step_shows_the_reward_of_each_trained_policy():
+    policies = {
+        "planner": {"frozen": False, "reward": 0.5},
+        "executor": {"frozen": False, "reward": None},
+        "judge": {"frozen": True, "reward": 0.5},
+    }
+    *_, line = plain_lines(("run.start", start()), ("train.step", trained(1, 0.25, policies=policies)))
+    assert line == "step 1/4  reward 0.250  planner 0.500  groups 4 (1 equal)  exact 100 %  1,234 tok/s  ▃"
+
+
 def on_terminal(kind: str) -> io.StringIO:
     """What a run's first events leave on a terminal of this kind, whatever the tests themselves run on."""
     out, environment = io.StringIO(), {"TERM": kind}

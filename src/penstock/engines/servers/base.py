@@ -8,7 +8,7 @@ import secrets
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeVar
@@ -18,9 +18,11 @@ import orjson
 from pydantic import Field, ValidationInfo, field_validator
 
 from penstock.config import EngineSection, home_folder
+from penstock.engines.adapter_files import is_adapter, read_adapter_config
 from penstock.engines.base import SampledChunk
 from penstock.engines.fleet import EngineServer
 from penstock.engines.retry import FleetClient, RetryPolicy, ServerRequest
+from penstock.engines.servers.adapters import ServedAdapter, ServedAdapters
 from penstock.engines.servers.model_files import ModelContents, PublishedWeights, check_same_shape, read_vocabulary
 from penstock.engines.servers.pauses import (
     RESUME_S,
@@ -124,7 +126,7 @@ class ReplyReader(ABC):
         self.done = False
         self._prompt = prompt
         self._greedy, self._plain = sampling.temperature == 0.0, is_plain(sampling)
-        self._version = version
+        self.version = version
         self._ids: list[int] = []
         self._logprobs: list[float] = []
         self._finish: Finish | None = None
@@ -154,7 +156,7 @@ class ReplyReader(ABC):
             # A greedy token had no alternative; what the server sent for it is under the plain softmax.
             logprobs=(0.0,) * len(ids) if self._greedy else logprobs,
             full_logprobs=logprobs if self._greedy or self._plain else (),
-            versions=(self._version,) * len(ids),
+            versions=(self.version,) * len(ids),
             finish=self._finish,
         )
 
@@ -219,6 +221,8 @@ class RemoteEngine(ABC):
     resume_call: ClassVar[ServerCall]
     load_remedy: ClassVar[str]
     """How a server must be started so that it can load weights."""
+    adapter_remedy: ClassVar[str]
+    """How a server must be started so that it can load adapters."""
 
     def __init__(
         self,
@@ -245,6 +249,7 @@ class RemoteEngine(ABC):
         """What every server should hold; None while they hold what they were started with."""
         self._served_last = self._initial
         """What a server held that served; it gets these back where newer weights fail."""
+        self._adapters = ServedAdapters()
         self._loading = asyncio.Lock()
         self._unsure: set[str] = set()
         """Servers whose weights may be incomplete, whatever they call them, because a change failed."""
@@ -271,23 +276,30 @@ class RemoteEngine(ABC):
         """The policy version that was loaded last; 0 is the one that the servers were started with."""
         return self._version
 
+    def version_of(self, policy: str) -> int:
+        """The version of the adapter that the next request of a policy will be sampled with."""
+        return self._adapters.version(policy)
+
     async def generate(
-        self, prompt_ids: Sequence[int], sampling: Sampling, *, rollout_id: str = ""
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, rollout_id: str = "", policy: str = ""
     ) -> AsyncGenerator[SampledChunk, None]:
         """Sample one reply; see `Engine.generate`. Stop strings are left to the caller, who closes the generator at one.
 
-        A reply that is interrupted by new weights is continued after its last token, under the new version.
+        A reply that is interrupted by new weights is continued after its last token, under the new version. One of a policy with
+        an adapter is not interrupted: it ends under the version that it began with.
         """
         self._check_request(prompt_ids, sampling)
         ids, parts = list(prompt_ids), 0
         while (left := len(prompt_ids) + sampling.max_tokens - len(ids)) > 0:
             rest = replace(sampling, max_tokens=left, seed=_part_seed(sampling.seed, parts))
-            async with aclosing(self.client.stream(self.path, self._prepare(list(ids), rest), rollout_id=rollout_id)) as chunks:
-                async for chunk in chunks:
-                    ids += chunk.ids
-                    yield chunk
-                    if chunk.finish is not None:
-                        return
+            with self._adapters.using(policy) as adapter:
+                prepare, name = self._prepare(list(ids), rest, adapter), adapter.name if adapter else ""
+                async with aclosing(self.client.stream(self.path, prepare, rollout_id=rollout_id, missing=name)) as chunks:
+                    async for chunk in chunks:
+                        ids += chunk.ids
+                        yield chunk
+                        if chunk.finish is not None:
+                            return
             parts += 1
         # Interrupted after the last allowed token but before the server sent its finish reason.
         yield SampledChunk((), (), (), (), finish="length")
@@ -299,17 +311,72 @@ class RemoteEngine(ABC):
             "publish a model folder and `load` it"
         )
 
-    async def load(self, version: int, folder: Path) -> None:
+    async def load(self, version: int, folder: Path, *, policy: str = "") -> None:
         """Load the weights of a model folder into every server; see `Engine.load`. The folder must have the same path there.
 
-        A server that fails to load them is down until it has. If all fail, the previous version is loaded again.
+        A server that fails to load them is down until it has. If all fail, the previous version is loaded again. An adapter's
+        folder is loaded beside what is there, and new requests of the policy use it.
         """
         wanted = self._weights(version, folder)
+        if is_adapter(folder):
+            async with self._loading:
+                name = f"{policy or 'policy'}-v{version}-{self._run}"
+                await self._load_adapter(ServedAdapter(policy, version, wanted.folder, name))
+            return
         contents = await asyncio.to_thread(check_same_shape, wanted.folder, self._initial.folder, self.context_length)
         async with self._loading:
             if self._published is None:
                 await self._check_loadable(contents)
             await self._publish(wanted, self.change_weights)
+
+    async def _load_adapter(self, adapter: ServedAdapter) -> None:
+        await asyncio.to_thread(read_adapter_config, adapter.folder)
+        deadline = asyncio.get_running_loop().time() + self.client.policy.down_s
+        while errors := await self._offer_adapter(adapter):
+            if not await self._wait_for_server(errors, deadline):
+                reasons = "; ".join(map(str, errors))
+                raise EngineError(f"policy version {adapter.version} was taken by no server: {reasons}; {self.adapter_remedy}")
+        if not self._adapters:
+            await self._unload_leftovers(adapter.folder.parent)
+        unused = self._adapters.announce(adapter)
+        self._version = max(self._version, adapter.version)
+        for server in self.client.fleet.servers:
+            for old in unused:
+                with suppress(UpstreamError):  # it is down, or was restarted: it holds the adapter no longer
+                    await self.unload_adapter(server.url, old.name)
+
+    async def _offer_adapter(self, adapter: ServedAdapter) -> list[UpstreamError]:
+        """Let all servers that are up load an adapter; returns the errors if none has."""
+        fleet = self.client.fleet
+        servers = [server for server in fleet.servers if server.up.is_set()] or fleet.servers
+        errors: dict[EngineServer, UpstreamError] = {}
+
+        async def load(server: EngineServer) -> None:
+            try:
+                await self.load_adapter(server.url, adapter)
+            except UpstreamError as error:
+                errors[server] = error
+
+        async with asyncio.TaskGroup() as group:
+            for server in servers:
+                group.create_task(load(server))
+        if len(errors) == len(servers):
+            return list(errors.values())
+        for server, error in errors.items():
+            fleet.put_down(server, error)  # until `_check_server` has loaded it there
+        return []
+
+    async def _unload_leftovers(self, folder: Path) -> None:
+        """Unload adapters that an earlier process of this run, which was killed, has left."""
+        for server in self.client.fleet.servers:
+            with suppress(UpstreamError):
+                for name, root in (await self.listed_adapters(server.url)).items():
+                    if Path(root).is_relative_to(folder) and self._run not in name:
+                        await self.unload_adapter(server.url, name)
+
+    def folders_in_use(self) -> set[Path]:
+        """Folders of adapters that a server may still read; do not delete them."""
+        return self._adapters.folders()
 
     async def _publish(self, wanted: PublishedWeights, change: "ChangeWeights") -> None:
         before, self._published = self._published or self._initial, wanted
@@ -373,6 +440,21 @@ class RemoteEngine(ABC):
         """Let the paused server at `url` read weights from their folder, and drop what it computed from the old ones."""
 
     @abstractmethod
+    def with_adapter(self, body: dict[str, Any], name: str) -> dict[str, Any]:
+        """The body of a request that samples with an adapter."""
+
+    @abstractmethod
+    async def load_adapter(self, url: str, adapter: ServedAdapter) -> None:
+        """Let the server at `url` load an adapter under its name; no error if it holds it already."""
+
+    @abstractmethod
+    async def unload_adapter(self, url: str, name: str) -> None: ...
+
+    @abstractmethod
+    async def listed_adapters(self, url: str) -> dict[str, str]:
+        """The adapters that the server at `url` holds: their folders by name."""
+
+    @abstractmethod
     def recovery_steps(self, url: str, before: PublishedWeights) -> RecoverySteps:
         """What makes the paused server at `url` serve again after new weights failed; the last step resumes it."""
 
@@ -405,10 +487,15 @@ class RemoteEngine(ABC):
                 worst = min(ids) if min(ids) < 0 else max(ids)
                 raise RequestError(f"token {worst} is none of the model's: it has {self.vocabulary}, counted from 0")
 
-    def _prepare(self, prompt: list[int], sampling: Sampling) -> Callable[[EngineServer], ServerRequest[SampledChunk]]:
+    def _prepare(
+        self, prompt: list[int], sampling: Sampling, adapter: ServedAdapter | None
+    ) -> Callable[[EngineServer], ServerRequest[SampledChunk]]:
         def prepare(server: EngineServer) -> ServerRequest[SampledChunk]:
             key = secrets.token_hex(16)
-            return ServerRequest(orjson.dumps(self.body(prompt, sampling, key)), self.reader(prompt, sampling, server), key)
+            body, reader = self.body(prompt, sampling, key), self.reader(prompt, sampling, server)
+            if adapter is not None:
+                body, reader.version = self.with_adapter(body, adapter.name), adapter.version
+            return ServerRequest(orjson.dumps(body), reader, key)
 
         return prepare
 
@@ -486,6 +573,8 @@ class RemoteEngine(ABC):
         served = await self.inspect(self.client.http, server.url, self._name)
         if not served.is_like(self._served):
             raise UpstreamError(f"{server.url} serves {served}, the others {self._served}", kind="refused")
+        for adapter in self._adapters.loaded():
+            await self.load_adapter(server.url, adapter)
         wanted = None
         while wanted is not self._published:  # `load` may publish a newer version during the awaits below
             wanted = self._published
@@ -504,6 +593,11 @@ class RemoteEngine(ABC):
 
     async def _probe(self, server: EngineServer) -> None:
         """The fleet's cheap check: the server is alive and holds the weights that its tokens are recorded under."""
+        if self._adapters:
+            held = await self.listed_adapters(server.url)
+            if lost := [adapter.name for adapter in self._adapters.loaded() if adapter.name not in held]:
+                raise UpstreamError(f"{server.url} no longer holds {lost[0]}", kind="broken")
+            return
         wanted = self._published
         if wanted is None or server.version != wanted.version:
             await self.client.http.request_json(f"{server.url}/health")

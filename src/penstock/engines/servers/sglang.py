@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.engines.fleet import EngineServer
+from penstock.engines.servers.adapters import ServedAdapter
 from penstock.engines.servers.base import RemoteEngine, RemoteModel, RemoteSection, ReplyReader, open_remote
 from penstock.engines.servers.model_files import PublishedWeights
 from penstock.engines.servers.pauses import RecoverySteps, ServerCall
@@ -90,6 +91,10 @@ class SglangEngine(RemoteEngine):
     pause_call = ServerCall("/pause_generation", {"mode": "retract"})
     resume_call = ServerCall("/continue_generation", {})
     load_remedy = "start SGLang where the run's folder has the same path as here"
+    adapter_remedy = (
+        "start SGLang with --enable-lora --max-lora-rank of at least train.rank --lora-target-modules all, "
+        "where the run's folder has the same path as here"
+    )
 
     def body(self, prompt: list[int], sampling: Sampling, key: str) -> dict[str, Any]:
         return request_body(prompt, sampling, key)
@@ -116,6 +121,24 @@ class SglangEngine(RemoteEngine):
     async def abort(self, url: str, key: str) -> None:
         """SGLang checks for closed connections only every few seconds, so it is told."""
         await self.client.http.request_json(f"{url}/abort_request", {"rid": key})
+
+    def with_adapter(self, body: dict[str, Any], name: str) -> dict[str, Any]:
+        return body | {"lora_path": name}
+
+    async def load_adapter(self, url: str, adapter: ServedAdapter) -> None:
+        body = {"lora_name": adapter.name, "lora_path": str(adapter.folder)}
+        answer = await self.post(url, ServerCall("/load_lora_adapter", body), limit_s=self._load_s)
+        if not answer["success"] and adapter.name not in (answer.get("loaded_adapters") or {}):
+            raise UpstreamError(f"{url} has not taken the adapter: {answer.get('error_message')}", kind="refused", status=400)
+
+    async def unload_adapter(self, url: str, name: str) -> None:
+        await self.post(url, ServerCall("/unload_lora_adapter", {"lora_name": name}))
+
+    async def listed_adapters(self, url: str) -> dict[str, str]:
+        """As `/v1/models` lists them; older versions list none, and are taken at their word that they loaded ours."""
+        listed = await self.client.http.request_json(f"{url}/v1/models")
+        found = {str(entry["id"]): str(entry.get("root") or "") for entry in listed["data"] if entry.get("parent")}
+        return found or {adapter.name: str(adapter.folder) for adapter in self._adapters.loaded()}
 
     async def change_weights(self, url: str, wanted: PublishedWeights) -> None:
         answer = await self.post(url, update_call(wanted), limit_s=self._load_s)
