@@ -55,9 +55,10 @@ test-vllm: $(STAMP)
 	$(BIN)/python tests/vllm/install.py "$$PENSTOCK_VLLM"
 	$(BIN)/python -m pytest -n 0 tests/vllm
 
+# Several processes: most of the time goes into compiling kernels, each on one core.
 test-gpu: $(STAMP)
 	@$(BIN)/python -c 'import torch; raise SystemExit(None if torch.cuda.is_available() else "no GPU here: nothing was tested")'
-	$(BIN)/python -m pytest -n 0 -m gpu tests/gpu
+	$(BIN)/python -m pytest -n 3 --dist loadfile -m gpu tests/gpu
 
 # pyright runs on one core, however long it takes: the tests leave that core to it.
 CHECK_OPTIONS := -n 2 --dist loadfile -m "not slow" --hypothesis-profile check

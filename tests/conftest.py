@@ -6,6 +6,7 @@ A CPU that claims AMX and cannot run it is found out before any process of the t
 
 import os
 import signal
+import tempfile
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from xdist.workermanage import WorkerController
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("XDG_STATE_HOME", tempfile.mkdtemp(prefix="penstock-tests-"))  # notes of paused servers go there
 limit_onednn()
 # A loaded machine is no failure. `make check` takes a third of the examples, `make test` all.
 settings.register_profile("whole", deadline=None, suppress_health_check=[HealthCheck.too_slow])

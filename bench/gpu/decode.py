@@ -9,23 +9,27 @@ import asyncio
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from bench.gpu.update import SHAPES
-from bench.gpu.vllm_peer import VllmPeer, write_config
+from bench.gpu.update import SHAPES, free
+from bench.gpu.vllm_peer import CACHE_BYTES, VllmPeer, write_config
 from penstock.config import EmbeddedSection
 from penstock.engines.embedded.decoder import Decoder, DecoderShape
 from penstock.engines.embedded.engine import EmbeddedEngine, make_core
 from penstock.engines.embedded.weights import load_decoder
 from penstock.records import Sampling
+from penstock.system.processes import relax_gc
 
 PROMPT, SHARED, REPLY = 375, 360, 128
 ROUNDS = 3
+ENOUGH_S = 6.0
+"""vLLM is not asked any more after so many seconds."""
 
 
 class Row(NamedTuple):
@@ -41,57 +45,98 @@ class Row(NamedTuple):
         return [shared + rng.choices(range(vocabulary), k=PROMPT - self.shared) for _ in range(self.batch)]
 
 
-def main(folder: Path) -> None:
-    compare_smollm2(folder)
-    compare_qwen3()
+PLAIN_ROW = Row(256, SHARED)
 
 
-def compare_smollm2(folder: Path) -> None:
-    compare("SmolLM2-135M", load_decoder(folder, device=torch.device("cuda"), dtype=torch.bfloat16), folder, (1, 32, 256, 1024))
+class DecodeRate(NamedTuple):
+    """One line of the result; tokens/s, medians. None where vLLM is not installed, or was not asked."""
+
+    model: str
+    requests: int
+    shared_tokens: int
+    ours: float
+    vllm: float | None
+    vllm_without_logprobs: float | None
+
+    def __str__(self) -> str:
+        kind = "shared" if self.shared_tokens else "distinct"
+        text = f"decode {self.model}, {self.requests} at once, {kind} prompts: {self.ours:,.0f} tokens/s"
+        if self.vllm is not None:
+            text += f", vLLM {self.vllm:,.0f}: {self.ours / self.vllm:.2f} x{'' if self.ours >= self.vllm else '  BEHIND'}"
+        if self.vllm_without_logprobs is not None:
+            text += f"; vLLM without log-probabilities {self.vllm_without_logprobs:,.0f}"
+        return text
 
 
-def compare_qwen3() -> None:
-    """With random weights: speed does not depend on them."""
-    with TemporaryDirectory() as folder:
-        write_config(Path(folder), SHAPES["0.6B"])
-        compare("Qwen3-0.6B's shape", _random_decoder(SHAPES["0.6B"]), Path(folder), (1, 32, 256))
+class DecodePeers(NamedTuple):
+    """The vLLMs to compare with. They take a minute or two to start: open them early."""
+
+    smollm2: VllmPeer | None
+    qwen3: VllmPeer | None
 
 
-def compare(name: str, decoder: Decoder, folder: Path, batches: Sequence[int]) -> None:
-    with VllmPeer.opened(folder) as peer:
-        core = make_core(decoder, EmbeddedSection())
-        engine = EmbeddedEngine(core, name="bench", queue_limit=4096, seed=0)
-        with asyncio.Runner() as runner:
-            for row in (Row(batch, shared) for shared in (SHARED, 0) for batch in batches):
-                ours: list[float] = []
-                theirs: list[float] = []
-                runner.run(_generate(engine, row.prompts(decoder.shape.vocab_size, 0), 16))
-                if peer is not None:
-                    peer.generate(row.prompts(decoder.shape.vocab_size, 0), 16)
-                for seed in range(1, ROUNDS + 1):
-                    prompts = row.prompts(decoder.shape.vocab_size, seed)
-                    started = time.perf_counter()
-                    runner.run(_generate(engine, prompts, REPLY))
-                    ours.append(time.perf_counter() - started)
-                    if peer is not None:
-                        theirs.append(peer.generate(prompts, REPLY))
-                plain: float | None = None
-                if peer is not None and row.shared:
-                    plain = peer.generate(row.prompts(decoder.shape.vocab_size, ROUNDS + 1), REPLY, logprobs=False)
-                _tell(name, row, ours, theirs, plain)
-            runner.run(engine.close())
+@contextmanager
+def opened_peers(folder: Path) -> Generator[DecodePeers]:
+    with ExitStack() as stack:
+        shape = Path(stack.enter_context(TemporaryDirectory()))
+        write_config(shape, SHAPES["0.6B"])
+        yield DecodePeers(*(stack.enter_context(VllmPeer.opened(one)) for one in (folder, shape)))
 
 
-def _tell(name: str, row: Row, ours: Sequence[float], theirs: Sequence[float], plain: float | None) -> None:
+def main(folder: Path, peers: DecodePeers | None = None) -> list[dict[str, Any]]:
+    if peers is None:
+        with opened_peers(folder) as peers:
+            return main(folder, peers)
+    relax_gc()  # as `penstock` does
+    cuda = torch.device("cuda")
+    rates = compare("SmolLM2-135M", load_decoder(folder, device=cuda, dtype=torch.bfloat16), peers.smollm2, (1, 32, 256, 1024))
+    # With random weights: speed does not depend on them.
+    rates += compare("Qwen3-0.6B's shape", _random_decoder(SHAPES["0.6B"]), peers.qwen3, (1, 32, 256))
+    return [rate._asdict() for rate in rates]
+
+
+def compare(name: str, decoder: Decoder, peer: VllmPeer | None, batches: Sequence[int]) -> list[DecodeRate]:
+    if peer is not None:
+        try:
+            print(f"vLLM {peer.wait()}", flush=True)
+        except ValueError as cause:
+            print(cause, flush=True)
+            peer = None
+    shape = decoder.shape
+    tokens = CACHE_BYTES // (2 * shape.layers * shape.kv_heads * shape.head_dim * decoder.embed.weight.element_size())
+    engine = EmbeddedEngine(make_core(decoder, EmbeddedSection(cache_tokens=tokens)), name="bench", queue_limit=4096, seed=0)
+    rates: list[DecodeRate] = []
+    with asyncio.Runner() as runner:
+        for row in (Row(batch, shared) for shared in (SHARED, 0) for batch in batches):
+            rates.append(_measure(name, row, decoder.shape.vocab_size, runner, engine, peer))
+            print(rates[-1], flush=True)
+        runner.run(engine.close())
+    del engine
+    free()
+    return rates
+
+
+def _measure(
+    name: str, row: Row, vocabulary: int, runner: asyncio.Runner, engine: EmbeddedEngine, peer: VllmPeer | None
+) -> DecodeRate:
+    ours: list[float] = []
+    theirs: list[float] = []
+    runner.run(_generate(engine, row.prompts(vocabulary, 0), 16))
+    if peer is not None:
+        peer.generate(row.prompts(vocabulary, 0), 16)
+    for seed in range(1, ROUNDS + 1):
+        prompts = row.prompts(vocabulary, seed)
+        started = time.perf_counter()
+        runner.run(_generate(engine, prompts, REPLY))
+        ours.append(time.perf_counter() - started)
+        if peer is not None and sum(theirs) < ENOUGH_S:
+            theirs.append(peer.generate(prompts, REPLY))
+    plain = None
+    if peer is not None and row == PLAIN_ROW:
+        plain = peer.generate(row.prompts(vocabulary, ROUNDS + 1), REPLY, logprobs=False)
     tokens = row.batch * REPLY
-    mine = statistics.median(ours)
-    told = f"decode {name}, {row.batch} at once, {'shared' if row.shared else 'distinct'} prompts: {tokens / mine:,.0f} tokens/s"
-    if theirs:
-        other = statistics.median(theirs)
-        told += f", vLLM {tokens / other:,.0f}: {other / mine:.2f} x"
-        told += "" if plain is None else f"; vLLM without log-probabilities {tokens / plain:,.0f}"
-        told += "" if other >= mine else "  BEHIND"
-    print(told, flush=True)
+    rates = [tokens / statistics.median(times) if times else None for times in (ours, theirs, [plain] if plain else [])]
+    return DecodeRate(name, row.batch, row.shared, rates[0] or 0.0, *rates[1:])
 
 
 async def _generate(engine: EmbeddedEngine, prompts: Sequence[Sequence[int]], tokens: int) -> None:

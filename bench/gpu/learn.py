@@ -1,11 +1,13 @@
 """Steps and seconds until the multiply agent's reward is 0.95: in bfloat16, in float32, and by TRL where that is installed.
 
-Each run is a process, timed from its start; `start-up` is what passes before the first step. Seed 0 runs alone; the other seeds of
-Penstock run beside each other, for their steps alone. `control` has a learning rate of 0: what rewards do by chance.
+Each run is a process, timed from its start; `start-up` is what passes before the first step. Where the clock is compared, seed 0
+runs alone; all other runs are made beside each other, for their steps alone. `control` has a learning rate of 0: what rewards do
+by chance. `nearest` is bfloat16 as it was before, without gateway and pool; see `precision.py`.
 """
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -15,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
 TASKS = ROOT / "examples" / "multiply" / "tasks.jsonl"
@@ -23,6 +25,7 @@ WANTED, STEPS, SEEDS = 0.95, 8, (0, 1, 2)
 TIMEOUT_S = 240
 SHARED = "engine.cache_tokens=65536"
 """For runs beside each other: alone, one takes a third of the GPU's memory."""
+AT_ONCE = 6
 
 
 class LearningCurve(NamedTuple):
@@ -48,43 +51,76 @@ class LearningCurve(NamedTuple):
         return f"{curve}; {WANTED} at {reached}; start-up {self.start_s:.1f} s, {self.step_s:.2f} s a step"
 
 
-def main(folder: Path) -> None:
+Curves = dict[str, dict[int, LearningCurve]]
+"""By way, then by seed; those that failed are left out."""
+
+BFLOAT16, FLOAT32, CONTROL = "one turn, bfloat16", "one turn, float32", "one turn, control"
+TWO_TURNS, TRL = "two turns, bfloat16", "one turn, TRL with vLLM"
+TIMED = (BFLOAT16, TWO_TURNS, TRL)
+
+
+def ways(folder: Path) -> dict[str, Callable[..., LearningCurve]]:
     one, two = HERE / "one_turn.toml", HERE / "two_turns.toml"
-    ways: dict[str, Callable[..., LearningCurve]] = {
-        "one turn, bfloat16": partial(penstock, folder, one),
-        "one turn, float32": partial(penstock, folder, one, 'engine.dtype="float32"'),
-        "one turn, control": partial(penstock, folder, one, "train.lr=0"),
-        "two turns, bfloat16": partial(penstock, folder, two),
+    found: dict[str, Callable[..., LearningCurve]] = {
+        BFLOAT16: partial(penstock, folder, one),
+        FLOAT32: partial(penstock, folder, one, 'engine.dtype="float32"'),
+        CONTROL: partial(penstock, folder, one, "train.lr=0"),
+        TWO_TURNS: partial(penstock, folder, two),
     }
-    timed = {name: _measure(name, run, 0) for name, run in ways.items()}
-    with ThreadPoolExecutor() as pool:
-        more = {
-            name: list(pool.map(partial(_measure, name, run), SEEDS[1:])) for name, run in ways.items() if "control" not in name
-        }
     if importlib.util.find_spec("trl") and importlib.util.find_spec("vllm"):
-        name = "one turn, TRL with vLLM"  # one after the other: vLLM fails if memory is freed by others while it starts
-        timed[name], *more[name] = (_measure(name, partial(trl, folder), seed) for seed in SEEDS)
-    else:
+        found[TRL] = partial(trl, folder)
+    return found
+
+
+def run_beside(folder: Path) -> Curves:
+    """All runs whose steps alone count, some at a time. Nothing else may be measured meanwhile."""
+    jobs = [(name, run, seed) for name, run in ways(folder).items() for seed in SEEDS if seed or name not in TIMED]
+    jobs = [job for job in jobs if job[0] != CONTROL or not job[2]]
+    jobs.sort(key=lambda job: job[0] != TRL)  # the slowest first
+    curves: Curves = {}
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        nearest = pool.submit(_output, [sys.executable, "-m", "bench.gpu.precision", str(folder), "3", str(STEPS), "nearest"])
+        started = [(name, seed, pool.submit(_measure, name, run, seed, beside=True)) for name, run, seed in jobs]
+        for name, seed, running in started:
+            if (curve := running.result()) is not None:
+                curves.setdefault(name, {})[seed] = curve
+        try:
+            print(nearest.result(), end="", flush=True)
+        except (subprocess.SubprocessError, OSError, ValueError) as cause:
+            print(f"nearest: failed: {str(cause)[-1500:]}", flush=True)
+    return curves
+
+
+def main(folder: Path, beside: Curves | None = None) -> dict[str, Any]:
+    curves = run_beside(folder) if beside is None else beside
+    runs = ways(folder)
+    if TRL not in runs:
         print("TRL with vLLM is not installed")
-    for name, first in timed.items():
-        steps = [curve and curve.steps for curve in (first, *more.get(name, []))]
-        print(f"learn, {name}: {WANTED} at steps {steps}, {first.step_s if first else float('nan'):.2f} s a step", flush=True)
-    ours, theirs = timed["one turn, bfloat16"], timed.get("one turn, TRL with vLLM")
+    for name in TIMED:
+        if name in runs and (curve := _measure(name, runs[name], 0, beside=False)) is not None:
+            curves.setdefault(name, {})[0] = curve
+    for name, by_seed in curves.items():
+        steps = [by_seed[seed].steps if seed in by_seed else "failed" for seed in SEEDS if name != CONTROL or not seed]
+        print(f"learn, {name}: {WANTED} at steps {steps}", flush=True)
+    ours, theirs = (curves.get(name, {}).get(0) for name in (BFLOAT16, TRL))
     if ours and theirs:
-        print(f"learn: {theirs.step_s / ours.step_s:.2f} x the steps/s of TRL with vLLM")
+        print(f"learn: {theirs.step_s / ours.step_s:.2f} x the steps/s of TRL with vLLM", flush=True)
+        print(f"learn: start-up {ours.start_s:.1f} s, TRL with vLLM {theirs.start_s:.1f} s", flush=True)
+    return {name: {seed: curve._asdict() for seed, curve in by_seed.items()} for name, by_seed in curves.items()}
 
 
-def _measure(name: str, run: Callable[..., LearningCurve], seed: int) -> LearningCurve | None:
+def _measure(name: str, run: Callable[..., LearningCurve], seed: int, *, beside: bool) -> LearningCurve | None:
     try:
-        curve = run(seed=seed)
-    except (subprocess.SubprocessError, OSError, ValueError) as cause:
+        curve = run(seed=seed, beside=beside)
+    except (subprocess.SubprocessError, OSError, ValueError, LookupError, StopIteration) as cause:
         print(f"{name}, seed {seed}: failed: {str(cause)[-1500:]}", flush=True)
         return None
-    print(f"{name}, seed {seed}: {curve}", flush=True)
+    print(f"{name}, seed {seed}{' (beside others)' if beside else ''}: {curve}", flush=True)
     return curve
 
 
-def penstock(model: Path, config: Path, *settings: str, seed: int) -> LearningCurve:
+def penstock(model: Path, config: Path, *settings: str, seed: int, beside: bool) -> LearningCurve:
+    settings = (*settings, SHARED) if beside else settings
     with tempfile.TemporaryDirectory() as folder:
         run = [f'run.folder="{folder}"', 'run.name="bench"', f"run.seed={seed}", f'model.name="{model}"', f"train.steps={STEPS}"]
         options = [word for one in (*run, *settings) for word in ("--set", one)]
@@ -96,17 +132,20 @@ def penstock(model: Path, config: Path, *settings: str, seed: int) -> LearningCu
     return LearningCurve(first - started, [one["reward"] for one in steps], [one["time"] - started for one in steps])
 
 
-def trl(model: Path, seed: int) -> LearningCurve:
+def trl(model: Path, *, seed: int, beside: bool) -> LearningCurve:
+    # What vLLM compiles is kept: by each seed for itself, as two would write the same files, and by seed 0 from seed 1.
+    environment = {**os.environ, "VLLM_CACHE_ROOT": str(Path(tempfile.gettempdir()) / f"bench-trl-{seed or 1}")}
+    command = [sys.executable, str(HERE / "trl_one_turn.py"), str(model), str(TASKS), str(STEPS), str(seed), str(int(beside))]
     started = time.time()
-    output = _output([sys.executable, str(HERE / "trl_one_turn.py"), str(model), str(TASKS), str(STEPS), str(seed)])
+    output = _output(command, environment)
     found = json.loads(next(line for line in output.splitlines() if line.startswith("RESULT ")).removeprefix("RESULT "))
     ends = [end - started for end in found["ends"]]
     return LearningCurve(found["begun"] - started, found["rewards"], ends)
 
 
-def _output(command: list[str]) -> str:
+def _output(command: list[str], environment: dict[str, str] | None = None) -> str:
     """Raises ValueError with the end of what it printed if it fails."""
-    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, cwd=ROOT, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, cwd=ROOT, env=environment, check=False)
     if done.returncode:
         raise ValueError((done.stdout + done.stderr)[-1500:])
     return done.stdout

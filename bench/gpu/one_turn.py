@@ -26,8 +26,12 @@ class OneTurnConfig(AgentWorkflowConfig):
 
 class OneTurnWorkflow(AgentWorkflow[OneTurnConfig]):
     async def run(self, ctx: AgentWorkflowContext[OneTurnConfig]) -> None:
-        messages: list[Any] = [SYSTEM, *EXAMPLES, *ctx.prompt]
-        await ctx.openai().chat.completions.create(model="policy", messages=messages, max_tokens=48)
+        await ask(ctx.openai(), ctx.prompt)
+
+
+async def ask(client: Any, prompt: list[Any]) -> None:
+    """The whole agent."""
+    await client.chat.completions.create(model="policy", messages=[SYSTEM, *EXAMPLES, *prompt], max_tokens=48)
 
 
 class OneTurnGrader(Grader):

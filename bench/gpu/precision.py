@@ -6,7 +6,7 @@
     published   the same from a file that is in bfloat16 already
     control     bfloat16, not trained: what the rewards vary by chance
 
-`python -m bench.gpu.precision FOLDER [seeds] [steps]`; the folder is a SmolLM2-135M-Instruct.
+`python -m bench.gpu.precision FOLDER [seeds] [steps] [variant]`; the folder is a SmolLM2-135M-Instruct.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ import random
 import re
 import sys
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -42,8 +42,8 @@ WANTED = 0.95
 VARIANTS = ("float32", "nearest", "bfloat16", "published", "control")
 
 
-def main(folder: Path, seeds: int = 3, steps: int = 12) -> None:
-    for variant in VARIANTS:
+def main(folder: Path, seeds: int = 3, steps: int = 12, *, variants: Iterable[str] = VARIANTS) -> None:
+    for variant in variants:
         for seed in range(seeds):
             started = time.perf_counter()
             rewards, share, gap = asyncio.run(learn(folder, variant, seed=seed, steps=steps))
@@ -158,4 +158,4 @@ def _call(a: int, b: int) -> dict[str, str]:
 
 if __name__ == "__main__":
     torch.set_float32_matmul_precision("highest")
-    main(Path(sys.argv[1]), *map(int, sys.argv[2:]))
+    main(Path(sys.argv[1]), *map(int, sys.argv[2:4]), variants=sys.argv[4:] or VARIANTS)

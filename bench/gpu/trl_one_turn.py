@@ -1,7 +1,8 @@
 # pyright: reportMissingImports=false, reportUnknownVariableType=false, reportUnknownMemberType=false, reportUnknownArgumentType=false
-"""TRL's GRPO on the task of `one_turn.py`, with vLLM in the same process: `trl_one_turn.py MODEL_FOLDER TASKS STEPS SEED`.
+"""TRL's GRPO on the task of `one_turn.py`, with vLLM in the same process: `trl_one_turn.py MODEL_FOLDER TASKS STEPS SEED BESIDE`.
 
-Prints a line of JSON: when training began, and for each step its reward and end, in seconds since 1970.
+BESIDE is 1 if other programs use the GPU meanwhile, else 0. Prints a line of JSON: when training began, and for each step its
+reward and end, in seconds since 1970.
 """
 
 import json
@@ -19,6 +20,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from bench.gpu.one_turn import EXAMPLES, SYSTEM, is_call
 
+CACHE_BYTES = 6 << 30
+
 
 class StepClock(TrainerCallback):
     def __init__(self) -> None:
@@ -28,7 +31,21 @@ class StepClock(TrainerCallback):
         self.ends.append(time.time())
 
 
-def main(folder: str, tasks: str, steps: str, seed: str) -> None:
+def fix_cache_size() -> None:
+    """vLLM would measure free memory, and fail if another program frees some meanwhile."""
+    import vllm
+
+    plain = vllm.LLM.__init__
+
+    def opened(self: Any, *arguments: Any, **options: Any) -> None:
+        plain(self, *arguments, **{"kv_cache_memory_bytes": CACHE_BYTES, **options})
+
+    vllm.LLM.__init__ = opened
+
+
+def main(folder: str, tasks: str, steps: str, seed: str, beside: str) -> None:
+    if int(beside):
+        fix_cache_size()
     rows: list[dict[str, Any]] = []
     for line in Path(tasks).read_text().splitlines():
         question = json.loads(line)["user_prompt"]
@@ -39,7 +56,7 @@ def main(folder: str, tasks: str, steps: str, seed: str) -> None:
         return [is_call(one[0]["content"], x, y) for one, x, y in zip(completions, a, b, strict=True)]
 
     settings: Any = GRPOConfig(
-        output_dir="/tmp/trl-one-turn",
+        output_dir=f"/tmp/trl-one-turn-{seed}",
         seed=int(seed),
         per_device_train_batch_size=32,
         num_generations=8,
@@ -58,7 +75,7 @@ def main(folder: str, tasks: str, steps: str, seed: str) -> None:
         disable_tqdm=True,
         use_vllm=True,
         vllm_mode="colocate",
-        vllm_gpu_memory_utilization=0.2,
+        vllm_gpu_memory_utilization=0.1 if int(beside) else 0.2,
     )
     clock = StepClock()
     trainer: Any = GRPOTrainer(folder, reward_funcs=reward, args=settings, train_dataset=Dataset.from_list(rows), callbacks=[clock])

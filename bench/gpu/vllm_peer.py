@@ -6,6 +6,7 @@ It works offline, without a server: the fastest way that vLLM has.
 import importlib.util
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -18,38 +19,47 @@ from typing import IO, Any
 
 from penstock.engines.embedded.decoder import DecoderShape
 
-MEMORY_SHARE = 0.4
-"""Of the GPU's memory: more than enough for every row, and the rest for us."""
+MEMORY_SHARE = 0.25
+"""Of the GPU's memory, which must be free when vLLM starts."""
+TIMEOUT_S = 240
+CACHE_BYTES = 24 << 30
+"""Of keys and values: more than enough for every row. Without it, vLLM would measure free memory, and fail if others free some."""
 
 
 class VllmPeer:
     """The caller's side."""
 
     def __init__(self, child: "subprocess.Popen[str]", log: IO[str]) -> None:
-        self._child, self._log = child, log
+        self._child, self._log, self._version = child, log, ""
 
     @classmethod
     @contextmanager
     def opened(cls, folder: Path) -> Generator["VllmPeer | None"]:
-        """Start vLLM with the model in `folder`, with random weights if it holds none; None where vLLM is not installed."""
+        """Start vLLM with the model in `folder`, with random weights if it holds none; None where vLLM is not installed.
+
+        It starts meanwhile: `wait` before use.
+        """
         if importlib.util.find_spec("vllm") is None:
             print("vLLM is not installed here: no comparison", flush=True)
             yield None
             return
-        started = time.perf_counter()
         command = [sys.executable, "-m", "bench.gpu.vllm_peer", str(folder)]
         with tempfile.TemporaryFile("w+") as log:
             child = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True
             )
-            peer = cls(child, log)
             try:
-                print(f"vLLM {peer._answer()} started in {time.perf_counter() - started:.0f} s", flush=True)
-                yield peer
+                yield cls(child, log)
             finally:
                 with suppress(ProcessLookupError):
                     os.killpg(child.pid, signal.SIGKILL)  # its own children hold the GPU's memory
                 child.wait()
+
+    def wait(self) -> str:
+        """Wait until it has started; returns its version."""
+        if not self._version:
+            self._version = self._answer()
+        return self._version
 
     def generate(self, prompts: Sequence[Sequence[int]], tokens: int, *, logprobs: bool = True) -> float:
         """Sample `tokens` per prompt; returns the seconds that it took there."""
@@ -58,11 +68,13 @@ class VllmPeer:
         return float(self._answer())
 
     def _answer(self) -> str:
+        """Raises ValueError with the end of its log if there is none."""
         assert self._child.stdout is not None
-        if line := self._child.stdout.readline().strip():
+        ready, _, _ = select.select([self._child.stdout], [], [], TIMEOUT_S)
+        if ready and (line := self._child.stdout.readline().strip()):
             return line
         self._log.seek(0)
-        raise SystemExit(f"vLLM ended:\n{self._log.read()[-3000:]}")
+        raise ValueError(f"vLLM {'ended' if ready else f'has not answered for {TIMEOUT_S} s'}:\n{self._log.read()[-3000:]}")
 
 
 def write_config(folder: Path, shape: DecoderShape) -> None:
@@ -100,6 +112,7 @@ def main(folder: Path) -> None:
         skip_tokenizer_init=True,
         load_format="auto" if list(folder.glob("*.safetensors")) else "dummy",
         gpu_memory_utilization=MEMORY_SHARE,
+        kv_cache_memory_bytes=CACHE_BYTES,
         max_model_len=2048,
         max_num_seqs=1024,
     )

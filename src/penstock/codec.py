@@ -26,7 +26,7 @@ def to_json(record: Any) -> bytes:
 
 
 def exact_copy(encoded: bytes) -> bytes:
-    """Copy what orjson wrote into memory of its size: its results keep the buffer they were written into, often 60 times as large."""
+    """Copy what orjson wrote into memory of its size: its results keep the buffer they were written into, up to 60 times it."""
     return bytes(memoryview(encoded))
 
 

@@ -10,10 +10,22 @@ import tempfile
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar, cast
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypeVar, cast, get_args, get_origin
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny, ValidationError, create_model
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SerializeAsAny,
+    StringConstraints,
+    ValidationError,
+    ValidationInfo,
+    create_model,
+    field_validator,
+    model_validator,
+)
 
 from penstock.errors import ConfigError, Issue, combine_issues
 
@@ -124,11 +136,24 @@ class SamplingSection(Section):
     """Temperature of the held-out evaluation; greedy, so that before and after differ by the policy alone."""
 
 
+LORA_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+LoraModule = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+LORA_LR = 5e-4
+
+
 class TrainSection(Section):
     steps: int = Field(default=10, ge=0)
     """Training steps of the whole run; raise it to go on."""
+    method: Literal["full", "lora"] = "full"
+    """`full` trains all weights. `lora` trains a small adapter beside them: less memory, and quick to publish."""
+    rank: int = Field(default=16, ge=1, le=512)
+    """Of the adapter's matrices."""
+    alpha: float = Field(default=32.0, gt=0)
+    """What the adapter adds is multiplied by alpha / rank."""
+    target_modules: Annotated[tuple[LoraModule, ...], Field(min_length=1)] = LORA_MODULES
+    """The linear layers that the adapter adds to; by default all but the head."""
     lr: float = Field(default=2e-5, ge=0)
-    """Of AdamW."""
+    """Of AdamW. For `lora`, the default is 5e-4."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Of AdamW."""
     advantage: str = "grpo"
@@ -158,6 +183,23 @@ class TrainSection(Section):
     """Steps between checkpoints. Groups trained since the last one are trained again after a kill, from that checkpoint."""
     checkpoints_kept: int = Field(default=2, ge=2)
     """The newest ones; at least two."""
+    device: str = "auto"
+    """Of the learner, where the engine is on servers: `cpu`, `cuda`, `cuda:1`; `auto` takes the GPU with the most free memory,
+    where there is one. The embedded engine shares its weights with the learner: there `engine.device` says it."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of the learner, likewise; `auto` is float32 on a CPU and bfloat16 on a GPU, with float32 copies that are trained."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_lr(cls, data: Any) -> Any:
+        return {"lr": LORA_LR, **data} if isinstance(data, dict) and data.get("method") == "lora" else data  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
+
+    @field_validator("rank", "alpha", "target_modules")
+    @classmethod
+    def _refuse_without_lora(cls, value: object, at: ValidationInfo) -> object:
+        if at.data.get("method") == "full" and value != cls.model_fields[at.field_name or ""].default:
+            raise ValueError("is a setting of train.method = 'lora'; set that, or leave this out")
+        return value
 
 
 class EvalSection(Section):
@@ -209,6 +251,41 @@ class EngineSection(Section):
 
 class EmbeddedSection(EngineSection):
     in_process: ClassVar[bool] = True
+
+
+def _typed_engine(value: Any) -> Any:
+    """Build `[policies.NAME.engine]` as the class of the engine that it names."""
+    if not isinstance(value, Mapping):
+        return value
+    keys = cast("Mapping[str, Any]", value)
+    return validate(engine_section(str(keys.get("name", EngineSection().name))), keys, "the engine of a policy")
+
+
+class PolicySection(Section):
+    """`[policies.NAME]`: one of several policies. Agents choose it by asking for the model NAME."""
+
+    frozen: bool = False
+    """Never trained: a judge, a simulated user, a policy to play against."""
+    lr: float | None = Field(default=None, ge=0)
+    """None takes `train.lr`."""
+    model: str = ""
+    """The weights of a frozen policy, as `model.name` takes them; empty takes the start policy."""
+    engine: Annotated[SerializeAsAny[EngineSection], BeforeValidator(_typed_engine)] | None = None
+    """Where a frozen policy is served, if not by `[engine]`: with the keys of that engine, `url` for a server or an endpoint."""
+    default: bool = False
+    """Also answers calls that ask for a model of no policy's name; without such a policy they are refused."""
+
+    @model_validator(mode="after")
+    def _only_frozen(self) -> Self:
+        for key in ("model", "engine"):
+            if getattr(self, key) and not self.frozen:
+                raise ValueError(f"{key} is for a frozen policy: all others train an adapter on [model]; add frozen = true")
+        if self.frozen and self.lr is not None:
+            raise ValueError("lr has no meaning for a frozen policy; leave it out")
+        return self
+
+
+PolicyName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
 
 
 class PoolSection(Section):
@@ -278,12 +355,21 @@ class RunConfig(Section):
     pool: PoolSection = PoolSection()
     gateway: GatewaySection = GatewaySection()
     scale: ScaleSection = ScaleSection()
+    policies: dict[PolicyName, PolicySection] = Field(default_factory=dict[str, PolicySection], exclude_if=lambda named: not named)
+    """By the model name that agents ask for. Empty: one policy, under every name."""
     executor: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Settings of the executor that `rollout.executor` names."""
     workflow: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Fields of the workflow's own config class."""
     grader: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Fields of the grader's own config class."""
+
+    @field_validator("policies")
+    @classmethod
+    def _one_default(cls, policies: dict[str, PolicySection]) -> dict[str, PolicySection]:
+        if sum(policy.default for policy in policies.values()) > 1:
+            raise ValueError("more than one policy has default = true; leave it at one of them")
+        return policies
 
 
 # The whole config
@@ -425,12 +511,17 @@ def _issue(model: type[BaseModel], error: Any) -> Issue:
 
 
 def _fields_at(model: type[BaseModel], loc: tuple[str | int, ...]) -> list[str]:
+    inner: Any = model
     for part in loc:
-        annotation = model.model_fields[str(part)].annotation
-        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
-            return []
-        model = annotation
-    return list(model.model_fields)
+        if get_origin(inner) is dict:  # a table of tables, such as [policies.*]
+            inner = get_args(inner)[1]
+        else:
+            inner = inner.model_fields[str(part)].annotation if _is_model(inner) else None
+    return list(inner.model_fields) if _is_model(inner) else []
+
+
+def _is_model(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
 
 
 # Environment variables

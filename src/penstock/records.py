@@ -151,6 +151,8 @@ class Step:
     """Digest of the token ids that the engine saw and sampled, from the first of the prompt to the last of the reply."""
     usage: Usage | None = None
     """Of a reply that an endpoint gave as text: it has no token ids and is never trained. None where tokens are recorded."""
+    policy: str = ""
+    """The policy that was asked, of those in `[policies.*]`; empty in a run without them."""
 
     @property
     def sampled(self) -> int:

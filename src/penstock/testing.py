@@ -9,7 +9,7 @@ async with workbench(engine, renderer) as bench:
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,7 +23,7 @@ from penstock.chat.renderer import Renderer
 from penstock.chat.tokenizer import BYTE_OF, Tokenizer
 from penstock.engines.base import SampledChunk
 from penstock.errors import ConfigError, EngineBusy, EngineError
-from penstock.gateway import Gateway, GatewayLimits, Session
+from penstock.gateway import Gateway, GatewayLimits, ServedPolicy, Session
 from penstock.pool import POOLS
 from penstock.pool.base import Pool
 from penstock.records import Attempt, Finish, Rollout, Sampling, Task, make_rollout
@@ -250,6 +250,7 @@ async def workbench(
     limits: GatewayLimits | None = None,
     secrets: Sequence[str] = (),
     is_open: bool = False,
+    policies: Mapping[str, ServedPolicy] | None = None,
 ) -> AsyncGenerator[GatewayFixture, None]:
     """A gateway in front of `engine`: over ASGI alone, or on a free port with `serves`. By default the pool is a new one in memory.
 
@@ -260,7 +261,17 @@ async def workbench(
             pool = memory_pool()
             stack.push_async_callback(pool.close)
         secret = b"a secret for tests only"
-        gateway = Gateway(engine, renderer, pool, secret=secret, sampling=sampling, limits=limits, secrets=secrets, is_open=is_open)
+        gateway = Gateway(
+            engine,
+            renderer,
+            pool,
+            secret=secret,
+            sampling=sampling,
+            limits=limits,
+            secrets=secrets,
+            is_open=is_open,
+            policies=policies,
+        )
         if serves:
             await stack.enter_async_context(gateway)
         clients = await stack.enter_async_context(AsyncExitStack())

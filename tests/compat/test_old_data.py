@@ -140,3 +140,24 @@ def test_the_same_command_finds_an_old_evaluation_finished(project, told):
     arguments = ("--name", "before", "--model", "model", "--samples", "2", "--set", "eval.temperature=1.0")
     found = told("eval", "run", "train.toml", *arguments)
     assert (found["resumed"], found["outcome"]["rollouts"], found["outcome"]["steps"]) == (6, 6, 8)
+
+
+def test_the_dashboard_shows_old_folders_and_changes_nothing_in_them(project):
+    from starlette.testclient import TestClient
+
+    from penstock.view.app import make_view_app
+    from penstock.view.sources import FolderSource
+
+    before = {path: path.read_bytes() for path in Path("runs").rglob("*") if path.is_file()}
+    client = TestClient(make_view_app(FolderSource(Path("runs")), names=None))
+    kinds = {run["id"]: run["kind"] for run in client.get("/api/runs").json()["runs"]}
+    assert kinds == {"train": "train", "gateway": "gateway", "evals/before": "eval", "evals/after": "eval"}
+    told = client.get("/api/run?run=train").json()
+    assert (told["stats"]["groups_trained"], told["lost"]["ends"]) == (4, {"agent_error": 3})
+    rollout = client.get("/api/rollout?run=train&rollout=train-0.0.1").json()
+    assert (rollout["reward"], [call["tokens"] for call in rollout["calls"]]) == (0.0, [4, 4])
+    assert client.get("/api/tokens?run=train&rollout=train-0.0.1&call=0").json()["logprobs"][0] == pytest.approx(
+        -5.555505, abs=1e-6
+    )
+    assert client.get("/api/evals?runs=evals/before,evals/after").json()["columns"][1]["shared"] == 3
+    assert {path: path.read_bytes() for path in Path("runs").rglob("*") if path.is_file()} == before

@@ -8,6 +8,7 @@ id, text or null) of each token, `weight_version` what the server holds, `finish
 import asyncio
 import json
 import random
+import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -168,11 +169,13 @@ def _full(token_id: int, place: int) -> float:
 
 
 @asynccontextmanager
-async def sglang(*servers: SglangDouble, folder: Path = Path()) -> AsyncIterator[SglangEngine]:
+async def sglang(*servers: SglangDouble, folder: Path | None = None) -> AsyncIterator[SglangEngine]:
     """An engine opened as a run opens it."""
-    section = SglangSection(name="sglang", url=tuple(server.url for server in servers))
-    engine = await asyncio.to_thread(open_engine, folder, name=MODEL, section=section, seed=0)
-    try:
-        yield engine
-    finally:
-        await engine.close()
+    section = SglangSection(name="sglang", url=tuple(server.url for server in servers), down_s=0)
+    with tempfile.TemporaryDirectory() as empty:
+        (Path(empty) / "config.json").write_text('{"vocab_size": 60}')
+        engine = await asyncio.to_thread(open_engine, folder or Path(empty), name=MODEL, section=section, seed=0)
+        try:
+            yield engine
+        finally:
+            await engine.close()

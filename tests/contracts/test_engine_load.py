@@ -264,8 +264,8 @@ def test_a_continued_reply_draws_anew(start: Path):
 @pytest.mark.parametrize(
     ("device", "vocabulary", "tied", "message"),
     [
-        ("cuda", 61, False, "has not 60 tokens"),
-        ("cuda", 59, False, "has not 60 tokens"),
+        ("cuda", 61, False, "has 61 tokens and not 60"),
+        ("cuda", 59, False, "has 59 tokens and not 60"),
         ("cpu", 60, True, "tied to the embeddings"),
     ],
 )
@@ -273,10 +273,12 @@ def test_a_server_that_weights_would_harm_is_given_none(tmp_path: Path, device: 
     async def case():
         folder = write_policy(tmp_path / "0", shape=replace(SHAPE, tied=tied))
         async with FakeVllm() as server, over(server, folder=folder) as engine:
-            server.device, server.vocabulary = device, vocabulary
+            server.device, server.root = device, str(tmp_path / "served")
+            (tmp_path / "served").mkdir()
+            (tmp_path / "served" / "config.json").write_text(f'{{"vocab_size": {vocabulary}}}')
             with pytest.raises(EngineError, match=message):
                 await engine.load(0, folder)
-            assert server.calls == []
+            assert server.calls == [] and not server.crashed
 
     run(case())
 

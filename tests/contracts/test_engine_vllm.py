@@ -176,7 +176,9 @@ def test_the_key_stays_out_of_messages():
 
 def test_a_prompt_of_megabytes_is_sent():
     async def case():
-        async with FakeVllm(context=1 << 20) as server, engine_over(server) as engine:
+        server = FakeVllm(context=1 << 20)
+        server.vocabulary = 50_001
+        async with server, engine_over(server) as engine:
             assert len((await read(engine, [50_000] * 250_000, Sampling(max_tokens=3))).ids) == 3
 
     run(case())

@@ -27,7 +27,7 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., None]:
 def test_everything_recorded_of_a_rollout_comes_back(run) -> None:
     first, second = (
         make_step("train-0.0.1"),
-        make_step("train-0.0.1", 1, full_logprobs=None, completion_ids=(), logprobs=(), versions=()),
+        make_step("train-0.0.1", 1, policy="planner", full_logprobs=None, completion_ids=(), logprobs=(), versions=()),
     )
     root, later = make_node("train-0.0.1", tools=({"name": "mul"},)), make_node("train-0.0.1", 1, parent=0, reason="edited")
     grade = Grade(rollout_id="train-0.0.1", reward=0.5, source="g", transcript="main", step=1)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import pyarrow.parquet as parquet
 import pytest
 from pool_cases import TASK, claim, complete, finish, make_node, make_step, must_claim, open_groups, open_one, places
 
@@ -39,7 +40,9 @@ async def fill(pool: Pool) -> None:
     await pool.append(
         make_step(second.id, 1, version=5, message={"content": "né 🙂", "tool_calls": [{"x": [1, None]}]}), second_node
     )
-    await pool.append(make_step(second.id, 2, node=1, completion_ids=(), logprobs=(), full_logprobs=(), versions=()), None)
+    await pool.append(
+        make_step(second.id, 2, node=1, policy="planner", completion_ids=(), logprobs=(), full_logprobs=(), versions=()), None
+    )
     await pool.grade(Grade(rollout_id=second.id, reward=0.1 + 0.2, source="grader", transcript="main", step=1))
     await pool.mark(Mark(rollout_id=second.id, step=1, trainable=False, quality=0.3, note="looks wrong"))
     await pool.end(second.id, End.AGENT_ERROR, "a lone \ud800 surrogate, and \0")
@@ -340,5 +343,18 @@ def test_a_finished_group_can_be_claimed_after_an_import(tmp_path: Path) -> None
         await moved(source, target, tmp_path / "out", "parquet")
         assert (await must_claim(target)).groups == tuple(await source.groups("train"))
         await target.close()
+
+    asyncio.run(act())
+
+
+def test_parquet_files_from_before_policies_are_read(tmp_path: Path) -> None:
+    async def act() -> None:
+        source, target, out = open_one("memory", tmp_path), open_one("memory", tmp_path), tmp_path / "out"
+        await complete(source, 0)
+        await export_pool(source, out, name="parquet", channels=["train"], progress=quiet)
+        steps = parquet.read_table(out / "steps.parquet")
+        parquet.write_table(steps.drop_columns("policy"), out / "steps.parquet")
+        await import_pool(out, target, progress=quiet)
+        assert await target.groups("train") == await source.groups("train")
 
     asyncio.run(act())

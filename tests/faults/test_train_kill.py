@@ -55,8 +55,17 @@ name = "scripted:open_engine"
 [train]
 steps = {steps}
 lr = 1e-3
+method = "{method}"
 advantage = "{advantage}"
 checkpoint_every = {every}
+"""
+POLICIES = """method = "lora"
+rank = 4
+[policies.planner]
+[policies.executor]
+lr = 2e-3
+[policies.judge]
+frozen = true
 """
 
 
@@ -94,12 +103,13 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def start(home: Path, name: str, *, every: int = 1) -> "subprocess.Popen[bytes]":
     config = home / f"{name}.toml"
     if not config.exists():
+        agent = "flaky.py" if name.startswith("flaky") else "team.py" if name.startswith("team") else "agent.py"
         config.write_text(
-            CONFIG.format(
+            (CONFIG + (POLICIES if name.startswith("team") else "")).format(
                 name=name,
                 folder=home / "runs",
                 model=home / "model",
-                agent=HERE / ("flaky.py" if name.startswith("flaky") else "agent.py"),
+                agent=HERE / agent,
                 advantage="poisoned:grpo_but_for_one" if name.startswith("poisoned") else "grpo",
                 min_size=SIZE if name.startswith("flaky") else 0,
                 top_up=2 if name == "flaky" else 0,
@@ -107,6 +117,7 @@ def start(home: Path, name: str, *, every: int = 1) -> "subprocess.Popen[bytes]"
                 groups=GROUPS,
                 steps=STEPS,
                 every=every,
+                method="lora" if name.startswith("lora") else "full",
             )
         )
     environment = os.environ | {"PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
@@ -138,8 +149,10 @@ def kill_after(home: Path, name: str, lines: int, *, every: int = 1) -> bool:
 
 
 def weights(home: Path, name: str) -> str:
+    """The digest of the newest weights: of all adapters, where there are several policies."""
     newest = max((home / "runs" / name / "checkpoints").glob("[0-9]*"))
-    return hashlib.sha256((newest / "model.safetensors").read_bytes()).hexdigest()
+    files = sorted(newest.rglob("adapter_model.safetensors")) or [newest / "model.safetensors"]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def with_pool(home: Path, name: str, read: Callable[[Pool], Awaitable[T]]) -> T:
@@ -212,6 +225,43 @@ def test_runs_killed_at_random_points_end_with_the_same_weights(home: Path, unki
         if kills == times(30):
             break
     print(f"{kills} kills of {number + 1} runs, after {points} events: rollouts {dict(counted)}; trained twice 0")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_runs_with_an_adapter_killed_at_random_points_end_with_the_same_adapter(home: Path) -> None:
+    finish(home, "lora")
+    points = list[int]()
+    for number in range(times(10)):
+        name = f"lora-killed-{number}"
+        points.append(random.randrange(20, 90))
+        kill_after(home, name, points[-1])
+        assert finish(home, name)["steps"] == STEPS
+        assert weights(home, name) == weights(home, "lora"), f"killed after {points} events"
+        check_run(home, name)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_runs_of_several_policies_killed_at_random_points_end_with_the_same_weights(home: Path) -> None:
+    finish(home, "team")
+    newest = max((home / "runs" / "team" / "checkpoints").glob("[0-9]*"))
+    assert sorted(path.name for path in newest.iterdir()) == ["executor", "planner", "state.json"]
+    check_run(home, "team")
+    kills, points = 0, list[int]()
+    for number in count():
+        name, before = f"team-{number}", kills
+        while kills < min(before + 3, times(15)):
+            points.append(random.randrange(1, 90))
+            if not kill_after(home, name, points[-1]):
+                break
+            kills += 1
+        assert finish(home, name)["steps"] == STEPS
+        assert weights(home, name) == weights(home, "team"), f"killed after {points} events"
+        check_run(home, name)
+        if kills == times(15):
+            break
+    print(f"{kills} kills of {number + 1} runs with three policies, after {points} events; trained twice 0")
 
 
 @pytest.mark.slow

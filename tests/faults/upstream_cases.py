@@ -1,5 +1,9 @@
 """A vLLM server that is none: real HTTP on a free port, made-up tokens, and a script of what goes wrong.
 
+It plays versions 0.22 to 0.32, with routes and answers as `tests/vllm/record.py` wrote them down from real servers, and as the
+sources of the versions between them have them. As a real one it does not survive a token outside of its vocabulary, nor one that it
+samples after weights failed to load.
+
 async with FakeVllm([Act(status=429), Act(cut_after=3)]) as server, engine_over(server) as engine:
     ...  # the first request is refused, the second breaks off after three events, all further ones are served
 
@@ -9,10 +13,12 @@ Each act is for one request to `/v1/completions`, in their order; later requests
 import asyncio
 import json
 import random
+import tempfile
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any, Self
 
@@ -53,17 +59,57 @@ class Act:
     """Send so many bytes at a time."""
 
 
+VERSIONS = ("0.22.0", "0.23.0", "0.24.0", "0.25.1", "0.26.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0")
+ROUTES = ("/health", "/metrics", "/tokenize", "/v1/completions", "/v1/models", "/version")
+DEV_ROUTES = (
+    "/collective_rpc", "/finish_weight_update", "/get_world_size", "/init_weight_transfer_engine", "/is_paused", "/is_sleeping",
+    "/pause", "/reset_prefix_cache", "/resume", "/server_info", "/sleep", "/start_weight_update", "/update_weights", "/wake_up",
+)  # fmt: skip
+NAMING_ROUTES = "/update_weight_version", "/weight_info"
+CHANGES = (
+    "/collective_rpc", "/finish_weight_update", "/init_weight_transfer_engine", "/pause", "/reset_prefix_cache", "/resume",
+    "/sleep", "/start_weight_update", "/update_weights", "/update_weight_version", "/wake_up",
+)  # fmt: skip
+STARTS = count(1_794_844_527)
+
+
 class FakeVllm:
     """The server. `processed` is its `--logprobs-mode`; one that is `trainable` runs in vLLM's development mode."""
 
     def __init__(
-        self, acts: Iterable[Act] = (), *, processed: bool = True, context: int = CONTEXT, key: str = "", trainable: bool = True
+        self,
+        acts: Iterable[Act] = (),
+        *,
+        processed: bool = True,
+        context: int = CONTEXT,
+        key: str = "",
+        trainable: bool = True,
+        version: str = "0.32.0",
     ) -> None:
         self.acts = deque(acts)
         self.trainable = trainable
-        self.device, self.vocabulary = "cuda", 60
+        self.version = version
+        self.root: str | None = None
+        """The folder that it was started with."""
+        self.documented = True
+        """Whether it has `/openapi.json`."""
+        self.timed = True
+        """Whether its metrics say when it was started."""
+        self.backend: str | None = None
+        """Of its `--weight-transfer-config`."""
+        self.insecure = False
+        """VLLM_ALLOW_INSECURE_SERIALIZATION."""
+        self.cut: Callable[[web.Request], Awaitable[web.StreamResponse | None]] | None = None
+        """Called with each request first; what it returns is the answer."""
+        self.device, self.vocabulary = "cuda", 100_000
+        self.sent: dict[str, Any] = {}
+        """What the last transfer brought."""
         self.refuses = False
         """Whether it fails to read weights."""
+        self.fails_once = False
+        """Whether it fails to read them the next time."""
+        self.unseen = ""
+        """A folder that it does not see."""
         self.calls: list[str] = []
         """What it was asked to do about its weights."""
         self.confesses = False
@@ -92,8 +138,27 @@ class FakeVllm:
     def forget(self) -> None:
         """What a restart does to it."""
         self.label, self.held = "default", 0
+        self.crashed = False
+        """Whether a request has brought it down: it answers 500 from then on."""
+        self.broken = False
+        """Whether weights have failed to load: the next token crashes it."""
+        self.updating = self.asleep = False
+        self.started = next(STARTS)
         self._running = asyncio.Event()
         self._running.set()
+
+    @property
+    def paused(self) -> bool:
+        return not self._running.is_set()
+
+    @property
+    def names_weights(self) -> bool:
+        return self.version >= "0.27"
+
+    @property
+    def routes(self) -> list[str]:
+        dev = DEV_ROUTES + (NAMING_ROUTES if self.names_weights else ())
+        return sorted(ROUTES + (dev if self.trainable else ()))
 
     @property
     def url(self) -> str:
@@ -108,15 +173,23 @@ class FakeVllm:
 
     async def start(self) -> None:
         """Listen, on the same port as before."""
-        app = web.Application(client_max_size=1 << 26)
+        app = web.Application(client_max_size=1 << 26, middlewares=[self._cutting])
         app.router.add_get("/health", self._health)
         app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/version", self._version)
+        app.router.add_get("/metrics", self._metrics)
         app.router.add_post("/v1/completions", self._completions)
+        if self.documented:
+            app.router.add_get("/openapi.json", self._openapi)
         if self.trainable:
-            for path in ("pause", "resume", "collective_rpc", "reset_prefix_cache", "update_weight_version"):
-                app.router.add_post(f"/{path}", self._change)
-            app.router.add_get("/weight_info", self._weight_info)
+            for path in set(self.routes) & {*CHANGES}:
+                app.router.add_post(path, self._change)
+            if self.names_weights:
+                app.router.add_get("/weight_info", self._weight_info)
             app.router.add_get("/server_info", self._server_info)
+            app.router.add_get("/is_paused", self._is_paused)
+            app.router.add_get("/is_sleeping", self._is_sleeping)
+            app.router.add_get("/get_world_size", self._world_size)
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", self._port).start()
@@ -135,41 +208,130 @@ class FakeVllm:
         """Let stalled replies go on, and stall none from now on."""
         self._released.set()
 
+    async def until_resumed(self) -> None:
+        """Wait until nobody keeps it paused."""
+        await self._running.wait()
+
     async def until_running(self, count: int) -> None:
         """Wait until so many requests are being answered."""
         while self.running != count:
             self._changed.clear()
             await self._changed.wait()
 
+    @web.middleware
+    async def _cutting(self, request: web.Request, handler: Callable[..., Awaitable[web.StreamResponse]]) -> web.StreamResponse:
+        answer = await self.cut(request) if self.cut is not None else None
+        return await handler(request) if answer is None else answer
+
     async def _health(self, request: web.Request) -> web.Response:
         self.asked.set()
-        return web.Response(status=200 if self.healthy else 503)
+        return web.Response(status=200 if self.healthy and not self.crashed else 503)
 
     async def _models(self, request: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": MODEL, "max_model_len": self.context, "parent": None}]})
+        entry = {"id": MODEL, "object": "model", "owned_by": "vllm", "root": self.root, "parent": None}
+        return web.json_response({"object": "list", "data": [entry | {"max_model_len": self.context}]})
+
+    async def _version(self, request: web.Request) -> web.Response:
+        return web.json_response({"version": self.version})
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        lines = ["# TYPE process_start_time_seconds gauge", f"process_start_time_seconds {self.started:.11e}"] if self.timed else []
+        return web.Response(text="\n".join([*lines, "# TYPE vllm:num_requests_running gauge", ""]))
+
+    async def _openapi(self, request: web.Request) -> web.Response:
+        return web.json_response({"openapi": "3.1.0", "paths": {route: {} for route in self.routes}})
+
+    async def _is_paused(self, request: web.Request) -> web.Response:
+        return web.json_response({"is_paused": self.paused})
+
+    async def _is_sleeping(self, request: web.Request) -> web.Response:
+        return web.json_response({"is_sleeping": self.asleep})
+
+    async def _world_size(self, request: web.Request) -> web.Response:
+        return web.json_response({"world_size": 1})
 
     async def _weight_info(self, request: web.Request) -> web.Response:
         return web.json_response({"weight_version": self.label})
 
     async def _server_info(self, request: web.Request) -> web.Response:
-        return web.json_response({"vllm_config": {"device_config": {"device": self.device}}})
+        config = {
+            "model_config": {
+                "logprobs_mode": "processed_logprobs" if self.processed else "raw_logprobs",
+                "dtype": "torch.bfloat16",
+            },
+            "device_config": {"device": self.device},
+            "cache_config": {"gpu_memory_utilization": 0.3},
+            "weight_transfer_config": {"backend": self.backend} if self.backend else None,
+        }
+        env = {"VLLM_SERVER_DEV_MODE": True, "VLLM_ALLOW_INSECURE_SERIALIZATION": self.insecure}
+        return web.json_response({"vllm_config": config, "vllm_env": env, "system_env": {}})
 
     async def _change(self, request: web.Request) -> web.Response:
-        call, body = request.path[1:], await request.json()
+        call, text = request.path[1:], await request.text()
+        body = json.loads(text) if text else {}
         self.calls.append(call)
-        if call == "pause":
-            assert request.query["mode"] == "keep"
-            self._running.clear()
-        elif call == "resume":
-            self._running.set()
-        elif call == "collective_rpc":
-            if self.refuses:
-                return trouble(500, "Call to collective_rpc method failed")
-            name = Path(body["kwargs"]["weights_path"]).name
-            self.held = int(name) if name.isdecimal() else 0
-        elif call == "update_weight_version":
-            self.label = body["new_version"]
-        return web.json_response({"success": True})
+        if self.crashed:
+            return trouble(500, "EngineCore encountered an issue")
+        match call:
+            case "pause":
+                assert request.query["mode"] == "keep"
+                self._running.clear()
+                return web.json_response({"status": "paused"})
+            case "resume":
+                self._running.set()
+                return web.json_response({"status": "resumed"})
+            case "reset_prefix_cache":
+                return web.json_response({"success": True}) if self.version >= "0.26" else web.Response()
+            case "update_weight_version":
+                self.label = body["new_version"]
+                return web.json_response({"success": True, "new_version": self.label})
+            case "collective_rpc":
+                return self._reload(body["kwargs"]["weights_path"])
+            case "sleep" | "wake_up":
+                self.asleep = call == "sleep"
+                return web.Response()
+            case _:
+                return self._transfer(call, body)
+
+    def _reload(self, path: str) -> web.Response:
+        self.broken = (
+            self.refuses
+            or self.fails_once
+            or bool(self.unseen and path.startswith(self.unseen))
+            or not (Path(path) / "model.safetensors").exists()
+        )
+        self.fails_once = False
+        if self.broken:
+            return trouble(500, "Call to collective_rpc method failed: Worker failed with error 'made-up trouble'")
+        self.held = number_of(path)
+        return web.json_response({"results": [None]})
+
+    def _transfer(self, call: str, body: dict[str, Any]) -> web.Response:
+        """The weight-transfer API. Weights that are sent carry their number as the first of their names."""
+        if self.backend is None:
+            return trouble(500, "Call to collective_rpc method failed: Weight transfer not configured.")
+        match call:
+            case "init_weight_transfer_engine":
+                assert isinstance(body["init_info"], dict)
+                return web.json_response({"message": "Weight transfer initialized"})
+            case "start_weight_update":
+                if self.updating:
+                    return trouble(500, "start_weight_update called while a weight update is already active.")
+                self.updating = self.broken = True
+                return web.json_response({"message": "Weight update started"})
+            case "update_weights":
+                if not self.updating or self.refuses:
+                    self.updating = self.updating and self.version < "0.27"
+                    return trouble(500, "Call to collective_rpc method failed: IPC handle not found for GPU UUID GPU-x.")
+                self.sent = body["update_info"]
+                return web.json_response({"message": "Weights updated"})
+            case _:
+                if not self.updating:
+                    return trouble(500, "finish_weight_update called without a matching start_weight_update.")
+                self.updating = False
+                if self.sent:
+                    self.broken, self.held, self.sent = False, int(self.sent["names"][0]), {}
+                return web.json_response({"message": "Weight update finished"})
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -177,10 +339,12 @@ class FakeVllm:
             return trouble(401, f"wrong key, got {request.headers.get('authorization')}")
         if len(body["prompt"]) + body["max_tokens"] > self.context:
             return trouble(400, f"This model's maximum context length is {self.context} tokens. However, you asked for more.")
-        if max(body["prompt"]) == self.vocabulary:
-            return trouble(400, f"Token id {self.vocabulary} is out of vocabulary")
+        self.crashed = self.crashed or max(body["prompt"]) >= self.vocabulary or (self.broken and not self.paused)
+        if self.crashed:
+            return trouble(500, "EngineCore encountered an issue. See stack trace (above) for the root cause.")
         events = self._events(body)
         if not body["stream"]:
+            await self._running.wait()
             return web.json_response({"choices": [json.loads(events[0][6:])["choices"][0]]})
         self.requests.append(body)
         act = self.acts.popleft() if self.acts else self.otherwise
@@ -213,6 +377,7 @@ class FakeVllm:
             if act.end_after == place or event is None:
                 break
             await self._running.wait()
+            self.crashed = self.crashed or self.broken
             event = self._confessing(event) if self.confesses else event
             for start in range(0, len(event), act.split or len(event)):
                 await response.write(event[start : start + (act.split or len(event))])
@@ -252,11 +417,18 @@ class FakeVllm:
 
 @asynccontextmanager
 async def engine_over(
-    *servers: FakeVllm, policy: RetryPolicy = QUICK, timeouts: RequestTimeouts | None = None, key: str = "", folder: Path = Path()
+    *servers: FakeVllm,
+    policy: RetryPolicy = QUICK,
+    timeouts: RequestTimeouts | None = None,
+    key: str = "",
+    folder: Path = Path(),
+    **options: float,
 ) -> AsyncIterator[VllmEngine]:
     """An engine whose servers are believed to be well."""
-    urls, served = [server.url for server in servers], RemoteModel(MODEL, servers[0].context, servers[0].processed)
-    engine = VllmEngine(urls, name=MODEL, served=served, folder=folder, timeouts=timeouts, policy=policy, key=key)
+    first = servers[0]
+    served = RemoteModel(MODEL, first.context, first.processed, vocabulary=first.vocabulary)
+    urls = [server.url for server in servers]
+    engine = VllmEngine(urls, name=MODEL, served=served, folder=folder, timeouts=timeouts, policy=policy, key=key, **options)
     try:
         yield engine
     finally:
@@ -264,19 +436,27 @@ async def engine_over(
 
 
 @asynccontextmanager
-async def opened(urls: Sequence[str], folder: Path = Path(), **fields: Any) -> AsyncIterator[VllmEngine]:
+async def opened(urls: Sequence[str], folder: Path | None = None, **fields: Any) -> AsyncIterator[VllmEngine]:
     """An engine opened as a run opens it."""
     section = VllmSection(name="vllm", url=tuple(urls), **fields)
-    engine = await asyncio.to_thread(open_engine, folder, name=MODEL, section=section, seed=0)
-    try:
-        yield engine
-    finally:
-        await engine.close()
+    with tempfile.TemporaryDirectory() as empty:
+        (Path(empty) / "config.json").write_text(json.dumps({"vocab_size": 60}))
+        engine = await asyncio.to_thread(open_engine, folder or Path(empty), name=MODEL, section=section, seed=0)
+        try:
+            yield engine
+        finally:
+            await engine.close()
 
 
 def event(payload: dict[str, Any]) -> bytes:
     """A server-sent event."""
     return b"data: " + json.dumps(payload, ensure_ascii=False).encode() + b"\n\n"
+
+
+def number_of(path: str) -> int:
+    """What a folder's weights are known by: the number that it is called, 0 for any other name."""
+    name = Path(path).name
+    return int(name) if name.isdecimal() else 0
 
 
 def trouble(status: int, words: str, headers: dict[str, str] | None = None) -> web.Response:

@@ -39,6 +39,10 @@ class WeightServer:
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/weight_info", self._weights)
         app.router.add_get("/server_info", self._settings)
+        app.router.add_get("/version", self._version)
+        app.router.add_get("/openapi.json", self._routes)
+        app.router.add_get("/metrics", self._metrics)
+        app.router.add_get("/is_paused", self._is_paused)
         app.router.add_post("/v1/completions", self._completions)
         app.router.add_post("/pause", self._pause)
         app.router.add_post("/resume", self._resume)
@@ -49,6 +53,19 @@ class WeightServer:
 
     async def _well(self, request: web.Request) -> web.Response:
         return web.Response()
+
+    async def _version(self, request: web.Request) -> web.Response:
+        return web.json_response({"version": "0.32.0"})
+
+    async def _routes(self, request: web.Request) -> web.Response:
+        paths = {resource.canonical: {} for resource in request.app.router.resources()}
+        return web.json_response({"paths": paths})
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        return web.Response(text=f"process_start_time_seconds {os.getpid()}\n")
+
+    async def _is_paused(self, request: web.Request) -> web.Response:
+        return web.json_response({"is_paused": not self.going.is_set()})
 
     async def _models(self, request: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": self.model, "max_model_len": CONTEXT, "parent": None}]})
@@ -61,11 +78,11 @@ class WeightServer:
 
     async def _pause(self, request: web.Request) -> web.Response:
         self.going.clear()
-        return web.json_response({})
+        return web.json_response({"status": "paused"})
 
     async def _resume(self, request: web.Request) -> web.Response:
         self.going.set()
-        return web.json_response({})
+        return web.json_response({"status": "resumed"})
 
     async def _reload(self, request: web.Request) -> web.Response:
         folder = Path((await request.json())["kwargs"]["weights_path"])

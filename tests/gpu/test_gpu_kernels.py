@@ -48,9 +48,9 @@ class Case:
         return ((got - want).float().norm() / want.float().norm()).item() < (2e-5 if self.dtype == torch.float32 else 6e-3)
 
 
-@pytest.fixture(
-    params=[(SMOL, torch.float32), (SMOL, torch.bfloat16), (QWEN, torch.float32), (QWEN, torch.bfloat16), (ODD, torch.float32)],
-    ids=["smol-float32", "smol-bfloat16", "qwen-float32", "qwen-bfloat16", "odd-float32"],
+@pytest.fixture(  # each one compiles all kernels, a second or two apiece
+    params=[(SMOL, torch.bfloat16), (QWEN, torch.bfloat16), (ODD, torch.float32)],
+    ids=["smol-bfloat16", "qwen-bfloat16", "odd-float32"],
 )
 def case(request: pytest.FixtureRequest) -> Case:
     return Case(*request.param)
@@ -104,7 +104,7 @@ def test_rotation_and_rows_of_the_cache(case: Case, both: Callable[..., tuple[li
 def test_decode_attention_in_one_part_and_in_several(case: Case, both: Callable[..., tuple[Tensor, Tensor]]):
     assert fused.kernels is not None
     keys, values = case.cache.keys[0], case.cache.values[0]
-    for lanes in (3, TOKENS, 600):
+    for lanes in (3, 600):
         table = torch.randint(1, ROWS, (lanes, 512), device="cuda").int()
         lengths = torch.randint(1, 512, (lanes,), device="cuda").int()
         lengths[0] = 1

@@ -72,6 +72,8 @@ class Workload:
     paged_steps: int = 0
     """With 1 or more, the paged core, which queues so many steps at a time."""
     device: str = "cpu"
+    graphs: bool | None = None
+    """Whether the paged core captures its work; None: on a GPU."""
     version: int = 0
     requests: list[Request] = field(default_factory=list[Request])
     finished: list[Request] = field(default_factory=list[Request])
@@ -82,7 +84,9 @@ class Workload:
         self.decoder.load_state_dict(make_weights(0))
         self.decoder.to(self.device)
         if self.paged_steps:
-            self.core = PagedCore(self.decoder, slots=self.slots, cache_tokens=self.cache_tokens, max_steps=self.paged_steps)
+            self.core = PagedCore(
+                self.decoder, slots=self.slots, cache_tokens=self.cache_tokens, max_steps=self.paged_steps, graphs=self.graphs
+            )
         else:
             self.core = EngineCore(self.decoder, slots=self.slots, cache_tokens=self.cache_tokens)
         self.core.pass_tokens = self.core.tree.longest = self.pass_tokens

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.config import cache_folder, load_config
+from penstock.config import cache_folder, load_config, make_config
 from penstock.errors import ConfigError
 
 LEAST = '[dataset]\ntrain = "tasks.jsonl"\n'
@@ -76,6 +76,8 @@ def test_a_file_with_a_byte_order_mark_is_read(tmp_path):
         (LEAST + "[rollout]\ngroup_sise = 4\n", "unknown key 'rollout.group_sise'; did you mean 'group_size'?"),
         (LEAST + "[training]\nsteps = 1\n", "unknown key 'training'; did you mean 'train'?"),
         ('[datasets]\ntrain = "tasks.jsonl"\n', "unknown key 'datasets'; did you mean 'dataset'?"),
+        (LEAST + "[policies.planner]\nlrr = 1\n", "unknown key 'policies.planner.lrr'; did you mean 'lr'?"),
+        (LEAST + '[policies.j]\nfrozen = true\n[policies.j.engine]\nname = "openai"\nurll = "x"\n', "did you mean 'url'?"),
         (LEAST + "[agent]\nzzzzzz = 1\n", "unknown key 'agent.zzzzzz'; known keys: command, entry, flow, flows"),
     ],
 )
@@ -95,10 +97,26 @@ def test_an_unknown_key_names_the_nearest(tmp_path, text, said):
         (LEAST + '[run]\nname = "../elsewhere"\n', "run.name = '../elsewhere'"),
         (LEAST + "[run]\nname = 5\n", "run.name = 5: input should be a valid string; write it in quotes"),
         (LEAST + '[engine]\ndtype = "float16"\n', "engine.dtype = 'float16'"),
+        (LEAST + '[policies.planner]\nmodel = "tiny"\n', "model is for a frozen policy"),
+        (LEAST + "[policies.judge]\nfrozen = true\nlr = 1.0\n", "lr has no meaning for a frozen policy"),
+        (LEAST + '[policies."a b"]\n', "policies.a b = 'a b'"),
+        (LEAST + "[policies]\nplanner = 3\n", "write it as a table, [policies.planner]"),
+        (LEAST + "[policies.a]\ndefault = true\n[policies.b]\ndefault = true\n", "more than one policy has default = true"),
     ],
 )
 def test_a_wrong_value_is_shown_with_its_key(tmp_path, text, said):
     assert said in complaint(tmp_path, text)
+
+
+def test_policies_keep_the_keys_of_their_engines_when_written_and_read_back(tmp_path):
+    text = LEAST + '[policies.user]\nfrozen = true\n[policies.user.engine]\nname = "openai"\nurl = "http://h/v1"\n'
+    config = load_config(written(tmp_path, text))
+    assert config.policies["user"].engine.url == "http://h/v1"
+    assert make_config(config.model_dump(mode="json"), "again") == config
+
+
+def test_a_config_without_policies_has_no_such_key(tmp_path):
+    assert "policies" not in load_config(written(tmp_path, LEAST)).model_dump(mode="json")
 
 
 def test_everything_that_is_wrong_is_told_at_once_each_on_a_line_of_its_own(tmp_path):

@@ -1,6 +1,7 @@
 """Renderer of one model: messages to prompt ids, and sampled ids to text, reasoning and tool calls."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +16,9 @@ from penstock.records import Message
 
 PROMPT_TAIL_TOKENS = 16
 """Tokens at a prompt's end that are decoded to see whether it opens reasoning; even a tag spelled in bytes has fewer."""
+
+LAST_ROOTS, MAX_KEPT = 32, 1 << 16
+"""The last prompts' ids are kept, since all rollouts of a group begin with the same one; not those of longer texts."""
 
 
 class RenderedPrompt(NamedTuple):
@@ -44,6 +48,7 @@ class Renderer:
         self._tags = find_reasoning_tags(self.template.source)
         self._starts_reasoning = opens_reasoning(self.template.render([PROBE_USER], generate=True), self._tags)
         self.bridge = Bridge(self.template, tokenizer, native_tools=self.native_tools)
+        self._last_roots = lru_cache(LAST_ROOTS)(self._encode)
         self.stop_ids = self._find_stop_ids()
         """Ids that end a reply."""
         self._hidden_ids = self._find_hidden_ids()
@@ -61,6 +66,9 @@ class Renderer:
             text = self._render_whole(plain, schemas)
         except RenderError as refusal:
             text = self._render_simpler(plain, schemas, refusal)
+        return self._last_roots(text) if len(text) <= MAX_KEPT else self._encode(text)
+
+    def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self.tokenizer.encode(text))
 
     def extend(

@@ -27,10 +27,11 @@ from penstock.cli import (
     secrets,
     submitted,
     verify,
+    view,
 )
 from penstock.cli import run as recording
 from penstock.cli import train as training
-from penstock.cli.interrupts import INTERRUPTED
+from penstock.cli.interrupts import INTERRUPTED, leave
 from penstock.errors import ConfigError, ControllerError, Issue, PenstockError
 from penstock.system.processes import relax_gc
 
@@ -62,6 +63,7 @@ app.command("gateway")(gateway.gateway)
 app.command("run", context_settings={"allow_interspersed_args": False})(recording.run)
 app.add_typer(rollout.app, name="rollout")
 app.command("report")(report.report)
+app.command("view")(view.view)
 app.command("verify")(verify.verify)
 app.add_typer(pool.app, name="pool")
 app.add_typer(datasets.app, name="dataset")
@@ -92,7 +94,7 @@ def root(
 
     Results go to stdout, progress to stderr; --json on any command prints one JSON object instead of text.
 
-    Exit codes: 0 done, 1 failed, 2 bad input, 130 stopped by Ctrl-C.
+    Exit codes: 0 done, 1 failed, 2 bad input, 3 trained without learning anything, 130 stopped by Ctrl-C.
     """
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
@@ -102,7 +104,7 @@ def main() -> None:
     relax_gc()
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # pyright: ignore[reportAttributeAccessIssue]  # model text may not fit the terminal
-    sys.exit(run(sys.argv[1:]))
+    leave(run(sys.argv[1:]))
 
 
 def run(arguments: list[str]) -> int:

@@ -119,7 +119,8 @@ def result_line(fields: Mapping[str, Any]) -> str:
 def as_text(found: "Evaluation", page: Path | None, train: str) -> str:
     """A small table, aligned, in words; `train` is the command that trains what was measured, empty where there is none."""
     own = found.outcome
-    head = f"Evaluation {found.name} {found.status}: {own.tasks} tasks x {own.samples} of {found.model} in {clock(found.seconds)}."
+    status = "failed" if own.all_failed and found.status == "finished" else found.status
+    head = f"Evaluation {found.name} {status}: {own.tasks} tasks x {own.samples} of {found.model} in {clock(found.seconds)}."
     rows = [("reward", _estimate(own.reward))]
     rows += [(f"pass@{k}", _estimate(value)) for k, value in own.passes.items()]
     rows.append(("rollouts", f"{own.rollouts:,}: {counts(own.ends)}" if own.ends else "0"))
@@ -130,9 +131,12 @@ def as_text(found: "Evaluation", page: Path | None, train: str) -> str:
     rows += [("", ""), ("folder", found.folder)]
     rows += [("report", str(page))] if page else []
     following = [train] if train else []
-    again = (
-        ["the same command goes on"] if found.status == "stopped" else [*following, f"penstock eval compare {found.folder} OTHER"]
-    )
+    if found.status == "stopped":
+        again = ["the same command goes on"]
+    elif own.all_failed:
+        again = ["no rollout was graded: mend what failed (the transcripts are in the report), then the same command with --fresh"]
+    else:
+        again = [*following, f"penstock eval compare {found.folder} OTHER"]
     rows += [("next" if place == 0 else "", text) for place, text in enumerate(again)]
     return f"\n{head}\n\n" + "\n".join(f"  {label:<12}{text}".rstrip() for label, text in rows) + "\n"
 

@@ -88,6 +88,8 @@ def run(
     _print_evaluation(found, train, as_json=as_json, plain=plain)
     if found.status == "stopped":
         raise typer.Exit(INTERRUPTED)
+    if found.outcome.all_failed:
+        raise typer.Exit(1)
 
 
 @app.command("compare")

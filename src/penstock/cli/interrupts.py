@@ -1,15 +1,23 @@
-"""Ctrl-C: once is a safe stop after the running step, twice is now."""
+"""Ctrl-C: once is a safe stop after the running step, twice is now. Neither needs an event loop that runs."""
 
 import asyncio
+import math
 import os
 import signal
+import socket
+import sys
 import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 GRACE_S = 3.0
 """How long a second Ctrl-C waits for the run to end before the process exits anyway."""
+BLOCKED_S = 3.0
+"""How long the event loop may take to hear of a first signal. A loop that an agent blocks never does: it counts as two then."""
 TERMINATE_S = 10.0
 """For a run: seconds after which one SIGTERM counts as two, as a supervisor sends SIGKILL next, not a second one."""
 INTERRUPTED = 130
@@ -20,7 +28,7 @@ class Interrupts:
 
     A second signal leaves on disk what a kill would leave, and a run can be resumed after a kill. So a process whose threads or
     agent do not end is ended after `GRACE_S`. With `terminate_s`, a SIGTERM that has not ended the block by then
-    counts as two.
+    counts as two. So does any signal that the loop, or the main thread, does not hear of: native code may hold it.
     """
 
     def __init__(self, stop: asyncio.Event, notify: Callable[[], None], *, terminate_s: float | None = None) -> None:
@@ -29,32 +37,78 @@ class Interrupts:
         self._terminate_s = terminate_s
         self._before: dict[int, Any] = {}
         self._count = 0
+        self._heard = threading.Event()
+        self._alarm_before: Any = None
         self.first: int | None = None
         """The first signal that came."""
 
     def __enter__(self) -> Self:
         self._loop = asyncio.get_running_loop()
         self._task = asyncio.current_task()
+        self._loop.set_default_executor(LeavableThreads())
         self._before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+        self._watch_native_code()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        self._disarm()
+        signal.set_wakeup_fd(self._wakeup_before)
+        self._written.close()  # which ends the thread
+
+    def _watch_native_code(self) -> None:
+        """Starts a thread that ends the process if a signal came and the main thread, in native code, runs no handler."""
+        read, self._written = socket.socketpair()
+        self._written.setblocking(False)
+        self._wakeup_before = signal.set_wakeup_fd(self._written.fileno(), warn_on_full_buffer=False)
+        threading.Thread(target=self._quit_if_unhandled, args=(read,), daemon=True, name="penstock-signals").start()
+
+    def _quit_if_unhandled(self, read: socket.socket) -> None:
+        came = 0
+        with read:
+            while numbers := read.recv(16):  # Python's C handler writes the number of each signal
+                came += sum(number in self._before for number in numbers)
+                deadline = time.monotonic() + BLOCKED_S + GRACE_S
+                while self._count < came:
+                    if time.monotonic() > deadline:
+                        _quit()
+                    time.sleep(0.05)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         # not loop.add_signal_handler: this runs even while an agent blocks the loop
         self._count += 1
         self.first = self.first or number
+        self._arm()
         if self._count == 1:
             self._loop.call_soon_threadsafe(self._stop.set)
             self._loop.call_soon_threadsafe(self._notify)
+            self._later(BLOCKED_S, self._end_if_blocked)
             if number == signal.SIGTERM and self._terminate_s is not None:
                 self._later(self._terminate_s, self._end)
         elif self._count == 2:
             self._end()
         else:
             _quit()
+
+    def _arm(self) -> None:
+        """Lets the kernel end the process unless the loop disarms it: a regular expression that backtracks for ever, for one,
+        holds the interpreter, so that no thread of ours could do it."""
+        if self._alarm_before is None:
+            self._alarm_before = signal.signal(signal.SIGALRM, signal.SIG_DFL) or signal.SIG_DFL
+        signal.alarm(math.ceil(BLOCKED_S + GRACE_S) + 1)
+        self._loop.call_soon_threadsafe(self._disarm)
+
+    def _disarm(self) -> None:
+        self._heard.set()
+        if self._alarm_before is not None:
+            signal.alarm(0)
+            signal.signal(signal.SIGALRM, self._alarm_before)
+            self._alarm_before = None
+
+    def _end_if_blocked(self) -> None:
+        if not self._heard.is_set():
+            self._end()
 
     def _end(self) -> None:
         if not self._loop.is_closed():
@@ -70,6 +124,32 @@ class Interrupts:
     def _cancel(self) -> None:
         if self._task:
             self._task.cancel()
+
+
+class LeavableThreads(ThreadPoolExecutor):
+    """The threads of `asyncio.to_thread`. Closing the loop waits for them no longer than `GRACE_S`: an agent's may never end.
+
+    So many that calls of agents that never return do not use up those that the run itself needs.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(max_workers=1024, thread_name_prefix="asyncio")
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        super().shutdown(wait=False, cancel_futures=cancel_futures)
+        deadline = time.monotonic() + GRACE_S
+        for thread in self._threads if wait else ():
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def leave(code: int) -> NoReturn:
+    """Exits. Python would first wait for every thread, and one that an agent has left behind may never end."""
+    if any(not thread.daemon and thread is not threading.main_thread() for thread in threading.enumerate()):
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def _quit() -> None:

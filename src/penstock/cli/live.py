@@ -18,6 +18,9 @@ from rich.text import Text
 from penstock.cli.output import NOTICES, clock, counts, misreported_text, percent, rate, reward_text, sparkline
 from penstock.run.folder import RunFolder
 
+REPLIES_EVERY = 5
+"""Steps from one line with examples of replies to the next, where there is no terminal."""
+
 
 @dataclass(slots=True, kw_only=True)
 class RunState:
@@ -38,6 +41,8 @@ class RunState:
     groups_stale: int = 0
     exact_token_rate: float | None = None
     tokens_per_s: float | None = None
+    replies: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
+    """Examples of the last step; see `penstock.train.stalled`."""
     eval_before: float | None = None
     eval_last: str = ""
     """The last evaluation beside training, in words."""
@@ -169,6 +174,7 @@ def _train_step(state: RunState, fields: dict[str, Any]) -> None:
     state.groups_equal += fields["groups_equal"]
     state.groups_stale += fields["groups_stale"]
     state.exact_token_rate, state.tokens_per_s = fields["exact_token_rate"], fields["tokens_per_s"]
+    state.replies = fields.get("replies", {})
     state.last_step_at = state.clock()
 
 
@@ -297,7 +303,23 @@ def _step_line(fields: dict[str, Any], state: RunState) -> str:
     groups = f"groups {fields['groups']} ({fields['groups_equal']} equal)"
     spark = sparkline(state.rewards, width=20)
     exact, speed = percent(fields["exact_token_rate"]), rate(fields["tokens_per_s"])
-    return f"step {done}  reward {reward_text(fields['reward'])}  {groups}  exact {exact}  {speed} tok/s  {spark}"
+    own = "".join(
+        f"  {name} {reward_text(policy['reward'])}"
+        for name, policy in fields.get("policies", {}).items()
+        if not policy["frozen"] and policy["reward"] is not None
+    )
+    failed = fields["rollouts"] - fields["ends"].get("completed", 0)
+    own += f"  ({failed} of {fields['rollouts']} rollouts failed)" if failed else ""
+    line = f"step {done}  reward {reward_text(fields['reward'])}{own}  {groups}  exact {exact}  {speed} tok/s  {spark}"
+    shown = state.replies if fields["step"] % REPLIES_EVERY == 1 else {}
+    return "\n".join([line, *(f"  {name} reply, {text}" for name, text in _replies(shown))])
+
+
+def _replies(replies: dict[str, dict[str, Any]]) -> list[tuple[str, str]]:
+    """The best and the worst reply, each with its reward; if all rewards are equal, the commonest one."""
+    if "best" in replies:
+        return [(name, f"{reward_text(replies[name]['reward'])}: {replies[name]['text']}") for name in ("best", "worst")]
+    return [("commonest", f"{each['count']} of {each['of']}: {each['text']}") for each in (replies.get("commonest"),) if each]
 
 
 def _header(state: RunState, width: int) -> RenderableType:
@@ -323,6 +345,7 @@ def _rows(state: RunState, *, width: int) -> list[tuple[str, RenderableType]]:
         stale += f", {state.groups_set_aside} set aside" if state.groups_set_aside else ""
         rows.append(("groups", Text(f"{state.groups} trained, {state.groups_equal} of equal reward{stale}")))
         rows.append(("tokens", Text(f"{percent(state.exact_token_rate)} exact, {rate(state.tokens_per_s)} per second")))
+    rows += [("reply" if name == "commonest" else name, Text(text, style="dim")) for name, text in _replies(state.replies)]
     failed = {end: count for end, count in state.ends.items() if end != "completed"}
     if failed:
         rows.append(("failed", Text(f"{counts(failed)} of {sum(state.ends.values()):,} rollouts", style="yellow")))

@@ -98,7 +98,18 @@ def misreported_text(fields: Mapping[str, Any]) -> str:
     return f"{fields['rollout_id']}: the agent reports another conversation as {names} than was recorded, which is graded"
 
 
-NOTICES = ("notice", "rollout.forged", "grading.refused", "checkpoint.damaged", "checkpoint.fallback", "record.damaged")
+NOTICES = (
+    "notice",
+    "loop.blocked",
+    "loop.moved",
+    "code.changed",
+    "train.stalled",
+    "rollout.forged",
+    "grading.refused",
+    "checkpoint.damaged",
+    "checkpoint.fallback",
+    "record.damaged",
+)
 """Events whose `text` people must see, also where a live view hides most lines."""
 
 

@@ -420,10 +420,13 @@ def _message(message: Message) -> list[str]:
 
 def _steps(attempt: Attempt) -> list[str]:
     nodes = {node.id: node for node in attempt.nodes}
-    head = ("STEP", "TRANSCRIPT", "NEW PROMPT", "SAMPLED", "VERSION", "FINISH", "SECONDS", "BREAK")
+    several = any(step.policy for step in attempt.steps)
+    policy = ("POLICY",) if several else ()
+    head = ("STEP", *policy, "TRANSCRIPT", "NEW PROMPT", "SAMPLED", "VERSION", "FINISH", "SECONDS", "BREAK")
     rows = [
         (
             str(step.index),
+            *((step.policy or "-",) if several else ()),
             _short(step.transcript),
             f"{len(nodes[step.node].token_ids):,}",
             f"{len(step.completion_ids):,}",

@@ -1,5 +1,6 @@
 """The summary that `penstock train` prints: results, where everything is, and the next command."""
 
+import shlex
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from textwrap import shorten, wrap
@@ -8,9 +9,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import orjson
 
 from penstock.cli.output import aligned, clock, counts, percent, reward_text, sparkline
+from penstock.train.stalled import FIRST, LAST
 
 if TYPE_CHECKING:
     from penstock.train.summary import Summary
+
+
+JUDGED_STEPS = 4
+"""A run of fewer steps is a trial."""
 
 
 class ResumeCommand(NamedTuple):
@@ -21,6 +27,8 @@ class ResumeCommand(NamedTuple):
     """Followed by a number of steps."""
     fresh_option: str = "--fresh"
     """Starts the run over."""
+    evaluate: str = ""
+    """The command that evaluates a model on the run's tasks, to be followed by the checkpoint; empty if there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,11 +55,33 @@ def as_text(result: TrainingResult) -> str:
     return f"\n{_headline(result)}\n\n{aligned(rows)}\n"
 
 
+def learned_nothing(summary: "Summary") -> bool:
+    """Whether a run has finished without an update. Fewer than `JUDGED_STEPS` steps are a trial, which need not make one."""
+    return summary.status == "finished" and summary.updates == 0 and summary.steps >= JUDGED_STEPS
+
+
 def next_command(result: TrainingResult) -> str:
-    """The command that goes on with a stopped run, or trains a finished one further."""
-    if result.summary.status == "stopped":
-        return result.resume.command
-    return f"{result.resume.command} {result.resume.steps_option}{max(1, result.summary.steps) * 2}"
+    """The command that goes on with a stopped run, evaluates what a finished one made, or starts over what learned nothing."""
+    summary, resume = result.summary, result.resume
+    if summary.status == "stopped":
+        return resume.command
+    if learned_nothing(summary):
+        return f"{resume.command} {resume.fresh_option}"
+    if resume.evaluate and summary.checkpoint:
+        return f"{resume.evaluate} --model {shlex.quote(summary.checkpoint)}"
+    return longer_command(result)
+
+
+def longer_command(result: TrainingResult) -> str:
+    """The command that trains a finished run further; a number of steps that it has already is replaced."""
+    *flag, key = result.resume.steps_option.split()
+    words: list[str] = []
+    for word in shlex.split(result.resume.command):
+        if word.startswith(key):
+            words = words[: len(words) - len(flag)]
+        else:
+            words.append(word)
+    return f"{shlex.join(words)} {result.resume.steps_option}{max(1, result.summary.steps) * 2}"
 
 
 def _headline(result: TrainingResult) -> str:
@@ -62,16 +92,23 @@ def _headline(result: TrainingResult) -> str:
     if summary.status == "stopped":
         when = f"after step {summary.steps}" if summary.steps else "before its first step"
         return f"Run {summary.name} stopped safely {when}."
-    return f"Run {summary.name} finished: {summary.steps} steps in {clock(summary.train_seconds)}."
+    nothing = " and learned nothing" if summary.updates == 0 else ""
+    return f"Run {summary.name} finished{nothing}: {summary.steps} steps in {clock(summary.train_seconds)}."
 
 
 def _result_rows(result: TrainingResult) -> list[tuple[str, str]]:
     summary = result.summary
     rows = [("reward", f"{_change(summary.first_reward, summary.last_reward)}   {sparkline(result.rewards)}")]
+    if summary.last_reward is not None:
+        rows.append(("", f"mean of the first {FIRST} graded rollouts → of the last {LAST}"))
     if summary.eval_after is not None:
         rows.append(("held-out", _change(summary.eval_before, summary.eval_after)))
     elif summary.eval_before is not None:
         rows.append(("held-out", f"{reward_text(summary.eval_before)} before training"))
+    if summary.updates is not None and summary.steps:
+        rows.append(("updates", f"{summary.updates} of {summary.steps} steps published a new version"))
+    rows += [("", line) for line in wrap(summary.stalled, 66, break_long_words=False)]
+    rows += [("code", line) for change in summary.code_changes for line in wrap(f"{change}: rewards may not compare", 66)]
     rows += _exact_rows(summary)
     rows.append(("rollouts", f"{summary.rollouts:,}: {counts(summary.ends)}" if summary.ends else f"{summary.rollouts:,}"))
     for end, messages in result.reasons.items():
@@ -99,6 +136,8 @@ def _place_rows(result: TrainingResult) -> list[tuple[str, str]]:
     if summary.checkpoint:
         rows.append(("checkpoint", f"{summary.checkpoint} (policy version {summary.policy_version})"))
     rows.append(("next", next_command(result)))
+    if summary.status == "finished" and not learned_nothing(summary) and next_command(result) != longer_command(result):
+        rows.append(("", longer_command(result)))
     return rows
 
 

@@ -13,8 +13,9 @@ import typer
 from penstock.cli import dry_run
 from penstock.cli.interrupts import INTERRUPTED, TERMINATE_S, Interrupts
 from penstock.cli.output import warn
-from penstock.cli.summary import ResumeCommand, TrainingResult, as_object, as_text
+from penstock.cli.summary import ResumeCommand, TrainingResult, as_object, as_text, learned_nothing
 from penstock.errors import PenstockError
+from penstock.train.stalled import NOTHING_LEARNED
 from penstock.workspace.scaffold import CONFIG_FILE
 
 if TYPE_CHECKING:
@@ -30,6 +31,9 @@ def train(
         list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override one key; may be repeated.")
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start over; a run of the same name is kept aside.")] = False,
+    allow_code_change: Annotated[
+        bool, typer.Option("--allow-code-change", help="Go on though the agent or grader was edited; the change is marked.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
     dry: dry_run.Option = False,
 ) -> None:
@@ -40,13 +44,15 @@ def train(
     from penstock.workspace.opening import load_run_config
 
     config = load_run_config(file, overrides or (), "train", warn=warn)
-    resume = ResumeCommand(_command(file, overrides or []))
+    resume = ResumeCommand(_command("train", file, overrides or []), evaluate=_command("eval run", file, overrides or []))
     if dry:
         dry_run.try_once(config, "train", as_json=as_json, following=resume.command)
-    run_training(config, resume, fresh=fresh, as_json=as_json)
+    run_training(config, resume, fresh=fresh, as_json=as_json, allow_code_change=allow_code_change)
 
 
-def run_training(config: "RunConfig", resume: ResumeCommand, *, fresh: bool = False, as_json: bool = False) -> None:
+def run_training(
+    config: "RunConfig", resume: ResumeCommand, *, fresh: bool = False, as_json: bool = False, allow_code_change: bool = False
+) -> None:
     """Train, show the progress, and print the summary."""
     from penstock.cli.live import LiveView, RunState
     from penstock.run.inputs import read_inputs
@@ -57,16 +63,18 @@ def run_training(config: "RunConfig", resume: ResumeCommand, *, fresh: bool = Fa
         # what the author's code prints is not a result: it goes to stderr, like progress
         with contextlib.redirect_stdout(sys.stderr), view:
             inputs = read_inputs(config, view, registries=REGISTRIES)
-            summary = asyncio.run(_train(config, inputs, view, fresh=fresh))
+            summary = asyncio.run(_train(config, inputs, view, fresh=fresh, allow_code_change=allow_code_change))
     except asyncio.CancelledError:
         warn(f"quit; to go on: {resume.command}")
         raise typer.Exit(INTERRUPTED) from None
     _print_summary(summary, view, resume, as_json=as_json)
     if summary.status == "stopped":
         raise typer.Exit(INTERRUPTED)
+    if learned_nothing(summary):
+        raise typer.Exit(NOTHING_LEARNED)
 
 
-async def _train(config: "RunConfig", inputs: "Inputs", view: "LiveView", *, fresh: bool) -> "Summary":
+async def _train(config: "RunConfig", inputs: "Inputs", view: "LiveView", **how: bool) -> "Summary":
     # torch is loaded here, after everything that can be refused without it
     if config.scale.name == "ray":
         from penstock.scale.run import train_on_ray as run
@@ -80,7 +88,7 @@ async def _train(config: "RunConfig", inputs: "Inputs", view: "LiveView", *, fre
         view.notice(f"Stopping {when}. Ctrl-C again quits at once; both are safe, the same command goes on.")
 
     with Interrupts(stop, announce_stop, terminate_s=TERMINATE_S):
-        return await run(config, inputs, listener=view, stop=stop, fresh=fresh)
+        return await run(config, inputs, listener=view, stop=stop, **how)
 
 
 def _print_summary(summary: "Summary", view: "LiveView", resume: ResumeCommand, *, as_json: bool) -> None:
@@ -105,11 +113,10 @@ def _write_report(folder: Path) -> Path | None:
         return None
 
 
-def _command(file: Path, overrides: list[str]) -> str:
-    """The command that takes this run up resume, as it can be typed where this one was."""
+def _command(name: str, file: Path, overrides: list[str]) -> str:
+    """A command with these settings, as it can be typed where this one was."""
     known = shutil.which("penstock")
     here = known is not None and Path(known).resolve() == Path(sys.argv[0]).resolve()
-    parts = ["penstock" if here or not Path(sys.argv[0]).name.startswith("penstock") else sys.argv[0], "train", str(file)]
-    for override in overrides:
-        parts += ["--set", override]
-    return shlex.join(parts)
+    program = "penstock" if here or not Path(sys.argv[0]).name.startswith("penstock") else sys.argv[0]
+    settings = [word for override in overrides for word in ("--set", override)]
+    return shlex.join([program, *name.split(), str(file), *settings])

@@ -28,6 +28,7 @@ from penstock.chat.renderer import Renderer
 from penstock.codec import from_json
 from penstock.config import EngineSection
 from penstock.engines import ENGINES
+from penstock.engines.adapter_files import find_base, is_adapter, read_adapter_config
 from penstock.engines.base import Engine
 from penstock.engines.checkpoint_files import refuse_damaged_weights
 from penstock.errors import ConfigError, EngineError, PenstockError
@@ -49,6 +50,8 @@ ORPHAN_EXIT_S = 10.0
 """How long this process may take to end after its controller."""
 POLL_S = 0.5
 """Pause between two health checks."""
+VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""What vLLM takes as the largest rank of an adapter."""
 DeploymentEngine = Literal["embedded", "vllm"]
 
 
@@ -143,8 +146,9 @@ async def serve_vllm(spec: ModelServerSpec) -> AsyncGenerator[str]:
         raise EngineError("there is no `vllm` on the controller's PATH; pip install vllm there, or deploy with engine embedded")
     with bind_port(spec.port) as sock:  # closed, since vLLM binds it itself; it exits if another program took it meanwhile
         port = sock.getsockname()[1]
+    model, *named = _vllm_model(spec)
     process = await asyncio.create_subprocess_exec(
-        *(program, "serve", spec.folder, "--host", HOST, "--port", str(port), "--served-model-name", spec.name),
+        *(program, "serve", model, "--host", HOST, "--port", str(port), *named),
         env=os.environ | {"VLLM_API_KEY": spec.token, "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"},
         stdin=asyncio.subprocess.DEVNULL,
     )
@@ -158,6 +162,15 @@ async def serve_vllm(spec: ModelServerSpec) -> AsyncGenerator[str]:
             watching.cancel()
     finally:
         await end_process(process, GRACE_S)
+
+
+def _vllm_model(spec: ModelServerSpec) -> list[str]:
+    """Returns the model's folder and the options that give it its name; for an adapter, they name it beside its base."""
+    folder = Path(spec.folder)
+    if not is_adapter(folder):
+        return [spec.folder, "--served-model-name", spec.name]
+    rank = next(rank for rank in VLLM_RANKS if rank >= read_adapter_config(folder).rank)
+    return [str(find_base(folder)), "--enable-lora", "--max-lora-rank", str(rank), "--lora-modules", f"{spec.name}={folder}"]
 
 
 async def _wait_until_healthy(process: Process, health: str) -> None:

@@ -19,6 +19,7 @@ from penstock.controller.vault import Vault
 from penstock.errors import PenstockError
 from penstock.system.files import write_file
 from penstock.system.processes import module_command, spawn_detached
+from penstock.train.stalled import NOTHING_LEARNED
 
 POLL_S = 0.3
 """Pause between two polls of the runs."""
@@ -146,7 +147,7 @@ class Supervisor:
             self._monitors[run.id] = start_monitor(self.files(run), secrets)
 
     def _finish(self, run: Run, exit_record: ExitRecord) -> None:
-        if exit_record.code == 0:
+        if exit_record.code in (0, NOTHING_LEARNED):
             self._record_end(run, RunStatus.FINISHED, "", exit_record.ended_at)
         elif exit_record.stopped or exit_record.code == INTERRUPTED_CODE:
             self._record_end(run, RunStatus.STOPPED, "stopped on request" if run.stop_asked else "stopped", exit_record.ended_at)

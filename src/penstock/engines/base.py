@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
-from typing import Protocol, overload
+from typing import Protocol, TypeGuard, overload
 
 from penstock.records import Finish, Sampling
 
@@ -67,6 +67,28 @@ class Engine(Protocol):
     async def close(self) -> None:
         """Fail what is running and free everything."""
         ...
+
+
+class AdapterEngine(Engine, Protocol):
+    """An engine that serves the adapters of several policies on one base model."""
+
+    def generate(
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, rollout_id: str = "", policy: str = ""
+    ) -> AsyncGenerator[SampledChunk, None]:
+        """See `Engine.generate`. A policy without an adapter is the base model."""
+        ...
+
+    def version_of(self, policy: str) -> int:
+        """The version that the next token of a policy will be sampled under."""
+        ...
+
+    async def load(self, version: int, folder: Path, *, policy: str = "") -> None:
+        """See `Engine.load`. Of an adapter's folder, the policy alone gets the new version."""
+        ...
+
+
+def has_adapters(engine: Engine) -> TypeGuard[AdapterEngine]:
+    return hasattr(engine, "version_of")
 
 
 class TokenPath(Sequence[int]):

@@ -89,12 +89,24 @@ class Fleet:
         self._tasks: dict[EngineServer | None, asyncio.Task[None]] = {}
         """Recheck tasks by server; under None the task that probes all of them."""
         self._changed = asyncio.Event()
+        self._closed = False
 
     async def wait_for_switch(self) -> None:
         """Wait while no server is up but one is loading weights. Loading has a deadline of its own."""
-        while not any(server.up.is_set() for server in self.servers) and any(server.switching for server in self.servers):
+        while not self.is_up() and any(server.switching for server in self.servers):
             self._changed.clear()
             await self._changed.wait()
+
+    async def wait_until_up(self) -> None:
+        """Wait until a server is up. Those that are down are checked again and again."""
+        self._start_tasks()
+        while not self.is_up() and not self._closed:
+            self._changed.clear()
+            await self._changed.wait()
+
+    def is_up(self) -> bool:
+        """Whether any server is up."""
+        return any(server.up.is_set() for server in self.servers)
 
     @contextmanager
     def route(self, rollout_id: str, avoid: Collection[EngineServer] = ()) -> Generator[RoutedRequest]:
@@ -139,6 +151,8 @@ class Fleet:
                 self._start_tasks()
 
     async def close(self) -> None:
+        self._closed = True
+        self._changed.set()
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
@@ -167,9 +181,9 @@ class Fleet:
         server.failures += 1
         server.last_error = str(error)
         if server.failures >= self._failures:
-            self._mark_down(server, error)
+            self.put_down(server, error)
 
-    def _mark_down(self, server: EngineServer, error: UpstreamError) -> None:
+    def put_down(self, server: EngineServer, error: UpstreamError) -> None:
         """Send no requests until the server passes its check. Running ones are left alone: they may still succeed."""
         server.last_error = str(error)
         server.up.clear()
@@ -177,6 +191,8 @@ class Fleet:
 
     def _start_tasks(self) -> None:
         """Start a recheck task for every server that is down, and the probe task."""
+        if self._closed:
+            return
         for server in self.servers:
             if not server.up.is_set() and not server.switching and server not in self._tasks:
                 self._tasks[server] = asyncio.create_task(self._recheck_until_up(server), name=f"penstock-check-{server.url}")
@@ -220,4 +236,4 @@ class Fleet:
             await probe(server)
         except UpstreamError as error:
             if server.up.is_set() and server.version == before:  # else the answer is about weights that it no longer holds
-                self._mark_down(server, error)
+                self.put_down(server, error)

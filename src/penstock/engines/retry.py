@@ -35,6 +35,8 @@ class RetryPolicy:
     """How long a server is down before its first check."""
     probe_s: float = PROBE_EVERY_S
     """Time between two probes of a server that is up."""
+    down_s: float = 0.0
+    """How long a request waits while no server is up, before it counts as an attempt."""
 
 
 class RetryState:
@@ -102,25 +104,29 @@ class FleetClient:
         self.http = HttpClient(timeouts, key=key)
         self.fleet = Fleet(urls, check, probe=probe, failures=policy.failures, recheck_s=policy.recheck_s, probe_s=policy.probe_s)
         self.counts: Counter[str] = Counter()
-        """Events by kind: `retried_busy`, `retried_broken`; `cut_over` is a reply interrupted for new weights."""
-        self._policy = policy
+        """Events by kind: `retried_busy`, `retried_broken`; `waited_down` waited for a server to come back; `cut_over` is a reply
+        interrupted for new weights."""
+        self.policy = policy
         self._abort = abort
         self._aborts: set[asyncio.Task[None]] = set()
         self._closed = False
 
     async def stream(
-        self, path: str, prepare: Callable[[EngineServer], ServerRequest[T]], *, rollout_id: str = ""
+        self, path: str, prepare: Callable[[EngineServer], ServerRequest[T]], *, rollout_id: str = "", missing: str = ""
     ) -> AsyncGenerator[T, None]:
         """POST what `prepare` makes for a server to `path` there, and yield the reply's chunks.
 
+        A server that refuses because it does not know `missing` was restarted: the request is sent again once it does.
         It ends early and without an error if the server loads other weights; the caller then requests the rest of the reply.
         """
-        state, begun = RetryState(self._policy), False
+        state, begun, server = RetryState(self.policy), False, None
         while not self._closed:
             await self.fleet.wait_for_switch()
+            await self._wait_for_server()
             try:
                 with self.fleet.route(rollout_id, state.tried) as routed:
-                    state.begin(routed.server)
+                    server = routed.server
+                    state.begin(server)
                     request = prepare(routed.server)
                     async with aclosing(self._read(routed, path, request)) as chunks:
                         async for chunk in chunks:
@@ -132,7 +138,9 @@ class FleetClient:
             except UpstreamError as error:
                 if self._closed:
                     break
-                if begun or error.kind in ("refused", "garbled"):
+                if server is not None and missing and missing in str(error):
+                    self.fleet.put_down(server, error)
+                elif begun or error.kind in ("refused", "garbled"):
                     raise self._engine_error(error, state, rollout_id) from error
                 wait_s = state.wait_s(error, others=self.fleet.has_untried(state.tried))
                 if wait_s is None:
@@ -140,6 +148,14 @@ class FleetClient:
                 self.counts[f"retried_{error.kind}"] += 1
                 await asyncio.sleep(wait_s)
         raise EngineError("the engine is closed")
+
+    async def _wait_for_server(self) -> None:
+        """Wait while all servers are down, such as during the restart of the only one, for `down_s` at most."""
+        if self.policy.down_s and not self.fleet.is_up():
+            self.counts["waited_down"] += 1
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self.policy.down_s):
+                    await self.fleet.wait_until_up()
 
     async def close(self) -> None:
         """Fail what is running and close all connections."""

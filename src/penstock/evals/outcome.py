@@ -39,6 +39,11 @@ class EvalOutcome:
     spent: Spending
     """Usage of the attempts that have ended."""
 
+    @property
+    def all_failed(self) -> bool:
+        """Whether attempts have ended, and none of them completed."""
+        return self.rollouts > 0 and not self.ends.get(End.COMPLETED)
+
     def as_json(self) -> dict[str, Any]:
         """Returns plain JSON values, with the fields of `spent` at the top level."""
         own = asdict(self)

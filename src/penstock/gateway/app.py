@@ -11,7 +11,6 @@ from starlette.types import ASGIApp
 
 from penstock.chat.renderer import Renderer
 from penstock.engines.base import Engine
-from penstock.engines.text_endpoints.base import TextEndpoint
 from penstock.errors import ConfigError, RequestError
 from penstock.events import Events
 from penstock.gateway.auth import Access, GatewayTokens
@@ -21,14 +20,15 @@ from penstock.gateway.control import ControlRoutes
 from penstock.gateway.dialects import DIALECTS
 from penstock.gateway.dialects.base import Dialect
 from penstock.gateway.flows import FlowRoutes, GenerateRoute, RewardFunction, detail_body
-from penstock.gateway.model_routes import CountRoute, ModelRoute
+from penstock.gateway.model_routes import TEXT_DIALECTS, CountRoute, ModelRoute
 from penstock.gateway.observability import CONTENT_TYPE, CallTracer, Samples, as_text
 from penstock.gateway.pending_response import ResponseCache
+from penstock.gateway.policies import PolicySources, ServedPolicy, make_source
 from penstock.gateway.read_api import ReadApi
 from penstock.gateway.routes import FunctionEndpoint, Route, Routes, json_response
 from penstock.gateway.session import Session, Sessions
 from penstock.gateway.shared_counters import Peers
-from penstock.gateway.sources import ReplySource, TextEndpointSource, TokenSource, no_tokens_error
+from penstock.gateway.sources import no_tokens_error
 from penstock.gateway.trajectories import Trajectories
 from penstock.http.listen import base_url, bind, is_loopback, known_names
 from penstock.pool.base import Pool
@@ -54,6 +54,7 @@ class Gateway:
     is_open: only the control routes need a token; it then listens on this machine only.
     closed: routes that are refused, by the token that they need. A run with a grader closes those that would open, grade or end
         rollouts beside its runner: whoever calls them has a token that nobody was given.
+    policies: by the model name that agents ask for; without them `engine` answers under every name.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Gateway:
         peers: Peers | None = None,
         is_open: bool = False,
         closed: Collection[Access] = (),
+        policies: Mapping[str, ServedPolicy] | None = None,
     ) -> None:
         self._closed = frozenset(closed)
         self._limits = limits = limits or GatewayLimits()
@@ -88,7 +90,10 @@ class Gateway:
         self._tracer = tracer
         self._peers = peers
         redactor = Redactor([self.tokens.control, self.tokens.admin, *secrets])
-        self._pipeline = CallPipeline(_source(engine, renderer), pool, self._events, limits=limits, redactor=redactor)
+        source = make_source(engine, renderer)
+        self._pipeline = CallPipeline(
+            source, pool, self._events, limits=limits, redactor=redactor, policies=PolicySources(source, policies or {})
+        )
         self._sessions = Sessions(
             pool,
             self.tokens,
@@ -180,21 +185,25 @@ class Gateway:
     def _model_routes(self) -> list[Route]:
         limits, pipeline, find, response_cache = self._limits, self._pipeline, self._trajectories.session, ResponseCache()
         routes: list[Route] = []
-        supported = pipeline.source.dialects
-        names = [name for name in DIALECTS if supported is None or name in supported]
-        dialects: dict[str, Dialect] = {name: DIALECTS.load(name)(pipeline.source.tokenizer) for name in names}
+        sources = pipeline.policies.by_name
         for name in DIALECTS:
-            if name not in dialects:
+            dialects: dict[str, Dialect] = {
+                policy: DIALECTS.load(name)(source.tokenizer)
+                for policy, source in sources.items()
+                if source.dialects is None or name in source.dialects
+            }
+            if not dialects:
                 routes.append(Route("POST", DIALECTS.load(name).path, Access.MODEL, FunctionEndpoint(self._refuse_dialect)))
-        for name, each in dialects.items():
+                continue
+            each = next(iter(dialects.values()))
             model: ASGIApp = ModelRoute(
-                each, pipeline, find, name=name, limits=limits, response_cache=response_cache, tracer=self._tracer
+                dialects, pipeline, find, name=name, limits=limits, response_cache=response_cache, tracer=self._tracer
             )
             if name == "generate":
                 model = GenerateRoute(model, self.tokens, body_bytes=limits.body_bytes)
             routes.append(Route("POST", each.path, Access.MODEL, model, each.error))
             if each.count_path is not None:
-                count = CountRoute(each, pipeline, find, limits=limits)
+                count = CountRoute(dialects, pipeline, find, limits=limits)
                 routes.append(Route("POST", each.count_path, Access.MODEL, count, each.error))
         return routes
 
@@ -235,26 +244,29 @@ class Gateway:
         raise RequestError(text, status=409, code="graded_by_run")
 
     async def _refuse_dialect(self, request: Request) -> Response:
-        raise no_tokens_error(self._pipeline.engine.model, "use /v1/chat/completions, /v1/responses or /v1/messages")
+        raise no_tokens_error(self._pipeline.engine.model, TEXT_DIALECTS)
 
     async def _models(self, request: Request) -> Response:
-        model = self._describe()
-        return json_response(
-            {"object": "list", "data": [model], "has_more": False, "first_id": model["id"], "last_id": model["id"]}
-        )
+        models = [self._describe(name) for name in self._pipeline.policies.by_name]
+        first, last = models[0]["id"], models[-1]["id"]
+        return json_response({"object": "list", "data": models, "has_more": False, "first_id": first, "last_id": last})
 
     async def _model(self, request: Request) -> Response:
-        if request.path_params["model"] != self._pipeline.engine.model:
-            text = f"there is no model {request.path_params['model'][:200]!r}; this gateway serves {self._pipeline.engine.model!r}"
+        asked, policies = request.path_params["model"], self._pipeline.policies
+        if policies.names and asked not in policies.names:
+            raise policies.unknown(asked)
+        if not policies.names and asked != self._pipeline.engine.model:
+            text = f"there is no model {asked[:200]!r}; this gateway serves {self._pipeline.engine.model!r}"
             raise RequestError(text, status=404, code="model_not_found", param="model")
-        return json_response(self._describe())
+        return json_response(self._describe(asked if policies.names else ""))
 
-    def _describe(self) -> dict[str, object]:
-        """The model, with the fields that clients of any dialect read."""
-        engine = self._pipeline.engine
-        own: dict[str, object] = {"id": engine.model, "object": "model", "created": 0, "owned_by": "penstock"}
+    def _describe(self, policy: str) -> dict[str, object]:
+        """A policy (empty: the one model), with the fields that clients of any dialect read."""
+        engine = self._pipeline.policies.by_name[policy].engine
+        name = policy or engine.model
+        own: dict[str, object] = {"id": name, "object": "model", "created": 0, "owned_by": "penstock"}
         room = {"max_model_len": engine.context_length} if engine.context_length else {}
-        return own | room | {"type": "model", "display_name": engine.model, "created_at": "1970-01-01T00:00:00Z"}
+        return own | room | {"type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
 
     async def _metrics(self, request: Request) -> Response:
         samples = await self._peers.merged(self.samples()) if self._peers else self.samples()
@@ -269,13 +281,6 @@ class Gateway:
         return json_response(
             {"status": "ok", "model": engine.model, "policy_version": engine.version, "rollouts": len(self._sessions)}
         )
-
-
-def _source(engine: Engine, renderer: Renderer | None) -> ReplySource:
-    if isinstance(engine, TextEndpoint):
-        return TextEndpointSource(engine)
-    assert renderer is not None, "an engine that takes token ids needs its model's renderer"
-    return TokenSource(engine, renderer)
 
 
 def _require_loopback(host: str) -> None:

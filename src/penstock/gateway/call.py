@@ -44,8 +44,11 @@ class ModelCall:
     """One request to the model, independent of its dialect."""
 
     model: str
+    """As the agent asked for it."""
     messages: tuple[Message, ...]
     sampling: Sampling
+    policy: str = ""
+    """The policy that answers it, of those in `[policies.*]`; empty if there are none."""
     tools: tuple[Tool, ...] = ()
     raw: str | tuple[int, ...] | None = None
     """A prompt without a chat template, as text or token ids; `messages` is then empty."""

@@ -15,6 +15,7 @@ from penstock.events import Events
 from penstock.gateway.call import Caller, GatewayLimits, ModelCall, Prompt
 from penstock.gateway.observability import GatewayMetrics
 from penstock.gateway.pending_response import PendingResponse
+from penstock.gateway.policies import PolicySources
 from penstock.gateway.recorder import Recorder, StepMetadata
 from penstock.gateway.reply import Delta, ReplyBuilder, deltas_of
 from penstock.gateway.session import Session, SessionHistory
@@ -62,15 +63,25 @@ class CallContext:
 
 class CallPipeline:
     def __init__(
-        self, source: ReplySource, pool: Pool, events: Events, *, limits: GatewayLimits, redactor: Redactor | None = None
+        self,
+        source: ReplySource,
+        pool: Pool,
+        events: Events,
+        *,
+        limits: GatewayLimits,
+        redactor: Redactor | None = None,
+        policies: PolicySources | None = None,
     ) -> None:
         self.source = source
         self.engine = source.engine
+        self.policies = policies or PolicySources(source, {})
         self.metrics = GatewayMetrics()
         self._pool = pool
         self._events = events
         self._limits = limits
-        self._engine_boundary = boundary(EngineError, f"engine {self.engine.model}")
+        self._engine_boundaries = {
+            name: boundary(EngineError, f"engine {each.engine.model}") for name, each in self.policies.by_name.items()
+        }
         self._recorder = Recorder(pool, redactor or Redactor(), self.metrics.breaks)
 
     async def answer(
@@ -96,12 +107,15 @@ class CallPipeline:
 
     async def count_tokens(self, session: Session, caller: Caller, call: ModelCall) -> int:
         """The length of the call's prompt."""
-        return self.source.length(await self._prompt(session, caller, call))
+        return self._source(call).length(await self._prompt(session, caller, call))
+
+    def _source(self, call: ModelCall) -> ReplySource:
+        return self.policies.by_name[call.policy]
 
     async def _prompt(self, session: Session, caller: Caller, call: ModelCall) -> Prompt:
         graph = await session.graph(self._pool)
         chains = session.last_request(caller.transcript).chains(call.messages, call.tools)
-        return await self.source.prompt(graph, call, chains)
+        return await self._source(call).prompt(graph, call, chains)
 
     def count(self, name: str) -> None:
         """Count something that was not done as the caller asked; the first of each name is also emitted as an event."""
@@ -114,7 +128,7 @@ class CallPipeline:
 
     def _samplings(self, call: ModelCall, defaults: Sampling, prompt: Prompt) -> list[Sampling]:
         """The sampling of each choice, capped by the run's `max_tokens` and by the source."""
-        samplings = self.source.samplings(call, defaults.max_tokens, prompt)
+        samplings = self._source(call).samplings(call, defaults.max_tokens, prompt)
         if samplings[0].max_tokens < call.sampling.max_tokens:
             self.count("capped:max_tokens")
         return samplings
@@ -131,7 +145,8 @@ class CallPipeline:
         """Sample one choice and record it. A reply that breaks off is recorded too, and never trained."""
         prompt = context.prompt
         seed = f"{context.session.rollout_id} {prompt.chain} {context.response.name.rpartition('-')[2]} {choice}"
-        reply = self.source.reply(context.call, prompt, sampling, seed=seed)
+        seed += f" {context.call.policy}" if context.call.policy else ""  # else two policies would give their tool calls equal ids
+        reply = self._source(context.call).reply(context.call, prompt, sampling, seed=seed)
         started = time.perf_counter()
         context.response.summary.prompt_tokens = len(prompt.ids)
         try:
@@ -150,11 +165,12 @@ class CallPipeline:
 
     async def _generate(self, context: CallContext, sampling: Sampling, reply: ReplyBuilder, choice: int) -> None:
         watchdog = StallWatchdog(first_token_s=self._limits.first_token_s, stall_s=self._limits.stall_s)
+        source, engine_boundary = self._source(context.call), self._engine_boundaries[context.call.policy]
         try:
-            chunks = self.source.generate(context.call, context.prompt, sampling, rollout_id=context.session.rollout_id)
+            chunks = source.generate(context.call, context.prompt, sampling, rollout_id=context.session.rollout_id)
             async with aclosing(chunks) as stream:
                 while reply.finish is None:
-                    with self._engine_boundary:
+                    with engine_boundary:
                         chunk = await anext(stream, None)
                     if chunk is None:
                         break
@@ -172,7 +188,7 @@ class CallPipeline:
             summary = context.response.summary
             summary.first_token_s = summary.first_token_s or watchdog.first_token_s
         if reply.finish not in ("stop", "length"):
-            raise EngineError(f"engine {self.engine.model} broke off a reply after {len(reply.ids)} tokens")
+            raise EngineError(f"engine {source.engine.model} broke off a reply after {len(reply.ids)} tokens")
 
     async def _replay(self, context: CallContext, steps: list[Step]) -> None:
         self.count("replayed_call")
@@ -191,6 +207,7 @@ class CallPipeline:
             choice=choice,
             created=context.response.created,
             seconds=round(time.perf_counter() - started, 4),
+            policy=context.call.policy,
         )
         summary = context.response.summary
         summary.sampled_tokens += len(reply.ids)

@@ -64,10 +64,10 @@ class TokenGraph:
         """Bytes of memory that it takes."""
         self.next_node = 0
         self.next_step = 0
-        self._step_after: dict[str, int] = {}
-        """Chain digest of a path that ends with a reply, to that reply's step."""
-        self._nodes_at: dict[str, list[int]] = {}
-        """Chain digest of a path that ends with a call's messages, to its nodes."""
+        self._step_after: dict[tuple[str, str], int] = {}
+        """Policy and chain digest of a path that ends with a reply, to that reply's step. Policies never share a path."""
+        self._nodes_at: dict[tuple[str, str], list[int]] = {}
+        """Policy and chain digest of a path that ends with a call's messages, to its nodes."""
         self._steps_of: dict[str, list[int]] = {}
         """Answer name, to its steps."""
         self._answers_to: dict[str, list[str]] = {}
@@ -76,17 +76,17 @@ class TokenGraph:
         """Request digest, to the highest number of its answers."""
         self._raw: dict[int, str] = {}
         """Step of a prompt without a template, to the text that it and its node add."""
-        self._raw_after: dict[int | None, list[int]] = {}
-        """Such a step (None: a root), to the steps that continue it."""
+        self._raw_after: dict[tuple[str, int | None], list[int]] = {}
+        """Policy and such a step (None: a root), to the steps that continue it."""
         self._hashes: dict[int, blake2b] = {}
         """Step, to the running hash of all tokens up to its end."""
         self._steps_with_reasoning: set[int] = set()
         """Steps with reasoning tokens on their path, their own included."""
         self._last_prompt = (-1, TokenPath())
-        self._replies: set[str] = set()
-        """Digests of all replies, on whatever path."""
-        self._tools: set[str] = set()
-        """Digests of the tools of all roots."""
+        self._replies: set[tuple[str, str]] = set()
+        """Policies and digests of all replies, on whatever path."""
+        self._tools: set[tuple[str, str]] = set()
+        """Policies and digests of the tools of all roots."""
         self.add_stored(attempt)
 
     def add_stored(self, attempt: Attempt) -> None:
@@ -105,43 +105,44 @@ class TokenGraph:
         if node is not None:
             self.nodes[node.id] = node
             self.next_node = max(self.next_node, node.id + 1)
-            self._nodes_at.setdefault(node.chain, []).append(node.id)
+            self._nodes_at.setdefault((step.policy, node.chain), []).append(node.id)
             if node.parent is None:
-                self._tools.add(tools_digest(node.tools))
+                self._tools.add((step.policy, tools_digest(node.tools)))
         self.steps[step.index] = step
         self.next_step = max(self.next_step, step.index + 1)
         self.tokens += step.sampled
         self.weight += step_weight(step, node)
         self._hashes[step.index] = context or self.context_hash(self.nodes[step.node], step.completion_ids)
-        self._replies.add(message_digest(step.message))
+        self._replies.add((step.policy, message_digest(step.message)))
         self._index_answer(step)
         if self._reasons(step):
             self._steps_with_reasoning.add(step.index)
-        before = self._step_after.get(step.chain)
+        end = (step.policy, step.chain)
+        before = self._step_after.get(end)
         if before is None or is_complete(step) or not is_complete(self.steps[before]):
-            self._step_after[step.chain] = step.index  # of equal replies, the last complete one is what the agent saw
+            self._step_after[end] = step.index  # of equal replies, the last complete one is what the agent saw
 
-    def match(self, messages: Sequence[Message], chains: Sequence[str]) -> PathMatch:
-        """The longest known path that these messages continue. `chains` are their digests, the tools' digest first."""
+    def match(self, messages: Sequence[Message], chains: Sequence[str], policy: str = "") -> PathMatch:
+        """The longest path of `policy` that these messages continue. `chains` are their digests, the tools' digest first."""
         for known in range(len(messages), 0, -1):
-            if (step := self._step_after.get(chains[known])) is not None:
-                return PathMatch(step, known, chains[-1], self._why_branch(messages[known:]))
-        return PathMatch(None, 0, chains[-1], self._why_root(messages, chains))
+            if (step := self._step_after.get((policy, chains[known]))) is not None:
+                return PathMatch(step, known, chains[-1], self._why_branch(messages[known:], policy))
+        return PathMatch(None, 0, chains[-1], self._why_root(messages, chains, policy))
 
-    def match_raw(self, raw: str | tuple[int, ...]) -> RawPathMatch:
-        """The longest known path that a prompt without a template continues, by text or by tokens."""
+    def match_raw(self, raw: str | tuple[int, ...], policy: str = "") -> RawPathMatch:
+        """The longest path of `policy` that a prompt without a template continues, by text or by tokens."""
         paths = [RawPathMatch(None, 0)]
         for before, known in paths:  # grows in the loop: a breadth-first search
-            for step in self._raw_after.get(before, ()):
+            for step in self._raw_after.get((policy, before), ()):
                 added = self._raw[step] if isinstance(raw, str) else self._added(step)
                 if raw[known : known + len(added)] == added:
                     paths.append(RawPathMatch(step, known + len(added)))
         continued = [path for path in paths if path.known]
         return max(continued, key=lambda path: (path.known, path.step or 0), default=paths[0])
 
-    def find(self, parent: int | None, messages_chain: str, token_ids: Sequence[int]) -> Node | None:
+    def find(self, parent: int | None, messages_chain: str, token_ids: Sequence[int], policy: str = "") -> Node | None:
         """The node that adds exactly these tokens after `parent`, or None. The same call made again shares the node."""
-        for node_id in self._nodes_at.get(messages_chain, ()):
+        for node_id in self._nodes_at.get((policy, messages_chain), ()):
             node = self.nodes[node_id]
             if node.parent == parent and node.token_ids == tuple(token_ids):
                 return node
@@ -230,7 +231,7 @@ class TokenGraph:
         steps.append(step.index)
         node = self.nodes[step.node]
         if node.chain.startswith(RAW_CHAIN):
-            self._raw_after.setdefault(node.parent, []).append(step.index)
+            self._raw_after.setdefault((step.policy, node.parent), []).append(step.index)
             self._raw[step.index] = flatten(node.messages[0]["content"]) + flatten(step.message["content"])
 
     def _reasons(self, step: Step) -> bool:
@@ -239,18 +240,18 @@ class TokenGraph:
         replies = [step.message, *(message for message in since_user if message["role"] == "assistant")]
         return node.parent in self._steps_with_reasoning or any(map(has_reasoning, replies))
 
-    def _why_branch(self, new: Sequence[Message]) -> str | None:
+    def _why_branch(self, new: Sequence[Message], policy: str) -> str | None:
         """Why a path is continued with replies that were not sampled there; None if no replies are among the new messages."""
-        replies = [message_digest(message) for message in new if message["role"] == "assistant"]
+        replies = [(policy, message_digest(message)) for message in new if message["role"] == "assistant"]
         if not replies:
             return None
         return REPLY_EDITED if self._replies.isdisjoint(replies) else HISTORY_EDITED
 
-    def _why_root(self, messages: Sequence[Message], chains: Sequence[str]) -> str | None:
+    def _why_root(self, messages: Sequence[Message], chains: Sequence[str], policy: str) -> str | None:
         """Why the messages open a root although they repeat or replace a reply; None for a new conversation."""
-        if any(message["role"] == "assistant" and message_digest(message) in self._replies for message in messages):
-            return HISTORY_EDITED if chains[0] in self._tools else TOOLS_CHANGED
-        return REPLY_EDITED if any(each in self._nodes_at for each in chains[1:-1]) else None
+        if any(message["role"] == "assistant" and (policy, message_digest(message)) in self._replies for message in messages):
+            return HISTORY_EDITED if (policy, chains[0]) in self._tools else TOOLS_CHANGED
+        return REPLY_EDITED if any((policy, each) in self._nodes_at for each in chains[1:-1]) else None
 
 
 def is_complete(step: Step) -> bool:

@@ -2,15 +2,16 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any, Protocol
 
 import orjson
 from starlette.types import Receive, Scope, Send
 
 from penstock.errors import EngineBusy, EngineError, PenstockError, PoolError, RenderError, RequestError
-from penstock.gateway.call import Caller, GatewayLimits, ModelCall, Prompt
+from penstock.gateway.call import Caller, ConversationHistory, GatewayLimits, ModelCall, Prompt
 from penstock.gateway.call_pipeline import CallPipeline
 from penstock.gateway.dialects.base import Dialect, EventWriter, ModelAnswer, UnsentTokens
 from penstock.gateway.last_request import LastRequest
@@ -18,12 +19,15 @@ from penstock.gateway.observability import CallTracer
 from penstock.gateway.pending_response import PendingResponse, ResponseCache
 from penstock.gateway.reply import Delta
 from penstock.gateway.session import RunningCall, Session
+from penstock.gateway.sources import no_tokens_error
 from penstock.http.asgi import ON_DISCONNECT, header, parse_json, read_body
-from penstock.records import Step
+from penstock.records import Sampling, Step
 
 PROMPT_UID = "penstock.prompt_uid"
 """Scope key: the prompt's uid if the path or body names the rollout without a token of its own, else None."""
 MAIN_TRANSCRIPT = "main"
+TEXT_DIALECTS = "use /v1/chat/completions, /v1/responses or /v1/messages"
+"""The remedy for a request that needs tokens, at a policy that has none."""
 
 
 class FindSession(Protocol):
@@ -37,7 +41,7 @@ class ModelRoute:
 
     def __init__(
         self,
-        dialect: Dialect,
+        dialects: Mapping[str, Dialect],
         pipeline: CallPipeline,
         find: FindSession,
         *,
@@ -46,7 +50,9 @@ class ModelRoute:
         response_cache: ResponseCache,
         tracer: CallTracer | None,
     ) -> None:
-        self._dialect = dialect
+        self._dialects = dialects
+        """By policy. They differ in their tokenizers alone."""
+        self._dialect = next(iter(dialects.values()))
         self._name = name
         self._tracer = tracer
         self._pipeline = pipeline
@@ -85,7 +91,8 @@ class ModelRoute:
             history = await self._pipeline.history(session, caller.transcript)
             with kept_request(session, caller.transcript):
                 parsed = parse_json(body, history.last_request.body.read)
-                call = summary.call = self._dialect.parse(parsed, session.sampling, history)
+                caller, call = parse_call(self._pipeline, self._dialects, parsed, caller, session.sampling, history)
+            summary.caller, summary.call = caller, call
         except PenstockError as error:
             await response.send_error(as_request_error(error))
             return
@@ -126,17 +133,44 @@ class ModelRoute:
 
     async def _work(self, session: Session, caller: Caller, call: ModelCall, response: PendingResponse) -> None:
         kind = StreamResponseWriter if call.stream else JsonResponseWriter
-        writer = kind(self._dialect, response, call, self._pipeline.engine.model)
+        writer = kind(self._dialects[call.policy], response, call, call.policy or self._pipeline.engine.model)
         if call.stream:
             response.start_keep_alive(self._limits.keep_alive_s)
         await self._pipeline.answer(session, caller, call, writer, response)
 
 
+def parse_call(
+    pipeline: CallPipeline,
+    dialects: Mapping[str, Dialect],
+    body: dict[str, Any],
+    caller: Caller,
+    defaults: Sampling,
+    history: ConversationHistory,
+) -> tuple[Caller, ModelCall]:
+    """Choose the policy that the request asks for, and parse it in that policy's dialect.
+
+    A caller that names no transcript gets one for each policy it asks: they are different agents.
+    """
+    transcript = caller.transcript if caller.transcript != MAIN_TRANSCRIPT else ""
+    policy = pipeline.policies.choose(body.get("model"), transcript)
+    if policy not in dialects:
+        raise no_tokens_error(policy, TEXT_DIALECTS)
+    call = dialects[policy].parse(body, defaults, history)
+    if not policy:
+        return caller, call
+    if policy not in (body.get("model"), transcript):
+        pipeline.count(f"answered_by_default:{call.model}")
+    return caller._replace(transcript=transcript or policy), replace(call, policy=policy)
+
+
 class CountRoute:
     """Counts the tokens of a request's prompt; nothing is sampled or recorded."""
 
-    def __init__(self, dialect: Dialect, pipeline: CallPipeline, find: FindSession, *, limits: GatewayLimits) -> None:
-        self._dialect = dialect
+    def __init__(
+        self, dialects: Mapping[str, Dialect], pipeline: CallPipeline, find: FindSession, *, limits: GatewayLimits
+    ) -> None:
+        self._dialects = dialects
+        self._dialect = next(iter(dialects.values()))
         self._pipeline = pipeline
         self._find = find
         self._limits = limits
@@ -151,7 +185,7 @@ class CountRoute:
             session = await self._find(caller.rollout_id, scope[PROMPT_UID])
             history = await self._pipeline.history(session, caller.transcript)
             with kept_request(session, caller.transcript):
-                call = self._dialect.parse(parse_json(body), session.sampling, history)
+                caller, call = parse_call(self._pipeline, self._dialects, parse_json(body), caller, session.sampling, history)
             tokens = await self._pipeline.count_tokens(session, caller, call)
         except PenstockError as error:
             await response.send_error(as_request_error(error))

@@ -51,9 +51,13 @@ FAMILIES = {
     "penstock_sampled_tokens_total": MetricFamily("counter", "Tokens that the engine sampled."),
     "penstock_exact_tokens_total": MetricFamily("counter", "Sampled tokens that are recorded with the digest of their context."),
     "penstock_breaks_total": MetricFamily("counter", "Prompts in which earlier tokens could not go on, by reason.", ("reason",)),
+    "penstock_policy_steps_total": MetricFamily("counter", "Steps recorded, by policy.", ("policy",)),
+    "penstock_policy_tokens_total": MetricFamily("counter", "Tokens sampled, by policy.", ("policy",)),
     "penstock_call_seconds": MetricFamily("histogram", "Duration of model calls.", ("dialect",)),
     "penstock_first_token_seconds": MetricFamily("histogram", "Time until the engine's first token."),
 }
+BY_POLICY = frozenset({"penstock_policy_steps_total", "penstock_policy_tokens_total"})
+"""Families that a gateway without `[policies.*]` does not have."""
 MERGED_BY_MAX = frozenset({"penstock_gateway_info", "penstock_policy_version"})
 """Families of which the workers' highest value counts; all others are summed."""
 
@@ -81,6 +85,8 @@ class GatewayMetrics:
         """What was not done as callers asked, by name; a prefix says the kind: `ignored:seed`."""
         self._calls: Counter[tuple[str, str]] = Counter()
         self._steps: Counter[str] = Counter()
+        self._policy_steps: Counter[str] = Counter()
+        self._policy_tokens: Counter[str] = Counter()
         self._prompt_tokens = self._sampled_tokens = self._exact_tokens = 0
         self._seconds: defaultdict[str, Histogram] = defaultdict(Histogram)
         self._first_token = Histogram()
@@ -102,6 +108,9 @@ class GatewayMetrics:
         for step in summary.steps:
             self._steps[step.finish] += 1
             self._exact_tokens += len(step.completion_ids) if step.context else 0
+            if step.policy:
+                self._policy_steps[step.policy] += 1
+                self._policy_tokens[step.policy] += step.sampled
 
     def samples(self, *, model: str, version: int, rollouts: int) -> Samples:
         kinds = {kind: Counter[str]() for kind in ("ignored", "repeated", "noticed")}
@@ -128,6 +137,8 @@ class GatewayMetrics:
             "ignored": kinds["ignored"],
             "notices": kinds["noticed"],
             "steps": self._steps,
+            "policy_steps": self._policy_steps,
+            "policy_tokens": self._policy_tokens,
             "breaks": self.breaks,
         }
         samples |= {f"penstock_{name}": _lines(f"penstock_{name}", [((), value)]) for name, value in unlabelled.items()}
@@ -152,6 +163,8 @@ def merge(every: Iterable[Samples]) -> Samples:
 def as_text(samples: Samples) -> str:
     parts: list[str] = []
     for name, family in FAMILIES.items():
+        if name in BY_POLICY and not samples.get(name):
+            continue
         parts += [f"# HELP {name} {family.text}", f"# TYPE {name} {family.kind}"]
         parts += [f"{line} {_number(value)}" for line, value in samples.get(name, {}).items()]
     return "\n".join([*parts, ""])
@@ -221,7 +234,7 @@ class CallTracer:
         operation = "text_completion" if dialect == "completions" else "chat"
         carrier = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers if name.startswith(b"trace")}
         span = self._tracer.start_span(
-            f"{operation} {self._model}",
+            f"{operation} {(summary.call and summary.call.policy) or self._model}",
             context=self._parents.extract(carrier),
             kind=SpanKind.CLIENT,
             attributes={"gen_ai.operation.name": operation, **span_attributes(summary, self._model, dialect)},
@@ -241,6 +254,7 @@ class CallTracer:
 
 def span_attributes(summary: CallSummary, model: str, dialect: str) -> dict[str, Any]:
     """Attributes of the GenAI conventions, and our own for what they lack. No message content."""
+    model = (summary.call and summary.call.policy) or model
     fields: dict[str, Any] = {
         "gen_ai.provider.name": PROVIDER,
         "gen_ai.request.model": model,

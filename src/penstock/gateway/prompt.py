@@ -85,7 +85,7 @@ async def make_prompt(
 ) -> Prompt:
     """The prompt of `call`; `chains` are the digests of its tools and messages. RequestError 400 if `bound` refuses it."""
     if call.raw is not None:
-        return await _make_raw(graph, renderer, bound, call.raw)
+        return await _make_raw(graph, renderer, bound, call.raw, call.policy)
     prompt = await _make_templated(graph, renderer, roots, bound, call, chains)
     return prompt if call.forced is None else _force_call(prompt, renderer, call.forced)
 
@@ -93,7 +93,7 @@ async def make_prompt(
 async def _make_templated(
     graph: TokenGraph, renderer: Renderer, roots: RootCache, bound: ContextBound, call: ModelCall, chains: Sequence[str]
 ) -> Prompt:
-    messages, match = call.messages, graph.match(call.messages, chains)
+    messages, match = call.messages, graph.match(call.messages, chains, call.policy)
     reason = match.reason
     if match.step is not None:
         reply, new = graph.steps[match.step], messages[match.known :]
@@ -112,9 +112,9 @@ async def _make_templated(
     return Prompt(ids=ids, parent=None, added=root, messages=messages, tools=tools, chain=match.chain, reason=reason)
 
 
-async def _make_raw(graph: TokenGraph, renderer: Renderer, bound: ContextBound, raw: str | tuple[int, ...]) -> Prompt:
+async def _make_raw(graph: TokenGraph, renderer: Renderer, bound: ContextBound, raw: str | tuple[int, ...], policy: str) -> Prompt:
     """A prompt without a chat template, after the longest known path that it continues."""
-    parent, known = graph.match_raw(raw)
+    parent, known = graph.match_raw(raw, policy)
     if isinstance(raw, str):
         rest = raw[known:]
         added = await _render([rest], bound, lambda: renderer.encode_raw(rest))

@@ -375,6 +375,7 @@ def _step(step: Step, mark: Mark, *, out: bool) -> dict[str, Any]:
         "policy_version": step.versions[-1] if step.versions else None,
         "finish": step.finish,
         "transcript": step.transcript,
+        **({"policy": step.policy} if step.policy else {}),
         "text": (step.message.get("content") or "")[:MAX_TEXT_CHARACTERS],
         "trainable": mark.trainable and not out,
         "quality": mark.quality,

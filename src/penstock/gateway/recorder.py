@@ -28,6 +28,7 @@ class StepMetadata:
     choice: int
     created: float
     seconds: float
+    policy: str = ""
 
 
 class Recorder:
@@ -44,7 +45,7 @@ class Recorder:
         async with session.recording:
             for _ in range(MAX_CONFLICTS):
                 graph = await session.graph(self._pool)
-                known = graph.find(prompt.parent, prompt.chain, prompt.added)
+                known = graph.find(prompt.parent, prompt.chain, prompt.added, metadata.policy)
                 node = known or _node(session.rollout_id, graph, prompt)
                 context = graph.context_hash(node, reply.ids)
                 step = _step(graph, node, reply, metadata, context.hexdigest())
@@ -130,4 +131,5 @@ def _step(graph: TokenGraph, node: Node, reply: ReplyBuilder, metadata: StepMeta
         created=metadata.created,
         context=context,
         usage=reply.usage,
+        policy=metadata.policy,
     )

@@ -137,7 +137,7 @@ class TextEndpointSource:
 
     async def prompt(self, graph: TokenGraph, call: ModelCall, chains: Sequence[str]) -> Prompt:
         """The new messages without tokens, after the path that they continue."""
-        match = graph.match(call.messages, chains)
+        match = graph.match(call.messages, chains, call.policy)
         tools = call.tools if match.step is None else ()
         new = call.messages[match.known :]
         chain, reason = match.chain, match.reason

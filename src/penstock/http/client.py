@@ -122,15 +122,19 @@ class HttpClient:
 
     async def request_json(self, url: str, body: dict[str, Any] | None = None, *, limit_s: float | None = None) -> Any:
         """GET `url`, or POST `body` to it; return the answer parsed as JSON, or None if it is empty."""
-        limit = limit_s or (PROBE_S if body is None else self._timeouts.first_token_s)
-        with self._errors(url, limit):
-            async with asyncio.timeout(limit):
-                response = await self._send(url, None if body is None else orjson.dumps(body))
-                text = await response.read()
+        text = await self.request_bytes(url, body, limit_s=limit_s)
         try:
             return orjson.loads(text) if text else None
         except orjson.JSONDecodeError as cause:
             raise UpstreamError(f"{url} answered with something that is not JSON: {self._quote(text)}", kind="garbled") from cause
+
+    async def request_bytes(self, url: str, body: dict[str, Any] | None = None, *, limit_s: float | None = None) -> bytes:
+        """`request_json`, with the answer as it is."""
+        limit = limit_s or (PROBE_S if body is None else self._timeouts.first_token_s)
+        with self._errors(url, limit):
+            async with asyncio.timeout(limit):
+                response = await self._send(url, None if body is None else orjson.dumps(body))
+                return await response.read()
 
     async def stream(self, url: str, body: bytes, reader: EventReader[T], handle: CancelHandle) -> AsyncGenerator[T, None]:
         """POST `body` and yield the reply's chunks as they arrive. Closing the generator closes the connection.

@@ -17,6 +17,8 @@ from penstock.system.files import sync, sync_tree
 from penstock.system.locks import FileLock
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+ADAPTER = "adapter_model.safetensors"
+"""In place of weights: a LoRA adapter, whose config names the base."""
 
 MANIFEST = "penstock.json"
 """A file in the model folder: its name, and its recipe. If the recipe has changed, the model is made again."""
@@ -162,6 +164,10 @@ def folder_problem(folder: Path) -> str | None:
 
 
 def _find_problem(folder: Path) -> str | None:
+    if policies := sorted(file.parent.name for file in folder.glob("*/adapter_config.json")):
+        return (
+            f"holds the adapters of several policies; name one of them ({', '.join(policies)}), or evaluate all with [policies.*]"
+        )
     if not (folder / "config.json").is_file():
         return "has no config.json: it must be a model folder in the Hugging Face layout"
     if missing := [shard for shard in _shards(folder) if not (folder / shard).is_file()]:
@@ -175,7 +181,9 @@ def _find_problem(folder: Path) -> str | None:
 
 def _shards(folder: Path) -> list[str]:
     index = folder / INDEX
-    return sorted(set(_read_json(index)["weight_map"].values())) if index.is_file() else [WEIGHTS]
+    if index.is_file():
+        return sorted(set(_read_json(index)["weight_map"].values()))
+    return [ADAPTER if (folder / ADAPTER).is_file() and not (folder / WEIGHTS).is_file() else WEIGHTS]
 
 
 def _other_weights(folder: Path) -> str:

@@ -1,6 +1,7 @@
 """The contract of every pool: it records what was sampled, graded and trained, and each acknowledged write is durable."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, Protocol
@@ -10,6 +11,7 @@ from penstock.records import Attempt, End, Grade, Group, Lease, Mark, Node, Roll
 
 if TYPE_CHECKING:
     from penstock.pool.check import PoolCheck
+    from penstock.pool.sql.database import PoolDatabase
 
 AFTER_ALL = 2**31 - 1
 """As `first_step` and `first_node`: read an attempt without its steps and nodes."""
@@ -253,6 +255,11 @@ class PoolClass:
     def size_bytes(cls, folder: Path, url: str) -> int | None:
         """Return its size on disk; None if unknown."""
         return None
+
+    @classmethod
+    def reading(cls, folder: Path, url: str) -> AbstractContextManager["PoolDatabase"]:
+        """Open a connection that cannot write, at one snapshot; also beside a run, after a crash, and on a copy."""
+        raise ConfigError(f"pool.name = {cls.name!r}: only sqlite and postgres can be read by another process")
 
     @classmethod
     def verify(cls, folder: Path, url: str, progress: CheckProgress) -> "PoolCheck":

@@ -63,6 +63,13 @@ class PostgresPool(SqlPool):
             return int(database.execute(query).fetchone()[0] or 0)
 
     @classmethod
+    @contextmanager
+    def reading(cls, folder: Path, url: str) -> Generator["PostgresDatabase"]:
+        with _connected(folder, url) as database:
+            database.begin_reading()
+            yield database
+
+    @classmethod
     def verify(cls, folder: Path, url: str, progress: CheckProgress) -> PoolCheck:
         with _connected(folder, url) as database:
             database.begin_reading()

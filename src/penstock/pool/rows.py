@@ -47,6 +47,10 @@ COLUMNS: dict[type[Any], tuple[ArrayColumn, ...]] = {
 }
 
 
+LEFT_OUT = frozenset({"policy"})
+"""Fields that a stored record lacks where they are empty: an earlier penstock reads the pools of runs that do not use them."""
+
+
 def column_names(kind: type[Any]) -> list[str]:
     """Return the column names of a `RecordRow` of this kind, in order."""
     return ["record", *(column.name for column in COLUMNS.get(kind, ())), "crc"]
@@ -127,7 +131,11 @@ def build_attempt(rollout_id: str, rows: AttemptRows) -> Attempt:
 
 def _without(record: Any, columns: tuple[ArrayColumn, ...]) -> dict[str, Any]:
     empty = {column.name: column.empty for column in columns}
-    return {name: empty[name] if name in empty else getattr(record, name) for name in field_names(record.__class__)}
+    return {
+        name: empty[name] if name in empty else getattr(record, name)
+        for name in field_names(record.__class__)
+        if name not in LEFT_OUT or getattr(record, name)
+    }
 
 
 def _pack(column: ArrayColumn, values: Sequence[Any] | None) -> bytes | None:

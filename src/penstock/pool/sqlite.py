@@ -2,7 +2,8 @@
 
 import sqlite3
 import time
-from contextlib import ExitStack, closing
+from collections.abc import Generator
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
@@ -12,7 +13,7 @@ from penstock.pool.base import CheckProgress
 from penstock.pool.check import PoolCheck, check_file
 from penstock.pool.rules import Clock, LeaseClock
 from penstock.pool.sql.pool import SqlPool
-from penstock.pool.sql.sqlite import FAULTS, explain, is_busy, migrate, open_database
+from penstock.pool.sql.sqlite import FAULTS, SqliteDatabase, explain, is_busy, migrate, open_database, open_read_only
 
 READERS = 2
 """Connections for reading, so that a long report leaves one for the others."""
@@ -65,6 +66,17 @@ class SqlitePool(SqlPool):
     def size_bytes(cls, folder: Path, url: str) -> int | None:
         files = (pool_file(folder), folder / "pool.db-wal")
         return sum(file.stat().st_size for file in files if file.exists())
+
+    @classmethod
+    @contextmanager
+    def reading(cls, folder: Path, url: str) -> Generator[SqliteDatabase]:
+        path = pool_file(folder)
+        try:
+            with open_read_only(path) as database:
+                database.begin_reading()
+                yield database
+        except FAULTS as cause:
+            raise explain(cause, path) from cause
 
     @classmethod
     def verify(cls, folder: Path, url: str, progress: CheckProgress) -> PoolCheck:

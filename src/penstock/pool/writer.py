@@ -1,7 +1,6 @@
 """Group commit: a thread that writes what waits in batches, one transaction each."""
 
 import asyncio
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -11,6 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from penstock.errors import PoolError
 from penstock.pool.sql.database import PoolDatabase
+from penstock.system.processes import switch_threads_often
 
 Write = Callable[[PoolDatabase], Any]
 """Runs in a transaction. If it raises, its changes are rolled back."""
@@ -203,7 +203,7 @@ class Writer:
         self._wake_at = 1
         """Queue length that wakes the thread: once for all of them, as each time it waits for the interpreter's lock."""
         self._closed = False
-        sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_S))
+        switch_threads_often()  # the writing thread waits for the interpreter's lock with every statement
         self._thread = threading.Thread(target=self._run, name="penstock-pool-writer", daemon=True)
         self._thread.start()
 
@@ -262,9 +262,6 @@ class Writer:
         return batch
 
 
-SWITCH_S = 0.0005
-"""Switch interval of the interpreter. The writing thread waits for its lock with every statement: at Python's default of 5 ms a
-busy process would delay each commit by many times what the disk takes."""
 GATHER_S = 0.003
 """How long a batch waits for more writes: they then share one sync and several waits for the interpreter's lock."""
 

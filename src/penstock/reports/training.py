@@ -25,6 +25,7 @@ from penstock.reports.html import (
     tiles,
     transcript,
 )
+from penstock.run.code import code_changes
 from penstock.run.folder import RunFolder, find_run_folder
 from penstock.system.files import write_file
 
@@ -56,6 +57,8 @@ class RunReport:
     """How often messages were rendered from scratch although the rollout had earlier steps, by reason."""
     dropped: dict[str, int] = field(default_factory=dict[str, int])
     """Groups that were taken out of training, by reason."""
+    code_changes: list[str] = field(default_factory=list[str])
+    """When the author's code changed, and in which files."""
     picks: list[TranscriptPick] = field(default_factory=list[TranscriptPick])
     picked_from: str = ""
     """Says which groups the transcripts were chosen from."""
@@ -67,7 +70,8 @@ def render_page(report: RunReport) -> str:
     body = f"""{_tiles(report)}
 <h2>Mean reward per step</h2>
 {reward_curve([_point(entry) for entry in report.metrics if entry["reward"] is not None], _marks(report.heldout))}
-{_evaluations(report.heldout)}
+{"".join(f"<p>{escape(text)}: rewards before and after may not compare.</p>" for text in report.code_changes)}
+{_policies(report.metrics)}{_evaluations(report.heldout)}
 {_steps(report.metrics)}
 <h2>Exact tokens</h2>
 {_exactness(report)}
@@ -135,6 +139,25 @@ def _marks(heldout: list[HeldoutReward]) -> list[ChartPoint]:
     ]
 
 
+def _policies(metrics: list[dict[str, Any]]) -> str:
+    """One row, and for a trained one a curve, for each of `[policies.*]`; empty in a run without them."""
+    rows, curves = list[list[str]](), list[str]()
+    for name in dict.fromkeys(name for entry in metrics for name in entry.get("policies", ())):
+        own = [(entry["step"], entry["policies"][name]) for entry in metrics if name in entry.get("policies", ())]
+        last, rewarded = own[-1][1], [(step, each["reward"]) for step, each in own if each["reward"] is not None]
+        calls, sampled, trained = (
+            sum(each.get(key, 0) for _, each in own) for key in ("calls", "sampled_tokens", "trained_tokens")
+        )
+        reward = change(rewarded[0][1], rewarded[-1][1]) if rewarded else "-"
+        told = ["frozen", "-"] if last["frozen"] else [str(last["updates"]), number(last["lr"])]
+        rows.append([name, reward, *told, f"{calls:,}", f"{sampled:,}", f"{trained:,}"])
+        if rewarded and not last["frozen"]:
+            points = [ChartPoint(step=step, reward=value, title=f"step {step}: reward {number(value)}") for step, value in rewarded]
+            curves.append(f"<h3>Mean reward of {escape(name)}</h3>{reward_curve(points)}")
+    heads = ["policy", "reward, first and last step", "updates", "learning rate", "calls", "sampled tokens", "trained tokens"]
+    return f"<h2>Policies</h2>{table(heads, rows)}{''.join(curves)}\n" if rows else ""
+
+
 def _evaluations(heldout: list[HeldoutReward]) -> str:
     if not any(each.when == "during" for each in heldout):
         return ""
@@ -165,6 +188,7 @@ async def write_report(folder: Path) -> Path:
         damaged_metrics=metrics.damaged,
         summary=run.summary() or {},
         heldout=_heldout(run.evaluations()),
+        code_changes=[change.text for change in code_changes(run)],
         **await _read_pool(run, config),
     )
     try:

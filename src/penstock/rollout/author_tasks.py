@@ -1,16 +1,21 @@
 """Runs authors' coroutines in our event loop: none outlives its deadline, hangs the run or takes it down."""
 
 import asyncio
+import contextvars
+import ctypes
 import reprlib
+import threading
 import traceback
 from collections.abc import Coroutine, Iterator
-from contextlib import nullcontext
+from concurrent.futures import Future, InvalidStateError
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-from penstock.errors import EngineError, PenstockError
+from penstock.errors import EngineError, PenstockError, WorkerLost
 from penstock.events import Events
+from penstock.rollout.loop_watchdog import AuthorWork, BlockedLoop, LoopWatchdog
 from penstock.sdk.workflow import ConcurrencyConfig
 from penstock.system.async_tools import leaf_errors
 
@@ -23,11 +28,16 @@ _MAX_MESSAGE_CHARS = 500
 
 
 class AuthorTasks:
-    """Runs the author's coroutines. `home` is the author's folder: an error is reported with the last line in it."""
+    """Runs the author's coroutines. `home` is the author's folder: an error is reported with the last line in it.
 
-    def __init__(self, home: Path, events: Events, *, grace_s: float = 5.0) -> None:
+    Work that blocked the loop too long runs in a thread of its own from then on, by its name `what`; `watchdog` finds it.
+    """
+
+    def __init__(self, home: Path, events: Events, *, grace_s: float = 5.0, watchdog: LoopWatchdog | None = None) -> None:
         self.abandoned = 0
         """How many did not end after their cancellation."""
+        self._watchdog = watchdog
+        self._in_threads: set[str] = set()
         self._home = home.resolve()
         self._events = events
         self._grace_s = grace_s
@@ -36,11 +46,16 @@ class AuthorTasks:
     async def run(self, work: Coroutine[Any, Any, T], *, error: type[PenstockError], what: str, timeout_s: float) -> T:
         """Returns what `work` returns. Whatever it raises becomes `error`, or EngineError if the gateway was at fault.
 
-        Raises TimeoutError past the deadline. Late or cancelled work gets `grace_s` to end and is then abandoned. `what` names
-        the work in error messages.
+        Raises TimeoutError past the deadline, and WorkerLost if it was broken off because it blocked the loop: it may be run
+        again. Late or cancelled work gets `grace_s` to end and is then abandoned. `what` names the work in error messages.
         """
+        watched = None
+        if what in self._in_threads:
+            work = run_in_thread(work)
+        elif self._watchdog is not None:
+            watched = AuthorWork(what, timeout_s, self._watchdog)
         # `asyncio.wait` instead of `asyncio.timeout`: the author's code may swallow its cancellation, and we must not wait on.
-        task = asyncio.create_task(self._run_named(work, error, what))
+        task = asyncio.create_task(self._run_named(work, error, what, watched))
         task.add_done_callback(_retrieve_exception)
         try:
             await asyncio.wait({task}, timeout=timeout_s)
@@ -48,15 +63,20 @@ class AuthorTasks:
         finally:
             if not task.done():
                 await self._cancel(task, what)
+        if watched is not None and watched.blocked:
+            self._move_to_thread(watched)
         if late:
             raise TimeoutError
         if task.cancelled():
             raise error(f"{what}: cancelled itself; let it raise an error or return")
         return task.result()
 
-    async def _run_named(self, work: Coroutine[Any, Any, T], error: type[PenstockError], what: str) -> T:
+    async def _run_named(
+        self, work: Coroutine[Any, Any, T], error: type[PenstockError], what: str, watched: AuthorWork | None
+    ) -> T:
         try:
-            return await work
+            with watched.watchdog.watching(watched) if watched else nullcontext():
+                return await work
         except (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt):
             raise
         except SystemExit as cause:
@@ -65,6 +85,15 @@ class AuthorTasks:
             leaf = next(leaf_errors(cause))
             kind = EngineError if any(map(_is_gateway_fault, _chain(leaf))) else error
             raise kind(f"{what}: {self._describe(leaf)}") from cause
+
+    def _move_to_thread(self, work: AuthorWork) -> None:
+        """Runs such work in threads from now on; WorkerLost if this one was broken off."""
+        if work.what not in self._in_threads:
+            self._in_threads.add(work.what)
+            text = f"{work.what} blocked the event loop too long: from now on each runs in a thread and a loop of its own"
+            self._events.emit("loop.moved", what=work.what, where=work.blocked, text=text)
+        if work.broken_off:
+            raise WorkerLost(f"{work.what}: blocked the event loop at {work.blocked}; it is made again in a thread of its own")
 
     def _describe(self, cause: BaseException) -> str:
         lines = [(Path(frame.f_code.co_filename), number) for frame, number in traceback.walk_tb(cause.__traceback__)]
@@ -90,6 +119,44 @@ class AuthorTasks:
         except Exception:  # it did, or raised another error: unregister it, or `asyncio.run` waits for it at the end
             asyncio.tasks._unregister_task(task)  # pyright: ignore[reportPrivateUsage]
         task.cancel()
+
+
+async def run_in_thread(work: Coroutine[Any, Any, T]) -> T:
+    """Runs `work` in a thread and an event loop of its own. If that blocks, whoever waits here can still leave.
+
+    A cancellation is passed on. The thread is a daemon: one that never ends does not keep the process.
+    """
+    result, inner = Future[T](), list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]]()
+
+    async def main() -> T:
+        task = asyncio.current_task()
+        assert task is not None  # a coroutine runs in a task
+        inner.append((asyncio.get_running_loop(), task))
+        return await work
+
+    def run() -> None:
+        with suppress(InvalidStateError):  # abandoned: nobody waits for the result
+            try:
+                value = asyncio.run(main())
+            except BaseException as error:  # raised where the result is awaited
+                result.set_exception(error)
+            else:
+                result.set_result(value)
+
+    thread = threading.Thread(target=contextvars.copy_context().run, args=(run,), daemon=True, name="penstock-author")
+    thread.start()
+    waiting = asyncio.wrap_future(result)
+    try:
+        try:
+            return await asyncio.shield(waiting)
+        except asyncio.CancelledError:
+            for loop, task in inner:
+                with suppress(RuntimeError):  # its loop is closed: it has just ended
+                    loop.call_soon_threadsafe(task.cancel)
+            return await waiting
+    except GeneratorExit:  # abandoned: ends a loop in Python; a call that blocks in the system stays until it returns
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(BlockedLoop))
+        raise
 
 
 def _retrieve_exception(task: asyncio.Task[Any]) -> None:

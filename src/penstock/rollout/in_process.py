@@ -1,10 +1,11 @@
 """Runs the author's workflow and grader in this process. Every executor ends up here, in whichever process it runs the agent."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from penstock.errors import GraderError, WorkflowError
+from penstock.errors import GraderError, WorkerLost, WorkflowError
 from penstock.records import Message, Task
 from penstock.rollout.author_tasks import AuthorTasks, make_slots
 from penstock.sdk.context import AgentWorkflowContext, GraderContext, finite_reward, remove_empty_artifacts_dir
@@ -59,17 +60,22 @@ class InProcessAgent:
         self, task: Task, samples: Mapping[str, RolloutSample], *, timeout_s: float, artifacts_dir: Path | None = None
     ) -> list[Reward]:
         """Runs the grader on a rollout whose workflow has ended. Raises GraderError without a usable reward, or TimeoutError."""
-        context = GraderContext(
-            label=task.label,
-            samples=dict(samples),
-            metadata=task.metadata,
-            artifacts_dir=artifacts_dir,
-            project_path=self._agent.entry.parent,
-        )
         name = f"grader {self._agent.grader_name!r}"
         async with self.grader_slots:
-            grader = self._run_grader(context)
-            returned = await self._author_tasks.run(grader, error=GraderError, what=name, timeout_s=timeout_s)
+            while True:
+                context = GraderContext(
+                    label=task.label,
+                    samples=dict(samples),
+                    metadata=task.metadata,
+                    artifacts_dir=artifacts_dir,
+                    project_path=self._agent.entry.parent,
+                )
+                grader = self._run_grader(context)
+                with suppress(WorkerLost):  # it blocked the event loop: next time it runs in a thread, where it may
+                    returned = await self._author_tasks.run(grader, error=GraderError, what=name, timeout_s=timeout_s)
+                    break
+                for sample in samples.values():
+                    sample.reward = None
         try:
             return _rewards(context, returned)
         except GraderError as cause:

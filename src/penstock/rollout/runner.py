@@ -18,6 +18,7 @@ from penstock.rollout.author_tasks import AuthorTasks
 from penstock.rollout.executors import EXECUTORS
 from penstock.rollout.executors.base import Executor, ExecutorContext, GatewaySession
 from penstock.rollout.in_process import Reward, WorkflowResult
+from penstock.rollout.loop_watchdog import LoopWatchdog
 from penstock.rollout.scratch import ScratchFolders
 from penstock.rollout.transcripts import Transcript, make_samples, misreported, transcripts
 from penstock.sdk.discovery import Agent
@@ -149,6 +150,7 @@ class Runner:
         samples = make_samples(recorded, result.samples, result.returned)
         if names := misreported(samples, result.samples):
             self.events.emit("rollout.misreported", rollout_id=rollout.id, transcripts=names)
+        self.events.emit("rollout.grade", rollout_id=rollout.id)
         try:
             rewards = await self.executor.grade(task, samples, rollout_id=rollout.id, timeout_s=limit_s)
         except TimeoutError:
@@ -241,7 +243,7 @@ async def open_runner(
 
     context = ExecutorContext(
         agent=agent,
-        author_tasks=AuthorTasks(agent.entry.parent, events),
+        author_tasks=AuthorTasks(agent.entry.parent, events, watchdog=LoopWatchdog(agent.entry.parent, events)),
         section=section,
         load_transcripts=load_transcripts,
         artifacts=artifacts,

@@ -19,8 +19,9 @@ from penstock.system.locks import exclusive_lock
 
 MAY_CHANGE = (
     "run.folder", "train.steps", "train.checkpoint_every", "train.checkpoints_kept", "train.eval_every", "train.tokens_per_pass",
+    "train.device",
     "eval.", "gateway.", "executor.", "scale.", "engine.url", "engine.api_key_env", "engine.retries", "engine.retry_s",
-    "engine.first_token_s", "engine.stall_s", "engine.slots", "engine.cache_tokens",
+    "engine.first_token_s", "engine.stall_s", "engine.down_s", "engine.weights", "engine.slots", "engine.cache_tokens",
 )  # fmt: skip
 """Keys, or prefixes of keys, that a resumed run may change: none has an influence on what was trained so far."""
 
@@ -99,6 +100,14 @@ class RunFolder:
         if kept != self.evaluations():
             self._write("evals.json", orjson.dumps(kept))
 
+    def code_versions(self) -> list["CodeVersion"]:
+        """Returns the author's code that the run has used, the latest last; none in older runs."""
+        return [CodeVersion(**version) for version in (self._read("code.json") or {}).get("versions", ())]
+
+    def add_code_version(self, version: "CodeVersion") -> None:
+        versions = [each._asdict() for each in (*self.code_versions(), version)]
+        self._write("code.json", orjson.dumps({"versions": versions}))
+
     def summary(self) -> dict[str, Any] | None:
         """Returns the summary of when the run last ended."""
         return self._read("summary.json")
@@ -107,9 +116,9 @@ class RunFolder:
         self._write("summary.json", orjson.dumps(orjson.loads(summary), option=orjson.OPT_INDENT_2))
 
     def set_aside_damaged(self) -> list[str]:
-        """Rename `evals.json` and `summary.json` where they are damaged: the run can go on without. Returns what was wrong."""
+        """Rename small files that are damaged and that the run can go on without. Returns what was wrong."""
         found: list[str] = []
-        for name in ("evals.json", "summary.json"):
+        for name in ("code.json", "evals.json", "summary.json"):
             try:
                 self._read(name)
             except ConfigError as error:
@@ -158,6 +167,15 @@ class RunFolder:
             return {}
         named = cast("dict[str, Any]", found) if isinstance(found, dict) else {}
         return {name: known for name, known in named.items() if isinstance(known, list)}
+
+
+class CodeVersion(NamedTuple):
+    """The author's code from one step of a run on."""
+
+    after_step: int
+    """The last step that was made without it."""
+    files: dict[str, str]
+    """Texts by path."""
 
 
 class StoredMetrics(NamedTuple):
@@ -252,8 +270,10 @@ def _archive_name(path: Path) -> Path:
 
 
 def _refuse_changes(path: Path, before: dict[str, Any], now: dict[str, Any], may_change: tuple[str, ...]) -> None:
-    old, new = _flat(before["config"]), _flat(orjson.loads(orjson.dumps(now["config"])))
-    changed = [key for key in sorted({*old, *new}) if not key.startswith(may_change) and old.get(key) != new.get(key)]
+    # Through the config, so that a key that came later has its default in an older run.
+    old, new = (_flat(make_config(each["config"], str(path)).model_dump(mode="json")) for each in (before, now))
+    differing = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
+    changed = [key for key in differing if not _of_run(key).startswith(may_change)]
     if changed:
         key = changed[0]
         more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
@@ -263,6 +283,12 @@ def _refuse_changes(path: Path, before: dict[str, Any], now: dict[str, Any], may
         )
     if other := [name for name, digest in now["datasets"].items() if before["datasets"].get(name) != digest]:
         raise ConfigError(f"{path} was started when {other[0]} was another; set another run.name, or start over with --fresh")
+
+
+def _of_run(key: str) -> str:
+    """`policies.judge.engine.url` → `engine.url`: what may change in the run's engine may in a policy's own."""
+    section, _, rest = key.partition(".")
+    return rest.partition(".")[2] if section == "policies" else key
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -10,15 +10,17 @@ from typing import Any, NamedTuple
 
 from penstock.config import RunConfig
 from penstock.engines import ENGINES
+from penstock.engines.adapter_files import is_adapter
 from penstock.errors import ConfigError, Problems
 from penstock.events import Listener
-from penstock.models import ModelFolder, find_cached, resolve
+from penstock.models import ModelFolder, find_cached
 from penstock.pool import POOLS
 from penstock.records import Task
 from penstock.registry import Registry
 from penstock.rollout.executors import EXECUTORS
 from penstock.rollout.executors.base import read_section
 from penstock.run.agent_preflight import AgentTraits, preflight
+from penstock.run.policies import check_policy, pull_policies, refuse_untrainable_policies, saved_adapters, start_model
 from penstock.sdk.dataset import check_tasks, load_tasks
 from penstock.sdk.discovery import Agent, open_agent
 from penstock.sdk.flows.agent import check_rows, is_flow_agent, with_run_settings
@@ -64,6 +66,7 @@ def read_inputs(
     problems.refuse(_name(config))
     model = _start_policy(config, listener)
     config.engine.preflight(model.name)
+    pull_policies(config, listener)
     agent = with_run_settings(agent, model=model.path, group_size=config.rollout.group_size)
     return Inputs(tasks=tasks, heldout=heldout, agent=agent, executor=checked.executor, model=model.name, folder=model.path)
 
@@ -87,9 +90,12 @@ def check_inputs(config: RunConfig, problems: Problems, registries: Mapping[str,
             executor = read_section(config.rollout.executor, config.executor)
     with problems.noting("agent"):
         agent = preflight(config.agent, config.workflow, config.grader)
-    if not config.engine.text_only:
+    if not config.engine.text_only and not saved_adapters(config):
         with problems.noting("model.name"):
             find_cached(config.model.name)
+    for name in config.policies:
+        with problems.noting(f"policies.{name}"):
+            check_policy(config, name)
     return CheckedInputs(executor, agent)
 
 
@@ -102,10 +108,18 @@ def check_datasets(config: RunConfig, columns: bool | None, problems: Problems) 
 
 
 def refuse_untrainable(config: RunConfig) -> None:
-    """Raises ConfigError if the engine is an endpoint: its weights are not here, and its tokens are not known."""
+    """Raises ConfigError if the engine is an endpoint: its weights are not here, and its tokens are not known.
+
+    Also if the start policy is an adapter, or its policies cannot be trained as they are configured.
+    """
+    refuse_untrainable_policies(config)
     if not config.engine.trainable:
         text = f"engine.name = {config.engine.name!r} asks an endpoint for text: there are no weights to train"
         raise ConfigError(f"{text}; name embedded, vllm or sglang, or measure it with: penstock eval run")
+    model = find_cached(config.model.name)
+    if model is not None and is_adapter(model.path):
+        text = f"model.name = {config.model.name!r} is a LoRA adapter, and training starts from a model"
+        raise ConfigError(f"{text}; make one of it with: penstock model merge {config.model.name} FOLDER")
 
 
 def _name(config: RunConfig) -> str:
@@ -133,11 +147,7 @@ def _check_names(config: RunConfig, problems: Problems, registries: Mapping[str,
 def _start_policy(config: RunConfig, listener: Listener) -> ModelFolder:
     if config.engine.text_only:
         return ModelFolder(name=config.model.name, path=Path())
-
-    def report(stage: str, done: int = 0, total: int | None = None) -> None:
-        listener("stage", {"text": stage, "done": done, "total": total})
-
-    return find_cached(config.model.name) or resolve(config.model.name, report)
+    return start_model(config, listener)
 
 
 def _check_port(host: str, port: int) -> None:

@@ -22,6 +22,7 @@ from penstock.records import Sampling
 from penstock.rollout.runner import Runner, open_runner
 from penstock.run.folder import RunFolder
 from penstock.run.inputs import Inputs
+from penstock.run.policies import open_policies, run_engine
 from penstock.sdk.discovery import Agent
 
 
@@ -53,10 +54,11 @@ async def open_rollout_runner(
         events.emit("stage", text=f"loading {inputs.model}")
         engine, renderer = await open_engine(config.engine, inputs.folder, name=inputs.model, seed=config.run.seed)
         stack.push_async_callback(engine.close)
+        policies = await stack.enter_async_context(open_policies(config, engine, renderer))
         tracer = await stack.enter_async_context(open_tracer(config.gateway.otel, model=engine.model))
         gateway = await stack.enter_async_context(
             Gateway(
-                engine,
+                run_engine(config, engine),
                 renderer,
                 pool,
                 secret=secrets.token_bytes(32),  # in memory only: a later process replaces the rollouts that it finds unfinished
@@ -68,6 +70,7 @@ async def open_rollout_runner(
                 tracer=tracer,
                 secrets=run_secrets(),
                 closed=_closed_routes(inputs.agent),
+                policies=policies,
             )
         )
         runner = await stack.enter_async_context(

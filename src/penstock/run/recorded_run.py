@@ -31,11 +31,13 @@ class RecordedRun:
     @property
     def start_policy(self) -> Path | None:
         """The folder of the start policy; None where it is not on this machine."""
-        try:
-            model = find_cached(self.config.model.name)
-        except ModelError:
-            return None
-        return model.path if model else None
+        return _model_folder(self.config.model.name)
+
+    def start_weights(self, policy: str) -> Path | None:
+        """The folder of the weights that a policy began with; None where it is not on this machine, or an endpoint has them."""
+        section = self.config.policies[policy]
+        elsewhere = section.engine is not None and section.engine.text_only
+        return None if elsewhere else _model_folder(section.model or self.config.model.name)
 
     async def pages(self) -> AsyncIterator[list[Group]]:
         """Yields the groups in order, a few at a time; groups opened since the run was opened are left out."""
@@ -43,6 +45,14 @@ class RecordedRun:
         while page := await self.pool.groups(self.channel, first_seq=seq, limit=min(PAGE_GROUPS, self.last_seq + 1 - seq)):
             yield page
             seq = page[-1].seq + 1
+
+
+def _model_folder(name: str) -> Path | None:
+    try:
+        model = find_cached(name)
+    except ModelError:
+        return None
+    return model.path if model else None
 
 
 @asynccontextmanager

@@ -14,6 +14,7 @@ from penstock.config import RunConfig
 from penstock.errors import ConfigError, TrainError
 from penstock.events import Events, Listener
 from penstock.pool import POOLS
+from penstock.run.code import use_code
 from penstock.run.folder import RunFolder, locked, open_run_folder
 from penstock.run.inputs import Inputs, refuse_untrainable
 from penstock.scale.actor_calls import MAX_DEATHS, Actor, ActorGone, call_result, relay_events, wait_restarted
@@ -40,7 +41,13 @@ class Actors(NamedTuple):
 
 
 async def train_on_ray(
-    config: RunConfig, inputs: Inputs, *, listener: Listener, stop: asyncio.Event, fresh: bool = False
+    config: RunConfig,
+    inputs: Inputs,
+    *,
+    listener: Listener,
+    stop: asyncio.Event,
+    fresh: bool = False,
+    allow_code_change: bool = False,
 ) -> Summary:
     """As `penstock.train.run.train`, with rollouts and training in processes of a Ray cluster."""
     refuse_unscalable(config, inputs)
@@ -49,6 +56,7 @@ async def train_on_ray(
         events.listen(listener)
         if done := await asyncio.to_thread(finished_summary, folder, config):
             return done
+        use_code(folder, inputs.agent, events, allow_change=allow_code_change)
         events.emit("stage", text="starting Ray" if not config.scale.address else f"connecting to Ray at {config.scale.address}")
         with open_cluster(config.scale.address, namespace=f"penstock-{config.run.name}", store_bytes=_store_bytes(inputs)):
             async with open_actors(config, inputs, folder, events) as actors:

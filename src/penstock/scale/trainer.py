@@ -53,7 +53,7 @@ class AsyncTrainer:
                 pool=pool,
                 rollouts=rollouts,
                 publisher=FolderPublisher(learner, model=inputs.folder, scratch=folder.path / "served", load=rollouts.load),
-                learner=learner,
+                learners={"": learner},
                 advantage=ADVANTAGES.load(config.train.advantage),
             )
             return to_json(await run_training(training, self._stop))

@@ -56,11 +56,11 @@ class AgentWorkflowContext(Generic[C]):
     artifacts_dir: ArtifactsDir = ArtifactsDir()  # a descriptor: reads and writes are `Path | None`
 
     def openai(self, transcript: str = MAIN) -> "AsyncOpenAI":
-        """Returns an `openai` client for the running rollout; the model's name may be anything."""
+        """Returns an `openai` client for the running rollout; the model's name may be anything, or a policy's."""
         return running_rollout("ctx.openai()").openai(transcript)
 
     def anthropic(self, transcript: str = MAIN) -> "AsyncAnthropic":
-        """Returns an `anthropic` client for the running rollout; the model's name may be anything."""
+        """Returns an `anthropic` client for the running rollout; the model's name may be anything, or a policy's."""
         return running_rollout("ctx.anthropic()").anthropic(transcript)
 
     @property

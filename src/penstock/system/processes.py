@@ -35,6 +35,18 @@ def relax_gc() -> None:
     gc.set_threshold(*GC_THRESHOLDS)
 
 
+SWITCH_S = 0.0005
+
+
+def switch_threads_often() -> None:
+    """Lower the interpreter's switch interval.
+
+    At Python's default of 5 ms, a thread that gives up the interpreter's lock with every call of a library (a statement of
+    SQLite, a launch of a kernel) would wait that long for it each time that another thread is busy.
+    """
+    sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_S))
+
+
 # Starting
 
 

@@ -12,12 +12,13 @@ forwarded once for all passes:
 The last token of a sequence is predicted but never read, so it is not laid out.
 """
 
-from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import count
-from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from penstock.records import Sequence
 
@@ -48,6 +49,31 @@ class LossTerm(NamedTuple):
     weight: float
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class LossTerms:
+    """The terms of a pass, sorted by index, then temperature. Each field of `LossTerm` is an array, [terms].
+
+    Making an object for each of tens of thousands of terms takes longer than a GPU needs for some passes.
+    """
+
+    at: npt.NDArray[np.int64]
+    target: npt.NDArray[np.int64]
+    temperature: npt.NDArray[np.float64]
+    logprob: npt.NDArray[np.float64]
+    advantage: npt.NDArray[np.float64]
+    weight: npt.NDArray[np.float64]
+
+    def __len__(self) -> int:
+        return len(self.at)
+
+    def __iter__(self) -> Iterator[LossTerm]:
+        return map(LossTerm._make, zip(*(getattr(self, name).tolist() for name in LossTerm._fields), strict=True))
+
+
+_NO_INTEGERS, _NO_NUMBERS = np.zeros(0, np.int64), np.zeros(0)
+NO_TERMS = LossTerms(_NO_INTEGERS, _NO_INTEGERS, _NO_NUMBERS, _NO_NUMBERS, _NO_NUMBERS, _NO_NUMBERS)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pass:
     """Tokens that go through the model in one call."""
@@ -55,8 +81,7 @@ class Pass:
     ids: tuple[int, ...]
     positions: tuple[int, ...]
     rows: tuple[PassRow, ...]
-    terms: tuple[LossTerm, ...]
-    """Sorted by index, then temperature."""
+    terms: LossTerms = NO_TERMS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,32 +230,21 @@ class _PassLayout:
 
     def finish(self) -> Pass:
         """Returns the pass, with its terms in the order of computation."""
-        terms = [term for sequence, spans in self.placed for term in _terms(sequence, self.trunk, spans)]
-        terms.sort(key=attrgetter("at", "temperature"))
-        return Pass(ids=tuple(self.ids), positions=tuple(self.positions), rows=tuple(self.rows), terms=tuple(terms))
+        parts = [_terms(sequence, self.trunk, spans) for sequence, spans in self.placed]
+        columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
+        order = np.lexsort((columns[2], columns[0]))
+        terms = LossTerms(*(column[order] for column in columns))
+        return Pass(ids=tuple(self.ids), positions=tuple(self.positions), rows=tuple(self.rows), terms=terms)
 
 
-def _terms(sequence: Sequence, trunk: int, spans: list[tuple[int, int]]) -> list[LossTerm]:
-    starts: list[int] = []
-    depth = trunk
-    for start, stop in spans:
-        starts.append(depth)
-        depth += stop - start
-    made: list[LossTerm] = []
-    for place, trained in enumerate(sequence.trained):
-        if trained:
-            span = bisect_right(starts, place - 1) - 1
-            made.append(
-                LossTerm(
-                    at=spans[span][0] + place - 1 - starts[span],
-                    target=sequence.token_ids[place],
-                    temperature=sequence.temperatures[place],
-                    logprob=sequence.logprobs[place],
-                    advantage=sequence.advantages[place],
-                    weight=sequence.weight,
-                )
-            )
-    return made
+def _terms(sequence: Sequence, trunk: int, spans: list[tuple[int, int]]) -> "tuple[npt.NDArray[Any], ...]":
+    """Returns the fields of `LossTerms` for one sequence, in the order of its tokens."""
+    trained = np.flatnonzero(sequence.trained[1:])  # indices of the tokens that predict
+    at = np.concatenate([np.arange(start, stop) for start, stop in spans])
+    targets = np.array(sequence.token_ids[1:])[trained]
+    columns = (sequence.temperatures, sequence.logprobs, sequence.advantages)
+    numbers = (np.array(column[1:], np.float64)[trained] for column in columns)
+    return at[trained - trunk], targets, *numbers, np.full(len(trained), sequence.weight)
 
 
 def _cut(spans: list[tuple[int, int]], length: int) -> list[tuple[int, int]]:

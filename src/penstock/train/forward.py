@@ -120,7 +120,7 @@ MAX_LOGITS = 2**25
 """Bound on the elements of one chunk of logits (128 MB in float32)."""
 
 KeysValues = list[tuple[Tensor, Tensor]]
-"""Keys and values per layer, each [1, kv_heads, length, dim]."""
+"""Keys and values per layer; each `PassForward` has its own layout of them."""
 
 
 class LogitsChunk(NamedTuple):
@@ -222,14 +222,14 @@ def logits_chunks(one: Pass, vocab_size: int) -> Iterator[LogitsChunk]:
     """Yields the terms of a pass in order, in chunks bounded by `MAX_LOGITS`."""
     limit = max(1, MAX_LOGITS // vocab_size)
     rows: dict[tuple[int, float], int] = {}
-    start = 0
-    for end, term in enumerate(one.terms):
+    terms, start = tuple(one.terms), 0
+    for end, term in enumerate(terms):
         if (term.at, term.temperature) not in rows and len(rows) == limit:
-            yield _logits_chunk(one.terms[start:end], rows)
+            yield _logits_chunk(terms[start:end], rows)
             rows, start = {}, end
         rows.setdefault((term.at, term.temperature), len(rows))
     if rows:
-        yield _logits_chunk(one.terms[start:], rows)
+        yield _logits_chunk(terms[start:], rows)
 
 
 def score_chunk(decoder: Decoder, hidden: Tensor, chunk: LogitsChunk) -> TermScores:

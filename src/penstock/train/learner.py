@@ -8,7 +8,10 @@ import copy
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as SequenceOf
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -16,8 +19,11 @@ from torch import Tensor
 
 from penstock.config import TrainSection
 from penstock.engines.embedded.decoder import Decoder
+from penstock.engines.embedded.lora import Adapter, read_adapter, share_decoder
+from penstock.engines.embedded.weights import load_decoder, save_decoder
 from penstock.errors import TrainError
 from penstock.records import Sequence
+from penstock.train.adamw import KINDS, AdamW
 from penstock.train.batches import CPU_TOKENS_PER_PASS, Batch, PassSet, pack
 from penstock.train.compiling import is_compile_error
 from penstock.train.forward import EagerForward, PassForward, ScoredTerms
@@ -61,42 +67,90 @@ class UpdateMetrics:
     """How often the GPU's memory has run out since the run began, so that passes were made smaller."""
 
 
+def total_metrics(parts: SequenceOf[UpdateMetrics]) -> UpdateMetrics:
+    """The metrics of several policies' updates as those of one: sums, the worst, and means over all trained tokens."""
+    if len(parts) < 2:
+        return parts[0] if parts else UpdateMetrics()
+    tokens = sum(part.trained_tokens for part in parts) or 1
+
+    def mean(name: str) -> float:
+        return sum(getattr(part, name) * part.trained_tokens for part in parts) / tokens
+
+    means = ("ratio", "importance", "clip_fraction", "kl_behaviour", "kl_reference", "entropy")
+    return UpdateMetrics(
+        loss=sum(part.loss for part in parts),
+        grad_norm=math.hypot(*(part.grad_norm for part in parts)),
+        logprob_gap=max(part.logprob_gap for part in parts),
+        served_share=min(part.served_share for part in parts),
+        trained_tokens=sum(part.trained_tokens for part in parts),
+        forwarded_tokens=sum(part.forwarded_tokens for part in parts),
+        memory_halvings=max(part.memory_halvings for part in parts),
+        **{name: mean(name) for name in means},
+    )
+
+
 class UpdateResult(NamedTuple):
     """The result of `compute`."""
 
     metrics: UpdateMetrics
     proximal: Tensor
     """[trained tokens]: log-probabilities before the first update on this batch. Pass them to `compute` for the next update."""
+    entropy: Tensor
+    """[trained tokens]: of the distributions that this update was computed from."""
 
 
 class Learner:
-    """AdamW over the decoder's parameters. Weights in half precision have float32 copies, the masters, which are trained instead.
+    """AdamW over the decoder's parameters, or over those of an adapter.
 
-    If `train.kl` > 0, the decoder at construction is copied as the start policy, so construct before restoring a checkpoint.
+    Weights in half precision have float32 copies, the masters, which are trained instead. If `train.kl` > 0, the decoder at
+    construction is copied as the start policy, so construct before restoring a checkpoint.
     """
 
     def __init__(
-        self, decoder: Decoder, section: TrainSection, *, exact: Mapping[str, Tensor] | None = None, seed: int = 0
+        self,
+        decoder: Decoder,
+        section: TrainSection,
+        *,
+        adapter: Adapter | None = None,
+        exact: Mapping[str, Tensor] | None = None,
+        seed: int = 0,
     ) -> None:
-        """Masters start at the values in `exact`, else at the decoder's weights. `seed` decides how they are rounded."""
-        self.decoder, self.section = decoder, section
+        """Masters start at the values in `exact`, else at the trained weights. `seed` decides how they are rounded.
+
+        `adapter` is attached to a decoder that shares the tensors of the given one, which then stay as they are.
+        """
+        self.section, self.adapter = section, adapter
+        self.decoder = decoder if adapter is None else share_decoder(decoder)
         self._loss: Callable[[LossTokens, TrainSection], Loss] = LOSSES.load(section.loss)
-        self._start = copy.deepcopy(decoder).requires_grad_(False) if section.kl > 0 else None
-        self._weights = dict(decoder.named_parameters())
+        self._start = self._start_policy() if section.kl > 0 else None
+        if adapter is not None:
+            adapter.attach(self.decoder)
+        self._weights = dict(decoder.named_parameters()) if adapter is None else adapter.parameters
         half = decoder.embed.weight.dtype == torch.bfloat16
         self._rounded = MasterWeights(self._weights, exact=exact or {}, seed=seed) if half else None
         self._masters = self._weights if self._rounded is None else self._rounded.values
         self._served_share = torch.ones(())
         self._memory = PassMemory(decoder) if decoder.device.type == "cuda" else None
         self._compiled, self._compilable = False, True
-        self._optimizer = torch.optim.AdamW(
-            list(self._masters.values()), lr=section.lr, betas=(0.9, 0.95), weight_decay=section.weight_decay, fused=True
-        )
+        self._thread = None if self._memory is None else ThreadPoolExecutor(1, "learner")
+        """Always the same one: cuDNN prepares for each shape once per thread."""
+        self._optimizer = AdamW(self._masters, lr=section.lr, weight_decay=section.weight_decay)
+
+    def _start_policy(self) -> Decoder:
+        """A copy of the decoder; without a copy of the weights if these are not trained."""
+        if self.adapter is not None:
+            return share_decoder(self.decoder)
+        return copy.deepcopy(self.decoder).requires_grad_(False)
 
     @property
     def rounds(self) -> bool:
         """Whether the decoder's weights are rounded masters."""
         return self._rounded is not None
+
+    @property
+    def updates(self) -> int:
+        """How many updates the weights have had, those before a resume included."""
+        return max((int(state["step"]) for state in self._optimizer.state.values()), default=0)
 
     @property
     def served_share(self) -> float:
@@ -118,6 +172,11 @@ class Learner:
         `proximal` comes from the first update on this batch; None for that first update. If a GPU's memory runs out, the passes
         are made smaller from then on.
         """
+        if self._thread is None:
+            return self._compute_or_halve(batch, proximal)
+        return self._thread.submit(self._compute_or_halve, batch, proximal).result()
+
+    def _compute_or_halve(self, batch: Batch, proximal: Tensor | None) -> UpdateResult:
         done, tried = None, batch
         while done is None:
             try:
@@ -131,7 +190,10 @@ class Learner:
                 smaller = tried.repacked(max(1, tried.tokens_per_pass // 2))
                 proximal = None if proximal is None else proximal[_permutation(tried, smaller)]
                 tried = smaller
-        return done if tried is batch else done._replace(proximal=done.proximal[_permutation(tried, batch)])
+        if tried is batch:
+            return done
+        order = _permutation(tried, batch)
+        return done._replace(proximal=done.proximal[order], entropy=done.entropy[order])
 
     def _halve(self, batch: Batch, cause: torch.OutOfMemoryError) -> None:
         """Plans with half the memory from now on. Raises TrainError if that does not help any more."""
@@ -159,7 +221,7 @@ class Learner:
         for pass_set in batch.pass_sets:
             parts += self._backward_set(pass_set, batch, proximal, done=sum(len(part.tokens.new) for part in parts))
         if not parts:
-            return UpdateResult(UpdateMetrics(), torch.zeros(0))
+            return UpdateResult(UpdateMetrics(), torch.zeros(0), torch.zeros(0))
         norm = torch.nn.utils.clip_grad_norm_(self._masters.values(), self.section.grad_clip)
         halvings = 0 if self._memory is None else self._memory.halvings
         metrics = replace(_metrics(parts, batch, grad_norm=float(norm)), memory_halvings=halvings)
@@ -169,7 +231,8 @@ class Learner:
                 f"the update has loss {metrics.loss} and gradient norm {metrics.grad_norm}, so the weights were left as they are; "
                 "resume from the last checkpoint with a lower train.lr"
             )
-        return UpdateResult(metrics, torch.cat([part.tokens.new for part in parts]) if proximal is None else proximal)
+        before = torch.cat([part.tokens.new for part in parts]) if proximal is None else proximal
+        return UpdateResult(metrics, before, torch.cat([part.entropy for part in parts]))
 
     def apply(self) -> None:
         """Takes one optimizer step in place; does nothing without gradients."""
@@ -181,7 +244,7 @@ class Learner:
     def publish(self) -> None:
         """Rounds the masters into the decoder's weights, in place; does nothing where those are float32."""
         if self._rounded is not None:
-            self._served_share = self._rounded.publish()
+            self._served_share = self._rounded.publish(compiled=self._compiled)
 
     def is_finite(self) -> bool:
         """Returns whether all weights are numbers. If not, every update fails, whatever it is computed from."""
@@ -194,25 +257,36 @@ class Learner:
     def state(self) -> dict[str, Tensor]:
         """Returns what a checkpoint needs besides the weights: the optimizer's state, and masters that are not the weights."""
         tensors = {} if self._rounded is None else {f"master.{name}": master for name, master in self._masters.items()}
-        for name, master in self._masters.items():
-            for kind, value in self._optimizer.state[master].items():
-                tensors[f"{kind}.{name}"] = value
+        for name, kinds in self._optimizer.state.items():
+            tensors |= {f"{kind}.{name}": value for kind, value in kinds.items()}
         return tensors
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Restores the result of `state`. Restore the weights first."""
         names = list(self._masters)
-        saved = self._optimizer.state_dict()
-        kinds = ("step", "exp_avg", "exp_avg_sq")
-        saved["state"] = {
-            at: {kind: tensors[f"{kind}.{name}"] for kind in kinds} for at, name in enumerate(names) if f"step.{name}" in tensors
-        }
-        self._optimizer.load_state_dict(saved)
+        started = [name for name in names if f"step.{name}" in tensors]
+        self._optimizer.load({name: {kind: tensors[f"{kind}.{name}"] for kind in KINDS} for name in started})
         exact = {name: tensors[f"master.{name}"] for name in names if f"master.{name}" in tensors}
         if self._rounded is not None:
             self._rounded.load(exact)
         else:  # saved by a run in half precision: its masters are more exact than its weights
-            self.decoder.load_state_dict(exact, strict=False)
+            with torch.no_grad():
+                for name, value in exact.items():
+                    self._weights[name].copy_(value)
+
+    def save_weights(self, folder: Path) -> None:
+        """Writes the trained weights: as `model.safetensors`, or as the adapter's files."""
+        if self.adapter is None:
+            save_decoder(self.decoder, folder)
+        else:
+            self.adapter.save(folder)
+
+    def load_weights(self, folder: Path) -> None:
+        """Reads what `save_weights` wrote, in place. Raises ModelError if it is of another model or adapter."""
+        if self.adapter is None:
+            self.decoder.load_state_dict(load_decoder(folder).state_dict())
+        else:
+            self.adapter.load(read_adapter(folder, self.decoder.shape).parameters)
 
     def _backward_set(self, pass_set: PassSet, batch: Batch, proximal: Tensor | None, *, done: int) -> "list[_ChunkResult]":
         """Runs backward from each pass into the trunk's keys and values, then once through the trunk.
@@ -231,9 +305,11 @@ class Learner:
                 old = None if proximal is None else proximal[span]
                 reference = None if references is None else references[span.start - start : span.stop - start]
                 parts.append(self._backward_terms(terms, old, reference, rollouts=batch.rollouts))
-        if trunk:
-            gradients = [leaf.grad for pair in leaves for leaf in pair]
-            torch.autograd.backward([end for pair in trunk for end in pair], gradients)
+        ends = [
+            (end, leaf.grad) for pair, copies in zip(trunk, leaves, strict=True) for end, leaf in zip(pair, copies, strict=True)
+        ]
+        if ends := [(end, gradient) for end, gradient in ends if end.requires_grad]:  # an adapter may begin above the first layer
+            torch.autograd.backward([end for end, _ in ends], [gradient for _, gradient in ends])
         return parts
 
     def _backward_terms(

@@ -15,7 +15,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,13 +25,17 @@ from penstock.records import Group, Lease, PolicyVersion
 from penstock.records import Sequence as TrainingSequence
 from penstock.rollout.author_tasks import one_line
 from penstock.rollout.scheduler import TOO_FEW
-from penstock.train import policy
 from penstock.train.advantages import DIVISORS
 from penstock.train.batches import Batch
 from penstock.train.held_out import BackgroundEvaluation, refuse_all_failed
-from penstock.train.learner import UpdateMetrics, UpdateResult
+from penstock.train.learner import UpdateMetrics, UpdateResult, total_metrics
+from penstock.train.policy import save
+from penstock.train.policy_groups import group_of
+from penstock.train.publication import Publication
+from penstock.train.scores import write_scores
 from penstock.train.sequences import breaks, exactness, sequences
 from penstock.train.set_aside import BEYOND, CRASHED, find_culprits, may_be_data, out_of_bounds, refuse_too_many, set_aside
+from penstock.train.stalled import STALLED_STEPS, reply_examples, why_idle
 from penstock.train.training_run import TrainingRun
 
 RECHECK_S = 60.0
@@ -92,13 +96,19 @@ class CreditedSequences(NamedTuple):
     counts: Counter[str]
 
 
-class ComputedUpdate(NamedTuple):
-    """The first update of a step, computed but not applied."""
+class LearnerUpdate(NamedTuple):
+    """The first update of one policy in a step, computed but not applied."""
 
-    credit: CreditedSequences
-    batch: Batch | None
-    """None without sequences."""
-    result: UpdateResult | None
+    batch: Batch
+    result: UpdateResult
+
+
+class ComputedUpdate(NamedTuple):
+    """The first update of a step, computed but not applied, by policy."""
+
+    credit: dict[str, CreditedSequences]
+    parts: dict[str, LearnerUpdate]
+    """Lacks policies without sequences."""
 
 
 class ReadyStep(NamedTuple):
@@ -116,7 +126,7 @@ async def train_steps(
     run: TrainingRun, progress: TrainProgress, stop: asyncio.Event, background: BackgroundEvaluation
 ) -> TrainProgress:
     """Trains until `train.steps` are done or `stop` is set. On return, all trained steps are in a checkpoint."""
-    section = run.config.train
+    section, idle = run.config.train, list[dict[str, Any]]()
     while progress.step < section.steps and not stop.is_set():
         background.begin(progress.step)
         run.events.emit("step.start", step=progress.step + 1, version=progress.version)
@@ -124,18 +134,21 @@ async def train_steps(
         ready = await next_step(run, progress, clock, stop)
         if ready is None:
             break
-        lease, credit = ready.lease, ready.update.credit
-        behind = staleness(credit.sequences, progress.version)
+        lease, version = ready.lease, progress.version
         metrics, progress = await update_policy(run, ready.update, progress)
         past = (*progress.past, progress.version)[-run.config.rollout.max_staleness - 1 :]
         progress = replace(progress, step=progress.step + 1, leases=(*progress.leases, lease.id), past=past)
-        entry = step_metrics(run, lease, credit, metrics, progress, rollout_s=ready.rollout_s, train_s=clock.lap())
-        entry |= {"groups_set_aside": ready.set_aside, **behind, **background.ended(), **progress.fallback._asdict()}
+        entry = step_metrics(run, ready, metrics, progress, version=version, train_s=clock.lap())
+        entry |= {**background.ended(), **progress.fallback._asdict()}
         progress = replace(progress, fallback=NO_FALLBACK)
+        await asyncio.to_thread(write_scores, run.folder.path, progress.step, ready.update.parts)
         run.folder.add_metrics(entry)
         if progress.step % section.checkpoint_every == 0:
             progress = await save_checkpoint(run, progress)
         run.events.emit("train.step", **entry)
+        idle = [*idle, entry] if progress.version == version else []
+        if idle and len(idle) % STALLED_STEPS == 0:
+            run.events.emit("train.stalled", steps=len(idle), text=f"step {progress.step}: {why_idle(idle)}")
         run.rollouts.advance(progress.step)
     return await save_checkpoint(run, progress) if progress.leases else progress
 
@@ -152,7 +165,7 @@ async def next_step(run: TrainingRun, progress: TrainProgress, clock: "Stopwatch
         try:
             return ReadyStep(lease, await compute_update(run, lease.groups), len(crashed), rollout_s)
         except Exception as error:
-            if not (may_be_data(error) and run.learner.is_finite()):
+            if not (may_be_data(error) and are_finite(run)):
                 raise
             culprits = await find_culprits(lease.groups, partial(try_credit, run), partial(compute_update, run))
             failed = [group.id for group in lease.groups]
@@ -257,14 +270,19 @@ async def lost_groups(run: TrainingRun) -> LostGroups:
     return LostGroups(stats.drops.get(TOO_FEW, 0), stats.groups_stale + stats.groups_dropped)
 
 
-def credit_groups(groups: Sequence[Group], run: TrainingRun) -> CreditedSequences:
-    """Computes the advantages within each group, and the sequences that carry them."""
+def credit_groups(groups: Sequence[Group], run: TrainingRun) -> dict[str, CreditedSequences]:
+    """Computes the advantages within each group, and the sequences that carry them, by policy."""
+    return {policy: _credit(groups, policy, run) for policy in run.learners}
+
+
+def _credit(groups: Sequence[Group], policy: str, run: TrainingRun) -> CreditedSequences:
     made, counts = list[TrainingSequence](), Counter[str]()
     divisor = DIVISORS.get(run.config.train.advantage)
-    for group in groups:
-        result = sequences(group, run.advantage(group), divisor=divisor)
-        made += result.sequences
-        counts.update(result.counts)
+    for group in groups if not policy else (group_of(group, policy) for group in groups):
+        if group.attempts:
+            result = sequences(group, run.advantage(group), divisor=divisor)
+            made += result.sequences
+            counts.update(result.counts)
     return CreditedSequences(made, counts)
 
 
@@ -273,53 +291,74 @@ async def try_credit(run: TrainingRun, groups: Sequence[Group]) -> None:
 
 
 async def compute_update(run: TrainingRun, groups: Sequence[Group]) -> ComputedUpdate:
-    """Computes the first update from these groups; the weights stay as they are."""
-    credit = credit_groups(groups, run)
-    if not credit.sequences:
-        return ComputedUpdate(credit, None, None)
-    batch = await asyncio.to_thread(run.learner.pack, credit.sequences, rollouts=credit.counts["rollouts"])
-    return ComputedUpdate(credit, batch, await asyncio.to_thread(run.learner.compute, batch))
+    """Computes the first update of every policy from these groups; the weights stay as they are."""
+    credit, parts = credit_groups(groups, run), dict[str, LearnerUpdate]()
+    for policy, learner in run.learners.items():
+        learner.zero()  # an update that was set aside may have left gradients
+        if made := credit[policy].sequences:
+            batch = await asyncio.to_thread(learner.pack, made, rollouts=credit[policy].counts["rollouts"])
+            parts[policy] = LearnerUpdate(batch, await asyncio.to_thread(learner.compute, batch))
+    return ComputedUpdate(credit, parts)
 
 
-async def update_policy(run: TrainingRun, update: ComputedUpdate, progress: TrainProgress) -> tuple[UpdateMetrics, TrainProgress]:
-    """Updates the weights and publishes them; does nothing without sequences."""
-    if update.batch is None or update.result is None:
-        return UpdateMetrics(), progress
-    section, done = run.config.train, update.result
-    first = done.metrics
+async def update_policy(
+    run: TrainingRun, update: ComputedUpdate, progress: TrainProgress
+) -> tuple[dict[str, UpdateMetrics], TrainProgress]:
+    """Updates the weights and publishes them, of all policies at once under one number; does nothing without sequences."""
+    if not update.parts:
+        return {}, progress
+    done = {policy: part.result for policy, part in update.parts.items()}
     version = max(progress.version, progress.last_version)
-    for remaining in range(section.updates_per_step - 1, -1, -1):
+    for remaining in range(run.config.train.updates_per_step - 1, -1, -1):
         version += 1
-        await run.publisher.publish(version, run.learner.apply)
+        clock = Stopwatch()
+        await run.publisher.publish(version, partial(apply_all, run))
+        run.events.emit("policy.publish", version=version, seconds=round(clock.lap(), 3))
         if not remaining:
             break
         try:
-            done = await asyncio.to_thread(run.learner.compute, update.batch, done.proximal)
+            for policy, part in update.parts.items():
+                done[policy] = await asyncio.to_thread(run.learners[policy].compute, part.batch, done[policy].proximal)
         except Exception as error:
-            if not (may_be_data(error) and run.learner.is_finite()):
+            if not (may_be_data(error) and are_finite(run)):
                 raise
             # The groups are in the weights already, so they count as trained. Only the remaining updates are skipped.
             run.events.emit("update.skip", step=progress.step + 1, updates=remaining, message=one_line(error))
             break
+    metrics = {policy: _final_metrics(run, policy, part.result.metrics, done[policy]) for policy, part in update.parts.items()}
+    return metrics, replace(progress, version=version, last_version=version)
+
+
+def apply_all(run: TrainingRun) -> None:
+    for learner in run.learners.values():
+        learner.apply()
+
+
+def are_finite(run: TrainingRun) -> bool:
+    return all(learner.is_finite() for learner in run.learners.values())
+
+
+def _final_metrics(run: TrainingRun, policy: str, first: UpdateMetrics, done: UpdateResult) -> UpdateMetrics:
     # Later updates move away from the sampling policy by design; only the first measures staleness and engine differences.
-    share = run.learner.served_share
+    share = run.learners[policy].served_share
     if share < SMALL_SHARE:
         log.warning(
-            "%.0f %% of the update reached the served weights; raise train.lr or set engine.dtype = 'float32'",
+            "%.0f %% of the update%s reached the served weights; raise %s or set engine.dtype = 'float32'",
             100 * share,
+            f" of {policy}" if policy else "",
+            f"policies.{policy}.lr" if policy else "train.lr",
         )
-    metrics = replace(done.metrics, kl_behaviour=first.kl_behaviour, logprob_gap=first.logprob_gap, served_share=share)
-    return metrics, replace(progress, version=version, last_version=version)
+    return replace(done.metrics, kl_behaviour=first.kl_behaviour, logprob_gap=first.logprob_gap, served_share=share)
 
 
 async def save_checkpoint(run: TrainingRun, progress: TrainProgress) -> TrainProgress:
     """Saves a checkpoint, then acknowledges its leases. In the other order, a kill in between would lose trained groups."""
     version = PolicyVersion(number=progress.version, step=progress.step, leases=progress.leases, past=progress.past)
     folder = await asyncio.to_thread(
-        policy.save,
+        save,
         run.folder.checkpoints,
         version,
-        run.learner,
+        run.learners,
         run.inputs.folder,
         run=run.folder.id,
         kept=run.config.train.checkpoints_kept,
@@ -332,18 +371,22 @@ async def save_checkpoint(run: TrainingRun, progress: TrainProgress) -> TrainPro
 
 def step_metrics(
     run: TrainingRun,
-    lease: Lease,
-    credit: CreditedSequences,
-    metrics: UpdateMetrics,
+    ready: ReadyStep,
+    metrics: dict[str, UpdateMetrics],
     progress: TrainProgress,
     *,
-    rollout_s: float,
+    version: int,
     train_s: float,
 ) -> dict[str, Any]:
-    """Returns a line of `metrics.jsonl`. `tokens_per_s` is sampled tokens over the time of the whole step."""
+    """Returns a line of `metrics.jsonl`. `tokens_per_s` is sampled tokens over the time of the whole step.
+
+    `version` was served before the update: how stale tokens are is told against it.
+    """
+    lease, credit = ready.lease, ready.update.credit
     attempts = [attempt for group in lease.groups for attempt in group.attempts]
     rewards = [attempt.reward for attempt in attempts if attempt.reward is not None]
     exact = exactness(*attempts)
+    total = total_credit(credit, lease.groups)
     return {
         "step": progress.step,
         "steps": run.config.train.steps,
@@ -352,22 +395,79 @@ def step_metrics(
         "rewards": rewards,
         "groups": len(lease.groups),
         "group_ids": [group.id for group in lease.groups],
-        "groups_equal": credit.counts["groups_equal"],
+        "groups_equal": total.counts["groups_equal"],
         "groups_stale": lease.stale,
         "rollouts": len(attempts),
         "ends": dict(Counter(str(attempt.end) for attempt in attempts)),
-        "masked": {key.removeprefix("masked."): n for key, n in credit.counts.items() if key.startswith("masked.")},
+        "masked": _masked(total),
         "breaks": dict(breaks(*attempts)),
         "inexact": dict(exact.inexact),
         "exact_tokens": exact.exact_tokens,
         "sampled_tokens": exact.sampled_tokens,
         "unhashed_tokens": exact.unhashed_tokens,
         "exact_token_rate": exact.rate,
-        **{name: getattr(metrics, name) for name in UpdateMetrics.__slots__},
-        "rollout_s": round(rollout_s, 3),
+        **asdict(total_metrics(list(metrics.values()))),
+        "rollout_s": round(ready.rollout_s, 3),
         "train_s": round(train_s, 3),
-        "tokens_per_s": round(exact.sampled_tokens / (rollout_s + train_s), 1),
+        "tokens_per_s": round(exact.sampled_tokens / (ready.rollout_s + train_s), 1),
+        "groups_set_aside": ready.set_aside,
+        "code_changes": max(0, len(run.folder.code_versions()) - 1),
+        **reply_examples(attempts),
+        **staleness(total.sequences, version),
+        **_publication(run),
+        **({"policies": policy_metrics(run, ready, metrics, version=version)} if run.config.policies else {}),
     }
+
+
+def _publication(run: TrainingRun) -> dict[str, Any]:
+    """Returns how the last version reached the servers; nothing where there are none."""
+    last: Publication | None = getattr(run.publisher, "last", None)
+    return {"publish_way": last.way, "publish_s": round(last.seconds, 3), "publish_bytes": last.bytes} if last else {}
+
+
+def policy_metrics(
+    run: TrainingRun, ready: ReadyStep, metrics: dict[str, UpdateMetrics], *, version: int
+) -> dict[str, dict[str, Any]]:
+    """Returns the part of a step's metrics that each policy has of its own."""
+    made = dict[str, dict[str, Any]]()
+    for policy, section in run.config.policies.items():
+        views = [group_of(group, policy) for group in ready.lease.groups]
+        attempts = [attempt for view in views for attempt in view.attempts]
+        rewards = [attempt.reward for attempt in attempts if attempt.reward is not None]
+        made[policy] = {
+            "frozen": section.frozen,
+            "rollouts": len(attempts),
+            "reward": sum(rewards) / len(rewards) if rewards else None,
+            "calls": sum(len(attempt.steps) for attempt in attempts),
+            "sampled_tokens": sum(step.sampled for attempt in attempts for step in attempt.steps),
+        }
+        if policy in run.learners:
+            credit = ready.update.credit[policy]
+            made[policy] |= {
+                "updates": run.learners[policy].updates,
+                "lr": run.learners[policy].section.lr,
+                "groups_equal": credit.counts["groups_equal"],
+                "masked": _masked(credit),
+                **asdict(metrics.get(policy, UpdateMetrics())),
+                **staleness(credit.sequences, version),
+            }
+    return made
+
+
+def total_credit(credit: dict[str, CreditedSequences], groups: Sequence[Group]) -> CreditedSequences:
+    """Adds up what all policies were credited with. A group that taught none of them counts as one of equal reward."""
+    if len(credit) == 1:
+        return next(iter(credit.values()))
+    made = [sequence for each in credit.values() for sequence in each.sequences]
+    counts, taught = Counter[str](), {sequence.group_id for sequence in made}
+    for each in credit.values():
+        counts.update(each.counts)
+    counts["groups_equal"] = sum(bool(group.graded) and group.id not in taught for group in groups)
+    return CreditedSequences(made, counts)
+
+
+def _masked(credit: CreditedSequences) -> dict[str, int]:
+    return {key.removeprefix("masked."): n for key, n in credit.counts.items() if key.startswith("masked.")}
 
 
 def staleness(made: Sequence[TrainingSequence], version: int) -> dict[str, float | int]:

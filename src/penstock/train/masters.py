@@ -3,18 +3,22 @@
 Gradients are summed in float32 too, however many passes an update takes. See `docs/design/precision.md`.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from penstock.train.compiling import is_compile_error
 from penstock.train.rounding import round_to_bfloat16
 
 ROUNDED_AT_ONCE = 2**25
 """Rounding takes 12 bytes of memory for each weight that is rounded at once."""
 SAMPLE = 2**20
 """About this many weights are compared to measure the share of an update that was served."""
+
+log = logging.getLogger(__name__)
 
 
 class MasterSpan(NamedTuple):
@@ -29,7 +33,7 @@ class MasterWeights:
     """Masters of `served`, which are in bfloat16. They start at the values in `exact`, else at the served ones."""
 
     def __init__(self, served: Mapping[str, Tensor], *, exact: Mapping[str, Tensor], seed: int) -> None:
-        self._served, self._seed = served, seed
+        self._served, self._seed, self._compilable = served, seed, True
         sizes = [weight.numel() for weight in served.values()]
         self._flat = torch.empty(sum(sizes), device=next(iter(served.values())).device)
         self._every = max(1, len(self._flat) // SAMPLE)
@@ -47,20 +51,28 @@ class MasterWeights:
         self._sampled = self._sample(self._rounded())
 
     @torch.no_grad()
-    def publish(self) -> Tensor:
-        """Rounds the masters into the served weights, in place.
+    def publish(self, *, compiled: bool = False) -> Tensor:
+        """Rounds the masters into the served weights, in place, `compiled` or not.
 
         Returns the share of the masters' change since the last call that reached the served weights, []: 1 if all of it
         did, 0 if rounding swallowed it, NaN if there was no change.
         """
-        (master, served), self._sampled = self._sampled, self._sample(self._write(self._rounded()))
+        try:
+            sampled = self._sample(self._write(self._rounded(compiled and self._compilable)))
+        except Exception as cause:
+            if not is_compile_error(cause):
+                raise
+            self._compilable = False
+            log.warning("rounding cannot be compiled here, so it is slower: %s", str(cause).strip().partition("\n")[0])
+            sampled = self._sample(self._write(self._rounded()))
+        (master, served), self._sampled = self._sampled, sampled
         change = self._sampled[0] - master
         return (self._sampled[1] - served) @ change / (change @ change)
 
-    def _rounded(self) -> Iterator[Tensor]:
+    def _rounded(self, compiled: bool = False) -> Iterator[Tensor]:
         """Yields the rounded masters of each span, [stop - start]."""
         for span in self._spans:
-            yield round_to_bfloat16(self._flat[span.start : span.stop], seed=self._seed, first=span.start)
+            yield round_to_bfloat16(self._flat[span.start : span.stop], seed=self._seed, first=span.start, compiled=compiled)
 
     def _write(self, rounded: Iterator[Tensor]) -> Iterator[Tensor]:
         """Copies each span to the served weights, and yields it."""

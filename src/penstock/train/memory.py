@@ -53,5 +53,5 @@ class PassMemory:
 
 def layer_bytes(shape: DecoderShape, width: int) -> int:
     """Returns about how many bytes a layer keeps for each token until the backward pass, for numbers of `width` bytes."""
-    attention = (3 * shape.heads + 4 * shape.kv_heads) * shape.head_dim
+    attention = 4 * (shape.heads + shape.kv_heads) * shape.head_dim  # of tokens, and as much again of their copies on paths
     return width * (4 * shape.hidden + attention + 3 * shape.inner) + 4 * shape.heads

@@ -6,15 +6,22 @@ faster than any kernel with a mask. Only attention sees the copies; all other la
 
 from typing import Any, NamedTuple, cast
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from penstock.train.batches import Pass
+from penstock.train.transfer import to_device
+
+Indices = npt.NDArray[np.int64]
 
 ALIKE = 0.75
 """Paths attend together, padded to the longest, if the shortest has at least this share of its length."""
+STEPS_LOG2 = 6
+"""Lengths are padded to one of 32 steps between a power of two and the next: cuDNN takes 0.15 s to prepare for each new length."""
 FASTER = 1.5
 """How much more work per second causal attention does than attention with a mask."""
 BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -30,14 +37,16 @@ class PathCopies(NamedTuple):
 
     source: Tensor
     """[places]: the token that is copied there; any for padding."""
-    tokens: Tensor
-    """[tokens that are copied]"""
     owner: Tensor
-    """[as `tokens`]: the first place of each."""
+    """[tokens]: the first place of each; any for those that are on no path."""
+    idle: Tensor
+    """Places that are no token's first."""
+    unused: Tensor
+    """Tokens that are on no path."""
     shared: Tensor
-    """Indices into `tokens` of those with several places."""
+    """Tokens with several places,"""
     extra: Tensor
-    """Their other places,"""
+    """their other places,"""
     slot: Tensor
     """and the index into `shared` of each."""
 
@@ -53,7 +62,7 @@ class PathMask(NamedTuple):
 
 def path_area(one: Pass, trunk: int) -> int:
     """Returns how many pairs of query and key the paths have, twice."""
-    lengths = sorted((len(path) + trunk for path in _paths(one)), reverse=True)
+    lengths = sorted((trunk + sum(stop - start for start, stop in path) for path in _paths(one)), reverse=True)
     return sum(chunk.paths * chunk.length**2 for chunk in _chunks(lengths))
 
 
@@ -62,23 +71,28 @@ def tree_area(one: Pass) -> int:
     return 2 * sum(one.positions) + 2 * len(one.positions)
 
 
-def path_mask(one: Pass, *, trunk: int, padded: int, device: torch.device) -> PathMask:
-    """Returns the paths of a pass below a trunk of the given length, which lies in `padded` keys."""
-    paths = sorted(_paths(one), key=len, reverse=True)
-    chunks = _chunks([len(path) + trunk for path in paths])
-    keys, queries = list[Tensor](), list[Tensor]()
-    for path, length in zip(paths, (chunk.length for chunk in chunks for _ in range(chunk.paths)), strict=True):
-        own = torch.tensor(path)
-        more = length - trunk - len(path)
-        keys.append(F.pad(torch.cat((torch.arange(trunk), own + padded)), (0, more), value=-1))
-        queries.append(F.pad(own, (trunk, more), value=-1))
-    return PathMask(chunks, _copies(torch.cat(queries), device), _copies(torch.cat(keys), device))
+def path_mask(one: Pass, *, trunk: int, padded: tuple[int, int], device: torch.device) -> PathMask:
+    """Returns the paths of a pass below a trunk of the given length. `padded` are the lengths of trunk and pass with padding."""
+    paths = [np.concatenate([np.arange(start, stop) for start, stop in path]) for path in _paths(one)]
+    paths.sort(key=len, reverse=True)
+    chunks = _chunks([trunk + len(path) for path in paths])
+    lengths = [chunk.length for chunk in chunks for _ in range(chunk.paths)]
+    starts = np.cumsum([0, *lengths])
+    queries, keys = np.full((2, starts[-1]), -1)
+    for path, start in zip(paths, starts, strict=False):
+        own = slice(start + trunk, start + trunk + len(path))
+        queries[own], keys[own] = path, path + padded[0]
+        keys[start : own.start] = np.arange(trunk)
+    parts = (*_copies(queries, padded[1]), *_copies(keys, sum(padded)))
+    sent = _split(to_device(np.concatenate(parts), device), [len(part) for part in parts])
+    half = len(PathCopies._fields)
+    return PathMask(chunks, PathCopies(*sent[:half]), PathCopies(*sent[half:]))
 
 
 def attend_paths(q: Tensor, k: Tensor, v: Tensor, mask: PathMask) -> Tensor:
-    """q, k, v and the result are [1, heads, time, dim]."""
+    """q, k, v and the result are [1, time, heads, dim]."""
     sizes = [chunk.paths * chunk.length for chunk in mask.chunks]
-    parts = [_split(_by_path(x, copies), sizes) for x, copies in ((q, mask.queries), (k, mask.keys), (v, mask.keys))]
+    parts = [_split(_to_paths(x, copies), sizes) for x, copies in ((q, mask.queries), (k, mask.keys), (v, mask.keys))]
     attended: list[Tensor] = []
     with sdpa_kernel(BACKENDS, set_priority=True):
         for chunk, *heads in zip(mask.chunks, *parts, strict=True):
@@ -86,17 +100,16 @@ def attend_paths(q: Tensor, k: Tensor, v: Tensor, mask: PathMask) -> Tensor:
             mixed = F.scaled_dot_product_attention(a, b, c, is_causal=True, enable_gqa=a.shape[1] != b.shape[1])
             attended.append(mixed.transpose(1, 2).flatten(0, 1))
     whole = attended[0] if len(attended) == 1 else torch.cat(attended)
-    back = cast(Tensor, _FromPaths.apply(whole, mask.queries, q.shape[2]))
-    return back.unsqueeze(0).transpose(1, 2)
+    return cast(Tensor, _FromPaths.apply(whole, mask.queries)).unsqueeze(0)
 
 
 def _split(x: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
     return torch.split(x, sizes)  # pyright: ignore[reportReturnType, reportUnknownVariableType]
 
 
-def _by_path(x: Tensor, copies: PathCopies) -> Tensor:
-    """x [1, heads, time, dim] → [places, heads, dim]."""
-    return cast(Tensor, _ToPaths.apply(x.transpose(1, 2)[0], copies))
+def _to_paths(x: Tensor, copies: PathCopies) -> Tensor:
+    """[1, time, heads, dim] → [places, heads, dim]."""
+    return cast(Tensor, _ToPaths.apply(x[0], copies))
 
 
 class _ToPaths(torch.autograd.Function):
@@ -104,43 +117,40 @@ class _ToPaths(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, copies: PathCopies) -> Any:
-        ctx.copies, ctx.tokens = copies, len(x)
+        ctx.copies = copies
         return x.index_select(0, copies.source)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         gradient, copies = grad_outputs[0], cast(PathCopies, ctx.copies)
-        own = gradient.index_select(0, copies.owner)
+        own = gradient.index_select(0, copies.owner).index_fill_(0, copies.unused, 0)
         if len(copies.shared):
             sums = own.index_select(0, copies.shared).float()
             sums.index_add_(0, copies.slot, gradient.index_select(0, copies.extra).float())
             own.index_copy_(0, copies.shared, sums.to(own.dtype))
-        return own.new_zeros(ctx.tokens, *own.shape[1:]).index_copy_(0, copies.tokens, own), None
+        return own, None
 
 
 class _FromPaths(torch.autograd.Function):
-    """[places, heads, dim] → [tokens, heads, dim], from the first place of each token; 0 for tokens on no path."""
+    """[places, heads, dim] → [tokens, heads, dim], from the first place of each token."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, copies: PathCopies, tokens: int) -> Any:
-        ctx.copies, ctx.places = copies, len(x)
-        return x.new_zeros(tokens, *x.shape[1:]).index_copy_(0, copies.tokens, x.index_select(0, copies.owner))
+    def forward(ctx: Any, x: Tensor, copies: PathCopies) -> Any:
+        ctx.copies = copies
+        return x.index_select(0, copies.owner)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
-        gradient, copies = grad_outputs[0], cast(PathCopies, ctx.copies)
-        zeros = gradient.new_zeros(ctx.places, *gradient.shape[1:])
-        return zeros.index_copy_(0, copies.owner, gradient.index_select(0, copies.tokens)), None, None
+        copies = cast(PathCopies, ctx.copies)
+        return grad_outputs[0].index_select(0, copies.source).index_fill_(0, copies.idle, 0), None
 
 
-def _paths(one: Pass) -> list[list[int]]:
-    """Returns the tokens of each path below the trunk, in order."""
+def _paths(one: Pass) -> "list[list[tuple[int, int]]]":
+    """Returns the spans of each path below the trunk, in order."""
     inner = {stop for row in one.rows for _, stop in row.spans}
     return [
-        [at for start, stop in (*row.spans, (row.start, row.stop)) for at in range(start, stop)]
-        for row in one.rows
-        if row.stop not in inner  # else another path goes on from its end
-    ]
+        [*row.spans, (row.start, row.stop)] for row in one.rows if row.stop not in inner
+    ]  # else another path goes on from its end
 
 
 def _chunks(lengths: list[int]) -> list[PathChunk]:
@@ -150,18 +160,20 @@ def _chunks(lengths: list[int]) -> list[PathChunk]:
         if chunks and length >= ALIKE * chunks[-1].length:
             chunks[-1] = PathChunk(chunks[-1].paths + 1, chunks[-1].length)
         else:
-            chunks.append(PathChunk(1, length))
+            step = max(1, 1 << length.bit_length() >> STEPS_LOG2)
+            chunks.append(PathChunk(1, -(-length // step) * step))
     return chunks
 
 
-def _copies(source: Tensor, device: torch.device) -> PathCopies:
-    """`source` [places]: the token of each, -1 for none."""
-    places = (source >= 0).nonzero()[:, 0]
-    order = places[torch.argsort(source[places], stable=True)]
+def _copies(source: Indices, tokens: int) -> tuple[Indices, ...]:
+    """Returns the fields of `PathCopies`. `source` [places]: the token of each, -1 for none."""
+    places = np.flatnonzero(source >= 0)
+    order = places[np.argsort(source[places], kind="stable")]
     token = source[order]
-    first = torch.ones_like(token, dtype=torch.bool)
+    first = np.ones(len(token), bool)
     first[1:] = token[1:] != token[:-1]
-    number = first.cumsum(0) - 1
-    shared, slot = cast(tuple[Tensor, Tensor], torch.unique(number[~first], return_inverse=True))
-    parts = (source.clamp_min(0), token[first], order[first], shared, order[~first], slot)
-    return PathCopies(*(part.to(device, non_blocking=True) for part in parts))
+    owner = np.full(tokens, -1)
+    owner[token[first]] = order[first]
+    shared, slot = np.unique(token[~first], return_inverse=True)
+    idle = np.setdiff1d(np.arange(len(source)), order[first], assume_unique=True)
+    return source.clip(0), owner.clip(0), idle, np.flatnonzero(owner < 0), shared, order[~first], slot

@@ -1,15 +1,15 @@
 """Policy versions: saved as checkpoints, restored bit for bit, and published to the engine.
 
-`checkpoints/000012/` is a model folder (weights, config, tokenizer) that also holds the optimizer's state and `state.json`:
-the version with its leases, the random states, and the size and checksum of every file. It is written under a temporary name,
-synced, then renamed, so that a crash cannot leave half of it. A folder that is damaged all the same is never resumed from: it is
-renamed to `000012.damaged`, and the one before takes its place.
+`checkpoints/000012/` is a model folder (weights, or a LoRA adapter; config, tokenizer) that also holds the optimizer's state and
+`state.json`: the version with its leases, the random states, and the size and checksum of every file. It is written under a
+temporary name, synced, then renamed, so that a crash cannot leave half of it. A folder that is damaged all the same is never
+resumed from: it is renamed to `000012.damaged`, and the one before takes its place.
 """
 
 import asyncio
 import random
 import shutil
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Awaitable, Callable, Collection, Generator, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor
 
+from penstock.engines.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, is_adapter
 from penstock.engines.base import Engine
 from penstock.engines.checkpoint_files import (
     OLD_OPTIMIZER,
@@ -33,7 +34,8 @@ from penstock.engines.checkpoint_files import (
     read_state,
 )
 from penstock.engines.embedded.decoder import Decoder
-from penstock.engines.embedded.weights import load_decoder, save_decoder
+from penstock.engines.embedded.engine import EmbeddedEngine
+from penstock.engines.embedded.weights import save_decoder
 from penstock.errors import ModelError, TrainError
 from penstock.records import PolicyVersion
 from penstock.system.checksums import file_checksum
@@ -58,7 +60,7 @@ def folder_of(checkpoints: Path, version: PolicyVersion) -> Path:
 def save(
     checkpoints: Path,
     version: PolicyVersion,
-    learner: Learner,
+    learners: Learner | Mapping[str, Learner],
     model: Path,
     *,
     run: str = "",
@@ -81,7 +83,7 @@ def save(
             _write_state(target, version, before.files, before.sha256, run, on_disk)
         else:
             shutil.rmtree(target, ignore_errors=True)
-            _write(part, version, learner, model, run, on_disk)
+            _write(part, version, _by_policy(learners), model, run, on_disk)
             part.rename(target)
             on_disk(checkpoints)  # the rename is durable only once its parent folder is synced
     with _disk_errors(f"checkpoint {target} is saved, but those before it could not be removed"):
@@ -146,7 +148,8 @@ def is_half_precision(checkpoints: Path) -> bool:
     """Whether the newest complete version is in half precision: trainer and engine compute in the dtype of the weights."""
     for folder in reversed(_complete(checkpoints)):
         try:
-            with (folder / "model.safetensors").open("rb") as file:
+            adapters = [folder / ADAPTER_WEIGHTS] if is_adapter(folder) else sorted(folder.glob(f"*/{ADAPTER_WEIGHTS}"))
+            with next(iter(adapters), folder / "model.safetensors").open("rb") as file:
                 header: dict[str, dict[str, Any]] = orjson.loads(file.read(int.from_bytes(file.read(8), "little")))
         except (OSError, ValueError, OverflowError, MemoryError):  # damaged
             continue
@@ -154,14 +157,19 @@ def is_half_precision(checkpoints: Path) -> bool:
     return False
 
 
-def restore(checkpoints: Path, version: PolicyVersion, learner: Learner) -> None:
-    """Restores the weights (in place), optimizer and random states of `version`."""
+def _by_policy(learners: Learner | Mapping[str, Learner]) -> Mapping[str, Learner]:
+    return {"": learners} if isinstance(learners, Learner) else learners
+
+
+def restore(checkpoints: Path, version: PolicyVersion, learners: Learner | Mapping[str, Learner]) -> None:
+    """Restores the weights (in place), optimizer and random states of `version`; of all policies, where there are several."""
     folder = folder_of(checkpoints, version)
     try:
         saved = read_state(folder)
-        learner.decoder.load_state_dict(load_decoder(folder).state_dict())
-        optimizer = folder / (OLD_OPTIMIZER if OLD_OPTIMIZER in saved.files else OPTIMIZER)
-        learner.load({name: value.clone() for name, value in load_file(optimizer).items()})
+        for policy, learner in _by_policy(learners).items():
+            learner.load_weights(folder / policy)
+            optimizer = folder / policy / (OLD_OPTIMIZER if OLD_OPTIMIZER in saved.files else OPTIMIZER)
+            learner.load({name: value.clone() for name, value in load_file(optimizer).items()})
     except (OSError, SafetensorError, ModelError, ValueError, KeyError, RuntimeError) as cause:
         raise TrainError(f"checkpoint {folder} cannot be read: {cause}; remove it to resume from the one before") from cause
     random.setstate((3, saved.python_random, saved.python_gauss))
@@ -172,23 +180,34 @@ def restore(checkpoints: Path, version: PolicyVersion, learner: Learner) -> None
 
 def write_model(folder: Path, decoder: Decoder, model: Path) -> None:
     """Writes these weights as a model folder, with config and tokenizer copied from the folder `model`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for file in model.iterdir():
-        if file.suffix in MODEL_SUFFIXES and file.name not in (STATE, "model.safetensors.index.json"):
-            shutil.copyfile(file, folder / file.name)
+    copy_settings(model, folder)
     save_decoder(decoder, folder)
 
 
-def _write(part: Path, version: PolicyVersion, learner: Learner, model: Path, run: str, on_disk: OnDisk) -> None:
-    write_model(part, learner.decoder, model)
-    save_file({name: value.detach().cpu().contiguous() for name, value in learner.state().items()}, part / OPTIMIZER)
-    files = sorted(part.iterdir())
+def copy_settings(model: Path, folder: Path) -> None:
+    """Copies all but the weights of a model folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in model.iterdir():
+        if file.suffix in MODEL_SUFFIXES and file.name not in (STATE, ADAPTER_CONFIG, "model.safetensors.index.json"):
+            shutil.copyfile(file, folder / file.name)
+
+
+def _write(part: Path, version: PolicyVersion, learners: Mapping[str, Learner], model: Path, run: str, on_disk: OnDisk) -> None:
+    for policy, learner in learners.items():
+        folder = part / policy
+        copy_settings(model, folder)
+        learner.save_weights(folder)
+        save_file({name: value.detach().cpu().contiguous() for name, value in learner.state().items()}, folder / OPTIMIZER)
+    files = sorted(file for file in part.rglob("*") if file.is_file())
+    names = [file.relative_to(part).as_posix() for file in files]
     with ThreadPoolExecutor(len(files)) as threads:
         checksums = threads.map(file_checksum, files)  # computed while the disk is busy
         for file in files:
             on_disk(file)
-        sha256 = dict(zip((file.name for file in files), checksums, strict=True))
-    sizes = {file.name: file.stat().st_size for file in files}
+        sha256 = dict(zip(names, checksums, strict=True))
+    for policy in filter(None, learners):
+        on_disk(part / policy)
+    sizes = {name: file.stat().st_size for name, file in zip(names, files, strict=True)}
     _write_state(part, version, sizes, sha256, run, on_disk)  # last: it marks the folder as complete
 
 
@@ -277,16 +296,42 @@ class InPlacePublisher:
         await self._engine.swap(version, change)
 
 
+class AdapterPublisher:
+    """For an engine in this process that serves the learners' adapters beside their base: it copies them between two tokens."""
+
+    def __init__(self, engine: EmbeddedEngine, learners: Mapping[str, Learner]) -> None:
+        self._engine = engine
+        self._adapters = {policy: learner.adapter for policy, learner in learners.items() if learner.adapter is not None}
+
+    async def begin(self) -> None:
+        await self.publish(0, lambda: None)
+
+    async def publish(self, version: int, change: Callable[[], None]) -> None:
+        await self._engine.put_adapters(version, self._adapters, change=change)
+
+
 class FolderPublisher:
     """For an engine with its own weights: writes each version as a model folder, which `load` makes the engine read."""
 
-    def __init__(self, learner: Learner, *, model: Path, scratch: Path, load: Callable[[int, Path], Awaitable[None]]) -> None:
-        self._learner, self._model, self._scratch, self._load = learner, model, scratch, load
+    def __init__(
+        self,
+        learner: Learner,
+        *,
+        model: Path,
+        scratch: Path,
+        load: Callable[[int, Path], Awaitable[None]],
+        in_use: Callable[[], Collection[Path]] = tuple,
+    ) -> None:
+        """`in_use` returns folders that the engine may read again."""
+        self._learner, self._model, self._scratch, self._load, self._in_use = learner, model, scratch, load, in_use
         shutil.rmtree(scratch, ignore_errors=True)
 
     async def begin(self) -> None:
-        """Loads the start policy, as a server may still hold the weights of an earlier run; rounded, if later versions are."""
-        if self._learner.rounds:
+        """Loads the start policy, as a server may still hold the weights of an earlier run; rounded, if later versions are.
+
+        An adapter that adds nothing yet is loaded too: a server that cannot take it says so before the first rollout.
+        """
+        if self._learner.rounds or self._learner.adapter is not None:
             await self.publish(0, self._learner.publish)
         else:
             await self._load(0, self._model)
@@ -296,8 +341,30 @@ class FolderPublisher:
         await asyncio.to_thread(self._write, folder, change)
         await self._load(version, folder)
         for old in sorted(self._scratch.iterdir())[:-PUBLISHED_KEPT]:
-            await asyncio.to_thread(shutil.rmtree, old)
+            if old.absolute() not in self._in_use():
+                await asyncio.to_thread(shutil.rmtree, old)
 
     def _write(self, folder: Path, change: Callable[[], None]) -> None:
         change()
-        write_model(folder, self._learner.decoder, self._model)
+        copy_settings(self._model, folder)
+        self._learner.save_weights(folder)
+
+
+class PolicyPublishers:
+    """For several policies on servers: publishes each by itself, all under one number."""
+
+    def __init__(self, publishers: Iterable[Publisher]) -> None:
+        self._publishers = list(publishers)
+
+    async def begin(self) -> None:
+        for publisher in self._publishers:
+            await publisher.begin()
+
+    async def publish(self, version: int, change: Callable[[], None]) -> None:
+        """Runs `change` once, which rewrites the weights of all policies."""
+        for publisher in self._publishers:
+            await publisher.publish(version, change)
+            change = _no_change
+
+
+def _no_change() -> None: ...

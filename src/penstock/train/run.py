@@ -11,6 +11,7 @@ from penstock.config import RunConfig
 from penstock.errors import ConfigError, PoolError, PoolFailed, TrainError
 from penstock.events import Events, Listener
 from penstock.records import PolicyVersion
+from penstock.run.code import use_code
 from penstock.run.folder import FRESH, locked, open_run_folder
 from penstock.run.inputs import Inputs, refuse_untrainable
 from penstock.run.opening import bind_pool
@@ -24,14 +25,26 @@ from penstock.train.training_run import TrainingRun, open_training
 T = TypeVar("T")
 
 
-async def train(config: RunConfig, inputs: Inputs, *, listener: Listener, stop: asyncio.Event, fresh: bool = False) -> Summary:
-    """Train as `config` says, or resume the run of that name; `stop` ends it after the running step."""
+async def train(
+    config: RunConfig,
+    inputs: Inputs,
+    *,
+    listener: Listener,
+    stop: asyncio.Event,
+    fresh: bool = False,
+    allow_code_change: bool = False,
+) -> Summary:
+    """Train as `config` says, or resume the run of that name; `stop` ends it after the running step.
+
+    A run whose agent or grader was edited meanwhile is refused, unless `allow_code_change`.
+    """
     refuse_untrainable(config)
     folder = open_run_folder(config, fresh=fresh)
     with locked(folder.path), Events(folder.events) as events:
         events.listen(listener)
         if done := await asyncio.to_thread(finished_summary, folder, config):
             return done
+        use_code(folder, inputs.agent, events, allow_change=allow_code_change)
         async with open_training(config, inputs, folder, events) as run:
             summary = await run_training(run, stop)
         folder.write_summary(to_json(summary))
@@ -87,7 +100,7 @@ async def resume(run: TrainingRun) -> TrainProgress:
     progress = TrainProgress(fallback=fallback)
     if saved is not None:
         await _acknowledge(run, saved)
-        await run.publisher.publish(saved.number, lambda: policy.restore(run.folder.checkpoints, saved, run.learner))
+        await run.publisher.publish(saved.number, lambda: policy.restore(run.folder.checkpoints, saved, run.learners))
         progress = replace(progress, step=saved.step, version=saved.number)
     else:
         await run.publisher.begin()

@@ -202,7 +202,7 @@ def _check(group: Group, credit: list[float]) -> None:
 def _of_attempt(attempt: Attempt, advantage: float, divisor: float | None) -> SequencesResult:
     graph = read_graph(attempt)
     qualities = _qualities(attempt)
-    reasons = {index: _mask(step, advantage, graph, qualities[index]) for index, step in graph.steps.items()}
+    reasons = step_masks(attempt, graph, advantage)
     counts = Counter(f"masked.{reason}" for reason in reasons.values() if reason)
     left = {index for index, reason in reasons.items() if reason is None}
     counts["tokens"] = sum(len(graph.steps[index].completion_ids) for index in left)
@@ -214,6 +214,12 @@ def _of_attempt(attempt: Attempt, advantage: float, divisor: float | None) -> Se
             credit = {index: advantage * qualities[index] for index in mine}
             made.append(_sequence(attempt, graph, path, credit, weight=weight))
     return SequencesResult(made, counts)
+
+
+def step_masks(attempt: Attempt, graph: Graph, advantage: float) -> dict[int, str | None]:
+    """Returns, for each step of a graded rollout, why its tokens are not trained; None if they are."""
+    qualities = _qualities(attempt)
+    return {index: _mask(step, advantage, graph, qualities[index]) for index, step in graph.steps.items()}
 
 
 def _mask(step: Step, advantage: float, graph: Graph, quality: float) -> str | None:

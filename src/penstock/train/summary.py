@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import orjson
@@ -9,14 +10,13 @@ import orjson
 from penstock.codec import from_json
 from penstock.config import RunConfig
 from penstock.errors import ConfigError
+from penstock.run.code import code_changes
 from penstock.run.folder import RunFolder
 from penstock.train import policy
 from penstock.train.held_out import evaluations_during_training
 from penstock.train.loop import TrainProgress
+from penstock.train.stalled import FIRST, LAST, idle_steps, why_idle
 from penstock.train.training_run import TrainingRun
-
-FIRST, LAST = 32, 64
-"""Rollouts over which the first and the last reward are means."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +59,12 @@ class Summary:
     """Groups that were trained into those, and therefore again."""
     dropped: dict[str, int] = field(default_factory=dict[str, int])
     """Groups that were taken out of training, by reason."""
+    updates: int | None = None
+    """Steps that published a version; None of a run that an earlier penstock summed up."""
+    stalled: str = ""
+    """Why the last steps made no update, and what to do; empty if the last one did."""
+    code_changes: list[str] = field(default_factory=list[str])
+    """When the author's code changed while the run went on, and in which files."""
     resumed: bool = False
     already_finished: bool = False
 
@@ -95,6 +101,9 @@ async def summarize(run: TrainingRun, progress: TrainProgress, before: float | N
         checkpoints_damaged=sum(entry.get("checkpoints_damaged", 0) for entry in metrics),
         groups_undone=sum(entry.get("groups_undone", 0) for entry in metrics),
         dropped=stats.drops,
+        updates=sum(new != old for old, new in pairwise([0, *(entry["version"] for entry in metrics)])),
+        stalled=why_idle(idle_steps(metrics)),
+        code_changes=[change.text for change in code_changes(run.folder)],
         resumed=run.folder.resumed,
     )
 

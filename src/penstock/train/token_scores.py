@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from penstock.train import compiling
-from penstock.train.batches import LossTerm
+from penstock.train.batches import LossTerms
+from penstock.train.transfer import to_device
 
 
 class ScoredChunk(NamedTuple):
@@ -37,20 +38,19 @@ class ScoredChunk(NamedTuple):
 class TermTable:
     """The terms of a pass as tensors on the device, in the order of `Pass.terms`: by place, then temperature."""
 
-    def __init__(self, terms: tuple[LossTerm, ...], device: torch.device) -> None:
-        columns = np.array(terms, np.float64).reshape(-1, len(LossTerm._fields)).T
-        at, target, temperature = columns[0].astype(np.int64), columns[1].astype(np.int64), columns[2].astype(np.float32)
+    def __init__(self, terms: LossTerms, device: torch.device) -> None:
+        at, target, temperature = terms.at, terms.target, terms.temperature.astype(np.float32)
         new = np.ones(len(terms), bool)
         new[1:] = (at[1:] != at[:-1]) | (temperature[1:] != temperature[:-1])
         row = np.cumsum(new) - 1
         pairs, term_pair = np.unique(row << 32 | target, return_inverse=True)
         self._term_rows, self._pair_rows = row, pairs >> 32
-        self.places = _send(at[new], device)
+        self.places = to_device(at[new], device)
         """[rows]: the index of the row's hidden state in the pass."""
-        self._inverse = _send(1.0 / temperature[new], device)
-        self._pairs = _send(np.stack((pairs >> 32, pairs & 0xFFFFFFFF)), device)
-        self._term_pair = _send(term_pair.astype(np.int64), device)
-        self._columns = _send(np.ascontiguousarray(columns[3:]), device)
+        self._inverse = to_device(1.0 / temperature[new], device)
+        self._pairs = to_device(np.stack((pairs >> 32, pairs & 0xFFFFFFFF)), device)
+        self._term_pair = to_device(term_pair.astype(np.int64), device)
+        self._columns = to_device(np.stack((terms.logprob, terms.advantage, terms.weight)), device)
 
     def chunks(self, limit: int) -> Iterator[ScoredChunk]:
         """Yields chunks of at most `limit` rows."""
@@ -69,11 +69,6 @@ class TermTable:
                 self._columns[1, terms].float(),
                 self._columns[2, terms],
             )
-
-
-def _send(values: "np.ndarray[Any, Any]", device: torch.device) -> Tensor:
-    tensor = torch.from_numpy(values)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def score(states: Tensor, weight: Tensor, chunk: ScoredChunk, *, compiled: bool) -> tuple[Tensor, Tensor]:

@@ -1,19 +1,24 @@
 """A training run: all that a training step uses, opened in the order of the data and closed in reverse."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
 from penstock.config import RunConfig
-from penstock.engines.base import Engine
+from penstock.engines.adapter_files import AdapterConfig, model_digest
+from penstock.engines.base import Engine, has_adapters
 from penstock.engines.embedded.decoder import Decoder
-from penstock.engines.embedded.weights import load_decoder, read_weights
-from penstock.errors import TrainError
+from penstock.engines.embedded.engine import EmbeddedEngine
+from penstock.engines.embedded.lora import Adapter
+from penstock.engines.embedded.weights import read_weights
+from penstock.engines.servers.vllm import VllmEngine
+from penstock.errors import ConfigError, TrainError
 from penstock.events import Events
 from penstock.pool.base import Pool
 from penstock.records import Group
@@ -22,9 +27,12 @@ from penstock.rollout.scheduler import Scheduler, run_once
 from penstock.run.folder import RunFolder
 from penstock.run.inputs import Inputs
 from penstock.run.opening import open_pool, open_rollout_runner, sampling
+from penstock.run.policies import trained_policies
 from penstock.train.advantages import ADVANTAGES
 from penstock.train.learner import Learner
-from penstock.train.policy import FolderPublisher, InPlacePublisher, Publisher
+from penstock.train.learner_device import load_learner_decoder, memory_split, refuse_learner_settings
+from penstock.train.policy import AdapterPublisher, FolderPublisher, InPlacePublisher, PolicyPublishers, Publisher
+from penstock.train.publication import ServerPublisher, publication_ways
 
 
 class RolloutSource(Protocol):
@@ -95,7 +103,8 @@ class TrainingRun:
     pool: Pool
     rollouts: RolloutSource
     publisher: Publisher
-    learner: Learner
+    learners: Mapping[str, Learner]
+    """By policy; one under the empty name in a run without `[policies.*]`."""
     advantage: Callable[[Group], list[float]]
 
 
@@ -107,9 +116,16 @@ async def open_training(config: RunConfig, inputs: Inputs, folder: RunFolder, ev
         stack.push_async_callback(pool.close)
         rollouts = await stack.enter_async_context(open_rollouts(config, inputs, folder, events, pool))
         shared = getattr(rollouts.engine, "decoder", None)
-        decoder = shared or await asyncio.to_thread(load_decoder, inputs.folder)
-        learner = await asyncio.to_thread(open_learner, decoder, config, inputs)
-        from_disk = FolderPublisher(learner, model=inputs.folder, scratch=folder.path / "served", load=rollouts.load)
+        refuse_learner_settings(config, shared=shared is not None)
+        decoder = shared or await asyncio.to_thread(load_learner_decoder, config, inputs.folder)
+        learners = await asyncio.to_thread(open_learners, decoder, config, inputs)
+        whole, engine, publisher = learners.get(""), rollouts.engine, None
+        if isinstance(engine, VllmEngine) and whole is not None and whole.adapter is None:
+            for text in await asyncio.to_thread(memory_split, decoder):
+                events.emit("stage", text=text)
+            ways = await publication_ways(config, engine, decoder, folder)
+            publisher = ServerPublisher(engine, whole, model=inputs.folder, ways=ways, events=events)
+            stack.push_async_callback(publisher.close)
         yield TrainingRun(
             config=config,
             inputs=inputs,
@@ -117,17 +133,49 @@ async def open_training(config: RunConfig, inputs: Inputs, folder: RunFolder, ev
             events=events,
             pool=pool,
             rollouts=rollouts,
-            publisher=InPlacePublisher(rollouts.engine, learner) if shared else from_disk,
-            learner=learner,
+            publisher=publisher or _publisher(learners, rollouts.engine, inputs.folder, folder.path / "served"),
+            learners=learners,
             advantage=ADVANTAGES.load(config.train.advantage),
         )
 
 
+def _publisher(learners: Mapping[str, Learner], engine: Engine, model: Path, scratch: Path) -> Publisher:
+    whole = learners.get("")
+    if isinstance(engine, EmbeddedEngine):
+        return InPlacePublisher(engine, whole) if whole and whole.adapter is None else AdapterPublisher(engine, learners)
+    in_use = getattr(engine, "folders_in_use", tuple)
+    if whole is not None:
+        return FolderPublisher(whole, model=model, scratch=scratch, load=engine.load, in_use=in_use)
+    if not has_adapters(engine):
+        raise ConfigError(f"{engine.model}: this engine serves one policy; for [policies.*] name another with engine.name")
+    return PolicyPublishers(
+        FolderPublisher(learner, model=model, scratch=scratch / policy, load=partial(engine.load, policy=policy), in_use=in_use)
+        for policy, learner in learners.items()
+    )
+
+
+def open_learners(decoder: Decoder, config: RunConfig, inputs: Inputs) -> dict[str, Learner]:
+    """Make a learner for each trained policy, all on the tensors of `decoder`; one under the empty name without `[policies.*]`."""
+    learners = dict[str, Learner]()
+    for name in trained_policies(config):
+        lr = config.policies[name].lr
+        train = config.train if lr is None else config.train.model_copy(update={"lr": lr})
+        learners[name] = open_learner(decoder, config.model_copy(update={"train": train}), inputs)
+    return learners or {"": open_learner(decoder, config, inputs)}
+
+
 def open_learner(decoder: Decoder, config: RunConfig, inputs: Inputs) -> Learner:
     """Make the learner of a run. If `decoder` is in bfloat16, its masters are read from the start policy's files."""
-    exact = read_weights(inputs.folder) if decoder.embed.weight.dtype == torch.bfloat16 else None
+    section, seed, weight = config.train, config.run.seed, decoder.embed.weight
     try:
-        return Learner(decoder, config.train, exact=exact, seed=config.run.seed)
+        if section.method == "lora":
+            settings = AdapterConfig(
+                section.rank, section.alpha, section.target_modules, inputs.folder.absolute(), model_digest(inputs.folder)
+            )
+            adapter = Adapter(decoder.shape, settings, device=weight.device, dtype=weight.dtype, seed=seed)
+            return Learner(decoder, section, adapter=adapter, seed=seed)
+        exact = read_weights(inputs.folder) if weight.dtype == torch.bfloat16 else None
+        return Learner(decoder, section, exact=exact, seed=seed)
     except torch.OutOfMemoryError as cause:
         raise TrainError(
             "the GPU's memory is too small for the trainer's copy of the weights; set engine.cache_tokens to less, "

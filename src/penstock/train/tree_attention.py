@@ -7,11 +7,13 @@ where the last row below it stops. Two numbers per key thus describe the whole t
 from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from penstock.train.batches import Pass
+from penstock.train.transfer import to_device
 
 BLOCK = 128
 """The kernel skips blocks of this many queries and keys where no query reads a key."""
@@ -54,15 +56,15 @@ def tree_mask(one: Pass, *, trunk: int, padded: tuple[int, int], device: torch.d
     of the trunk.
     """
     before, length = padded
-    numbers = torch.zeros(2, before + length, dtype=torch.int32)
-    first, end = numbers
-    end[:trunk] = length
-    torch.arange(length, out=first[before:])
-    end[before:] = first[before:] + 1
+    numbers = np.zeros((2, before + length), np.int32)
+    firsts, ends = numbers
+    ends[:trunk] = length
+    firsts[before:] = np.arange(length)
+    ends[before:] = firsts[before:] + 1
     for row in one.rows:  # in the order of the layout, so the last row that reads a token decides
         for start, stop in (*row.spans, (row.start, row.stop)):
-            end[before + start : before + stop] = row.stop
-    first, end = numbers.to(device, non_blocking=True)
+            ends[before + start : before + stop] = row.stop
+    first, end = to_device(numbers, device)
     return TreeMask(first, end, length)
 
 

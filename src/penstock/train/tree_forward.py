@@ -6,22 +6,28 @@ The eager path in `forward.py` computes the same and is the oracle for this one.
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]
 
-from penstock.engines.embedded.decoder import Decoder, DecoderLayer
+from penstock.engines.embedded.decoder import Decoder, DecoderLayer, rotate
 from penstock.train.batches import Pass, PassRow
 from penstock.train.compiling import compiled
 from penstock.train.forward import KeysValues, ScoredTerms
 from penstock.train.path_attention import FASTER, PathMask, attend_paths, path_area, path_mask, tree_area
 from penstock.train.token_scores import TermTable, score
+from penstock.train.transfer import to_device
 from penstock.train.tree_attention import BLOCK, tree_mask
 
 Mask = PathMask | BlockMask | Tensor
 """The last is dense, for layers that are not compiled: [queries, keys], True where the token reads the key."""
+
+
+WHOLE_BLOCKS: Any = {"IS_DIVISIBLE": True}
+"""All lengths are multiples of `BLOCK`: flex attention need not check indices, as it does if lengths may change."""
 
 
 class TreeForward:
@@ -37,7 +43,7 @@ class TreeForward:
             return []
         kept: KeysValues = []
         rows = (PassRow(start=0, stop=len(ids)),)
-        self._run(Pass(ids=tuple(ids), positions=tuple(range(len(ids))), rows=rows, terms=()), [], 0, kept)
+        self._run(Pass(ids=tuple(ids), positions=tuple(range(len(ids))), rows=rows), [], 0, kept)
         return kept
 
     def scored(self, one: Pass, trunk: KeysValues, length: int) -> Iterator[ScoredTerms]:
@@ -58,9 +64,11 @@ class TreeForward:
     def _run(self, one: Pass, trunk: KeysValues, length: int, kept: KeysValues | None) -> Tensor:
         decoder, device = self.decoder, self.decoder.device
         time = -len(one.ids) % BLOCK + len(one.ids)
-        mask = self.mask(one, length, padded=(trunk[0][0].shape[2] if trunk else 0, time))
-        numbers = F.pad(torch.tensor((one.ids, one.positions)), (0, time - len(one.ids)))
-        ids, positions = numbers.to(device, non_blocking=True).unsqueeze(1)
+        mask = self.mask(one, length, padded=(trunk[0][0].shape[1] if trunk else 0, time))
+        numbers = np.zeros((2, 1, time), np.int64)
+        numbers[0, 0, : len(one.ids)] = one.ids
+        numbers[1, 0, : len(one.ids)] = one.positions
+        ids, positions = to_device(numbers, device)
         x = decoder.embed(ids)
         cos, sin = decoder.cos[positions].unsqueeze(2), decoder.sin[positions].unsqueeze(2)
         checkpointed = self._checkpointed(time) if torch.is_grad_enabled() else 0
@@ -80,9 +88,9 @@ class TreeForward:
 
     def mask(self, one: Pass, trunk: int, *, padded: tuple[int, int]) -> Mask:
         """Chooses the cheapest form of the mask. `padded` are the lengths of trunk and pass with padding."""
-        device = self.decoder.device
-        if self.compiled and path_area(one, trunk) <= FASTER * tree_area(one):
-            return path_mask(one, trunk=trunk, padded=padded[0], device=device)
+        device, half = self.decoder.device, self.decoder.embed.weight.dtype != torch.float32
+        if self.compiled and half and path_area(one, trunk) <= FASTER * tree_area(one):  # in float32 there is no fast one of paths
+            return path_mask(one, trunk=trunk, padded=padded, device=device)
         tree = tree_mask(one, trunk=trunk, padded=padded, device=device)
         return tree.blocks() if self.compiled else tree.dense()
 
@@ -98,20 +106,37 @@ def _layer(
     fast: bool,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     """Returns the layer's output and, if `keep`, its keys and values. Compiled if `fast`."""
-    heads = compiled(DecoderLayer.heads) if fast else DecoderLayer.heads
-    mix = compiled(DecoderLayer.mix) if fast else DecoderLayer.mix
+    heads, mix = (compiled(_heads), compiled(_mix)) if fast else (_heads, _mix)
     q, k, v = heads(layer, x, cos, sin)
-    keys, values = (k, v) if before is None else (torch.cat((before[0], k), dim=2), torch.cat((before[1], v), dim=2))
+    keys, values = (k, v) if before is None else (torch.cat((before[0], k), dim=1), torch.cat((before[1], v), dim=1))
     x = mix(layer, x, _attend(q, keys, values, mask))
     return (x, k, v) if keep else x
 
 
+def _heads(layer: DecoderLayer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """As `DecoderLayer.heads`, but each [1, time, heads, dim] and in memory of its own: so their gradients need no copies."""
+    shape = layer.shape
+    heads = layer.qkv(layer.norm1(x)).unflatten(-1, (-1, shape.head_dim))
+    q, k, v = heads.tensor_split([shape.heads, shape.heads + shape.kv_heads], dim=2)
+    if layer.q_norm is not None and layer.k_norm is not None:
+        q, k = layer.q_norm(q), layer.k_norm(k)
+    return rotate(q, cos, sin), rotate(k, cos, sin), v
+
+
+def _mix(layer: DecoderLayer, x: Tensor, attended: Tensor) -> Tensor:
+    return layer.mix(x, attended.transpose(1, 2))
+
+
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+    """All are [1, time, heads, dim]."""
     if isinstance(mask, PathMask):
         return attend_paths(q, k, v, mask)
+    q, k, v = (part.transpose(1, 2) for part in (q, k, v))
     if isinstance(mask, BlockMask):
-        return compiled(flex_attention)(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
-    return _dense_attention(q, k, v, mask)
+        mixed = compiled(flex_attention)(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1], kernel_options=WHOLE_BLOCKS)
+    else:
+        mixed = _dense_attention(q, k, v, mask)
+    return mixed.transpose(1, 2)
 
 
 def _dense_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:

@@ -9,11 +9,14 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+import torch
+
 from penstock.engines.embedded.decoder import Decoder
-from penstock.engines.embedded.weights import load_decoder
+from penstock.engines.embedded.lora import load_policy
 from penstock.errors import ModelError
 from penstock.records import Attempt, Group, Sequence, Step
 from penstock.run.folder import RunFolder
@@ -22,6 +25,7 @@ from penstock.train import policy
 from penstock.train.batches import CPU_TOKENS_PER_PASS, pack
 from penstock.train.forward import pass_logprobs, trunk_states
 from penstock.train.masters import round_as_served
+from penstock.train.policy_groups import group_of
 from penstock.train.sequences import Graph, breaks, read_graph, sampled_tokens, why_untrainable
 
 
@@ -258,15 +262,30 @@ class VersionWeights:
     """Loads policy versions from disk, one at a time. The start policy is version 0; the others are checkpoints."""
 
     def __init__(
-        self, start: Path | None, checkpoints: Path, damaged: Collection[str] = (), *, rounded_by: int | None = None
+        self,
+        start: Path | None,
+        checkpoints: Path,
+        damaged: Collection[str] = (),
+        *,
+        rounded_by: int | None = None,
+        base_dtype: torch.dtype | None = None,
+        policy: str = "",
+        frozen: bool = False,
     ) -> None:
-        """`rounded_by`: the seed by which the start policy was rounded before it was served; None if it was not."""
+        """`rounded_by`: the seed by which the start policy was rounded before it was served; None if it was not.
+
+        `base_dtype`: the precision in which the base of adapters was served; None if whole models were trained.
+        `policy`: one of several; a `frozen` one is the start policy in every version.
+        """
+        self._policy, self._frozen = policy, frozen
         self._start, self._checkpoints, self._damaged, self._rounded_by = start, checkpoints, damaged, rounded_by
+        self._base_dtype = base_dtype
         self._version: int | None = None
         self._decoder: Decoder | None = None
 
     def load(self, version: int) -> Decoder | None:
         """Returns the decoder of `version` in float32 on the CPU, or None if its weights are not on disk."""
+        version = 0 if self._frozen else version
         if version != self._version:
             self._version, self._decoder = None, None  # free its memory before the next is loaded
             self._decoder = self._read(version)
@@ -278,8 +297,10 @@ class VersionWeights:
         if folder is None:
             return None
         try:
-            decoder = load_decoder(folder).requires_grad_(False)
-            if version == 0 and self._rounded_by is not None:
+            decoder = load_policy(folder).requires_grad_(False)
+            if self._base_dtype is not None:
+                decoder.to(self._base_dtype).float()
+            elif version == 0 and self._rounded_by is not None:
                 round_as_served(dict(decoder.named_parameters()), seed=self._rounded_by)
             return decoder
         except ModelError:
@@ -288,8 +309,10 @@ class VersionWeights:
             raise
 
     def _find(self, version: int) -> Path | None:
-        folder = self._start if version == 0 else policy.find(self._checkpoints, version)
-        return None if folder and folder.name in self._damaged else folder
+        if version == 0 or self._frozen:
+            return self._start
+        folder = policy.find(self._checkpoints, version)
+        return None if folder is None or folder.name in self._damaged else folder / self._policy
 
 
 def recompute(decoder: Decoder, probes: Probes, audit: Audit, *, tokens_per_pass: int) -> Iterator[int]:
@@ -337,7 +360,12 @@ async def verify(recorded: RecordedRun, on_progress: OnProgress, *, tolerance: f
     audit = Audit(run=recorded.config.run.name, channel=recorded.channel, tolerance=limit)
     await asyncio.to_thread(check_checkpoints, recorded.folder, audit)
     seed = recorded.config.run.seed if precision == "bfloat16" else None
-    weights = VersionWeights(recorded.start_policy, recorded.folder.checkpoints, audit.damaged, rounded_by=seed)
+    dtype = getattr(torch, precision) if recorded.config.train.method == "lora" else None
+    open_weights = partial(VersionWeights, rounded_by=seed, base_dtype=dtype)
+    weights = {
+        name: open_weights(recorded.start_weights(name), recorded.folder.checkpoints, audit.damaged, policy=name, frozen=one.frozen)
+        for name, one in recorded.config.policies.items()
+    } or {"": open_weights(recorded.start_policy, recorded.folder.checkpoints, audit.damaged)}
     total = recorded.last_seq + 1 - recorded.first_seq
     chosen = recorded.config.train.tokens_per_pass
     on_progress(0, total)
@@ -359,8 +387,14 @@ def check_checkpoints(run: RunFolder, audit: Audit) -> None:
             audit.without_checksums.append(folder.name)
 
 
-async def _check(groups: list[Group], audit: Audit, weights: VersionWeights, *, tokens_per_pass: int) -> None:
+async def _check(groups: list[Group], audit: Audit, weights: dict[str, VersionWeights], *, tokens_per_pass: int) -> None:
     read: list[tuple[Attempt, Graph]] = [one for group in groups for one in audit.add(group)]
+    for name, of_policy in weights.items():
+        own = [(attempt, read_graph(attempt)) for group in groups for attempt in group_of(group, name).attempts] if name else read
+        await _recompute(own, audit, of_policy, tokens_per_pass=tokens_per_pass)
+
+
+async def _recompute(read: list[tuple[Attempt, Graph]], audit: Audit, weights: VersionWeights, *, tokens_per_pass: int) -> None:
     for version, count in sorted(count_versions(read).items()):
         decoder = await asyncio.to_thread(weights.load, version)
         if decoder is None:

@@ -13,17 +13,23 @@ from penstock.testing import ScriptedEngine
 
 
 class ByPlace(ScriptedEngine):
-    """Replays: a second attempt at the same place gets the same replies as the first."""
+    """Replays: a second attempt at the same place gets the same replies as the first. Takes adapters of several policies."""
 
     async def generate(
-        self, prompt_ids: Sequence[int], sampling: Sampling, *, rollout_id: str = ""
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, rollout_id: str = "", policy: str = ""
     ) -> AsyncGenerator[SampledChunk, None]:
         place = rollout_id.split(".")[1]
-        rng = random.Random(f"{place} {tuple(prompt_ids)}")
+        rng = random.Random(f"{policy} {place} {tuple(prompt_ids)}".strip())
         self._next = lambda prompt: "".join(rng.choices("abcdef ", k=rng.randrange(3, 9)))
         async with aclosing(super().generate(prompt_ids, sampling, rollout_id=rollout_id)) as chunks:
             async for chunk in chunks:
                 yield chunk
+
+    def version_of(self, policy: str) -> int:
+        return self.version
+
+    async def load(self, version: int, folder: Path, *, policy: str = "") -> None:
+        self.version = version
 
 
 def open_engine(

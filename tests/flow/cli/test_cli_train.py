@@ -103,3 +103,30 @@ def test_a_run_in_which_every_rollout_fails_ends_with_the_reason_in_one_line(pro
     assert last.startswith("penstock: all 4 rollouts")
     assert "no such tool" in last
     assert "Traceback" not in err
+
+
+def test_a_run_whose_grader_was_edited_is_refused_and_goes_on_when_told(project):
+    assert finished(project)[0] == 0
+    agent = project / "agent.py"
+    agent.write_text(agent.read_text().replace("% 2)", "% 3)"))
+    code, out, err = finished(project, "--set", "train.steps=3")
+    assert (code, out) == (2, "")
+    assert 'agent.py, line 11: +         return float(len(ctx.sample.messages[-1]["content"] or "") % 3)' in err
+    code, out, err = finished(project, "--set", "train.steps=3", "--allow-code-change")
+    assert code == 0, err
+    assert "the code changed after step 2 (agent.py)" in out
+    metrics = [json.loads(line) for line in (project / "runs/short/metrics.jsonl").read_text().splitlines()]
+    assert [entry["code_changes"] for entry in metrics] == [0, 0, 1]
+    assert "the code changed after step 2 (agent.py)" in (project / "runs/short/report.html").read_text()
+
+
+def test_a_run_that_learns_nothing_says_why_and_its_exit_code_tells(project):
+    agent = project / "agent.py"
+    agent.write_text(agent.read_text().replace('return float(len(ctx.sample.messages[-1]["content"] or "") % 2)', "return 0.0"))
+    code, out, err = finished(project, "--set", "train.steps=5")
+    assert code == 3, err
+    assert "step 5: no update in the last 5 steps: all rewards equal, every one is 0" in err
+    assert "finished and learned nothing" in out
+    assert "the commonest" in " ".join(out.split())
+    summary = json.loads((project / "runs/short/summary.json").read_text())
+    assert (summary["status"], summary["updates"]) == ("finished", 0)

@@ -4,10 +4,13 @@ Here its kernels are replaced by plain torch and nothing is captured; `tests/gpu
 """
 
 import random
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 from engine_workloads import Workload, make_weights
 
+from penstock.engines.embedded import lanes, paged_core
 from penstock.records import Sampling
 
 
@@ -20,6 +23,50 @@ def test_random_workloads_are_exact(seed: int):
     work.play(40, swaps=seed % 2 == 1)
     assert work.check() > 50
     assert work.core.tree.tokens <= work.core.tree.capacity
+
+
+@dataclass
+class Repeated:
+    """Stands in for a captured graph, which needs a GPU: the same work on the same tensors, done again."""
+
+    replay: Callable[[], None]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_captured_work_is_exact_though_passes_are_padded(seed: int, monkeypatch: pytest.MonkeyPatch):
+    def capture(_: lanes.Lanes, work: Callable[[], None]) -> Repeated:
+        work()  # as the real one does, to warm up
+        return Repeated(work)
+
+    monkeypatch.setattr(lanes.Lanes, "_capture_work", capture)  # CUDA has no stand-in on a CPU
+    monkeypatch.setattr(lanes, "PREFILL_SIZES", (4, 32, 128))
+    monkeypatch.setattr(lanes, "CONTEXT_ROWS", 2000)
+    rng = random.Random(seed)
+    work = Workload(rng, 8, 6000, pass_tokens=256, paged_steps=3, graphs=True)
+    work.play(40, swaps=seed % 2 == 1)
+    assert work.check() > 50
+    assert {*work.core.lanes.captured_passes} <= {4, 32, 128}
+    assert work.core.lanes.captured_passes
+    assert work.core.lanes.captured
+
+
+def test_many_lanes_are_decoded_in_longer_windows_with_the_same_results(monkeypatch: pytest.MonkeyPatch):
+    replies: list[list[list[int]]] = []
+    windows: list[int] = []
+    for many in (1, 1000):
+        monkeypatch.setattr(paged_core, "MANY_LANES", many)
+        work = Workload(random.Random(3), slots=4, cache_tokens=20_000, paged_steps=5)
+        for length in (5, 80, 200):
+            work.ask(work.system[:length], Sampling(max_tokens=40, stop_ids=(0, 1)))
+        steps = 0
+        while not work.core.idle:
+            work.step()
+            steps += 1
+        windows.append(steps)
+        assert work.check() > 20
+        replies.append([request.tokens for request in work.requests])
+    assert replies[0] == replies[1]
+    assert windows[0] < windows[1]
 
 
 def test_what_is_sampled_does_not_depend_on_how_many_steps_are_queued():

@@ -166,6 +166,17 @@ def test_failed_attempts_are_told_and_made_again_on_request(project, capsys):
     assert stored_ids(project / "runs/evals/asked")["eval-1.0.2"] == "completed"
 
 
+def test_an_evaluation_in_which_every_rollout_failed_is_a_failure_and_does_not_point_at_training(project, capsys):
+    (project / "agent.py").write_text(AGENT.replace("if Path", "raise ValueError('a tool is broken')\n        if Path"))
+    assert run(["eval", "run", "eval.toml"]) == 1
+    out, err = capsys.readouterr()
+    assert "first rollout to end agent_error: eval-0.0.1: workflow 'Asker': ValueError: a tool is broken (agent.py, line" in err
+    assert "Evaluation asked failed" in out
+    assert "no rollout was graded" in out
+    assert "penstock train" not in out
+    assert result(capsys, "run", "eval.toml", code=1)["outcome"]["ends"] == {"agent_error": 4}
+
+
 def test_two_evaluations_are_compared_task_by_task(project, capsys):
     result(capsys, "run", "eval.toml", "--name", "one", "--rows", "0-2")
     (project / "agent.py").write_text(AGENT.replace("% 2 == 0", "< 9"))

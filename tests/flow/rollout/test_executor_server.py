@@ -244,9 +244,9 @@ def test_a_callback_that_is_too_large_fails_its_rollout_with_the_reason(kind, mo
         async with CallbackListener(None, host="127.0.0.1", port=0, linger_s=0) as listener:
             pending = listener.expect("r-1")
             headers = {"authorization": f"Bearer {listener.key}"}
-            async with aiohttp.ClientSession() as http:
-                async with http.post(getattr(listener.urls("r-1"), kind), data=b"x" * 2000, headers=headers) as response:
-                    assert response.status == 413
+            url = getattr(listener.urls("r-1"), kind)
+            async with aiohttp.ClientSession() as http, http.post(url, data=b"x" * 2000, headers=headers) as response:
+                assert response.status == 413
             result = await asyncio.wait_for(getattr(pending, kind), 5)
             assert result.status == "failure"
             assert "1000" in result.err_message

@@ -52,7 +52,8 @@ def test_completed_rollout_is_graded_and_told():
     attempt = outcome(bench)
     assert (attempt.end, attempt.reward, len(attempt.steps)) == (End.COMPLETED, 1.0, 2)
     assert [(g.reward, g.source, g.transcript) for g in attempt.grades] == [(1.0, "check", "main")]
-    assert bench.told[1][1]["seconds"] >= 0.0
+    assert [kind for kind, _ in bench.told] == ["rollout.start", "rollout.grade", "rollout.end"]
+    assert bench.told[-1][1]["seconds"] >= 0.0
 
 
 @pytest.mark.parametrize("turn", [0, 1, 2])

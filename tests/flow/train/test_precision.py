@@ -122,6 +122,26 @@ def test_the_served_share_tells_what_rounding_lost(monkeypatch: pytest.MonkeyPat
     assert Learner(make_decoder().float(), section()).served_share == 1.0
 
 
+class TorchDynamoException(RuntimeError):
+    """As torch names the errors of its compiler."""
+
+
+def test_rounding_that_cannot_be_compiled_is_computed_without(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    def uncompilable(values: torch.Tensor, *, seed: int, first: int, compiled: bool = False) -> torch.Tensor:
+        if compiled:
+            raise TorchDynamoException("no C compiler was found\nin many lines")
+        return round_to_bfloat16(values, seed=seed, first=first)
+
+    monkeypatch.setattr(masters, "round_to_bfloat16", uncompilable)
+    served = {"a": torch.zeros(1000, dtype=torch.bfloat16, requires_grad=True)}
+    exact = torch.randn(1000)
+    made = masters.MasterWeights(served, exact={"a": exact}, seed=SEED)
+    for _ in range(2):
+        made.publish(compiled=True)
+        assert torch.equal(served["a"].float(), round_to_bfloat16(exact, seed=SEED, first=0))
+    assert caplog.messages == ["rounding cannot be compiled here, so it is slower: no C compiler was found"]
+
+
 def test_a_start_policy_in_float32_is_verified_as_it_was_served(model: Path, tmp_path: Path):
     write_weights(model)
     learner = Learner(load_decoder(model, dtype=torch.bfloat16), section(), exact=read_weights(model), seed=SEED)

@@ -70,7 +70,7 @@ def played(play, *, advantage, groups=4, rewards=(), **train):
             pool=pool,
             events=events,
             config=config,
-            learner=learner,
+            learners={"": learner},
             advantage=advantage,
             publisher=Publisher(),
             rollouts=SimpleNamespace(advance=lambda step: None),
@@ -104,7 +104,7 @@ def test_only_the_group_at_fault_is_set_aside(advantage):
 def test_the_update_that_follows_is_that_of_the_others_alone():
     async def play(run):
         await update_policy(run, (await step(run)).update, TrainProgress())
-        return [weight.clone() for weight in run.learner.decoder.parameters()]
+        return [weight.clone() for weight in run.learners[""].decoder.parameters()]
 
     after = played(play, advantage=poisoned_advantages.huge)
     alone = played(play, advantage=poisoned_advantages.spread, groups=3, rewards={1: 1e308}.items())
@@ -132,14 +132,14 @@ def test_failure_that_no_group_repeats_alone_drops_none():
 
 def test_groups_that_only_fail_together_end_the_run_with_a_reason_and_are_kept():
     async def play(run):
-        together = run.learner.compute
+        together = run.learners[""].compute
 
         def compute(batch, *rest):
             if batch.rollouts > SIZE:
                 raise TrainError("too much")
             return together(batch, *rest)
 
-        run.learner.compute = compute
+        run.learners[""].compute = compute
         with pytest.raises(TrainError, match="step 1 fails, though no group of it fails alone: too much"):
             await step(run)
         return await run.pool.stats("train")
@@ -186,7 +186,7 @@ def test_what_is_not_the_groups_fault_is_raised_as_it_is(name):
 def test_diverged_weights_are_blamed_on_no_group():
     async def play(run):
         with torch.no_grad():
-            next(run.learner.decoder.parameters()).fill_(float("nan"))
+            next(run.learners[""].decoder.parameters()).fill_(float("nan"))
         with pytest.raises(TrainError, match=r"lower train\.lr"):
             await step(run)
         return await run.pool.stats("train")
@@ -196,14 +196,14 @@ def test_diverged_weights_are_blamed_on_no_group():
 
 def test_later_update_that_fails_is_skipped_since_its_groups_are_in_the_weights_already():
     async def play(run):
-        ready, together = await step(run), run.learner.compute
+        ready, together = await step(run), run.learners[""].compute
 
         def compute(batch, proximal=None):
             if proximal is not None:
                 raise TrainError("not again")
             return together(batch)
 
-        run.learner.compute = compute
+        run.learners[""].compute = compute
         _, progress = await update_policy(run, ready.update, TrainProgress())
         return progress.version, [fields for kind, fields in run.told if kind == "update.skip"]
 

@@ -10,7 +10,7 @@ from training_cases import SHAPE, UNTIED, compute, gradients, make_decoder, rand
 from penstock.engines.embedded.decoder import Decoder, DecoderShape
 from penstock.errors import TrainError
 from penstock.records import Sequence
-from penstock.train.batches import Batch, Pass, pack
+from penstock.train.batches import Batch, Pass, PassRow, pack
 from penstock.train.forward import PassForward
 from penstock.train.learner import Learner
 from penstock.train.memory import PassMemory
@@ -23,7 +23,7 @@ class PathForward(TreeForward):
     """Attends by paths, whatever they cost."""
 
     def mask(self, one: Pass, trunk: int, *, padded: tuple[int, int]) -> PathMask:
-        return path_mask(one, trunk=trunk, padded=padded[0], device=self.decoder.device)
+        return path_mask(one, trunk=trunk, padded=padded, device=self.decoder.device)
 
 
 class TreeLearner(Learner):
@@ -82,6 +82,17 @@ def test_paths_cost_little_for_long_rollouts_and_much_for_branches():
         [one] = pack(sequences, rollouts=4, tokens_per_pass=1000).pass_sets[0].passes
         ratios.append(path_area(one, 0) / tree_area(one))
     assert 1.0 <= ratios[0] < 1.2 and ratios[1] > FASTER
+
+
+def test_paths_of_many_lengths_are_padded_to_a_few():
+    """For each new length cuDNN prepares for a while."""
+    padded: set[int] = set()
+    for length in range(4097, 8193, 7):
+        one = Pass(ids=(0,) * length, positions=tuple(range(length)), rows=(PassRow(start=0, stop=length),))
+        [chunk] = path_mask(one, trunk=0, padded=(0, length), device=torch.device("cpu")).chunks
+        assert length <= chunk.length < 1.04 * length
+        padded.add(chunk.length)
+    assert len(padded) == 32
 
 
 def _equal(count: int) -> list[Sequence]:

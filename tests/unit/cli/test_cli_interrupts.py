@@ -15,6 +15,7 @@ import asyncio, os, signal, time
 from penstock.cli import interrupts
 
 interrupts.GRACE_S = {grace}
+interrupts.BLOCKED_S = {blocked}
 
 async def main():
     with interrupts.Interrupts(asyncio.Event(), lambda: print("told", flush=True)):
@@ -27,8 +28,8 @@ except asyncio.CancelledError:
 """
 
 
-def ran(body: str, grace: float = 60.0) -> subprocess.CompletedProcess[str]:
-    code = SCRIPT.format(body=body, grace=grace)
+def ran(body: str, grace: float = 60.0, blocked: float = 60.0) -> subprocess.CompletedProcess[str]:
+    code = SCRIPT.format(body=body, grace=grace, blocked=blocked)
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
 
 
@@ -75,7 +76,45 @@ def test_a_third_signal_does_not_wait_for_the_grace():
 
 
 def test_one_sigterm_counts_as_two_after_a_while():
-    code = SCRIPT.format(body="os.kill(os.getpid(), signal.SIGTERM); await asyncio.Event().wait()", grace=60.0)
+    code = SCRIPT.format(body="os.kill(os.getpid(), signal.SIGTERM); await asyncio.Event().wait()", grace=60.0, blocked=60.0)
     code = code.replace("flush=True)):", "flush=True), terminate_s=0.05):")
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (result.returncode, result.stdout) == (0, "told\ncancelled\n")
+
+
+@pytest.mark.parametrize("number", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize(
+    "block",
+    [
+        "time.sleep(60)",
+        "while True: pass",
+        # native code that goes on after a signal: no Python handler runs, and nothing that a handler could do helps
+        "import ctypes; c = ctypes.CDLL(None); [c.sleep(60) for _ in iter(int, 1)]",
+        # holds the interpreter: no other thread runs
+        "import re; re.match('(a+)+$', 'a' * 60 + 'b')",
+    ],
+)
+def test_one_signal_ends_a_loop_that_is_blocked(number, block):
+    body = f"os.kill(os.getpid(), signal.{number})\n        {block}"
+    result = ran(body, grace=0.1, blocked=0.1)
+    assert result.returncode in (130, -signal.SIGALRM)
+    assert "cancelled" not in result.stdout
+
+
+def test_a_thread_that_never_ends_keeps_neither_the_loop_nor_the_process():
+    code = """
+import asyncio, threading
+from penstock.cli import interrupts
+
+interrupts.GRACE_S = 0.05
+
+async def main():
+    with interrupts.Interrupts(asyncio.Event(), lambda: None):
+        forever = [asyncio.create_task(asyncio.to_thread(threading.Event().wait)) for _ in range(50)]
+        await asyncio.to_thread(print, "threads are left for the run itself")
+
+asyncio.run(main())
+interrupts.leave(7)
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stdout) == (7, "threads are left for the run itself\n")

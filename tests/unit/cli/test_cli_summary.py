@@ -1,10 +1,19 @@
 """What a person reads at the end of a run."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from penstock.cli.summary import ResumeCommand, TrainingResult, as_object, as_text
+from penstock.cli.summary import (
+    ResumeCommand,
+    TrainingResult,
+    as_object,
+    as_text,
+    learned_nothing,
+    longer_command,
+    next_command,
+)
 from penstock.train.summary import Summary
 
 
@@ -95,3 +104,30 @@ def test_the_summary_as_json_is_one_object_with_all_fields():
 def test_dropped_groups_are_told_by_reason():
     assert "groups: 1 crashed the trainer" in as_text(training_result(dropped={"crashed the trainer": 1}))
     assert "dropped" not in as_text(training_result())
+
+
+def test_a_run_without_an_update_says_why_and_does_not_advise_more_steps():
+    result = training_result(updates=0, stalled="no update in the last 10 steps: all rewards equal, every one is 0")
+    text = as_text(result)
+    assert "Run demo finished and learned nothing: 10 steps" in text
+    assert "0 of 10 steps published a new version" in text
+    assert "no update in the last 10 steps" in text
+    assert next_command(result) == "penstock train a.toml --fresh"
+    assert "train.steps=" not in text
+    assert learned_nothing(result.summary)
+
+
+def test_a_trial_of_few_steps_need_not_learn():
+    assert not learned_nothing(training_result(updates=0, steps=2).summary)
+
+
+def test_the_next_command_evaluates_the_checkpoint_and_repeats_no_setting():
+    resume = ResumeCommand("penstock train a.toml --set train.steps=5 --set train.lr=1e-5", evaluate="penstock eval run a.toml")
+    result = replace(training_result(updates=9), resume=resume)
+    assert next_command(result) == "penstock eval run a.toml --model runs/demo/checkpoints/10"
+    assert longer_command(result) == "penstock train a.toml --set train.lr=1e-5 --set train.steps=20"
+    assert longer_command(result) in as_text(result)
+
+
+def test_the_summary_says_what_the_two_rewards_are():
+    assert "mean of the first 32 graded rollouts → of the last 64" in as_text(training_result())

@@ -8,7 +8,7 @@ import orjson
 import pytest
 from rich.console import Console
 
-from penstock.cli.live import LiveView, RunState, panel
+from penstock.cli.live import LiveView, RunState, event_line, panel
 from penstock.cli.output import clock, counts, percent, sparkline
 from penstock.records import End
 
@@ -194,6 +194,16 @@ def test_without_a_terminal_each_event_that_matters_is_one_line():
     ]
 
 
+def test_a_step_shows_the_reward_of_each_trained_policy():
+    policies = {
+        "planner": {"frozen": False, "reward": 0.5},
+        "executor": {"frozen": False, "reward": None},
+        "judge": {"frozen": True, "reward": 0.5},
+    }
+    *_, line = plain_lines(("run.start", start()), ("train.step", trained(1, 0.25, policies=policies)))
+    assert line == "step 1/4  reward 0.250  planner 0.500  groups 4 (1 equal)  exact 100 %  1,234 tok/s  ▃"
+
+
 def on_terminal(kind: str) -> io.StringIO:
     """What a run's first events leave on a terminal of this kind, whatever the tests themselves run on."""
     out, environment = io.StringIO(), {"TERM": kind}
@@ -246,3 +256,28 @@ def test_groups_that_are_set_aside_are_told_each_and_agents_that_misreport_once(
         "group train-3 set aside, crashed the trainer: KeyError: 'x'",
         "train-0.0.1: the agent reports another conversation as solver than was recorded, which is graded",
     ]
+
+
+REPLIES = {
+    "best": {"reward": 1.0, "text": "It is 42."},
+    "worst": {"reward": 0.0, "text": "I do not know."},
+    "commonest": {"count": 3, "of": 32, "text": "It is 42."},
+}
+
+
+def test_replies_are_shown_in_the_panel_and_every_few_lines():
+    state = followed(("run.start", start()), ("train.step", trained(1, replies=REPLIES)))
+    assert any("best" in line and "1.000: It is 42." in line for line in drawn(state))
+    console = Console(file=io.StringIO(), width=200)
+    view = LiveView(RunState(rollouts_per_step=32), console)
+    for step in range(1, 7):
+        view("train.step", trained(step, replies=REPLIES))
+    lines = console.file.getvalue().splitlines()  # pyright: ignore[reportAttributeAccessIssue]
+    assert [line.strip() for line in lines if "worst" in line] == ["worst reply, 0.000: I do not know."] * 2
+
+
+def test_a_step_line_says_how_many_rollouts_failed():
+    state = followed(("run.start", start()))
+    line = event_line("train.step", trained(1, 1.0, ends={"completed": 16, "agent_error": 16}), state)
+    assert line is not None
+    assert "reward 1.000  (16 of 32 rollouts failed)" in line

@@ -247,9 +247,10 @@ def _checkpoints(run: Run, exports: RunExports) -> list[OutputFile]:
     """Returns the files of model folders, without those that only the trainer needs."""
     found: list[OutputFile] = []
     for each in checkpoints_of(run, exports.files.results(run)):
-        files = [file for file in sorted(each.path.iterdir()) if file.is_file() and file.name not in TRAINER_FILES]
+        files = [file for file in sorted(each.path.rglob("*")) if file.is_file() and file.name not in TRAINER_FILES]
         files = [file for file in files if exports.files.holds(file) and not file.is_symlink()]
-        found += [_output_file(f"checkpoints/step-{each.step}/{file.name}", file) for file in files]
+        names = [file.relative_to(each.path).as_posix() for file in files]  # below the name of a policy, where there are several
+        found += [_output_file(f"checkpoints/step-{each.step}/{name}", file) for name, file in zip(names, files, strict=True)]
     return found
 
 

@@ -12,7 +12,7 @@ that it has, and is prefilled again.
 import math
 from bisect import insort
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,6 +21,7 @@ import torch
 from penstock.engines.embedded.attention import DecodeAttention, PrefillAttention
 from penstock.engines.embedded.decoder import Decoder
 from penstock.engines.embedded.kv_cache import KeyValues, PrefixTree, Segment, TailCache
+from penstock.engines.embedded.lora import AdapterSlots
 from penstock.engines.embedded.sampling import DrawnTokens, sample
 from penstock.errors import ConfigError
 from penstock.records import Finish, Sampling
@@ -56,6 +57,8 @@ class Request:
     stop_ids: frozenset[int]
     uniform: Callable[[], float]
     """The request's own random numbers in [0, 1)."""
+    policy: str = ""
+    """Whose adapter computes it."""
 
 
 class DrawnChunk(NamedTuple):
@@ -104,6 +107,7 @@ class EngineCore:
     ) -> None:
         weight = decoder.embed.weight
         self.decoder, self.decode_text = decoder, decode
+        self.adapters = AdapterSlots(decoder)
         self._device, self._dtype = weight.device, weight.dtype
         self.pass_tokens = 512 if self._device.type == "cpu" else 2048
         self.slots = slots
@@ -143,12 +147,20 @@ class EngineCore:
         """Read what is queued, so that the weights may change: here, nothing ever is."""
         return []
 
-    def reset(self) -> None:
-        """Drop all keys and values. Active requests keep their tokens and go back to the front of the queue, oldest first."""
+    def reset(self, policies: Collection[str] | None = None) -> None:
+        """Drop all keys and values, or those of some policies.
+
+        Active requests keep their tokens and go back to the front of the queue, oldest first.
+        """
         for active in sorted([*self.planned, *self.running], key=lambda active: -active.request.key):
-            self._requeue(active)
-        self.tree.clear()
-        self.tails.clear()
+            if policies is None or active.request.policy in policies:
+                self._requeue(active)
+        if policies is None:
+            self.tree.clear()
+            self.tails.clear()
+        else:
+            for policy in policies:
+                self.tree.drop(self.adapters.slot(policy))
 
     def drop(self) -> list[Request]:
         """After an error, drop the active requests and all keys and values; returns those requests."""
@@ -169,7 +181,7 @@ class EngineCore:
 
     def _admit(self) -> None:
         while self.waiting and self._free:
-            leaf = self.tree.plan(self.waiting[0].tokens[:-1])
+            leaf = self.tree.plan(self.waiting[0].tokens[:-1], self.adapters.slot(self.waiting[0].policy))
             if leaf is None:
                 return  # no room until another request finishes
             self.planned.append(ActiveRequest(self.waiting.popleft(), self._free.pop(0), leaf))
@@ -179,6 +191,7 @@ class EngineCore:
         if segments:
             tokens = [token for segment in segments for token in segment.tokens]
             positions = [position for segment in segments for position in range(segment.start, segment.end)]
+            self._choose([segment.adapter for segment in segments for _ in segment.tokens])
             attend = PrefillAttention(self.decoder.shape, segments, device=self._device, dtype=self._dtype)
             self.decoder(self._tensor([tokens]), self._tensor([positions]), attend)
             attend.commit()
@@ -247,6 +260,7 @@ class EngineCore:
         requests = [active.request for active in self.running]
         self._attend.begin([active.tail for active in self.running])
         tokens, positions = [r.tokens[-1] for r in requests], [len(r.tokens) - 1 for r in requests]
+        self._choose([active.leaf.adapter for active in self.running])
         hidden = self.decoder(self._tensor([tokens]), self._tensor([positions]), self._attend)
         drawn = sample(self.decoder.logits(hidden[0]), [r.sampling for r in requests], [r.uniform() for r in requests])
         return self._append_all(drawn)
@@ -278,6 +292,10 @@ class EngineCore:
             if active in group:
                 group.remove(active)
         self._attend = None
+
+    def _choose(self, slots: list[int]) -> None:
+        if self.adapters.policies:
+            self.adapters.choose(torch.tensor(slots, device=self._device))
 
     def _tensor(self, values: list[list[int]]) -> torch.Tensor:
         return torch.tensor(values, device=self._device)
@@ -315,4 +333,4 @@ def _read_path(active: ActiveRequest) -> list[Segment]:
 
 def _order(path: list[Segment]) -> list[int]:
     """Sort key that puts paths with common segments next to each other: siblings differ in their first token."""
-    return [segment.tokens[0] for segment in path]
+    return [path[0].adapter, *(segment.tokens[0] for segment in path)] if path else []

@@ -99,8 +99,8 @@ class RmsNorm(nn.RMSNorm):
 
     floor: Tensor
 
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__(size, eps=eps)
+    def __init__(self, size: int, eps: float, *, device: str | None = None) -> None:
+        super().__init__(size, eps=eps, device=device)
         self.register_buffer("floor", torch.tensor(eps), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -110,21 +110,32 @@ class RmsNorm(nn.RMSNorm):
         return (x * torch.addcmul(self.floor, length, length, value=1.0 / x.shape[-1]).rsqrt_()).mul_(self.weight)
 
 
+class Projection(nn.Linear):
+    """A linear layer that an adapter may add to."""
+
+    adapter: Callable[[Tensor, Tensor], Tensor] | None = None
+    """(input, output) → the output with what the adapter adds; see `lora.py`."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        output = _linear(input, self.weight, self.bias)
+        return output if self.adapter is None else self.adapter(input, output)
+
+
 class DecoderLayer(nn.Module):
     """Attention and feed-forward, each after a norm. Projections that read the same input are one matrix."""
 
-    def __init__(self, shape: DecoderShape, index: int) -> None:
+    def __init__(self, shape: DecoderShape, index: int, *, device: str | None = None) -> None:
         super().__init__()
         self.shape, self.index = shape, index
-        width = shape.heads * shape.head_dim
-        self.norm1 = RmsNorm(shape.hidden, shape.norm_eps)
-        self.qkv = nn.Linear(shape.hidden, width + 2 * shape.kv_heads * shape.head_dim, bias=shape.qkv_bias)
-        self.q_norm = RmsNorm(shape.head_dim, shape.norm_eps) if shape.qk_norm else None
-        self.k_norm = RmsNorm(shape.head_dim, shape.norm_eps) if shape.qk_norm else None
-        self.out = nn.Linear(width, shape.hidden, bias=False)
-        self.norm2 = RmsNorm(shape.hidden, shape.norm_eps)
-        self.gate_up = nn.Linear(shape.hidden, 2 * shape.inner, bias=False)
-        self.down = nn.Linear(shape.inner, shape.hidden, bias=False)
+        width, eps = shape.heads * shape.head_dim, shape.norm_eps
+        self.norm1 = RmsNorm(shape.hidden, eps, device=device)
+        self.qkv = Projection(shape.hidden, width + 2 * shape.kv_heads * shape.head_dim, bias=shape.qkv_bias, device=device)
+        self.q_norm = RmsNorm(shape.head_dim, eps, device=device) if shape.qk_norm else None
+        self.k_norm = RmsNorm(shape.head_dim, eps, device=device) if shape.qk_norm else None
+        self.out = Projection(width, shape.hidden, bias=False, device=device)
+        self.norm2 = RmsNorm(shape.hidden, eps, device=device)
+        self.gate_up = Projection(shape.hidden, 2 * shape.inner, bias=False, device=device)
+        self.down = Projection(shape.inner, shape.hidden, bias=False, device=device)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """x [batch, time, hidden]; cos, sin [batch, time, 1, dim]."""
@@ -133,7 +144,7 @@ class DecoderLayer(nn.Module):
     def heads(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns what attention reads: q, k and v, each [batch, heads, time, dim]."""
         shape, (batch, time, _) = self.shape, x.shape
-        heads = _linear(self.norm1(x), self.qkv.weight, self.qkv.bias).view(batch, time, -1, shape.head_dim)
+        heads = self.qkv(self.norm1(x)).view(batch, time, -1, shape.head_dim)
         rotated, v = heads.tensor_split([shape.heads + shape.kv_heads], dim=2)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = rotated.tensor_split([shape.heads], dim=2)
@@ -143,9 +154,9 @@ class DecoderLayer(nn.Module):
 
     def mix(self, x: Tensor, attended: Tensor) -> Tensor:
         """Adds to x what attention gave, [batch, heads, time, dim], then the feed-forward part."""
-        x = x + _linear(attended.transpose(1, 2).reshape(*x.shape[:2], -1), self.out.weight)
-        gate, up = _linear(self.norm2(x), self.gate_up.weight).chunk(2, dim=-1)
-        return x + _linear(F.silu(gate) * up, self.down.weight)
+        x = x + self.out(attended.transpose(1, 2).reshape(*x.shape[:2], -1))
+        gate, up = self.gate_up(self.norm2(x)).chunk(2, dim=-1)
+        return x + self.down(F.silu(gate) * up)
 
 
 class Decoder(nn.Module):
@@ -154,13 +165,17 @@ class Decoder(nn.Module):
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, shape: DecoderShape) -> None:
+    def __init__(self, shape: DecoderShape, *, empty: bool = False) -> None:
+        """Weights are random; if `empty`, they have shapes alone and must be assigned, which saves seconds."""
         super().__init__()
         self.shape = shape
-        self.embed = nn.Embedding(shape.vocab_size, shape.hidden)
-        self.layers = nn.ModuleList(DecoderLayer(shape, index) for index in range(shape.layers))
-        self.norm = RmsNorm(shape.hidden, shape.norm_eps)
-        self.head = None if shape.tied else nn.Linear(shape.hidden, shape.vocab_size, bias=False)
+        device = "meta" if empty else None
+        # Not `nn.Embedding` itself: its random numbers on "meta" would import torch's compiler.
+        embedding = torch.empty(shape.vocab_size, shape.hidden, device="meta") if empty else None
+        self.embed = nn.Embedding(shape.vocab_size, shape.hidden, _weight=embedding)
+        self.layers = nn.ModuleList(DecoderLayer(shape, index, device=device) for index in range(shape.layers))
+        self.norm = RmsNorm(shape.hidden, shape.norm_eps, device=device)
+        self.head = None if shape.tied else nn.Linear(shape.hidden, shape.vocab_size, bias=False, device=device)
         cos, sin = _rope_table(shape)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)

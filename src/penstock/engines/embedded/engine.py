@@ -6,13 +6,15 @@ loop, and a slow consumer gets all tokens that have accumulated as one chunk.
 
 import asyncio
 import json
+import logging
 import math
 import queue
 import threading
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from itertools import chain, count, repeat
 from pathlib import Path
 from random import Random
@@ -21,20 +23,25 @@ from typing import Any
 import torch
 
 from penstock.config import EngineSection
+from penstock.engines.adapter_files import find_base, is_adapter
 from penstock.engines.base import SampledChunk
 from penstock.engines.cpu_features import VARIABLE, WITHOUT_AMX, limit_onednn
 from penstock.engines.embedded import fused
 from penstock.engines.embedded.core import DrawnChunk, EngineCore, Request
 from penstock.engines.embedded.decoder import Decoder
+from penstock.engines.embedded.lora import Adapter, read_adapter
 from penstock.engines.embedded.paged_core import PagedCore, free_tokens
 from penstock.engines.embedded.weights import load_decoder
 from penstock.errors import ConfigError, EngineBusy, EngineError, ModelError
 from penstock.records import Sampling
+from penstock.system.processes import switch_threads_often
 
 MAX_FAILED_STEPS = 3
 """Failed steps in a row after which the engine gives up."""
 
 GPU_SLOTS = 1024
+
+log = logging.getLogger(__name__)
 
 Command = Callable[[], None]
 """Runs in the engine's thread between two steps."""
@@ -81,6 +88,12 @@ class RequestOutput:
             raise EngineError(f"rollout {self._rollout_id}: {self._problem}" if self._rollout_id else self._problem)
         if self._problem is None:
             self._filled.clear()
+        if len(chunks) == 1:
+            chunk, version = chunks[0]
+            count = len(chunk.ids)
+            return SampledChunk(
+                tuple(chunk.ids), tuple(chunk.logprobs), tuple(chunk.full_logprobs), (version,) * count, chunk.finish
+            )
         return SampledChunk(
             ids=tuple(chain.from_iterable(chunk.ids for chunk, _ in chunks)),
             logprobs=tuple(chain.from_iterable(chunk.logprobs for chunk, _ in chunks)),
@@ -100,7 +113,8 @@ class EmbeddedEngine:
         self._core, self._name, self._seed = core, name, seed
         self._stop_ids = frozenset(stop_ids)
         self._limit = core.slots + queue_limit
-        self._version = 0
+        self._versions: defaultdict[str, int] = defaultdict(int)
+        """By policy."""
         self._keys = count()
         self._outputs: dict[int, RequestOutput] = {}
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
@@ -121,15 +135,20 @@ class EmbeddedEngine:
 
     @property
     def version(self) -> int:
-        return self._version
+        return self._versions[""]
+
+    def version_of(self, policy: str) -> int:
+        """The version that the next token of a policy will be sampled under."""
+        return self._versions[policy]
 
     async def generate(
-        self, prompt_ids: Sequence[int], sampling: Sampling, *, rollout_id: str = ""
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, rollout_id: str = "", policy: str = ""
     ) -> AsyncGenerator[SampledChunk, None]:
+        """See `Engine.generate`. A policy without an adapter of its own is the base model."""
         self._check(prompt_ids, sampling)
         if len(self._outputs) >= self._limit:
             raise EngineBusy(f"{self._limit} requests are already running or waiting; try again later, or raise engine.queue")
-        request = self._request(prompt_ids, sampling)
+        request = self._request(prompt_ids, sampling, policy)
         output = self._outputs[request.key] = RequestOutput(rollout_id)
         try:
             self._post(lambda: self._core.submit(request))
@@ -144,22 +163,45 @@ class EmbeddedEngine:
                 with suppress(EngineError):  # the engine has ended, and the request with it
                     self._post(lambda: self._core.cancel(request))
 
-    async def swap(self, version: int, change: Callable[[], None]) -> None:
-        """See `Engine.swap`. If `change` raises, the version stays."""
+    async def swap(self, version: int, change: Callable[[], None], *, policies: Collection[str] | None = None) -> None:
+        """See `Engine.swap`. If `change` raises, the version stays. `policies`: those whose adapters alone are changed."""
         done: Future[None] = Future()
-        self._post(lambda: self._swap(version, change, done))
+        self._post(lambda: self._swap(version, change, policies, done))
         await asyncio.wrap_future(done)
 
-    async def load(self, version: int, folder: Path) -> None:
+    async def load(self, version: int, folder: Path, *, policy: str = "") -> None:
         """See `Engine.load`. The weights are read in a thread and copied in between two steps."""
-        weight = next(self.decoder.parameters())
+        weight, shape = self.decoder.embed.weight, self.decoder.shape
+        read = partial(read_adapter, shape=shape) if is_adapter(folder) else load_decoder
         try:
-            read = await asyncio.to_thread(load_decoder, folder, device=weight.device, dtype=weight.dtype)
+            loaded = await asyncio.to_thread(read, folder, device=weight.device, dtype=weight.dtype)
         except (ModelError, OSError, ValueError, LookupError, RuntimeError) as cause:
             raise EngineError(f"policy version {version} cannot be loaded: {cause}") from cause
-        if read.shape != self.decoder.shape:
+        if loaded.shape != shape:
             raise EngineError(f"policy version {version} cannot be loaded: {folder} holds a model of another shape")
-        await self.swap(version, lambda: _copy(read, self.decoder))
+        if isinstance(loaded, Adapter):
+            await self.put_adapters(version, {policy: loaded})
+        else:
+            await self.swap(version, lambda: _copy(loaded, self.decoder))
+
+    async def put_adapters(
+        self, version: int, adapters: Mapping[str, Adapter], *, change: Callable[[], None] = lambda: None
+    ) -> None:
+        """Between two steps, run `change` and copy each policy's adapter; they sample with it, as `version`, from then on.
+
+        Requests of other policies are not touched.
+        """
+
+        def put() -> None:
+            change()
+            for policy, adapter in adapters.items():
+                self._core.adapters.put(policy, adapter)
+
+        await self.swap(version, put, policies=adapters.keys())
+
+    def warm_up(self, core: PagedCore) -> None:
+        """Compile and capture in the engine's thread, while the caller goes on to open the rest of the run."""
+        self._post(lambda: _warm_up(core))
 
     async def close(self) -> None:
         """Fail what is running and end the thread."""
@@ -192,7 +234,7 @@ class EmbeddedEngine:
         if sampling.stop and self._core.decode_text is None:
             raise EngineError("stop strings need a tokenizer, and this engine was opened without one; use stop ids")
 
-    def _request(self, prompt_ids: Sequence[int], sampling: Sampling) -> Request:
+    def _request(self, prompt_ids: Sequence[int], sampling: Sampling, policy: str) -> Request:
         key = next(self._keys)
         seed = f"{self._seed}/{key}" if sampling.seed is None else sampling.seed
         return Request(
@@ -202,6 +244,7 @@ class EmbeddedEngine:
             sampling=sampling,
             stop_ids=self._stop_ids.union(sampling.stop_ids),
             uniform=Random(seed).random,
+            policy=policy,
         )
 
     def _post(self, command: Command) -> None:
@@ -249,7 +292,7 @@ class EmbeddedEngine:
         self._deliver(sampled)
         return True
 
-    def _swap(self, version: int, change: Callable[[], None], done: "Future[None]") -> None:
+    def _swap(self, version: int, change: Callable[[], None], policies: Collection[str] | None, done: "Future[None]") -> None:
         if not done.set_running_or_notify_cancel():
             return
         try:
@@ -261,8 +304,8 @@ class EmbeddedEngine:
             self._core.reset()  # `change` may have rewritten some of the weights before it raised
             done.set_exception(cause)
         else:
-            self._core.reset()
-            self._version = version
+            self._core.reset(policies)
+            self._versions |= dict.fromkeys([""] if policies is None else policies, version)
             done.set_result(None)
 
     def _stop(self) -> None:
@@ -276,7 +319,7 @@ class EmbeddedEngine:
                 batches[output.loop].append((output, chunk))
         for loop, batch in batches.items():
             try:
-                loop.call_soon_threadsafe(_put_all, batch, self._version)
+                loop.call_soon_threadsafe(_put_all, [(*each, self._versions[each[1].request.policy]) for each in batch])
             except RuntimeError:  # the loop is closed: nobody will read these
                 for _, chunk in batch:
                     self._core.cancel(chunk.request)
@@ -289,9 +332,16 @@ class EmbeddedEngine:
                     output.loop.call_soon_threadsafe(output.fail, problem)
 
 
-def _put_all(batch: Sequence[tuple[RequestOutput, DrawnChunk]], version: int) -> None:
-    for output, chunk in batch:
+def _put_all(batch: Sequence[tuple[RequestOutput, DrawnChunk, int]]) -> None:
+    for output, chunk, version in batch:
         output.put(chunk, version)
+
+
+def _warm_up(core: PagedCore) -> None:
+    try:
+        core.warm_up()
+    except Exception as cause:  # a request would fail the same way, and says so
+        log.warning("the engine could not be warmed up: %s: %s", type(cause).__name__, cause)
 
 
 def _copy(source: Decoder, target: Decoder) -> None:
@@ -307,9 +357,15 @@ def open_engine(
     """Load the model in `folder` and serve it as policy version 0. Stop strings need `decode`, from ids to text."""
     device = pick_device(section.device)
     dtype = pick_dtype(section.dtype, device)
-    decoder = load_decoder(folder, device=device, dtype=dtype)
+    base = find_base(folder) if is_adapter(folder) else folder
+    decoder = load_decoder(base, device=device, dtype=dtype)
     core = make_core(decoder, section, decode)
-    return EmbeddedEngine(core, name=name, queue_limit=section.queue, seed=seed, stop_ids=end_ids(folder))
+    if base != folder:
+        core.adapters.put("", read_adapter(folder, decoder.shape, device=device, dtype=dtype))
+    engine = EmbeddedEngine(core, name=name, queue_limit=section.queue, seed=seed, stop_ids=end_ids(folder))
+    if isinstance(core, PagedCore):
+        engine.warm_up(core)
+    return engine
 
 
 def make_core(
@@ -317,6 +373,7 @@ def make_core(
 ) -> EngineCore | PagedCore:
     """The paged core on a GPU; the other one on a CPU, and where Triton is not installed."""
     if decoder.embed.weight.is_cuda and fused.kernels is not None:
+        switch_threads_often()  # the core's thread launches hundreds of kernels, and waits for the interpreter's lock with each
         slots = section.slots or GPU_SLOTS
         tokens = section.cache_tokens or free_tokens(decoder, slots)
         try:
@@ -328,8 +385,8 @@ def make_core(
     return EngineCore(decoder, slots=section.slots or 32, cache_tokens=section.cache_tokens or 65536, decode=decode)
 
 
-def pick_device(name: str) -> torch.device:
-    """The device that `engine.device` names; "auto" is a GPU if there is one."""
+def pick_device(name: str, setting: str = "engine.device") -> torch.device:
+    """The device that a setting names; "auto" is a GPU if there is one."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -337,7 +394,7 @@ def pick_device(name: str) -> torch.device:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as cause:
         reason = str(cause).splitlines()[0]
-        raise ConfigError(f"engine.device = {name!r} cannot be used here ({reason}); leave it at 'auto'") from cause
+        raise ConfigError(f"{setting} = {name!r} cannot be used here ({reason}); leave it at 'auto'") from cause
     return device
 
 

@@ -86,6 +86,8 @@ def prefill_attention(q: Tensor, keys: Tensor, values: Tensor, packed: PrefillBl
     out = torch.zeros_like(q)
     blocks: list[list[int]] = packed.blocks.tolist()  # pyright: ignore[reportUnknownVariableType]
     for first, count, position, begin in blocks:
+        if not count:  # padding
+            continue
         context = packed.context[begin : begin + position + count]
         out[first : first + count] = _attend(q[first : first + count], keys, values, context)
     return out

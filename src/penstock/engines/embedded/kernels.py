@@ -386,7 +386,8 @@ def prefill_attention(q: Tensor, keys: Tensor, values: Tensor, context: Tensor, 
     prefill_attention_kernel[(blocks.shape[0], kv)](
         q, keys, values, context, blocks, out, dim**-0.5 * LOG2E,
         KV=kv, GROUP=heads // kv, PADDED=padded, DIM=dim, M=max(MIN_DOT, padded * block_tokens(heads, kv)),
-        BLOCK_D=power_of_two(dim, MIN_DOT), BLOCK_N=32 if exact else 64, EXACT=exact, num_warps=4, num_stages=2,
+        # Exact products are written out as single operations: larger blocks take ten seconds and more to compile.
+        BLOCK_D=power_of_two(dim, MIN_DOT), BLOCK_N=16 if exact else 64, EXACT=exact, num_warps=4, num_stages=2,
     )  # fmt: skip
     return out
 

@@ -1,9 +1,9 @@
 """Key-value cache of the embedded engine: a tree of token prefixes, shared by requests, and a tail for each request.
 
-A segment of the tree holds the tokens between two forks, so every prompt is a path from the root and a common prefix is stored
-once. A segment without keys and values is planned: some request needs it, and the next prefill pass computes it. Segments that
-no request holds are kept for later requests and dropped, least recently used first, when room is needed. A tail holds the newest
-tokens of one running request.
+A segment of the tree holds the tokens between two forks, so every prompt is a path from a root and a common prefix is stored
+once. Each adapter has a root of its own, as it makes other keys and values of the same tokens. A segment without keys and values
+is planned: some request needs it, and the next prefill pass computes it. Segments that no request holds are kept for later
+requests and dropped, least recently used first, when room is needed. A tail holds the newest tokens of one running request.
 """
 
 import heapq
@@ -16,6 +16,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.engines.embedded.decoder import DecoderShape
+
+NO_ADAPTER = -1
+"""In place of an adapter: the base model alone."""
 
 
 class KeyValues(NamedTuple):
@@ -43,9 +46,10 @@ class CacheRows(NamedTuple):
 class Segment:
     """Consecutive tokens of a path."""
 
-    def __init__(self, tokens: tuple[int, ...], parent: "Segment | None", start: int) -> None:
+    def __init__(self, tokens: tuple[int, ...], parent: "Segment | None", start: int, adapter: int) -> None:
         self.tokens = tokens
         self.parent = parent
+        self.adapter = adapter
         self.start = start
         """Position of its first token."""
         self.children: dict[int, Segment] = {}
@@ -88,16 +92,25 @@ class PrefixTree:
 
     def clear(self) -> None:
         """Drop everything. Segments that requests hold are no longer part of the tree."""
-        self.root = Segment((), None, 0)
+        self.root = Segment((), None, 0, NO_ADAPTER)
+        self._roots = {NO_ADAPTER: self.root}
         self.tokens = 0
         self._clock = 0
         self._unheld: list[tuple[int, int, Segment]] = []
         """A heap of all free segments by their last use, and of entries that no longer hold."""
         self._unheld_limit = 1024
 
-    def plan(self, tokens: Sequence[int]) -> Segment | None:
+    def plan(self, tokens: Sequence[int], adapter: int = NO_ADAPTER) -> Segment | None:
         """Return the end of the path for `tokens`, held for the caller; missing segments are planned. None if there is no room."""
-        return self._hold_path(self.root, tokens)
+        return self._hold_path(self._root(adapter), tokens)
+
+    def drop(self, adapter: int) -> None:
+        """Remove all that was computed with an adapter. No request may hold it."""
+        segments = [self._root(adapter)]
+        for segment in segments:
+            segments += segment.children.values()
+        for segment in reversed(segments[1:]):
+            self._remove(segment)
 
     def extend(self, held: Segment, tokens: Sequence[int], kv: KeyValues | CacheRows) -> Segment | None:
         """Store a copy of computed `tokens` below `held` and move the hold to their end; None, and no change, without room."""
@@ -116,6 +129,9 @@ class PrefixTree:
         while not segment.ready and _is_free(segment):
             segment = self._remove(segment)
         self._offer(segment)
+
+    def _root(self, adapter: int) -> Segment:
+        return self._roots.setdefault(adapter, Segment((), None, 0, adapter))
 
     def _hold_path(self, start: Segment, tokens: Sequence[int]) -> Segment | None:
         last, matched = self._match(start, tokens)
@@ -142,14 +158,14 @@ class PrefixTree:
     def _grow(self, last: Segment, tokens: Sequence[int]) -> Segment:
         for a in range(0, len(tokens), self.longest):
             piece = tuple(tokens[a : a + self.longest])
-            last.children[piece[0]] = child = Segment(piece, last, last.end)
+            last.children[piece[0]] = child = Segment(piece, last, last.end, last.adapter)
             self.tokens += len(piece)
             last = child
         return last
 
     def _split(self, lower: Segment, at: int) -> Segment:
         """Split a segment and return the upper part. `lower` itself stays the lower part, so that holds on it remain valid."""
-        upper = Segment(lower.tokens[:at], lower.parent, lower.start)
+        upper = Segment(lower.tokens[:at], lower.parent, lower.start, lower.adapter)
         upper.used = lower.used
         if lower.kv is not None:
             upper.kv, lower.kv = lower.kv.part(0, at), lower.kv.part(at, len(lower.tokens))

@@ -19,6 +19,8 @@ from torch import Tensor
 from penstock.engines.embedded import fused
 from penstock.engines.embedded.decoder import Decoder, DecoderLayer
 from penstock.engines.embedded.fused import KeyValueRows, PrefillBlocks
+from penstock.engines.embedded.kv_cache import NO_ADAPTER
+from penstock.engines.embedded.lora import AdapterSlots
 from penstock.records import Sampling
 
 MAX_STOPS = 8
@@ -28,6 +30,13 @@ RING = 512
 """Uniform numbers kept per lane, by position."""
 
 WARM_UP = 2
+
+PREFILL_SIZES = 64, 256, 1024
+"""Tokens of the prefill passes that are captured; a pass is padded to the next of them. On a larger one the device works longer
+than the host needs to launch it."""
+
+CONTEXT_ROWS = 1 << 19
+"""Rows of all contexts of a captured pass together."""
 
 
 @dataclass(eq=False, slots=True)
@@ -51,16 +60,36 @@ class PackedPrompts(NamedTuple):
     ids: NDArray[np.int64]
     positions: NDArray[np.int64]
     rows: NDArray[np.int32]
+    adapters: NDArray[np.int64]
+    """Slots in `AdapterSlots`."""
     context: NDArray[np.int32]
     """See `PrefillBlocks`."""
     blocks: NDArray[np.int32]
 
 
+class PrefillInput(NamedTuple):
+    """The same on the device."""
+
+    ids: Tensor
+    """[3, tokens]: ids, positions, slots of adapters."""
+    rows: Tensor
+    packed: PrefillBlocks
+
+
 class Lanes:
     """The device's side of the engine: cache, state of every lane, captured steps. All work is queued on one stream."""
 
-    def __init__(self, decoder: Decoder, *, lanes: int, cache_rows: int, max_steps: int, graphs: bool | None = None) -> None:
-        self.decoder, self.count, self.max_steps = decoder, lanes, max_steps
+    def __init__(
+        self,
+        decoder: Decoder,
+        adapters: AdapterSlots,
+        *,
+        lanes: int,
+        cache_rows: int,
+        max_steps: int,
+        graphs: bool | None = None,
+    ) -> None:
+        self.decoder, self.adapters, self.count, self.max_steps = decoder, adapters, lanes, max_steps
         weight, shape = decoder.embed.weight, decoder.shape
         self.device = device = weight.device
         cuda = device.type == "cuda"
@@ -73,6 +102,7 @@ class Lanes:
         self.width = min(shape.context_length, cache_rows)
         self._state = torch.zeros(4, lanes, dtype=torch.long, device=device)  # token, position, limit, alive
         self._params = torch.zeros(lanes, 4, device=device)  # temperature, top-k, top-p, min-p
+        self._slots = torch.full((lanes,), NO_ADAPTER, dtype=torch.long, device=device)
         self._stops = torch.full((lanes, MAX_STOPS), -1, dtype=torch.long, device=device)
         self._table = torch.zeros(lanes, self.width, dtype=torch.int32, device=device)
         self._ring = torch.zeros(lanes, RING, dtype=torch.float64, device=device)
@@ -82,6 +112,18 @@ class Lanes:
         self._cursor = torch.zeros(1, dtype=torch.long, device=device)
         self._out = torch.zeros(lanes, max_steps, 3, dtype=torch.float64, device=device)
         self.captured: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
+        """Steps, by the number of lanes and whether sampling is truncated."""
+        self.captured_passes: dict[int, torch.cuda.CUDAGraph] = {}
+        """Prefill passes, by their size."""
+        most = PREFILL_SIZES[-1]
+        self._prompts = PrefillInput(
+            torch.zeros(3, most, dtype=torch.long, device=device),
+            torch.zeros(most, dtype=torch.int32, device=device),
+            PrefillBlocks(
+                torch.zeros(CONTEXT_ROWS if self.graphs_enabled else 0, dtype=torch.int32, device=device),
+                torch.zeros(most, 4, dtype=torch.int32, device=device),
+            ),
+        )
         self._pool: Any = None
         self._storage = self._addresses()
         if self._stream is not None:
@@ -100,16 +142,41 @@ class Lanes:
                     self._step(lanes, truncated)
             return self._fetch(self._out[:lanes, :steps])
 
-    def prefill(self, prompts: "PackedPrompts") -> None:
+    def prefill(self, prompts: PackedPrompts) -> None:
         """Queue a pass that computes keys and values."""
+        tokens = np.stack((prompts.ids, prompts.positions, prompts.adapters))
         with self._queue():
-            packed = PrefillBlocks(self._upload(prompts.context), self._upload(prompts.blocks))
+            parts = [self._upload(part) for part in (tokens, prompts.rows, prompts.context, prompts.blocks)]
+            size = next((size for size in PREFILL_SIZES if size >= len(prompts.ids)), None)
+            if not self.graphs_enabled or size is None or len(prompts.context) > CONTEXT_ROWS:
+                self._prefill(PrefillInput(parts[0], parts[1], PrefillBlocks(parts[2], parts[3])))
+                return
+            graph = self.captured_passes.get(size) or self._capture_pass(size)
+            ids, rows, (context, blocks) = self._prompts
+            for kept, part in zip((ids.t(), rows, context, blocks), (parts[0].t(), *parts[1:]), strict=True):
+                kept[: len(part)].copy_(part)
+            # Tokens of the padding go to row 0, and blocks of it hold none.
+            rows[len(prompts.rows) : size].zero_()
+            blocks[len(prompts.blocks) : size].zero_()
+            graph.replay()
 
-            def attend(layer: int, q: Tensor) -> Tensor:
-                return fused.prefill_attention(q, self.cache.keys[layer], self.cache.values[layer], packed)
+    def _prefill(self, prompts: PrefillInput) -> None:
+        def attend(layer: int, q: Tensor) -> Tensor:
+            return fused.prefill_attention(q, self.cache.keys[layer], self.cache.values[layer], prompts.packed)
 
-            ids, positions, rows = (self._upload(part) for part in prompts[:3])
-            self._forward(ids, positions, rows, attend, hidden=False)
+        if self.adapters.policies:
+            self.adapters.choose(prompts.ids[2])
+        self._forward(prompts.ids[0], prompts.ids[1], prompts.rows, attend, hidden=False)
+
+    def warm_up(self, lanes: int) -> None:
+        """Capture prefill passes, and steps of up to so many lanes; all kernels are compiled on the way."""
+        if not self.graphs_enabled:
+            return
+        with self._queue():
+            for size in PREFILL_SIZES:
+                self._capture_pass(size)
+            for power in range(min(lanes, self.count).bit_length()):
+                self._capture(1 << power, truncated=False)
 
     def begin(
         self,
@@ -117,6 +184,7 @@ class Lanes:
         state: Sequence[tuple[int, int, int]],
         samplings: Sequence[Sampling],
         stops: Sequence[Sequence[int]],
+        adapters: Sequence[int],
     ) -> None:
         """Start lanes: token, position and limit of each; the reply ends when the context has `limit` tokens."""
         params = np.array([(s.temperature, s.top_k, s.top_p, s.min_p) for s in samplings], dtype=np.float32)
@@ -126,6 +194,7 @@ class Lanes:
             self._state.index_copy_(1, index, self._upload(np.array([(*s, 1) for s in state], dtype=np.int64)).t())
             self._params.index_copy_(0, index, self._upload(params))
             self._stops.index_copy_(0, index, self._upload(padded))
+            self._slots.index_copy_(0, index, self._upload(np.array(adapters, dtype=np.int64)))
 
     def fill(
         self, at: NDArray[np.int64], rows: NDArray[np.int32], ring_at: NDArray[np.int64], uniforms: NDArray[np.float64]
@@ -144,18 +213,22 @@ class Lanes:
         with self._queue():
             old, new = (self._upload(np.array(lanes, dtype=np.int64)) for lanes in (source, target))
             self._state.index_copy_(1, new, self._state[:, old])
-            for part in (self._params, self._stops, self._table, self._ring):
+            for part in (self._params, self._stops, self._slots, self._table, self._ring):
                 part.index_copy_(0, new, part[old])
             self._state[3].index_fill_(0, old, 0)
 
     def clear(self) -> None:
-        """Stop all lanes. After this, weights that were changed elsewhere are used, moved ones too."""
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        """Stop all lanes, and `renew`."""
+        self.renew()
         with self._queue():
             self._state.zero_()
+
+    def renew(self) -> None:
+        """From here on, use weights as they were changed elsewhere, moved ones too."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
         if (storage := self._addresses()) != self._storage:
-            self.captured, self._storage = {}, storage
+            self.captured, self.captured_passes, self._storage = {}, {}, storage
 
     def wait(self) -> None:
         if self._stream is not None:
@@ -169,6 +242,8 @@ class Lanes:
         def attend(layer: int, q: Tensor) -> Tensor:
             return fused.decode_attention(q, self.cache.keys[layer], self.cache.values[layer], self._table, lengths)
 
+        if self.adapters.policies:
+            self.adapters.choose(self._slots[:lanes])
         hidden = self._forward(ids, positions, rows, attend, hidden=True)
         head = self.decoder.embed.weight if self.decoder.head is None else self.decoder.head.weight
         drawn = fused.draw(F.linear(hidden, head), self._params[:lanes], uniforms, truncated=truncated)
@@ -183,30 +258,46 @@ class Lanes:
         y: Tensor | None = None
         for index, layer in enumerate(cast("list[DecoderLayer]", decoder.layers)):
             h = fused.add_norm(x, y, layer.norm1.weight, decoder.shape.norm_eps)
-            qkv = F.linear(h, layer.qkv.weight, layer.qkv.bias)
+            qkv = layer.qkv(h)
             q = fused.rotate_store(decoder, layer, qkv, positions, rows, self.cache)
             if not hidden and index == len(decoder.layers) - 1:
                 return x  # prefill: all keys and values are written
-            y = F.linear(attend(index, q).flatten(1), layer.out.weight)
+            y = layer.out(attend(index, q).flatten(1))
             h = fused.add_norm(x, y, layer.norm2.weight, decoder.shape.norm_eps)
-            y = F.linear(fused.gate(F.linear(h, layer.gate_up.weight)), layer.down.weight)
+            y = layer.down(fused.gate(layer.gate_up(h)))
         return fused.add_norm(x, y, decoder.norm.weight, decoder.shape.norm_eps)
 
     def _capture(self, lanes: int, truncated: bool) -> torch.cuda.CUDAGraph:
         """Capture a step; the ones that warm up run on lanes that are idle, and so change nothing."""
         kept = self._state.clone(), self._cursor.clone()
         self._state[3].zero_()
-        for _ in range(WARM_UP):
-            self._step(lanes, truncated)
+        self.captured[lanes, truncated] = graph = self._capture_work(lambda: self._step(lanes, truncated))
         self._cursor.copy_(kept[1])
+        self._state.copy_(kept[0])
+        return graph
+
+    def _capture_pass(self, size: int) -> torch.cuda.CUDAGraph:
+        """Capture a prefill pass; the ones that warm up write to row 0 alone."""
+        ids, rows, (context, blocks) = self._prompts
+        rows.zero_()
+        blocks.zero_()
+        prompts = PrefillInput(ids[:, :size], rows[:size], PrefillBlocks(context, blocks[:size]))
+        self.captured_passes[size] = graph = self._capture_work(lambda: self._prefill(prompts))
+        return graph
+
+    def _capture_work(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        for _ in range(WARM_UP):
+            work()
         self.wait()
         graph = torch.cuda.CUDAGraph()
-        # The trainer's thread may allocate meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            self._step(lanes, truncated)
+        # Not `torch.cuda.graph`: that would give back the memory that the trainer has cached, and may collect garbage, each time.
+        # The trainer's thread may allocate meanwhile, hence the mode.
+        graph.capture_begin(self._pool, capture_error_mode="thread_local")
+        try:
+            work()
+        finally:
+            graph.capture_end()
         self._pool = graph.pool()
-        self._state.copy_(kept[0])
-        self.captured[lanes, truncated] = graph
         return graph
 
     def _fetch(self, values: Tensor) -> StepResults:
@@ -226,4 +317,4 @@ class Lanes:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def _addresses(self) -> list[int]:
-        return [parameter.data_ptr() for parameter in self.decoder.parameters()]
+        return [tensor.data_ptr() for tensor in (*self.decoder.parameters(), *self.adapters.tensors())]

@@ -10,7 +10,7 @@ same tokens, then its own. When it finishes, its rows go to the tree, and nothin
 
 from bisect import insort
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -23,15 +23,25 @@ from penstock.engines.embedded.core import DrawnChunk, Request, ending
 from penstock.engines.embedded.decoder import Decoder
 from penstock.engines.embedded.kv_cache import CacheRows, PrefixTree, Segment
 from penstock.engines.embedded.lanes import MAX_STOPS, RING, Lanes, PackedPrompts, StepResults
+from penstock.engines.embedded.lora import AdapterSlots
 
-PASS_TOKENS = 8192
-"""Most tokens of one prefill pass."""
+PASS_TOKENS = 8192, 32768
+"""Most tokens of one prefill pass: of a large model, and of a small one."""
+
+PASS_WEIGHTS = 1e13
+"""Weights times tokens of a pass that takes some tens of milliseconds, which running replies wait for."""
 
 STEPS_BETWEEN_PASSES = 2
 """Most decode steps between two prefill passes: the sooner all prompts are computed, the larger the batches."""
 
+MANY_LANES = 256
+"""From here on, windows have twice the steps while nothing waits for a lane: the host's work is per lane and window."""
+
 RESERVED = 128
 """Positions for which a running request gets rows and uniform numbers at a time; with two windows ahead, less than RING."""
+
+FIRST_LANES = 32
+"""Batches up to here are captured before the first request: those of a usual training step, and what is left of them."""
 
 NO_LANE, GONE = -1, -2
 
@@ -79,10 +89,11 @@ class PagedCore:
     ) -> None:
         self.decoder, self.decode_text, self.slots, self.capacity = decoder, decode, slots, cache_tokens
         self.max_steps = max_steps
-        self.pass_tokens = PASS_TOKENS
+        self.pass_tokens = pass_tokens(decoder)
         self.prefilled = 0
         """Tokens that prefill passes computed, ever."""
-        self.lanes = Lanes(decoder, lanes=slots, cache_rows=cache_tokens, max_steps=max_steps, graphs=graphs)
+        self.adapters = AdapterSlots(decoder)
+        self.lanes = Lanes(decoder, self.adapters, lanes=slots, cache_rows=cache_tokens, max_steps=2 * max_steps, graphs=graphs)
         self.waiting: deque[Request] = deque()
         self.planned: list[LaneRequest] = []
         self.running: list[LaneRequest] = []
@@ -95,6 +106,11 @@ class PagedCore:
     def idle(self) -> bool:
         """Whether a step would do nothing."""
         return not (self.waiting or self.planned or self.running or self._window)
+
+    def warm_up(self) -> None:
+        """Compile and capture what the first requests will need; only while nothing runs."""
+        with torch.inference_mode():
+            self.lanes.warm_up(FIRST_LANES)
 
     def submit(self, request: Request) -> None:
         """Put a request at the end of the queue."""
@@ -116,11 +132,21 @@ class PagedCore:
         self.lanes.wait()
         return sampled
 
-    def reset(self) -> None:
-        """Drop all keys and values; after `drain`. Active requests go back to the front of the queue, oldest first."""
-        for active in sorted([*self.planned, *self.running], key=lambda active: -active.request.key):
+    def reset(self, policies: Collection[str] | None = None) -> None:
+        """Drop all keys and values, or those of some policies; after `drain`.
+
+        Active requests go back to the front of the queue, oldest first.
+        """
+        lost = [active for active in [*self.planned, *self.running] if policies is None or active.request.policy in policies]
+        for active in sorted(lost, key=lambda active: -active.request.key):
             self.waiting.appendleft(active.request)
-        self._forget()
+        if policies is None:
+            self._forget()
+            return
+        self._remove(lost)
+        for policy in policies:
+            self.tree.drop(self.adapters.slot(policy))
+        self.lanes.renew()
 
     def drop(self) -> list[Request]:
         """After an error, drop the active requests and all keys and values; returns those requests."""
@@ -150,8 +176,12 @@ class PagedCore:
         self.lanes.clear()
 
     def _admit(self) -> None:
+        """Plan waiting requests, but no more than two passes at a time: the device waits meanwhile."""
+        before = self.tree.tokens
         while self.waiting and len(self.planned) + len(self.running) < self.slots:
-            leaf = self.tree.plan(self.waiting[0].tokens[:-1])
+            if self.planned and self.tree.tokens > before + 2 * self.pass_tokens:
+                break
+            leaf = self.tree.plan(self.waiting[0].tokens[:-1], self.adapters.slot(self.waiting[0].policy))
             if leaf is None:
                 break  # no room until another request finishes
             self.planned.append(LaneRequest(self.waiting.popleft(), leaf))
@@ -199,7 +229,8 @@ class PagedCore:
         tokens = np.array([token for segment in segments for token in segment.tokens], dtype=np.int64)
         positions = np.concatenate([np.arange(segment.start, segment.end) for segment in segments])
         rows = np.concatenate([rows[segment.start :] for rows, segment in zip(context, segments, strict=True)])
-        self.lanes.prefill(PackedPrompts(tokens, positions, rows, np.concatenate(context), np.concatenate(blocks)))
+        adapters = np.concatenate([np.full(len(segment.tokens), segment.adapter) for segment in segments])
+        self.lanes.prefill(PackedPrompts(tokens, positions, rows, adapters, np.concatenate(context), np.concatenate(blocks)))
 
     def _start(self, ready: list[LaneRequest]) -> None:
         """Give lanes to requests; their rows so far are those of their paths."""
@@ -219,7 +250,8 @@ class PagedCore:
         requests = [active.request for active in ready]
         state = [(r.tokens[-1], len(r.tokens) - 1, active.limit) for r, active in zip(requests, ready, strict=True)]
         stops = [() if len(r.stop_ids) > MAX_STOPS else tuple(r.stop_ids) for r in requests]
-        self.lanes.begin([active.lane for active in ready], state, [r.sampling for r in requests], stops)
+        adapters = [active.leaf.adapter for active in ready]
+        self.lanes.begin([active.lane for active in ready], state, [r.sampling for r in requests], stops, adapters)
         self.running += ready
         self.planned = [active for active in self.planned if active.lane < 0]
 
@@ -234,7 +266,7 @@ class PagedCore:
         ring_at: list[NDArray[np.int64]] = []
         uniforms: list[float] = []
         for active in list(self.running):
-            ahead = len(active.request.tokens) + active.queued + self.max_steps
+            ahead = len(active.request.tokens) + active.queued + 2 * self.max_steps
             if active.reserved >= min(active.limit, ahead):
                 continue
             count = min(RESERVED, active.limit - active.reserved)
@@ -260,9 +292,8 @@ class PagedCore:
     def _numbers(self, request: Request, position: int, count: int) -> list[float]:
         """The uniform numbers of the tokens at these positions; 0 for those of the prompt."""
         drawn = self._uniforms[request.key]
-        first = position - request.prompt_length
-        while len(drawn) < first + count:
-            drawn.append(request.uniform())
+        first, uniform = position - request.prompt_length, request.uniform
+        drawn += [uniform() for _ in range(first + count - len(drawn))]
         return [0.0] * max(0, -first) + drawn[max(0, first) : first + count]
 
     def _pack(self) -> None:
@@ -279,15 +310,18 @@ class PagedCore:
             active.lane = lane
 
     def _queue_steps(self) -> StepWindow | None:
-        open_ = [active.limit - len(active.request.tokens) - active.queued for active in self.running]
-        most = min(self.max_steps, STEPS_BETWEEN_PASSES) if self.planned else self.max_steps
-        steps = min(most, max(open_, default=0))
+        if not self.running:
+            return None
+        numbers = [active.lane for active in self.running]
+        lanes = min(self.slots, bucket(max(numbers) + 1))
+        most = self.max_steps if self.waiting or lanes < MANY_LANES else 2 * self.max_steps
+        most = min(most, STEPS_BETWEEN_PASSES) if self.planned else most
+        steps = min(most, max([active.limit - len(active.request.tokens) - active.queued for active in self.running]))
         if steps <= 0:
             return None  # the steps on their way end all replies
-        lanes = min(self.slots, bucket(max(active.lane for active in self.running) + 1))
         truncated = any(active.request.sampling.truncated for active in self.running)
         queued = self.lanes.run(lanes, steps, truncated=truncated)
-        window = StepWindow(list(self.running), [active.lane for active in self.running], steps, queued)
+        window = StepWindow(list(self.running), numbers, steps, queued)
         for active in self.running:
             active.queued += steps
         return window
@@ -300,6 +334,7 @@ class PagedCore:
         values = window.results.read()
         ids = values[:, :, 0].astype(np.int64)
         counts = (ids >= 0).sum(1).tolist()
+        finite: list[bool] = np.isfinite(values[:, :, 2]).all(1).tolist()  # pyright: ignore[reportAssignmentType]
         columns = ids.tolist(), values[:, :, 1].tolist(), values[:, :, 2].tolist()
         sampled: list[DrawnChunk] = []
         ended: list[LaneRequest] = []
@@ -309,7 +344,13 @@ class PagedCore:
             active.queued -= window.steps
             if not (count := counts[lane]):
                 continue
-            chunk = self._append(active.request, *(column[lane][:count] for column in columns))
+            drawn, logprobs, full_logprobs = [column[lane] for column in columns]
+            request = active.request
+            if count == window.steps and finite[lane] and self._goes_on(active, drawn):  # most chunks
+                request.tokens += drawn
+                sampled.append(DrawnChunk(request, drawn, logprobs, full_logprobs))
+                continue
+            chunk = self._append(request, drawn[:count], logprobs[:count], full_logprobs[:count])
             sampled.append(chunk)
             if chunk.finish:
                 ended.append(active)
@@ -318,6 +359,12 @@ class PagedCore:
                     self._keep(active)
         self._remove(ended)
         return sampled
+
+    def _goes_on(self, active: LaneRequest, ids: list[int]) -> bool:
+        """Whether it is certain that none of the last tokens ends the reply."""
+        request = active.request
+        by_device = not request.sampling.stop and len(request.stop_ids) <= MAX_STOPS
+        return by_device and len(request.tokens) + len(ids) < active.limit and ids[-1] not in request.stop_ids
 
     def _append(self, request: Request, ids: list[int], logprobs: list[float], full_logprobs: list[float]) -> DrawnChunk:
         """Append tokens to a request, up to the one that ends it."""
@@ -410,6 +457,13 @@ class RowTree(PrefixTree):
         if isinstance(segment.kv, CacheRows):
             self._put(segment.kv.rows)
         return super()._remove(segment)
+
+
+def pass_tokens(decoder: Decoder) -> int:
+    """Most tokens of one prefill pass: many for a small model, whose passes would otherwise be bound by their launches."""
+    weights = sum(parameter.numel() for parameter in decoder.parameters())
+    least, most = PASS_TOKENS
+    return min(most, max(least, bucket(int(PASS_WEIGHTS / weights)) // 2))
 
 
 def free_tokens(decoder: Decoder, slots: int) -> int:

@@ -28,16 +28,15 @@ TOP_NAMES = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_he
 
 def load_decoder(folder: Path, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Decoder:
     """Build the decoder of a model folder and load its weights."""
-    decoder = Decoder(read_decoder_shape(folder))
-    decoder.load_state_dict(_state(folder, decoder))
+    decoder = Decoder(read_decoder_shape(folder), empty=True)
+    state = {name: value.to(device=device, dtype=dtype, copy=True) for name, value in _state(folder, decoder).items()}
+    decoder.load_state_dict(state, assign=True)
     return decoder.to(device=device, dtype=dtype)
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
     """The weights of a model folder under the names of the decoder's parameters, in the precision of its files."""
-    with torch.device("meta"):
-        decoder = Decoder(read_decoder_shape(folder))
-    return _state(folder, decoder)
+    return _state(folder, Decoder(read_decoder_shape(folder), empty=True))
 
 
 def _state(folder: Path, decoder: Decoder) -> dict[str, Tensor]:
@@ -62,11 +61,15 @@ def save_decoder(decoder: Decoder, folder: Path) -> None:
 
 def public_state(decoder: Decoder) -> dict[str, Tensor]:
     """The weights under Hugging Face names, contiguous, on the CPU."""
+    return {name: value.cpu().contiguous() for name, value in public_tensors(decoder).items()}
+
+
+def public_tensors(decoder: Decoder) -> dict[str, Tensor]:
+    """The weights under Hugging Face names, as views of the decoder's own."""
     state: dict[str, Tensor] = {}
     for name, value in decoder.state_dict().items():
-        names = public_names(name)
-        for part, piece in zip(names, value.split(_split_sizes(name, decoder.shape, value)), strict=True):
-            state[part] = piece.detach().cpu().contiguous()
+        pieces = value.split(_split_sizes(name, decoder.shape, value))
+        state |= {part: piece.detach() for part, piece in zip(public_names(name), pieces, strict=True)}
     return state
 
 

@@ -1,5 +1,6 @@
 """Checks of a published model folder before a server is told to read it: a damaged or different one may crash the server."""
 
+import asyncio
 import struct
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,11 +26,14 @@ class PublishedWeights(NamedTuple):
     """Absolute; servers open it under the same path."""
     label: str
     """The label that a server reports while it holds them."""
+    written: asyncio.Event | None = None
+    """Set once the folder is complete, for weights that were sent in another way first; None if it was from the start."""
 
 
 class ModelContents(NamedTuple):
     shapes: Shapes
     config: dict[str, Any]
+    vocabulary: int
 
 
 def check_same_shape(folder: Path, start: Path, context_length: int) -> ModelContents:
@@ -43,7 +47,21 @@ def check_same_shape(folder: Path, start: Path, context_length: int) -> ModelCon
     longest = config.get("max_position_embeddings")
     if isinstance(longest, int) and context_length > longest:
         raise EngineError(f"the servers have a context of {context_length} tokens, the model in {folder} one of {longest}")
-    return ModelContents(shapes, config)
+    return ModelContents(shapes, config, read_vocabulary(folder))
+
+
+def read_vocabulary(folder: Path) -> int:
+    """The number of token ids that the model in `folder` knows, by its config, else by its tokenizer; 0 if neither says."""
+    try:
+        config = _read_json(folder / "config.json") if (folder / "config.json").exists() else {}
+        size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
+        if size is None:
+            tokenizer = _read_json(folder / "tokenizer.json")
+            ids = [*tokenizer["model"]["vocab"].values(), *(token["id"] for token in tokenizer.get("added_tokens", []))]
+            size = max(ids, default=-1) + 1
+    except (OSError, ValueError, AttributeError, LookupError, TypeError):
+        return 0
+    return size if isinstance(size, int) and size > 0 else 0
 
 
 def read_shapes(folder: Path) -> Shapes:

@@ -1,13 +1,14 @@
 """Engine for SGLang servers: `/generate` with token ids, and weights updated from disk."""
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from penstock.engines.fleet import EngineServer
-from penstock.engines.servers.base import LOAD_S, RemoteEngine, RemoteModel, RemoteSection, ReplyReader, open_remote
+from penstock.engines.servers.adapters import ServedAdapter
+from penstock.engines.servers.base import RemoteEngine, RemoteModel, RemoteSection, ReplyReader, open_remote
 from penstock.engines.servers.model_files import PublishedWeights
+from penstock.engines.servers.pauses import RecoverySteps, ServerCall
 from penstock.errors import EngineError
 from penstock.http.client import HttpClient, UpstreamError
 from penstock.records import Sampling
@@ -87,7 +88,13 @@ class SglangEngine(RemoteEngine):
 
     kind = "SGLang"
     path = "/generate"
+    pause_call = ServerCall("/pause_generation", {"mode": "retract"})
+    resume_call = ServerCall("/continue_generation", {})
     load_remedy = "start SGLang where the run's folder has the same path as here"
+    adapter_remedy = (
+        "start SGLang with --enable-lora --max-lora-rank of at least train.rank --lora-target-modules all, "
+        "where the run's folder has the same path as here"
+    )
 
     def body(self, prompt: list[int], sampling: Sampling, key: str) -> dict[str, Any]:
         return request_body(prompt, sampling, key)
@@ -115,24 +122,37 @@ class SglangEngine(RemoteEngine):
         """SGLang checks for closed connections only every few seconds, so it is told."""
         await self.client.http.request_json(f"{url}/abort_request", {"rid": key})
 
-    async def load_weights(self, url: str, wanted: PublishedWeights) -> None:
-        """See `RemoteEngine.load_weights`. Requests of other clients wait, and continue under the new weights."""
-        post = self.client.http.request_json
-        await post(f"{url}/pause_generation", {"mode": "retract"})
-        try:
-            update = {"model_path": str(wanted.folder), "weight_version": wanted.label, "flush_cache": True}
-            answer = await post(f"{url}/update_weights_from_disk", update, limit_s=LOAD_S)
-            if not answer["success"]:
-                raise UpstreamError(f"{url} has not taken the weights: {answer['message']}", kind="broken")
-        except UpstreamError:
-            with suppress(UpstreamError):
-                await post(f"{url}/continue_generation", {})
-            raise
-        await post(f"{url}/continue_generation", {})
+    def with_adapter(self, body: dict[str, Any], name: str) -> dict[str, Any]:
+        return body | {"lora_path": name}
+
+    async def load_adapter(self, url: str, adapter: ServedAdapter) -> None:
+        body = {"lora_name": adapter.name, "lora_path": str(adapter.folder)}
+        answer = await self.post(url, ServerCall("/load_lora_adapter", body), limit_s=self._load_s)
+        if not answer["success"] and adapter.name not in (answer.get("loaded_adapters") or {}):
+            raise UpstreamError(f"{url} has not taken the adapter: {answer.get('error_message')}", kind="refused", status=400)
+
+    async def unload_adapter(self, url: str, name: str) -> None:
+        await self.post(url, ServerCall("/unload_lora_adapter", {"lora_name": name}))
+
+    async def listed_adapters(self, url: str) -> dict[str, str]:
+        """As `/v1/models` lists them; older versions list none, and are taken at their word that they loaded ours."""
+        listed = await self.client.http.request_json(f"{url}/v1/models")
+        found = {str(entry["id"]): str(entry.get("root") or "") for entry in listed["data"] if entry.get("parent")}
+        return found or {adapter.name: str(adapter.folder) for adapter in self._adapters.loaded()}
+
+    async def change_weights(self, url: str, wanted: PublishedWeights) -> None:
+        answer = await self.post(url, update_call(wanted), limit_s=self._load_s)
+        if not isinstance(answer, dict) or not answer.get("success"):
+            raise UpstreamError(f"{url} has not taken the weights: {answer}", kind="broken", status=200)
+
+    def recovery_steps(self, url: str, before: PublishedWeights) -> RecoverySteps:
+        return [[update_call(before)], [self.resume_call]]
 
     async def weights_label(self, url: str) -> str:
         answer = await self.client.http.request_json(f"{url}/get_model_info")
-        return str(answer["weight_version"])
+        if not isinstance(answer, dict) or "weight_version" not in answer:
+            raise UpstreamError(f"{url}/get_model_info does not name its weights", kind="garbled")
+        return str(answer["weight_version"])  # pyright: ignore[reportUnknownArgumentType]
 
     @classmethod
     async def inspect(cls, http: HttpClient, url: str, name: str) -> RemoteModel:
@@ -145,6 +165,11 @@ class SglangEngine(RemoteEngine):
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as cause:
             raise UpstreamError(f"{url} does not say what it serves; is it an SGLang server?", kind="garbled") from cause
         return RemoteModel(model, context_length, await _is_processed(http, url), seeded)
+
+
+def update_call(weights: PublishedWeights) -> ServerCall:
+    body = {"model_path": str(weights.folder), "weight_version": weights.label, "flush_cache": True}
+    return ServerCall("/update_weights_from_disk", body)
 
 
 def open_engine(
@@ -167,7 +192,7 @@ async def _is_processed(http: HttpClient, url: str) -> bool:
 
 async def _first_token(http: HttpClient, url: str, temperature: float, **more: Any) -> dict[str, Any]:
     """Sample one token after a short prompt and return what the server reports about it."""
-    body = request_body([1], Sampling(max_tokens=1, temperature=temperature), "") | {"stream": False} | more
+    body = request_body([0], Sampling(max_tokens=1, temperature=temperature), "") | {"stream": False} | more
     del body["rid"]
     answer = await http.request_json(f"{url}/generate", body)
     return answer["meta_info"]

@@ -1,13 +1,32 @@
-"""Engine for vLLM servers: `/v1/completions` with token ids, and weights reloaded in place."""
+"""Engine for vLLM servers of versions 0.22 to 0.32: `/v1/completions` with token ids, and weights changed in place.
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+What a server can do is read from what it says about itself (`/version`, `/openapi.json`, `/v1/models`, `/server_info`, `/metrics`).
+docs/engines.md has a table of what differs between versions.
+"""
+
+import asyncio
+import re
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, NamedTuple, TypedDict
 
 from penstock.engines.fleet import EngineServer
-from penstock.engines.servers.base import LOAD_S, RemoteEngine, RemoteModel, RemoteSection, ReplyReader, is_plain, open_remote
-from penstock.engines.servers.model_files import ModelContents, PublishedWeights
+from penstock.engines.servers.adapters import ServedAdapter
+from penstock.engines.servers.base import (
+    CONTROL_S,
+    RemoteEngine,
+    RemoteModel,
+    RemoteSection,
+    ReplyReader,
+    is_plain,
+    log,
+    open_remote,
+)
+from penstock.engines.servers.model_files import ModelContents, PublishedWeights, check_same_shape, read_vocabulary
+from penstock.engines.servers.pauses import RecoverySteps, ServerCall
+from penstock.engines.servers.transfer import WeightSender, exchange
 from penstock.errors import EngineError
 from penstock.http.client import HttpClient, UpstreamError
 from penstock.records import Sampling
@@ -68,8 +87,56 @@ MIN_TEMPERATURE = 0.01
 class VllmSection(RemoteSection):
     """`[engine]` for `name = "vllm"`."""
 
+    weights: Literal["auto", "ipc", "nccl", "memory", "folder"] = "auto"
+    """How new weights reach the servers: `ipc` (on the same GPU) and `nccl` (across GPUs) by vLLM's weight transfer, `memory` by a
+    folder in /dev/shm, `folder` by one in the run's folder. `auto` takes the first that both ends can do; the last is the
+    fallback of all."""
+
     def preflight(self, model: str) -> None:
         VllmEngine.preflight(self, model)
+
+
+OLDEST, NEWEST = (0, 22), (0, 32)
+"""Versions that were tried."""
+ADDED_IN = {"/weight_info": (0, 27), "/update_weight_version": (0, 27)}
+"""Routes of development mode that older versions lack, for servers that hide `/openapi.json`."""
+NEEDED = ("/pause", "/resume", "/is_paused", "/collective_rpc", "/reset_prefix_cache")
+DEV_MODE = (*NEEDED, *ADDED_IN, "/server_info", "/get_world_size", "/init_weight_transfer_engine", "/start_weight_update")
+LOAD_ADAPTER = "/v1/load_lora_adapter"
+RESET_TRIES = 5
+OTHERS_PAUSE_S = 10.0
+"""How long another program may keep a server paused before a run that wants to use it gives up."""
+LABEL_PREFIX = "penstock-"
+
+
+class VllmFeatures(NamedTuple):
+    """What a vLLM server says about itself."""
+
+    version: tuple[int, ...]
+    routes: frozenset[str]
+    """Those that matter here."""
+    settings: dict[str, Any]
+    """`/server_info`, which is there in development mode only."""
+
+    def setting(self, section: str, key: str) -> Any:
+        config: dict[str, Any] = self.settings.get("vllm_config") or {}
+        values: dict[str, Any] = config.get(section) or {}
+        return values.get(key)
+
+    @property
+    def transfer_backend(self) -> str:
+        """Which transfer of weights it was started with; empty for none, and for `ipc` without leave to read pickles."""
+        backend: str = self.setting("weight_transfer_config", "backend") or ""
+        env: dict[str, Any] = self.settings.get("vllm_env") or {}
+        return "" if backend == "ipc" and not env.get("VLLM_ALLOW_INSECURE_SERIALIZATION") else backend
+
+
+class NamedWeights(NamedTuple):
+    """Our record of what a server holds that cannot name its weights."""
+
+    label: str
+    started: str
+    """When the server was started; empty if it does not say."""
 
 
 class VllmEngine(RemoteEngine):
@@ -77,7 +144,24 @@ class VllmEngine(RemoteEngine):
 
     kind = "vLLM"
     path = "/v1/completions"
+    pause_call = ServerCall("/pause?mode=keep", {})
+    resume_call = ServerCall("/resume", {}, "resumed")
     load_remedy = "start vLLM with VLLM_SERVER_DEV_MODE=1, where the run's folder has the same path as here"
+
+    adapter_remedy = (
+        "start vLLM with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora --max-loras 4 --max-lora-rank of train.rank or more, "
+        "where the run's folder has the same path as here"
+    )
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._features: dict[str, VllmFeatures] = {}
+        self._named: dict[str, NamedWeights] = {}
+        """By URL, for servers without `/weight_info`."""
+        self._connected: dict[str, str] = {}
+        """By URL, the start of the server that a transfer was set up with."""
+        self._roots: dict[str, str] = {}
+        """The model that each server was started with, as its own path or name."""
 
     def body(self, prompt: list[int], sampling: Sampling, key: str) -> dict[str, Any]:
         return request_body(self._served.model, prompt, sampling)
@@ -94,63 +178,159 @@ class VllmEngine(RemoteEngine):
                 "start it with --logprobs-mode processed_logprobs, or sample at temperature 1 without top_p, top_k and min_p"
             )
 
-    async def load_weights(self, url: str, wanted: PublishedWeights) -> None:
-        """See `RemoteEngine.load_weights`. Requests of other clients continue under the new weights, with new caches."""
-        post = self.client.http.request_json
-        await post(f"{url}/pause?mode=keep", {})
+    def with_adapter(self, body: dict[str, Any], name: str) -> dict[str, Any]:
+        return body | {"model": name}
+
+    async def load_adapter(self, url: str, adapter: ServedAdapter) -> None:
+        features = await self.features(url)
+        if features.routes and LOAD_ADAPTER not in features.routes:
+            raise UpstreamError(f"{url} has no {LOAD_ADAPTER}", kind="refused", status=404)
         try:
-            rpc = {"method": "reload_weights", "kwargs": {"weights_path": str(wanted.folder)}}
-            await post(f"{url}/collective_rpc", rpc, limit_s=LOAD_S)
-            reset = await post(f"{url}/reset_prefix_cache?reset_running_requests=true", {})
-            if not reset["success"]:
-                raise UpstreamError(f"{url} has kept what it computed with the weights before", kind="broken")
-            await post(f"{url}/update_weight_version", {"new_version": wanted.label})
-        except UpstreamError:
-            with suppress(UpstreamError):
-                await post(f"{url}/resume", {})
+            body = {"lora_name": adapter.name, "lora_path": str(adapter.folder)}
+            await self.client.http.request_bytes(url + LOAD_ADAPTER, body, limit_s=self._load_s)
+        except UpstreamError as error:
+            if error.status != 400 or adapter.name not in await self.listed_adapters(url):
+                raise
+
+    async def unload_adapter(self, url: str, name: str) -> None:
+        await self.client.http.request_bytes(f"{url}/v1/unload_lora_adapter", {"lora_name": name}, limit_s=self._control_s)
+
+    async def listed_adapters(self, url: str) -> dict[str, str]:
+        listed = await self.client.http.request_json(f"{url}/v1/models")
+        models: list[dict[str, Any]] = _field(listed, "data", url)
+        return {str(entry["id"]): str(entry.get("root") or "") for entry in models if entry.get("parent")}
+
+    async def change_weights(self, url: str, wanted: PublishedWeights) -> None:
+        if wanted.written is not None:
+            with _missed(f"{wanted.folder} was not written in time"):
+                await asyncio.wait_for(wanted.written.wait(), self._load_s)
+        started = await self._start_time(url)
+        await self.post(url, reload_call(str(wanted.folder)), limit_s=self._load_s)
+        await self.finish_change(url, wanted, started)
+
+    async def finish_change(self, url: str, wanted: PublishedWeights, started: str) -> None:
+        """Drop caches of the old weights, and give the new ones their name."""
+        for _ in range(RESET_TRIES):
+            answer = await self.post(url, RESET)
+            if not isinstance(answer, dict) or answer.get("success", True):  # before 0.26 the answer is empty
+                break
+        else:
+            raise UpstreamError(f"{url} has kept what it computed with the weights before", kind="broken", status=200)
+        if "/update_weight_version" in (await self.features(url)).routes:
+            await self.post(url, ServerCall("/update_weight_version", {"new_version": wanted.label}))
+            return
+        if started != (now := await self._start_time(url)):
+            raise UpstreamError(f"{url} restarted while it loaded weights", kind="broken")
+        self._named[url] = NamedWeights(wanted.label, now)
+
+    def recovery_steps(self, url: str, before: PublishedWeights) -> RecoverySteps:
+        folders = [str(before.folder), *filter(None, [self._roots.get(url)])]
+        steps = [[reload_call(folder) for folder in folders], [RESET], [self.resume_call]]
+        features = self._features.get(url)
+        if features is not None and features.transfer_backend:
+            steps.insert(0, [FINISH])  # refused where no transfer is under way
+        return steps
+
+    async def transfer(self, version: int, sender: WeightSender, folder: Path, written: asyncio.Event) -> None:
+        """Like `load`, from the sender's memory to that of every server. `folder` holds the weights once `written` is set.
+
+        A server that fails gets its weights before back, from their folder.
+        """
+        wanted = self._weights(version, folder)._replace(written=written)
+        async with self._loading:
+            if self._published is None:
+                start = self._initial.folder
+                await self._check_loadable(await asyncio.to_thread(check_same_shape, start, start, self.context_length))
+            await self._publish(wanted, partial(self._receive, sender))
+
+    async def _receive(self, sender: WeightSender, url: str, wanted: PublishedWeights) -> None:
+        started = await self._start_time(url)
+        if self._connected.get(url) != started:
+            size = _field(await self.client.http.request_json(f"{url}/get_world_size"), "world_size", url)
+            info, work = await asyncio.to_thread(sender.connect, url, int(size))
+            await exchange(self.post(url, ServerCall("/init_weight_transfer_engine", {"init_info": info})), work, self._load_s)
+            self._connected[url] = started
+        await self.post(url, ServerCall("/start_weight_update", {}))
+        try:
+            info, work = await asyncio.to_thread(sender.send, url)
+            update = self.post(url, ServerCall("/update_weights", {"update_info": info}), limit_s=self._load_s)
+            await exchange(update, work, self._load_s)
+        except BaseException:
+            del self._connected[url]
             raise
-        await post(f"{url}/resume", {})
+        await self.post(url, FINISH, limit_s=self._load_s)
+        await self.finish_change(url, wanted, started)
+
+    async def transfer_backend(self) -> str:
+        """The `--weight-transfer-config` of all servers that are up; empty if they differ or have none that can be used."""
+        up = [server.url for server in self.client.fleet.servers if server.up.is_set()]
+        try:
+            found = {(await self.features(url)).transfer_backend for url in up}
+        except UpstreamError:
+            return ""
+        return found.pop() if len(found) == 1 else ""
 
     async def load_obstacle(self, url: str, model: ModelContents) -> str:
-        # vLLM crashes on weights of another shape. Its vocabulary size shows in which ids it accepts: the last, but not the next.
-        size = model.shapes.get("model.embed_tokens.weight", (0,))[0]
-        if size and not (await self._has(url, size - 1) and not await self._has(url, size)):
-            return f"its model has not {size} tokens; start it with the model of the run"
-        settings = await self.client.http.request_json(f"{url}/server_info?config_format=json")
-        if settings["vllm_config"]["device_config"]["device"] == "cpu" and model.config.get("tie_word_embeddings"):
+        features = await self.features(url, renew=True)
+        if missing := [route for route in NEEDED if route not in features.routes]:
+            return f"it has no {missing[0]}; {self.load_remedy}"
+        size, served = model.vocabulary, (await find_model(self.client.http, url, self._name)).vocabulary
+        if size and served and size != served:
+            return f"its model has {served} tokens and not {size}; start it with the model of the run"
+        if features.setting("device_config", "device") == "cpu" and model.config.get("tie_word_embeddings"):
             return (
                 "on a CPU vLLM keeps a packed copy of an output layer that is tied to the embeddings, and does not renew it; "
                 "use a GPU, or a model folder whose `lm_head.weight` is its own (`tie_word_embeddings`: false)"
             )
         return ""
 
-    async def _has(self, url: str, token_id: int) -> bool:
-        body = request_body(self._served.model, [token_id], Sampling(max_tokens=1)) | {"stream": False}
-        try:
-            await self.client.http.request_json(url + self.path, body)
-        except UpstreamError as error:
-            if error.kind != "refused":
-                raise
-            return False
-        return True
+    async def features(self, url: str, *, renew: bool = False) -> VllmFeatures:
+        """What the server says about itself; asked again after a restart."""
+        if renew or url not in self._features:
+            self._roots[url] = (await find_model(self.client.http, url, self._name)).root
+            self._features[url] = await read_features(self.client.http, url)
+        return self._features[url]
 
     async def weights_label(self, url: str) -> str:
-        answer = await self.client.http.request_json(f"{url}/weight_info")
-        return str(answer["weight_version"])
+        if "/weight_info" in (await self.features(url)).routes:
+            answer = await self.client.http.request_json(f"{url}/weight_info")
+            return str(_field(answer, "weight_version", url))
+        named, started = self._named.get(url), await self._start_time(url)
+        return named.label if named is not None and named.started == started else f"those of its start at {started or 'some time'}"
+
+    async def _check_server(self, server: EngineServer) -> None:
+        self._features.pop(server.url, None)  # it may be another version now
+        named = self._named.get(server.url)
+        if named is not None and not named.started:
+            del self._named[server.url]  # it was away, and nothing tells whether it was restarted
+        await super()._check_server(server)
+
+    async def _start_time(self, url: str) -> str:
+        """When the server's process was started, as `/metrics` says; empty if it does not."""
+        with suppress(UpstreamError):
+            text = await self.client.http.request_bytes(f"{url}/metrics")
+            found = re.search(rb"^process_start_time_seconds\s+(\S+)", text, re.MULTILINE)
+            return found[1].decode() if found else ""
+        await self.client.http.request_bytes(f"{url}/health")  # is it gone, or only without metrics?
+        return ""
 
     @classmethod
     async def inspect(cls, http: HttpClient, url: str, name: str) -> RemoteModel:
-        await http.request_json(f"{url}/health")
-        listed = await http.request_json(f"{url}/v1/models")
-        try:
-            models = {str(entry["id"]): entry for entry in listed["data"] if not entry.get("parent")}
-            chosen = name if name in models else next(iter(models)) if len(models) == 1 else None
-            if chosen is None:
-                raise UpstreamError(f"{url} serves {', '.join(models) or 'nothing'}, and not {name}", kind="refused")
-            context_length = int(models[chosen]["max_model_len"])
-        except (KeyError, TypeError, ValueError, AttributeError) as cause:
-            raise UpstreamError(f"{url}/v1/models does not say what is served; is it a vLLM server?", kind="garbled") from cause
-        return RemoteModel(chosen, context_length, await _is_processed(http, url, chosen))
+        await http.request_bytes(f"{url}/health")
+        model = await find_model(http, url, name)
+        features = await read_features(http, url)
+        await _until_resumed(http, url, features)
+        mode = features.setting("model_config", "logprobs_mode")
+        processed = mode == "processed_logprobs" if mode else await _is_processed(http, url, model.name)
+        return RemoteModel(model.name, model.context_length, processed, vocabulary=model.vocabulary)
+
+
+FINISH = ServerCall("/finish_weight_update", {})
+RESET = ServerCall("/reset_prefix_cache?reset_running_requests=true", {})
+
+
+def reload_call(folder: str) -> ServerCall:
+    return ServerCall("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": folder}})
 
 
 def open_engine(
@@ -160,9 +340,103 @@ def open_engine(
     return open_remote(VllmEngine, folder, name=name, section=section)
 
 
+# Questions
+
+
+class ListedModel(NamedTuple):
+    """An entry of `/v1/models`."""
+
+    name: str
+    context_length: int
+    root: str
+    """The folder or repository that the server was started with."""
+    vocabulary: int
+    """0 if that folder is not on this machine."""
+
+
+async def find_model(http: HttpClient, url: str, name: str) -> ListedModel:
+    """The model of this name, else the only one."""
+    listed = await http.request_json(f"{url}/v1/models")
+    try:
+        models = {str(entry["id"]): entry for entry in listed["data"] if not entry.get("parent")}
+        chosen = name if name in models else next(iter(models)) if len(models) == 1 else None
+        if chosen is None:
+            raise UpstreamError(f"{url} serves {', '.join(models) or 'nothing'}, and not {name}", kind="refused")
+        context_length, root = int(models[chosen]["max_model_len"]), str(models[chosen].get("root") or "")
+    except (KeyError, TypeError, ValueError, AttributeError) as cause:
+        raise UpstreamError(f"{url}/v1/models does not say what is served; is it a vLLM server?", kind="garbled") from cause
+    return ListedModel(chosen, context_length, root, read_vocabulary(Path(root)) if root else 0)
+
+
+async def read_features(http: HttpClient, url: str) -> VllmFeatures:
+    version = _parse_version(_field(await http.request_json(f"{url}/version"), "version", url))
+    if version and not OLDEST <= version[:2] <= NEWEST:
+        told = ".".join(map(str, version))
+        log.warning("%s is vLLM %s; versions from %d.%d to %d.%d were tried", url, told, *OLDEST, *NEWEST)
+    settings = await _optional(http, f"{url}/server_info?config_format=json")
+    described = await _optional(http, f"{url}/openapi.json")
+    if described is not None:
+        routes = frozenset(_field(described, "paths", url))
+    elif settings is None:  # no development mode
+        routes = frozenset[str]()
+    else:
+        routes = frozenset(route for route in DEV_MODE if version >= ADDED_IN.get(route, ()))
+    return VllmFeatures(version, routes, settings if isinstance(settings, dict) else {})
+
+
+@contextmanager
+def _missed(text: str) -> Generator[None]:
+    try:
+        yield
+    except TimeoutError as cause:
+        raise UpstreamError(text, kind="broken", status=504) from cause
+
+
+async def _optional(http: HttpClient, url: str) -> Any:
+    """The answer of a route that a server may lack; None if it does."""
+    try:
+        return await http.request_json(url, limit_s=CONTROL_S)
+    except UpstreamError as error:
+        if error.status not in (403, 404, 405, 501):
+            raise
+        return None
+
+
+def _field(answer: Any, key: str, url: str) -> Any:
+    if not isinstance(answer, dict) or key not in answer:
+        raise UpstreamError(f"{url} gave an answer without {key!r}; is it a vLLM server?", kind="garbled")
+    return answer[key]  # pyright: ignore[reportUnknownVariableType]
+
+
+def _parse_version(text: Any) -> tuple[int, ...]:
+    """The numbers of a release; empty for a build without them."""
+    found = re.match(r"(\d+)\.(\d+)\.(\d+)", str(text))
+    return tuple(map(int, found.groups())) if found else ()
+
+
+async def _until_resumed(http: HttpClient, url: str, features: VllmFeatures) -> None:
+    """Wait for a server that another program has paused. One with weights of an earlier run of ours is resumed."""
+    if "/is_paused" not in features.routes:
+        return
+    label = None
+    for _ in range(max(1, round(OTHERS_PAUSE_S))):
+        if not _field(await http.request_json(f"{url}/is_paused"), "is_paused", url):
+            return
+        if label is None and "/weight_info" in features.routes:
+            label = str(_field(await http.request_json(f"{url}/weight_info"), "weight_version", url))
+        await asyncio.sleep(OTHERS_PAUSE_S / 10)
+    if label is None or not label.startswith(LABEL_PREFIX):
+        raise UpstreamError(
+            f"{url} is paused, and not by a run on this machine; if nobody changes its weights, `curl -X POST {url}/resume`",
+            kind="broken",
+        )
+    await http.request_json(f"{url}/resume", {}, limit_s=CONTROL_S)
+    log.warning("%s was left paused with the weights of an earlier run; it was resumed", url)
+
+
 async def _is_processed(http: HttpClient, url: str, model: str) -> bool:
-    """Whether log-probabilities are those after truncation: with top_k = 1 every token must have 0."""
-    body = request_body(model, [1], Sampling(max_tokens=4, top_k=1)) | {"stream": False}
+    """Whether log-probabilities are those after truncation: with top_k = 1 every token must have 0. Every model has token 0."""
+    body = request_body(model, [0], Sampling(max_tokens=4, top_k=1)) | {"stream": False}
     answer = await http.request_json(url + VllmEngine.path, body)
     try:
         logprobs: list[float] = answer["choices"][0]["logprobs"]["token_logprobs"]

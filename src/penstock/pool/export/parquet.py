@@ -38,6 +38,10 @@ class ParquetColumn(NamedTuple):
     kind: ColumnKind
 
 
+LATER = frozenset({"policy"})
+"""Columns that the exports of an earlier penstock lack; their records take the default."""
+
+
 @cache
 def columns(record: type[Any], without: tuple[str, ...] = ()) -> list[ParquetColumn]:
     """Return the columns of a record type, in the order of its fields."""
@@ -50,6 +54,7 @@ def to_row(record: Any, chosen: Sequence[ParquetColumn]) -> dict[str, Any]:
 
 def from_row(record: type[T], row: dict[str, Any], chosen: Sequence[ParquetColumn], **fields: Any) -> T:
     """Build the record that `to_row` wrote; `fields` are those without a column. ValueError if the row does not fit."""
+    chosen = [column for column in chosen if column.name in row or column.name not in LATER]
     lists = {column.name for column in chosen if column.kind in ("ints", "floats") and row[column.name] is not None}
     plain: dict[str, Any] = {name: [] for name in lists}
     for name, kind in chosen:
@@ -215,7 +220,7 @@ class _ParquetRows:
 
     def _check(self, schema: Any) -> None:
         known = {b"penstock_pool": FORMAT}.items() <= (schema.metadata or {}).items()
-        missing = [column.name for column in self._table.columns if column.name not in schema.names]
+        missing = [column.name for column in self._table.columns if column.name not in {*schema.names, *LATER}]
         if not known or missing:
             more = f"; it has no column {missing[0]!r}" if known else ""
             raise ConfigError(f"{self._file}: not an export that this penstock reads{more}; export again with this version")

@@ -1,8 +1,11 @@
 """The SQLite file of a pool: its connection, its tables as a numbered list of migrations, and its faults explained."""
 
 import sqlite3
+import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -139,6 +142,25 @@ def open_database(path: Path, *, max_pages: int | None = None) -> SqliteDatabase
         database.close()
         raise
     return database
+
+
+@contextmanager
+def open_read_only(path: Path) -> Generator[SqliteDatabase]:
+    """Open a connection that changes neither the file nor its folder. A file of an earlier format is read from a migrated copy."""
+    logged = path.with_name(f"{path.name}-wal").exists()
+    # without a log nobody writes, and SQLite would leave an empty one behind: `immutable` makes none
+    uri = f"{path.resolve().as_uri()}?mode=ro{'' if logged else '&immutable=1'}"
+    connect = partial(sqlite3.connect, isolation_level=None, check_same_thread=False, factory=SqliteDatabase)
+    with closing(connect(uri, uri=True, timeout=BUSY_S)) as database:
+        _check_file(database, path)
+        database.execute("PRAGMA query_only = ON")
+        if _pragma(database, "user_version") == len(MIGRATIONS):
+            yield database
+            return
+        with tempfile.TemporaryDirectory(prefix="penstock-view-") as folder, closing(connect(Path(folder) / path.name)) as copy:
+            database.backup(copy)
+            migrate(copy)
+            yield copy
 
 
 def migrate(database: sqlite3.Connection) -> None:

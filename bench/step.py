@@ -1,0 +1,163 @@
+"""What a training step takes beside the model: 32 rollouts of one turn, with an engine that answers at once.
+
+Scheduler, runner, agent, gateway, pool on disk and grader are opened as a training run opens them. A step lasts from the moment at
+which the groups before it count as trained until its own are claimed. `client` is the same agent on its `openai` client against a
+server of another process that does nothing else: what the agent itself takes, and none of ours.
+"""
+
+import argparse
+import asyncio
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import orjson
+
+from bench.gateway.servers import serving
+from bench.gpu.one_turn import ask
+from penstock.config import RunConfig
+from penstock.events import Events
+from penstock.pool.base import Pool
+from penstock.pool.sqlite import SqlitePool
+from penstock.records import Lease, Task
+from penstock.rollout.executors.base import read_section
+from penstock.run.folder import RunFolder
+from penstock.run.inputs import Inputs
+from penstock.sdk.clients import Clients
+from penstock.sdk.dataset import load_tasks
+from penstock.sdk.discovery import open_agent
+from penstock.sdk.routing import RolloutContext
+from penstock.testing import write_tokenizer
+from penstock.train.training_run import open_rollouts
+
+GROUPS, SIZE = 4, 8
+STEPS, FIRST = 60, 10
+"""Steps that are measured, and those before them."""
+AGENT = Path(__file__).parent / "gpu" / "one_turn.py"
+TASKS = Path(__file__).parents[1] / "examples" / "multiply" / "tasks.jsonl"
+
+
+class StepTime(NamedTuple):
+    """Milliseconds of a step: on the clock, and of this process's processor time."""
+
+    wall_ms: float
+    cpu_ms: float
+
+
+def config_of(folder: Path) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "run": {"name": "step", "folder": folder},
+            "model": {"name": "scripted"},
+            "agent": {"entry": AGENT},
+            "dataset": {"train": TASKS},
+            "rollout": {"group_size": SIZE, "groups_per_step": GROUPS, "concurrency": GROUPS * SIZE},
+            "engine": {"name": "bench.scale_engine:open_quick", "slots": GROUPS * SIZE},
+            "train": {"steps": FIRST + STEPS},
+        }
+    )
+
+
+async def ours(folder: Path) -> list[StepTime]:
+    config = config_of(folder)
+    path = folder / "step"
+    path.mkdir()
+    tasks = load_tasks(TASKS)
+    inputs = Inputs(
+        tasks=tasks,
+        heldout=[],
+        agent=open_agent(config.agent, config.workflow, config.grader),
+        executor=read_section(config.rollout.executor, config.executor),
+        model="scripted",
+        folder=write_tokenizer(folder / "model", corpus=[str(task.prompt) for task in tasks], vocab_size=400),
+    )
+    pool = SqlitePool(path)
+    times: list[StepTime] = []
+    try:
+        with Events(path / "events.jsonl") as events:
+            async with (
+                open_rollouts(config, inputs, RunFolder(path, resumed=False), events, pool) as rollouts,
+                asyncio.TaskGroup() as group,
+            ):
+                group.create_task(rollouts.run())
+                clock = StepClock()
+                for step in range(FIRST + STEPS):
+                    lease = await claim(pool)
+                    times.append(clock.lap())
+                    assert sum(len(one.attempts) for one in lease.groups) == GROUPS * SIZE
+                    await pool.ack(lease.id, 0)
+                    clock.lap()
+                    rollouts.advance(step + 1)
+    finally:
+        await pool.close()
+    return times[FIRST:]
+
+
+async def claim(pool: Pool) -> Lease:
+    while True:
+        position = await pool.position()
+        if lease := await pool.claim(GROUPS, version=0, max_staleness=0, lease_s=600.0):
+            return lease
+        await pool.wait(position, timeout_s=60.0)
+
+
+async def client_alone(url: str) -> list[StepTime]:
+    clients, tasks = Clients(), load_tasks(TASKS)
+    times: list[StepTime] = []
+
+    async def rollout(task: Task) -> None:
+        await ask(RolloutContext(base_url=url, api_key="none", clients=clients).openai(), list(task.prompt))
+
+    try:
+        clock = StepClock()
+        for step in range(FIRST + STEPS):
+            async with asyncio.TaskGroup() as group:
+                for place in range(GROUPS * SIZE):
+                    group.create_task(rollout(tasks[(step * GROUPS + place // SIZE) % len(tasks)]))
+            times.append(clock.lap())
+    finally:
+        await clients.close()
+    return times[FIRST:]
+
+
+class StepClock:
+    def __init__(self) -> None:
+        self._clocks: tuple[Callable[[], float], ...] = (time.perf_counter, time.process_time)
+        self._last = [clock() for clock in self._clocks]
+
+    def lap(self) -> StepTime:
+        before, self._last = self._last, [clock() for clock in self._clocks]
+        return StepTime(*((now - then) * 1e3 for now, then in zip(self._last, before, strict=True)))
+
+
+async def measure(folder: Path) -> dict[str, float]:
+    async with serving("upstream") as (url, _):
+        client = await client_alone(url)
+        mine = await ours(folder)
+    found: dict[str, float] = {}
+    for name, times in (("step", mine), ("client", client)):
+        found[f"{name}_ms"] = median(one.wall_ms for one in times)
+        found[f"{name}_cpu_ms"] = median(one.cpu_ms for one in times)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.step", description="A step of 32 short rollouts, without the model.")
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    options, _ = parser.parse_known_args()
+    with tempfile.TemporaryDirectory() as folder:
+        found: dict[str, Any] = asyncio.run(measure(Path(folder)))
+    if options.json:
+        print(orjson.dumps(found, option=orjson.OPT_INDENT_2).decode())
+        return
+    print(
+        f"step: {found['step_ms']:.0f} ms for {GROUPS * SIZE} rollouts of one turn, {found['step_cpu_ms']:.0f} ms of a core", end=""
+    )
+    print(f"; the agent's client alone: {found['client_ms']:.0f} ms, {found['client_cpu_ms']:.0f} ms of a core")
+
+
+if __name__ == "__main__":
+    main()

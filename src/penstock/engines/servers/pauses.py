@@ -1,0 +1,220 @@
+"""Servers that are paused for new weights, and how they are brought back whatever happens.
+
+Before a server is paused, the requests that would bring it back are noted in two places: with a child process (this module run with
+`python -m`), which sends them if our process dies, and in a locked file, which the next run reads if the child died too. The same
+requests are sent if new weights fail to load: a server whose loading broke off has layers without weights, and the next token that
+it samples kills it, so it gets its weights before back before it goes on.
+"""
+
+import asyncio
+import json
+import os
+import select
+import signal
+import threading
+import time
+import urllib.request
+from collections.abc import Sequence
+from hashlib import blake2b
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from penstock.system.locks import FileLock
+from penstock.system.processes import module_command, spawn_detached
+
+STEP_S = 600.0
+"""Timeout of one request: reading weights takes long."""
+RESUME_S = 10.0
+"""How long this process tries to resume a server; the child process goes on trying."""
+CHILD_RESUME_S = 120.0
+RETRY_S = 0.2
+LOCK_S = 30.0
+"""How long another run on this machine may take to change the weights of the same server."""
+POLL_S = 0.5
+
+
+class ServerCall(NamedTuple):
+    """A POST to a server."""
+
+    path: str
+    body: dict[str, Any]
+    answer: str = ""
+    """What the answer must hold to be believed: something else may answer in the server's place."""
+
+
+RecoverySteps = Sequence[Sequence[ServerCall]]
+"""The requests that bring a server back, in order. Of each step, the first request that succeeds ends it. The last step resumes."""
+
+
+class Recovery(NamedTuple):
+    url: str
+    steps: RecoverySteps
+    key: str = ""
+
+    def run(self, *, resume_s: float = RESUME_S, step_s: float = STEP_S) -> bool:
+        """Send the requests; returns whether the server was resumed. Blocks. Steps before the last may fail."""
+        for step in self.steps[:-1]:
+            any(self._post(call, step_s) for call in step)
+        deadline = time.monotonic() + resume_s
+        while not any(self._post(call, min(resume_s, step_s)) for call in self.steps[-1]):
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(RETRY_S)
+        return True
+
+    def _post(self, call: ServerCall, limit_s: float) -> bool:
+        headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {self.key}"} if self.key else {})
+        request = urllib.request.Request(self.url + call.path, json.dumps(call.body).encode(), headers)
+        try:
+            with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=limit_s) as answer:
+                return call.answer.encode() in answer.read()
+        except (OSError, ValueError, HTTPException):  # an error status, a closed or silent connection, an answer that is none
+            return False
+
+
+class PausedServers:
+    """The servers that this process has paused, noted for the case that it dies."""
+
+    def __init__(self, folder: Path, key: str = "") -> None:
+        self._folder, self._key = folder, key
+        self._locks: dict[str, FileLock | None] = {}
+        self._pipe: int | None = None
+        self._child: int | None = None
+
+    def __contains__(self, url: str) -> bool:
+        return url in self._locks
+
+    async def add(self, url: str, steps: RecoverySteps) -> bool:
+        """Note a server that is about to be paused; False if another run of this machine has paused it."""
+        if url not in self._locks:
+            lock = _open_record(self._folder, url)
+            if lock is not None and not await lock.wait_async(LOCK_S):
+                lock.close()
+                return False
+            self._locks[url] = lock
+        _write_record(self._locks[url], url, steps)
+        self._tell(url, steps)
+        return True
+
+    def discard(self, url: str) -> None:
+        """Note that a server was resumed."""
+        lock = self._locks.pop(url, None)
+        _write_record(lock, url, ())
+        self._tell(url, ())
+        if lock is not None:
+            lock.close()
+
+    async def close(self) -> None:
+        """Let the child process bring back what is still paused, and end."""
+        if self._pipe is None or self._child is None:
+            return
+        for lock in filter(None, self._locks.values()):
+            lock.close()
+        os.close(self._pipe)
+        child, self._pipe = self._child, None
+        if not self._locks:
+            await asyncio.to_thread(os.waitpid, child, 0)
+
+    def _tell(self, url: str, steps: RecoverySteps) -> None:
+        if self._pipe is None:
+            reading, self._pipe = os.pipe()
+            self._child = spawn_detached(module_command(__name__), log=Path(os.devnull), stdin=reading)
+            os.close(reading)
+        note = {"url": url, "key": self._key, "steps": steps, "folder": str(self._folder)}
+        os.write(self._pipe, json.dumps(note).encode() + b"\n")
+
+
+def left_paused(folder: Path, url: str) -> RecoverySteps | None:
+    """What brings back a server that a dead process of this machine paused; None if none did. Call `forget` afterwards."""
+    path = _record_path(folder, url)
+    if not path.exists():
+        return None
+    with FileLock(path) as lock:
+        return _read_record(path) if lock.try_acquire() else None
+
+
+def forget(folder: Path, url: str) -> None:
+    path = _record_path(folder, url)
+    with FileLock(path) as lock:
+        if lock.try_acquire():
+            _write_record(lock, url, ())
+
+
+def _record_path(folder: Path, url: str) -> Path:
+    return folder / f"{blake2b(url.encode(), digest_size=8).hexdigest()}.json"
+
+
+def _open_record(folder: Path, url: str) -> FileLock | None:
+    """The file of a server; None where the disk does not take it. The child process is then the only safeguard."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return FileLock(_record_path(folder, url), mode=0o600)
+    except OSError:
+        return None
+
+
+def _write_record(lock: FileLock | None, url: str, steps: RecoverySteps) -> None:
+    if lock is None:
+        return
+    content = json.dumps({"url": url, "steps": steps}).encode() if steps else b""
+    try:
+        os.ftruncate(lock.descriptor, 0)
+        os.pwrite(lock.descriptor, content, 0)
+        os.fsync(lock.descriptor)
+    except OSError:
+        return  # a full disk: the child process is left
+
+
+def _read_record(path: Path) -> RecoverySteps | None:
+    try:
+        return _parse_steps(json.loads(path.read_bytes())["steps"]) or None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # empty: nothing is paused
+
+
+def _parse_steps(steps: Any) -> list[list[ServerCall]]:
+    return [[ServerCall(str(path), dict(body), str(answer)) for path, body, answer in step] for step in steps]
+
+
+# The child process
+
+
+def main() -> None:
+    """Read notes from stdin until the parent is gone, then bring back what it left paused."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # they may be meant for the whole group, and this is needed then
+    paused: dict[str, tuple[Recovery, Path]] = {}
+    for line in _lines_of_parent():
+        note = json.loads(line)
+        paused.pop(note["url"], None)
+        if note["steps"]:
+            recovery = Recovery(note["url"], _parse_steps(note["steps"]), note["key"])
+            paused[note["url"]] = recovery, Path(note["folder"])
+    threads = [threading.Thread(target=_bring_back, args=each) for each in paused.values()]
+    for thread in threads:
+        thread.start()
+
+
+def _lines_of_parent() -> Any:
+    parent, rest = os.getppid(), b""
+    while True:
+        # A process that the parent forked may hold the pipe open, so its end is not waited for alone.
+        if not select.select([0], [], [], POLL_S)[0]:
+            if os.getppid() != parent:
+                return
+            continue
+        piece = os.read(0, 1 << 16)
+        if not piece:
+            return
+        *lines, rest = (rest + piece).split(b"\n")
+        yield from lines
+
+
+def _bring_back(recovery: Recovery, folder: Path) -> None:
+    if recovery.run(resume_s=CHILD_RESUME_S):
+        forget(folder, recovery.url)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,193 @@
+"""Finds author's code that blocks the event loop, says where, and breaks it off.
+
+A blocked loop serves no gateway: a blocking client would wait for ever for the reply that its own thread must send. A thread sends
+the loop a callback now and then. If that stays unanswered, it sends the main thread a signal: the handler runs inside the blocking
+call, where the context variable tells whose code it is, and the frame where it is.
+"""
+
+import asyncio
+import contextvars
+import linecache
+import signal
+import sys
+import threading
+import time
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from penstock.events import Events
+
+NOTICE_S = 2.0
+"""A block of this length is told, once for each line."""
+BREAK_S = 10.0
+"""One of this length is broken off, or sooner if its deadline is."""
+POLL_S = 0.5
+SIGNAL = getattr(signal, "SIGURG", None)
+"""Ignored by default, and used by no library that an agent may import. None on Windows: nothing is broken off there."""
+REMEDY = "use the async client or framework call, or wrap the blocking one in `await asyncio.to_thread(…)`"
+
+
+class BlockedLoop(asyncio.CancelledError):
+    """Raised inside the blocking call. A cancellation, as agents and frameworks catch other errors and go on."""
+
+
+@dataclass(slots=True, eq=False)
+class AuthorWork:
+    """A piece of the author's code that runs in the event loop."""
+
+    what: str
+    timeout_s: float
+    watchdog: "LoopWatchdog"
+    task: asyncio.Task[Any] | None = None
+    blocked: str = ""
+    """Where it blocked the loop for too long; empty if it did not."""
+    broken_off: bool = False
+
+
+_current: contextvars.ContextVar[AuthorWork | None] = contextvars.ContextVar("penstock_author_work", default=None)
+
+
+@dataclass(slots=True)
+class _Block:
+    """A block that goes on; the signal handler fills it in."""
+
+    work: AuthorWork | None = None
+    where: str = ""
+    since: float = 0.0
+    """When `work` was found."""
+    over: bool = False
+    """Set when it is time to break it off."""
+
+
+class LoopWatchdog:
+    """Watches one event loop while author's code runs in it. `home` is the author's folder.
+
+    Without `breaks_off`, blocks are only told: for loops that do not serve the gateway, where a blocking call does return.
+    """
+
+    def __init__(self, home: Path, events: Events, *, breaks_off: bool = True) -> None:
+        self._home = home.resolve()
+        self._events = events
+        self._breaks_off = breaks_off
+        self._works: set[AuthorWork] = set()
+        self._thread: threading.Thread | None = None
+        self._block: _Block | None = None
+        self._told: set[str] = set()
+
+    @contextmanager
+    def watching(self, work: AuthorWork) -> Generator[None]:
+        """Watches the running task, and those that it starts, as `work`."""
+        work.task = asyncio.current_task()
+        token = _current.set(work)
+        self._works.add(work)
+        self._start()
+        try:
+            yield
+        finally:
+            self._works.discard(work)
+            _current.reset(token)
+
+    def _start(self) -> None:
+        if self._thread is None or not self._thread.is_alive():
+            owner = threading.current_thread()
+            if SIGNAL is not None and owner is threading.main_thread() and signal.getsignal(SIGNAL) is not _on_signal:
+                signal.signal(SIGNAL, _on_signal)
+            watch = (asyncio.get_running_loop(), owner)
+            # In an empty context: threads inherit ours, and this one outlives the rollout that starts it.
+            self._thread = threading.Thread(target=self._watch, args=watch, daemon=True, name="penstock-loop-watchdog")
+            contextvars.Context().run(self._thread.start)
+
+    def _watch(self, loop: asyncio.AbstractEventLoop, owner: threading.Thread) -> None:
+        wait = threading.Event().wait
+        while self._works:
+            answered = threading.Event()
+            try:
+                loop.call_soon_threadsafe(answered.set)
+            except RuntimeError:  # the loop is closed
+                return
+            if not answered.wait(NOTICE_S):
+                self._follow(answered, owner)
+            wait(POLL_S)
+
+    def _follow(self, answered: threading.Event, owner: threading.Thread) -> None:
+        """Tells of a block, breaks it off when it is time, and returns when it is over."""
+        self._block = block = _Block()
+        while self._works:
+            self._look(owner)  # again and again: the first look may find an import, and the error may be swallowed
+            if answered.wait(POLL_S):
+                break
+            if block.work is None and (frame := sys._current_frames().get(owner.ident or 0)):  # pyright: ignore[reportPrivateUsage]
+                # In native code, or not in the main thread: no handler runs.
+                block.where = "" if _is_importing(frame) else self._where(frame, own_only=True)
+            if block.where:
+                self._tell(block)
+            if block.work is not None and time.monotonic() - block.since >= min(BREAK_S, block.work.timeout_s) - NOTICE_S:
+                block.work.blocked, block.over = block.where, self._breaks_off
+        self._block = None
+
+    def _look(self, owner: threading.Thread) -> None:
+        if SIGNAL is not None and owner is threading.main_thread() and owner.ident is not None:
+            with suppress(OSError):
+                signal.pthread_kill(owner.ident, SIGNAL)
+
+    def on_signal(self, work: AuthorWork, frame: FrameType) -> None:
+        """Runs in the main thread, in the call that blocks it."""
+        block = self._block
+        if block is None:
+            return
+        if _is_importing(frame):
+            return
+        if block.work is None:
+            block.since, block.where, block.work = time.monotonic(), self._where(frame), work
+        elif block.over and block.work is work:
+            self._break_off(work)
+            raise BlockedLoop(work.blocked)
+
+    def _break_off(self, work: AuthorWork) -> None:
+        """Cancels the work, which may swallow the error, and all that runs the same code: it would block the loop next."""
+        for each in self._works:
+            if each.what == work.what and each.task is not None:
+                each.broken_off, each.blocked = True, work.blocked
+                each.task.cancel()
+
+    def _tell(self, block: _Block) -> None:
+        what = block.work.what if block.work else "the agent"
+        if block.where not in self._told:
+            self._told.add(block.where)
+            text = f"{what} blocks the event loop at {block.where}: the gateway and all other rollouts wait; {REMEDY}"
+            self._events.emit("loop.blocked", what=what, where=block.where, text=text)
+
+    def _where(self, frame: FrameType, *, own_only: bool = False) -> str:
+        """Returns the author's innermost line with its source; with `own_only`, an empty string if there is none."""
+        own = next((each for each in _stack(frame) if self._is_own(each)), None)
+        if own is None and own_only:
+            return ""
+        found = own or frame
+        file, number = found.f_code.co_filename, found.f_lineno
+        source = linecache.getline(file, number).strip()
+        return f"{Path(file).name}, line {number}" + (f" (`{source[:120]}`)" if source else "")
+
+    def _is_own(self, frame: FrameType) -> bool:
+        file = Path(frame.f_code.co_filename)
+        return self._home in file.parents and "site-packages" not in file.parts
+
+
+def _on_signal(number: int, frame: FrameType | None) -> None:
+    work = _current.get()
+    if work is not None and frame is not None:
+        work.watchdog.on_signal(work, frame)
+
+
+def _stack(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _is_importing(frame: FrameType) -> bool:
+    """Whether a module is being imported: that takes long once, and some cannot be imported again after they were broken off."""
+    return any(each.f_code.co_filename.startswith("<frozen importlib") for each in _stack(frame))

@@ -1,0 +1,79 @@
+"""Whether a run learns anything, and if not, why: from the metrics of its steps, which also keep examples of replies."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from textwrap import shorten
+from typing import Any
+
+from penstock.records import Attempt
+
+FIRST, LAST = 32, 64
+"""Rollouts over which the first and the last reward are means."""
+NOTHING_LEARNED = 3
+"""The exit code of a finished run that published no version."""
+STALLED_STEPS = 5
+"""Steps without an update after which it is told, and told again as often."""
+REPLY_CHARS = 200
+"""Of a reply in the metrics."""
+
+
+def reply_examples(attempts: Sequence[Attempt]) -> dict[str, Any]:
+    """Returns the last replies of the best and of the worst rollout, and the commonest one, for the metrics of a step."""
+    graded = [(attempt.reward, reply) for attempt in attempts if attempt.reward is not None and (reply := _last_reply(attempt))]
+    if not graded:
+        return {"replies": {}}
+    (best, best_reply), (worst, worst_reply) = max(graded, key=lambda each: each[0]), min(graded, key=lambda each: each[0])
+    text, count = Counter(reply for _, reply in graded).most_common(1)[0]
+    examples: dict[str, Any] = {"commonest": {"count": count, "of": len(graded), "text": text}}
+    if best > worst:
+        examples |= {"best": {"reward": best, "text": best_reply}, "worst": {"reward": worst, "text": worst_reply}}
+    return {"replies": examples}
+
+
+def _last_reply(attempt: Attempt) -> str:
+    content = max(attempt.steps, key=lambda step: step.index).message.get("content") if attempt.steps else None
+    return shorten(content, REPLY_CHARS, placeholder="…") if isinstance(content, str) else ""
+
+
+def idle_steps(metrics: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """Returns the last steps, those that published no version."""
+    count, versions = 0, [0, *(entry["version"] for entry in metrics)]
+    while count < len(metrics) and versions[-1 - count] == versions[-2 - count]:
+        count += 1
+    return metrics[len(metrics) - count :]
+
+
+def why_idle(steps: Sequence[Mapping[str, Any]]) -> str:
+    """Says why these steps made no update, and what to do; empty if there are none."""
+    return f"no update in the last {len(steps)} step{'s' * (len(steps) > 1)}: {_cause(steps)}" if steps else ""
+
+
+def _cause(steps: Sequence[Mapping[str, Any]]) -> str:
+    rewards = [reward for entry in steps for reward in entry["rewards"]]
+    if sum(entry["groups_equal"] for entry in steps) < sum(entry["groups"] for entry in steps):
+        masked = Counter[str]()
+        for entry in steps:
+            masked.update(entry.get("masked", {}))
+        reasons = ", ".join(f"{reason} {number}" for reason, number in masked.most_common(3)) or "no reason was recorded"
+        return f"no sampled token could be trained (masked steps: {reasons}); penstock verify names them"
+    low, high = min(rewards), max(rewards)
+    if low == high and high <= 0:
+        return (
+            f"all rewards equal, every one is {high:g}: there was never a first success to learn from{_commonest(steps)}; "
+            "give partial credit in the grader, easier tasks, a worked example in the prompt, or a larger model, and see the "
+            "transcripts in the report"
+        )
+    if low == high:
+        return (
+            f"all rewards equal, every one is {high:g}: if that is the best reward, the tasks are solved; give harder ones, or "
+            "stop. If not, the grader does not tell good replies from bad ones"
+        )
+    return (
+        f"in each group, all rewards equal, though tasks differ (from {low:g} to {high:g}): each task is always or never "
+        f"solved{_commonest(steps)}; raise rollout.group_size or sampling.temperature, or take tasks that are solved sometimes"
+    )
+
+
+def _commonest(steps: Sequence[Mapping[str, Any]]) -> str:
+    found = steps[-1].get("replies", {}).get("commonest")
+    return f" (the commonest reply, {found['count']} of {found['of']} in the last step: {found['text']!r})" if found else ""

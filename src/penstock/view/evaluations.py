@@ -1,0 +1,131 @@
+"""Evaluations side by side: a table, a matrix of tasks by runs, and paired differences."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from penstock.config import EvalSection
+from penstock.errors import ConfigError, PenstockError
+from penstock.evals.attempts import CHANNEL
+from penstock.evals.metrics import difference, estimate, pass_at_k
+from penstock.pool.base import AFTER_ALL
+from penstock.pool.sql import reads
+from penstock.pool.sql.database import PoolDatabase
+from penstock.view.run_files import ViewedRun
+from penstock.view.sources import OpenRuns
+
+MAX_TASKS = 5000
+"""Tasks of an evaluation that are read; the others are only counted."""
+MAX_SHOWN = 500
+"""Tasks in the matrix, those with the worst regression first."""
+MAX_COMPARED = 8
+
+
+class TaskRewards(NamedTuple):
+    task_id: str
+    group_id: str
+    rewards: list[float]
+    """Of ended attempts; 0 for a failed one."""
+    ends: list[str]
+
+    @property
+    def mean(self) -> float:
+        return sum(self.rewards) / len(self.rewards)
+
+
+def evaluation_table(runs: OpenRuns, named: Sequence[str]) -> dict[str, Any]:
+    """Returns all evaluations with their summaries; those in `named` also by task, the first as the baseline."""
+    listed = list[dict[str, Any]]()
+    for place in runs.source.places():
+        try:
+            files = runs.open(place.path)
+        except (PenstockError, OSError, ValueError):
+            continue
+        if files.kind == "eval":
+            listed.append({**_line(files, place.id), **place.label})
+    listed.sort(key=lambda line: -line["changed"])
+    return {"evaluations": listed, **(_matrix(runs, named) if named else {})}
+
+
+def _line(files: ViewedRun, run_id: str) -> dict[str, Any]:
+    summary = files.summary()
+    return {
+        "id": run_id,
+        "model": str(files.setting("model", "name") or ""),
+        "status": files.status(),
+        "changed": files.changed(),
+        "tasks": summary.get("tasks"),
+        "samples": summary.get("samples"),
+        "rollouts": summary.get("rollouts"),
+        "reward": summary.get("reward"),
+        "passes": summary.get("passes"),
+        "ends": summary.get("ends"),
+        "cost": summary.get("cost"),
+    }
+
+
+def _matrix(runs: OpenRuns, named: Sequence[str]) -> dict[str, Any]:
+    read = {name: _scores(runs.get(name)) for name in named[:MAX_COMPARED]}
+    first = read[named[0]]
+    columns = [_column(name, tasks, first if name != named[0] else None, runs.get(name)) for name, tasks in read.items()]
+    names = list(dict.fromkeys(task for tasks in read.values() for task in tasks))
+    rows = [
+        {
+            "task": name,
+            "cells": [_cell(tasks.get(name)) for tasks in read.values()],
+            "change": _change(read[named[-1]].get(name), first.get(name)),
+        }
+        for name in names
+    ]
+    rows.sort(key=lambda row: row["change"] if row["change"] is not None else 9.0)
+    return {"columns": columns, "rows": rows[:MAX_SHOWN], "tasks": len(rows)}
+
+
+def _cell(task: TaskRewards | None) -> dict[str, Any] | None:
+    if task is None:
+        return None
+    return {
+        "mean": task.mean,
+        "attempts": len(task.rewards),
+        "group": task.group_id,
+        "failed": len(task.ends) - task.ends.count("completed"),
+    }
+
+
+def _change(after: TaskRewards | None, before: TaskRewards | None) -> float | None:
+    return None if after is None or before is None else after.mean - before.mean
+
+
+def _column(name: str, tasks: dict[str, TaskRewards], baseline: dict[str, TaskRewards] | None, files: ViewedRun) -> dict[str, Any]:
+    section = EvalSection.model_validate(files.config.get("eval", {}))
+    whole = [task for task in tasks.values() if len(task.rewards) == section.samples]
+    passes = {
+        str(k): estimate([pass_at_k(len(t.rewards), sum(r >= section.passes for r in t.rewards), k) for t in whole])._asdict()
+        for k in section.k
+        if whole
+    }
+    shared = [task for task in (baseline or {}) if task in tasks]
+    paired = difference([(baseline or {})[t].mean for t in shared], [tasks[t].mean for t in shared])._asdict() if shared else None
+    reward = estimate([task.mean for task in tasks.values()])._asdict() if tasks else None
+    return {"id": name, "reward": reward, "passes": passes, "paired": paired, "shared": len(shared), "tasks": len(tasks)}
+
+
+def _scores(files: ViewedRun) -> dict[str, TaskRewards]:
+    if reason := files.why_no_pool():
+        raise ConfigError(f"{files.path.name}: {reason}")
+    with files.pool.kind.reading(files.path, files.pool.url) as database:
+        return _read_scores(database)
+
+
+def _read_scores(database: PoolDatabase) -> dict[str, TaskRewards]:
+    """Reads rewards without tokens and messages."""
+    found: dict[str, TaskRewards] = {}
+    query = """SELECT g.id, r.id FROM groups AS g JOIN rollouts AS r ON r.group_id = g.id
+               WHERE g.channel = ? AND g.seq < ? AND r.current = 1 ORDER BY g.seq, r.place"""
+    for group_id, rollout_id in database.execute(query, (CHANNEL, MAX_TASKS)).fetchall():
+        attempt = reads.read_attempt(database, rollout_id, first_step=AFTER_ALL, first_node=AFTER_ALL)
+        if attempt.end is None:
+            continue
+        task = found.setdefault(attempt.rollout.task_id, TaskRewards(attempt.rollout.task_id, group_id, [], []))
+        task.rewards.append(attempt.reward or 0.0)
+        task.ends.append(str(attempt.end))
+    return found

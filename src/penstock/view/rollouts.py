@@ -1,0 +1,511 @@
+"""The screens of a group, a rollout, a call and its tokens, from the records of the pool. Functions return plain JSON values."""
+
+import base64
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import orjson
+
+from penstock.chat.tokenizer import Tokenizer
+from penstock.errors import ModelError, PenstockError, RequestError
+from penstock.graders.rubric import read_verdict_file
+from penstock.models import find_cached
+from penstock.pool.rules import GroupState
+from penstock.pool.sql import reads
+from penstock.pool.sql.database import PoolDatabase
+from penstock.records import Attempt, Node, Step
+from penstock.train.sequences import Graph, read_graph, step_masks, why_untrainable
+from penstock.view.overview import advantages_of
+from penstock.view.queries import group_rows, state_of, trained_version
+from penstock.view.run_files import ViewedRun
+from penstock.view.texts import REASONS, cut
+
+PAGE_CALLS = 100
+MAX_TOKENS = 4000
+"""Tokens in one answer."""
+PROMPT_TOKENS = 300
+"""Tokens of the prompt before a reply that are shown with it."""
+NEXT_TOKENS = 40
+"""Tokens shown after the place where the attempts of a group part."""
+MAX_ARTIFACTS = 100
+
+
+# Group
+
+
+def group_screen(files: ViewedRun, database: PoolDatabase, group_id: str) -> dict[str, Any]:
+    """Returns the attempts of a group side by side, and where their tokens part."""
+    try:
+        (group,) = reads.read_groups(database, [group_id])
+    except PenstockError as error:
+        raise RequestError(str(error), status=404, code="unknown_group") from error
+    advantages, version = advantages_of(files, group), trained_version(database, group_id)
+    text, paths = TokenTexts.of(files), [_main_path(attempt) for attempt in group.attempts]
+    parting = _first_difference([path.ids for path in paths if path.ids])
+    return {
+        "id": group.id,
+        "seq": group.seq,
+        "channel": group.channel,
+        "state": state_of(database, group_id),
+        "version": version,
+        "step": files.metrics.step_of(group_id),
+        "task": {
+            "id": group.task.id,
+            "prompt": cut(group.task.prompt),
+            "label": cut(group.task.label),
+            "metadata": cut(group.task.metadata),
+        },
+        "parting": parting,
+        "attempts": [
+            {
+                **_attempt_head(attempt),
+                "advantage": advantages.get(attempt.rollout.id),
+                "calls": len(attempt.steps),
+                "tokens": sum(step.sampled for step in attempt.steps),
+                "parts_at": None if parting is None else path.step_at(parting),
+                "next": text.joined(path.ids[parting : parting + NEXT_TOKENS]) if parting is not None else "",
+                "last": cut(attempt.steps[-1].message.get("content") if attempt.steps else "", 2000),
+            }
+            for attempt, path in zip(group.attempts, paths, strict=True)
+        ],
+        "replaced": [
+            {"id": rollout.id, "place": rollout.place, "attempt": rollout.attempt}
+            for rollout in reads.list_rollouts(database, group_id)
+            if rollout.id not in {attempt.rollout.id for attempt in group.attempts}
+        ],
+    }
+
+
+class TokenPathView(NamedTuple):
+    """The tokens on the longest path from a rollout's first call."""
+
+    ids: tuple[int, ...]
+    ends: tuple[tuple[int, int], ...]
+    """Per step on the path: its index, and where its reply ends."""
+
+    def step_at(self, position: int) -> int | None:
+        return next((index for index, end in self.ends if position < end), None)
+
+
+def _main_path(attempt: Attempt) -> TokenPathView:
+    graph, ids, ends = read_graph(attempt), list[int](), list[tuple[int, int]]()
+    path = max(graph.paths, key=lambda steps: (-steps[0], len(steps)), default=list[int]())
+    for index in path:
+        step = graph.steps[index]
+        ids += graph.nodes[step.node].token_ids
+        ids += step.completion_ids
+        ends.append((index, len(ids)))
+    return TokenPathView(tuple(ids), tuple(ends))
+
+
+def _first_difference(paths: Sequence[tuple[int, ...]]) -> int | None:
+    """Returns the number of tokens that all paths share; None for fewer than two paths."""
+    if len(paths) < 2:
+        return None
+    shortest, first = min(map(len, paths)), paths[0]
+    return next((at for at in range(shortest) if any(path[at] != first[at] for path in paths)), shortest)
+
+
+# Rollout
+
+
+def rollout_screen(files: ViewedRun, database: PoolDatabase, rollout_id: str, *, first: int = 0) -> dict[str, Any]:
+    """Returns a rollout: its end, grades, attempts at the same place, and a page of its calls."""
+    attempt = _read(database, rollout_id)
+    task = reads.read_task(database, rollout_id)
+    credit = _credit(files, database, attempt)
+    calls = [call for call in attempt.steps if call.index >= first]
+    nodes = {node.id: node for node in attempt.nodes}
+    shown = calls[:PAGE_CALLS]
+    siblings = reads.list_rollouts(database, attempt.rollout.group_id)
+    return {
+        **_attempt_head(attempt),
+        "group": attempt.rollout.group_id,
+        "channel": attempt.rollout.channel,
+        "task": {"id": task.id, "prompt": cut(task.prompt), "label": cut(task.label), "metadata": cut(task.metadata)},
+        "why": why_reward(attempt, credit),
+        "grades": [
+            {"reward": each.reward, "source": cut(each.source, 500), "transcript": each.transcript, "step": each.step}
+            for each in attempt.grades
+        ],
+        "marks": [
+            {"step": each.step, "trainable": each.trainable, "quality": each.quality, "note": cut(each.note)}
+            for each in attempt.marks
+        ],
+        "note": _grader_note(files.path, rollout_id),
+        "artifacts": _artifacts(files.path, rollout_id),
+        "credit": credit.as_json(),
+        "places": sorted({rollout.id for rollout in siblings if rollout.attempt == 1 or rollout.place != attempt.rollout.place})[
+            :200
+        ],
+        "retries": [rollout.id for rollout in siblings if rollout.place == attempt.rollout.place],
+        "calls": [_call_line(call, nodes[call.node], credit) for call in shown if call.node in nodes],
+        "call_count": len(attempt.steps),
+        "next": calls[PAGE_CALLS].index if len(calls) > PAGE_CALLS else None,
+    }
+
+
+class TrainingCredit(NamedTuple):
+    """What became of a rollout's tokens in training."""
+
+    state: str
+    """Of its group."""
+    version: int | None
+    """The policy version that its group was trained into."""
+    step: int | None
+    advantage: float | None
+    masks: dict[int, str | None]
+    """Per call: why its tokens were not trained; None if they were, or will be."""
+
+    def as_json(self) -> dict[str, Any]:
+        return {"state": self.state, "version": self.version, "step": self.step, "advantage": self.advantage}
+
+    def verdict(self, call: int) -> dict[str, Any]:
+        reason = self.masks.get(call)
+        trained = reason is None and self.state == GroupState.TRAINED
+        if reason is None and not trained:
+            reason = "stale" if self.state == GroupState.STALE else "not_trained"
+        return {
+            "trained": trained,
+            "mask": None if trained else reason,
+            "mask_text": None if trained else REASONS.get(reason or ""),
+        }
+
+
+def _credit(files: ViewedRun, database: PoolDatabase, attempt: Attempt) -> TrainingCredit:
+    group_id, graph = attempt.rollout.group_id, read_graph(attempt)
+    state, version = state_of(database, group_id), trained_version(database, group_id)
+    advantage, step = _advantage(files, database, attempt), files.metrics.step_of(group_id)
+    if attempt.reward is None:
+        masks: dict[int, str | None] = dict.fromkeys(graph.steps, "ungraded")
+    elif attempt.curated_out:
+        masks = dict.fromkeys(graph.steps, "curated")
+    elif advantage is None:  # computed by a function of the run's own: only what holds at any advantage is known
+        masks = {index: why_untrainable(call, graph) for index, call in graph.steps.items()}
+    else:
+        masks = step_masks(attempt, graph, advantage)
+    return TrainingCredit(state, version, step, advantage, masks)
+
+
+def _advantage(files: ViewedRun, database: PoolDatabase, attempt: Attempt) -> float | None:
+    """Returns the rollout's advantage; None if its group was not graded, or the run has several policies or its own function."""
+    rows = group_rows(database, [attempt.rollout.group_id])
+    return advantages_of(files, rows[0].group).get(attempt.rollout.id) if rows else None
+
+
+def why_reward(attempt: Attempt, credit: TrainingCredit) -> str:
+    """Says in one sentence where the reward comes from, or why there is none."""
+    if attempt.end is None:
+        return "It is still running."
+    if attempt.void:
+        return "It does not count: something else than the run's grader graded or ended it."
+    if attempt.end != "completed":
+        return f"It has no reward, because it ended as {attempt.end}: {cut(attempt.message, 500) or 'no message'}"
+    if not attempt.grades:
+        return "It has no reward: its grader gave none."
+    whole = [grade for grade in attempt.grades if grade.transcript is None and grade.step is None]
+    if whole:
+        return f"{whole[-1].source} gave {whole[-1].reward:g} to the whole rollout."
+    parts = [grade for grade in attempt.grades if grade.transcript is not None and grade.step is None]
+    if parts:
+        return f"It is the mean of {len(parts)} grades of its transcripts."
+    return f"It is the sum of {len(attempt.grades)} grades of its calls."
+
+
+def _read(database: PoolDatabase, rollout_id: str) -> Attempt:
+    try:
+        return reads.read_attempt(database, rollout_id)
+    except PenstockError as error:
+        raise RequestError(str(error), status=404, code="unknown_rollout") from error
+
+
+def _attempt_head(attempt: Attempt) -> dict[str, Any]:
+    rollout = attempt.rollout
+    return {
+        "id": rollout.id,
+        "place": rollout.place,
+        "attempt": rollout.attempt,
+        "end": attempt.end,
+        "message": cut(attempt.message),
+        "reward": attempt.reward,
+        "sources": sorted({cut(grade.source, 200) for grade in attempt.grades}),
+    }
+
+
+def _call_line(step: Step, node: Node, credit: TrainingCredit) -> dict[str, Any]:
+    return {
+        "index": step.index,
+        "transcript": step.transcript,
+        "policy": step.policy,
+        "parent": node.parent,
+        "break": node.reason,
+        "break_text": REASONS.get(node.reason or ""),
+        "messages": cut(node.messages),
+        "tools": [cut((tool.get("function") or tool).get("name"), 200) for tool in node.tools[:100]],
+        "reply": cut(step.message),
+        "finish": step.finish,
+        "seconds": step.seconds,
+        "created": step.created or None,
+        "tokens": step.sampled,
+        "added_tokens": len(node.token_ids),
+        "versions": sorted({*step.versions}),
+        "temperature": step.sampling.temperature,
+        "logprob": sum(step.logprobs) / len(step.logprobs) if step.logprobs else None,
+        "retry": _repeats(step),
+        **credit.verdict(step.index),
+    }
+
+
+def _repeats(step: Step) -> int:
+    """Returns how often the same request had been sampled before."""
+    count = step.answer.rpartition("-")[2]
+    return int(count) if count.isdecimal() and len(count) < 9 else 0
+
+
+def call_screen(database: PoolDatabase, rollout_id: str, index: int) -> dict[str, Any]:
+    """Returns the exact request and reply of one call: all messages on its path."""
+    attempt = _read(database, rollout_id)
+    graph = read_graph(attempt)
+    step, path = _step(attempt, index), list[Node]()
+    node = graph.nodes.get(step.node)
+    messages = list[Any]()
+    while node is not None:
+        path.append(node)
+        before = graph.steps.get(node.parent) if node.parent is not None else None
+        messages[:0] = [*([before.message] if before else []), *node.messages]
+        node = graph.nodes.get(before.node) if before else None
+    return {
+        "request": cut({"messages": messages, "tools": path[-1].tools if path else (), "sampling": _plain(step.sampling)}, 200_000),
+        "reply": cut(step.message, 200_000),
+        "finish": step.finish,
+        "usage": _plain(step.usage),
+        "context": step.context,
+        "answer": step.answer,
+    }
+
+
+def _plain(record: Any) -> Any:
+    return orjson.loads(orjson.dumps(record))
+
+
+def _step(attempt: Attempt, index: int) -> Step:
+    found = next((step for step in attempt.steps if step.index == index), None)
+    if found is None:
+        raise RequestError(f"rollout {attempt.rollout.id} has no call {index}", status=404, code="unknown_step")
+    return found
+
+
+def _grader_note(folder: Path, rollout_id: str) -> str:
+    verdict = read_verdict_file(folder / "artifacts" / rollout_id) if _is_name(rollout_id) else None
+    return cut(verdict.explanation) if verdict else ""
+
+
+def _artifacts(folder: Path, rollout_id: str) -> list[str]:
+    """Returns the names of the files that the agent and its grader left."""
+    place = folder / "artifacts" / rollout_id
+    if not _is_name(rollout_id) or not place.is_dir() or place.is_symlink():
+        return []
+    return sorted(
+        cut(path.relative_to(place).as_posix(), 300) for path in islice(place.rglob("*"), MAX_ARTIFACTS) if path.is_file()
+    )
+
+
+def _is_name(text: str) -> bool:
+    return text not in ("", ".", "..") and not {"/", "\\", "\x00"}.intersection(text)
+
+
+# Tokens
+
+
+def tokens_screen(
+    files: ViewedRun, database: PoolDatabase, rollout_id: str, index: int, *, first: int | None = None
+) -> dict[str, Any]:
+    """Returns the tokens of a call as the engine saw them, with all that is recorded of each sampled one."""
+    attempt = _read(database, rollout_id)
+    graph, step = read_graph(attempt), _step(attempt, index)
+    credit, text = _credit(files, database, attempt), TokenTexts.of(files)
+    parts = _path_parts(graph, step)
+    total = sum(len(part.ids) for part in parts)
+    start = max(0, total - len(step.completion_ids) - PROMPT_TOKENS) if first is None else min(first, total)
+    shown = list(islice(_numbered(parts), start, start + MAX_TOKENS))
+    scores = read_scores(files.path, credit.step, rollout_id) if credit.step is not None else None
+    texts = text.pieces([each.token for each in shown])
+    own = [each.at for each in shown if each.call == index]
+    return {
+        "rollout": rollout_id,
+        "call": index,
+        "calls": [each.index for each in attempt.steps][:2000],
+        "first": start,
+        "total": total,
+        "more": start + len(shown) < total,
+        "has_text": text.tokenizer is not None,
+        "ids": [each.token for each in shown],
+        "texts": texts,
+        "sampled_by": [each.call for each in shown],
+        "breaks": [
+            {"at": part.start, "reason": part.reason, "text": REASONS.get(part.reason, part.reason)}
+            for part in parts
+            if part.reason and start <= part.start < start + len(shown)
+        ],
+        "logprobs": [step.logprobs[at] if at < len(step.logprobs) else None for at in own],
+        "full_logprobs": None
+        if step.full_logprobs is None
+        else [step.full_logprobs[at] for at in own if at < len(step.full_logprobs)],
+        "versions": [step.versions[at] if at < len(step.versions) else None for at in own],
+        "advantage": credit.advantage,
+        "temperature": step.sampling.temperature,
+        **credit.verdict(index),
+        "flaw": graph.flaws.get(index),
+        "credit": credit.as_json(),
+        **_trainer_columns(scores, graph, attempt, credit, index, own),
+    }
+
+
+class PathPart(NamedTuple):
+    """Consecutive tokens of a path: those that a node added, or a sampled reply."""
+
+    start: int
+    ids: tuple[int, ...]
+    call: int | None
+    """The call that sampled them; None for tokens of a caller's messages."""
+    reason: str
+
+
+class NumberedToken(NamedTuple):
+    token: int
+    call: int | None
+    at: int
+    """Its place in its part."""
+
+
+def _path_parts(graph: Graph, step: Step) -> list[PathPart]:
+    calls, at = [step], step
+    while (node := graph.nodes.get(at.node)) is not None and node.parent is not None and node.parent in graph.steps:
+        at = graph.steps[node.parent]
+        calls.append(at)
+    parts, start = list[PathPart](), 0
+    for call in reversed(calls):
+        node = graph.nodes.get(call.node)
+        for ids, number, reason in (
+            (node.token_ids if node else (), None, (node and node.reason) or ""),
+            (call.completion_ids, call.index, ""),
+        ):
+            parts.append(PathPart(start, ids, number, reason))
+            start += len(ids)
+    return parts
+
+
+def _numbered(parts: Iterable[PathPart]) -> Iterator[NumberedToken]:
+    for part in parts:
+        for at, token in enumerate(part.ids):
+            yield NumberedToken(token, part.call, at)
+
+
+def _trainer_columns(
+    scores: "list[SequenceScores] | None", graph: Graph, attempt: Attempt, credit: TrainingCredit, index: int, own: Sequence[int]
+) -> dict[str, Any]:
+    """Returns what the trainer computed for the call's tokens; None where that is not recorded."""
+    columns = _align(scores, graph, credit).get(index) if scores else None
+    if columns is None or any(at >= len(columns.gap) for at in own):
+        return {"gap": None, "entropy": None, "token_advantages": None}
+    return {
+        "gap": [columns.gap[at] for at in own],
+        "entropy": [columns.entropy[at] for at in own],
+        "token_advantages": [columns.advantages[at] for at in own],
+    }
+
+
+class SequenceScores(NamedTuple):
+    """Of the trained tokens of one sequence, in order."""
+
+    gap: tuple[float, ...]
+    """The trainer's log-probability less the engine's."""
+    entropy: tuple[float, ...]
+    advantages: tuple[float, ...]
+
+
+def _align(scores: "list[SequenceScores]", graph: Graph, credit: TrainingCredit) -> dict[int, SequenceScores]:
+    """Gives each trained call its part of the sequences, which follow the paths of the graph in order."""
+    left = {index for index in graph.steps if credit.masks.get(index) is None}
+    found, remaining = dict[int, SequenceScores](), list(scores)
+    for path in graph.paths:
+        mine = [index for index in path if index in left]
+        if not mine or not remaining:
+            continue
+        left.difference_update(mine)
+        columns, start = remaining.pop(0), 0
+        if len(columns.gap) != sum(len(graph.steps[index].completion_ids) for index in mine):
+            return {}  # it was trained from other records than these
+        for index in mine:
+            span = slice(start, start + len(graph.steps[index].completion_ids))
+            found[index], start = SequenceScores(*(column[span] for column in columns)), span.stop
+    return found
+
+
+def read_scores(folder: Path, step: int, rollout_id: str) -> list[SequenceScores] | None:
+    """Returns what the trainer recorded of a rollout's sequences in a step; None if it recorded nothing."""
+    try:
+        with (folder / "scores" / f"{step:06d}.jsonl").open("rb") as file:
+            lines = [orjson.loads(line) for line in file if line.endswith(b"\n") and rollout_id.encode() in line]
+        return [_sequence_scores(line) for line in lines if line["rollout_id"] == rollout_id] or None
+    except (OSError, ValueError, LookupError, TypeError, struct.error):
+        return None
+
+
+def _sequence_scores(line: dict[str, Any]) -> SequenceScores:
+    gap, entropy = (unpack_halves(line[name]) for name in ("gap", "entropy"))
+    advantages = tuple(value for count, value in line["advantages"] for _ in range(count))
+    if not len(gap) == len(entropy) == len(advantages):
+        raise ValueError("columns of different lengths")
+    return SequenceScores(gap, entropy, advantages)
+
+
+def unpack_halves(text: str) -> tuple[float, ...]:
+    blob = base64.b64decode(text)
+    return struct.unpack(f"<{len(blob) // 2}e", blob)
+
+
+class TokenTexts:
+    """Token ids as text, with the tokenizer of the run's model where that is here."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self.tokenizer = tokenizer
+
+    @classmethod
+    def of(cls, files: ViewedRun) -> "TokenTexts":
+        folder = _tokenizer_folder(files)
+        return cls(None if folder is None else _load_tokenizer(folder))
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """Returns the text that each token adds. Bytes that are no whole character yet are shown with the token that ends it."""
+        if self.tokenizer is None:
+            return [f"{token} " for token in ids]
+        decoder = self.tokenizer.decoder(hidden=frozenset())
+        pieces = [decoder.push([token]) for token in ids]
+        return [*pieces[:-1], pieces[-1] + decoder.finish()] if pieces else []
+
+    def joined(self, ids: Sequence[int]) -> str:
+        return "".join(self.pieces(ids))
+
+
+@lru_cache(maxsize=2)
+def _load_tokenizer(folder: Path) -> Tokenizer | None:
+    try:
+        return Tokenizer.load(folder)
+    except (ModelError, OSError):
+        return None
+
+
+def _tokenizer_folder(files: ViewedRun) -> Path | None:
+    checkpoints = sorted((files.path / "checkpoints").glob("*/tokenizer.json"))
+    if checkpoints:
+        return checkpoints[-1].parent
+    try:
+        model = find_cached(str(files.setting("model", "name") or ""))
+    except (PenstockError, OSError, ValueError):
+        return None
+    return model.path if model and (model.path / "tokenizer.json").is_file() else None

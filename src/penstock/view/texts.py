@@ -1,0 +1,54 @@
+"""Texts of the dashboard: reasons in words, and long values cut to a bounded size."""
+
+from typing import Any, cast
+
+MAX_TEXT = 20_000
+"""Characters of one string; more is cut, and says so."""
+MAX_ITEMS = 500
+"""Entries of one list or object."""
+MAX_DEPTH = 12
+
+REASONS = {
+    "zero_advantage": "its reward is the group's mean: nothing to learn from",
+    "groups_equal": "all rewards of the group are the same: nothing to learn from",
+    "ungraded": "the rollout has no reward",
+    "curated": "a curator took it out",
+    "relayed": "an endpoint gave it as text: its tokens were never seen here",
+    "empty": "no token was sampled",
+    "greedy": "sampled at temperature 0: there is no choice to learn from",
+    "cancelled": "the call was cancelled before it ended",
+    "error": "the call ended with an error",
+    "context_missing": "what came before it is not recorded",
+    "context_flawed": "what came before it has a flaw",
+    "context_differs": "its recorded context has another digest than the one that the engine saw",
+    "bad_token": "a token id is impossible",
+    "bad_logprob": "a log-probability is impossible",
+    "bad_version": "a policy version is impossible",
+    "misaligned": "tokens, log-probabilities and versions differ in number",
+    "not_trained": "its group has not been trained",
+    "stale": "its tokens were too old",
+    "history_edited": "the caller changed earlier messages: they were rendered anew, as a branch of their own",
+    "reply_edited": "the caller sent a reply that was not sampled",
+    "tools_changed": "the caller changed the tools: all was rendered anew",
+    "template_rewrites_history": "the chat template writes earlier messages differently: all was rendered anew",
+}
+"""Why tokens were not trained, or groups dropped."""
+
+
+def cut(value: Any, most: int = MAX_TEXT, depth: int = MAX_DEPTH) -> Any:
+    """Returns JSON values with long texts and lists cut. What is left out is said in place."""
+    if isinstance(value, str):
+        return value if len(value) <= most else f"{value[:most]}… ({len(value) - most:,} more characters)"
+    if isinstance(value, dict):
+        if depth == 0:
+            return "…"
+        pairs = list(cast("dict[str, Any]", value).items())
+        shown = {cut(str(key), 200): cut(item, most, depth - 1) for key, item in pairs[:MAX_ITEMS]}
+        return shown | ({"…": f"{len(pairs) - MAX_ITEMS:,} more"} if len(pairs) > MAX_ITEMS else {})
+    if isinstance(value, list | tuple):
+        items = cast("list[Any]", value)
+        if depth == 0:
+            return "…"
+        more = [f"… {len(items) - MAX_ITEMS:,} more"] if len(items) > MAX_ITEMS else []
+        return [cut(item, most, depth - 1) for item in items[:MAX_ITEMS]] + more
+    return value

@@ -1,0 +1,278 @@
+"""vLLM 0.22 to 0.32: what differs between them, asked politely, and servers that were left paused."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from engine_cases import read, run, write_policy
+
+from faults.upstream_cases import VERSIONS, FakeVllm, engine_over, opened
+from penstock.engines.servers import base, pauses, vllm
+from penstock.errors import ConfigError, EngineError, RequestError
+from penstock.records import Sampling
+
+PROMPT = [1, 2, 3]
+SHORT = Sampling(max_tokens=4)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Path:
+    return write_policy(tmp_path / "0")
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_version_takes_weights_and_serves_them(version: str, start: Path, tmp_path: Path):
+    async def case():
+        server = FakeVllm(version=version)
+        async with server, opened([server.url], start) as engine:
+            server.confesses = True
+            for number in (1, 2):
+                await engine.load(number, write_policy(tmp_path / str(number)))
+                reply = await read(engine, PROMPT, SHORT)
+                assert (set(reply.versions), reply.logprobs[0], server.held) == ({number}, -float(number + 1), number)
+            assert not server.paused and not server.crashed
+            named = ["update_weight_version"] * server.names_weights
+            assert server.calls[:4] == ["pause", "collective_rpc", "reset_prefix_cache", *named, "resume"][:4]
+
+    run(case())
+
+
+@pytest.mark.parametrize("version", ["0.22.0", "0.32.0"])
+@pytest.mark.parametrize("timed", [True, False])
+def test_a_restart_is_noticed_by_whatever_the_server_tells(version: str, timed: bool, start: Path, tmp_path: Path):
+    async def case():
+        server = FakeVllm(version=version)
+        server.timed = timed
+        async with server, engine_over(server, folder=start) as engine:
+            await engine.load(1, write_policy(tmp_path / "1"))
+            await server.kill()
+            with pytest.raises(EngineError, match="no server is up"):
+                await read(engine, PROMPT, SHORT)
+            server.forget()
+            server.confesses = True
+            await server.start()
+            await engine.client.fleet.servers[0].up.wait()
+            assert (await read(engine, PROMPT, SHORT)).logprobs == (-2.0,) * 4
+
+    run(case())
+
+
+def test_a_restart_between_two_probes_is_noticed_by_the_start_time(start: Path, tmp_path: Path):
+    async def case():
+        server = FakeVllm(version="0.22.0")
+        async with server, engine_over(server, folder=start) as engine:
+            await engine.load(1, write_policy(tmp_path / "1"))
+            label = await engine.weights_label(server.url)
+            server.forget()
+            assert await engine.weights_label(server.url) != label
+
+    run(case())
+
+
+def test_a_server_that_hides_its_routes_is_known_by_its_version(start: Path, tmp_path: Path):
+    async def case():
+        for version in ("0.22.0", "0.32.0"):
+            server = FakeVllm(version=version)
+            server.documented = False
+            async with server, opened([server.url], start) as engine:
+                await engine.load(1, write_policy(tmp_path / "1"))
+                assert server.held == 1
+
+    run(case())
+
+
+def test_a_version_that_was_never_tried_is_told(caplog: pytest.LogCaptureFixture):
+    async def case():
+        async with FakeVllm(version="0.40.0") as server, opened([server.url]) as engine:
+            assert len((await read(engine, PROMPT, SHORT)).ids) == 4
+        assert "vLLM 0.40.0; versions from 0.22 to 0.32 were tried" in caplog.text
+
+    run(case())
+
+
+@pytest.mark.parametrize("token", [60, 10**9, -1])
+def test_no_token_outside_of_the_vocabulary_is_ever_sent(token: int):
+    async def case():
+        async with FakeVllm() as server, opened([server.url]) as engine:
+            for prompt, stop_ids in (([1, token], ()), ([1], (token,))):
+                with pytest.raises(RequestError, match=f"token {token} is none of the model's: it has 60"):
+                    await read(engine, prompt, Sampling(max_tokens=2, stop_ids=stop_ids))
+            assert server.requests == [] and not server.crashed
+            assert len((await read(engine, [59], SHORT)).ids) == 4
+
+    run(case())
+
+
+def test_a_model_folder_without_a_vocabulary_is_refused(tmp_path: Path):
+    async def case():
+        async with FakeVllm() as server:
+            with pytest.raises(ConfigError, match="vocab_size"):
+                async with opened([server.url], tmp_path):
+                    pass
+            assert server.requests == []
+
+    run(case())
+
+
+def test_the_smaller_vocabulary_of_server_and_model_bounds_what_is_sent(tmp_path: Path):
+    async def case():
+        async with FakeVllm() as server:
+            (tmp_path / "config.json").write_text('{"vocab_size": 50}')
+            server.root = str(tmp_path)
+            async with opened([server.url]) as engine:
+                assert engine.vocabulary == 50
+
+    run(case())
+
+
+def test_weights_that_cannot_be_read_leave_the_server_with_those_before(start: Path, tmp_path: Path):
+    """A server whose loading broke off dies of the next token; it gets its weights back before it goes on."""
+
+    async def case():
+        server = FakeVllm()
+        async with server, opened([server.url], start, down_s=0) as engine:
+            server.confesses = True
+            await engine.load(1, write_policy(tmp_path / "1"))
+            server.fails_once = True
+            with pytest.raises(EngineError, match="policy version 2 was taken by no server"):
+                await engine.load(2, write_policy(tmp_path / "2"))
+            assert (server.held, server.paused, server.broken) == (1, False, False)
+            assert set((await read(engine, PROMPT, SHORT)).logprobs) == {-2.0}
+
+    run(case())
+
+
+def test_the_first_weights_that_cannot_be_read_leave_the_server_with_those_of_its_start(tmp_path: Path):
+    async def case():
+        server = FakeVllm()
+        server.root = str(write_policy(tmp_path / "9"))
+        async with server, opened([server.url], write_policy(tmp_path / "here"), down_s=0) as engine:
+            server.unseen = str(tmp_path / "here")
+            with pytest.raises(EngineError, match="policy version 0 was taken by no server"):
+                await engine.load(0, tmp_path / "here")
+            assert (server.held, server.paused, server.broken) == (9, False, False)
+
+    run(case())
+
+
+# Paused servers
+
+KILLED = """
+import asyncio, sys
+from pathlib import Path
+from penstock.engines.servers.base import RemoteModel, paused_folder
+from penstock.engines.servers.vllm import VllmEngine
+from penstock.http.client import UpstreamError
+
+async def main(url, folder):
+    engine = VllmEngine([url], name="made-up", served=RemoteModel("made-up", 4096, True), folder=Path(folder))
+    async with engine.paused(url):
+        print("paused", flush=True)
+        await asyncio.sleep(600)
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_a_run_that_is_killed_leaves_no_server_paused(number: signal.Signals, start: Path):
+    async def case():
+        async with FakeVllm() as server:
+            process = await kill_while_paused(server, start, number)
+            await server.until_resumed()
+            assert process.returncode and not server.broken and server.calls[-1] == "resume"
+
+    run(case())
+
+
+def test_a_server_that_a_dead_run_left_paused_is_resumed_by_the_next_and_told(
+    start: Path, home: Path, caplog: pytest.LogCaptureFixture
+):
+    async def case():
+        async with FakeVllm(version="0.22.0") as server:
+            await kill_while_paused(server, start, signal.SIGKILL, with_child=True)
+            assert server.paused
+            async with opened([server.url], start) as engine:
+                assert len((await read(engine, PROMPT, SHORT)).ids) == 4
+            assert not server.paused
+        assert "was left paused by an earlier run that died; it was resumed" in caplog.text
+
+    run(case())
+
+
+def test_a_server_paused_by_another_program_is_waited_for_and_named(monkeypatch: pytest.MonkeyPatch):
+    async def case():
+        monkeypatch.setattr(vllm, "OTHERS_PAUSE_S", 0.1)
+        async with FakeVllm() as server:
+            await post(server, "/pause?mode=keep")
+            with pytest.raises(ConfigError, match=r"is paused, and not by a run on this machine.*curl -X POST .*/resume"):
+                async with opened([server.url]):
+                    pass
+            assert server.paused
+
+    run(case())
+
+
+def test_a_server_paused_with_weights_of_ours_is_resumed(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    """The run was on another machine."""
+
+    async def case():
+        monkeypatch.setattr(vllm, "OTHERS_PAUSE_S", 0.1)
+        async with FakeVllm() as server:
+            server.label = "penstock-0abc-3"
+            await post(server, "/pause?mode=keep")
+            async with opened([server.url]) as engine:
+                assert len((await read(engine, PROMPT, SHORT)).ids) == 4
+        assert "left paused with the weights of an earlier run; it was resumed" in caplog.text
+
+    run(case())
+
+
+def test_two_runs_of_one_machine_do_not_change_one_server_at_once(start: Path, monkeypatch: pytest.MonkeyPatch):
+    async def case():
+        monkeypatch.setattr(pauses, "LOCK_S", 0.0)
+        async with FakeVllm() as server, opened([server.url], start, down_s=0) as one, opened([server.url], start, down_s=0) as two:
+            wrong = pytest.raises(EngineError, match="is being changed by another run on this machine")
+            async with one.paused(server.url):
+                with wrong:
+                    await two.load(1, start)
+                assert server.paused
+
+    run(case())
+
+
+async def kill_while_paused(
+    server: FakeVllm, folder: Path, number: signal.Signals, *, with_child: bool = False
+) -> asyncio.subprocess.Process:
+    """Kill a process that has paused the server; with `with_child` its child process too."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", KILLED, server.url, str(folder), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    assert process.stdout is not None
+    assert await process.stdout.readline() == b"paused\n"
+    if with_child:
+        for child in children(process.pid):
+            os.kill(child, signal.SIGKILL)
+    process.send_signal(number)
+    await process.wait()
+    return process
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+async def post(server: FakeVllm, path: str) -> None:
+    http = base.HttpClient(base.RequestTimeouts())
+    await http.request_json(server.url + path, {})
+    await http.close()

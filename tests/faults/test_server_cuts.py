@@ -1,0 +1,156 @@
+"""Every point at which a vLLM server may fall silent, in every way: none leaves it paused, harmed, or a run without an end."""
+
+import asyncio
+import itertools
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+from engine_cases import read, write_policy
+from killable_process import FULL
+
+from faults.upstream_cases import VERSIONS, FakeVllm, engine_over, trouble
+from penstock.engines.retry import RetryPolicy
+from penstock.engines.servers import base, pauses, vllm
+from penstock.errors import PenstockError
+from penstock.http.client import RequestTimeouts
+from penstock.records import Sampling
+
+SHORT = Sampling(max_tokens=3)
+SILENT_S = 0.2
+"""What a server may be silent for in these tests."""
+DEADLINE_S = 30.0
+"""Far more than any of these takes."""
+
+Cut = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+async def reset(request: web.Request) -> web.StreamResponse:
+    assert request.transport is not None
+    request.transport.abort()
+    return web.Response()
+
+
+async def hang(request: web.Request) -> web.StreamResponse:
+    await asyncio.sleep(4 * SILENT_S)
+    return await reset(request)
+
+
+async def empty(request: web.Request) -> web.StreamResponse:
+    return web.Response()
+
+
+async def null(request: web.Request) -> web.StreamResponse:
+    return web.json_response(None)
+
+
+async def garbage(request: web.Request) -> web.StreamResponse:
+    return web.Response(text="<html>a proxy's page")
+
+
+async def other(request: web.Request) -> web.StreamResponse:
+    return web.json_response({"detail": "something else"})
+
+
+def status(code: int) -> Cut:
+    async def answer(request: web.Request) -> web.StreamResponse:
+        return trouble(code, "made-up trouble")
+
+    return answer
+
+
+CUTS: dict[str, Cut] = {
+    "reset": reset,
+    "hang": hang,
+    "empty": empty,
+    "null": null,
+    "garbage": garbage,
+    "other": other,
+    "404": status(404),
+    "400": status(400),
+    "500": status(500),
+    "503": status(503),
+}
+PLAYED = list(itertools.product(VERSIONS, CUTS) if FULL else zip(itertools.cycle(("0.22.0", "0.32.0")), CUTS, strict=False))
+
+
+@pytest.fixture(autouse=True)
+def impatient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(vllm, "OTHERS_PAUSE_S", 0.1)
+    monkeypatch.setattr(vllm, "CONTROL_S", SILENT_S)
+    monkeypatch.setattr(base, "RESUME_S", 3 * SILENT_S)
+    monkeypatch.setattr(pauses, "RETRY_S", 0.01)
+
+
+class CutAt:
+    """Spoils the answers to requests number `first` to `last`; afterwards, or before them, the server answers well."""
+
+    def __init__(self, cut: Cut, first: int, last: float) -> None:
+        self.seen = itertools.count()
+        self.cut, self.first, self.last = cut, first, last
+        self.reached = False
+
+    async def __call__(self, request: web.Request) -> web.StreamResponse | None:
+        if not self.first <= next(self.seen) <= self.last:
+            return None
+        self.reached = True
+        return await self.cut(request)
+
+
+async def publish_twice(server: FakeVllm, folders: list[Path]) -> list[str]:
+    """What a run asks of a server: sample, new weights, sample. Returns the errors."""
+    errors: list[str] = []
+    timeouts = RequestTimeouts(first_token_s=SILENT_S, stall_s=SILENT_S)
+    policy = RetryPolicy(first_wait_s=0.0, recheck_s=0.01, probe_s=SILENT_S, down_s=SILENT_S)
+    options = {"load_s": SILENT_S, "control_s": SILENT_S}
+    async with engine_over(server, folder=folders[0], timeouts=timeouts, policy=policy, **options) as engine:
+        for number, folder in enumerate(folders):
+            try:
+                await engine.load(number, folder)
+                await read(engine, [1, 2], SHORT)
+            except PenstockError as error:
+                errors.append(str(error))
+    return errors
+
+
+async def requests_of_a_run(version: str, folders: list[Path]) -> int:
+    async with FakeVllm(version=version) as server:
+        server.cut = counting = CutAt(empty, 0, -1)
+        assert await publish_twice(server, folders) == []
+        return next(counting.seen)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lasting", [False, True], ids=["once", "from then on"])
+@pytest.mark.parametrize(("version", "kind"), PLAYED)
+def test_no_answer_at_any_point_leaves_a_server_paused_or_a_run_without_an_end(
+    version: str, kind: str, lasting: bool, tmp_path: Path
+):
+    folders = [write_policy(tmp_path / str(number)) for number in range(2)]
+
+    async def case(first: int) -> None:
+        async with room, FakeVllm(version=version) as server:
+            server.root = str(folders[0])
+            server.cut = CutAt(CUTS[kind], first, float("inf") if lasting else first)
+            async with asyncio.timeout(DEADLINE_S):
+                errors = await publish_twice(server, folders)
+            if lasting:  # whoever comes next finds it well, or makes it so
+                server.cut = None
+                async with asyncio.timeout(DEADLINE_S):
+                    await base.bring_back_left(server.url, "")
+                    await server.until_resumed()  # by the child process that the engine left behind
+            assert not server.paused and not server.crashed, f"after request {first}"
+            assert all("\n" not in error for error in errors)
+
+    async def all_cases() -> None:
+        total = await requests_of_a_run(version, folders)
+        assert total >= 16
+        async with asyncio.TaskGroup() as group:
+            for first in range(0, total, 1 if FULL else 4 if lasting else 2):
+                group.create_task(case(first))
+        await asyncio.sleep(SILENT_S)  # connections that were reset are closed in the next rounds of the loop
+
+    room = asyncio.Semaphore(8)
+    asyncio.run(all_cases())

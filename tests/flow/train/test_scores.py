@@ -1,0 +1,55 @@
+"""What the trainer keeps of each trained token: the columns that the dashboard's token lens reads."""
+
+import json
+
+import pytest
+from training_cases import make_decoder, plain_logprobs, random_tree, section
+
+from penstock.train.batches import pack
+from penstock.train.learner import Learner
+from penstock.train.loop import LearnerUpdate
+from penstock.train.scores import MOST_TOKENS, score_lines, write_scores
+from penstock.view.rollouts import read_scores
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_scores_are_those_of_the_plain_forward_pass_whatever_the_layout(shared, tmp_path):
+    decoder, tree = make_decoder(), random_tree(3)
+    learner = Learner(decoder, section())
+    batch = pack(tree, rollouts=12, tokens_per_pass=40, shared_prefix=shared)
+    write_scores(tmp_path, 7, {"": LearnerUpdate(batch, learner.compute(batch))})
+    for rollout in {sequence.rollout_id for sequence in tree}:
+        own = [sequence for sequence in tree if sequence.rollout_id == rollout]
+        found = read_scores(tmp_path, 7, rollout)
+        assert len(found) == len(own)
+        for sequence, scores in zip(own, found, strict=True):
+            places = [at for at, trained in enumerate(sequence.trained) if trained]
+            plain = plain_logprobs(decoder, sequence).detach()
+            wanted = [float(plain[at - 1]) - sequence.logprobs[at] for at in places]
+            assert scores.gap == pytest.approx(wanted, rel=2e-3, abs=1e-5)  # half precision
+            assert scores.advantages == tuple(sequence.advantages[at] for at in places)
+            assert all(spread > 0 for spread in scores.entropy)
+
+
+def test_the_mean_of_the_kept_entropies_is_that_of_the_metrics():
+    learner, tree = Learner(make_decoder(), section()), random_tree(4)
+    batch = pack(tree, rollouts=12, tokens_per_pass=1000)
+    result = learner.compute(batch)
+    assert float(result.entropy.mean()) == pytest.approx(result.metrics.entropy)
+    assert len([json.loads(line) for line in score_lines(batch, result)]) == len(tree)
+
+
+def test_a_step_of_too_many_tokens_keeps_none(tmp_path):
+    class Huge:
+        trained_tokens = MOST_TOKENS + 1
+
+    write_scores(tmp_path, 1, {"": LearnerUpdate(Huge(), None)})  # pyright: ignore
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written_to_is_told_and_the_run_goes_on(tmp_path, caplog):
+    learner, tree = Learner(make_decoder(), section()), random_tree(4)
+    batch = pack(tree, rollouts=12, tokens_per_pass=1000)
+    (tmp_path / "scores").write_text("in the way")
+    write_scores(tmp_path, 1, {"": LearnerUpdate(batch, learner.compute(batch))})
+    assert "scores of step 1 cannot be written" in caplog.text

@@ -1,0 +1,289 @@
+"""The dashboard's screens as JSON, over HTTP routes without a socket: of finished, crashed, copied and PostgreSQL runs."""
+
+import asyncio
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx2 as httpx
+import pytest
+from postgres_server import server_url
+from view_cases import HOSTILE, make_evaluation, make_run
+
+from penstock.view.app import HEADERS, make_view_app
+from penstock.view.sources import FolderSource
+
+
+class Screens:
+    """Asks for screens of the runs below a folder."""
+
+    def __init__(self, place: Path, **more) -> None:
+        self.app = make_view_app(FolderSource(place), names=frozenset({"localhost"}), **more)
+
+    def ask(self, path: str, *, headers=None, **params) -> httpx.Response:
+        async def send() -> httpx.Response:
+            transport = httpx.ASGITransport(app=self.app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+                return await client.get(path, params=params or None, headers=headers)
+
+        return asyncio.run(send())
+
+    def get(self, name: str, **params):
+        answer = self.ask(f"/api/{name}", **params)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("runs")
+    make_run(root)
+    make_evaluation(root, "before", {0: [1.0, 1.0], 1: [1.0, 0.0]})
+    make_evaluation(root, "after", {0: [0.0, 0.0], 1: [1.0, 1.0]})
+    return root
+
+
+@pytest.fixture(scope="module")
+def screens(root) -> Screens:
+    return Screens(root)
+
+
+def test_runs_are_listed_with_their_reward_and_status(screens):
+    found = {run["id"]: run for run in screens.get("runs")["runs"]}
+    assert set(found) == {"run", "before", "after"}
+    run = found["run"]
+    assert (run["kind"], run["status"], run["model"], run["step"], run["steps"]) == ("train", "finished", HOSTILE, 3, 3)
+    assert run["spark"] == [0.5, 0.5, 0.5] and found["before"]["kind"] == "eval"
+
+
+def test_a_run_shows_what_was_lost_and_why(screens):
+    told = screens.get("run", run="run")
+    assert told["lost"]["ends"] == {"agent_error": 1}
+    assert told["lost"]["masked"] == {"greedy": 24, HOSTILE: 3} and told["lost"]["breaks"] == {"history_edited": 28}
+    assert "temperature 0" in told["reasons"]["greedy"]
+    assert [(alarm["kind"], alarm["count"]) for alarm in told["alarm_counts"]] == [("rollout.forged", 1)]
+    assert [(each["step"], each["reward"]) for each in told["heldout"]] == [(0, 0.2), (2, 0.6)]
+
+
+def test_curves_have_an_interval_and_go_on_from_a_step(screens):
+    told = screens.get("metrics", run="run", after=1)
+    assert told["steps"] == [2, 3] and told["columns"]["entropy"] == [0.5, pytest.approx(1 / 3)]
+    assert told["columns"]["margin"][0] == pytest.approx(1.96 * 0.5345 / 8**0.5, rel=1e-3)  # of 0, 1, 0, 1, …
+    assert told["columns"]["length"] == [5.0, 5.0]
+
+
+def test_a_step_opens_its_groups_with_rewards_and_advantages(screens):
+    told = screens.get("step", run="run", step=1)
+    assert [group["id"] for group in told["groups"]] == ["train-0", "train-1"]
+    second = told["groups"][1]["rollouts"]
+    assert [each["reward"] for each in second] == [0.0, 1.0, 0.0, 1.0]
+    assert [round(each["advantage"], 3) for each in second] == [-1.0, 1.0, -1.0, 1.0]
+    assert [each["tokens"] for each in second] == [5] * 4
+
+
+def test_a_group_shows_where_its_attempts_part(screens):
+    told = screens.get("group", run="run", group="train-1")
+    assert (told["state"], told["step"], told["parting"]) == ("trained", 1, 4)  # three of the prompt, one of the reply
+    assert {each["parts_at"] for each in told["attempts"]} == {0}
+    assert told["attempts"][0]["next"] != told["attempts"][1]["next"]
+
+
+def test_a_rollout_says_why_it_got_its_reward_and_what_became_of_each_call(screens):
+    good = screens.get("rollout", run="run", rollout="train-0.1.1")
+    assert (good["reward"], good["why"]) == (1.0, f"grader {HOSTILE} gave 1 to the whole rollout.")
+    assert [(call["trained"], call["mask"]) for call in good["calls"]] == [(True, None), (True, None), (False, "greedy")]
+    assert (good["calls"][2]["break"], good["calls"][1]["parent"], good["credit"]["step"]) == ("history_edited", 0, 1)
+    failed = screens.get("rollout", run="run", rollout="train-0.3.1")
+    assert failed["reward"] is None and "ended as agent_error: boom" in failed["why"]
+    assert {call["mask"] for call in failed["calls"]} == {"ungraded"}
+    curated = screens.get("rollout", run="run", rollout="train-1.0.1")
+    assert [call["mask"] for call in curated["calls"]] == [None, "curated", "greedy"]
+    waiting = screens.get("rollout", run="run", rollout="train-6.1.1")
+    assert (waiting["calls"][0]["mask"], waiting["credit"]["state"]) == ("not_trained", "complete")
+
+
+def test_a_judges_note_is_shown_with_the_rollout(root):
+    folder = root / "run" / "artifacts" / "train-0.0.1"
+    folder.mkdir(parents=True)
+    (folder / "verdict.json").write_text('{"score": 0.0, "explanation": "too short <b>"}')
+    assert Screens(root).get("rollout", run="run", rollout="train-0.0.1")["note"] == "too short <b>"
+
+
+def test_the_exact_request_of_a_call_has_all_messages_on_its_path(screens):
+    told = screens.get("call", run="run", rollout="train-0.1.1", call=1)
+    assert [message["role"] for message in told["request"]["messages"]] == ["user", "assistant", "tool"]
+    assert told["request"]["tools"][0]["function"]["name"] == HOSTILE
+
+
+def test_tokens_carry_what_engine_and_trainer_recorded(screens):
+    told = screens.get("tokens", run="run", rollout="train-0.1.1", call=1)
+    assert told["ids"] == [1, 2, 3, 5, 7, 4, 5, 7] and told["sampled_by"] == [None, None, None, 0, 0, None, 1, 1]
+    assert (told["gap"], told["token_advantages"], told["trained"]) == ([0.125, 0.0], [1.5, 1.5], True)
+    assert told["logprobs"] == [-0.5, -0.5] and told["versions"] == [0, 0] and told["has_text"]
+    without = screens.get("tokens", run="run", rollout="train-2.1.1", call=0)
+    assert without["gap"] is None and without["entropy"] is None and round(without["advantage"], 3) == 1.0
+    broken = screens.get("tokens", run="run", rollout="train-0.1.1", call=2)
+    assert broken["breaks"][0]["reason"] == "history_edited" and broken["mask"] == "greedy"
+
+
+def test_the_timeline_has_agents_graders_trainer_and_publications(screens):
+    told = screens.get("timeline", run="run")
+    lanes = [span["lane"] for span in told["spans"]]
+    assert lanes.count("agents") == 28 and lanes.count("graders") == 28 and lanes.count("publications") == 3
+    assert [span["name"] for span in told["spans"] if span["lane"] == "trainer"][:2] == [
+        "waits for groups of step 1",
+        "update of step 1",
+    ]
+
+
+def test_the_pool_shows_the_ledger_and_that_each_group_is_in_it_once(screens):
+    told = screens.get("pool", run="run")
+    assert told["check"] == {"lines": 6, "groups": 6, "trained": 6, "is_exact": True}
+    assert [line["group_id"] for line in told["ledger"]] == [f"train-{n}" for n in (5, 4, 3, 2, 1, 0)]
+
+
+def test_evaluations_are_compared_by_task_worst_regression_first(screens):
+    told = screens.get("evals", runs="before,after")
+    assert [(row["task"], row["change"]) for row in told["rows"]] == [("task-0", -1.0), ("task-1", 0.5)]
+    paired = told["columns"][1]["paired"]
+    assert (paired["value"], told["columns"][1]["shared"]) == (-0.25, 2)
+
+
+def test_long_texts_are_cut_and_say_so(screens):
+    text = screens.get("rollout", run="run", rollout="train-2.0.1")["calls"][1]["messages"][0]["content"]
+    assert len(text) < 20_100 and text.endswith("(980,000 more characters)")
+
+
+def test_a_search_finds_steps_groups_and_rollouts(screens):
+    kinds = [screens.get("find", run="run", text=text)["kind"] for text in ("2", "train-1", "train-1.0.1", "nothing' OR 1=1")]
+    assert kinds == ["step", "group", "rollout", None]
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [
+        ("run", 400),
+        ("run?run=../secret", 404),
+        ("run?run=%00", 404),
+        ("run?run=/etc", 404),
+        ("rollout?run=run&rollout=nobody", 404),
+        ("tokens?run=run&rollout=train-0.0.1&call=99", 404),
+        ("tokens?run=run&rollout=train-0.0.1&call=x", 400),
+        ("group?run=run&group=nobody", 404),
+        ("step?run=run&step=99", 404),
+        ("timeline?run=run&span=abc", 400),
+        ("nothing", 404),
+    ],
+)
+def test_bad_input_is_refused_with_a_reason(screens, path, status):
+    answer = screens.ask(f"/api/{path}")
+    assert answer.status_code == status and answer.json()["error"]["message"]
+
+
+def test_other_names_and_other_sites_are_refused_and_pages_have_a_strict_policy(screens):
+    assert screens.ask("/api/runs", headers={"host": "evil.example"}).status_code == 421
+    assert screens.ask("/api/runs", headers={"origin": "https://evil.example"}).status_code == 403
+    assert screens.ask("/api/runs", headers={"sec-fetch-site": "cross-site"}).status_code == 403
+    for path in ("/", "/main.js", "/api/runs", "/api/run"):
+        answer = screens.ask(path)
+        assert {name: answer.headers[name] for name in HEADERS} == HEADERS
+    assert "unsafe" not in HEADERS["content-security-policy"]
+
+
+def test_with_a_token_nothing_is_read_without_it(root):
+    closed = Screens(root, token="the token")
+    assert closed.ask("/").status_code == 200 and closed.ask("/api/runs").status_code == 401
+    assert closed.ask("/api/runs", headers={"authorization": "Bearer wrong"}).status_code == 401
+    assert closed.ask("/api/runs", headers={"authorization": "Bearer the token"}).status_code == 200
+
+
+def test_a_single_run_shows_no_other_beside_it(root):
+    one = Screens(root / "run")
+    assert [run["id"] for run in one.get("runs")["runs"]] == ["run"]
+    assert one.ask("/api/run", run="before").status_code == 404
+
+
+def test_a_link_out_of_the_folder_is_not_followed(root, tmp_path):
+    make_run(tmp_path, "outside")
+    (root / "linked").symlink_to(tmp_path / "outside")
+    assert Screens(root).ask("/api/run", run="linked").status_code == 404
+
+
+def content(folder: Path) -> dict[str, tuple[int, bytes]]:
+    return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def test_looking_changes_nothing_in_the_folder(root, screens):
+    before = content(root)
+    for path in (
+        "runs",
+        "run?run=run",
+        "metrics?run=run",
+        "step?run=run&step=1",
+        "groups?run=run",
+        "ended?run=run&end=agent_error",
+    ):
+        assert screens.ask(f"/api/{path}").status_code == 200
+    screens.get("tokens", run="run", rollout="train-0.1.1", call=0)
+    screens.get("timeline", run="run")
+    screens.get("pool", run="run")
+    assert content(root) == before
+
+
+CRASH = """
+import os, sys
+sys.path.append(sys.argv[2])
+import view_cases
+from pathlib import Path
+from penstock.pool.sql.pool import SqlPool
+async def no_close(self): pass
+SqlPool.close = no_close
+view_cases.make_run(Path(sys.argv[1]), finished=False)
+os._exit(9)
+"""
+
+
+def test_a_crashed_run_is_read_with_what_its_log_holds_also_from_a_copy(tmp_path):
+    helpers = str(Path(__file__).parents[2] / "helpers")
+    done = subprocess.run([sys.executable, "-c", CRASH, str(tmp_path), helpers], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 9, done.stderr
+    assert (tmp_path / "run" / "pool.db-wal").stat().st_size > 0
+    os.utime(tmp_path / "run" / "events.jsonl", (1, 1))
+    for place in (tmp_path / "run", Path(shutil.copytree(tmp_path / "run", tmp_path / "copy"))):
+        told = Screens(place).get("run", run=place.name)
+        assert (told["status"], told["stats"]["groups_trained"], told["step"]) == ("interrupted", 6, 3)
+    assert (tmp_path / "run" / "pool.db-wal").stat().st_size > 0
+
+
+def test_a_torn_and_a_damaged_line_of_metrics_are_left_out_and_counted(tmp_path):
+    folder = make_run(tmp_path)
+    lines = (folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (folder / "metrics.jsonl").write_bytes(lines[0] + lines[1].replace(b'"reward":0.5', b'"reward":0.9') + lines[2][:50])
+    told = Screens(folder).get("run", run="run")
+    assert (told["step"], told["damaged"]) == (1, 1)
+
+
+def test_a_run_that_grows_is_read_on_and_one_that_is_replaced_is_read_again(tmp_path):
+    folder = make_run(tmp_path)
+    screens, file = Screens(folder), folder / "metrics.jsonl"
+    whole = file.read_bytes()
+    first = whole.splitlines(keepends=True)[0]
+    file.write_bytes(first)
+    assert screens.get("metrics", run="run")["steps"] == [1]
+    file.write_bytes(whole)
+    assert screens.get("metrics", run="run")["steps"] == [1, 2, 3]
+    (folder / "new").write_bytes(first)
+    (folder / "new").replace(file)
+    assert screens.get("metrics", run="run")["steps"] == [1]
+
+
+def test_a_postgres_run_is_read_like_any_other(tmp_path):
+    folder = make_run(tmp_path, "viewed", pool="postgres", url=server_url())
+    screens = Screens(folder)
+    assert screens.get("run", run="viewed")["stats"]["groups_trained"] == 6
+    assert screens.get("rollout", run="viewed", rollout="train-0.1.1")["reward"] == 1.0
+    assert screens.get("pool", run="viewed")["check"]["is_exact"]
+    assert len(screens.get("ended", run="viewed", end="agent_error")["rollouts"]) == 1
+    assert screens.get("tokens", run="viewed", rollout="train-0.1.1", call=1)["gap"] == [0.125, 0.0]

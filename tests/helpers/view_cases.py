@@ -1,0 +1,191 @@
+"""Run folders for the dashboard's tests, made without a model, with hostile texts wherever an agent can write."""
+
+import asyncio
+import base64
+import json
+import struct
+from pathlib import Path
+
+from penstock.config import RunConfig
+from penstock.events import Events
+from penstock.pool import POOLS
+from penstock.records import End, Grade, Mark, Node, Sampling, Step, Task, make_rollout
+from penstock.run.folder import RunFolder, open_run_folder
+from penstock.testing import write_tokenizer
+
+HOSTILE = "<script>window.pwned=1</script><img src=x onerror=window.pwned=1> \u202eabc\u2066 ü\u2028 </pre>"
+LONG = "x" * 1_000_000
+STEPS, GROUPS, SIZE = 3, 2, 4
+
+
+def make_run(
+    root: Path, name: str = "run", *, pool: str = "sqlite", url: str = "", finished: bool = True, model: str = HOSTILE
+) -> Path:
+    """A run of three steps with two groups of four: rewards 0, 1, 0, 1; one rollout failed, one call was not trainable."""
+    section = {"name": pool, **({"url": url} if url else {})}
+    (root / "tasks.jsonl").write_text('{"prompt": "x"}\n')
+    tree = {
+        "run": {"name": name, "folder": str(root)},
+        "model": {"name": model},
+        "pool": section,
+        "dataset": {"train": str(root / "tasks.jsonl")},
+    }
+    folder = open_run_folder(RunConfig.model_validate(tree), fresh=False)
+    write_tokenizer(folder.path / "checkpoints" / "000003")
+    asyncio.run(_fill(folder, pool, url))
+    write_scores(folder.path)
+    folder.add_evaluation("before-0", 0.2)
+    folder.add_evaluation("during-2", 0.6)
+    if finished:
+        summary = {"name": name, "status": "finished", "steps": STEPS, "rollouts": STEPS * GROUPS * SIZE}
+        folder.write_summary(json.dumps(summary).encode())
+    return folder.path
+
+
+async def _fill(folder: RunFolder, kind: str, url: str) -> None:
+    pool = POOLS.load(kind)(folder.path, url=url)
+    with Events(folder.events) as events:
+        events.emit("run.start", name="run")
+        for step in range(1, STEPS + 1):
+            events.emit("step.start", step=step, version=step - 1)
+            names = [f"train-{(step - 1) * GROUPS + at}" for at in range(GROUPS)]
+            for at, group in enumerate(names):
+                await add_group(pool, events, group, (step - 1) * GROUPS + at, version=step - 1)
+            lease = await pool.claim(GROUPS, version=step - 1, max_staleness=0, lease_s=60)
+            events.emit("train.start", step=step, groups=GROUPS)
+            await pool.ack(lease.id, step)
+            events.emit("policy.publish", version=step, seconds=0.01)
+            folder.add_metrics(metrics(step, names))
+            events.emit("train.step", step=step)
+        await add_group(pool, events, "train-6", 6, version=3)  # complete, and waits
+        events.emit("rollout.forged", rollout_id="train-0.0.1", text=HOSTILE)
+        events.emit("run.end", summary={})
+    await pool.close()
+
+
+async def add_group(
+    pool, events, group: str, seq: int, *, version: int, channel: str = "train", size: int = SIZE, good=None
+) -> None:
+    task = Task(id=f"task-{seq}", prompt=({"role": "user", "content": f"{seq} {HOSTILE}"},), label=HOSTILE)
+    rollouts = [make_rollout(group, task.id, place, channel=channel) for place in range(size)]
+    await pool.open_group(task, rollouts, seq=seq)
+    for place, rollout in enumerate(rollouts):
+        events.emit("rollout.start", rollout_id=rollout.id, group_id=group, channel=channel, task_id=task.id)
+        await add_calls(pool, rollout.id, task, place, version=version)
+        events.emit("rollout.grade", rollout_id=rollout.id)
+        failed = group == "train-0" and place == 3
+        reward = good[place] if good else float(place % 2)
+        grades = [] if failed else [Grade(rollout_id=rollout.id, reward=reward, source=f"grader {HOSTILE}")]
+        await pool.end(rollout.id, End.AGENT_ERROR if failed else End.COMPLETED, f"boom \ud800 {HOSTILE}" if failed else "", grades)
+        events.emit(
+            "rollout.end", rollout_id=rollout.id, group_id=group, channel=channel, end="completed", message="", reward=reward
+        )
+        if group == "train-1" and place == 0:
+            await pool.mark(Mark(rollout_id=rollout.id, step=1, trainable=False, note=HOSTILE))
+
+
+async def add_calls(pool, rollout_id: str, task: Task, place: int, *, version: int) -> None:
+    """Two calls and a third that was rendered anew."""
+    tool = {"type": "function", "function": {"name": HOSTILE, "parameters": {}}}
+    call = {"id": "1", "type": "function", "function": {"name": HOSTILE, "arguments": json.dumps({"a": HOSTILE})}}
+    first = Node(rollout_id=rollout_id, id=0, parent=None, token_ids=(1, 2, 3), chain="a", messages=task.prompt, tools=(tool,))
+    result = {"role": "tool", "tool_call_id": "1", "content": LONG if rollout_id == "train-2.0.1" else HOSTILE}
+    second = Node(rollout_id=rollout_id, id=1, parent=0, token_ids=(4,), chain="b", messages=(result,))
+    edited = {"role": "user", "content": "start again"}
+    third = Node(rollout_id=rollout_id, id=2, parent=None, token_ids=(9,), chain="c", messages=(edited,), reason="history_edited")
+    said = [
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "assistant", "content": f"answer {place} {HOSTILE}"},
+    ]
+    for index, (node, message) in enumerate(
+        zip((first, second, third), (*said, {"role": "assistant", "content": "third"}), strict=True)
+    ):
+        ids = (5, 6 + place % 2) if index < 2 else (8,)
+        step = Step(
+            rollout_id=rollout_id,
+            index=index,
+            node=node.id,
+            transcript="main",
+            completion_ids=ids,
+            logprobs=(-0.5,) * len(ids),
+            versions=(version,) * len(ids),
+            sampling=Sampling(temperature=0.0 if index == 2 else 1.0),
+            finish="stop",
+            message=message,
+            chain=f"d{index}",
+            seconds=0.25,
+            created=1_790_000_000.0 + index,
+        )
+        await pool.append(step, node)
+
+
+def metrics(step: int, names: list[str]) -> dict:
+    return {
+        "step": step,
+        "steps": STEPS,
+        "version": step,
+        "reward": 0.5,
+        "rewards": [0.0, 1.0] * 4,
+        "groups": GROUPS,
+        "group_ids": names,
+        "groups_equal": 0,
+        "groups_stale": 0,
+        "rollouts": GROUPS * SIZE,
+        "ends": {"completed": 8},
+        "masked": {"greedy": 8, HOSTILE: 1},
+        "breaks": {"history_edited": 8},
+        "inexact": {},
+        "exact_tokens": 40,
+        "sampled_tokens": 40,
+        "unhashed_tokens": 40,
+        "loss": 0.1,
+        "exact_token_rate": 1.0,
+        "entropy": 1.0 / step,
+        "kl_behaviour": 0.001,
+        "logprob_gap": 1e-6,
+        "staleness": 0.0,
+        "staleness_max": 0,
+        "trained_tokens": 32,
+        "rollout_s": 1.0,
+        "train_s": 0.5,
+        "grad_norm": 1.0,
+        "tokens_per_s": 10.0,
+        "ratio": 1.0,
+    }
+
+
+def write_scores(folder: Path) -> None:
+    """What the trainer recorded of step 1: four trained tokens of one rollout."""
+    halves = base64.b64encode(struct.pack("<4e", 0.25, -0.5, 0.125, 0.0)).decode()
+    line = {"rollout_id": "train-0.1.1", "gap": halves, "entropy": halves, "advantages": [[4, 1.5]]}
+    (folder / "scores").mkdir()
+    (folder / "scores" / "000001.jsonl").write_text(json.dumps(line) + "\n")
+
+
+def make_evaluation(root: Path, name: str, rewards: dict[int, list[float]]) -> Path:
+    """An evaluation: by row, the rewards of its two attempts."""
+    (root / "tasks.jsonl").write_text('{"prompt": "x"}\n')
+    tree = {
+        "run": {"name": name, "folder": str(root)},
+        "model": {"name": "tiny"},
+        "dataset": {"train": str(root / "tasks.jsonl")},
+        "eval": {"samples": 2, "k": [1, 2]},
+    }
+    folder = open_run_folder(RunConfig.model_validate(tree), fresh=False)
+
+    async def fill() -> None:
+        pool = POOLS.load("sqlite")(folder.path)
+        with Events(folder.events) as events:
+            events.emit("eval.begin", model="tiny")
+            for row, values in rewards.items():
+                await add_group(pool, events, f"eval-{row}", row, version=0, channel="eval", size=2, good=values)
+        await pool.close()
+
+    asyncio.run(fill())
+    estimate = {"value": 0.5, "low": 0.0, "high": 1.0}
+    folder.write_summary(
+        json.dumps(
+            {"status": "finished", "tasks": len(rewards), "samples": 2, "reward": estimate, "passes": {"1": estimate}}
+        ).encode()
+    )
+    return folder.path
