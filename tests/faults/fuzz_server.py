@@ -221,7 +221,22 @@ async def rollout(folder):
         ]
 
 
-KINDS = {"gateway": gateway, "open": open_gateway, "controller": controller, "rollout": rollout}
+@asynccontextmanager
+async def view(folder):
+    from view_cases import make_run
+
+    from penstock.view.app import SCREENS, serve_view
+    from penstock.view.sources import FolderSource
+
+    folder.mkdir(parents=True, exist_ok=True)
+    await asyncio.to_thread(make_run, folder)
+    async with serve_view(FolderSource(folder), host="127.0.0.1", port=0, token="the token") as url:
+        known = "run=run&group=train-0&rollout=train-0.1.1&call=1&step=1&end=agent_error&text=train-0"
+        routes = [("GET", "/", ""), ("GET", "/main.js", ""), *(("GET", f"/api/{name}?{known}", "") for name in SCREENS)]
+        yield [{"name": "view", "url": url.rstrip("/"), "routes": routes, "token": "the token"}]
+
+
+KINDS = {"view": view, "gateway": gateway, "open": open_gateway, "controller": controller, "rollout": rollout}
 
 
 async def main(kind: str, folder: Path) -> None:

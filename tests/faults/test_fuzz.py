@@ -19,7 +19,7 @@ from killable_process import FULL
 
 REQUESTS = int(os.environ.get("PENSTOCK_FUZZ_REQUESTS") or (100_000 if FULL else 3_000))
 SEED = os.environ.get("PENSTOCK_FUZZ_SEED", "1")
-SHARES = {"gateway": 0.45, "open gateway": 0.1, "controller": 0.25, "rollout server": 0.12, "callbacks": 0.08}
+SHARES = {"gateway": 0.45, "open gateway": 0.1, "controller": 0.25, "rollout server": 0.12, "callbacks": 0.08, "view": 0.15}
 CALLERS = 12
 ANSWER_S, HALF_S = 240, 2
 STALL_S = 0.2

@@ -21,7 +21,7 @@ from penstock.gateway.last_request import LastRequest
 from penstock.gateway.pending_response import PendingResponse
 from penstock.gateway.shared_counters import Peers
 from penstock.pool.base import Pool
-from penstock.records import Attempt, Message, Rollout, Sampling, Task, make_rollout
+from penstock.records import ADHOC_CHANNEL, Attempt, Message, Rollout, Sampling, Task, make_rollout
 
 MAX_TRANSCRIPTS = 8
 """Transcripts of a rollout whose last request is kept; any other is parsed in full."""
@@ -496,7 +496,6 @@ class Sessions:
 
 # Rollouts without a dataset row
 
-ADHOC_CHANNEL = "adhoc"
 RESERVED_PREFIX = "penstock."
 """Begins the names of our own entries in a task's metadata."""
 _SAMPLING = f"{RESERVED_PREFIX}sampling"
