@@ -45,10 +45,10 @@ def long_prompts(tasks: Sequence[Task], render: Render, context_length: int, pat
     if not (beyond := [each for each in found if each[0] >= context_length]):
         return ""
     tokens, row = max(beyond)
+    what = f"{path}: {len(beyond)} of {len(tasks)} prompts are longer than the model's context of {context_length:,} tokens"
     return (
-        f"{path}: {len(beyond)} of {len(tasks)} prompts are longer than the model's context of {context_length:,} tokens "
-        f"(row {row} has {tokens:,}): a call with the whole prompt will fail; shorten them, leave these rows out, or take a model with a longer "
-        "context"
+        f"{what} (row {row} has {tokens:,}): a call with the whole prompt will fail; shorten them, leave these rows out, or take a "
+        "model with a longer context"
     )
 
 
