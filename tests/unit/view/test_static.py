@@ -17,4 +17,4 @@ def test_numbers_keep_their_zeros_and_small_ones_their_exponent():
     done = subprocess.run(
         ["node", "--input-type=module", "-"], input=script, text=True, capture_output=True, timeout=60, check=True
     )
-    assert json.loads(done.stdout) == ["0", "120", "120", "0.5", "1,235", "4.20e-7", "-0.25", "20", "1,000,000", "–"]
+    assert json.loads(done.stdout) == ["0", "120", "120", "0.5", "1,235", "4.20e-7", "-0.25", "20", "1,000,000", "\u2013"]
