@@ -183,6 +183,11 @@ class TrainSection(Section):
     """Steps between checkpoints. Groups trained since the last one are trained again after a kill, from that checkpoint."""
     checkpoints_kept: int = Field(default=2, ge=2)
     """The newest ones; at least two."""
+    device: str = "auto"
+    """Of the learner, where the engine is on servers: `cpu`, `cuda`, `cuda:1`; `auto` takes the GPU with the most free memory,
+    where there is one. The embedded engine shares its weights with the learner: there `engine.device` says it."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of the learner, likewise; `auto` is float32 on a CPU and bfloat16 on a GPU, with float32 copies that are trained."""
 
     @model_validator(mode="before")
     @classmethod

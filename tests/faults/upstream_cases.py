@@ -322,7 +322,12 @@ class FakeVllm:
                 return self._transfer(call, body)
 
     def _reload(self, path: str) -> web.Response:
-        self.broken = self.refuses or self.fails_once or path == self.unseen or not (Path(path) / "model.safetensors").exists()
+        self.broken = (
+            self.refuses
+            or self.fails_once
+            or bool(self.unseen and path.startswith(self.unseen))
+            or not (Path(path) / "model.safetensors").exists()
+        )
         self.fails_once = False
         if self.broken:
             return trouble(500, "Call to collective_rpc method failed: Worker failed with error 'made-up trouble'")

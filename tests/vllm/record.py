@@ -1,6 +1,6 @@
 """Asks a real vLLM server every route that Penstock uses, and writes the answers down.
 
-`python record.py URL MODEL_FOLDER OUT.json [--ipc] [--sleep]`. The double of the tests plays these answers.
+`python record.py URL MODEL_FOLDER OUT.json [--ipc] [--sleep] [--failures]`. The double of the tests plays these answers.
 Standard library only, except for `--ipc`, which sends weights by CUDA IPC.
 """
 
@@ -166,7 +166,8 @@ def main(url: str, model: str, out: str, *options: str) -> None:
             recorder.record_ipc()
         if "--sleep" in options:
             recorder.record_sleep()
-        recorder.record_failures()
+        if "--failures" in options:
+            recorder.record_failures()
     finally:
         Path(out).write_text(json.dumps(recorder.answers, indent=1) + "\n")
 

@@ -31,6 +31,7 @@ from penstock.train.held_out import BackgroundEvaluation, refuse_all_failed
 from penstock.train.learner import UpdateMetrics, UpdateResult, total_metrics
 from penstock.train.policy import save
 from penstock.train.policy_groups import group_of
+from penstock.train.publication import Publication
 from penstock.train.scores import write_scores
 from penstock.train.memory import peak_memory
 from penstock.train.sequences import breaks, exactness, sequences
@@ -415,8 +416,15 @@ def step_metrics(
         "code_changes": max(0, len(run.folder.code_versions()) - 1),
         **reply_examples(attempts),
         **staleness(total.sequences, version),
+        **_publication(run),
         **({"policies": policy_metrics(run, ready, metrics, version=version)} if run.config.policies else {}),
     }
+
+
+def _publication(run: TrainingRun) -> dict[str, Any]:
+    """Returns how the last version reached the servers; nothing where there are none."""
+    last: Publication | None = getattr(run.publisher, "last", None)
+    return {"publish_way": last.way, "publish_s": round(last.seconds, 3), "publish_bytes": last.bytes} if last else {}
 
 
 def policy_metrics(

@@ -16,7 +16,8 @@ from penstock.engines.base import Engine, has_adapters
 from penstock.engines.embedded.decoder import Decoder
 from penstock.engines.embedded.engine import EmbeddedEngine
 from penstock.engines.embedded.lora import Adapter
-from penstock.engines.embedded.weights import load_decoder, read_weights
+from penstock.engines.embedded.weights import read_weights
+from penstock.engines.servers.vllm import VllmEngine
 from penstock.errors import ConfigError, TrainError
 from penstock.events import Events
 from penstock.pool.base import Pool
@@ -29,7 +30,9 @@ from penstock.run.opening import open_pool, open_rollout_runner, sampling
 from penstock.run.policies import trained_policies
 from penstock.train.advantages import ADVANTAGES
 from penstock.train.learner import Learner
+from penstock.train.learner_device import load_learner_decoder, memory_split, refuse_learner_settings
 from penstock.train.policy import AdapterPublisher, FolderPublisher, InPlacePublisher, PolicyPublishers, Publisher
+from penstock.train.publication import ServerPublisher, publication_ways
 
 
 class RolloutSource(Protocol):
@@ -113,8 +116,16 @@ async def open_training(config: RunConfig, inputs: Inputs, folder: RunFolder, ev
         stack.push_async_callback(pool.close)
         rollouts = await stack.enter_async_context(open_rollouts(config, inputs, folder, events, pool))
         shared = getattr(rollouts.engine, "decoder", None)
-        decoder = shared or await asyncio.to_thread(load_decoder, inputs.folder)
+        refuse_learner_settings(config, shared=shared is not None)
+        decoder = shared or await asyncio.to_thread(load_learner_decoder, config, inputs.folder)
         learners = await asyncio.to_thread(open_learners, decoder, config, inputs)
+        whole, engine, publisher = learners.get(""), rollouts.engine, None
+        if isinstance(engine, VllmEngine) and whole is not None and whole.adapter is None:
+            for text in await asyncio.to_thread(memory_split, decoder):
+                events.emit("stage", text=text)
+            ways = await publication_ways(config, engine, decoder, folder)
+            publisher = ServerPublisher(engine, whole, model=inputs.folder, ways=ways, events=events)
+            stack.push_async_callback(publisher.close)
         yield TrainingRun(
             config=config,
             inputs=inputs,
@@ -122,7 +133,7 @@ async def open_training(config: RunConfig, inputs: Inputs, folder: RunFolder, ev
             events=events,
             pool=pool,
             rollouts=rollouts,
-            publisher=_publisher(learners, rollouts.engine, inputs.folder, folder.path / "served"),
+            publisher=publisher or _publisher(learners, rollouts.engine, inputs.folder, folder.path / "served"),
             learners=learners,
             advantage=ADVANTAGES.load(config.train.advantage),
         )

@@ -385,8 +385,8 @@ def make_core(
     return EngineCore(decoder, slots=section.slots or 32, cache_tokens=section.cache_tokens or 65536, decode=decode)
 
 
-def pick_device(name: str) -> torch.device:
-    """The device that `engine.device` names; "auto" is a GPU if there is one."""
+def pick_device(name: str, setting: str = "engine.device") -> torch.device:
+    """The device that a setting names; "auto" is a GPU if there is one."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -394,7 +394,7 @@ def pick_device(name: str) -> torch.device:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as cause:
         reason = str(cause).splitlines()[0]
-        raise ConfigError(f"engine.device = {name!r} cannot be used here ({reason}); leave it at 'auto'") from cause
+        raise ConfigError(f"{setting} = {name!r} cannot be used here ({reason}); leave it at 'auto'") from cause
     return device
 
 

@@ -68,11 +68,15 @@ def save_decoder(decoder: Decoder, folder: Path) -> None:
 
 def public_state(decoder: Decoder) -> dict[str, Tensor]:
     """The weights under Hugging Face names, contiguous, on the CPU."""
+    return {name: value.cpu().contiguous() for name, value in public_tensors(decoder).items()}
+
+
+def public_tensors(decoder: Decoder) -> dict[str, Tensor]:
+    """The weights under Hugging Face names, as views of the decoder's own."""
     state: dict[str, Tensor] = {}
     for name, value in decoder.state_dict().items():
-        names = public_names(name)
-        for part, piece in zip(names, value.split(_split_sizes(name, decoder.shape, value)), strict=True):
-            state[part] = piece.detach().cpu().contiguous()
+        pieces = value.split(_split_sizes(name, decoder.shape, value))
+        state |= {part: piece.detach() for part, piece in zip(public_names(name), pieces, strict=True)}
     return state
 
 

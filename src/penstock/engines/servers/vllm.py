@@ -6,8 +6,9 @@ docs/engines.md has a table of what differs between versions.
 
 import asyncio
 import re
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypedDict
 
@@ -23,8 +24,9 @@ from penstock.engines.servers.base import (
     log,
     open_remote,
 )
-from penstock.engines.servers.model_files import ModelContents, PublishedWeights, read_vocabulary
+from penstock.engines.servers.model_files import ModelContents, PublishedWeights, check_same_shape, read_vocabulary
 from penstock.engines.servers.pauses import RecoverySteps, ServerCall
+from penstock.engines.servers.transfer import WeightSender, exchange
 from penstock.errors import EngineError
 from penstock.http.client import HttpClient, UpstreamError
 from penstock.records import Sampling
@@ -85,6 +87,11 @@ MIN_TEMPERATURE = 0.01
 class VllmSection(RemoteSection):
     """`[engine]` for `name = "vllm"`."""
 
+    weights: Literal["auto", "ipc", "nccl", "memory", "folder"] = "auto"
+    """How new weights reach the servers: `ipc` (on the same GPU) and `nccl` (across GPUs) by vLLM's weight transfer, `memory` by a
+    folder in /dev/shm, `folder` by one in the run's folder. `auto` takes the first that both ends can do; the last is the
+    fallback of all."""
+
     def preflight(self, model: str) -> None:
         VllmEngine.preflight(self, model)
 
@@ -116,6 +123,13 @@ class VllmFeatures(NamedTuple):
         values: dict[str, Any] = config.get(section) or {}
         return values.get(key)
 
+    @property
+    def transfer_backend(self) -> str:
+        """Which transfer of weights it was started with; empty for none, and for `ipc` without leave to read pickles."""
+        backend: str = self.setting("weight_transfer_config", "backend") or ""
+        env: dict[str, Any] = self.settings.get("vllm_env") or {}
+        return "" if backend == "ipc" and not env.get("VLLM_ALLOW_INSECURE_SERIALIZATION") else backend
+
 
 class NamedWeights(NamedTuple):
     """Our record of what a server holds that cannot name its weights."""
@@ -144,6 +158,8 @@ class VllmEngine(RemoteEngine):
         self._features: dict[str, VllmFeatures] = {}
         self._named: dict[str, NamedWeights] = {}
         """By URL, for servers without `/weight_info`."""
+        self._connected: dict[str, str] = {}
+        """By URL, the start of the server that a transfer was set up with."""
         self._roots: dict[str, str] = {}
         """The model that each server was started with, as its own path or name."""
 
@@ -186,7 +202,8 @@ class VllmEngine(RemoteEngine):
 
     async def change_weights(self, url: str, wanted: PublishedWeights) -> None:
         if wanted.written is not None:
-            await asyncio.wait_for(wanted.written.wait(), self._load_s)
+            with _missed(f"{wanted.folder} was not written in time"):
+                await asyncio.wait_for(wanted.written.wait(), self._load_s)
         started = await self._start_time(url)
         await self.post(url, reload_call(str(wanted.folder)), limit_s=self._load_s)
         await self.finish_change(url, wanted, started)
@@ -208,7 +225,50 @@ class VllmEngine(RemoteEngine):
 
     def recovery_steps(self, url: str, before: PublishedWeights) -> RecoverySteps:
         folders = [str(before.folder), *filter(None, [self._roots.get(url)])]
-        return [[reload_call(folder) for folder in folders], [RESET], [self.resume_call]]
+        steps = [[reload_call(folder) for folder in folders], [RESET], [self.resume_call]]
+        features = self._features.get(url)
+        if features is not None and features.transfer_backend:
+            steps.insert(0, [FINISH])  # refused where no transfer is under way
+        return steps
+
+    async def transfer(self, version: int, sender: WeightSender, folder: Path, written: asyncio.Event) -> None:
+        """Like `load`, from the sender's memory to that of every server. `folder` holds the weights once `written` is set.
+
+        A server that fails gets its weights before back, from their folder.
+        """
+        wanted = self._weights(version, folder)._replace(written=written)
+        async with self._loading:
+            if self._published is None:
+                start = self._initial.folder
+                await self._check_loadable(await asyncio.to_thread(check_same_shape, start, start, self.context_length))
+            await self._publish(wanted, partial(self._receive, sender))
+
+    async def _receive(self, sender: WeightSender, url: str, wanted: PublishedWeights) -> None:
+        started = await self._start_time(url)
+        if self._connected.get(url) != started:
+            size = _field(await self.client.http.request_json(f"{url}/get_world_size"), "world_size", url)
+            info, work = await asyncio.to_thread(sender.connect, url, int(size))
+            await exchange(self.post(url, ServerCall("/init_weight_transfer_engine", {"init_info": info})), work, self._load_s)
+            self._connected[url] = started
+        await self.post(url, ServerCall("/start_weight_update", {}))
+        try:
+            info, work = await asyncio.to_thread(sender.send, url)
+            update = self.post(url, ServerCall("/update_weights", {"update_info": info}), limit_s=self._load_s)
+            await exchange(update, work, self._load_s)
+        except BaseException:
+            del self._connected[url]
+            raise
+        await self.post(url, FINISH, limit_s=self._load_s)
+        await self.finish_change(url, wanted, started)
+
+    async def transfer_backend(self) -> str:
+        """The `--weight-transfer-config` of all servers that are up; empty if they differ or have none that can be used."""
+        up = [server.url for server in self.client.fleet.servers if server.up.is_set()]
+        try:
+            found = {(await self.features(url)).transfer_backend for url in up}
+        except UpstreamError:
+            return ""
+        return found.pop() if len(found) == 1 else ""
 
     async def load_obstacle(self, url: str, model: ModelContents) -> str:
         features = await self.features(url, renew=True)
@@ -265,6 +325,7 @@ class VllmEngine(RemoteEngine):
         return RemoteModel(model.name, model.context_length, processed, vocabulary=model.vocabulary)
 
 
+FINISH = ServerCall("/finish_weight_update", {})
 RESET = ServerCall("/reset_prefix_cache?reset_running_requests=true", {})
 
 
@@ -321,6 +382,14 @@ async def read_features(http: HttpClient, url: str) -> VllmFeatures:
     else:
         routes = frozenset(route for route in DEV_MODE if version >= ADDED_IN.get(route, ()))
     return VllmFeatures(version, routes, settings if isinstance(settings, dict) else {})
+
+
+@contextmanager
+def _missed(text: str) -> Generator[None]:
+    try:
+        yield
+    except TimeoutError as cause:
+        raise UpstreamError(text, kind="broken", status=504) from cause
 
 
 async def _optional(http: HttpClient, url: str) -> Any:

@@ -1,0 +1,58 @@
+"""Where the learner computes if the engine is on servers: its device and precision, and how it shares a GPU with them."""
+
+from pathlib import Path
+
+import torch
+
+from penstock.config import RunConfig
+from penstock.engines.embedded.decoder import Decoder
+from penstock.engines.embedded.engine import pick_device, pick_dtype
+from penstock.engines.embedded.weights import load_decoder
+from penstock.errors import ConfigError, TrainError
+
+GIB = 1 << 30
+
+
+def refuse_learner_settings(config: RunConfig, *, shared: bool) -> None:
+    """ConfigError if `train.device` or `train.dtype` would be ignored, as the engine shares its weights with the learner."""
+    for name in ("device", "dtype") if shared else ():
+        if getattr(config.train, name) != "auto":
+            raise ConfigError(
+                f"train.{name}: the {config.engine.name} engine and the learner share their weights; set engine.{name}"
+            )
+
+
+def pick_learner_device(name: str) -> torch.device:
+    """The device that `train.device` names; "auto" is the GPU with the most free memory: servers fill those that they use."""
+    if name == "auto" and torch.cuda.is_available():
+        return torch.device("cuda", max(range(torch.cuda.device_count()), key=lambda index: torch.cuda.mem_get_info(index)[0]))
+    return pick_device(name, "train.device")
+
+
+def load_learner_decoder(config: RunConfig, folder: Path) -> Decoder:
+    device = pick_learner_device(config.train.device)
+    dtype = pick_dtype(config.train.dtype, device)
+    try:
+        return load_decoder(folder, device=device, dtype=dtype)
+    except torch.OutOfMemoryError as cause:
+        raise TrainError(
+            f"{device} has no room for the learner's weights beside what else is there; start vLLM with a lower "
+            "--gpu-memory-utilization, or set train.device"
+        ) from cause
+
+
+def memory_split(decoder: Decoder) -> list[str]:
+    """How the learner and everything else share its GPU, in words; empty on a CPU."""
+    if decoder.device.type != "cuda":
+        return []
+    free, total = torch.cuda.mem_get_info(decoder.device)
+    parameters = sum(weight.numel() for weight in decoder.parameters())
+    weight = decoder.embed.weight
+    mine = parameters * weight.element_size()
+    # Gradients and two moments; in half precision the masters, which are trained, too.
+    later = parameters * (12 if weight.dtype == torch.float32 else 14)
+    return [
+        f"the learner is on {decoder.device} in {str(weight.dtype).removeprefix('torch.')}: of {total / GIB:.1f} GiB servers and "
+        f"others hold {(total - free - mine) / GIB:.1f}, {free / GIB:.1f} are free, and the learner will take about "
+        f"{later / GIB:.1f} more beside what its passes need"
+    ]

@@ -1,0 +1,256 @@
+"""How weights travel to vLLM servers: which way is chosen, what is told and measured, and what happens where one fails."""
+
+import asyncio
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from aiohttp import web
+from engine_cases import read, run, write_policy
+from test_train_servers import AGENT, TINY, tiny_server
+
+from faults.upstream_cases import VERSIONS, FakeVllm, engine_over
+from penstock.config import load_config
+from penstock.engines.embedded.weights import load_decoder, public_state, public_tensors
+from penstock.engines.retry import RetryPolicy
+from penstock.engines.servers.transfer import TransferRound, exchange
+from penstock.errors import ConfigError, EngineError
+from penstock.http.client import UpstreamError
+from penstock.records import Sampling
+from penstock.run.inputs import read_inputs
+from penstock.train import learner_device, publication
+from penstock.train.learner_device import pick_learner_device
+from penstock.train.run import train
+from penstock.train.weight_senders import NcclSender
+
+SHORT = Sampling(max_tokens=4)
+GONE_AT_ONCE = RetryPolicy(first_wait_s=0.0, recheck_s=0.0, down_s=0.0)
+
+
+class NumberedSender:
+    """Sends weights whose first name is their number, as the double reads them."""
+
+    backend = "ipc"
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.connected: list[int] = []
+        self.work: Any = None
+
+    def connect(self, url: str, world_size: int) -> TransferRound:
+        self.connected.append(world_size)
+        return TransferRound({})
+
+    def send(self, url: str) -> TransferRound:
+        return TransferRound({"names": [str(self.number)], "dtype_names": ["float32"], "shapes": [[1]]}, self.work)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_version_takes_a_transfer(version: str, tmp_path: Path):
+    async def case():
+        async with transferring(version) as server, engine_over(server, folder=write_policy(tmp_path / "0")) as engine:
+            sender = NumberedSender()
+            for number in (3, 4):
+                sender.number = number
+                await engine.transfer(number, sender, tmp_path / str(number), asyncio.Event())
+                assert (await read(engine, [1], SHORT)).logprobs == (-number - 1.0,) * 4
+            calls = ["pause", "init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update"]
+            assert server.calls[:6] == [*calls, "reset_prefix_cache"] and sender.connected == [1]
+            assert not server.paused and not server.broken
+
+    run(case())
+
+
+@pytest.mark.parametrize("version", ["0.22.0", "0.32.0"])
+@pytest.mark.parametrize("fault", ["the server refuses", "this side fails", "this side never ends", "the server is cut off"])
+def test_a_transfer_that_fails_leaves_the_version_before_served(version: str, fault: str, tmp_path: Path):
+    async def case():
+        async with (
+            transferring(version) as server,
+            engine_over(server, folder=write_policy(tmp_path / "0"), policy=GONE_AT_ONCE, load_s=0.5) as engine,
+        ):
+            await engine.load(1, write_policy(tmp_path / "1"))
+            sender, never = NumberedSender(), threading.Event()
+            sender.number = 2
+            if fault == "the server refuses":
+                server.cut = spoil_update
+            elif fault == "the server is cut off":
+                server.cut = reset_update
+            else:
+                sender.work = fail if fault == "this side fails" else never.wait
+            with pytest.raises(EngineError, match="policy version 2 was taken by no server"):
+                await engine.transfer(2, sender, tmp_path / "2", asyncio.Event())
+            never.set()
+            server.cut = None
+            assert (engine.version, server.held, server.paused, server.broken) == (1, 1, False, False)
+            assert set((await read(engine, [1], SHORT)).versions) == {1}
+            sender.work = None
+            await engine.transfer(2, sender, tmp_path / "2", asyncio.Event())
+            assert (engine.version, server.held) == (2, 2)
+
+    run(case())
+
+
+def test_a_server_that_restarts_after_a_transfer_reads_the_folder_once_it_is_written(tmp_path: Path):
+    async def case():
+        async with transferring("0.22.0") as server, engine_over(server, folder=write_policy(tmp_path / "0")) as engine:
+            sender, written = NumberedSender(), asyncio.Event()
+            sender.number = 2
+            await engine.transfer(2, sender, tmp_path / "2", written)
+            await server.kill()
+            with pytest.raises(EngineError):
+                await read(engine, [1], SHORT)
+            server.forget()
+            await server.start()
+            write_policy(tmp_path / "2")
+            assert server.held == 0
+            written.set()
+            await engine.client.fleet.servers[0].up.wait()
+            assert server.held == 2
+
+    run(case())
+
+
+def test_a_collective_that_never_ends_ends_with_the_deadline():
+    async def case():
+        never = threading.Event()
+        with pytest.raises(UpstreamError, match=r"took longer than 0\.05 s"):
+            await exchange(asyncio.sleep(0), never.wait, 0.05)  # type: ignore[arg-type]
+        with pytest.raises(UpstreamError, match="took longer"):
+            await exchange(asyncio.sleep(600), None, 0.05)
+        never.set()
+
+    run(case())
+
+
+def test_the_tensors_that_are_sent_are_those_of_a_model_folder(tmp_path: Path):
+    decoder = load_decoder(write_policy(tmp_path / "0"))
+    sent, saved = public_tensors(decoder), public_state(decoder)
+    assert sent.keys() == saved.keys() and all(torch.equal(sent[name], saved[name]) for name in saved)
+    owned = {value.untyped_storage().data_ptr() for value in decoder.state_dict().values()}
+    assert all(value.untyped_storage().data_ptr() in owned for value in sent.values())  # nothing is copied
+
+
+def test_nccl_is_told_to_the_server_and_broadcast_in_its_order(tmp_path: Path):
+    """The communicator is vLLM's, which needs GPUs: here it only says what it was given."""
+    sender, heard = NcclSender(load_decoder(write_policy(tmp_path / "0"))), []
+    info, join = sender.connect("http://127.0.0.1:8000", 2)
+    assert (info["rank_offset"], info["world_size"], info["master_address"], join is not None) == (1, 3, "127.0.0.1", True)
+    info, work = sender.send("http://127.0.0.1:8000")
+    assert (info["names"][0], info["dtype_names"][0], work is not None) == ("model.embed_tokens.weight", "float32", True)
+    assert heard == [] and set(info) == {"names", "dtype_names", "shapes"}
+
+
+# Whole runs
+
+
+def test_the_folder_in_shared_memory_is_taken_on_this_machine_and_told(tmp_path: Path):
+    events, steps = trained(tmp_path)
+    assert "by a folder in shared memory, else a folder on disk" in texts(events)
+    assert {step["publish_way"] for step in steps} == {"a folder in shared memory"}
+    assert all(step["publish_bytes"] > 10_000 and step["publish_s"] >= 0 for step in steps)
+    assert not list(publication.SHARED_MEMORY.glob("penstock-*tiny*"))
+
+
+def test_a_way_that_fails_is_told_and_the_next_one_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(publication, "SHARED_MEMORY", tmp_path / "memory")
+    (tmp_path / "memory").mkdir()
+
+    def hide(server: FakeVllm) -> None:
+        server.unseen = str(tmp_path / "memory")  # as a server in a container has a /dev/shm of its own
+
+    events, steps = trained(tmp_path, hide, "engine.down_s=0")
+    assert {step["publish_way"] for step in steps} == {"a folder on disk"}
+    failed = [fields["text"] for kind, fields in events if kind == "publish.failed"]
+    assert "tried again by a folder on disk" in failed[0] and len(failed) == 2
+    assert "from now on: it has failed 2 times in a row" in failed[1]
+
+
+def test_a_way_that_cannot_be_taken_is_refused_with_what_it_needs(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"engine\.weights = 'ipc' cannot be used here: .*VLLM_ALLOW_INSECURE_SERIALIZATION=1"):
+        trained(tmp_path, lambda server: None, 'engine.weights="ipc"')
+
+
+# The learner's device
+
+
+def test_the_learner_has_the_precision_that_is_asked_for(tmp_path: Path):
+    trained(tmp_path, lambda server: None, 'train.dtype="bfloat16"', 'train.device="cpu"')
+    header = (tmp_path / "tiny/checkpoints/000002/model.safetensors").read_bytes()[8:400]
+    assert b'"BF16"' in header
+
+
+def test_a_device_that_is_not_there_is_named(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"train\.device = 'cuda:7' cannot be used here"):
+        trained(tmp_path, lambda server: None, 'train.device="cuda:7"')
+
+
+def test_the_embedded_engine_has_the_learners_device(tmp_path: Path):
+    config = load_config(TINY / "train.toml", [f'run.folder="{tmp_path}"', 'train.device="cpu"'])
+    with pytest.raises(ConfigError, match=r"train\.device: the embedded engine and the learner share.*engine\.device"):
+        asyncio.run(train(config, read_inputs(config, silent), listener=silent, stop=asyncio.Event()))
+
+
+def test_of_several_gpus_the_emptiest_is_the_learners(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: ((10, 70, 30)[index], 80))
+    assert pick_learner_device("auto") == torch.device("cuda", 1)
+    assert pick_learner_device("cpu") == torch.device("cpu")
+
+
+def test_on_a_cpu_there_is_no_memory_to_split(tmp_path: Path):
+    assert learner_device.memory_split(load_decoder(write_policy(tmp_path / "0"))) == []
+
+
+def transferring(version: str) -> FakeVllm:
+    server = FakeVllm(version=version)
+    server.backend, server.insecure, server.confesses = "ipc", True, True
+    return server
+
+
+async def spoil_update(request: web.Request) -> web.StreamResponse | None:
+    return web.json_response({"error": "made-up trouble"}, status=500) if request.path == "/update_weights" else None
+
+
+async def reset_update(request: web.Request) -> web.StreamResponse | None:
+    if request.path != "/update_weights":
+        return None
+    assert request.transport is not None
+    request.transport.abort()
+    return web.Response()
+
+
+def fail() -> None:
+    raise RuntimeError("made-up trouble")
+
+
+def trained(folder: Path, prepare: Any = None, *settings: str) -> tuple[list[tuple[str, dict[str, Any]]], list[dict[str, Any]]]:
+    """Train the tiny policy for two steps; returns the events and the metrics."""
+    events: list[tuple[str, dict[str, Any]]] = []
+
+    async def case() -> None:
+        async with tiny_server() as server:
+            (prepare or (lambda server: None))(server)
+            text = (TINY / "train.toml").read_text().replace("slots = 32", f'name = "vllm"\nurl = ["{server.url}"]')
+            (folder / "agent.py").write_text(AGENT)
+            (folder / "tasks.jsonl").write_text((TINY / "tasks.jsonl").read_text())
+            (folder / "train.toml").write_text(text)
+            given = [f'run.folder="{folder}"', "train.steps=2", "sampling.max_tokens=8", "train.checkpoint_every=1", *settings]
+            config = load_config(folder / "train.toml", given)
+            inputs = await asyncio.to_thread(read_inputs, config, silent)
+            async with asyncio.timeout(120):
+                await train(config, inputs, listener=lambda kind, fields: events.append((kind, fields)), stop=asyncio.Event())
+
+    asyncio.run(case())
+    return events, [fields for kind, fields in events if kind == "train.step"]
+
+
+def texts(events: list[tuple[str, dict[str, Any]]]) -> str:
+    return "\n".join(str(fields.get("text")) for kind, fields in events if kind == "stage")
+
+
+def silent(kind: str, fields: dict[str, Any]) -> None:
+    """Nobody watches."""
