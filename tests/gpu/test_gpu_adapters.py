@@ -34,6 +34,15 @@ def test_a_new_version_of_an_adapter_needs_no_other_capture():
     assert work.check() > 50
 
 
+def test_an_engine_that_was_warm_before_its_first_adapter_goes_on():
+    work = PolicyWorkload(random.Random(6), 8, 20_000, paged_steps=4, device="cuda", late=True)
+    work.core.warm_up()
+    work.play(20, swaps=False)
+    work.add_adapters()
+    work.play(30, swaps=True)
+    assert work.check() > 50
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_compiled_updates_have_the_gradients_of_the_flat_path(dtype: torch.dtype):
     tree, found = some_tree(0), list[dict[str, torch.Tensor]]()

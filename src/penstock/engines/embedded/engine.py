@@ -261,9 +261,12 @@ class EmbeddedEngine:
             failures = 0
             while not self._closing:
                 self._run_commands()
-                failures = 0 if self._advance() else failures + 1
+                problem = self._advance()
+                failures = failures + 1 if problem else 0
+                if problem:
+                    log.error("%s", problem)
                 if failures == MAX_FAILED_STEPS:
-                    ended = f"the engine has given up after {MAX_FAILED_STEPS} failed steps in a row; open a new one"
+                    ended = f"the engine has given up after {MAX_FAILED_STEPS} failed steps in a row: {problem}; open a new one"
                     return
         except BaseException as cause:
             ended = f"the engine has stopped: {type(cause).__name__}: {cause}; open a new one"
@@ -279,18 +282,19 @@ class EmbeddedEngine:
         while not self._closing and (self._core.idle or not self._commands.empty()):
             self._commands.get()()
 
-    def _advance(self) -> bool:
-        """Run one step; False if it failed. Active requests then fail with it, and waiting ones are served next."""
+    def _advance(self) -> str:
+        """Run one step; returns why it failed, or nothing. Active requests fail with it, and waiting ones are served next."""
         if self._closing:
-            return True
+            return ""
         try:
             sampled = self._core.step()
         except Exception as cause:
             lost = self._core.drop()
-            self._fail([request.key for request in lost], f"a step of the engine failed: {type(cause).__name__}: {cause}")
-            return False
+            problem = f"a step of the engine failed: {type(cause).__name__}: {cause}"
+            self._fail([request.key for request in lost], problem)
+            return problem
         self._deliver(sampled)
-        return True
+        return ""
 
     def _swap(self, version: int, change: Callable[[], None], policies: Collection[str] | None, done: "Future[None]") -> None:
         if not done.set_running_or_notify_cancel():

@@ -228,7 +228,8 @@ class Lanes:
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
         if (storage := self._addresses()) != self._storage:
-            self.captured, self.captured_passes, self._storage = {}, {}, storage
+            # With its graphs goes their memory pool: torch refuses to capture into one that no graph uses any more.
+            self.captured, self.captured_passes, self._pool, self._storage = {}, {}, None, storage
 
     def wait(self) -> None:
         if self._stream is not None:
@@ -271,9 +272,11 @@ class Lanes:
         """Capture a step; the ones that warm up run on lanes that are idle, and so change nothing."""
         kept = self._state.clone(), self._cursor.clone()
         self._state[3].zero_()
-        self.captured[lanes, truncated] = graph = self._capture_work(lambda: self._step(lanes, truncated))
-        self._cursor.copy_(kept[1])
-        self._state.copy_(kept[0])
+        try:
+            self.captured[lanes, truncated] = graph = self._capture_work(lambda: self._step(lanes, truncated))
+        finally:
+            self._cursor.copy_(kept[1])
+            self._state.copy_(kept[0])
         return graph
 
     def _capture_pass(self, size: int) -> torch.cuda.CUDAGraph:
