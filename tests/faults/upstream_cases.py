@@ -97,6 +97,8 @@ class FakeVllm:
         """Whether its metrics say when it was started."""
         self.backend: str | None = None
         """Of its `--weight-transfer-config`."""
+        self.sleeps = False
+        """Its --enable-sleep-mode."""
         self.insecure = False
         """VLLM_ALLOW_INSECURE_SERIALIZATION."""
         self.cut: Callable[[web.Request], Awaitable[web.StreamResponse | None]] | None = None
@@ -258,6 +260,7 @@ class FakeVllm:
             "model_config": {
                 "logprobs_mode": "processed_logprobs" if self.processed else "raw_logprobs",
                 "dtype": "torch.bfloat16",
+                "enable_sleep_mode": self.sleeps,
             },
             "device_config": {"device": self.device},
             "cache_config": {"gpu_memory_utilization": 0.3},
@@ -289,6 +292,10 @@ class FakeVllm:
                 return self._reload(body["kwargs"]["weights_path"])
             case "sleep" | "wake_up":
                 self.asleep = call == "sleep"
+                if self.asleep:
+                    self._running.clear()
+                else:
+                    self._running.set()
                 return web.Response()
             case _:
                 return self._transfer(call, body)

@@ -173,6 +173,24 @@ def test_a_way_that_cannot_be_taken_is_refused_with_what_it_needs(tmp_path: Path
         trained(tmp_path, lambda server: None, 'engine.weights="ipc"')
 
 
+def test_servers_sleep_while_an_update_is_computed_and_wake_for_the_next_version(tmp_path: Path):
+    servers: list[FakeVllm] = []
+
+    def sleepy(server: FakeVllm) -> None:
+        server.sleeps = True
+        servers.append(server)
+
+    _, steps = trained(tmp_path, sleepy, "engine.sleep=true")
+    calls = servers[0].calls
+    assert len(steps) == 2 and calls.count("sleep") == calls.count("wake_up") == 2
+    assert calls[calls.index("sleep") + 1] == "wake_up" and not servers[0].asleep and not servers[0].paused
+
+
+def test_a_server_that_cannot_sleep_is_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match="start it with --enable-sleep-mode"):
+        trained(tmp_path, lambda server: None, "engine.sleep=true")
+
+
 # The learner's device
 
 
