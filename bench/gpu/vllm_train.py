@@ -171,8 +171,13 @@ def second_server(folder: Path, model: Path, server: Server) -> None:
     run.finish(100 if not CPU else 900)
 
 
+def stop(number: int, frame: object) -> None:
+    """End, but leave no server behind."""
+    sys.exit(128 + number)
+
+
 def main(model: Path) -> None:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no server is left
+    signal.signal(signal.SIGTERM, stop)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as made:
         folder = Path(made)
         transfer = [] if CPU else ["--weight-transfer-config", '{"backend": "ipc"}']

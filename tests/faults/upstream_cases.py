@@ -26,6 +26,7 @@ from aiohttp import web
 
 from penstock.engines.retry import RetryPolicy
 from penstock.engines.servers.base import RemoteModel
+from penstock.engines.servers.transfer import TransferRound
 from penstock.engines.servers.vllm import VllmEngine, VllmSection, open_engine
 from penstock.http.client import RequestTimeouts
 
@@ -420,6 +421,24 @@ class FakeVllm:
         seen = full if not self.processed else 0.0 if body["top_k"] == 1 else full / 2 if tempered else full
         logprobs = {"token_logprobs": [seen], "tokens": ["é"], "text_offset": [place], "top_logprobs": [{"é": seen}]}
         return {"index": 0, "text": "é", "logprobs": logprobs, "finish_reason": None, "token_ids": [token_id]}
+
+
+class NumberedSender:
+    """Sends weights whose first name is their number, as the double reads them."""
+
+    backend = "ipc"
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.connected: list[int] = []
+        self.work: Any = None
+
+    def connect(self, url: str, world_size: int) -> TransferRound:
+        self.connected.append(world_size)
+        return TransferRound({})
+
+    def send(self, url: str) -> TransferRound:
+        return TransferRound({"names": [str(self.number)], "dtype_names": ["float32"], "shapes": [[1]]}, self.work)
 
 
 @asynccontextmanager

@@ -11,11 +11,11 @@ from aiohttp import web
 from engine_cases import read, run, write_policy
 from test_train_servers import AGENT, TINY, tiny_server
 
-from faults.upstream_cases import VERSIONS, FakeVllm, engine_over
+from faults.upstream_cases import VERSIONS, FakeVllm, NumberedSender, engine_over
 from penstock.config import load_config
 from penstock.engines.embedded.weights import load_decoder, public_state, public_tensors
 from penstock.engines.retry import RetryPolicy
-from penstock.engines.servers.transfer import TransferRound, exchange
+from penstock.engines.servers.transfer import exchange
 from penstock.errors import ConfigError, EngineError
 from penstock.http.client import UpstreamError
 from penstock.records import Sampling
@@ -27,24 +27,6 @@ from penstock.train.weight_senders import NcclSender
 
 SHORT = Sampling(max_tokens=4)
 GONE_AT_ONCE = RetryPolicy(first_wait_s=0.0, recheck_s=0.0, down_s=0.0)
-
-
-class NumberedSender:
-    """Sends weights whose first name is their number, as the double reads them."""
-
-    backend = "ipc"
-
-    def __init__(self) -> None:
-        self.number = 0
-        self.connected: list[int] = []
-        self.work: Any = None
-
-    def connect(self, url: str, world_size: int) -> TransferRound:
-        self.connected.append(world_size)
-        return TransferRound({})
-
-    def send(self, url: str) -> TransferRound:
-        return TransferRound({"names": [str(self.number)], "dtype_names": ["float32"], "shapes": [[1]]}, self.work)
 
 
 @pytest.mark.parametrize("version", VERSIONS)

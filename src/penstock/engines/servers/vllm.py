@@ -148,7 +148,7 @@ class VllmEngine(RemoteEngine):
 
     kind = "vLLM"
     path = "/v1/completions"
-    pause_call = ServerCall("/pause?mode=keep", {})
+    pause_call = ServerCall("/pause?mode=keep", {}, "paused")
     resume_call = ServerCall("/resume", {}, "resumed")
     load_remedy = "start vLLM with VLLM_SERVER_DEV_MODE=1, where the run's folder has the same path as here"
 
@@ -216,12 +216,12 @@ class VllmEngine(RemoteEngine):
         """Drop caches of the old weights, and give the new ones their name."""
         for _ in range(RESET_TRIES):
             answer = await self.post(url, RESET)
-            if not isinstance(answer, dict) or answer.get("success", True):  # before 0.26 the answer is empty
+            if not isinstance(answer, dict) or answer.get("success", True):  # before 0.26 it is empty
                 break
         else:
             raise UpstreamError(f"{url} has kept what it computed with the weights before", kind="broken", status=200)
         if "/update_weight_version" in (await self.features(url)).routes:
-            await self.post(url, ServerCall("/update_weight_version", {"new_version": wanted.label}))
+            await self.post(url, ServerCall("/update_weight_version", {"new_version": wanted.label}, wanted.label))
             return
         if started != (now := await self._start_time(url)):
             raise UpstreamError(f"{url} restarted while it loaded weights", kind="broken")
@@ -254,13 +254,14 @@ class VllmEngine(RemoteEngine):
         if self._connected.get(url) != started:
             size = _field(await self.client.http.request_json(f"{url}/get_world_size"), "world_size", url)
             info, work = await asyncio.to_thread(sender.connect, url, int(size))
-            await exchange(self.post(url, ServerCall("/init_weight_transfer_engine", {"init_info": info})), work, self._load_s)
+            init = ServerCall("/init_weight_transfer_engine", {"init_info": info}, "initialized")
+            await exchange(self.post(url, init), work, self._load_s)
             self._connected[url] = started
-        await self.post(url, ServerCall("/start_weight_update", {}))
+        await self.post(url, START)
         try:
             info, work = await asyncio.to_thread(sender.send, url)
-            update = self.post(url, ServerCall("/update_weights", {"update_info": info}), limit_s=self._load_s)
-            await exchange(update, work, self._load_s)
+            update = ServerCall("/update_weights", {"update_info": info}, "updated")
+            await exchange(self.post(url, update, limit_s=self._load_s), work, self._load_s)
         except BaseException:
             del self._connected[url]
             raise
@@ -380,14 +381,15 @@ class VllmEngine(RemoteEngine):
         return RemoteModel(model.name, model.context_length, processed, vocabulary=model.vocabulary)
 
 
-FINISH = ServerCall("/finish_weight_update", {})
+START = ServerCall("/start_weight_update", {}, "started")
+FINISH = ServerCall("/finish_weight_update", {}, "finished")
 SLEEP = ServerCall("/sleep?level=1", {})
 WAKE = ServerCall("/wake_up", {})
 RESET = ServerCall("/reset_prefix_cache?reset_running_requests=true", {})
 
 
 def reload_call(folder: str) -> ServerCall:
-    return ServerCall("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": folder}})
+    return ServerCall("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": folder}}, "results")
 
 
 def open_engine(
