@@ -41,10 +41,11 @@ TASKS = Path(__file__).parents[1] / "examples" / "multiply" / "tasks.jsonl"
 
 
 class StepTime(NamedTuple):
-    """Milliseconds of a step: on the clock, and of this process's processor time."""
+    """Milliseconds of a step: on the clock, of processor time, and of that in the event loop, which all rollouts wait for."""
 
     wall_ms: float
     cpu_ms: float
+    loop_ms: float
 
 
 def config_of(folder: Path) -> RunConfig:
@@ -125,7 +126,7 @@ async def client_alone(url: str) -> list[StepTime]:
 
 class StepClock:
     def __init__(self) -> None:
-        self._clocks: tuple[Callable[[], float], ...] = (time.perf_counter, time.process_time)
+        self._clocks: tuple[Callable[[], float], ...] = (time.perf_counter, time.process_time, time.thread_time)
         self._last = [clock() for clock in self._clocks]
 
     def lap(self) -> StepTime:
@@ -139,8 +140,7 @@ async def measure(folder: Path) -> dict[str, float]:
         mine = await ours(folder)
     found: dict[str, float] = {}
     for name, times in (("step", mine), ("client", client)):
-        found[f"{name}_ms"] = median(one.wall_ms for one in times)
-        found[f"{name}_cpu_ms"] = median(one.cpu_ms for one in times)
+        found |= {f"{name}_{kind}": median(getattr(one, kind) for one in times) for kind in StepTime._fields}
     return found
 
 
@@ -153,10 +153,10 @@ def main() -> None:
     if options.json:
         print(orjson.dumps(found, option=orjson.OPT_INDENT_2).decode())
         return
-    print(
-        f"step: {found['step_ms']:.0f} ms for {GROUPS * SIZE} rollouts of one turn, {found['step_cpu_ms']:.0f} ms of a core", end=""
-    )
-    print(f"; the agent's client alone: {found['client_ms']:.0f} ms, {found['client_cpu_ms']:.0f} ms of a core")
+    for name, what in (("step", f"{GROUPS * SIZE} rollouts of one turn"), ("client", "the agents' client alone")):
+        wall, cpu, loop = (found[f"{name}_{kind}"] for kind in StepTime._fields)
+        print(f"step: {what}: {wall:.0f} ms, {cpu:.0f} ms of processor time, {loop:.0f} ms of it in the event loop")
+    print(f"step: ours in the event loop: {found['step_loop_ms'] - found['client_loop_ms']:.0f} ms")
 
 
 if __name__ == "__main__":

@@ -20,9 +20,14 @@ def to_json(record: Any) -> bytes:
     """Encode a record, or a tuple or list of them; ValueError for values that JSON would change: nan, lone surrogates, …"""
     try:
         _check(record)
-        return orjson.dumps(record)
+        return exact_copy(orjson.dumps(record))
     except (TypeError, RecursionError) as cause:
         raise ValueError(f"not JSON: {cause}") from cause
+
+
+def exact_copy(encoded: bytes) -> bytes:
+    """Copy what orjson wrote into memory of its size: its results keep the buffer they were written into, up to 60 times it."""
+    return bytes(memoryview(encoded))
 
 
 def from_json(kind: type[T], text: bytes | str) -> T:

@@ -176,6 +176,8 @@ class Grade:
     step: int | None = None
 
 
+ADHOC_CHANNEL = "adhoc"
+"""The channel of rollouts that no scheduler opened, such as those of `penstock run`."""
 VOID = "void: not graded by the run"
 """The note of a mark on a rollout that something else than the run's runner has graded or ended."""
 

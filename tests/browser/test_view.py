@@ -172,3 +172,35 @@ def test_axe_finds_no_serious_fault_on_any_screen(browser, address, scheme):
         found |= {name: serious} if serious else {}
     opened.close()
     assert found == {}
+
+
+def test_an_exported_run_is_one_file_that_asks_for_nothing(browser, root, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "penstock", "view", str(root / "run"), "--export", str(tmp_path / "page.html"), "--json"]
+    )
+    assert done.returncode == 0 and (tmp_path / "page.html").stat().st_size < 8_000_000
+    opened = Browsing(browser, (tmp_path / "page.html").resolve().as_uri())
+    for place, heading in (("", "run"), ("#/run/run/step/1", "Step 1"), ("#/run/run/tokens/train-0.1.1/1", "Tokens of call 1")):
+        page = opened.open(place)
+        assert heading in page.locator("h1").first.inner_text()
+        assert page.evaluate("() => window.pwned === undefined && !document.querySelector('main script, main img')")
+    page = opened.open("#/run/run/rollout/train-0.3.1")
+    assert "agent_error: boom" in page.locator("#why").inner_text()
+    page = opened.open("#/run/run/rollout/nobody")
+    assert "holds a part of the run" in page.locator("main").inner_text()
+    opened.close()
+
+
+def test_the_demo_shows_a_recorded_run(browser):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "penstock", "view", "--demo", "--port", "0", "--no-browser"], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        opened = Browsing(browser, json.loads(process.stdout.readline())["url"])
+        page = opened.open("#/run/multiply")
+        assert page.locator(".badge.finished").is_visible() and page.get_by_text("control: start policy").is_visible()
+        opened.close()
+    finally:
+        process.terminate()
+        process.wait(20)
+        process.stdout.close()

@@ -47,6 +47,7 @@ async def live(folder: Path) -> None:
     await pool.unfinished("train")
     await pool.groups("train", first_seq=1)
     await pool.stats()
+    await pool.stats("train")
     await pool.changes(await pool.position())
     await pool.close()
 
@@ -68,3 +69,6 @@ def test_every_statement_finds_its_rows_by_an_index(tmp_path: Path, monkeypatch)
         plans = {text: " | ".join(row[3] for row in database.execute(f"EXPLAIN QUERY PLAN {text}")) for text in asked}
     assert len(plans) > 60
     assert {text[:200]: plan for text, plan in plans.items() if GROWING.search(plan)} == {}
+    of_channel = [plan for text, plan in plans.items() if "FROM tally WHERE channel = 'train' GROUP BY" in text]
+    assert of_channel
+    assert not any("SCAN tally" in plan for plan in of_channel)

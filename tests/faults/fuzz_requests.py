@@ -19,14 +19,18 @@ from penstock.gateway.auth import GatewayTokens
 SOURCE = Path(penstock.__file__).parent
 SOURCES = "\n".join(
     file.read_text()
-    for folder in ("gateway", "controller", "rollout/server", "http")
+    for folder in ("gateway", "controller", "rollout/server", "http", "view")
     for file in sorted((SOURCE / folder).rglob("*.py"))
 )
 FIELDS = sorted(
     {*re.findall(r'"([a-z][a-z_]{1,30})"', SOURCES), *re.findall(r"^    ([a-z][a-z_]{1,30}): [^=\n]+= ", SOURCES, re.M)}
 )
 QUERY = sorted(
-    {*re.findall(r'query_params\.get\("(\w+)"', SOURCES), *re.findall(r'(?:int_param|_query_number)\(request, "(\w+)"', SOURCES)}
+    {
+        *re.findall(r'query_params\.get\("(\w+)"', SOURCES),
+        *re.findall(r'(?:int_param|_query_number)\(request, "(\w+)"', SOURCES),
+        *re.findall(r'asked\.(?:text|number|seconds)\("(\w+)"', SOURCES),
+    }
 )
 HEADERS = sorted(
     {*re.findall(r'headers\.get\("([\w-]+)"', SOURCES), *re.findall(r'header\(.*?, b"([\w-]+)"\)', SOURCES)}
@@ -212,6 +216,8 @@ PARAMETERS = {
     "token_id": ["nobody"],
     "token": ["x.y"],
     "digest": ["DIGEST"],
+    "screen": ["runs", "run", "metrics", "groups", "pool", "timeline", "evals"],
+    "file": ["main.js", "view.css"],
 }
 QUERY_VALUES = [
     "",
@@ -241,6 +247,7 @@ QUERY_VALUES += [
     "ROLLOUT",
 ]
 QUERY_VALUES += ["é", "a" * 2000, "1," * 3000, "٣", "%00", "%ff", "%", "..", "[", "x&x", "x;y=1", "ABCD-EFGH", "asked"]
+QUERY_VALUES += ["run", "train-0", "train-0.1.1", "agent_error", "trained", "../run"]
 HEADER_VALUES = [
     "",
     "1",
@@ -582,7 +589,8 @@ class RequestMaker:
             )
         elif kind < 0.06 and self._tokens:
             path = f"/ROLLOUT/p{path}"
-        return path + self._query(random)
+        query = self._query(random)
+        return path + (query.replace("?", "&", 1) if "?" in path else query)
 
     def _query(self, random: Random) -> str:
         if random.random() < 0.6:

@@ -5,6 +5,7 @@ Usage: `fuzz_server.py KIND FOLDER`. It prints its targets as one line of JSON, 
 
 import asyncio
 import ctypes
+import gc
 import json
 import logging
 import resource
@@ -18,7 +19,7 @@ from pathlib import Path
 sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("helpers", "controller", "flow/rollout")]
 
 from penstock.chat.renderer import Renderer
-from penstock.gateway import Gateway
+from penstock.gateway import Gateway, auth, session
 from penstock.gateway.call import GatewayLimits
 from penstock.gateway.flows import reward_by_rule
 from penstock.http import server
@@ -29,6 +30,9 @@ from penstock.testing import ScriptedEngine, write_tokenizer
 
 SECRET = b"a secret for tests only"
 TICK_S = 0.005
+CACHE_BYTES = 4 << 20
+"""Of sessions, lowered here: the fuzzer's requests would take half an hour to fill what a gateway has. No seam leads to it."""
+CACHED_TOKENS = 500
 in_flight: dict[asyncio.Task, str] = {}
 """The fuzzer's number of each request that is being answered."""
 
@@ -45,11 +49,13 @@ class LoopMonitor:
         self.errors = []
         self._loop = asyncio.get_running_loop()
         self._before = list[str]()
+        self._reported = False
+        """Whether a report kept the loop since the last tick."""
         self._tick(time.perf_counter(), time.process_time())
 
     def _tick(self, due, cpu):
-        late, used = time.perf_counter() - due, time.process_time() - cpu
-        stall = min(late, used)
+        late, used = (0.0, 0.0) if self._reported else (time.perf_counter() - due, time.process_time() - cpu)
+        stall, self._reported = min(late, used), False
         if stall > 0.05:
             self.stalls.append((round(stall, 3), sorted({*self._before, *in_flight.values()})))
         self.longest_s, self.longest_wall_s = max(self.longest_s, stall), max(self.longest_wall_s, late)
@@ -57,6 +63,8 @@ class LoopMonitor:
         self._loop.call_later(TICK_S, self._tick, time.perf_counter() + TICK_S, time.process_time())
 
     def report(self):
+        self._reported = True
+        gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         told = {
@@ -111,6 +119,7 @@ async def gateway(folder: Path, *, is_open: bool = False) -> AsyncGenerator[list
     engine = ScriptedEngine(lambda prompt: "It is 42.", renderer.tokenizer, context_length=4096, chunk=8)
     engine.prompts, engine.samplings = deque(maxlen=1), deque(maxlen=1)
     sampling, limits = {"": Sampling(max_tokens=64)}, GatewayLimits(calls_per_s=1e6)
+    session.MAX_ADOPTED_BYTES, session.MAX_CLOSED, auth.MAX_CACHED_TOKENS = CACHE_BYTES, CACHED_TOKENS, CACHED_TOKENS
     opened = Gateway(engine, renderer, pool, secret=SECRET, sampling=sampling, limits=limits, is_open=is_open)
     opened.reward_function = reward_by_rule
     try:
@@ -212,7 +221,22 @@ async def rollout(folder):
         ]
 
 
-KINDS = {"gateway": gateway, "open": open_gateway, "controller": controller, "rollout": rollout}
+@asynccontextmanager
+async def view(folder):
+    from view_cases import make_run
+
+    from penstock.view.app import SCREENS, serve_view
+    from penstock.view.sources import FolderSource
+
+    folder.mkdir(parents=True, exist_ok=True)
+    await asyncio.to_thread(make_run, folder)
+    async with serve_view(FolderSource(folder), host="127.0.0.1", port=0, token="the token") as url:
+        known = "run=run&group=train-0&rollout=train-0.1.1&call=1&step=1&end=agent_error&text=train-0"
+        routes = [("GET", "/", ""), ("GET", "/main.js", ""), *(("GET", f"/api/{name}?{known}", "") for name in SCREENS)]
+        yield [{"name": "view", "url": url.rstrip("/"), "routes": routes, "token": "the token"}]
+
+
+KINDS = {"view": view, "gateway": gateway, "open": open_gateway, "controller": controller, "rollout": rollout}
 
 
 async def main(kind: str, folder: Path) -> None:

@@ -5,7 +5,7 @@ import socket
 import subprocess
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 
@@ -18,11 +18,13 @@ QUIET = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1",
 
 
 @contextmanager
-def vllm_server(model: Path, folder: Path, *, mode: str, context: int, **environment: str) -> Iterator[str]:
-    """Serve `model` with this `--logprobs-mode`; its address. What it says goes into a file in `folder`."""
+def vllm_server(
+    model: Path, folder: Path, *, mode: str, context: int, arguments: Sequence[str] = (), **environment: str
+) -> Iterator[str]:
+    """Serve `model` with this `--logprobs-mode` and further arguments; its address. What it says goes into a file in `folder`."""
     port, log = free_port(), folder / "server.log"
     command = [PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--host", "127.0.0.1", "--port", port]
-    command += ["--max-model-len", context, "--dtype", "float32", "--enforce-eager", "--logprobs-mode", mode]
+    command += ["--max-model-len", context, "--dtype", "float32", "--enforce-eager", "--logprobs-mode", mode, *arguments]
     with log.open("wb") as out:
         env = {**os.environ, **QUIET, **environment}
         process = subprocess.Popen([str(part) for part in command], stdout=out, stderr=out, env=env)

@@ -35,22 +35,51 @@ from penstock.cli.interrupts import INTERRUPTED, leave
 from penstock.errors import ConfigError, ControllerError, Issue, PenstockError
 from penstock.system.processes import relax_gc
 
-HELP = "--help"
+HELP = ("-h", "--help")
+CONTROLLER = ("submit", "stop", "download", "secret", "controller")
+"""Commands that a controller carries out; help shows them apart."""
 
 
-class DefaultRunGroup(TyperGroup):
+class SectionedGroup(TyperGroup):
+    """A group whose help shows the commands for a controller apart from the others."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        own = [name for name in self.list_commands(ctx) if not self.commands[name].hidden]
+        for title, names in (
+            ("Commands", [name for name in own if name not in CONTROLLER]),
+            ("Commands for runs that a controller carries out", [name for name in own if name in CONTROLLER]),
+        ):
+            if names:
+                limit = formatter.width - 6 - max(map(len, own))
+                with formatter.section(title):
+                    formatter.write_dl([(name, self.commands[name].get_short_help_str(limit)) for name in names])
+
+
+class DefaultRunGroup(SectionedGroup):
     """A group whose `run` may be left out: `penstock train FILE.toml` is `penstock train run FILE.toml`.
 
-    A file that is named like a command is written `./list`.
+    A file that is named like a command is written `./list`. Its help shows the options of `run` too.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if not args or (args[0] != HELP and args[0] not in self.commands):
+        if not args or (args[0] not in HELP and args[0] not in self.commands):
             args = ["run", *args]
         return super().parse_args(ctx, args)
 
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        run = self.commands["run"]
+        records = [record for option in run.get_params(ctx) if (record := option.get_help_record(ctx)) is not None]
+        with formatter.section("Options of a run here"):
+            formatter.write_dl([record for record in records if not record[0].endswith("--help")])
+        super().format_options(ctx, formatter)
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+app = typer.Typer(
+    cls=SectionedGroup,
+    context_settings={"help_option_names": list(HELP)},
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
 app.command("quickstart")(quickstart.quickstart)
 app.add_typer(quickstart.app, name="template")
 train = typer.Typer(cls=DefaultRunGroup, help="Train the policy of an agent, here (penstock train [FILE.toml]) or by a controller.")
@@ -58,7 +87,7 @@ train.command("run")(training.train)
 submitted.add_run_commands(train, "train")
 app.add_typer(train, name="train")
 submitted.add_run_commands(evaluate.app, "eval")
-app.add_typer(evaluate.app, name="eval")
+app.add_typer(evaluate.app, name="eval", cls=SectionedGroup)
 app.command("gateway")(gateway.gateway)
 app.command("run", context_settings={"allow_interspersed_args": False})(recording.run)
 app.add_typer(rollout.app, name="rollout")

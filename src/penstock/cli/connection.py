@@ -23,6 +23,20 @@ def connect() -> "ControllerClient":
     return find_controller(git)
 
 
+def connect_if_running() -> "ControllerClient | None":
+    """Return the controller that the environment names, or the user's own if it runs; None otherwise. Nothing is started."""
+    from penstock.controller.client import ControllerClient
+    from penstock.controller.home import default_home
+    from penstock.controller.local import find_running, named_controller
+    from penstock.controller.submit import repository_name
+
+    git, home = repository_name(Path()), default_home()
+    if (named := named_controller(git)) is not None:
+        return named
+    address = find_running(home)
+    return ControllerClient(address.url, home.token(), git) if address else None
+
+
 @contextmanager
 def transfer_progress() -> "Generator[ProgressCallback]":
     """Show on stderr how far a transfer is."""

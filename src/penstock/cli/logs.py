@@ -8,8 +8,10 @@ import orjson
 import typer
 
 from penstock.cli.interrupts import INTERRUPTED
+from penstock.cli.local_runs import find_run, log_lines
 from penstock.cli.output import AsJson, Plain, check_format, local_time, print_result, warn
 from penstock.errors import ConfigError, ControllerError
+from penstock.run.folder import RunFolder
 
 if TYPE_CHECKING:
     from penstock.controller.client import ControllerClient
@@ -43,7 +45,10 @@ def add_logs_command(app: typer.Typer, kind: "RunKind") -> None:
             raise ConfigError("-f prints everything; it goes without --limit and --cursor")
         check_format(as_json=as_json, plain=plain)
         line = _as_json if as_json else _as_row if plain else _as_line
-        if follow:
+        known = find_run(kind, name)
+        if isinstance(known, RunFolder):
+            _print_local(known, None if follow else limit or 50, as_json=as_json)
+        elif follow:
             _follow(kind, name, lambda entry: typer.echo(line(entry)), as_json=as_json)
         else:
             _page(kind, name, limit or 50, cursor, line, as_json=as_json)
@@ -52,6 +57,12 @@ def add_logs_command(app: typer.Typer, kind: "RunKind") -> None:
         f"Print what {word} says. With -f until it is over (exit code 1 unless it is finished); --json is then one object a line."
     )
     app.command("logs", help=text)(logs)
+
+
+def _print_local(run: RunFolder, limit: int | None, *, as_json: bool) -> None:
+    lines = list(log_lines(run))
+    shown = lines[-limit:] if limit else lines
+    typer.echo(orjson.dumps({"folder": str(run.path), "lines": shown}).decode() if as_json else "\n".join(shown))
 
 
 def _page(kind: "RunKind", name: str, limit: int, cursor: str | None, line: Callable[[Any], str], *, as_json: bool) -> None:

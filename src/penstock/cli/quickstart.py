@@ -17,10 +17,11 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print what was written as 
 def quickstart(
     folder: Annotated[Path, typer.Argument(help="Where the project is written.")] = Path(),
     template: Annotated[str, typer.Option(help="One that `penstock template list` names.")] = "plain",
+    force: Force = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write a project that can be evaluated and trained as it is. Nothing that is there is overwritten."""
-    _print_written(apply_template(folder, template), folder, template, as_json=as_json)
+    """Write a project that can be evaluated and trained as it is. What is there stays, unless --force is given."""
+    _print_written(apply_template(folder, template, force=force), folder, template, as_json=as_json)
 
 
 @app.command("list")

@@ -14,6 +14,7 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import wrap
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, cast, get_args
 
 import orjson
@@ -36,6 +37,11 @@ if TYPE_CHECKING:
 STDIN = 0
 GRACE_S = 5.0
 """For the group to end after SIGTERM; then it is killed."""
+NO_CALL = (
+    "no call reached the gateway: the command must take its base URL and key from OPENAI_BASE_URL and OPENAI_API_KEY, or "
+    "ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY, which are set for it; the packages of both do so unless base_url is passed, and "
+    "another client needs base_url=os.environ['OPENAI_BASE_URL']"
+)
 TIMED_OUT = 124
 """The exit code for a command that --timeout ended, as with `timeout`."""
 
@@ -236,6 +242,7 @@ def as_object(recorded: RecordedCommand) -> dict[str, Any]:
         "folder": str(recorded.folder),
         "channel": attempt.rollout.channel,
         "next": recorded.verify,
+        **({} if attempt.steps else {"hint": NO_CALL}),
     }
 
 
@@ -243,6 +250,7 @@ def as_text(recorded: RecordedCommand) -> str:
     fields = as_object(recorded)
     rows = [("calls", f"{fields['calls']:,} in {clock(recorded.seconds)}, ended as {fields['end']}")]
     rows.append(("exact", f"{percent(fields['exact_token_rate'])} of {fields['sampled_tokens']:,} sampled tokens"))
+    rows += [("", line) for line in wrap(fields.get("hint", ""), 66)]
     rows += [("breaks", counts(fields["breaks"]))] if fields["breaks"] else []
     rows.append(("record", f"{fields['folder']} (rollout {fields['rollout_id']})"))
     rows += [("next", fields["next"])] if fields["next"] else []

@@ -26,6 +26,7 @@ from penstock.cli.output import (
     save_file,
 )
 from penstock.errors import ConfigError
+from penstock.run.folder import RunFolder
 
 if TYPE_CHECKING:
     from penstock.controller.client import ControllerClient
@@ -49,8 +50,8 @@ def add_run_commands(app: typer.Typer, kind: "RunKind") -> None:
     word = KIND_NAMES[kind]
     commands: tuple[tuple[str, str, Callable[..., None]], ...] = (
         ("submit", f"Queue a {word} of an experiment file or of a penstock.toml; a controller carries it out.", _submit(kind)),
-        ("list", f"List submitted {word}s, newest first.", _list(kind)),
-        ("info", f"Tell how a submitted {word} stands.", _info(kind)),
+        ("list", f"List the {word}s in run folders here and those that were submitted, newest first.", _list(kind)),
+        ("info", f"Tell how a {word} stands: one in a run folder here, or a submitted one.", _info(kind)),
         ("stop", f"Stop a submitted {word}; what it has made so far stays.", _stop(kind)),
         ("download", f"Fetch the files of a submitted {word}; those that are there whole are skipped.", _download(kind)),
     )
@@ -93,12 +94,23 @@ def _submit(kind: "RunKind") -> Callable[..., None]:
 
 def _list(kind: "RunKind") -> Callable[..., None]:
     def list_runs(limit: Limit = 20, everything: All = False, plain: Plain = False, as_json: AsJson = False) -> None:
-        from penstock.cli.connection import connect, fetch_page
+        from penstock.cli import local_runs
+        from penstock.cli.connection import connect_if_running, fetch_page
 
-        client, key = connect(), LIST_KEYS[kind]
-        page = fetch_page(lambda limit, offset: client.runs(kind, limit=limit, offset=offset), key, limit, everything=everything)
-        empty = f"no {KIND_NAMES[kind]} was submitted yet; begin with: penstock {kind} submit CONFIG"
-        print_table(page, key, COLUMNS[kind], as_json=as_json, plain=plain, empty=empty)
+        client, key, local = connect_if_running(), LIST_KEYS[kind], local_runs.local_runs(kind)
+        page: dict[str, Any] = {key: [], "total_count": 0, "has_more": False, "next_offset": None}
+        if client is not None:
+            page = fetch_page(
+                lambda limit, offset: client.runs(kind, limit=limit, offset=offset), key, limit, everything=everything
+            )
+        if as_json or client is not None:
+            empty = f"no {KIND_NAMES[kind]} was submitted yet; begin with: penstock {kind} submit CONFIG"
+            print_table(page | {"local_runs": local}, key, COLUMNS[kind], as_json=as_json, plain=plain, empty=empty)
+        if not as_json and (client is None or (local and not plain)):
+            if client is not None:
+                typer.echo(f"\nRun folders in {local_runs.PLACES[kind]}/:\n")
+            empty = f"no {KIND_NAMES[kind]} in {local_runs.PLACES[kind]}/ here, and no controller runs; begin with: penstock {kind}"
+            print_table({"local": local}, "local", local_runs.COLUMNS, as_json=False, plain=plain, empty=empty)
 
     return list_runs
 
@@ -109,12 +121,18 @@ def _info(kind: "RunKind") -> Callable[..., None]:
         output: Annotated[Path | None, typer.Option("-o", "--output", help="Write what --json prints to this file too.")] = None,
         as_json: AsJson = False,
     ) -> None:
-        from penstock.cli.connection import connect
+        from penstock.cli import local_runs
 
-        found = _fetch_run(connect(), kind, name)
+        known = local_runs.find_run(kind, name)
+        if isinstance(known, RunFolder):
+            found = local_runs.local_info(kind, known)
+            text = local_runs.info_text(kind, found)
+        else:
+            found = _fetch_run(known, kind, name)
+            text = as_text(kind, found)
         if output is not None:
             save_file(output / f"{name}.json" if output.is_dir() else output, orjson.dumps(found, option=orjson.OPT_INDENT_2))
-        print_result(found, as_text(kind, found), as_json=as_json)
+        print_result(found, text, as_json=as_json)
 
     return details
 

@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 import signal
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 from urllib.parse import quote
@@ -24,6 +24,8 @@ def view(
     place: Annotated[
         str, typer.Argument(metavar="[RUN|FOLDER|URL]", help="A run folder, a folder of runs, or the address of a controller.")
     ] = "runs",
+    export: Annotated[Path | None, typer.Option(metavar="FILE.html", help="Write the run as one page and serve nothing.")] = None,
+    demo: Annotated[bool, typer.Option("--demo", help="Show a recorded run that comes with penstock.")] = False,
     host: Annotated[
         str, typer.Option(help="The interface to listen on; another one than this machine's own asks for a token.")
     ] = "127.0.0.1",
@@ -35,9 +37,18 @@ def view(
     """Show runs, groups, rollouts and tokens in a browser, live. Reads only, and works after a crash and on a copy."""
     if place.startswith(("http://", "https://")):
         raise typer.Exit(_open_controller(place, browser=browser, as_json=as_json))
+    if export is not None:
+        from penstock.view.export import export_run
+
+        written = export_run(Path(place), export)
+        typer.echo(orjson.dumps({"page": str(written)}).decode() if as_json else str(written))
+        return
+    from penstock.view.demo import demo_folder
     from penstock.view.sources import FolderSource
 
-    raise typer.Exit(_serve(FolderSource(Path(place)), host, port, names or [], browser=browser))
+    with demo_folder() if demo else nullcontext(Path(place)) as folder:
+        code = _serve(FolderSource(folder), host, port, names or [], browser=browser)
+    raise typer.Exit(code)
 
 
 def _open_controller(address: str, *, browser: bool, as_json: bool) -> int:

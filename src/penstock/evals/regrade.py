@@ -1,6 +1,7 @@
 """Another grader over an evaluation's rollouts: nothing is sampled again, and the source keeps its grades."""
 
 import asyncio
+import sys
 from collections.abc import AsyncIterable, Container, Iterable
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,9 @@ from penstock.run.agent_preflight import preflight
 from penstock.run.folder import RunFolder, locked, open_run_folder
 from penstock.run.opening import open_pool
 from penstock.sdk.discovery import Agent, open_agent
+from penstock.sdk.workflow import AgentWorkflow
 
+NO_WORKFLOW = f"no concrete {AgentWorkflow.__name__} subclass"
 GRADED = (End.COMPLETED, End.GRADER_ERROR)
 """Ends of rollouts whose agent completed."""
 
@@ -45,7 +48,13 @@ def regrade_config(folder: Path, *, agent: Path | None, name: str, overrides: It
 
 async def regrade(source: Path, config: RunConfig, *, fresh: bool = False) -> tuple[RunFolder, EvalOutcome]:
     """Grade the rollouts of `source` into a new evaluation, or resume that; returns its folder and outcome."""
-    preflight(config.agent, config.workflow, config.grader)
+    try:
+        preflight(config.agent, config.workflow, config.grader)
+    except ConfigError as error:
+        if NO_WORKFLOW not in str(error):
+            raise
+        config = _grader_alone(config)
+        preflight(config.agent, config.workflow, config.grader)
     agent = open_agent(config.agent, config.workflow, config.grader)
     async with open_evaluation(source) as recorded:
         folder = open_run_folder(config, fresh=fresh, files=grading_files(agent))
@@ -57,6 +66,12 @@ async def regrade(source: Path, config: RunConfig, *, fresh: bool = False) -> tu
                 return folder, outcome(await score_tasks(read_groups(pool)), config.eval, prices=prices)
             finally:
                 await pool.close()
+
+
+def _grader_alone(config: RunConfig) -> RunConfig:
+    """The same for a file that holds a grader and no workflow, as that of a command does. The command is never run."""
+    source = config.agent.model_copy(update={"command": (sys.executable,), "folder": Path()})
+    return config.model_copy(update={"agent": source, "workflow": {}})
 
 
 class _Regrader:

@@ -11,10 +11,10 @@ from penstock.codec import from_json
 from penstock.errors import PoolError, PoolFailed, RequestError
 from penstock.gateway.call import GatewayLimits
 from penstock.gateway.routes import json_response
-from penstock.gateway.session import ADHOC_CHANNEL, Sessions, make_task, open_adhoc, pool_refusals
+from penstock.gateway.session import Sessions, make_task, open_adhoc, pool_refusals
 from penstock.http.asgi import JsonBudget, parse_json, read_body
 from penstock.pool.base import AFTER_ALL, Pool
-from penstock.records import MAX_REWARD, End, Grade
+from penstock.records import ADHOC_CHANNEL, MAX_REWARD, End, Grade
 
 T = TypeVar("T", bound=BaseModel)
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from penstock.chat.templates import Tool, flatten, has_reasoning, message_digest, tools_digest
 from penstock.codec import extend_ids_hash
 from penstock.engines.base import TokenPath
+from penstock.gateway.weights import step_weight
 from penstock.records import Attempt, Message, Node, Step
 
 if TYPE_CHECKING:
@@ -59,6 +60,8 @@ class TokenGraph:
         self.steps: dict[int, Step] = {}
         self.tokens = 0
         """Sampled tokens of all steps."""
+        self.weight = 0
+        """Bytes of memory that it takes."""
         self.next_node = 0
         self.next_step = 0
         self._step_after: dict[tuple[str, str], int] = {}
@@ -108,6 +111,7 @@ class TokenGraph:
         self.steps[step.index] = step
         self.next_step = max(self.next_step, step.index + 1)
         self.tokens += step.sampled
+        self.weight += step_weight(step, node)
         self._hashes[step.index] = context or self.context_hash(self.nodes[step.node], step.completion_ids)
         self._replies.add((step.policy, message_digest(step.message)))
         self._index_answer(step)

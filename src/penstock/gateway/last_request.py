@@ -16,6 +16,7 @@ import orjson
 
 from penstock.chat.templates import Tool, chain_digest, message_digest, tools_digest
 from penstock.codec import UNLOCKED, pieces
+from penstock.gateway.weights import json_weight
 from penstock.records import Message
 
 MIN_CACHED_BYTES, MAX_CACHED_BYTES = 1 << 14, 8 << 20
@@ -52,6 +53,11 @@ class IncrementalBody:
         self._hash = sha256()
         """Of `_who` and the first `_hashed` bytes."""
         self._hashed = 0
+
+    @property
+    def size(self) -> int:
+        """Bytes that are kept of the body."""
+        return len(self._body)
 
     def digest(self, salt: bytes, body: bytes) -> str:
         """SHA-256 of `salt` and `body`; processors have instructions for it."""
@@ -131,12 +137,21 @@ class LastRequest:
         self._tools: tuple[Tool, ...] = ()
         self._chains: list[str] = [tools_digest(())]
         """Digest of the tools, then of the path after each of `_messages`."""
+        self._weights: list[int] = []
+        """Of each entry of `_raw` with its message."""
+        self._tools_weight = 0
+
+    @property
+    def weight(self) -> int:
+        """Bytes of memory that it takes, beside what it shares with the token graph."""
+        return self.body.size + self._tools_weight + sum(self._weights)
 
     def messages(self, raw: list[Any], read: Callable[[int, Any], Message]) -> tuple[Message, ...]:
         """Every entry of `raw` parsed by `read`; entries that repeat the last request are not parsed again."""
         known = _common_prefix(self._raw, raw)
         fresh = [read(index, raw[index]) for index in range(known, len(raw))]
         self._raw[known:], self._messages[known:] = raw[known:], fresh
+        self._weights[known:] = [json_weight(raw[index]) + json_weight(message) for index, message in enumerate(fresh, known)]
         del self._chains[known + 1 :]
         return tuple(self._messages)
 
@@ -144,6 +159,7 @@ class LastRequest:
         """The tools parsed by `read`, unless they repeat the last request."""
         if raw != self._raw_tools:
             self._tools, self._raw_tools = read(raw), raw
+            self._tools_weight = 2 * json_weight(raw)
             self._chains = [tools_digest(self._tools)]
         return self._tools
 
@@ -153,7 +169,7 @@ class LastRequest:
             self._tools, self._raw_tools, self._chains = tools, None, [tools_digest(tools)]
         known = _common_prefix(self._messages, list(messages))
         if known < len(messages):
-            self._messages, self._raw = list(messages), []
+            self._messages, self._raw, self._weights = list(messages), [], []
         del self._chains[known + 1 :]
         for message in messages[len(self._chains) - 1 :]:
             self._chains.append(chain_digest(self._chains[-1], message_digest(message)))

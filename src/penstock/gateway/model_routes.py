@@ -2,8 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -89,8 +89,9 @@ class ModelRoute:
             elif caller.is_retry and await self._repeat(session, response, scope, receive, send):
                 return
             history = await self._pipeline.history(session, caller.transcript)
-            parsed = parse_json(body, history.last_request.body.read)
-            caller, call = parse_call(self._pipeline, self._dialects, parsed, caller, session.sampling, history)
+            with kept_request(session, caller.transcript):
+                parsed = parse_json(body, history.last_request.body.read)
+                caller, call = parse_call(self._pipeline, self._dialects, parsed, caller, session.sampling, history)
             summary.caller, summary.call = caller, call
         except PenstockError as error:
             await response.send_error(as_request_error(error))
@@ -122,7 +123,10 @@ class ModelRoute:
             session.failed_requests.discard(response.request)
         except PenstockError as error:
             session.mark_failed(response.request)
-            await response.send_error(as_request_error(error))
+            refusal = as_request_error(error)
+            if refusal.status == 400:
+                session.forget_request(caller.transcript)
+            await response.send_error(refusal)
         finally:
             response.end()
         self._response_cache.add(response)
@@ -180,7 +184,8 @@ class CountRoute:
                 return
             session = await self._find(caller.rollout_id, scope[PROMPT_UID])
             history = await self._pipeline.history(session, caller.transcript)
-            caller, call = parse_call(self._pipeline, self._dialects, parse_json(body), caller, session.sampling, history)
+            with kept_request(session, caller.transcript):
+                caller, call = parse_call(self._pipeline, self._dialects, parse_json(body), caller, session.sampling, history)
             tokens = await self._pipeline.count_tokens(session, caller, call)
         except PenstockError as error:
             await response.send_error(as_request_error(error))
@@ -247,6 +252,17 @@ class StreamResponseWriter:
     def _unsent_tokens(self, choice: int) -> UnsentTokens:
         unsent = self._unsent[choice]
         return UnsentTokens([token_id for token_id, _ in unsent], [logprob for _, logprob in unsent])
+
+
+@contextmanager
+def kept_request(session: Session, transcript: str) -> Generator[None]:
+    """Reads a request. What was read is kept for the transcript's next one, unless this one is refused."""
+    try:
+        yield
+    except PenstockError:
+        session.forget_request(transcript)
+        raise
+    session.report_weight()
 
 
 class CallerDisconnected(Exception):

@@ -7,6 +7,7 @@ responses stay in the cache for a while, so that a later retry gets the same byt
 import asyncio
 import time
 from collections import OrderedDict
+from typing import NamedTuple
 
 import orjson
 from starlette.types import Message as AsgiMessage
@@ -29,6 +30,8 @@ STREAM_START: AsgiMessage = {
 RETRYABLE_STATUSES = (429, 502, 503)
 """After these the same call may be sent again, in `RETRY_AFTER_S`."""
 RETRY_AFTER_S = b"1"
+MAX_CACHED_BYTES = 32 << 20
+"""Of complete responses."""
 
 
 class PendingResponse:
@@ -153,28 +156,46 @@ class PendingResponse:
         await self._write({"type": "http.response.body", "body": self._dialect.ping, "more_body": True})
 
 
+class CachedResponse(NamedTuple):
+    start: AsgiMessage
+    body: bytes
+
+    @classmethod
+    def of(cls, sent: list[AsgiMessage]) -> "CachedResponse":
+        start, *parts = sent
+        # The empty part makes `join` copy: what orjson wrote keeps a buffer that is many times as large.
+        return cls(start, b"".join([b"", *(part["body"] for part in parts)]))
+
+    @property
+    def messages(self) -> list[AsgiMessage]:
+        return [self.start, {"type": "http.response.body", "body": self.body}]
+
+    @property
+    def weight(self) -> int:
+        """Bytes of memory: of the body, and of the objects around it."""
+        return len(self.body) + 1000
+
+
 class ResponseCache:
     """The last complete responses, by request digest. A retry whose response was lost gets the same bytes."""
 
-    def __init__(self, max_bytes: int = 32 << 20) -> None:
+    def __init__(self, max_bytes: int = MAX_CACHED_BYTES) -> None:
         self._max_bytes = max_bytes
         self._bytes = 0
         # An OrderedDict: finding the oldest entry of a plain dict gets slower with every deletion before it.
-        self._responses = OrderedDict[str, list[AsgiMessage]]()
+        self._responses = OrderedDict[str, CachedResponse]()
 
     def add(self, response: PendingResponse) -> None:
         """Keep a complete response; evicts the oldest ones."""
         if not response.complete:
             return
-        self._bytes -= _size(self._responses.pop(response.request, []))
-        self._responses[response.request] = response.sent
-        self._bytes += _size(response.sent)
+        if (before := self._responses.pop(response.request, None)) is not None:
+            self._bytes -= before.weight
+        cached = self._responses[response.request] = CachedResponse.of(response.sent)
+        self._bytes += cached.weight
         while self._bytes > self._max_bytes:
-            self._bytes -= _size(self._responses.popitem(last=False)[1])
+            self._bytes -= self._responses.popitem(last=False)[1].weight
 
     def get(self, request: str) -> list[AsgiMessage] | None:
-        return self._responses.get(request)
-
-
-def _size(messages: list[AsgiMessage]) -> int:
-    return sum(len(message.get("body", b"")) + 500 for message in messages)
+        cached = self._responses.get(request)
+        return cached and cached.messages

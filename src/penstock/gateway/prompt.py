@@ -21,8 +21,8 @@ from penstock.records import Message
 
 LONG_TEXT = 8_000
 """Characters from which tokenizing runs in a thread; it takes about 0.5 ms per thousand."""
-
-
+MAX_ROOT_TOKENS = 2_000_000
+"""Tokens of all roots that are kept, 40 bytes each."""
 PIECE_CHARACTERS, PIECE_TOKENS = 1 << 16, 8
 """How texts are cut to count their tokens, and how many tokens a cut may add."""
 
@@ -58,7 +58,7 @@ class ContextBound:
 class RootCache:
     """Caches the tokens of roots by chain digest: all rollouts of a group start with the same one."""
 
-    def __init__(self, renderer: Renderer, bound: ContextBound, max_tokens: int = 2_000_000) -> None:
+    def __init__(self, renderer: Renderer, bound: ContextBound, max_tokens: int = MAX_ROOT_TOKENS) -> None:
         self._renderer = renderer
         self._bound = bound
         self._left = max_tokens

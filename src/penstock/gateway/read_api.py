@@ -3,9 +3,9 @@
 A cursor holds a position in each channel, so that no entry is missed or repeated while channels grow.
 """
 
+import asyncio
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, replace
-from itertools import islice
 from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
@@ -32,8 +32,10 @@ MAX_TEXT_CHARACTERS = 2_000
 CHANGES_PER_READ = 1000
 MAX_READS = 20
 """Of changes, for one response."""
-MAX_SCANNED_GROUPS = 1000
-"""Groups read for one response, however few entries they give."""
+MAX_SCANNED_GROUPS = 100
+"""Groups read for one response, of all its channels together, however few entries they give."""
+MAX_IDS = 1_000_000
+"""Token ids in one response. The entry that goes beyond it is the last one."""
 ROLLOUT_CHANGES = ("ended", "graded", "marked")
 Entries = Callable[[Group], Iterable[dict[str, Any]]]
 Marks = dict[int | None, Mark]
@@ -75,6 +77,8 @@ class ReadApi:
         self._pool = pool
         self._engine = engine
         self._mode = mode
+        self._reading = asyncio.Semaphore(1)
+        """One response is put together at a time: several threads that compute would delay every model call."""
 
     async def config(self, request: Request) -> Response:
         own = {"mode": self._mode, "model": self._engine.model, "policy_version": self._engine.version, "limit": MAX_ENTRIES}
@@ -83,8 +87,9 @@ class ReadApi:
     async def stats(self, request: Request) -> Response:
         """Counts of the requested channels, and their sums."""
         channels = await self._channels(request)
-        by_channel = {name: stats(await self._pool.stats(name)) for name in channels}
-        cursor = await self._pool.position()
+        async with self._reading:
+            by_channel = {name: stats(await self._pool.stats(name)) for name in channels}
+            cursor = await self._pool.position()
         return json_response({**total(by_channel.values()), "channels": by_channel, "event_cursor": cursor})
 
     async def steps(self, request: Request) -> Response:
@@ -146,42 +151,29 @@ class ReadApi:
         return replace(known[rollout_id].get(index) or Mark(rollout_id=rollout_id, step=index), **changes)
 
     async def _page(self, request: Request, name: str, entries: Entries) -> Response:
-        limit, skip = read_limit(request), read_offset(request)
+        page = _EntryPage(entries, limit=read_limit(request), skip=read_offset(request))
         if uid := request.query_params.get("trajectory_uid"):
-            group = await self._as_group(uid)
-            entries_read = list(islice(entries(group), skip, skip + limit + 1))
-            return json_response({name: entries_read[:limit], "cursors": {}, "more": len(entries_read) > limit})
+            async with self._reading:
+                await asyncio.to_thread(page.add, await self._as_group(uid))
+            return json_response({name: page.found, "cursors": {}, "more": page.more})
         channels = await self._channels(request)
-        cursors_by_channel, found, more = read_cursors(request, channels), list[dict[str, Any]](), False
-        for channel in channels:
-            page = await self._read(channel, cursors_by_channel[channel], entries, limit=limit - len(found), skip=skip)
-            found += page.found
-            cursors_by_channel[channel], more, skip = page.cursor, page.more, page.skip
-            if more:
-                break
-        return json_response(
-            {name: found, "cursors": {channel: str(cursor) for channel, cursor in cursors_by_channel.items()}, "more": more}
-        )
+        cursors = read_cursors(request, channels)
+        async with self._reading:
+            for channel in channels:
+                await self._read(channel, cursors[channel], page)
+                cursors[channel] = page.cursor
+                if page.more:
+                    break
+        shown = {channel: str(cursor) for channel, cursor in cursors.items()}
+        return json_response({name: page.found, "cursors": shown, "more": page.more})
 
-    async def _read(self, channel: str, cursor: ChannelCursor, entries: Entries, *, limit: int, skip: int) -> "_EntryPage":
-        """Entries of one channel from a cursor on, and the cursor after them."""
-        page, before, scanned = _EntryPage(cursor, skip), cursor.sent, 0
+    async def _read(self, channel: str, cursor: ChannelCursor, page: "_EntryPage") -> None:
+        """Add a channel's entries from a cursor on to the page."""
+        page.begin(cursor)
         async for group in iterate_groups(self._pool, channel, first_seq=cursor.seq):
-            scanned += 1
-            if scanned > MAX_SCANNED_GROUPS:
-                page.more = True
-                return page
-            if group.seq != page.cursor.seq:
-                page.cursor = ChannelCursor(group.seq)
-            for entry in entries(group):
-                if group.seq == cursor.seq and before:
-                    before -= 1
-                    continue
-                if len(page.found) == limit:
-                    page.more = True
-                    return page
-                page.take(entry)
-        return page
+            await asyncio.to_thread(page.add, group)
+            if page.more:
+                return
 
     async def _as_group(self, rollout_id: str) -> Group:
         """A rollout as a group of its own."""
@@ -198,21 +190,52 @@ class ReadApi:
 
 
 class _EntryPage:
-    """The entries read from a channel, and the cursor after them."""
+    """The entries of one response, and the cursor after them in the channel that is read."""
 
-    def __init__(self, cursor: ChannelCursor, skip: int) -> None:
-        self.cursor = cursor
-        self.skip = skip
-        """Entries still to be skipped."""
+    def __init__(self, entries: Entries, *, limit: int, skip: int) -> None:
         self.found: list[dict[str, Any]] = []
         self.more = False
+        """Whether there is more than the page may hold."""
+        self.cursor = ChannelCursor()
+        self._start = self.cursor
+        self._entries = entries
+        self._limit = limit
+        self._skip = skip
+        """Entries still to be skipped."""
+        self._sent = 0
+        """Entries of the cursor's group that were sent before."""
+        self._groups = 0
+        self._ids = 0
 
-    def take(self, entry: dict[str, Any]) -> None:
+    def begin(self, cursor: ChannelCursor) -> None:
+        """Go on with a channel, from a cursor."""
+        self.cursor = self._start = cursor
+        self._sent = cursor.sent
+
+    def add(self, group: Group) -> None:
+        """Add the entries of the channel's next group. Runs in a thread."""
+        self._groups += 1
+        if self._groups > MAX_SCANNED_GROUPS:
+            self.more = True
+            return
+        if group.seq != self.cursor.seq:
+            self.cursor = ChannelCursor(group.seq)
+        for entry in self._entries(group):
+            if group.seq == self._start.seq and self._sent:
+                self._sent -= 1
+            elif len(self.found) == self._limit or self._ids > MAX_IDS:
+                self.more = True
+                return
+            else:
+                self._take(entry)
+
+    def _take(self, entry: dict[str, Any]) -> None:
         self.cursor = self.cursor._replace(sent=self.cursor.sent + 1)
-        if self.skip:
-            self.skip -= 1
+        if self._skip:
+            self._skip -= 1
         else:
             self.found.append(entry)
+            self._ids += len(entry.get("prompt_ids", ()))
 
 
 # Query parameters

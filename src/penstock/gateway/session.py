@@ -4,14 +4,16 @@ import asyncio
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Generator, Mapping, Set
+from collections.abc import Callable, Generator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 from penstock.chat.templates import Tool
 from penstock.errors import PoolError, PoolFailed, RequestError
+from penstock.gateway import weights
 from penstock.gateway.auth import GatewayTokens
 from penstock.gateway.call import GatewayLimits
 from penstock.gateway.graph import TokenGraph
@@ -19,15 +21,16 @@ from penstock.gateway.last_request import LastRequest
 from penstock.gateway.pending_response import PendingResponse
 from penstock.gateway.shared_counters import Peers
 from penstock.pool.base import Pool
-from penstock.records import Attempt, Message, Rollout, Sampling, Task, make_rollout
+from penstock.records import ADHOC_CHANNEL, Attempt, Message, Rollout, Sampling, Task, make_rollout
 
 MAX_TRANSCRIPTS = 8
 """Transcripts of a rollout whose last request is kept; any other is parsed in full."""
 MAX_FAILED_REQUESTS = 1000
-MAX_CLOSED = 100_000
+MAX_CLOSED = 10_000
 """Closed rollouts that are kept in memory; older ones are looked up in the pool."""
-MAX_ADOPTED = 10_000
-"""Rollouts of other processes that are kept in memory; an idle one is read from the pool again when it calls."""
+MAX_ADOPTED, MAX_ADOPTED_BYTES = 10_000, 256 << 20
+"""Rollouts of other processes that are kept in memory, and what they may weigh; an idle one is read from the pool again when it
+calls."""
 COMPLETED_BY_FLOW = "completed by its flow"
 """The end message of a rollout that its flow completed."""
 
@@ -57,6 +60,7 @@ class Session:
         peers: Peers | None = None,
         stored: Attempt | None = None,
         seen_counters: tuple[int, ...] | None = None,
+        on_weight: "Callable[[Session], None] | None" = None,
     ) -> None:
         self.rollout = rollout
         self.rollout_id = rollout.id
@@ -76,6 +80,9 @@ class Session:
         self.pool_differs = False
         """Whether the pool holds what this process does not: a grade, or a text with its secrets removed."""
         self.closed = False
+        self.counted_weight = 0
+        """The part of `weight` that the cache of sessions has counted."""
+        self._on_weight = on_weight
         self._limits = limits
         self.shared = peers is not None and peers.count > 1
         """Whether other workers may record steps of it."""
@@ -99,6 +106,12 @@ class Session:
     def tasks(self) -> Set[asyncio.Task[Any]]:
         """The tasks of running calls."""
         return self._running
+
+    @property
+    def weight(self) -> int:
+        """Bytes of memory that it takes."""
+        requests = sum(each.weight for each in self._last_requests.values())
+        return weights.SESSION + requests + (self._graph.weight if self._graph else 0)
 
     async def graph(self, pool: Pool) -> TokenGraph:
         """The rollout's token graph, read from the pool on the first call."""
@@ -148,6 +161,15 @@ class Session:
         self._last_requests[transcript] = last_request
         return last_request
 
+    def forget_request(self, transcript: str) -> None:
+        """The transcript's request was refused: none is likely to continue it."""
+        self._last_requests.pop(transcript, None)
+
+    def report_weight(self) -> None:
+        """A request or a step was added to what it holds."""
+        if self._on_weight is not None:
+            self._on_weight(self)
+
     def mark_failed(self, request: str) -> None:
         """Remember that the response to a request was an error."""
         if len(self.failed_requests) >= MAX_FAILED_REQUESTS:
@@ -177,6 +199,7 @@ class Session:
         self._running.discard(task)
         if self.pending.get(response.request) is response:
             del self.pending[response.request]
+        self.report_weight()
 
     def _check_limits(self) -> None:
         if self.closed:
@@ -304,6 +327,11 @@ class Sessions:
         self._open: dict[str, Session] = {}
         self._adopted = OrderedDict[str, Session]()
         """Least recent caller first."""
+        self._adopted_bytes = 0
+        self._evicted = WeakValueDictionary[str, Session]()
+        """Dropped from `_adopted`. A call that began before may still use one: the rollout's next call must find the same."""
+        self._resampled = OrderedDict[str, Sampling]()
+        """Sampling that this process alone knows of."""
         self._closed = OrderedDict[str, bool]()
         """Rollout id, to whether its flow completed it."""
         self.stopping = False
@@ -316,7 +344,7 @@ class Sessions:
         """Let the rollout call the model. With `fresh`, nothing of it is stored yet, so the pool is not read."""
         session = self._open[rollout.id] = self._make(rollout, sampling, stored=Attempt(rollout=rollout) if fresh else None)
         self._closed.pop(rollout.id, None)
-        self._adopted.pop(rollout.id, None)
+        self._forget(rollout.id)
         return session
 
     def is_open_here(self, rollout_id: str) -> bool:
@@ -325,9 +353,16 @@ class Sessions:
 
     def note_grade(self, rollout_id: str) -> None:
         """A route grades the rollout: the grade goes to the pool only, so `Session.recorded` would lack it."""
-        session = self._open.get(rollout_id) or self._adopted.get(rollout_id)
+        session = self._open.get(rollout_id) or self._adopted.get(rollout_id) or self._evicted.get(rollout_id)
         if session is not None:
             session.pool_differs = True
+
+    def resample(self, session: Session, sampling: Sampling) -> None:
+        """Change the defaults of a rollout's calls, in this process only."""
+        session.sampling = sampling
+        while len(self._resampled) >= MAX_CLOSED:
+            self._resampled.popitem(last=False)
+        self._resampled[session.rollout_id] = sampling
 
     def is_complete(self, rollout_id: str) -> bool:
         """Whether its flow has completed it, as far as this process knows."""
@@ -339,7 +374,8 @@ class Sessions:
         Returns what it recorded, or None if only the pool has all of it or a cancelled call may still add to it.
         """
         complete = complete or self.is_complete(rollout_id)
-        session = self._open.pop(rollout_id, None) or self._adopted.pop(rollout_id, None)
+        session = self._open.pop(rollout_id, None) or self._forget(rollout_id)
+        self._resampled.pop(rollout_id, None)
         while len(self._closed) >= MAX_CLOSED:
             self._closed.popitem(last=False)
         self._closed[rollout_id] = complete
@@ -353,13 +389,16 @@ class Sessions:
     async def drain(self, within_s: float) -> None:
         """Refuse new calls and wait up to `within_s` for the running ones."""
         self.stopping = True
-        running = {task for session in [*self._open.values(), *self._adopted.values()] for task in session.tasks}
+        running = {task for session in self._all() for task in session.tasks}
         if running:
             await asyncio.wait(running, timeout=within_s)
 
     def close_all(self) -> None:
-        for rollout_id in [*self._open, *self._adopted]:
-            self.close(rollout_id)
+        for session in self._all():
+            self.close(session.rollout_id)
+
+    def _all(self) -> list[Session]:
+        return [*self._open.values(), *self._adopted.values(), *self._evicted.values()]
 
     async def get(self, rollout_id: str, *, is_retry: bool = False) -> Session:
         """The rollout's session; RequestError 409 or 410 if it has ended, 404 if the pool does not know it, 503 while stopping.
@@ -371,8 +410,8 @@ class Sessions:
         if (complete := self._closed.get(rollout_id)) is not None:
             raise completed_error(rollout_id) if complete else ended_error(rollout_id)
         session = self._open.get(rollout_id)
-        if session is None and (session := self._adopted.get(rollout_id)) is not None:
-            self._adopted.move_to_end(rollout_id)
+        if session is None and (session := self._forget(rollout_id)) is not None:
+            self._keep(session)
         if session is None:
             session = await self._adopt(rollout_id)
         elif session.shared:
@@ -398,19 +437,46 @@ class Sessions:
         if attempt.end is not None:
             raise over_error(attempt)
         default = self._defaults.get(attempt.rollout.channel) or self._defaults.get("") or Sampling()
-        adopted = self._make(attempt.rollout, sampling_of(task, default), stored=attempt, seen_counters=counters)
-        session = self._adopted.setdefault(rollout_id, adopted)
-        self._evict()
+        sampling = self._resampled.get(rollout_id) or sampling_of(task, default)
+        adopted = self._make(attempt.rollout, sampling, stored=attempt, seen_counters=counters)
+        session = self._forget(rollout_id) or adopted
+        self._keep(session)
         if session is not adopted and session.shared:  # another call adopted it first, maybe from an older state of the pool
             await self._catch_up(session, is_retry=False)
         return session
 
+    def _keep(self, session: Session) -> None:
+        """Make an adopted session the most recent caller."""
+        self._adopted[session.rollout_id] = session
+        self._weigh(session)
+
+    def _forget(self, rollout_id: str) -> Session | None:
+        """Take an adopted session out of the cache."""
+        session = self._adopted.pop(rollout_id, None)
+        if session is None:
+            return self._evicted.pop(rollout_id, None)
+        self._adopted_bytes -= session.counted_weight
+        session.counted_weight = 0
+        return session
+
+    def _weigh(self, session: Session) -> None:
+        """Count what a session has grown by."""
+        if self._adopted.get(session.rollout_id) is session:
+            weight = session.weight
+            self._adopted_bytes += weight - session.counted_weight
+            session.counted_weight = weight
+            self._evict()
+
     def _evict(self) -> None:
-        """Drop the least recent callers if there are too many; one with running calls moves to the end instead."""
-        for _ in range(min(2, len(self._adopted) - MAX_ADOPTED)):
-            rollout_id, oldest = self._adopted.popitem(last=False)
-            if oldest.tasks:
-                self._adopted[rollout_id] = oldest
+        """Drop the least recent callers if they weigh too much; one with running calls moves to the end instead."""
+        running = 0
+        while running < 2 and (self._adopted_bytes > MAX_ADOPTED_BYTES or len(self._adopted) > MAX_ADOPTED):
+            oldest = next(iter(self._adopted))
+            if self._adopted[oldest].tasks:
+                self._adopted.move_to_end(oldest)
+                running += 1
+            elif (session := self._forget(oldest)) is not None:
+                self._evicted[oldest] = session
 
     def _make(
         self, rollout: Rollout, sampling: Sampling, *, stored: Attempt | None, seen_counters: tuple[int, ...] | None = None
@@ -424,12 +490,12 @@ class Sessions:
             peers=self._peers,
             stored=stored,
             seen_counters=seen_counters,
+            on_weight=self._weigh,
         )
 
 
 # Rollouts without a dataset row
 
-ADHOC_CHANNEL = "adhoc"
 RESERVED_PREFIX = "penstock."
 """Begins the names of our own entries in a task's metadata."""
 _SAMPLING = f"{RESERVED_PREFIX}sampling"

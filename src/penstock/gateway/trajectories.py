@@ -147,7 +147,7 @@ class Trajectories:
         if changed != session.sampling and (await session.graph(self._pool)).steps:
             text = f"trajectory {rollout_id} has calls that were sampled otherwise; register its sampling before the first"
             raise RequestError(text, status=409, code="registered_otherwise", param="sampling")
-        session.sampling = changed
+        self._sessions.resample(session, changed)
 
 
 def _difference(registration: Registration, attempt: Attempt, task: Task) -> str | None:

@@ -11,7 +11,7 @@ from penstock.errors import ConfigError
 from penstock.pool import POOLS
 from penstock.pool.base import Pool
 from penstock.pool.location import refuse_foreign_pool
-from penstock.records import Attempt, End, Group, Task
+from penstock.records import ADHOC_CHANNEL, Attempt, End, Group, Task
 from penstock.reports.html import (
     ChartPoint,
     TranscriptPick,
@@ -210,6 +210,8 @@ def choose_transcripts(groups: list[Group], replaced: Sequence[tuple[Task, Attem
         best, worst = max(newest_first, key=lambda item: item[2]), min(newest_first, key=lambda item: item[2])
         named = [("first", graded[0]), ("last", graded[-1]), ("best", best), ("worst", worst)]
         chosen = [(why, task, attempt) for why, (task, attempt, _) in named]
+    elif all_of_them:  # recorded by `penstock run`, and not graded
+        chosen = [("first", *all_of_them[0]), ("last", *all_of_them[-1])]
     failed = {attempt.end: (task, attempt) for task, attempt in (*replaced, *all_of_them) if attempt.end is not End.COMPLETED}
     chosen += [("failed", task, attempt) for task, attempt in failed.values()]
     picks: dict[str, TranscriptPick] = {}
@@ -233,17 +235,17 @@ async def _read_pool(run: RunFolder, config: dict[str, Any]) -> dict[str, Any]:
     pool: Pool = kind(run.path, url=config["pool"].get("url", ""))
     try:
         await refuse_foreign_pool(pool, run.path)
-        stats = await pool.stats("train")
-        groups = await pool.groups("train", limit=SCANNED_GROUPS)
+        channel = "train" if (await pool.stats("train")).groups else ADHOC_CHANNEL
+        stats = await pool.stats(channel)
+        groups = await pool.groups(channel, limit=SCANNED_GROUPS)
         rest = max(SCANNED_GROUPS, stats.last_seq + 1 - SCANNED_GROUPS)
-        groups += await pool.groups("train", first_seq=rest, limit=SCANNED_GROUPS)
+        groups += await pool.groups(channel, first_seq=rest, limit=SCANNED_GROUPS)
         replaced = [(group.task, attempt) for group in groups for attempt in await _replaced(pool, group)]
         ends = dict(sorted((await pool.stats()).ends.items(), key=lambda item: -item[1]))
     finally:
         await pool.close()
-    scanned = (
-        "all training groups" if stats.last_seq < 2 * SCANNED_GROUPS else f"the first and the last {SCANNED_GROUPS} training groups"
-    )
+    what = "training groups" if channel == "train" else "recorded rollouts"
+    scanned = f"all {what}" if stats.last_seq < 2 * SCANNED_GROUPS else f"the first and the last {SCANNED_GROUPS} {what}"
     return {
         "ends": ends,
         "breaks": stats.breaks,

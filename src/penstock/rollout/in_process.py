@@ -13,6 +13,8 @@ from penstock.sdk.discovery import Agent
 from penstock.sdk.routing import RolloutContext
 from penstock.sdk.samples import RolloutSample, fast_copy, to_json_values
 
+REMEDY = "use ctx.openai() or ctx.anthropic(), an integration, or ctx.base_url and ctx.api_key with another client"
+
 
 class WorkflowResult(NamedTuple):
     """What a workflow's run gave besides its recorded calls."""
@@ -54,7 +56,12 @@ class InProcessAgent:
         async with self.workflow_slots:
             with context:
                 workflow = self._run_workflow(task, context, artifacts_dir)
-                return await self._author_tasks.run(workflow, error=WorkflowError, what=name, timeout_s=timeout_s)
+                try:
+                    return await self._author_tasks.run(workflow, error=WorkflowError, what=name, timeout_s=timeout_s)
+                except WorkflowError as error:
+                    if hint := _client_hint(str(error), context):
+                        raise WorkflowError(f"{name}: {hint} ({str(error).removeprefix(f'{name}: ')})") from error.__cause__
+                    raise
 
     async def grade(
         self, task: Task, samples: Mapping[str, RolloutSample], *, timeout_s: float, artifacts_dir: Path | None = None
@@ -100,6 +107,14 @@ class InProcessAgent:
             return await self._agent.grader(fast_copy(self._agent.grader_config)).grade(context)
         finally:
             remove_empty_artifacts_dir(context)
+
+
+def _client_hint(message: str, context: RolloutContext) -> str:
+    """What to do about a client that was made without the rollout's address: its own advice, to set a key, would be wrong."""
+    if context.direct_calls:
+        return f"it called {', '.join(sorted(context.direct_calls))} directly: {REMEDY}"
+    lacks_key = "api_key" in message and any(word in message for word in ("credentials", "authentication", "must be set"))
+    return f"no key of a provider is needed here: {REMEDY}" if lacks_key else ""
 
 
 async def collect_samples(context: RolloutContext) -> dict[str, list[Message]]:

@@ -17,7 +17,7 @@ from penstock.records import VOID, Attempt, End, Grade, Mark, Message, Rollout, 
 from penstock.rollout.author_tasks import AuthorTasks
 from penstock.rollout.executors import EXECUTORS
 from penstock.rollout.executors.base import Executor, ExecutorContext, GatewaySession
-from penstock.rollout.in_process import Reward, WorkflowResult
+from penstock.rollout.in_process import REMEDY, Reward, WorkflowResult
 from penstock.rollout.loop_watchdog import LoopWatchdog
 from penstock.rollout.scratch import ScratchFolders
 from penstock.rollout.transcripts import Transcript, make_samples, misreported, transcripts
@@ -28,7 +28,6 @@ from penstock.system.async_tools import finish_shielded
 from penstock.system.redaction import Redactor
 
 NO_CALL = "the workflow made no model call through penstock"
-REMEDY = "use ctx.openai() or ctx.anthropic(), an integration, or ctx.base_url and ctx.api_key with another client"
 STOPPED = "stopped before it ended"
 FORGED_GRADE = "it was graded beside the run's grader and does not count"
 

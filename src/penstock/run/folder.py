@@ -272,7 +272,8 @@ def _archive_name(path: Path) -> Path:
 def _refuse_changes(path: Path, before: dict[str, Any], now: dict[str, Any], may_change: tuple[str, ...]) -> None:
     # Through the config, so that a key that came later has its default in an older run.
     old, new = (_flat(make_config(each["config"], str(path)).model_dump(mode="json")) for each in (before, now))
-    changed = [key for key in sorted({*old, *new}) if not key.startswith(may_change) and old.get(key) != new.get(key)]
+    differing = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
+    changed = [key for key in differing if not _of_run(key).startswith(may_change)]
     if changed:
         key = changed[0]
         more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
@@ -282,6 +283,12 @@ def _refuse_changes(path: Path, before: dict[str, Any], now: dict[str, Any], may
         )
     if other := [name for name, digest in now["datasets"].items() if before["datasets"].get(name) != digest]:
         raise ConfigError(f"{path} was started when {other[0]} was another; set another run.name, or start over with --fresh")
+
+
+def _of_run(key: str) -> str:
+    """`policies.judge.engine.url` → `engine.url`: what may change in the run's engine may in a policy's own."""
+    section, _, rest = key.partition(".")
+    return rest.partition(".")[2] if section == "policies" else key
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -131,7 +131,7 @@ def step_screen(asked: ScreenRequest) -> dict[str, Any]:
     with reading(files) as database:
         names: list[str] = entry.get("group_ids") or []
         rows = group_rows(database, names[:500])
-        return overview.step_groups(files, database, rows, step)
+        return overview.step_groups(files, rows, step)
 
 
 def groups_screen(asked: ScreenRequest) -> dict[str, Any]:
@@ -247,31 +247,31 @@ class ViewApp:
         self._streams = 0
 
     def routes(self, prefix: str = "") -> list[Route]:
-        made = [Route(f"{prefix}/", self._page, methods=["GET"])]
-        made += [Route(f"{prefix}/{name}", self._file, methods=["GET"]) for name in FILES if name != "index.html"]
-        made += [Route(f"{prefix}/api/{name}", self._screen, methods=["GET"]) for name in SCREENS]
-        return [*made, Route(f"{prefix}/api/live", self._live, methods=["GET"])]
+        paths = {"/": self._page, "/{file}": self._file, "/api/{screen}": self._screen}
+        return [Route(f"{prefix}{path}", endpoint, methods=["GET"]) for path, endpoint in paths.items()]
 
     async def _page(self, request: Request) -> Response:
         return Response(FILES["index.html"], media_type="text/html", headers=HEADERS)
 
     async def _file(self, request: Request) -> Response:
-        name = request.url.path.rpartition("/")[2]
+        name = request.path_params["file"]
+        if name not in FILES:
+            return error_response(RequestError("no such page; go back to the list of runs", status=404, code="not_found"))
         return Response(FILES[name], media_type=KINDS[Path(name).suffix], headers=HEADERS)
 
     async def _screen(self, request: Request) -> Response:
-        return await answered(self._answer(request))
+        live = request.path_params["screen"] == "live"
+        return await answered(self._stream(request) if live else self._answer(request))
 
     async def _answer(self, request: Request) -> Response:
         self._check(request)
-        query = SCREENS[request.url.path.rpartition("/")[2]]
+        query = SCREENS.get(request.path_params["screen"])
+        if query is None:
+            raise RequestError("no such screen; go back to the list of runs", status=404, code="not_found")
         asked = ScreenRequest(request, self._runs)
         async with self._readers:
             content = await asyncio.to_thread(lambda: json_line(query(asked)))
         return Response(content, media_type="application/json", headers=HEADERS)
-
-    async def _live(self, request: Request) -> Response:
-        return await answered(self._stream(request))
 
     async def _stream(self, request: Request) -> Response:
         self._check(request)

@@ -37,7 +37,7 @@ def evaluation_table(runs: OpenRuns, named: Sequence[str]) -> dict[str, Any]:
     listed = list[dict[str, Any]]()
     for place in runs.source.places():
         try:
-            files = runs.open(place.path)
+            files = runs.open(place)
         except (PenstockError, OSError, ValueError):
             continue
         if files.kind == "eval":

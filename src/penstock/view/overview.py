@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
-from penstock.errors import PoolError
+from penstock.errors import PenstockError
 from penstock.pool.sql import reads
 from penstock.pool.sql.database import PoolDatabase
 from penstock.records import Group
@@ -48,8 +48,8 @@ def runs_list(runs: OpenRuns) -> dict[str, Any]:
     lines, unreadable = list[dict[str, Any]](), list[str]()
     for place in runs.source.places():
         try:
-            lines.append({**run_line(runs.open(place.path), place.id), **place.label})
-        except (PoolError, OSError, ValueError) as error:
+            lines.append({**run_line(runs.open(place), place.id), **place.label})
+        except (PenstockError, OSError, ValueError) as error:
             unreadable.append(f"{place.id}: {error}")
     return {"runs": sorted(lines, key=lambda line: -line["changed"]), "unreadable": unreadable, "now": time.time()}
 
@@ -72,6 +72,7 @@ def run_overview(files: ViewedRun, run_id: str, database: PoolDatabase | None) -
         "tokens": dict(metrics.tokens),
         "damaged": metrics.damaged,
         "stats": stats,
+        "train": asdict(reads.read_stats(database, "train")) if database else {},
         "channels": reads.list_channels(database) if database else [],
         "lost": lost,
         "reasons": {name: REASONS[name] for counted in lost.values() for name in counted if name in REASONS},
@@ -92,7 +93,7 @@ def metrics_columns(files: ViewedRun, *, after: int = 0) -> dict[str, Any]:
     return {"steps": metrics.steps[first::stride], "columns": columns, "stride": stride}
 
 
-def step_groups(files: ViewedRun, database: PoolDatabase, rows: Iterable[GroupRow], step: int) -> dict[str, Any]:
+def step_groups(files: ViewedRun, rows: Iterable[GroupRow], step: int) -> dict[str, Any]:
     entry = files.metrics.entry(step) or {}
     own = {key: value for key, value in entry.items() if not isinstance(value, list)}
     return {"step": step, "metrics": own, "groups": [group_line(files, row) for row in rows], "before": None}
@@ -162,6 +163,14 @@ def pool_state(files: ViewedRun, database: PoolDatabase, *, before: int = AFTER_
         "leases": [lease._asdict() for lease in leases],
         "format": "read only",
     }
+
+
+def channel_names(database: PoolDatabase) -> list[str]:
+    return reads.list_channels(database)
+
+
+def failed_ends(database: PoolDatabase, channel: str) -> list[str]:
+    return [end for end in reads.read_stats(database, channel).ends if end != "completed"]
 
 
 def thin(values: list[float], most: int) -> list[float]:

@@ -12,7 +12,7 @@ import orjson
 
 from penstock.chat.tokenizer import Tokenizer
 from penstock.errors import ModelError, PenstockError, RequestError
-from penstock.graders.rubric import read_verdict_file
+from penstock.graders.rubric import VERDICT_FILE, read_verdict_file
 from penstock.models import find_cached
 from penstock.pool.rules import GroupState
 from penstock.pool.sql import reads
@@ -32,6 +32,7 @@ PROMPT_TOKENS = 300
 NEXT_TOKENS = 40
 """Tokens shown after the place where the attempts of a group part."""
 MAX_ARTIFACTS = 100
+MAX_TOKENIZER_BYTES = 128 << 20
 
 
 # Group
@@ -300,7 +301,9 @@ def _step(attempt: Attempt, index: int) -> Step:
 
 
 def _grader_note(folder: Path, rollout_id: str) -> str:
-    verdict = read_verdict_file(folder / "artifacts" / rollout_id) if _is_name(rollout_id) else None
+    place = folder / "artifacts" / rollout_id
+    linked = place.is_symlink() or (place / VERDICT_FILE).is_symlink()
+    verdict = read_verdict_file(place) if _is_name(rollout_id) and not linked else None
     return cut(verdict.explanation) if verdict else ""
 
 
@@ -495,7 +498,7 @@ class TokenTexts:
 @lru_cache(maxsize=2)
 def _load_tokenizer(folder: Path) -> Tokenizer | None:
     try:
-        return Tokenizer.load(folder)
+        return Tokenizer.load(folder) if (folder / "tokenizer.json").stat().st_size < MAX_TOKENIZER_BYTES else None
     except (ModelError, OSError):
         return None
 

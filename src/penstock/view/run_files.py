@@ -38,6 +38,9 @@ MAX_LINE = 16 << 20
 """Bytes of a line that is read; a longer one is counted as damaged."""
 
 
+RUN_NAMES = ("config.json", "events.jsonl", "metrics.jsonl", "summary.json", "evals.json", "pool.db", "pool.db-wal")
+
+
 class GrowingFile:
     """Reads the lines that were added to a file since the last look. A file that was replaced is read from its start."""
 
@@ -212,6 +215,8 @@ class ViewedRun:
     """The content of `config.json`; empty for a folder with a pool alone."""
     metrics: MetricsTable
     alarms: AlarmLog
+    is_ours: bool = True
+    """See `RunPlace`."""
     stamp: int = 0
     """When `config.json` was written: another one is another run."""
     folder: RunFolder = field(init=False)
@@ -270,17 +275,18 @@ class ViewedRun:
         )
 
     def why_no_pool(self) -> str | None:
+        """Says why there is no pool to read; None if there may be one."""
+        if not self.is_ours and self.pool.name != "sqlite":
+            return "its pool is in a database, named by the run itself; open it with `penstock view` where the run was made"
         return POOLS.load(self.pool.name).why_unreadable(self.path)
 
     def changed(self) -> float:
         """Returns when a file of the run last changed, in seconds since 1970."""
-        names = ("config.json", "events.jsonl", "metrics.jsonl", "summary.json", "pool.db", "pool.db-wal")
-        return max((stat.st_mtime for name in names if (stat := _stat(self.path / name))), default=0.0)
+        return max((stat.st_mtime for name in RUN_NAMES if (stat := _stat(self.path / name))), default=0.0)
 
     def fingerprint(self) -> str:
         """Returns a text that is another one whenever something to show may have changed."""
-        names = ("config.json", "events.jsonl", "metrics.jsonl", "summary.json", "evals.json", "pool.db", "pool.db-wal")
-        stats = [_stat(self.path / name) for name in names]
+        stats = [_stat(self.path / name) for name in RUN_NAMES]
         return " ".join("-" if stat is None else f"{stat.st_size}.{stat.st_mtime_ns}" for stat in stats) + self.status()
 
     def status(self) -> str:

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from penstock.errors import ConfigError, RequestError
-from penstock.view.run_files import ViewedRun, is_run, open_viewed_run
+from penstock.view.run_files import RUN_NAMES, ViewedRun, is_run, open_viewed_run
 
 MAX_RUNS = 500
 """Runs in the list; the newest ones."""
@@ -25,6 +25,8 @@ class RunPlace(NamedTuple):
     path: Path
     label: Mapping[str, Any] = MappingProxyType({})
     """What is known of the run besides its folder."""
+    is_ours: bool = True
+    """Whether its files were written by code of ours alone. Of others, no link is followed and no database address used."""
 
 
 class RunSource(Protocol):
@@ -79,23 +81,33 @@ class OpenRuns:
     def get(self, run_id: str) -> ViewedRun:
         place = self.source.find(run_id)
         try:
-            return self.open(place.path)
+            return self.open(place)
         except ConfigError as error:
             raise RequestError(str(error), status=404, code="unknown_run") from error
 
-    def open(self, path: Path) -> ViewedRun:
+    def open(self, place: RunPlace) -> ViewedRun:
         """Returns the files of a run, up to date."""
+        path = place.path
+        if not place.is_ours and has_links(path):
+            raise ConfigError(f"{place.id}: its folder has links in place of files, so it is not shown")
         stamp = _stamp(path)
         known = self._open.get(path)
         if known is None or known.stamp != stamp:
             known = open_viewed_run(path)
-            known.stamp = stamp
+            known.stamp, known.is_ours = stamp, place.is_ours
         known.refresh()
         self._open[path] = known
         self._open.move_to_end(path)
         while len(self._open) > MAX_OPEN:
             self._open.popitem(last=False)
         return known
+
+
+def has_links(path: Path) -> bool:
+    """Whether a file that is read here is a link, by which a run's code could show files of others."""
+    names = ("", *RUN_NAMES, "checkpoints", "artifacts", "scores")
+    found = [*path.glob("checkpoints/*"), *path.glob("checkpoints/*/token*"), *path.glob("scores/*")]
+    return any((path / name).is_symlink() for name in names) or any(each.is_symlink() for each in found)
 
 
 def _stamp(path: Path) -> int:

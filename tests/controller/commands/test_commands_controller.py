@@ -50,7 +50,7 @@ def test_a_folder_has_one_controller_and_a_port_one_server(home, tmp_path):
 
 def test_two_clients_at_once_start_one_controller_which_is_told_of_and_stopped(home):
     both = [
-        subprocess.Popen(penstock("eval", "list", "--json"), stdout=subprocess.PIPE, text=True, env=environment(home.path))
+        subprocess.Popen(penstock("dataset", "list", "--json"), stdout=subprocess.PIPE, text=True, env=environment(home.path))
         for _ in "ab"
     ]
     told = [json.loads(client.communicate(timeout=DEADLINE_S)[0]) for client in both]
@@ -68,12 +68,13 @@ def test_where_none_serves_down_and_status_start_none(home):
     down = ran(home.path, "controller", "down", "--json")
     assert (down.returncode, json.loads(down.stdout)["error"]["code"]) == (2, "CONTROLLER_ABSENT")
     assert ran(home.path, "controller", "status").returncode == 1
+    assert ran(home.path, "eval", "list").returncode == 0
     assert not home.path.exists()
 
 
 def test_a_folder_that_cannot_be_made_is_one_line(tmp_path):
     (tmp_path / "file").write_text("")
-    told = ran(tmp_path / "file" / "home", "eval", "list", "--json")
+    told = ran(tmp_path / "file" / "home", "dataset", "list", "--json")
     assert (told.returncode, json.loads(told.stdout)["error"]["code"]) == (2, "config_error")
     assert "PENSTOCK_HOME" in told.stdout
 

@@ -64,3 +64,13 @@ def test_templates_are_listed_and_told_as_json(tmp_path, monkeypatch, capsys):
     told = json.loads(capsys.readouterr().out)
     assert told["next"][0] == "cd new" and told["next"][-2:] == ["penstock eval run", "penstock train"]
     assert (tmp_path / "new" / "penstock.toml") in [tmp_path / path for path in told["files"]]
+
+
+def test_quickstart_writes_over_files_with_force_alone(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "agent.py").write_text("mine")
+    assert run(["quickstart"]) == 2
+    assert "--force" in capsys.readouterr().err
+    assert (tmp_path / "agent.py").read_text() == "mine"
+    assert run(["quickstart", "--force"]) == 0
+    assert (tmp_path / "agent.py").read_text() != "mine"

@@ -18,6 +18,7 @@ from cli_cases import ENGINE, environment, penstock
 
 from penstock.pool.sqlite import SqlitePool
 from penstock.records import Attempt
+from penstock.reports.training import write_report
 from penstock.testing import write_tokenizer
 
 TALK = """
@@ -63,6 +64,20 @@ def test_a_program_is_recorded_and_summed_up(tmp_path):
     assert (summary["calls"], summary["sampled_tokens"], summary["exact_token_rate"], summary["breaks"]) == (2, tokens, 1.0, {})
     assert (summary["end"], summary["exit_code"], summary["rollout_id"]) == ("completed", 0, attempt.rollout.id)
     assert summary["folder"] == str(tmp_path / "run")
+
+
+def test_a_program_without_a_call_is_told_how_to_reach_the_gateway(tmp_path):
+    result = ran(tmp_path, "pass")
+    assert "no call reached the gateway" in result.stderr
+    assert "OPENAI_BASE_URL" in result.stderr
+    assert "OPENAI_BASE_URL" in json.loads(ran(tmp_path, "pass", "--json").stderr)["hint"]
+
+
+def test_the_report_of_a_recording_shows_it(tmp_path):
+    ran(tmp_path, TALK)
+    page = asyncio.run(write_report(tmp_path / "run")).read_text()
+    assert "Chosen among all recorded rollouts." in page
+    assert "And?" in page
 
 
 def test_input_output_and_exit_code_are_the_commands(tmp_path):

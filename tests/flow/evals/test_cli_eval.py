@@ -204,6 +204,15 @@ def test_another_grader_judges_the_same_rollouts_without_a_model_call(project, c
     assert "eval compare runs/evals/asked runs/evals/asked-regraded" in capsys.readouterr().out
 
 
+def test_a_file_with_a_grader_alone_can_grade_again(project, capsys):
+    result(capsys, "run", "eval.toml")
+    (project / "grader.py").write_text(
+        "from penstock import Grader\n\nclass One(Grader):\n    async def grade(self, ctx):\n        return 1.0\n"
+    )
+    found = result(capsys, "regrade", "runs/evals/asked", "--agent", "grader.py")
+    assert (found["outcome"]["ends"], found["outcome"]["reward"]["value"]) == ({"completed": 4}, 1.0)
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

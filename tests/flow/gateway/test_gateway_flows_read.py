@@ -1,11 +1,13 @@
 """The read API: pages of what the pool holds, one cursor for each channel, and a curator's marks."""
 
 import asyncio
+import threading
 
 import pytest
 from gateway_cases import USER, renderer
 from gateway_flow_cases import generate, run, run_open, step_of, submit
 
+from penstock.gateway import read_api
 from penstock.pool.memory import MemoryPool
 from penstock.records import End
 from penstock.testing import ScriptedEngine, workbench
@@ -207,3 +209,41 @@ def test_a_page_never_reads_the_whole_pool(tmp_path):
             assert sum(pool.asked) < 30
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("bound", ["MAX_SCANNED_GROUPS", "MAX_IDS"])
+def test_a_response_is_bounded_by_the_groups_and_ids_it_reads(bound, monkeypatch):
+    monkeypatch.setattr(f"penstock.gateway.read_api.{bound}", 3)
+
+    async def steps(http, bench, engine):
+        await trajectories(http, 7)
+        await trajectories(http, 5, "val")
+        found, sizes = await walk(http, "/api/steps", "steps", channels="train,val", tokens="true")
+        assert [entry["trajectory_uid"] for entry in found] == [f"train-{n}" for n in range(7)] + [f"val-{n}" for n in range(5)]
+        assert max(sizes) <= 3
+
+    run_open(steps, endless)
+
+
+def test_entries_are_made_in_a_thread_one_response_at_a_time(monkeypatch):
+    threads, running, most = set(), [], []
+    plain = read_api.trajectories
+
+    def watched(group):
+        threads.add(threading.get_ident())
+        running.append(group)
+        most.append(len(running))
+        yield from plain(group)
+        running.pop()
+
+    monkeypatch.setattr(read_api, "trajectories", watched)
+
+    async def steps(http, bench, engine):
+        await trajectories(http, 5)
+        async with asyncio.TaskGroup() as group:
+            calls = [group.create_task(http.get("/api/trajectories")) for _ in range(8)]
+        assert {len(call.result().json()["trajectories"]) for call in calls} == {5}
+        assert threading.get_ident() not in threads
+        assert max(most) == 1
+
+    run_open(steps, endless)

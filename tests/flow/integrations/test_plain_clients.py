@@ -184,3 +184,23 @@ def test_nothing_of_the_environment_reaches_the_policy(monkeypatch):
     assert "leak" not in request
     assert ("POST /v1/chat/completions" in request, "POST /v1/messages" in request) == (True, True)
     assert request.count("x-sample-id: planner") == request.count("mk-own") == 2
+
+
+@pytest.mark.parametrize("package", ["openai", "anthropic"])
+def test_a_client_without_our_address_gets_our_remedy_and_not_its_packages(monkeypatch, package):
+    for name in SECRETS:
+        monkeypatch.delenv(name, raising=False)
+
+    async def run(ctx):
+        if package == "openai":
+            from openai import AsyncOpenAI
+
+            await AsyncOpenAI().chat.completions.create(model="gpt-5", messages=ctx.prompt)
+        else:
+            from anthropic import AsyncAnthropic
+
+            await AsyncAnthropic().messages.create(model="claude", max_tokens=9, messages=[{"role": "user", "content": "?"}])
+
+    done = outcome(["42"], run)
+    assert done.end is End.AGENT_ERROR
+    assert "no key of a provider is needed here: use ctx.openai() or ctx.anthropic()" in done.message

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import aiohttp
 import pytest
 from rollout_cases import good_grade, make_agent
 from server_double import Double, good
@@ -19,6 +20,7 @@ from penstock.records import Task
 from penstock.rollout.author_tasks import AuthorTasks
 from penstock.rollout.executors.base import ExecutorContext, read_section
 from penstock.rollout.executors.server import ServerExecutor, ServerSection
+from penstock.rollout.executors.server_callbacks import CallbackListener
 from penstock.rollout.in_process import Reward, WorkflowResult
 from penstock.rollout.transcripts import Transcript
 from penstock.sdk.samples import RolloutSample
@@ -230,6 +232,24 @@ def test_pool_that_fails_ends_the_run_not_the_rollout():
         async with stage(Double(good)) as on:
             with pytest.raises(PoolError, match="unknown rollout lost"):
                 await on.run("lost-0.0.1")
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("kind", ["completed", "graded"])
+def test_a_callback_that_is_too_large_fails_its_rollout_with_the_reason(kind, monkeypatch):
+    monkeypatch.setattr("penstock.rollout.executors.server_callbacks.MAX_CALLBACK_BYTES", 1000)
+
+    async def main():
+        async with CallbackListener(None, host="127.0.0.1", port=0, linger_s=0) as listener:
+            pending = listener.expect("r-1")
+            headers = {"authorization": f"Bearer {listener.key}"}
+            url = getattr(listener.urls("r-1"), kind)
+            async with aiohttp.ClientSession() as http, http.post(url, data=b"x" * 2000, headers=headers) as response:
+                assert response.status == 413
+            result = await asyncio.wait_for(getattr(pending, kind), 5)
+            assert result.status == "failure"
+            assert "1000" in result.err_message
 
     asyncio.run(main())
 

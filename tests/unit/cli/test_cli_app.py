@@ -141,3 +141,23 @@ def test_a_group_with_a_bug_in_it_is_not_hidden(failing):
     failing(ExceptionGroup("tasks", [TrainError("the disk is full"), ZeroDivisionError("a bug")]))
     with pytest.raises(ExceptionGroup):
         edge.run(["fail"])
+
+
+def test_train_help_shows_the_options_of_a_run_and_h_is_help(capsys):
+    code, out, _ = run(capsys, "train", "-h")
+    assert code == 0
+    for said in ("--set SECTION.KEY=VALUE", "--fresh", "--allow-code-change", "--dry-run", "[FILE.toml]"):
+        assert said in out
+    for arguments in (("-h",), ("eval", "-h"), ("eval", "run", "-h"), ("pool", "-h")):
+        assert run(capsys, *arguments)[0] == 0
+
+
+def test_commands_for_a_controller_stand_apart(capsys):
+    for group in ("train", "eval"):
+        here, apart = run(capsys, group, "--help")[1].split("Commands for runs that a controller carries out:")
+        assert all(f"\n  {name} " in apart for name in ("submit", "stop", "download"))
+        assert all(f"\n  {name} " in here for name in ("run", "list", "info", "logs"))
+
+
+def test_shell_completion_can_be_installed(capsys):
+    assert "--install-completion" in run(capsys, "--help")[1]

@@ -46,6 +46,26 @@ def test_what_changes_the_training_is_refused_with_the_difference(project, chang
     assert said in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("policies.judge.engine.url='http://b/v1'", None),
+        ("policies.judge.model='other'", "policies.judge.model = 'm', now it is 'other'"),
+        ("policies.planner={}", "policies.planner.default = None, now it is False"),
+    ],
+)
+def test_where_a_policy_is_served_may_change_and_which_one_it_is_may_not(project, change, said):
+    with (project / "train.toml").open("a") as file:
+        file.write("[policies.judge]\nfrozen = true\nmodel = 'm'\n[policies.judge.engine]\nname = 'openai'\nurl = 'http://a/v1'\n")
+    open_run_folder(config(), fresh=False)
+    if said is None:
+        assert open_run_folder(config(change), fresh=False).resumed
+    else:
+        with pytest.raises(ConfigError, match="start over with --fresh") as refused:
+            open_run_folder(config(change), fresh=False)
+        assert said in str(refused.value)
+
+
 def test_an_edited_file_is_named_and_fresh_keeps_the_old_run(project):
     open_run_folder(config(), fresh=False, files=[project / "train.toml"])
     (project / "tasks.jsonl").write_text('{"prompt": "2 times 2?"}\n')

@@ -22,6 +22,7 @@ from penstock.controller.api.auth import ROUTE_ACCESS, AccessLevel, AccountRoute
 from penstock.controller.api.bodies import reply
 from penstock.controller.api.links import CALLER_BASE_URL, PATH, SignedLinks
 from penstock.controller.api.results import RunResults
+from penstock.controller.api.submitted_runs import SubmittedRuns
 from penstock.controller.context import Controller
 from penstock.controller.identity import require_owner
 from penstock.controller.isolation import describe_isolation
@@ -30,6 +31,7 @@ from penstock.http.asgi import header
 from penstock.http.listen import base_url as url_of
 from penstock.http.listen import bind, host_name, known_names
 from penstock.http.server import HttpServer
+from penstock.view.app import ViewApp
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 RETRY_AFTER = {429: "30", 503: "10"}
@@ -59,6 +61,7 @@ def make_app(controller: Controller, base_url: str, *, names: Collection[str] | 
         repositories.routes,
     )
     unprotected += [route for routes in routers for route in routes(controller, links)]
+    unprotected += ViewApp(SubmittedRuns(controller.runs, controller.home)).routes("/view")
     access = AccessControl(tokens, links)
     protected = [access.protect(route) for route in unprotected]
     app = Starlette(routes=protected, exception_handlers={HTTPException: routing_error_response})

@@ -60,6 +60,9 @@ _OPEN, _TOKEN, _OWN, _LINK = AccessLevel.NOTHING, AccessLevel.TOKEN, AccessLevel
 ROUTE_ACCESS: Mapping[str, AccessLevel] = {
     "GET /health": _OPEN,
     "GET /device": _OPEN,
+    "GET /view/": _OPEN,
+    "GET /view/{file}": _OPEN,
+    "GET /view/api/{screen}": _TOKEN,
     "POST /api/cli/device/authorize": _OPEN,
     "POST /api/cli/device/token": _OPEN,
     "POST /api/cli/device/approve": AccessLevel.OWNER,

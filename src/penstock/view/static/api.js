@@ -8,7 +8,8 @@ export class ApiError extends Error {
   constructor(status, message) { super(message); this.status = status; }
 }
 
-const query = (params) => new URLSearchParams(Object.entries(params || {}).filter(([, value]) => value !== undefined && value !== null && value !== "")).toString();
+const given = (params) => Object.entries(params || {}).filter(([, value]) => value !== undefined && value !== null && value !== "");
+const query = (params) => new URLSearchParams(given(params)).toString();
 
 function headers() {
   const token = sessionStorage.getItem(KEY);
@@ -20,7 +21,8 @@ export function setToken(token) { sessionStorage.setItem(KEY, token.trim()); }
 export async function ask(name, params) {
   const address = `${name}?${query(params)}`;
   if (stored) {
-    if (address in stored) return stored[address];
+    const plain = `${name}?${given(params).map(([key, value]) => `${key}=${value}`).join("&")}`;
+    if (Object.hasOwn(stored, plain)) return stored[plain];
     throw new ApiError(404, "This page holds a part of the run. Open the run itself with `penstock view` to see the rest.");
   }
   let response;

@@ -15,7 +15,7 @@ export async function runsScreen({ params, link }) {
   const pick = h("select", { id: "status", "aria-label": "Status", onchange: (event) => set({ status: event.target.value }) }, states.map((each) => h("option", { value: each, selected: each === status }, each || "every status")));
   const rows = shown.map((run) => [
     h("input", { type: "checkbox", "aria-label": `lay ${run.id} over others`, checked: chosen.has(run.id), onchange: (event) => toggle(run.id, event.target.checked) }),
-    h("a", { href: link("run", run.id) }, said(run.id)), run.kind, badge(run.status), said(run.model), spark(run.spark),
+    h("a", { href: link("run", run.id) }, said(run.id.endsWith(run.name) ? run.id : run.name)), run.kind, badge(run.status), said(run.model), spark(run.spark),
     run.reward === null ? "–" : run.first_reward === null ? number(run.reward) : `${number(run.first_reward)} → ${number(run.reward)}`,
     run.step === null ? "–" : `${run.step} / ${run.steps ?? "?"}`, run.alarms || "", age(told.now - run.changed)]);
   const list = rows.length ? table(["", "run", "kind", "status", "model", "reward", ["first → last"], ["step"], ["alarms"], ["changed"]], rows, { label: "runs" })
@@ -51,7 +51,7 @@ function tiles(told) {
     tile("held-out", held.length ? `${number(held[0].reward)} → ${number(held.at(-1).reward)}` : "–"),
     tile("exact tokens", percent(tokens.sampled_tokens ? tokens.exact_tokens / tokens.sampled_tokens : null), "share of sampled tokens that are trained under the context they were sampled under"),
     tile("rollouts", number(stats.rollouts)), tile("model calls", number(stats.steps)), tile("sampled tokens", number(stats.tokens)),
-    tile("groups trained", stats.groups === undefined ? "–" : `${number(stats.groups_trained)} of ${number(stats.groups)}`)];
+    tile("groups trained", told.train.groups ? `${number(told.train.groups_trained)} of ${number(told.train.groups)}` : "–")];
 }
 
 const STRIP = 400;

@@ -1,0 +1,69 @@
+"""`penstock train|eval list, info, logs` read run folders, and start no controller."""
+
+import json
+
+import pytest
+
+from penstock.cli.app import run
+from penstock.config import make_config
+from penstock.events import Events
+from penstock.run.folder import RunFolder, open_run_folder
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("PENSTOCK_CONTROLLER", raising=False)
+    (tmp_path / "tasks.jsonl").write_text('{"prompt": "2*3"}\n')
+    yield tmp_path
+    assert not (tmp_path / "home" / "address.json").exists()
+    assert not list(tmp_path.glob("home/*.log")), "a controller was started"
+
+
+def made(name: str = "mine", **summary: object) -> RunFolder:
+    config = make_config({"run": {"name": name}, "dataset": {"train": "tasks.jsonl"}, "train": {"steps": 4}}, "here")
+    folder = open_run_folder(config, fresh=False)
+    entry = {"step": 1, "reward": 0.25, "version": 1}
+    folder.add_metrics(entry)
+    with Events(folder.events) as events:
+        events.emit("stage", text="loading tiny")
+    if summary:
+        folder.write_summary(json.dumps(summary).encode())
+    return folder
+
+
+def told(capsys, *arguments: str, code: int = 0) -> tuple[str, str]:
+    capsys.readouterr()
+    assert run(list(arguments)) == code
+    return capsys.readouterr()
+
+
+def test_a_list_shows_the_run_folders_here(home, capsys):
+    made()
+    made("other", status="stopped")
+    out, _ = told(capsys, "train", "list")
+    assert [line.split()[:2] for line in sorted(out.splitlines())] == [["NAME", "STATUS"], ["mine", "not"], ["other", "stopped"]]
+    assert "1/4" in out and "runs/mine" in out
+    rows = json.loads(told(capsys, "train", "list", "--json")[0])
+    assert {row["name"] for row in rows["local_runs"]} == {"mine", "other"} and rows["training_runs"] == []
+
+
+def test_without_runs_the_list_says_how_to_begin(home, capsys):
+    assert "begin with: penstock eval" in told(capsys, "eval", "list")[1]
+
+
+def test_info_and_logs_read_the_folder(home, capsys):
+    made(status="finished", eval_before=0.25, eval_after=0.5, ends={"completed": 8}, checkpoint="runs/mine/checkpoints/1")
+    out, _ = told(capsys, "train", "info", "mine")
+    for said in ("is finished", "runs/mine", "0.250 → 0.500", "8 completed", "penstock report runs/mine"):
+        assert said in out
+    assert "loading tiny" in told(capsys, "train", "logs", "mine")[0]
+    assert "loading tiny" in told(capsys, "train", "logs", "runs/mine", "-f")[0]
+
+
+def test_an_unknown_run_is_refused_in_one_line(home, capsys):
+    for command in ("info", "logs"):
+        out, err = told(capsys, "train", command, "none", code=2)
+        assert (out, err.count("\n")) == ("", 1)
+        assert "no run 'none' in runs/ here, and no controller runs" in err
