@@ -50,6 +50,29 @@ def test_captured_work_is_exact_though_passes_are_padded(seed: int, monkeypatch:
     assert work.core.lanes.captured
 
 
+def test_work_is_captured_anew_into_new_memory_once_storage_has_moved(monkeypatch: pytest.MonkeyPatch):
+    pools: list[object] = []
+
+    def capture(here: lanes.Lanes, work: Callable[[], None]) -> Repeated:
+        pools.append(here._pool)  # pyright: ignore[reportPrivateUsage]
+        here._pool = "of the first capture"  # pyright: ignore[reportPrivateUsage]
+        work()
+        return Repeated(work)
+
+    monkeypatch.setattr(lanes.Lanes, "_capture_work", capture)  # CUDA has no stand-in on a CPU
+    work = Workload(random.Random(5), slots=4, cache_tokens=20_000, paged_steps=4, graphs=True)
+    work.core.warm_up()
+    assert pools.count(None) == 1
+    warm = len(pools)
+    for parameter in work.decoder.parameters():
+        parameter.data = parameter.data.clone()  # as adapters do, which are put to an engine that is warm
+    work.swap()
+    work.ask(work.system[:20], Sampling(max_tokens=10))
+    work.play(0, swaps=False)
+    assert pools[warm] is None  # that of graphs which are gone cannot be captured into
+    assert work.check() == 10
+
+
 def test_many_lanes_are_decoded_in_longer_windows_with_the_same_results(monkeypatch: pytest.MonkeyPatch):
     replies: list[list[list[int]]] = []
     windows: list[int] = []

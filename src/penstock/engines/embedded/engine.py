@@ -122,6 +122,8 @@ class EmbeddedEngine:
         self._ended: str | None = None
         """Why no more commands are accepted; None while they are."""
         self._closing = False
+        self._last_failure = ""
+        """What the last failed step raised."""
         self._thread = threading.Thread(target=self._run, name=f"penstock-engine-{name}", daemon=True)
         self._thread.start()
 
@@ -263,7 +265,8 @@ class EmbeddedEngine:
                 self._run_commands()
                 failures = 0 if self._advance() else failures + 1
                 if failures == MAX_FAILED_STEPS:
-                    ended = f"the engine has given up after {MAX_FAILED_STEPS} failed steps in a row; open a new one"
+                    ended = f"the engine has given up after {failures} failed steps in a row ({self._last_failure}); open a new one"
+                    log.error("%s", ended)
                     return
         except BaseException as cause:
             ended = f"the engine has stopped: {type(cause).__name__}: {cause}; open a new one"
@@ -286,8 +289,10 @@ class EmbeddedEngine:
         try:
             sampled = self._core.step()
         except Exception as cause:
+            self._last_failure = f"{type(cause).__name__}: {cause}"
+            log.warning("a step of the engine failed: %s", self._last_failure)
             lost = self._core.drop()
-            self._fail([request.key for request in lost], f"a step of the engine failed: {type(cause).__name__}: {cause}")
+            self._fail([request.key for request in lost], f"a step of the engine failed: {self._last_failure}")
             return False
         self._deliver(sampled)
         return True
