@@ -17,11 +17,11 @@ from penstock.errors import ConfigError, ModelError
 from penstock.models import find_cached
 from penstock.pool import POOLS
 from penstock.records import Group
-from penstock.reports.training import write_report
 from penstock.run.inputs import read_inputs, refuse_untrainable
 from penstock.run.recorded_run import open_recorded_run
 from penstock.train.run import train
 from penstock.train.verify import verify
+from penstock.view.export import write_report
 
 TEAM = Path(__file__).parents[3] / "examples" / "team" / "train.toml"
 
