@@ -228,9 +228,8 @@ class Lanes:
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
         if (storage := self._addresses()) != self._storage:
-            # Their memory pool ends with the last of them: a capture into it would fail.
-            self.captured, self.captured_passes, self._pool = {}, {}, None
-            self._storage = storage
+            self.captured, self.captured_passes, self._storage = {}, {}, storage
+            self._pool = None  # torch refuses to capture into a pool of memory whose graphs are all gone
 
     def wait(self) -> None:
         if self._stream is not None:
