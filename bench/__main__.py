@@ -3,7 +3,7 @@
 import importlib
 import sys
 
-NAMES = ("decode", "training", "pool", "gateway", "gateway.alternatives", "rollouts", "step", "evals", "scale")
+NAMES = ("decode", "training", "pool", "gateway", "gateway.alternatives", "rollouts", "step", "evals", "view", "scale")
 
 
 def main() -> None:

@@ -60,7 +60,7 @@ class InProcessAgent:
                     return await self._author_tasks.run(workflow, error=WorkflowError, what=name, timeout_s=timeout_s)
                 except WorkflowError as error:
                     if hint := _client_hint(str(error), context):
-                        raise WorkflowError(f"{error}; {hint}") from error.__cause__
+                        raise WorkflowError(f"{name}: {hint} ({str(error).removeprefix(f'{name}: ')})") from error.__cause__
                     raise
 
     async def grade(

@@ -21,6 +21,7 @@ from penstock.rollout.executors import EXECUTORS
 from penstock.rollout.executors.base import read_section
 from penstock.run.agent_preflight import AgentTraits, preflight
 from penstock.run.policies import check_policy, pull_policies, refuse_untrainable_policies, saved_adapters, start_model
+from penstock.run.task_checks import missing_labels
 from penstock.sdk.dataset import check_tasks, load_tasks
 from penstock.sdk.discovery import Agent, open_agent
 from penstock.sdk.flows.agent import check_rows, is_flow_agent, with_run_settings
@@ -42,6 +43,12 @@ class Inputs:
     model: str
     folder: Path
     """The start policy's files; `Path()` where the engine is an endpoint that keeps its weights to itself."""
+
+    def files(self, config: RunConfig) -> list[tuple[Path, list[Task]]]:
+        """Returns the dataset files, each once, with the tasks that were read from it."""
+        heldout = config.dataset.eval
+        named = [(config.dataset.train, self.tasks), *([(heldout, self.heldout)] if heldout else [])]
+        return [(path, tasks) for path, tasks in named if path != heldout or tasks is self.heldout]
 
 
 def read_inputs(
@@ -68,7 +75,11 @@ def read_inputs(
     config.engine.preflight(model.name)
     pull_policies(config, listener)
     agent = with_run_settings(agent, model=model.path, group_size=config.rollout.group_size)
-    return Inputs(tasks=tasks, heldout=heldout, agent=agent, executor=checked.executor, model=model.name, folder=model.path)
+    inputs = Inputs(tasks=tasks, heldout=heldout, agent=agent, executor=checked.executor, model=model.name, folder=model.path)
+    for path, rows in inputs.files(config):
+        if text := missing_labels(rows, agent, path):
+            listener("notice", {"text": text})
+    return inputs
 
 
 class CheckedInputs(NamedTuple):

@@ -1,5 +1,6 @@
 """Opens what training and evaluation both need to make rollouts: pool, engine, gateway and runner."""
 
+import asyncio
 import secrets
 import sys
 from collections.abc import AsyncGenerator
@@ -23,6 +24,7 @@ from penstock.rollout.runner import Runner, open_runner
 from penstock.run.folder import RunFolder
 from penstock.run.inputs import Inputs
 from penstock.run.policies import open_policies, run_engine
+from penstock.run.task_checks import long_prompts
 from penstock.sdk.discovery import Agent
 
 
@@ -54,6 +56,10 @@ async def open_rollout_runner(
         events.emit("stage", text=f"loading {inputs.model}")
         engine, renderer = await open_engine(config.engine, inputs.folder, name=inputs.model, seed=config.run.seed)
         stack.push_async_callback(engine.close)
+        if renderer is not None and (length := getattr(engine, "context_length", 0)):
+            for path, tasks in inputs.files(config):
+                if text := await asyncio.to_thread(long_prompts, tasks, renderer.root, length, path):
+                    events.emit("notice", text=text)
         policies = await stack.enter_async_context(open_policies(config, engine, renderer))
         tracer = await stack.enter_async_context(open_tracer(config.gateway.otel, model=engine.model))
         gateway = await stack.enter_async_context(

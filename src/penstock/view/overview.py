@@ -72,6 +72,7 @@ def run_overview(files: ViewedRun, run_id: str, database: PoolDatabase | None) -
         "tokens": dict(metrics.tokens),
         "damaged": metrics.damaged,
         "stats": stats,
+        "train": asdict(reads.read_stats(database, "train")) if database else {},
         "channels": reads.list_channels(database) if database else [],
         "lost": lost,
         "reasons": {name: REASONS[name] for counted in lost.values() for name in counted if name in REASONS},

@@ -223,6 +223,14 @@ TEMPLATES = {
         about="the same agent as a program of its own that knows nothing of penstock",
         files=_folder_files("command/train.toml", "program.py", "grader.py", **TASK_FILES),
     ),
+    "team": Template(
+        about="a planner and an executor, each a policy of its own on a model that is made here: both learn within a minute",
+        files=_folder_files(
+            "team/train.toml",
+            "team.py",
+            **{name: f"multiply/{name}" for name in ("tiny_tasks.jsonl", "tiny_heldout.jsonl")},
+        ),
+    ),
     "multiply-local-strands": _workspace_template(
         "multiply-local-strands",
         "An agent that multiplies with a tool, written with Strands Agents",

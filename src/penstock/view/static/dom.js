@@ -29,8 +29,12 @@ export function s(tag, props, ...children) {
 // A text that somebody else wrote: isolated, so that its direction marks reach nothing around it.
 export const said = (text, props) => h("span", { class: "text", ...props }, text ?? "");
 
-export const number = (value, digits = 3) =>
-  value === null || value === undefined ? "–" : Number.isInteger(value) ? value.toLocaleString("en") : Number(value).toPrecision(digits).replace(/\.?0+$/, "");
+export function number(value, digits = 3) {
+  if (value === null || value === undefined) return "–";
+  if (Number.isInteger(value)) return value.toLocaleString("en");
+  if (Math.abs(value) < 1e-3) return value.toExponential(digits - 1);
+  return Math.abs(value) >= 1000 ? Math.round(value).toLocaleString("en") : String(Number(value.toPrecision(digits)));
+}
 
 export const percent = (share) => (share === null || share === undefined ? "–" : `${Math.floor(share * 10000) / 100} %`);
 

@@ -51,7 +51,7 @@ function tiles(told) {
     tile("held-out", held.length ? `${number(held[0].reward)} → ${number(held.at(-1).reward)}` : "–"),
     tile("exact tokens", percent(tokens.sampled_tokens ? tokens.exact_tokens / tokens.sampled_tokens : null), "share of sampled tokens that are trained under the context they were sampled under"),
     tile("rollouts", number(stats.rollouts)), tile("model calls", number(stats.steps)), tile("sampled tokens", number(stats.tokens)),
-    tile("groups trained", stats.groups === undefined ? "–" : `${number(stats.groups_trained)} of ${number(stats.groups)}`)];
+    tile("groups trained", told.train.groups ? `${number(told.train.groups_trained)} of ${number(told.train.groups)}` : "–")];
 }
 
 const STRIP = 400;

@@ -38,13 +38,13 @@ export async function poolScreen({ run, params, link }) {
   const told = await ask("pool", { run, before: params.get("before") || "" });
   const check = told.check;
   const names = [["groups", "groups"], ["groups_complete", "complete"], ["groups_leased", "leased"], ["groups_trained", "trained"], ["groups_stale", "stale"], ["groups_short", "short"], ["groups_dropped", "dropped"], ["rollouts", "rollouts"], ["steps", "calls"], ["tokens", "sampled tokens"], ["prompt_tokens", "prompt tokens"]];
-  const rows = Object.entries(told.channels).map(([name, stats]) => [h("a", { href: `${link("run", run, "groups")}?channel=${encodeURIComponent(name)}` }, said(name)), number(waiting(stats)), ...names.map(([key]) => number(stats[key]))]);
+  const rows = Object.entries(told.channels).map(([name, stats]) => [h("a", { href: `${link("run", run, "groups")}?channel=${encodeURIComponent(name)}` }, said(name)), number(untrained(stats)), ...names.map(([key]) => number(stats[key]))]);
   return [h("h1", null, "Pool"), h("div", { class: "tiles" }, tile("kind", told.kind), tile("size", bytes(told.bytes)), tile("changes", number(told.position)), tile("open leases", told.leases.length)),
-    h("h2", null, "Channels"), table(["channel", ["waiting"], ...names.map(([, label]) => [label])], rows, { label: "channels" }),
+    h("h2", null, "Channels"), table(["channel", ["not trained"], ...names.map(([, label]) => [label])], rows, { label: "channels" }),
     h("h2", null, "Exactly once"), h("p", { class: check.is_exact ? "good" : "bad" }, check.is_exact ? `The ledger has ${number(check.lines)} lines for ${number(check.trained)} trained groups, each group once.` : `The ledger has ${number(check.lines)} lines of ${number(check.groups)} groups, but ${number(check.trained)} count as trained.`), h("p", { class: "dim" }, "Checksums of all rows are compared by ", h("code", null, "penstock pool verify"), "."),
     h("h2", null, "Leases"), told.leases.length ? table(["lease", ["renewals"], ["seconds"], "groups"], told.leases.map((each) => [h("code", null, each.id), each.renewals, number(each.lease_s), each.groups.map((id) => [h("a", { href: link("run", run, "group", id) }, said(id)), " "])]), { label: "leases" }) : h("p", { class: "dim" }, "No trainer holds groups now."),
     h("h2", null, "Ledger"), told.ledger.length ? table([["line"], "group", ["version"], "lease"], told.ledger.map((each) => [each.position, h("a", { href: link("run", run, "group", each.group_id) }, said(each.group_id)), each.version, h("code", null, each.lease_id)]), { label: "ledger" }) : h("p", { class: "dim" }, "Nothing has been trained."),
     told.ledger.length >= 200 ? h("p", null, h("a", { rel: "next", href: `${link("run", run, "pool")}?before=${told.ledger.at(-1).position}` }, "earlier lines →")) : null].filter(Boolean);
 }
 
-const waiting = (stats) => stats.groups - stats.groups_trained - stats.groups_stale - stats.groups_dropped;
+const untrained = (stats) => stats.groups - stats.groups_trained - stats.groups_stale - stats.groups_dropped;
