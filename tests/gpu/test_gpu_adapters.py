@@ -4,7 +4,8 @@ import random
 
 import pytest
 import torch
-from adapter_cases import POLICIES, PolicyWorkload, random_adapter
+from adapter_cases import POLICIES, TARGETS, PolicyWorkload, policy_adapter, random_adapter
+from engine_workloads import Workload
 from gpu_only import NEEDS_GPU
 from test_gpu_training import SHAPE, TOLERANCES, CompiledLearner, make_decoder, some_tree
 
@@ -31,6 +32,19 @@ def test_a_new_version_of_an_adapter_needs_no_other_capture():
     work.swap()
     work.play(10, swaps=False)
     assert captured and all(work.core.lanes.captured[key] is graph for key, graph in captured.items())
+    assert work.check() > 50
+
+
+def test_adapters_that_come_after_the_first_captures_are_captured_anew():
+    """As in a run: the engine warms up while it is opened, and gets the adapters of its policies afterwards."""
+    work = Workload(random.Random(6), 8, 20_000, paged_steps=4, device="cuda")
+    work.core.warm_up()
+    before = dict(work.core.lanes.captured)
+    for policy in TARGETS:
+        work.core.adapters.put(policy, policy_adapter(policy, 0))
+        work.core.reset([policy])
+    work.play(30, swaps=False)
+    assert before and work.core.lanes.captured
     assert work.check() > 50
 
 

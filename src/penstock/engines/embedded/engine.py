@@ -122,6 +122,8 @@ class EmbeddedEngine:
         self._ended: str | None = None
         """Why no more commands are accepted; None while they are."""
         self._closing = False
+        self._problem = ""
+        """Of the last step that failed."""
         self._thread = threading.Thread(target=self._run, name=f"penstock-engine-{name}", daemon=True)
         self._thread.start()
 
@@ -263,7 +265,10 @@ class EmbeddedEngine:
                 self._run_commands()
                 failures = 0 if self._advance() else failures + 1
                 if failures == MAX_FAILED_STEPS:
-                    ended = f"the engine has given up after {MAX_FAILED_STEPS} failed steps in a row; open a new one"
+                    ended = (
+                        f"the engine has given up after {MAX_FAILED_STEPS} failed steps in a row: {self._problem}; open a new one"
+                    )
+                    log.error("%s", ended)
                     return
         except BaseException as cause:
             ended = f"the engine has stopped: {type(cause).__name__}: {cause}; open a new one"
@@ -286,8 +291,9 @@ class EmbeddedEngine:
         try:
             sampled = self._core.step()
         except Exception as cause:
+            self._problem = f"{type(cause).__name__}: {cause}"
             lost = self._core.drop()
-            self._fail([request.key for request in lost], f"a step of the engine failed: {type(cause).__name__}: {cause}")
+            self._fail([request.key for request in lost], f"a step of the engine failed: {self._problem}")
             return False
         self._deliver(sampled)
         return True

@@ -229,6 +229,7 @@ class Lanes:
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
         if (storage := self._addresses()) != self._storage:
             self.captured, self.captured_passes, self._storage = {}, {}, storage
+            self._pool = None  # torch refuses to capture into a pool of memory whose graphs are all gone
 
     def wait(self) -> None:
         if self._stream is not None:
