@@ -185,9 +185,7 @@ def test_an_engine_that_keeps_failing_gives_up_and_says_so_to_all_later_requests
             for _ in range(3):
                 with pytest.raises(EngineError, match=r"a step of the engine failed|given up"):
                     await read(engine, PROMPT, SHORT)
-            with pytest.raises(
-                EngineError, match="given up after 3 failed steps in a row: a step of the engine failed: Type"
-            ):
+            with pytest.raises(EngineError, match=r"given up after 3 failed steps in a row: TypeError: .*NoneType"):
                 await read(engine, PROMPT, SHORT)
             with pytest.raises(EngineError, match="given up"):
                 await engine.swap(2, lambda: None)

@@ -1,12 +1,14 @@
 """vLLM 0.22 to 0.32: what differs between them, asked politely, and servers that were left paused."""
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import aiohttp
 import pytest
 from engine_cases import read, run, write_policy
 
@@ -276,3 +278,39 @@ async def post(server: FakeVllm, path: str) -> None:
     http = base.HttpClient(base.RequestTimeouts())
     await http.request_json(server.url + path, {})
     await http.close()
+
+
+RECORDED = Path(__file__).parents[1] / "vllm" / "recorded"
+
+
+@pytest.mark.parametrize("version", ["0.22.0", "0.32.0"])
+def test_the_double_answers_as_real_servers_did(version: str, start: Path):
+    """`tests/vllm/record.py` asked them in this order: 0.22.0 on an H200, 0.32.0 on a CPU, where no weights are transferred."""
+    recorded = json.loads((RECORDED / f"{version}.json").read_text())
+
+    async def case():
+        server = FakeVllm(version=version)
+        server.backend = "ipc"
+        async with server, aiohttp.ClientSession(server.url) as session:
+            for label, entry in recorded.items():
+                method, path = entry["request"].split(" ", 1)
+                if label in ("ipc start twice", "ipc finish after failure"):
+                    server.updating = True
+                async with session.request(method, path, json=body_of(label, start) if method == "POST" else None) as answer:
+                    text = await answer.text()
+                assert answer.status == entry["status"], label
+                if answer.status == 200:
+                    assert (json.loads(text) if text else "") == entry["answer"], label
+
+    run(case())
+
+
+def body_of(label: str, folder: Path) -> dict[str, object]:
+    """The body of a recorded request, with names of this machine."""
+    bodies: dict[str, dict[str, object]] = {
+        "reload 0": {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}},
+        "name weights": {"new_version": "penstock-x-1"},
+        "ipc init": {"init_info": {}},
+        "ipc update": {"update_info": {"names": ["1"]}},
+    }
+    return bodies.get(label, {})

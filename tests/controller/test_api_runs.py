@@ -51,7 +51,8 @@ def test_an_evaluation_is_told_in_numbers_worked_by_hand(client):
     assert detail["eval_run"]["status"] == "finished" and detail["eval_run"]["completed_at"].endswith("Z")
     assert detail["config"] == {"k": [1, 2], "model_path": "tiny", "n": 2}
     assert (results["score"], results["total_runs"], results["sampled_rows"]) == (0.5, 8, 4)
-    assert (results["graded"], results["passed"], results["failed"], results["pass_rate"]) == (8, 4, 4, 0.5)
+    assert (results["graded"], results["passed"], results["failed"], results["pass_rate"]) == (6, 4, 2, 4 / 6)
+    assert (results["skipped"], [each["count"] for each in results["skipped_reasons"].values()]) == (2, [2])
     assert results["reward_stats"]["pass_at_k"] == {"1": 0.5, "2": 0.5}
     assert client.page("eval")["eval_runs"][0]["results"] == results
 

@@ -21,7 +21,7 @@ from typing import Any
 MODULES = (
     "openai.resources.chat", "openai.resources.responses", "scripted", "httptools", "truststore", "uvicorn", "torch._dynamo",
     "penstock.cli.app", "penstock.cli.eval_view", "penstock.cli.live", "penstock.evals.run", "penstock.gateway.dialects.messages",
-    "penstock.gateway.dialects.responses", "penstock.http.server", "penstock.pool.sqlite", "penstock.reports.training",
+    "penstock.gateway.dialects.responses", "penstock.http.server", "penstock.pool.sqlite", "penstock.view.export",
     "penstock.rollout.executors.inline", "penstock.train.advantages.grpo", "penstock.train.losses.clip", "penstock.train.run",
     "penstock.train.verify", "penstock.workspace.opening",
 )  # fmt: skip

@@ -10,7 +10,7 @@ from aiohttp import web
 from engine_cases import read, write_policy
 from killable_process import FULL
 
-from faults.upstream_cases import VERSIONS, FakeVllm, engine_over, trouble
+from faults.upstream_cases import VERSIONS, FakeVllm, NumberedSender, engine_over, trouble
 from penstock.engines.retry import RetryPolicy
 from penstock.engines.servers import base, pauses, vllm
 from penstock.errors import PenstockError
@@ -18,8 +18,8 @@ from penstock.http.client import RequestTimeouts
 from penstock.records import Sampling
 
 SHORT = Sampling(max_tokens=3)
-SILENT_S = 0.2
-"""What a server may be silent for in these tests."""
+SILENT_S = 0.5
+"""What a server that hangs may be silent for in these tests; others have long enough for a busy machine."""
 DEADLINE_S = 30.0
 """Far more than any of these takes."""
 
@@ -72,15 +72,16 @@ CUTS: dict[str, Cut] = {
     "500": status(500),
     "503": status(503),
 }
-PLAYED = list(itertools.product(VERSIONS, CUTS) if FULL else zip(itertools.cycle(("0.22.0", "0.32.0")), CUTS, strict=False))
+WAYS = "folder", "transfer"
+SLICE = zip(itertools.cycle(("0.22.0", "0.32.0", "0.25.1")), CUTS, itertools.cycle(WAYS), strict=False)
+PLAYED = list(itertools.product(VERSIONS, CUTS, WAYS) if FULL else SLICE)
 
 
 @pytest.fixture(autouse=True)
 def impatient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(vllm, "OTHERS_PAUSE_S", 0.1)
-    monkeypatch.setattr(vllm, "CONTROL_S", SILENT_S)
-    monkeypatch.setattr(base, "RESUME_S", 3 * SILENT_S)
+    monkeypatch.setattr(base, "RESUME_S", 0.6)
     monkeypatch.setattr(pauses, "RETRY_S", 0.01)
 
 
@@ -99,43 +100,56 @@ class CutAt:
         return await self.cut(request)
 
 
-async def publish_twice(server: FakeVllm, folders: list[Path]) -> list[str]:
-    """What a run asks of a server: sample, new weights, sample. Returns the errors."""
+async def publish_twice(server: FakeVllm, folders: list[Path], way: str, silent_s: float = DEADLINE_S / 2) -> list[str]:
+    """What a run asks of a server: weights, sample, new weights, sample. Returns the errors."""
     errors: list[str] = []
-    timeouts = RequestTimeouts(first_token_s=SILENT_S, stall_s=SILENT_S)
-    policy = RetryPolicy(first_wait_s=0.0, recheck_s=0.01, probe_s=SILENT_S, down_s=SILENT_S)
-    options = {"load_s": SILENT_S, "control_s": SILENT_S}
+    (written := asyncio.Event()).set()
+    timeouts = RequestTimeouts(first_token_s=silent_s, stall_s=silent_s)
+    policy = RetryPolicy(first_wait_s=0.0, recheck_s=0.01, probe_s=SILENT_S, down_s=0.2)
+    options = {"load_s": silent_s, "control_s": silent_s}
     async with engine_over(server, folder=folders[0], timeouts=timeouts, policy=policy, **options) as engine:
         for number, folder in enumerate(folders):
             try:
-                await engine.load(number, folder)
+                if number and way == "transfer":
+                    sender = NumberedSender()
+                    sender.number = number
+                    await engine.transfer(number, sender, folder, written)
+                else:
+                    await engine.load(number, folder)
                 await read(engine, [1, 2], SHORT)
             except PenstockError as error:
                 errors.append(str(error))
     return errors
 
 
-async def requests_of_a_run(version: str, folders: list[Path]) -> int:
-    async with FakeVllm(version=version) as server:
+def server_of(version: str) -> FakeVllm:
+    server = FakeVllm(version=version)
+    server.backend, server.insecure = "ipc", True
+    return server
+
+
+async def requests_of_a_run(version: str, folders: list[Path], way: str) -> int:
+    async with server_of(version) as server:
         server.cut = counting = CutAt(empty, 0, -1)
-        assert await publish_twice(server, folders) == []
+        assert await publish_twice(server, folders, way) == []
         return next(counting.seen)
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # connections that the double cut off itself
 @pytest.mark.parametrize("lasting", [False, True], ids=["once", "from then on"])
-@pytest.mark.parametrize(("version", "kind"), PLAYED)
+@pytest.mark.parametrize(("version", "kind", "way"), PLAYED)
 def test_no_answer_at_any_point_leaves_a_server_paused_or_a_run_without_an_end(
-    version: str, kind: str, lasting: bool, tmp_path: Path
+    version: str, kind: str, way: str, lasting: bool, tmp_path: Path
 ):
     folders = [write_policy(tmp_path / str(number)) for number in range(2)]
 
     async def case(first: int) -> None:
-        async with room, FakeVllm(version=version) as server:
+        async with room, server_of(version) as server:
             server.root = str(folders[0])
             server.cut = CutAt(CUTS[kind], first, float("inf") if lasting else first)
             async with asyncio.timeout(DEADLINE_S):
-                errors = await publish_twice(server, folders)
+                errors = await publish_twice(server, folders, way, SILENT_S if kind == "hang" else DEADLINE_S / 2)
             if lasting:  # whoever comes next finds it well, or makes it so
                 server.cut = None
                 async with asyncio.timeout(DEADLINE_S):
@@ -145,7 +159,7 @@ def test_no_answer_at_any_point_leaves_a_server_paused_or_a_run_without_an_end(
             assert all("\n" not in error for error in errors)
 
     async def all_cases() -> None:
-        total = await requests_of_a_run(version, folders)
+        total = await requests_of_a_run(version, folders, way)
         assert total >= 16
         async with asyncio.TaskGroup() as group:
             for first in range(0, total, 1 if FULL else 4 if lasting else 2):

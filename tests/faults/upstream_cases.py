@@ -26,6 +26,7 @@ from aiohttp import web
 
 from penstock.engines.retry import RetryPolicy
 from penstock.engines.servers.base import RemoteModel
+from penstock.engines.servers.transfer import TransferRound
 from penstock.engines.servers.vllm import VllmEngine, VllmSection, open_engine
 from penstock.http.client import RequestTimeouts
 
@@ -100,6 +101,8 @@ class FakeVllm:
         """Whether it was started with `--enable-lora` and VLLM_ALLOW_RUNTIME_LORA_UPDATING."""
         self.backend: str | None = None
         """Of its `--weight-transfer-config`."""
+        self.sleeps = False
+        """Its --enable-sleep-mode."""
         self.insecure = False
         """VLLM_ALLOW_INSECURE_SERIALIZATION."""
         self.cut: Callable[[web.Request], Awaitable[web.StreamResponse | None]] | None = None
@@ -286,6 +289,7 @@ class FakeVllm:
             "model_config": {
                 "logprobs_mode": "processed_logprobs" if self.processed else "raw_logprobs",
                 "dtype": "torch.bfloat16",
+                "enable_sleep_mode": self.sleeps,
             },
             "device_config": {"device": self.device},
             "cache_config": {"gpu_memory_utilization": 0.3},
@@ -317,6 +321,10 @@ class FakeVllm:
                 return self._reload(body["kwargs"]["weights_path"])
             case "sleep" | "wake_up":
                 self.asleep = call == "sleep"
+                if self.asleep:
+                    self._running.clear()
+                else:
+                    self._running.set()
                 return web.Response()
             case _:
                 return self._transfer(call, body)
@@ -447,6 +455,24 @@ class FakeVllm:
         seen = full if not self.processed else 0.0 if body["top_k"] == 1 else full / 2 if tempered else full
         logprobs = {"token_logprobs": [seen], "tokens": ["é"], "text_offset": [place], "top_logprobs": [{"é": seen}]}
         return {"index": 0, "text": "é", "logprobs": logprobs, "finish_reason": None, "token_ids": [token_id]}
+
+
+class NumberedSender:
+    """Sends weights whose first name is their number, as the double reads them."""
+
+    backend = "ipc"
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.connected: list[int] = []
+        self.work: Any = None
+
+    def connect(self, url: str, world_size: int) -> TransferRound:
+        self.connected.append(world_size)
+        return TransferRound({})
+
+    def send(self, url: str) -> TransferRound:
+        return TransferRound({"names": [str(self.number)], "dtype_names": ["float32"], "shapes": [[1]]}, self.work)
 
 
 @asynccontextmanager

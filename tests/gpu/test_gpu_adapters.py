@@ -4,7 +4,8 @@ import random
 
 import pytest
 import torch
-from adapter_cases import POLICIES, PolicyWorkload, random_adapter
+from adapter_cases import POLICIES, TARGETS, PolicyWorkload, policy_adapter, random_adapter
+from engine_workloads import Workload
 from gpu_only import NEEDS_GPU
 from test_gpu_training import SHAPE, TOLERANCES, CompiledLearner, make_decoder, some_tree
 
@@ -40,6 +41,19 @@ def test_an_engine_that_was_warm_before_its_first_adapter_goes_on():
     work.play(20, swaps=False)
     work.add_adapters()
     work.play(30, swaps=True)
+    assert work.check() > 50
+
+
+def test_adapters_that_come_after_the_first_captures_are_captured_anew():
+    """As in a run: the engine warms up while it is opened, and gets the adapters of its policies afterwards."""
+    work = Workload(random.Random(6), 8, 20_000, paged_steps=4, device="cuda")
+    work.core.warm_up()
+    before = dict(work.core.lanes.captured)
+    for policy in TARGETS:
+        work.core.adapters.put(policy, policy_adapter(policy, 0))
+        work.core.reset([policy])
+    work.play(30, swaps=False)
+    assert before and work.core.lanes.captured
     assert work.check() > 50
 
 

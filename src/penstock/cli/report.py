@@ -15,7 +15,7 @@ def report(
 
     import orjson
 
-    from penstock.reports.training import write_report
+    from penstock.view.export import write_report
 
     path = asyncio.run(write_report(folder))
     typer.echo(orjson.dumps({"report": str(path)}).decode() if as_json else str(path))

@@ -104,7 +104,7 @@ def _print_summary(summary: "Summary", view: "LiveView", resume: ResumeCommand, 
 
 def _write_report(folder: Path) -> Path | None:
     """Write the report and return its path; a report that cannot be written must not fail a run that was trained."""
-    from penstock.reports.training import write_report
+    from penstock.view.export import write_report
 
     try:
         return asyncio.run(write_report(folder))

@@ -74,7 +74,9 @@ def find_damage(folder: Path, *, run: str | None = None, skip: Collection[str] =
 
 
 def refuse_damaged_weights(folder: Path) -> None:
-    """ModelError if the model folder is a checkpoint whose files, the optimizer's aside, are damaged."""
+    """ModelError if the model folder is a checkpoint, or a policy's part of one, with damaged files, the optimizer's aside."""
+    if is_adapter(folder) and not _is_checkpoint(folder):
+        folder = folder.parent
     if _is_checkpoint(folder) and (problem := find_damage(folder, run=_run_around(folder), skip=(OPTIMIZER, OLD_OPTIMIZER))):
         raise ModelError(f"checkpoint {folder} is damaged: {problem}; use another one, or restore a copy")
 

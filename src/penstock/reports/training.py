@@ -1,4 +1,4 @@
-"""The report of a training run as one HTML page. `write_report` reads the run folder and its pool; `render_page` does no I/O."""
+"""The report of a training run as one HTML page. `render_report` reads the run folder and its pool; `render_page` does no I/O."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -7,7 +7,6 @@ from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from penstock.errors import ConfigError
 from penstock.pool import POOLS
 from penstock.pool.base import Pool
 from penstock.pool.location import refuse_foreign_pool
@@ -27,7 +26,6 @@ from penstock.reports.html import (
 )
 from penstock.run.code import code_changes
 from penstock.run.folder import RunFolder, find_run_folder
-from penstock.system.files import write_file
 
 
 class HeldoutReward(NamedTuple):
@@ -177,8 +175,8 @@ SCANNED_GROUPS = 100
 """Groups read at each end of a run to choose transcripts from, as reading all of a long run is too slow."""
 
 
-async def write_report(folder: Path) -> Path:
-    """Writes `report.html` into the run folder and returns its path."""
+async def render_report(folder: Path) -> str:
+    """Returns the page of the run in `folder`."""
     run = find_run_folder(folder)
     config, metrics = run.settings()["config"], run.read_metrics()
     report = RunReport(
@@ -191,10 +189,7 @@ async def write_report(folder: Path) -> Path:
         code_changes=[change.text for change in code_changes(run)],
         **await _read_pool(run, config),
     )
-    try:
-        return write_file(folder / "report.html", render_page(report).encode("utf-8", "replace"))
-    except OSError as cause:
-        raise ConfigError(f"{folder / 'report.html'}: cannot be written: {cause.strerror}; make the folder writable") from cause
+    return render_page(report)
 
 
 def choose_transcripts(groups: list[Group], replaced: Sequence[tuple[Task, Attempt]] = ()) -> list[TranscriptPick]:

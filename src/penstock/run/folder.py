@@ -19,9 +19,9 @@ from penstock.system.locks import exclusive_lock
 
 MAY_CHANGE = (
     "run.folder", "train.steps", "train.checkpoint_every", "train.checkpoints_kept", "train.eval_every", "train.tokens_per_pass",
-    "train.device",
-    "eval.", "gateway.", "executor.", "scale.", "engine.url", "engine.api_key_env", "engine.retries", "engine.retry_s",
-    "engine.first_token_s", "engine.stall_s", "engine.down_s", "engine.weights", "engine.slots", "engine.cache_tokens",
+    "train.device", "eval.", "gateway.", "executor.", "scale.", "engine.url", "engine.api_key_env", "engine.retries",
+    "engine.retry_s", "engine.first_token_s", "engine.stall_s", "engine.down_s", "engine.weights", "engine.sleep", "engine.slots",
+    "engine.cache_tokens",
 )  # fmt: skip
 """Keys, or prefixes of keys, that a resumed run may change: none has an influence on what was trained so far."""
 

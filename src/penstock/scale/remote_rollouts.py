@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,9 @@ class RemoteRollouts:
         async with self._publishing:
             self._served = (version, folder)
             await self._publish()
+
+    def resting(self) -> AbstractAsyncContextManager[None]:
+        return nullcontext()  # learner and engine have GPUs of their own
 
     @property
     def _version(self) -> int:

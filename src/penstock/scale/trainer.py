@@ -74,5 +74,6 @@ class AsyncTrainer:
 
 
 def _decoder(config: RunConfig, inputs: Inputs) -> Decoder:
-    device = pick_device(config.engine.device)
-    return load_decoder(inputs.folder, device=device, dtype=pick_dtype(config.engine.dtype, device))
+    device = pick_device(config.train.device if config.train.device != "auto" else config.engine.device)
+    dtype = config.train.dtype if config.train.dtype != "auto" else config.engine.dtype
+    return load_decoder(inputs.folder, device=device, dtype=pick_dtype(dtype, device))

@@ -1,5 +1,8 @@
 """Where the learner computes if the engine is on servers: its device and precision, and how it shares a GPU with them."""
 
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import torch
@@ -8,6 +11,7 @@ from penstock.config import RunConfig
 from penstock.engines.embedded.decoder import Decoder
 from penstock.engines.embedded.engine import pick_device, pick_dtype
 from penstock.engines.embedded.weights import load_decoder
+from penstock.engines.servers.vllm import VllmEngine
 from penstock.errors import ConfigError, TrainError
 
 GIB = 1 << 30
@@ -39,6 +43,17 @@ def load_learner_decoder(config: RunConfig, folder: Path) -> Decoder:
             f"{device} has no room for the learner's weights beside what else is there; start vLLM with a lower "
             "--gpu-memory-utilization, or set train.device"
         ) from cause
+
+
+@asynccontextmanager
+async def sleeping(engine: VllmEngine) -> AsyncGenerator[None]:
+    """Let servers sleep; what an update took of the GPU's memory is given back before they wake."""
+    async with engine.asleep():
+        try:
+            yield
+        finally:
+            if torch.cuda.is_available():
+                await asyncio.to_thread(torch.cuda.empty_cache)
 
 
 def memory_split(decoder: Decoder) -> list[str]:

@@ -294,11 +294,12 @@ async def try_credit(run: TrainingRun, groups: Sequence[Group]) -> None:
 async def compute_update(run: TrainingRun, groups: Sequence[Group]) -> ComputedUpdate:
     """Computes the first update of every policy from these groups; the weights stay as they are."""
     credit, parts = credit_groups(groups, run), dict[str, LearnerUpdate]()
-    for policy, learner in run.learners.items():
-        learner.zero()  # an update that was set aside may have left gradients
-        if made := credit[policy].sequences:
-            batch = await asyncio.to_thread(learner.pack, made, rollouts=credit[policy].counts["rollouts"])
-            parts[policy] = LearnerUpdate(batch, await asyncio.to_thread(learner.compute, batch))
+    async with run.rollouts.resting():
+        for policy, learner in run.learners.items():
+            learner.zero()  # an update that was set aside may have left gradients
+            if made := credit[policy].sequences:
+                batch = await asyncio.to_thread(learner.pack, made, rollouts=credit[policy].counts["rollouts"])
+                parts[policy] = LearnerUpdate(batch, await asyncio.to_thread(learner.compute, batch))
     return ComputedUpdate(credit, parts)
 
 

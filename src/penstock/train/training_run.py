@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,7 @@ from penstock.run.opening import open_pool, open_rollout_runner, sampling
 from penstock.run.policies import trained_policies
 from penstock.train.advantages import ADVANTAGES
 from penstock.train.learner import Learner
-from penstock.train.learner_device import load_learner_decoder, memory_split, refuse_learner_settings
+from penstock.train.learner_device import load_learner_decoder, memory_split, refuse_learner_settings, sleeping
 from penstock.train.policy import AdapterPublisher, FolderPublisher, InPlacePublisher, PolicyPublishers, Publisher
 from penstock.train.publication import ServerPublisher, publication_ways
 
@@ -56,6 +56,10 @@ class RolloutSource(Protocol):
 
     async def load(self, version: int, folder: Path) -> None:
         """Sample with the weights of a model folder, as `version`, from the next token on."""
+        ...
+
+    def resting(self) -> AbstractAsyncContextManager[None]:
+        """While an update is computed: servers sleep where `engine.sleep` asks for it."""
         ...
 
 
@@ -91,6 +95,10 @@ class LocalRollouts:
     async def load(self, version: int, folder: Path) -> None:
         await self.engine.load(version, folder)
 
+    def resting(self) -> AbstractAsyncContextManager[None]:
+        sleeps = isinstance(self.engine, VllmEngine) and getattr(self.config.engine, "sleep", False)
+        return sleeping(self.engine) if sleeps and isinstance(self.engine, VllmEngine) else nullcontext()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingRun:
@@ -120,6 +128,10 @@ async def open_training(config: RunConfig, inputs: Inputs, folder: RunFolder, ev
         decoder = shared or await asyncio.to_thread(load_learner_decoder, config, inputs.folder)
         learners = await asyncio.to_thread(open_learners, decoder, config, inputs)
         whole, engine, publisher = learners.get(""), rollouts.engine, None
+        if isinstance(engine, VllmEngine) and getattr(config.engine, "sleep", False):
+            if config.train.updates_per_step > 1:
+                raise ConfigError("engine.sleep: set train.updates_per_step = 1; later updates are computed between publications")
+            await engine.refuse_sleepless()
         if isinstance(engine, VllmEngine) and whole is not None and whole.adapter is None:
             for text in await asyncio.to_thread(memory_split, decoder):
                 events.emit("stage", text=text)

@@ -1,57 +1,82 @@
 """A run as one HTML file: the dashboard's page with its scripts, and the answers to what it would ask, up to a size.
 
-The file asks for nothing and allows no other script: its policy names the digests of its own.
+`report.html` is such a file. It also holds the static report, which is what a reader sees where scripts do not run. The file asks
+for nothing and allows no other script: its policy names the digests of its own.
 """
 
+import asyncio
 import base64
 import hashlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from penstock.errors import ConfigError, PenstockError
 from penstock.events import json_line
 from penstock.pool.sql.database import PoolDatabase
+from penstock.reports.html import document
+from penstock.reports.training import render_report
 from penstock.system.files import write_file
 from penstock.view import overview, rollouts
 from penstock.view.app import FILES, reading
-from penstock.view.queries import ended_page, group_rows
+from penstock.view.queries import ended_page, group_page, group_rows
 from penstock.view.run_files import ViewedRun, open_viewed_run
 
 MODULES = ("dom", "api", "charts", "runs", "rollouts", "tokens", "system", "evals", "main")
 """In the order of their imports."""
-MAX_BYTES = 6_000_000
-"""Of the answers: the page fits into a mail."""
-MAX_STEPS = 200
+EMPTY = "<p>This page shows a run with scripts, which are switched off here.</p>"
 MAX_CALLS = 8
 """Calls of a rollout whose tokens are included."""
+
+
+class ExportLimits(NamedTuple):
+    """How much of a run goes into a page, at most."""
+
+    steps: int = 200
+    rollouts: int = 100_000
+    size: int = 6_000_000
+    """Bytes of the answers: the page fits into a mail."""
+
+
+MAIL = ExportLimits()
+REPORT = ExportLimits(steps=40, rollouts=24, size=2_000_000)
+"""Of `report.html`, which every run makes at its end, so that it takes a moment only."""
 Answer = tuple[str, Callable[[], dict[str, Any]]]
 
 
-def export_run(folder: Path, file: Path) -> Path:
-    """Writes the run in `folder` as one page. Runs that do not fit are cut; the page says so where it has no answer."""
+async def write_report(folder: Path) -> Path:
+    """Writes `report.html` into the run folder and returns its path."""
+    static = await render_report(folder)
+    return await asyncio.to_thread(export_run, folder, folder / "report.html", static=static, limits=REPORT)
+
+
+def export_run(folder: Path, file: Path, *, static: str = "", limits: ExportLimits = MAIL) -> Path:
+    """Writes the run in `folder` as one page. Runs that do not fit are cut; the page says so where it has no answer.
+
+    `static` is a page without scripts, which is shown until they run.
+    """
     if not folder.is_dir():
         raise ConfigError(f"{folder}: no such folder; give a run folder such as runs/multiply")
     files = open_viewed_run(folder)
     files.refresh()
     name = folder.resolve().name
     if files.why_no_pool():
-        answers = _answers(files, name, None)
+        answers = _answers(_queries(files, name, None, limits), limits)
     else:
         with reading(files) as database:
-            answers = _answers(files, name, database)
+            answers = _answers(_queries(files, name, database, limits), limits)
     try:
-        return write_file(file, _page(name, answers))
+        return write_file(file, _page(name, answers, static or document(name, "", EMPTY)))
     except OSError as cause:
-        raise ConfigError(f"{file}: cannot be written: {cause.strerror}; choose another file") from cause
+        raise ConfigError(f"{file}: cannot be written: {cause.strerror}; make its folder writable, or choose another") from cause
 
 
-def _answers(files: ViewedRun, run: str, database: PoolDatabase | None) -> dict[str, bytes]:
+def _answers(queries: Iterable[Answer], limits: ExportLimits) -> dict[str, bytes]:
     """Returns the answers by the address that the page would ask, the most telling first."""
     found, size = dict[str, bytes](), 0
-    for address, query in _queries(files, run, database):
+    for address, query in queries:
         if address in found:
             continue
         try:
@@ -59,18 +84,18 @@ def _answers(files: ViewedRun, run: str, database: PoolDatabase | None) -> dict[
         except PenstockError:  # a damaged rollout is left out, as the page of a run without it
             continue
         size += len(answer)
-        if size > MAX_BYTES:
+        if size > limits.size:
             break
         found[address] = answer
     return found
 
 
-def _queries(files: ViewedRun, run: str, database: PoolDatabase | None) -> Iterator[Answer]:
+def _queries(files: ViewedRun, run: str, database: PoolDatabase | None, limits: ExportLimits) -> Iterator[Answer]:
     yield f"run?run={run}", lambda: overview.run_overview(files, run, database)
     yield f"metrics?run={run}", lambda: overview.metrics_columns(files)
     if database is None:
         return
-    steps = files.metrics.steps[-MAX_STEPS:]
+    steps, left = files.metrics.steps[-limits.steps :], limits.rollouts
     for step in steps:
         yield f"step?run={run}&step={step}", lambda step=step: _step(files, database, step)
     channels = overview.channel_names(database)
@@ -86,12 +111,17 @@ def _queries(files: ViewedRun, run: str, database: PoolDatabase | None) -> Itera
         yield f"ended?run={run}&end={end}&channel={channel}", lambda ended=ended: ended
         for each in page.found[:3]:
             yield from _rollout(files, run, database, each.id)
-    for step in _spread(steps):
-        for group in _group_ids(files, step):
-            yield f"group?run={run}&group={group}", lambda group=group: rollouts.group_screen(files, database, group)
-            for row in group_rows(database, [group]):
-                for attempt in row.attempts:
-                    yield from _rollout(files, run, database, attempt.rollout.id)
+    names = [group for step in _spread(steps) for group in _group_ids(files, step)]
+    if not steps:  # an evaluation, or a recording
+        names = [row.id for channel in channels for row in group_page(database, channel, before=overview.AFTER_LAST)]
+    for group in names:
+        if left <= 0:
+            return
+        yield f"group?run={run}&group={group}", lambda group=group: rollouts.group_screen(files, database, group)
+        for row in group_rows(database, [group]):
+            for attempt in row.attempts[:left]:
+                yield from _rollout(files, run, database, attempt.rollout.id)
+            left -= len(row.attempts)
 
 
 def _step(files: ViewedRun, database: PoolDatabase, step: int) -> dict[str, Any]:
@@ -133,32 +163,19 @@ def _module(name: str, source: str) -> str:
     return f"const module_{name} = (() => {{\n{inside}\nreturn {{ {', '.join(names)} }};\n}})();"
 
 
-def _page(run: str, answers: dict[str, bytes]) -> bytes:
+def _page(run: str, answers: dict[str, bytes], static: str) -> bytes:
+    """Adds data, scripts and the dashboard's style to a static page, and allows them in its policy."""
     pairs = [json_line({address: 0})[1:-4] + b":" + answer.strip() for address, answer in answers.items()]
     data = (b"{" + b",".join(pairs) + b"}").replace(b"<", b"\\u003c")
-    scripts = [FILES["uplot.js"].decode(), bundle()]
+    scripts = {"text/javascript": FILES["uplot.js"].decode(), "module": bundle()}
     style = FILES["uplot.css"].decode() + FILES["view.css"].decode()
-    allowed = " ".join(f"'sha256-{_digest(script)}'" for script in scripts)
-    policy = f"default-src 'none'; script-src {allowed}; style-src 'sha256-{_digest(style)}'; img-src data:; base-uri 'none'"
-    head = f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{policy}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{escape(run)}</title>
-<link rel="icon" href="data:,">
-<style>{style}</style>
-</head>
-<body>
-<a class="skip" href="#main">Skip to the content</a>
-<header id="top"></header>
-<main id="main" tabindex="-1"><p class="dim">Loading…</p></main>
-<script type="application/json" id="data" data-run="{escape(run)}">"""
-    tail = "".join(
-        f'<script type="{kind}">{script}</script>\n' for kind, script in zip(("text/javascript", "module"), scripts, strict=True)
-    )
-    return head.encode("utf-8", "replace") + data + b"</script>\n" + tail.encode() + b"</body>\n</html>\n"
+    allowed = " ".join(f"'sha256-{_digest(script)}'" for script in scripts.values())
+    page = static.replace("; style-src ", f"; script-src {allowed}; img-src data:; style-src 'sha256-{_digest(style)}' ", 1)
+    page = page.replace("<style>", f'<style id="view-style" media="not all">{style}</style>\n<style id="static-style">', 1)
+    head, end, tail = page.rpartition("</body>")
+    made = "".join(f'<script type="{kind}">{script}</script>\n' for kind, script in scripts.items())
+    opening = f'<script type="application/json" id="data" data-run="{escape(run)}">'
+    return (head + opening).encode("utf-8", "replace") + data + f"</script>\n{made}{end}{tail}".encode("utf-8", "replace")
 
 
 def _digest(text: str) -> str:

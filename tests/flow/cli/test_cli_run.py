@@ -18,8 +18,8 @@ from cli_cases import ENGINE, environment, penstock
 
 from penstock.pool.sqlite import SqlitePool
 from penstock.records import Attempt
-from penstock.reports.training import write_report
 from penstock.testing import write_tokenizer
+from penstock.view.export import write_report
 
 TALK = """
     import sys

@@ -6,8 +6,12 @@ Here its kernels are replaced by plain torch and nothing is captured; `tests/gpu
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, ClassVar
+from weakref import WeakSet
 
 import pytest
+import torch
+from adapter_cases import TARGETS, policy_adapter
 from engine_workloads import Workload, make_weights
 
 from penstock.engines.embedded import lanes, paged_core
@@ -48,6 +52,47 @@ def test_captured_work_is_exact_though_passes_are_padded(seed: int, monkeypatch:
     assert {*work.core.lanes.captured_passes} <= {4, 32, 128}
     assert work.core.lanes.captured_passes
     assert work.core.lanes.captured
+
+
+class GraphDouble:
+    """Stands in for a CUDA graph, and keeps torch's rule: memory of a pool is shared with a graph that lives, or not at all."""
+
+    living: ClassVar[WeakSet["GraphDouble"]] = WeakSet()
+    replay: Callable[[], None]
+
+    def capture_begin(self, pool: object, *, capture_error_mode: str) -> None:
+        assert pool is None or any(graph.pool() is pool for graph in self.living)
+        self._pool = pool or object()
+
+    def capture_end(self) -> None:
+        self.living.add(self)
+
+    def pool(self) -> object:
+        return self._pool
+
+
+def test_adapters_that_come_after_the_first_captures_are_captured_anew(monkeypatch: pytest.MonkeyPatch):
+    """As in a run on a GPU: the engine warms up while it is opened, and gets the adapters of its policies afterwards."""
+    real = lanes.Lanes._capture_work  # pyright: ignore[reportPrivateUsage]
+
+    def capture(self: lanes.Lanes, work: Callable[[], None]) -> Any:
+        graph: Any = real(self, work)
+        graph.replay = work
+        return graph
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", GraphDouble)  # CUDA has no stand-in on a CPU
+    monkeypatch.setattr(lanes.Lanes, "_capture_work", capture)
+    monkeypatch.setattr(lanes, "PREFILL_SIZES", (4, 32, 128))
+    monkeypatch.setattr(lanes, "CONTEXT_ROWS", 2000)
+    work = Workload(random.Random(6), 8, 6000, pass_tokens=256, paged_steps=3, graphs=True)
+    work.core.warm_up()
+    assert work.core.lanes.captured
+    for policy in TARGETS:
+        work.core.adapters.put(policy, policy_adapter(policy, 0))
+        work.core.reset([policy])
+    work.play(20, swaps=False)
+    assert work.core.lanes.captured
+    assert work.check() > 20
 
 
 def test_many_lanes_are_decoded_in_longer_windows_with_the_same_results(monkeypatch: pytest.MonkeyPatch):

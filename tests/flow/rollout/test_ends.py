@@ -13,8 +13,8 @@ from penstock.gateway.control import EndBody
 from penstock.pool.base import Pool
 from penstock.pool.sqlite import SqlitePool
 from penstock.records import End, Rollout, Sampling
-from penstock.reports.training import write_report
 from penstock.rollout.scheduler import LOST
+from penstock.view.export import write_report
 
 Run = Callable[..., Awaitable[None]]
 

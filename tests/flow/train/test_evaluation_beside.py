@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from async_cases import Watched
 
-from penstock.reports.training import write_report
+from penstock.view.export import write_report
 
 
 def evaluations(run: Watched) -> dict[str, float | None]:

@@ -11,11 +11,11 @@ from aiohttp import web
 from engine_cases import read, run, write_policy
 from test_train_servers import AGENT, TINY, tiny_server
 
-from faults.upstream_cases import VERSIONS, FakeVllm, engine_over
+from faults.upstream_cases import VERSIONS, FakeVllm, NumberedSender, engine_over
 from penstock.config import load_config
 from penstock.engines.embedded.weights import load_decoder, public_state, public_tensors
 from penstock.engines.retry import RetryPolicy
-from penstock.engines.servers.transfer import TransferRound, exchange
+from penstock.engines.servers.transfer import exchange
 from penstock.errors import ConfigError, EngineError
 from penstock.http.client import UpstreamError
 from penstock.records import Sampling
@@ -27,24 +27,6 @@ from penstock.train.weight_senders import NcclSender
 
 SHORT = Sampling(max_tokens=4)
 GONE_AT_ONCE = RetryPolicy(first_wait_s=0.0, recheck_s=0.0, down_s=0.0)
-
-
-class NumberedSender:
-    """Sends weights whose first name is their number, as the double reads them."""
-
-    backend = "ipc"
-
-    def __init__(self) -> None:
-        self.number = 0
-        self.connected: list[int] = []
-        self.work: Any = None
-
-    def connect(self, url: str, world_size: int) -> TransferRound:
-        self.connected.append(world_size)
-        return TransferRound({})
-
-    def send(self, url: str) -> TransferRound:
-        return TransferRound({"names": [str(self.number)], "dtype_names": ["float32"], "shapes": [[1]]}, self.work)
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -171,6 +153,24 @@ def test_a_way_that_fails_is_told_and_the_next_one_is_taken(tmp_path: Path, monk
 def test_a_way_that_cannot_be_taken_is_refused_with_what_it_needs(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"engine\.weights = 'ipc' cannot be used here: .*VLLM_ALLOW_INSECURE_SERIALIZATION=1"):
         trained(tmp_path, lambda server: None, 'engine.weights="ipc"')
+
+
+def test_servers_sleep_while_an_update_is_computed_and_wake_for_the_next_version(tmp_path: Path):
+    servers: list[FakeVllm] = []
+
+    def sleepy(server: FakeVllm) -> None:
+        server.sleeps = True
+        servers.append(server)
+
+    _, steps = trained(tmp_path, sleepy, "engine.sleep=true")
+    calls = servers[0].calls
+    assert len(steps) == 2 and calls.count("sleep") == calls.count("wake_up") == 2
+    assert calls[calls.index("sleep") + 1] == "wake_up" and not servers[0].asleep and not servers[0].paused
+
+
+def test_a_server_that_cannot_sleep_is_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match="start it with --enable-sleep-mode"):
+        trained(tmp_path, lambda server: None, "engine.sleep=true")
 
 
 # The learner's device

@@ -1,6 +1,8 @@
 """The report of a run: self-contained, honest about unfinished runs, and safe to open whatever a model wrote."""
 
 import asyncio
+import base64
+import hashlib
 import json
 import re
 from html.parser import HTMLParser
@@ -13,7 +15,8 @@ from penstock.errors import ConfigError
 from penstock.pool.sqlite import SqlitePool
 from penstock.records import Attempt, End, Grade, Group, Node, Sampling, Step, Task, make_rollout
 from penstock.reports.html import ChartPoint, reward_curve
-from penstock.reports.training import choose_transcripts, write_report
+from penstock.reports.training import choose_transcripts, render_report
+from penstock.view.export import write_report
 
 EVIL = "</pre><script>alert(1)</script><img src=x onerror=alert(2)>\"'&\x00\u202e"
 TASK = Task(id="t", prompt=({"role": "user", "content": "2 times 3?"},), label="6")
@@ -79,9 +82,7 @@ class Tags(HTMLParser):
 
 
 def written(folder: Path) -> str:
-    path = asyncio.run(write_report(folder))
-    assert path == folder / "report.html"
-    return path.read_text(encoding="utf-8")
+    return asyncio.run(render_report(folder)).encode("utf-8", "replace").decode()
 
 
 def test_a_finished_run_shows_its_numbers_curve_and_transcripts(tmp_path):
@@ -150,10 +151,24 @@ def test_a_step_without_any_graded_rollout_leaves_a_gap(tmp_path):
 
 def test_a_second_report_replaces_the_first(tmp_path):
     run_folder(tmp_path, metrics(1, 0.25))
-    first = written(tmp_path)
+    first = asyncio.run(write_report(tmp_path)).read_text()
     run_folder(tmp_path, metrics(1, 0.25), metrics(2, 0.5))
-    assert written(tmp_path) != first
+    path = asyncio.run(write_report(tmp_path))
+    assert path == tmp_path / "report.html" and path.read_text() != first
     assert not (tmp_path / "report.html.new").exists()
+
+
+def test_the_file_holds_the_static_page_and_scripts_that_its_policy_names(tmp_path):
+    run_folder(tmp_path, metrics(1, 0.0))
+    asyncio.run(record(tmp_path, 0, EVIL, reward=0.0))
+    page = asyncio.run(write_report(tmp_path)).read_text()
+    static, _, rest = page.partition('<script type="application/json" id="data"')
+    assert "Mean reward per step" in static and "<script" not in static
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', page)[1]
+    scripts = re.findall(r'<script type="(?:module|text/javascript)">(.*?)</script>', rest, re.DOTALL)
+    digests = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
+    assert len(digests) == 2 and all(f"'sha256-{digest}'" in policy for digest in digests) and "unsafe" not in policy
+    assert rest.count("</script>") == 3  # what the model said closes none
 
 
 def test_reading_a_run_does_not_make_a_pool(tmp_path):
@@ -166,7 +181,7 @@ def test_a_folder_that_is_no_run_is_refused_in_one_line(tmp_path, content):
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(ConfigError, match=re.escape(str(tmp_path))):
-        asyncio.run(write_report(tmp_path))
+        asyncio.run(render_report(tmp_path))
 
 
 def attempt(seq: int, reward: float | None) -> Attempt:

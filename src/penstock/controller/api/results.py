@@ -2,7 +2,7 @@
 
 import asyncio
 import statistics
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Container, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -131,7 +131,7 @@ class RunResults:
 def eval_results(
     progress: EvaluationProgress, section: EvalSection, *, dataset_rows: int | None, resumed: int | None
 ) -> dict[str, Any]:
-    """Returns `results` of a run in lists and details. A failed attempt counts as graded with reward 0, and does not pass."""
+    """Returns `results` of a run in lists and details. An attempt that was not graded counts as reward 0 in the score."""
     attempts = progress.ordered()
     stats = reward_stats(attempts)
     by_k = {str(k): value for k, value in pass_at_k_values(attempts, section).items()}
@@ -141,6 +141,7 @@ def eval_results(
         "sampled_rows": len(progress.rows),
         "total_dataset_rows": dataset_rows,
         **_counts(attempts, section),
+        "skipped_reasons": _skipped_reasons(attempts),
         "total_tokens": _tokens(attempts),
         "resumed_count": resumed,
         "reward_stats": None if stats is None else stats | {"pass_at_k": by_k},
@@ -188,15 +189,26 @@ def pass_at_k_values(attempts: Sequence[AttemptSummary], section: EvalSection) -
 
 
 def _counts(attempts: Sequence[AttemptSummary], section: EvalSection) -> dict[str, Any]:
-    right = sum(has_passed(each, section) for each in attempts)
+    """Returns how many were graded, and of these passed or failed. What was not graded is skipped: it says nothing of the model."""
+    graded = [each for each in attempts if each.end == End.COMPLETED]
+    right = sum(has_passed(each, section) for each in graded)
     return {
-        "graded": len(attempts),
+        "graded": len(graded),
         "passed": right,
-        "failed": len(attempts) - right,
-        "skipped": 0,
-        "pass_rate": right / len(attempts) if attempts else None,
+        "failed": len(graded) - right,
+        "skipped": len(attempts) - len(graded),
+        "pass_rate": right / len(graded) if graded else None,
         "pass_threshold": section.passes,
     }
+
+
+def _skipped_reasons(attempts: Sequence[AttemptSummary]) -> dict[str, dict[str, Any]]:
+    """Returns for each end other than completed how many there are, and their commonest message."""
+    messages: dict[str, Counter[str]] = {}
+    for each in attempts:
+        if each.end != End.COMPLETED:
+            messages.setdefault(each.end, Counter())[each.message] += 1
+    return {end: {"count": found.total(), "message": found.most_common(1)[0][0]} for end, found in messages.items()}
 
 
 def _tokens(attempts: Sequence[AttemptSummary]) -> int:

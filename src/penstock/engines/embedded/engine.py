@@ -122,6 +122,8 @@ class EmbeddedEngine:
         self._ended: str | None = None
         """Why no more commands are accepted; None while they are."""
         self._closing = False
+        self._problem = ""
+        """Of the last step that failed."""
         self._thread = threading.Thread(target=self._run, name=f"penstock-engine-{name}", daemon=True)
         self._thread.start()
 
@@ -261,12 +263,12 @@ class EmbeddedEngine:
             failures = 0
             while not self._closing:
                 self._run_commands()
-                problem = self._advance()
-                failures = failures + 1 if problem else 0
-                if problem:
-                    log.error("%s", problem)
+                failures = 0 if self._advance() else failures + 1
                 if failures == MAX_FAILED_STEPS:
-                    ended = f"the engine has given up after {MAX_FAILED_STEPS} failed steps in a row: {problem}; open a new one"
+                    ended = (
+                        f"the engine has given up after {MAX_FAILED_STEPS} failed steps in a row: {self._problem}; open a new one"
+                    )
+                    log.error("%s", ended)
                     return
         except BaseException as cause:
             ended = f"the engine has stopped: {type(cause).__name__}: {cause}; open a new one"
@@ -282,19 +284,19 @@ class EmbeddedEngine:
         while not self._closing and (self._core.idle or not self._commands.empty()):
             self._commands.get()()
 
-    def _advance(self) -> str:
-        """Run one step; returns why it failed, or nothing. Active requests fail with it, and waiting ones are served next."""
+    def _advance(self) -> bool:
+        """Run one step; False if it failed. Active requests then fail with it, and waiting ones are served next."""
         if self._closing:
-            return ""
+            return True
         try:
             sampled = self._core.step()
         except Exception as cause:
+            self._problem = f"{type(cause).__name__}: {cause}"
             lost = self._core.drop()
-            problem = f"a step of the engine failed: {type(cause).__name__}: {cause}"
-            self._fail([request.key for request in lost], problem)
-            return problem
+            self._fail([request.key for request in lost], f"a step of the engine failed: {self._problem}")
+            return False
         self._deliver(sampled)
-        return ""
+        return True
 
     def _swap(self, version: int, change: Callable[[], None], policies: Collection[str] | None, done: "Future[None]") -> None:
         if not done.set_running_or_notify_cancel():

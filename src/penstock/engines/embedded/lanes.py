@@ -228,8 +228,8 @@ class Lanes:
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
         if (storage := self._addresses()) != self._storage:
-            # With its graphs goes their memory pool: torch refuses to capture into one that no graph uses any more.
-            self.captured, self.captured_passes, self._pool, self._storage = {}, {}, None, storage
+            self.captured, self.captured_passes, self._storage = {}, {}, storage
+            self._pool = None  # torch refuses to capture into a pool of memory whose graphs are all gone
 
     def wait(self) -> None:
         if self._stream is not None:

@@ -567,7 +567,11 @@ class RemoteEngine(ABC):
             log.warning("%s could not be resumed; it is tried again", recovery.url)
 
     async def post(self, url: str, call: ServerCall, *, limit_s: float | None = None) -> Any:
-        return await self.client.http.request_json(url + call.path, call.body, limit_s=limit_s or self._control_s)
+        """Send a request and return the answer, parsed; UpstreamError unless it is the server's own."""
+        answer = await self.client.http.request_json(url + call.path, call.body, limit_s=limit_s or self._control_s)
+        if call.answer and call.answer not in str(answer):
+            raise UpstreamError(f"{url}{call.path} answered {str(answer)[:100]!r}, not {call.answer!r}", kind="garbled", status=200)
+        return answer
 
     async def _check_server(self, server: EngineServer) -> None:
         """The fleet's thorough check: a server that was down serves the same model and holds the published weights."""

@@ -6,8 +6,8 @@ docs/engines.md has a table of what differs between versions.
 
 import asyncio
 import re
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypedDict
@@ -25,11 +25,12 @@ from penstock.engines.servers.base import (
     open_remote,
 )
 from penstock.engines.servers.model_files import ModelContents, PublishedWeights, check_same_shape, read_vocabulary
-from penstock.engines.servers.pauses import RecoverySteps, ServerCall
+from penstock.engines.servers.pauses import Recovery, RecoverySteps, ServerCall
 from penstock.engines.servers.transfer import WeightSender, exchange
-from penstock.errors import EngineError
+from penstock.errors import ConfigError, EngineError
 from penstock.http.client import HttpClient, UpstreamError
 from penstock.records import Sampling
+from penstock.system.async_tools import finish_shielded
 
 
 class CompletionChoice(TypedDict, total=False):
@@ -91,6 +92,9 @@ class VllmSection(RemoteSection):
     """How new weights reach the servers: `ipc` (on the same GPU) and `nccl` (across GPUs) by vLLM's weight transfer, `memory` by a
     folder in /dev/shm, `folder` by one in the run's folder. `auto` takes the first that both ends can do; the last is the
     fallback of all."""
+    sleep: bool = False
+    """Whether the servers sleep while an update is computed, so that a learner on their GPU has their memory. They must be started
+    with `--enable-sleep-mode`."""
 
     def preflight(self, model: str) -> None:
         VllmEngine.preflight(self, model)
@@ -144,7 +148,7 @@ class VllmEngine(RemoteEngine):
 
     kind = "vLLM"
     path = "/v1/completions"
-    pause_call = ServerCall("/pause?mode=keep", {})
+    pause_call = ServerCall("/pause?mode=keep", {}, "paused")
     resume_call = ServerCall("/resume", {}, "resumed")
     load_remedy = "start vLLM with VLLM_SERVER_DEV_MODE=1, where the run's folder has the same path as here"
 
@@ -212,12 +216,12 @@ class VllmEngine(RemoteEngine):
         """Drop caches of the old weights, and give the new ones their name."""
         for _ in range(RESET_TRIES):
             answer = await self.post(url, RESET)
-            if not isinstance(answer, dict) or answer.get("success", True):  # before 0.26 the answer is empty
+            if not isinstance(answer, dict) or answer.get("success", True):  # before 0.26 it is empty
                 break
         else:
             raise UpstreamError(f"{url} has kept what it computed with the weights before", kind="broken", status=200)
         if "/update_weight_version" in (await self.features(url)).routes:
-            await self.post(url, ServerCall("/update_weight_version", {"new_version": wanted.label}))
+            await self.post(url, ServerCall("/update_weight_version", {"new_version": wanted.label}, wanted.label))
             return
         if started != (now := await self._start_time(url)):
             raise UpstreamError(f"{url} restarted while it loaded weights", kind="broken")
@@ -229,6 +233,8 @@ class VllmEngine(RemoteEngine):
         features = self._features.get(url)
         if features is not None and features.transfer_backend:
             steps.insert(0, [FINISH])  # refused where no transfer is under way
+        if features is not None and features.setting("model_config", "enable_sleep_mode"):
+            steps.insert(0, [WAKE])  # nothing, where it is awake
         return steps
 
     async def transfer(self, version: int, sender: WeightSender, folder: Path, written: asyncio.Event) -> None:
@@ -248,18 +254,68 @@ class VllmEngine(RemoteEngine):
         if self._connected.get(url) != started:
             size = _field(await self.client.http.request_json(f"{url}/get_world_size"), "world_size", url)
             info, work = await asyncio.to_thread(sender.connect, url, int(size))
-            await exchange(self.post(url, ServerCall("/init_weight_transfer_engine", {"init_info": info})), work, self._load_s)
+            init = ServerCall("/init_weight_transfer_engine", {"init_info": info}, "initialized")
+            await exchange(self.post(url, init), work, self._load_s)
             self._connected[url] = started
-        await self.post(url, ServerCall("/start_weight_update", {}))
+        await self.post(url, START)
         try:
             info, work = await asyncio.to_thread(sender.send, url)
-            update = self.post(url, ServerCall("/update_weights", {"update_info": info}), limit_s=self._load_s)
-            await exchange(update, work, self._load_s)
+            update = ServerCall("/update_weights", {"update_info": info}, "updated")
+            await exchange(self.post(url, update, limit_s=self._load_s), work, self._load_s)
         except BaseException:
             del self._connected[url]
             raise
         await self.post(url, FINISH, limit_s=self._load_s)
         await self.finish_change(url, wanted, started)
+
+    @asynccontextmanager
+    async def asleep(self) -> AsyncGenerator[None]:
+        """Let all servers that are up sleep, and wake them on leaving. Requests wait, and running replies go on afterwards."""
+        fleet, awake, done = self.client.fleet, set[EngineServer](), asyncio.Event()
+        changed = asyncio.Event()
+
+        async def rest(server: EngineServer) -> None:
+            try:
+                await fleet.switch(server, server.version, lambda: self._sleep(server, awake, changed, done))
+            except UpstreamError as error:
+                log.warning("%s did not sleep or wake as asked: %s", server.url, error)
+            finally:
+                awake.discard(server)
+                changed.set()
+
+        async with asyncio.TaskGroup() as group:
+            for server in [server for server in fleet.servers if server.up.is_set()]:
+                awake.add(server)
+                group.create_task(rest(server))
+            try:
+                while awake:
+                    changed.clear()
+                    await changed.wait()
+                yield
+            finally:
+                done.set()
+
+    async def _sleep(self, server: EngineServer, awake: set[EngineServer], changed: asyncio.Event, done: asyncio.Event) -> None:
+        url, steps = server.url, [[WAKE], [self.resume_call]]
+        if not await self._paused_servers.add(url, steps):
+            raise UpstreamError(f"{url} is being changed by another run on this machine", kind="busy", status=503)
+        try:
+            await self.post(url, SLEEP, limit_s=self._load_s)
+            awake.discard(server)
+            changed.set()
+            await done.wait()
+        finally:
+            await finish_shielded(self._bring_back(Recovery(url, steps, self._key)))
+        if url in self._paused_servers:
+            raise UpstreamError(f"{url} could not be woken", kind="broken")
+
+    async def refuse_sleepless(self) -> None:
+        """ConfigError if a server cannot sleep."""
+        for server in self.client.fleet.servers:
+            if server.up.is_set() and not (await self.features(server.url)).setting("model_config", "enable_sleep_mode"):
+                raise ConfigError(
+                    f"engine.sleep: {server.url} cannot sleep; start it with --enable-sleep-mode and VLLM_SERVER_DEV_MODE=1"
+                )
 
     async def transfer_backend(self) -> str:
         """The `--weight-transfer-config` of all servers that are up; empty if they differ or have none that can be used."""
@@ -325,12 +381,15 @@ class VllmEngine(RemoteEngine):
         return RemoteModel(model.name, model.context_length, processed, vocabulary=model.vocabulary)
 
 
-FINISH = ServerCall("/finish_weight_update", {})
+START = ServerCall("/start_weight_update", {}, "started")
+FINISH = ServerCall("/finish_weight_update", {}, "finished")
+SLEEP = ServerCall("/sleep?level=1", {})
+WAKE = ServerCall("/wake_up", {})
 RESET = ServerCall("/reset_prefix_cache?reset_running_requests=true", {})
 
 
 def reload_call(folder: str) -> ServerCall:
-    return ServerCall("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": folder}})
+    return ServerCall("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": folder}}, "results")
 
 
 def open_engine(

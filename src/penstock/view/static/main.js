@@ -129,6 +129,14 @@ document.addEventListener("keydown", (event) => {
   if (keys[event.key]) { event.preventDefault(); keys[event.key](); }
 });
 
+// An exported page begins as one that needs no scripts.
+function takeOver() {
+  document.getElementById("static-style").remove();
+  document.getElementById("view-style").media = "all";
+  document.body.replaceChildren(h("a", { class: "skip", href: "#main" }, "Skip to the content"), h("header", { id: "top" }), h("main", { id: "main", tabindex: "-1" }), document.getElementById("data"));
+}
+
+if (exported) takeOver();
 try { const kept = localStorage.getItem("penstock-theme"); if (kept) document.documentElement.dataset.theme = kept; } catch { /* see above */ }
 window.addEventListener("hashchange", () => { window.scrollTo(0, 0); render().then(() => document.getElementById("main").focus({ preventScroll: true })); });
 render();

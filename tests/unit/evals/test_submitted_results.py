@@ -1,0 +1,41 @@
+"""A broken agent does not look like a bad model: passed, wrong, failed and ungraded are numbers of their own."""
+
+from penstock.cli.submitted import as_text
+from penstock.config import EvalSection
+from penstock.controller.api.results import AttemptSummary, EvaluationProgress, eval_results
+
+
+def results(*ends: tuple[str, float, str]) -> dict:
+    attempts = {
+        (row, 0): AttemptSummary(f"r{row}", row, 0, end, reward, message, 1, 10, 5, 0.1)
+        for row, (end, reward, message) in enumerate(ends)
+    }
+    progress = EvaluationProgress(rows=set(range(len(ends))), attempts=attempts)
+    return eval_results(progress, EvalSection(), dataset_rows=len(ends), resumed=None)
+
+
+def told(found: dict) -> str:
+    run = {"name": "asked", "status": "finished"}
+    return " ".join(as_text("eval", {"eval_run": run, "results": found}).split())
+
+
+def test_rollouts_that_failed_are_not_graded_and_their_reason_is_told():
+    found = results(("agent_error", 0.0, "ValueError: broken"), ("agent_error", 0.0, "ValueError: broken"))
+    assert (found["graded"], found["passed"], found["failed"], found["skipped"], found["pass_rate"]) == (0, 0, 0, 2, None)
+    assert "passed 0 of 0 graded" in told(found)
+    assert "failed 2 agent_error: ValueError: broken" in told(found)
+
+
+def test_wrong_failed_and_ungraded_are_three_numbers():
+    found = results(
+        ("completed", 1.0, ""),
+        ("completed", 0.0, ""),
+        ("completed", 0.0, ""),
+        ("timeout", 0.0, "too slow"),
+        ("grader_error", 0.0, "no reward"),
+    )
+    assert (found["graded"], found["passed"], found["failed"], found["skipped"]) == (3, 1, 2, 2)
+    assert found["score"] == 0.2
+    text = told(found)
+    for said in ("passed 1 of 3 graded", "wrong 2", "failed 1 timeout: too slow", "ungraded 1 grader_error: no reward"):
+        assert said in text
