@@ -150,7 +150,10 @@ def first_server(folder: Path, model: Path, server: Server) -> None:
     script = ROOT / "tests" / "vllm" / "record.py"
     record = folder / "record.json"
     options = [] if CPU else ["--ipc"]
-    subprocess.run([sys.executable, script, server.url, model, record, *options], timeout=30, check=False)
+    try:
+        subprocess.run([sys.executable, script, server.url, model, record, *options], timeout=30 if not CPU else 300, check=False)
+    except subprocess.TimeoutExpired:
+        tell("the recording was not done in time")
     print("=== record\n" + (record.read_text() if record.exists() else "none"), flush=True)
     for way in ("memory",) if CPU else ("ipc", "memory"):
         Run(folder, model, f"by-{way}", server, f'engine.weights="{way}"').finish(45 if not CPU else 900)
