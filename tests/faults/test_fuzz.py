@@ -24,8 +24,10 @@ CALLERS = 12
 ANSWER_S, HALF_S = 240, 2
 STALL_S = 0.2
 """The longest that a loop may not turn; computing time of the process, since other programs share the machine."""
-GROWTH_MB = 10
-"""From the first half of the requests, in which caches and the allocator's memory fill, to the last one."""
+GROWTH_MB = 8
+"""From the first half of the requests, in which caches fill, to the last one; SQLite's page caches are up to 2 MB a connection."""
+ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "131072"}
+"""glibc gives freed memory back to the system, so that what is measured is what the server holds."""
 
 
 class Answer:
@@ -111,8 +113,9 @@ class Connection:
 async def served(kind: str, folder: Path):
     """Yield the targets of a server process, and a function that asks for its report."""
     errors = (folder / "stderr").open("wb")
+    command = (sys.executable, fuzz_server.__file__, kind, str(folder / kind))
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, fuzz_server.__file__, kind, str(folder / kind)), stdin=PIPE, stdout=PIPE, stderr=errors, limit=1 << 24
+        *command, stdin=PIPE, stdout=PIPE, stderr=errors, limit=1 << 24, env=os.environ | ALLOCATOR
     )
 
     async def report():

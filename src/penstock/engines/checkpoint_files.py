@@ -11,6 +11,7 @@ from typing import Any
 import orjson
 
 from penstock.codec import from_json, to_json
+from penstock.engines.adapter_files import is_adapter
 from penstock.errors import ModelError
 from penstock.records import PolicyVersion
 from penstock.system.checksums import add_checksum, file_checksum, remove_checksum
@@ -73,9 +74,25 @@ def find_damage(folder: Path, *, run: str | None = None, skip: Collection[str] =
 
 
 def refuse_damaged_weights(folder: Path) -> None:
-    """ModelError if the model folder is a checkpoint whose files, the optimizer's aside, are damaged."""
+    """ModelError if the model folder is a checkpoint, or a policy's part of one, with damaged files, the optimizer's aside."""
+    if is_adapter(folder) and not _is_checkpoint(folder):
+        folder = folder.parent
     if _is_checkpoint(folder) and (problem := find_damage(folder, run=_run_around(folder), skip=(OPTIMIZER, OLD_OPTIMIZER))):
         raise ModelError(f"checkpoint {folder} is damaged: {problem}; use another one, or restore a copy")
+
+
+def find_adapter(path: Path) -> Path:
+    """The adapter in `path`: a checkpoint, a folder of PEFT's, or a run, whose newest checkpoint it is. ModelError if none."""
+    numbered = [folder for folder in (path / "checkpoints").glob("*") if folder.name.isdecimal() and is_complete(folder)]
+    found = max(numbered, key=lambda folder: int(folder.name), default=path)
+    if not is_adapter(found):
+        several = [folder for folder in sorted(found.glob("*")) if is_adapter(folder)] if found.is_dir() else []
+        one = (
+            f"it holds those of several policies; name one, such as {several[0]}" if several else "give a run or checkpoint of LoRA"
+        )
+        raise ModelError(f"{found} is no LoRA adapter; {one}")
+    refuse_damaged_weights(found)
+    return found
 
 
 def _run_around(folder: Path) -> str | None:

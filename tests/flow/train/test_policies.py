@@ -12,6 +12,7 @@ import pytest
 from judge_double import Answer, judge_double
 
 from penstock.config import RunConfig, load_config
+from penstock.engines.checkpoint_files import refuse_damaged_weights
 from penstock.errors import ConfigError, ModelError
 from penstock.models import find_cached
 from penstock.pool import POOLS
@@ -112,6 +113,12 @@ def test_a_frozen_planner_keeps_its_weights_while_the_executor_is_trained(tmp_pa
     checked = audit(tmp_path)  # recomputes the planner's tokens of every version with the start policy
     assert (checked.status, checked.gone_tokens) == ("exact", 0)
     assert set(checked.recomputed) == {0, 1, 2}
+    refuse_damaged_weights(newest(tmp_path) / "executor")
+    with (newest(tmp_path) / "executor" / "adapter_model.safetensors").open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"\xff")
+    with pytest.raises(ModelError, match=r"executor/adapter_model.safetensors does not match its checksum"):
+        refuse_damaged_weights(newest(tmp_path) / "executor")
     steps = [step for group in recorded(tmp_path) for attempt in group.attempts for step in attempt.steps]
     assert {version for step in steps if step.policy == "planner" for version in step.versions} == {0, 1, 2}
 
