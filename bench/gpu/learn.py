@@ -8,6 +8,7 @@ by chance. `nearest` is bfloat16 as it was before, without gateway and pool; see
 import importlib.util
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -134,13 +135,20 @@ def penstock(model: Path, config: Path, *settings: str, seed: int, beside: bool)
 
 def trl(model: Path, *, seed: int, beside: bool) -> LearningCurve:
     # What vLLM compiles is kept: by each seed for itself, as two would write the same files, and by seed 0 from seed 1.
-    environment = {**os.environ, "VLLM_CACHE_ROOT": str(Path(tempfile.gettempdir()) / f"bench-trl-{seed or 1}")}
+    cache = Path(tempfile.gettempdir()) / f"bench-trl-{seed or 1}"
+    environment = {**os.environ, "VLLM_CACHE_ROOT": str(cache), "MASTER_PORT": str(_free_port())}
     command = [sys.executable, str(HERE / "trl_one_turn.py"), str(model), str(TASKS), str(STEPS), str(seed), str(int(beside))]
     started = time.time()
     output = _output(command, environment)
     found = json.loads(next(line for line in output.splitlines() if line.startswith("RESULT ")).removeprefix("RESULT "))
     ends = [end - started for end in found["ends"]]
     return LearningCurve(found["begun"] - started, found["rewards"], ends)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def _output(command: list[str], environment: dict[str, str] | None = None) -> str:

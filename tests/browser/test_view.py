@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from postgres_server import server_url
 from view_cases import HOSTILE, make_evaluation, make_run, metrics
 
 from penstock.run.folder import RunFolder
@@ -105,6 +106,19 @@ def test_no_script_runs_and_nothing_overflows(browsing, name):
     assert ("cannot be shown" in shown) == (name == "nothing")
     if name in ("run", "group", "rollout", "tokens"):
         assert page.get_by_text(HOSTILE.split(">")[0]).first.is_visible() or name == "tokens"
+
+
+@pytest.mark.parametrize("name", ["live", "shared"])
+def test_unfinished_and_postgres_runs_show_every_screen(browsing, root, name):
+    if name == "shared":
+        url = server_url()
+        with ThreadPoolExecutor() as elsewhere:
+            elsewhere.submit(make_run, root, "shared", pool="postgres", url=url).result()
+    for place in SCREENS.values():
+        if "/run/run" in place and not place.endswith("nothing"):
+            page = browsing.open(place.replace("/run/run", f"/run/{name}"))
+            assert page.locator(".error").count() == 0
+    assert page.evaluate("() => window.pwned === undefined")
 
 
 def test_why_a_rollout_got_0_and_which_tokens_were_trained_take_three_clicks(browsing):

@@ -43,6 +43,8 @@ class SglangDouble:
     def forget(self) -> None:
         """What a restart does to it."""
         self.label, self.held = "default", 0
+        self.adapters: dict[str, str] = {}
+        """Folders of adapters by name."""
         self._going = asyncio.Event()
         self._going.set()
 
@@ -68,6 +70,8 @@ class SglangDouble:
         app.router.add_post("/abort_request", self._abort)
         for path in ("pause_generation", "update_weights_from_disk", "continue_generation"):
             app.router.add_post(f"/{path}", self._change)
+        app.router.add_post("/load_lora_adapter", self._load_adapter)
+        app.router.add_post("/unload_lora_adapter", self._unload_adapter)
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", self._port).start()
@@ -83,7 +87,22 @@ class SglangDouble:
         return web.Response()
 
     async def _models(self, request: web.Request) -> web.Response:
-        return web.json_response({"object": "list", "data": [{"id": MODEL, "root": MODEL, "max_model_len": CONTEXT}]})
+        adapters = [{"id": name, "root": root, "parent": MODEL} for name, root in self.adapters.items()]
+        return web.json_response({"object": "list", "data": [{"id": MODEL, "root": MODEL, "max_model_len": CONTEXT}, *adapters]})
+
+    async def _load_adapter(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.calls.append(f"load {body['lora_name']}")
+        if self.refuses:
+            return web.json_response({"success": False, "error_message": "rank 16 exceeds 8", "loaded_adapters": {}}, status=400)
+        self.adapters[body["lora_name"]] = body["lora_path"]
+        return web.json_response({"success": True, "error_message": "", "loaded_adapters": self.adapters})
+
+    async def _unload_adapter(self, request: web.Request) -> web.Response:
+        name = (await request.json())["lora_name"]
+        self.calls.append(f"unload {name}")
+        self.adapters.pop(name, None)
+        return web.json_response({"success": True, "error_message": "", "loaded_adapters": self.adapters})
 
     async def _server_info(self, request: web.Request) -> web.Response:
         return web.json_response({"model_path": MODEL, "enable_deterministic_inference": self.deterministic})
@@ -114,7 +133,11 @@ class SglangDouble:
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
-        tokens = self._tokens(body)
+        tokens, adapter = self._tokens(body), body.get("lora_path")
+        if adapter is not None and adapter not in self.adapters:
+            text = f"The following requested LoRA adapters are not loaded: {{'{adapter}'}}"
+            return web.json_response({"error": {"message": text}}, status=400)
+        held = None if adapter is None else int(Path(self.adapters[adapter]).name)
         if not body["stream"]:
             return web.json_response(self._event(body, tokens, len(tokens), 0))
         self.requests.append(body)
@@ -125,7 +148,7 @@ class SglangDouble:
             for count in range(1, len(tokens) + 1):
                 await self._going.wait()
                 if self.confesses:
-                    tokens[count - 1] = (-float(self.held + 1), tokens[count - 1][1], None)
+                    tokens[count - 1] = (-float((self.held if held is None else held) + 1), tokens[count - 1][1], None)
                 event = self._event(body, tokens, count, count - 1 if self.incremental else 0)
                 await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
                 await asyncio.sleep(0)

@@ -71,6 +71,7 @@ CHANGES = (
     "/collective_rpc", "/finish_weight_update", "/init_weight_transfer_engine", "/pause", "/reset_prefix_cache", "/resume",
     "/sleep", "/start_weight_update", "/update_weights", "/update_weight_version", "/wake_up",
 )  # fmt: skip
+ADAPTER_ROUTES = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 STARTS = count(1_794_844_527)
 
 
@@ -96,6 +97,8 @@ class FakeVllm:
         """Whether it has `/openapi.json`."""
         self.timed = True
         """Whether its metrics say when it was started."""
+        self.takes_adapters = False
+        """Whether it was started with `--enable-lora` and VLLM_ALLOW_RUNTIME_LORA_UPDATING."""
         self.backend: str | None = None
         """Of its `--weight-transfer-config`."""
         self.sleeps = False
@@ -141,6 +144,8 @@ class FakeVllm:
     def forget(self) -> None:
         """What a restart does to it."""
         self.label, self.held = "default", 0
+        self.adapters: dict[str, str] = {}
+        """Folders of adapters by name."""
         self.crashed = False
         """Whether a request has brought it down: it answers 500 from then on."""
         self.broken = False
@@ -161,7 +166,7 @@ class FakeVllm:
     @property
     def routes(self) -> list[str]:
         dev = DEV_ROUTES + (NAMING_ROUTES if self.names_weights else ())
-        return sorted(ROUTES + (dev if self.trainable else ()))
+        return sorted(ROUTES + (dev if self.trainable else ()) + (ADAPTER_ROUTES if self.takes_adapters else ()))
 
     @property
     def url(self) -> str:
@@ -184,6 +189,9 @@ class FakeVllm:
         app.router.add_post("/v1/completions", self._completions)
         if self.documented:
             app.router.add_get("/openapi.json", self._openapi)
+        if self.takes_adapters:
+            app.router.add_post("/v1/load_lora_adapter", self._load_adapter)
+            app.router.add_post("/v1/unload_lora_adapter", self._unload_adapter)
         if self.trainable:
             for path in set(self.routes) & {*CHANGES}:
                 app.router.add_post(path, self._change)
@@ -232,7 +240,27 @@ class FakeVllm:
 
     async def _models(self, request: web.Request) -> web.Response:
         entry = {"id": MODEL, "object": "model", "owned_by": "vllm", "root": self.root, "parent": None}
-        return web.json_response({"object": "list", "data": [entry | {"max_model_len": self.context}]})
+        base = entry | {"max_model_len": self.context}
+        adapters = [entry | {"id": name, "root": root, "parent": MODEL} for name, root in self.adapters.items()]
+        return web.json_response({"object": "list", "data": [base, *adapters]})
+
+    async def _load_adapter(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        name, path = body["lora_name"], body["lora_path"]
+        self.calls.append(f"load {name}")
+        if name in self.adapters:
+            return trouble(400, f"The lora adapter '{name}' has already been loaded.")
+        if self.refuses or not (Path(path) / "adapter_model.safetensors").exists():
+            return trouble(404, f"Loading lora {name} failed: No adapter found for {path}")
+        self.adapters[name] = path
+        return web.Response(text=f"Success: LoRA adapter '{name}' added successfully.")
+
+    async def _unload_adapter(self, request: web.Request) -> web.Response:
+        name = (await request.json())["lora_name"]
+        self.calls.append(f"unload {name}")
+        if self.adapters.pop(name, None) is None:
+            return trouble(404, f"The lora adapter '{name}' cannot be found.")
+        return web.Response(text=f"Success: LoRA adapter '{name}' removed successfully.")
 
     async def _version(self, request: web.Request) -> web.Response:
         return web.json_response({"version": self.version})
@@ -347,6 +375,11 @@ class FakeVllm:
             return trouble(401, f"wrong key, got {request.headers.get('authorization')}")
         if len(body["prompt"]) + body["max_tokens"] > self.context:
             return trouble(400, f"This model's maximum context length is {self.context} tokens. However, you asked for more.")
+        if body["model"] not in (MODEL, *self.adapters):
+            return trouble(404, f"The model `{body['model']}` does not exist.")
+        folder = self.adapters.get(body["model"])  # read again for each request, as a server does that has set it aside
+        if folder is not None and not (Path(folder) / "adapter_model.safetensors").exists():
+            self.crashed = True
         self.crashed = self.crashed or max(body["prompt"]) >= self.vocabulary or (self.broken and not self.paused)
         if self.crashed:
             return trouble(500, "EngineCore encountered an issue. See stack trace (above) for the root cause.")
@@ -360,14 +393,14 @@ class FakeVllm:
         self.connections.add(request.transport)
         self._count(1)
         try:
-            return await self._play(request, act, events)
+            return await self._play(request, act, events, self.held if folder is None else number_of(folder))
         except (asyncio.CancelledError, ConnectionResetError):
             self.gone.set()
             raise
         finally:
             self._count(-1)
 
-    async def _play(self, request: web.Request, act: Act, events: list[bytes]) -> web.StreamResponse:
+    async def _play(self, request: web.Request, act: Act, events: list[bytes], held: int) -> web.StreamResponse:
         assert request.transport is not None
         if act.reset:
             request.transport.abort()
@@ -386,17 +419,18 @@ class FakeVllm:
                 break
             await self._running.wait()
             self.crashed = self.crashed or self.broken
-            event = self._confessing(event) if self.confesses else event
+            held = held if self.adapters else self.held
+            event = self._confessing(event, held) if self.confesses else event
             for start in range(0, len(event), act.split or len(event)):
                 await response.write(event[start : start + (act.split or len(event))])
                 await asyncio.sleep(0)
         await response.write_eof()
         return response
 
-    def _confessing(self, event: bytes) -> bytes:
+    def _confessing(self, event: bytes, held: int) -> bytes:
         if event.startswith(b"data: [DONE]"):
             return event
-        return edited(0, logprobs={"token_logprobs": [-float(self.held + 1)]})([event])[0]
+        return edited(0, logprobs={"token_logprobs": [-float(held + 1)]})([event])[0]
 
     def _count(self, change: int) -> None:
         self.running += change

@@ -66,6 +66,19 @@ def test_a_warm_engine_captures_nothing_for_its_first_requests():
     assert work.check() == 100
 
 
+def test_a_warm_engine_captures_anew_where_weights_have_moved():
+    work = Workload(random.Random(7), slots=4, cache_tokens=20_000, paged_steps=4, device="cuda")
+    work.core.warm_up()
+    for parameter in work.decoder.parameters():
+        parameter.data = parameter.data.clone()
+    work.swap()
+    assert not work.core.lanes.captured
+    work.ask(work.system[:80], Sampling(max_tokens=20))
+    work.play(0, swaps=False)
+    assert work.core.lanes.captured
+    assert work.check() == 20
+
+
 def test_log_probabilities_in_bfloat16_up_to_long_contexts():
     decoder = random_decoder()
     core = PagedCore(decoder, slots=8, cache_tokens=80_000)

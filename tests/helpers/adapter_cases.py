@@ -41,16 +41,24 @@ class PolicyWorkload(Workload):
     """Requests of several policies, each with an adapter that changes while the others go on."""
 
     versions: dict[str, int] = field(default_factory=lambda: dict.fromkeys(POLICIES, 0))
+    late: bool = False
+    """Whether the adapters come later; until then, all requests are of the base."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not self.late:
+            self.add_adapters()
+
+    def add_adapters(self) -> None:
+        self.record(self.core.drain())
         for policy in TARGETS:
             self.core.adapters.put(policy, policy_adapter(policy, 0))
-        self.core.reset()
+        self.core.reset(TARGETS)
+        self.late = False
 
     def ask(self, prompt: list[int] | tuple[int, ...], sampling: Sampling) -> Request:  # pyright: ignore[reportIncompatibleMethodOverride]
         key = len(self.requests)
-        policy = self.rng.choice(list(POLICIES))
+        policy = "" if self.late else self.rng.choice(list(POLICIES))
         stop = frozenset(sampling.stop_ids)
         request = Request(key, list(prompt), len(prompt), sampling, stop, random.Random(key).random, policy)
         self.requests.append(request)

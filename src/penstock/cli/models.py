@@ -1,5 +1,6 @@
 """`penstock model`: pull a model, list those that are here and those that runs have trained, have one served."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import orjson
@@ -32,6 +33,29 @@ def pull(
         return
     typer.echo(_line(_row(model.name, model)))
     typer.echo(f'next: set name = "{reference}" under [model] in a config file, then penstock train FILE.toml', err=True)
+
+
+@app.command()
+def merge(
+    source: Annotated[
+        Path, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="A run folder, whose newest checkpoint is taken, or a checkpoint.")
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The model folder to make; it must not exist yet.")],
+    base: Annotated[Path | None, typer.Option(help="The base model, if it is not where the adapter says.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make a plain model folder of a LoRA adapter and its base. A policy is served more exactly by the two: see what is said."""
+    from penstock.engines.checkpoint_files import find_adapter
+    from penstock.engines.embedded.lora import merge_adapter
+
+    adapter = find_adapter(source)
+    with stage_progress() as progress:
+        progress(f"merging {adapter}")
+        merged = merge_adapter(adapter, out, base=base)
+    kept = f"rounding has left {merged.kept:.2%} of what the adapter adds, and moves a weight by at most {merged.largest:.1e}"
+    text = f"{out}: weights of {merged.dtype}; {kept}"
+    text += f'\n\n  next  set name = "{out}" under [model] in a config file'
+    print_result({"adapter": str(adapter), "model": str(out), **merged._asdict()}, text, as_json=as_json)
 
 
 @app.command("list")

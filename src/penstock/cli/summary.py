@@ -116,6 +116,8 @@ def _result_rows(result: TrainingResult) -> list[tuple[str, str]]:
         reason = shorten(f"{end} ({count}x): {message or 'no message'}", 400, placeholder="…")
         rows += [("", line) for line in wrap(reason, 66, break_long_words=False, subsequent_indent="  ")]
     rows.append(("seconds", f"{summary.train_seconds:.0f}"))
+    if summary.peak_memory_mb is not None:
+        rows.append(("memory", f"{summary.peak_memory_mb:,.0f} MB at most"))
     return rows
 
 

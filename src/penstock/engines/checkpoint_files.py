@@ -81,6 +81,20 @@ def refuse_damaged_weights(folder: Path) -> None:
         raise ModelError(f"checkpoint {folder} is damaged: {problem}; use another one, or restore a copy")
 
 
+def find_adapter(path: Path) -> Path:
+    """The adapter in `path`: a checkpoint, a folder of PEFT's, or a run, whose newest checkpoint it is. ModelError if none."""
+    numbered = [folder for folder in (path / "checkpoints").glob("*") if folder.name.isdecimal() and is_complete(folder)]
+    found = max(numbered, key=lambda folder: int(folder.name), default=path)
+    if not is_adapter(found):
+        several = [folder for folder in sorted(found.glob("*")) if is_adapter(folder)] if found.is_dir() else []
+        one = (
+            f"it holds those of several policies; name one, such as {several[0]}" if several else "give a run or checkpoint of LoRA"
+        )
+        raise ModelError(f"{found} is no LoRA adapter; {one}")
+    refuse_damaged_weights(found)
+    return found
+
+
 def _run_around(folder: Path) -> str | None:
     """The id of the run in whose folder the checkpoint is; None if it was copied elsewhere, or the run is an older one."""
     try:

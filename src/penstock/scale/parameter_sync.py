@@ -4,10 +4,10 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+from penstock.engines.embedded.weights import MODEL_SUFFIXES
 from penstock.errors import TrainError
 from penstock.scale.actor_calls import MAX_DEATHS, ActorGone, call_result, get_actor, wait_restarted
 from penstock.scale.package import ray
-from penstock.train.policy import MODEL_SUFFIXES
 
 FILES = (*MODEL_SUFFIXES, ".safetensors")
 """How the names of a model folder's files end."""

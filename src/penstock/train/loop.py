@@ -29,6 +29,7 @@ from penstock.train.advantages import DIVISORS
 from penstock.train.batches import Batch
 from penstock.train.held_out import BackgroundEvaluation, refuse_all_failed
 from penstock.train.learner import UpdateMetrics, UpdateResult, total_metrics
+from penstock.train.memory import peak_memory
 from penstock.train.policy import save
 from penstock.train.policy_groups import group_of
 from penstock.train.publication import Publication
@@ -411,6 +412,7 @@ def step_metrics(
         "rollout_s": round(ready.rollout_s, 3),
         "train_s": round(train_s, 3),
         "tokens_per_s": round(exact.sampled_tokens / (ready.rollout_s + train_s), 1),
+        "peak_memory_mb": max((round(peak_memory(each.decoder.device) / 1e6, 1) for each in run.learners.values()), default=None),
         "groups_set_aside": ready.set_aside,
         "code_changes": max(0, len(run.folder.code_versions()) - 1),
         **reply_examples(attempts),

@@ -1,5 +1,8 @@
 """How many tokens of a pass fit into a GPU's memory, and how many of its layers must be checkpointed."""
 
+import resource
+import sys
+
 import torch
 
 from penstock.engines.embedded.decoder import Decoder, DecoderShape
@@ -49,6 +52,13 @@ class PassMemory:
         free, _ = torch.cuda.mem_get_info(self._device)
         cached = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
         return max(0, free + cached - reserved) / 2**self.halvings
+
+
+def peak_memory(device: torch.device) -> int:
+    """Returns the most bytes that this process has taken so far: of the GPU or, on a CPU, of memory."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def layer_bytes(shape: DecoderShape, width: int) -> int:

@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor
 
-from penstock.engines.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, is_adapter
+from penstock.engines.adapter_files import ADAPTER_WEIGHTS, is_adapter
 from penstock.engines.base import Engine
 from penstock.engines.checkpoint_files import (
     OLD_OPTIMIZER,
@@ -35,15 +35,13 @@ from penstock.engines.checkpoint_files import (
 )
 from penstock.engines.embedded.decoder import Decoder
 from penstock.engines.embedded.engine import EmbeddedEngine
-from penstock.engines.embedded.weights import save_decoder
+from penstock.engines.embedded.weights import copy_settings, save_decoder
 from penstock.errors import ModelError, TrainError
 from penstock.records import PolicyVersion
 from penstock.system.checksums import file_checksum
 from penstock.system.files import sync
 from penstock.train.learner import Learner
 
-MODEL_SUFFIXES = (".jinja", ".json", ".model", ".txt")
-"""Files of a model folder besides the weights: config, tokenizer, chat template."""
 PART = ".part"
 """Suffix of a file or folder that is being written or removed."""
 DAMAGED = ".damaged"
@@ -182,14 +180,6 @@ def write_model(folder: Path, decoder: Decoder, model: Path) -> None:
     """Writes these weights as a model folder, with config and tokenizer copied from the folder `model`."""
     copy_settings(model, folder)
     save_decoder(decoder, folder)
-
-
-def copy_settings(model: Path, folder: Path) -> None:
-    """Copies all but the weights of a model folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for file in model.iterdir():
-        if file.suffix in MODEL_SUFFIXES and file.name not in (STATE, ADAPTER_CONFIG, "model.safetensors.index.json"):
-            shutil.copyfile(file, folder / file.name)
 
 
 def _write(part: Path, version: PolicyVersion, learners: Mapping[str, Learner], model: Path, run: str, on_disk: OnDisk) -> None:

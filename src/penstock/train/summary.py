@@ -65,6 +65,8 @@ class Summary:
     """Why the last steps made no update, and what to do; empty if the last one did."""
     code_changes: list[str] = field(default_factory=list[str])
     """When the author's code changed while the run went on, and in which files."""
+    peak_memory_mb: float | None = None
+    """The most memory that the trainer's process took: of the GPU or, on a CPU, of the machine."""
     resumed: bool = False
     already_finished: bool = False
 
@@ -101,6 +103,7 @@ async def summarize(run: TrainingRun, progress: TrainProgress, before: float | N
         checkpoints_damaged=sum(entry.get("checkpoints_damaged", 0) for entry in metrics),
         groups_undone=sum(entry.get("groups_undone", 0) for entry in metrics),
         dropped=stats.drops,
+        peak_memory_mb=max((entry["peak_memory_mb"] for entry in metrics if entry.get("peak_memory_mb")), default=None),
         updates=sum(new != old for old, new in pairwise([0, *(entry["version"] for entry in metrics)])),
         stalled=why_idle(idle_steps(metrics)),
         code_changes=[change.text for change in code_changes(run.folder)],

@@ -103,7 +103,8 @@ class _PairScores(torch.autograd.Function):
         # In float32, as a likely token's slope is the small difference of two large numbers.
         own = (gradient - logprobs.exp() * per_row[rows]) * inverse[rows]
         slopes[rows, targets] = own.to(slopes.dtype)
-        return slopes @ weight, slopes.t() @ states, None, None, None, None
+        trained = slopes.t() @ states if ctx.needs_input_grad[1] else None  # the head is not, where an adapter is
+        return slopes @ weight, trained, None, None, None, None
 
 
 def _statistics(logits: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:

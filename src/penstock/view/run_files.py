@@ -27,7 +27,7 @@ QUIET_S = 60.0
 CURVES = (
     "reward", "entropy", "kl_behaviour", "kl_reference", "logprob_gap", "staleness", "staleness_max", "loss", "grad_norm",
     "clip_fraction", "ratio", "rollout_s", "train_s", "tokens_per_s", "exact_token_rate", "groups_equal", "groups", "groups_stale",
-    "version", "rollouts", "served_share",
+    "version", "rollouts", "served_share", "peak_memory_mb",
 )  # fmt: skip
 """Numbers of a step that become curves, by their names in `metrics.jsonl`."""
 TOTALS = ("masked", "inexact", "breaks", "ends")

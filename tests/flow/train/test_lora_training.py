@@ -18,8 +18,10 @@ from penstock.cli import app as edge
 from penstock.config import LORA_MODULES, RunConfig, load_config
 from penstock.engines.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, is_adapter
 from penstock.engines.checkpoint_files import find_damage
+from penstock.engines.embedded import engine
 from penstock.engines.embedded.decoder import Decoder
 from penstock.engines.embedded.lora import load_policy
+from penstock.engines.embedded.paged_core import PagedCore
 from penstock.errors import ConfigError, ModelError
 from penstock.records import PolicyVersion
 from penstock.run.inputs import read_inputs
@@ -180,6 +182,24 @@ def test_a_trained_run_is_verified_token_by_token(capsys: pytest.CaptureFixture[
     assert result["largest_deviation"] < 1e-3
     metrics = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
     assert all(0 < entry["logprob_gap"] < 1e-3 for entry in metrics)
+
+
+@pytest.mark.slow
+def test_a_run_with_the_engine_of_gpus_learns_in_half_precision(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Opened as a run opens it, in bfloat16, with the paged core; nothing is captured here."""
+
+    def make_core(decoder: Decoder, settings: Any, decode: Any = None) -> PagedCore:
+        return PagedCore(decoder, slots=32, cache_tokens=20_000, decode=decode)
+
+    monkeypatch.setattr(engine, "make_core", make_core)
+    run(tmp_path, "engine.dtype=bfloat16", "train.steps=2")
+    metrics = [json.loads(line) for line in (tmp_path / "tiny/metrics.jsonl").read_text().splitlines()]
+    assert [entry["version"] for entry in metrics] == [1, 2]
+    assert all(entry["ends"] == {"completed": 16} and entry["logprob_gap"] < 1.0 for entry in metrics)
+    newest = load_file(tmp_path / "tiny/checkpoints/000002" / ADAPTER_WEIGHTS)
+    assert all(value.dtype == torch.bfloat16 for value in newest.values())
+    assert any(value.abs().max() > 0 for name, value in newest.items() if "lora_B" in name)
+    assert edge.run(["verify", str(tmp_path / "tiny"), "--json"]) == 0
 
 
 @pytest.mark.slow

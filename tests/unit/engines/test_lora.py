@@ -8,12 +8,14 @@ import pytest
 import torch
 from adapter_cases import random_adapter
 from engine_cases import SHAPE, make_decoder, write_policy
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
+from penstock.cli import app as edge
 from penstock.config import LORA_MODULES
 from penstock.engines.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, find_base, is_adapter, model_digest
 from penstock.engines.embedded.decoder import Decoder, causal
-from penstock.engines.embedded.lora import Adapter, load_policy, read_adapter, share_decoder
+from penstock.engines.embedded.lora import Adapter, load_policy, merge_adapter, read_adapter, share_decoder
+from penstock.engines.embedded.weights import load_decoder
 from penstock.errors import ModelError
 
 peft = pytest.importorskip("peft", reason="compares with PEFT, which is installed with the dev extra")
@@ -151,3 +153,54 @@ def test_a_damaged_adapter_is_refused_in_one_line(tmp_path: Path):
     file.write_bytes(file.read_bytes()[:-10])
     with pytest.raises(ModelError, match="restore a copy"):
         load_policy(tmp_path / "adapter")
+
+
+# Merging
+
+
+def test_a_merged_model_computes_the_same_without_an_adapter(tmp_path: Path):
+    base = write_policy(tmp_path / "base", model_type="llama")
+    (base / "tokenizer.json").write_text("{}")
+    write_adapter(tmp_path / "adapter", base, targets=SOME)
+    told = merge_adapter(tmp_path / "adapter", tmp_path / "merged")
+    assert told.dtype == "float32" and told.kept == pytest.approx(1.0, abs=1e-6) and told.largest < 1e-6
+    assert {file.name for file in (tmp_path / "merged").iterdir()} == {"config.json", "model.safetensors", "tokenizer.json"}
+    torch.testing.assert_close(
+        logits(load_decoder(tmp_path / "merged")), logits(load_policy(tmp_path / "adapter")), atol=1e-4, rtol=1e-4
+    )
+    theirs = peft_model(base, tmp_path / "adapter").merge_and_unload().state_dict()
+    ours = load_file(tmp_path / "merged" / "model.safetensors")
+    for name, value in ours.items():
+        torch.testing.assert_close(value, theirs[name], atol=1e-5, rtol=1e-5)
+
+
+def test_merging_says_what_rounding_loses(tmp_path: Path):
+    base = write_policy(tmp_path / "base")
+    weights = load_file(base / "model.safetensors")
+    save_file({name: value.bfloat16() for name, value in weights.items()}, base / "model.safetensors")
+    write_adapter(tmp_path / "small", base, size=0.01)
+    write_adapter(tmp_path / "large", base, size=0.5)
+    small, large = (merge_adapter(tmp_path / name, tmp_path / f"{name}-merged") for name in ("small", "large"))
+    assert small.dtype == large.dtype == "bfloat16"
+    assert abs(1 - large.kept) < 0.01 < abs(1 - small.kept)
+    assert all(value.dtype == torch.bfloat16 for value in load_file(tmp_path / "small-merged" / "model.safetensors").values())
+
+
+def test_merging_takes_the_newest_checkpoint_of_a_run_and_overwrites_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    base = write_policy(tmp_path / "base")
+    write_adapter(tmp_path / "adapter", base)
+    assert edge.run(["model", "merge", str(tmp_path / "adapter"), str(tmp_path / "out"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["kept"] == pytest.approx(1.0, abs=1e-6)
+    for arguments, problem in (
+        ([str(tmp_path / "adapter"), str(tmp_path / "out")], "is there already"),
+        ([str(base), str(tmp_path / "other")], "is no LoRA adapter"),
+        ([str(tmp_path / "nowhere"), str(tmp_path / "other")], "is no LoRA adapter"),
+    ):
+        assert edge.run(["model", "merge", *arguments]) != 0
+        told = capsys.readouterr().err.strip().splitlines()
+        assert problem in told[-1] and "Traceback" not in "".join(told)
+    base.rename(tmp_path / "moved")
+    assert edge.run(["model", "merge", str(tmp_path / "adapter"), str(tmp_path / "other")]) != 0
+    assert "which is not there" in capsys.readouterr().err
+    merged = edge.run(["model", "merge", str(tmp_path / "adapter"), str(tmp_path / "other"), "--base", str(tmp_path / "moved")])
+    assert merged == 0

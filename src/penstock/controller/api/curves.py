@@ -28,6 +28,7 @@ METRIC_NAMES = {
     "staleness": ("train/staleness", "Staleness in versions"),
     "exact_token_rate": ("rollout/exact_token_rate", "Exact tokens"),
     "tokens_per_s": ("perf/tokens_per_s", "Tokens per second"),
+    "peak_memory_mb": ("perf/peak_memory_mb", "Peak memory, MB"),
     "rollout_s": ("perf/rollout_s", "Seconds of rollouts"),
     "train_s": ("perf/train_s", "Seconds of the update"),
 }

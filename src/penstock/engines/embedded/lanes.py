@@ -272,9 +272,11 @@ class Lanes:
         """Capture a step; the ones that warm up run on lanes that are idle, and so change nothing."""
         kept = self._state.clone(), self._cursor.clone()
         self._state[3].zero_()
-        self.captured[lanes, truncated] = graph = self._capture_work(lambda: self._step(lanes, truncated))
-        self._cursor.copy_(kept[1])
-        self._state.copy_(kept[0])
+        try:
+            self.captured[lanes, truncated] = graph = self._capture_work(lambda: self._step(lanes, truncated))
+        finally:
+            self._cursor.copy_(kept[1])
+            self._state.copy_(kept[0])
         return graph
 
     def _capture_pass(self, size: int) -> torch.cuda.CUDAGraph:

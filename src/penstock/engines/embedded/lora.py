@@ -26,9 +26,9 @@ from penstock.engines.adapter_files import (
     read_adapter_config,
     write_adapter_config,
 )
-from penstock.engines.embedded.decoder import Decoder, DecoderLayer, DecoderShape, Projection
+from penstock.engines.embedded.decoder import Decoder, DecoderLayer, DecoderShape, Projection, read_decoder_shape
 from penstock.engines.embedded.kv_cache import NO_ADAPTER
-from penstock.engines.embedded.weights import LAYER_NAMES, load_decoder
+from penstock.engines.embedded.weights import LAYER_NAMES, load_decoder, read_public, write_public
 from penstock.errors import ModelError
 
 PROJECTIONS = ("qkv", "out", "gate_up", "down")
@@ -177,6 +177,41 @@ def load_policy(folder: Path, *, device: torch.device | str = "cpu", dtype: torc
     decoder = load_decoder(find_base(folder), device=device, dtype=dtype)
     read_adapter(folder, decoder.shape, device=device, dtype=dtype).attach(decoder)
     return decoder
+
+
+class MergedModel(NamedTuple):
+    """What merging did to the weights that the adapter adds to."""
+
+    dtype: str
+    """The precision of the base, in which the merged weights are saved."""
+    kept: float
+    """The share of what the adapter adds that rounding to it has left; 1 if nothing was lost."""
+    largest: float
+    """The largest difference of a merged weight from its exact value."""
+
+
+@torch.no_grad()
+def merge_adapter(folder: Path, out: Path, *, base: Path | None = None) -> MergedModel:
+    """Writes base and adapter as one plain model folder; ModelError if the base is not there or `out` exists."""
+    found = find_base(folder, base)
+    if out.exists():
+        raise ModelError(f"{out} is there already; name another folder")
+    weights = read_public(found)
+    adapter = read_adapter(folder, read_decoder_shape(found))
+    wanted = kept = torch.zeros((), dtype=torch.float64)
+    largest, dtype = 0.0, torch.float32
+    for _, _, parts in adapter.targeted():
+        for part in parts:
+            name = part.prefix.removeprefix("base_model.model.").removesuffix("lora_") + "weight"
+            lora_a, lora_b = adapter.pair(part)
+            before, dtype = weights[name].double(), weights[name].dtype
+            added = (lora_b.double() @ lora_a.double()) * adapter.scale
+            weights[name] = (before + added).to(dtype)
+            moved = weights[name].double() - before
+            largest = max(largest, float((moved - added).abs().max()))
+            wanted, kept = wanted + added.square().sum(), kept + (moved * added).sum()
+    write_public(weights, out, settings=found)
+    return MergedModel(str(dtype).removeprefix("torch."), float(kept / wanted) if wanted else 1.0, largest)
 
 
 def share_decoder(decoder: Decoder) -> Decoder:

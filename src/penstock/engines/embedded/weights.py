@@ -1,6 +1,7 @@
 """Decoder weights from and to model folders: safetensors under Hugging Face names."""
 
 import json
+import shutil
 from pathlib import Path
 
 import torch
@@ -8,8 +9,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor
 
+from penstock.engines.adapter_files import ADAPTER_CONFIG
+from penstock.engines.checkpoint_files import STATE
 from penstock.engines.embedded.decoder import Decoder, DecoderShape, read_decoder_shape
 from penstock.errors import ModelError
+from penstock.system.files import sync_tree
 
 LAYER_NAMES = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -23,6 +27,9 @@ LAYER_NAMES = {
 }
 """Module of our layer → the modules of a Hugging Face layer whose weights it stacks."""
 
+WEIGHTS = "model.safetensors"
+MODEL_SUFFIXES = (".jinja", ".json", ".model", ".txt")
+"""Files of a model folder besides the weights: config, tokenizer, chat template."""
 TOP_NAMES = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
 
 
@@ -40,7 +47,7 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def _state(folder: Path, decoder: Decoder) -> dict[str, Tensor]:
-    public = _read(folder)
+    public = read_public(folder)
     state: dict[str, Tensor] = {}
     for name in decoder.state_dict():
         names = public_names(name)
@@ -87,7 +94,31 @@ def _split_sizes(name: str, shape: DecoderShape, value: Tensor) -> list[int]:
     return [shape.inner, shape.inner] if ".gate_up." in name else [value.shape[0]]
 
 
-def _read(folder: Path) -> dict[str, Tensor]:
+def copy_settings(model: Path, folder: Path) -> None:
+    """Copy all but the weights of a model folder: also of an adapter's or a checkpoint's, without what makes it one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in model.iterdir():
+        if file.suffix in MODEL_SUFFIXES and file.name not in (STATE, ADAPTER_CONFIG, f"{WEIGHTS}.index.json"):
+            shutil.copyfile(file, folder / file.name)
+
+
+def write_public(weights: dict[str, Tensor], folder: Path, *, settings: Path) -> None:
+    """Write a model folder of these weights, with config and tokenizer of the folder `settings`; whole or not at all."""
+    part = folder.with_name(f"{folder.name}.part")
+    try:
+        copy_settings(settings, part)
+        save_file(weights, part / WEIGHTS, metadata={"format": "pt"})
+        sync_tree(part)
+        part.rename(folder)
+    except OSError as cause:
+        shutil.rmtree(part, ignore_errors=True)
+        raise ModelError(
+            f"{folder} cannot be written: {cause.strerror or cause}; free some space, or name another folder"
+        ) from cause
+
+
+def read_public(folder: Path) -> dict[str, Tensor]:
+    """The weights of a model folder under Hugging Face names, in the precision of its files."""
     index = folder / "model.safetensors.index.json"
     try:
         shards = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else ["model.safetensors"]

@@ -33,7 +33,7 @@ from penstock.engines.servers.pauses import (
     forget,
     left_paused,
 )
-from penstock.errors import ConfigError, EngineError, RequestError
+from penstock.errors import ConfigError, EngineError, ModelError, RequestError
 from penstock.http.client import ErrorKind, HttpClient, RequestTimeouts, UpstreamError
 from penstock.records import Finish, Sampling
 from penstock.system.async_tools import finish_shielded
@@ -330,7 +330,10 @@ class RemoteEngine(ABC):
             await self._publish(wanted, self.change_weights)
 
     async def _load_adapter(self, adapter: ServedAdapter) -> None:
-        await asyncio.to_thread(read_adapter_config, adapter.folder)
+        try:
+            await asyncio.to_thread(read_adapter_config, adapter.folder)
+        except ModelError as cause:
+            raise EngineError(f"policy version {adapter.version} cannot be loaded: {cause}") from cause
         deadline = asyncio.get_running_loop().time() + self.client.policy.down_s
         while errors := await self._offer_adapter(adapter):
             if not await self._wait_for_server(errors, deadline):
