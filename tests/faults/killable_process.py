@@ -10,6 +10,8 @@ from pathlib import Path
 
 FULL = os.environ.get("PENSTOCK_FAULTS") == "full"
 """Whether to run the full number of kills, which takes minutes, or a tenth of it."""
+ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "131072"}
+"""Environment in which glibc gives freed memory back to the system, so that what is measured is what a process holds."""
 
 
 def times(full: int) -> int:

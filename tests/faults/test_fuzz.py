@@ -15,7 +15,7 @@ from pathlib import Path
 import fuzz_server
 import pytest
 from fuzz_requests import PER_ROLLOUT, FuzzRequest, RequestMaker
-from killable_process import FULL
+from killable_process import ALLOCATOR, FULL
 
 REQUESTS = int(os.environ.get("PENSTOCK_FUZZ_REQUESTS") or (100_000 if FULL else 3_000))
 SEED = os.environ.get("PENSTOCK_FUZZ_SEED", "1")
@@ -26,8 +26,6 @@ STALL_S = 0.2
 """The longest that a loop may not turn; computing time of the process, since other programs share the machine."""
 GROWTH_MB = 8
 """From the first half of the requests, in which caches fill, to the last one; SQLite's page caches are up to 2 MB a connection."""
-ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "131072"}
-"""glibc gives freed memory back to the system, so that what is measured is what the server holds."""
 
 
 class Answer:

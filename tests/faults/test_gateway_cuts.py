@@ -5,6 +5,7 @@ import random
 
 import pytest
 from gateway_client import RETRY, Client, GatedPool
+from killable_process import FULL
 
 from penstock.chat.renderer import Renderer
 from penstock.gateway import GatewayLimits
@@ -15,7 +16,7 @@ from penstock.train.sequences import exactness
 REPLY = "It is 42, as it always was, " * 2
 PATHS = ["/v1/chat/completions", "/v1/messages", "/v1/responses", "/v1/completions"]
 ENDS = {PATHS[0]: b"[DONE]", PATHS[1]: b"message_stop", PATHS[2]: b"response.completed", PATHS[3]: b"[DONE]"}
-POINTS = 200
+POINTS = 200 if FULL else 60
 
 
 @pytest.fixture(scope="module")

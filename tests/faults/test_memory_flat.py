@@ -1,6 +1,7 @@
 """A gateway and its pool over many rollouts: what they hold in memory does not grow with how many there were."""
 
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import many_rollouts
 import pytest
-from killable_process import FULL, times
+from killable_process import ALLOCATOR, FULL, times
 
 from penstock.testing import write_tokenizer
 
@@ -18,7 +19,7 @@ from penstock.testing import write_tokenizer
 def test_memory_is_flat_however_many_rollouts_come_and_go(tmp_path: Path) -> None:
     rollouts, model = times(100_000), write_tokenizer(tmp_path / "model")
     command = [sys.executable, many_rollouts.__file__, model, tmp_path / "store", str(rollouts)]
-    told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    told = subprocess.run(command, check=True, capture_output=True, text=True, env=os.environ | ALLOCATOR).stdout
     numbers, sizes, blocks = zip(
         *(json.loads(line) for line in told.splitlines()[rollouts // many_rollouts.SIZE // 3 :]), strict=True
     )

@@ -141,7 +141,7 @@ def make_base(folder: Path, name: str) -> None:
     (folder / name).mkdir()
     text = CONFIG.format(
         name="run", folder="runs", model=folder / "model", agent=HERE / "agent.py", min_size=0, top_up=0, size=SIZE, groups=GROUPS,
-        steps=STEPS, every=1, advantage="grpo",
+        steps=STEPS, every=1, advantage="grpo", method="full",
     )  # fmt: skip
     text = text.replace("tasks.jsonl", str(folder / "tasks.jsonl")).replace("heldout.jsonl", str(folder / "heldout.jsonl"))
     (folder / name / "run.toml").write_text(text.replace("[run]", f"[run]\nseed = {int(name == 'other')}"))
@@ -313,7 +313,7 @@ def is_shorter(case: Case) -> bool:
 
 FILES = (
     "config.json", "pool.db", "metrics.jsonl", "evals.json", "summary.json", "events.jsonl", "report.html", ".lock",
-    ".checksums.json",
+    ".checksums.json", "code.json",
     *(f"{NEWEST}/{name}" for name in ("config.json", "model.safetensors", "optimizer.state", "state.json", "tokenizer.json",
                                       "tokenizer_config.json")),
 )  # fmt: skip

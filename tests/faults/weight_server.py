@@ -95,7 +95,7 @@ class WeightServer:
 
     async def _name(self, request: web.Request) -> web.Response:
         self.label = (await request.json())["new_version"]
-        return web.json_response({})
+        return web.json_response({"success": True, "new_version": self.label})
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()

@@ -14,7 +14,7 @@ import signal
 import threading
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from http.client import HTTPException
 from pathlib import Path
@@ -52,13 +52,16 @@ class Recovery(NamedTuple):
     steps: RecoverySteps
     key: str = ""
 
-    def run(self, *, resume_s: float = RESUME_S, step_s: float = STEP_S) -> bool:
-        """Send the requests; returns whether the server was resumed. Blocks. Steps before the last may fail."""
+    def run(self, *, resume_s: float = RESUME_S, step_s: float = STEP_S, is_settled: Callable[[], bool] = lambda: False) -> bool:
+        """Send the requests; returns whether the server was resumed. Blocks. Steps before the last may fail.
+
+        It ends early once `is_settled`.
+        """
         for step in self.steps[:-1]:
             any(self._post(call, step_s) for call in step)
         deadline = time.monotonic() + resume_s
         while not any(self._post(call, min(resume_s, step_s)) for call in self.steps[-1]):
-            if time.monotonic() >= deadline:
+            if time.monotonic() >= deadline or is_settled():
                 return False
             time.sleep(RETRY_S)
         return True
@@ -212,7 +215,9 @@ def _lines_of_parent() -> Any:
 
 
 def _bring_back(recovery: Recovery, folder: Path) -> None:
-    if recovery.run(resume_s=CHILD_RESUME_S):
+    noted = left_paused(folder, recovery.url) is not None
+    # A later run may bring the server back first, and clears the note then.
+    if recovery.run(resume_s=CHILD_RESUME_S, is_settled=lambda: noted and left_paused(folder, recovery.url) is None):
         forget(folder, recovery.url)
 
 
