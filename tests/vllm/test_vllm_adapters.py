@@ -31,10 +31,10 @@ def model() -> Path:
 
 @pytest.fixture(scope="module")
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    options = ("--enable-lora", "--max-loras", 4, "--max-lora-rank", 16)
+    arguments = ("--enable-lora", "--max-loras", "4", "--max-lora-rank", "16")
     folder = tmp_path_factory.mktemp("vllm")
     environment = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
-    with vllm_server(model, folder, mode="processed_logprobs", context=512, options=options, **environment) as url:
+    with vllm_server(model, folder, mode="processed_logprobs", context=512, arguments=arguments, **environment) as url:
         yield url
 
 
