@@ -1,6 +1,7 @@
 """What the trainer does with groups that it cannot bear: its own loop over a pool in memory and a real learner."""
 
 import asyncio
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -73,7 +74,7 @@ def played(play, *, advantage, groups=4, rewards=(), **train):
             learners={"": learner},
             advantage=advantage,
             publisher=Publisher(),
-            rollouts=SimpleNamespace(advance=lambda step: None),
+            rollouts=SimpleNamespace(advance=lambda step: None, resting=nullcontext),
             told=told,
         )
         async with asyncio.timeout(30):
