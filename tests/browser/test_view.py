@@ -108,12 +108,12 @@ def test_no_script_runs_and_nothing_overflows(browsing, name):
         assert page.get_by_text(HOSTILE.split(">")[0]).first.is_visible() or name == "tokens"
 
 
-@pytest.mark.parametrize("name", ["live", "shared"])
+@pytest.mark.parametrize("name", ["live", "in-postgres"])
 def test_unfinished_and_postgres_runs_show_every_screen(browsing, root, name):
-    if name == "shared":
+    if name == "in-postgres":
         url = server_url()
         with ThreadPoolExecutor() as elsewhere:
-            elsewhere.submit(make_run, root, "shared", pool="postgres", url=url).result()
+            elsewhere.submit(make_run, root, "in-postgres", pool="postgres", url=url).result()
     for place in SCREENS.values():
         if "/run/run" in place and not place.endswith("nothing"):
             page = browsing.open(place.replace("/run/run", f"/run/{name}"))

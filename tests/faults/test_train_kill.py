@@ -59,8 +59,7 @@ method = "{method}"
 advantage = "{advantage}"
 checkpoint_every = {every}
 """
-POLICIES = """method = "lora"
-rank = 4
+POLICIES = """rank = 4
 [policies.planner]
 [policies.executor]
 lr = 2e-3
@@ -117,7 +116,7 @@ def start(home: Path, name: str, *, every: int = 1) -> "subprocess.Popen[bytes]"
                 groups=GROUPS,
                 steps=STEPS,
                 every=every,
-                method="lora" if name.startswith("lora") else "full",
+                method="lora" if name.startswith(("lora", "team")) else "full",
             )
         )
     environment = os.environ | {"PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
@@ -128,7 +127,7 @@ def start(home: Path, name: str, *, every: int = 1) -> "subprocess.Popen[bytes]"
 def finish(home: Path, name: str, *, every: int = 1) -> dict[str, object]:
     process = start(home, name, every=every)
     out, err = process.communicate(timeout=300)
-    assert process.returncode == 0, err.decode()[-2000:]
+    assert process.returncode == 0, (out + err).decode()[-2000:]
     return json.loads(out)
 
 

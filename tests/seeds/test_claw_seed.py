@@ -181,4 +181,4 @@ def test_the_command_line_trains_with_tiny_settings_appended(tmp_path, where):
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
-    assert "Run run finished: 1 steps" in done.stdout and "rollouts    2: 2 completed" in done.stdout
+    assert "Run run finished and learned nothing: 1 steps" in done.stdout and "rollouts    2: 2 completed" in done.stdout

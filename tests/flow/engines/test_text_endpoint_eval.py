@@ -144,7 +144,7 @@ def test_rollouts_of_an_endpoint_that_refuses_the_key_end_with_its_words(way, pr
     refusals = [Answer(b'{"error": {"message": "who are you?"}}', 401)] * 3
     with in_thread(lambda: Endpoint(*refusals)) as endpoint:
         arguments = ["--agent", "agent.py", "--dataset", "tasks.jsonl", "--set", f"workflow.way={way}"]
-        found = result(capsys, "eval", "run", *arguments, *settings("openai", endpoint.url))["outcome"]
+        found = result(capsys, "eval", "run", *arguments, *settings("openai", endpoint.url), code=1)["outcome"]
     assert found["ends"] == {"engine_error": 3}
     [(said, count), *_] = found["reasons"]["engine_error"].items()
     assert "who are you?" in said and f"check the key in {KEY}" in said and count >= 1

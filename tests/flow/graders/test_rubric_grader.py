@@ -106,7 +106,7 @@ def test_a_gateway_of_ours_can_be_asked_and_garbage_is_an_error(project, capsys,
     with served(tmp_path / "judge") as gateway:
         opened = gateway.rollout()
         monkeypatch.setenv("JUDGE_KEY", opened["token"])
-        found = result(capsys, "run", "eval.toml", "--rows", "0", "--set", f"grader.url='{opened['base_url']}'")
+        found = result(capsys, "run", "eval.toml", "--rows", "0", "--set", f"grader.url='{opened['base_url']}'", code=1)
     assert (found["outcome"]["ends"], found["outcome"]["steps"]) == ({"grader_error": 1}, 1)
     reason = next(iter(found["outcome"]["reasons"]["grader_error"]))
     assert "no usable verdict, twice" in reason and "tokens" in reason  # which is what its engine says to everything
