@@ -57,10 +57,10 @@ async def act_as_upstream(double, request):
     key, rollout = request["controller_api_key"], request["rollout_id"]
     body = {"model": "osmosis-rollout", "messages": request["initial_messages"], "stream": True, "tools": []}
     headers = {"authorization": f"Bearer {key}", "x-rollout-id": rollout, "x-sample-id": "solver"}
-    async with aiohttp.ClientSession() as session:
-        async with session.post(f"{request['chat_completions_url']}/chat/completions", json=body, headers=headers) as answer:
-            text = await answer.text()
-            assert answer.status == 200, text
+    url = f"{request['chat_completions_url']}/chat/completions"
+    async with aiohttp.ClientSession() as session, session.post(url, json=body, headers=headers) as answer:
+        text = await answer.text()
+        assert answer.status == 200, text
     messages = [*request["initial_messages"], {"role": "assistant", "content": "42"}]
     sample = {"id": "solver", "messages": messages, "label": None, "reward": 1.0, "remove_sample": False}
     await double.complete(request, extra_fields=None, err_message=None, err_category=None)

@@ -3,13 +3,15 @@
 import sys
 
 import uvicorn
+
 from osmosis_ai.rollout import AgentWorkflow, Grader, LocalBackend, create_rollout_server
 
 
 class StrandsWorkflow(AgentWorkflow):
     async def run(self, ctx):
-        from osmosis_ai.rollout.integrations.agents.strands import OsmosisRolloutModel, OsmosisStrandsAgent
         from strands import tool
+
+        from osmosis_ai.rollout.integrations.agents.strands import OsmosisRolloutModel, OsmosisStrandsAgent
 
         @tool(name="multiply")
         def multiply(a: int, b: int) -> int:
@@ -24,6 +26,7 @@ class StrandsWorkflow(AgentWorkflow):
 class AgentsWorkflow(AgentWorkflow):
     async def run(self, ctx):
         from agents import ModelSettings, Runner, function_tool
+
         from osmosis_ai.rollout.integrations.agents.openai_agents import OsmosisAgent, OsmosisMemorySession, OsmosisRolloutModel
 
         @function_tool

@@ -71,7 +71,7 @@ class Host:
         """The number of the last submission to it."""
         self.skip_until = 0.0
         self.separate_keys: bool | None = None
-        """Whether it takes a key for the model besides the one for callbacks; else both are `controller_api_key`. None: not known."""
+        """Whether it takes a key for the model besides `controller_api_key`, which is for callbacks; None: not known."""
 
 
 MakeBody = Callable[[bool], bytes]
