@@ -93,7 +93,9 @@ def interpreter(environment: str) -> str | None:
         return sys.executable
     found = [Path(f"~/.pyenv/versions/{each}/bin/python").expanduser() for each in ("3.12.1", "3.13.0")]
     names = ["python3.12", "python3.13", *map(str, found)]
-    return next((name for name in names if subprocess.run([name, "-c", ""], capture_output=True, check=False).returncode == 0), None)
+    return next(
+        (name for name in names if subprocess.run([name, "-c", ""], capture_output=True, check=False).returncode == 0), None
+    )
 
 
 def install(environments: list[str]) -> None:
