@@ -68,7 +68,17 @@ def chat_request(request: TextRequest, *, limit: str) -> dict[str, Any]:
     if request.tools:
         body["tools"] = list(request.tools)
         body["tool_choice"] = _tool_choice(request)
-    return body
+        body |= {"parallel_tool_calls": False} if request.one_call else {}
+    return body | (dict(request.extra) if request.dialect == "chat" else _from_messages(request.extra))
+
+
+def _from_messages(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of the Messages API under the names of this one."""
+    output, metadata = extra.get("output_config"), extra.get("metadata")
+    effort: Any = output.get("effort") if output else None
+    user: Any = metadata.get("user_id") if metadata else None
+    named: dict[str, Any] = {"reasoning_effort": effort, "user": user}
+    return {name: value for name, value in named.items() if value}
 
 
 def _tool_choice(request: TextRequest) -> Any:
