@@ -166,6 +166,9 @@ class TrainSection(Section):
     """Wider above than below (DAPO's clip-higher): it keeps rare good tokens learning."""
     importance_cap: float = Field(default=2.0, gt=0)
     """Ceiling of the importance weight that corrects for stale or tempered behaviour."""
+    unknown_logprobs: Literal["mask", "recompute"] = "mask"
+    """For tokens whose engine did not tell the probabilities that it sampled with, such as a vLLM in its default log-probabilities
+    mode at another temperature than 1: `mask` does not train them; `recompute` takes the trainer's own, from before the update."""
     kl: float = Field(default=0.0, ge=0)
     """Weight of the KL penalty to the start policy; 0 keeps no second model in memory."""
     grad_clip: float = Field(default=1.0, gt=0)

@@ -132,6 +132,8 @@ class Step:
     """Of `completion_ids`, under the distribution that they were sampled from; same length."""
     full_logprobs: tuple[float, ...] | None = None
     """The same under the untempered, untruncated distribution; None where the two are the same, or the engine cannot tell it."""
+    behaviour_known: bool = True
+    """False: the engine told the plain log-probabilities only, which `logprobs` then holds, not those that it sampled with."""
     versions: tuple[int, ...]
     """Per token: the policy version that the engine served, not the one the caller hoped for."""
     sampling: Sampling
@@ -282,7 +284,7 @@ class Sequence:
     trained: tuple[bool, ...]
     """Per token: whether it was sampled and carries credit here. A reply on several paths is trained on one of them."""
     logprobs: tuple[float, ...]
-    """Per token: the engine's, under the distribution sampled from; 0 where not trained."""
+    """Per token: the engine's, under the distribution sampled from; 0 where not trained, infinite where the learner is to use its own."""
     temperatures: tuple[float, ...]
     """Per token: that it was sampled at; 1 where not trained."""
     advantages: tuple[float, ...]

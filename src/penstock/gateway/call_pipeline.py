@@ -216,6 +216,8 @@ class CallPipeline:
             summary.sampled_tokens += reply.usage.completion_tokens
             if not reply.usage.completion_tokens:
                 self.count("usage_not_told")
+        if not reply.behaviour_known:
+            self.count("behaviour_logprob_unknown")
         step = await self._recorder.record(context.session, context.prompt, reply, metadata)
         summary.steps.append(step)
         return step

@@ -317,7 +317,9 @@ class Learner:
     ) -> "_ChunkResult":
         """Computes the loss of a chunk, and its gradients."""
         new = terms.logprobs  # [terms], as all below
-        tokens = LossTokens(new, new.detach() if proximal is None else proximal, terms.behaviour, terms.advantages)
+        old = new.detach() if proximal is None else proximal
+        behaviour = torch.where(terms.behaviour.isposinf(), old, terms.behaviour)  # see `sequences`
+        tokens = LossTokens(new, old, behaviour, terms.advantages)
         loss = self._loss(tokens, self.section)
         penalty = torch.zeros_like(new) if reference is None else k3(new, reference)
         total = (terms.weights / rollouts).float() @ (loss.values + self.section.kl * penalty)

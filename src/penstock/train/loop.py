@@ -34,7 +34,7 @@ from penstock.train.policy import save
 from penstock.train.policy_groups import group_of
 from penstock.train.publication import Publication
 from penstock.train.scores import write_scores
-from penstock.train.sequences import breaks, exactness, sequences
+from penstock.train.sequences import behaviour_unknown_tokens, breaks, exactness, sequences
 from penstock.train.set_aside import BEYOND, CRASHED, find_culprits, may_be_data, out_of_bounds, refuse_too_many, set_aside
 from penstock.train.stalled import STALLED_STEPS, reply_examples, why_idle
 from penstock.train.training_run import TrainingRun
@@ -278,10 +278,10 @@ def credit_groups(groups: Sequence[Group], run: TrainingRun) -> dict[str, Credit
 
 def _credit(groups: Sequence[Group], policy: str, run: TrainingRun) -> CreditedSequences:
     made, counts = list[TrainingSequence](), Counter[str]()
-    divisor = DIVISORS.get(run.config.train.advantage)
+    divisor, recompute = DIVISORS.get(run.config.train.advantage), run.config.train.unknown_logprobs == "recompute"
     for group in groups if not policy else (group_of(group, policy) for group in groups):
         if group.attempts:
-            result = sequences(group, run.advantage(group), divisor=divisor)
+            result = sequences(group, run.advantage(group), divisor=divisor, recompute=recompute)
             made += result.sequences
             counts.update(result.counts)
     return CreditedSequences(made, counts)
@@ -407,6 +407,8 @@ def step_metrics(
         "exact_tokens": exact.exact_tokens,
         "sampled_tokens": exact.sampled_tokens,
         "unhashed_tokens": exact.unhashed_tokens,
+        "behaviour_unknown_tokens": behaviour_unknown_tokens(*attempts),
+        "recomputed_tokens": total.counts["recomputed_tokens"],
         "exact_token_rate": exact.rate,
         **asdict(total_metrics(list(metrics.values()))),
         "rollout_s": round(ready.rollout_s, 3),

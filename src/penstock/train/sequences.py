@@ -14,6 +14,8 @@ from penstock.codec import extend_ids_hash
 from penstock.errors import TrainError
 from penstock.records import Attempt, Group, Node, Sequence, Step
 
+BEHAVIOUR_UNKNOWN = "behaviour_unknown"
+"""Why a step is masked whose engine did not tell the probabilities that it sampled with; see `train.unknown_logprobs`."""
 LARGEST_ID = 2**31 - 1
 """Ids are stored and hashed as int32."""
 
@@ -79,6 +81,11 @@ def exactness(*attempts: Attempt) -> Exactness:
 def sampled_tokens(step: Step) -> int:
     """Returns the length of the longest column, as a flawed record may have lost tokens in the others."""
     return max(len(step.completion_ids), len(step.logprobs), len(step.versions))
+
+
+def behaviour_unknown_tokens(*attempts: Attempt) -> int:
+    """Counts the sampled tokens whose engine did not tell the probabilities that it sampled with."""
+    return sum(len(step.completion_ids) for attempt in attempts for step in attempt.steps if not step.behaviour_known)
 
 
 def breaks(*attempts: Attempt) -> Counter[str]:
@@ -166,15 +173,21 @@ class SequencesResult(NamedTuple):
     sequences: list[Sequence]
     counts: Counter[str]
     """`rollouts` in the mean of the loss, trained `tokens`, `groups_equal` (all advantages are 0), `groups_ungraded`,
-    rollouts that are `ungraded` or `curated` out, and steps `masked.<reason>`. Counters of several groups can be added."""
+    rollouts that are `ungraded` or `curated` out, `recomputed_tokens` (see `sequences`), and steps `masked.<reason>`. Counters of
+    several groups can be added."""
 
 
-def sequences(group: Group, advantages: Iterable[float], *, divisor: float | None = None) -> SequencesResult:
+def sequences(
+    group: Group, advantages: Iterable[float], *, divisor: float | None = None, recompute: bool = False
+) -> SequencesResult:
     """Returns one sequence per path with trained tokens, of each graded rollout's graph, cut after the last of them.
 
     `advantages` are those of `group.graded`. A reply on several paths is trained on the first and is context on the others.
     All tokens of a rollout have the same weight: 1 / `divisor` or, without one, 1 / (its trained tokens), so that every rollout
     counts the same. If all advantages are 0, the group adds no sequences and no rollouts to the mean of the loss.
+
+    A step whose engine did not tell with which probability it sampled is masked or, with `recompute`, trained with infinity in
+    place of its log-probabilities: the learner puts in its own.
     """
     credit = list(advantages)
     _check(group, credit)
@@ -186,7 +199,7 @@ def sequences(group: Group, advantages: Iterable[float], *, divisor: float | Non
     counts["rollouts"] = len(credit)
     made: list[Sequence] = []
     for attempt, advantage in zip(group.graded, credit, strict=True):
-        part = _of_attempt(attempt, advantage, divisor)
+        part = _of_attempt(attempt, advantage, divisor, recompute=recompute)
         made += part.sequences
         counts += part.counts
     return SequencesResult(made, counts)
@@ -199,13 +212,15 @@ def _check(group: Group, credit: list[float]) -> None:
         raise TrainError(f"group {group.id} was given the advantages {credit}; each must be finite")
 
 
-def _of_attempt(attempt: Attempt, advantage: float, divisor: float | None) -> SequencesResult:
+def _of_attempt(attempt: Attempt, advantage: float, divisor: float | None, *, recompute: bool) -> SequencesResult:
     graph = read_graph(attempt)
     qualities = _qualities(attempt)
-    reasons = step_masks(attempt, graph, advantage)
+    reasons = step_masks(attempt, graph, advantage, recompute=recompute)
     counts = Counter(f"masked.{reason}" for reason in reasons.values() if reason)
     left = {index for index, reason in reasons.items() if reason is None}
     counts["tokens"] = sum(len(graph.steps[index].completion_ids) for index in left)
+    unknown = [graph.steps[index] for index in left if not graph.steps[index].behaviour_known]
+    counts += Counter({"recomputed_tokens": sum(len(step.completion_ids) for step in unknown)})
     weight = 1.0 / (divisor or counts["tokens"] or 1)
     made: list[Sequence] = []
     for path in graph.paths:
@@ -216,16 +231,17 @@ def _of_attempt(attempt: Attempt, advantage: float, divisor: float | None) -> Se
     return SequencesResult(made, counts)
 
 
-def step_masks(attempt: Attempt, graph: Graph, advantage: float) -> dict[int, str | None]:
+def step_masks(attempt: Attempt, graph: Graph, advantage: float, *, recompute: bool = False) -> dict[int, str | None]:
     """Returns, for each step of a graded rollout, why its tokens are not trained; None if they are."""
     qualities = _qualities(attempt)
-    return {index: _mask(step, advantage, graph, qualities[index]) for index, step in graph.steps.items()}
+    return {index: _mask(step, advantage, graph, qualities[index], recompute=recompute) for index, step in graph.steps.items()}
 
 
-def _mask(step: Step, advantage: float, graph: Graph, quality: float) -> str | None:
+def _mask(step: Step, advantage: float, graph: Graph, quality: float, *, recompute: bool) -> str | None:
     """Returns why a step's tokens are not trained, or None if they are."""
     without_credit = "zero_advantage" if not advantage else None if quality else "curated"
-    return why_untrainable(step, graph) or without_credit
+    unknown = None if step.behaviour_known or recompute else BEHAVIOUR_UNKNOWN
+    return why_untrainable(step, graph) or without_credit or unknown
 
 
 def _qualities(attempt: Attempt) -> dict[int, float]:
@@ -251,7 +267,8 @@ def _sequence(attempt: Attempt, graph: Graph, path: list[int], credit: dict[int,
     temperatures, advantages = [1.0] * len(ids), [0.0] * len(ids)
     for reply, step in credited:
         size = len(step.completion_ids)
-        trained[reply], logprobs[reply], versions[reply] = [True] * size, step.logprobs, step.versions
+        behaviour = step.logprobs if step.behaviour_known else [math.inf] * size
+        trained[reply], logprobs[reply], versions[reply] = [True] * size, behaviour, step.versions
         temperatures[reply], advantages[reply] = [step.sampling.temperature] * size, [credit[step.index]] * size
     return Sequence(
         rollout_id=attempt.rollout.id,
