@@ -291,6 +291,8 @@ class Sequence:
     """Of each trained token in the loss: rollouts weigh the same, however many sequences they made."""
     versions: tuple[int, ...] = field(default=())
     """Per token: the policy version that sampled it; -1 where not trained."""
+    steps: tuple[int, ...] = field(default=())
+    """Per token: the step that sampled it; -1 where not trained."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
