@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal
 
+NO_LIMIT = 2**31 - 1
+"""`Sampling.max_tokens` of a reply that nobody limits: it may fill the model's context."""
 Message = dict[str, Any]
 """One chat message in the OpenAI form: role, content, tool_calls, tool_call_id."""
 

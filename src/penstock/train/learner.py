@@ -149,6 +149,11 @@ class Learner:
         return self._rounded is not None
 
     @property
+    def size(self) -> int:
+        """Bytes of the weights that are trained, as they are served."""
+        return sum(weight.numel() * weight.element_size() for weight in self._weights.values())
+
+    @property
     def updates(self) -> int:
         """How many updates the weights have had, those before a resume included."""
         return max((int(state["step"]) for state in self._optimizer.state.values()), default=0)

@@ -30,9 +30,8 @@ from penstock.train.batches import Batch
 from penstock.train.held_out import BackgroundEvaluation, refuse_all_failed
 from penstock.train.learner import UpdateMetrics, UpdateResult, total_metrics
 from penstock.train.memory import peak_memory
-from penstock.train.policy import save
+from penstock.train.policy import Publication, save
 from penstock.train.policy_groups import group_of
-from penstock.train.publication import Publication
 from penstock.train.scores import write_scores
 from penstock.train.sequences import breaks, exactness, sequences
 from penstock.train.set_aside import BEYOND, CRASHED, find_culprits, may_be_data, out_of_bounds, refuse_too_many, set_aside

@@ -131,9 +131,14 @@ async def open_training(config: RunConfig, inputs: Inputs, folder: RunFolder, ev
             if config.train.updates_per_step > 1:
                 raise ConfigError("engine.sleep: set train.updates_per_step = 1; later updates are computed between publications")
             await engine.refuse_sleepless()
-        if isinstance(engine, VllmEngine) and whole is not None and whole.adapter is None:
-            for text in await asyncio.to_thread(memory_split, decoder):
+        if shared is None:
+            trained = sum(learner.size for learner in learners.values())
+            for text in await asyncio.to_thread(memory_split, decoder, trained):
                 events.emit("stage", text=text)
+            if config.train.method == "lora":
+                names = f"{len(learners)} adapters" if len(learners) > 1 else "an adapter"
+                events.emit("stage", text=f"{trained / 1e6:,.0f} MB of weights go to the servers as {names}, by name")
+        if isinstance(engine, VllmEngine) and whole is not None and whole.adapter is None:
             ways = await publication_ways(config, engine, decoder, folder)
             publisher = ServerPublisher(engine, whole, model=inputs.folder, ways=ways, events=events)
             stack.push_async_callback(publisher.close)
