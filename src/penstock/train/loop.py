@@ -25,14 +25,13 @@ from penstock.records import Group, Lease, PolicyVersion
 from penstock.records import Sequence as TrainingSequence
 from penstock.rollout.author_tasks import one_line
 from penstock.rollout.scheduler import TOO_FEW
-from penstock.train.advantages import DIVISORS
+from penstock.train.algorithm import credit_of, is_token_mean, loss_divisor
 from penstock.train.batches import Batch
 from penstock.train.held_out import BackgroundEvaluation, refuse_all_failed
 from penstock.train.learner import UpdateMetrics, UpdateResult, total_metrics
 from penstock.train.memory import peak_memory
-from penstock.train.policy import save
+from penstock.train.policy import Publication, save
 from penstock.train.policy_groups import group_of
-from penstock.train.publication import Publication
 from penstock.train.scores import ScoreWriter
 from penstock.train.sequences import breaks, exactness, sequences
 from penstock.train.set_aside import BEYOND, CRASHED, find_culprits, may_be_data, out_of_bounds, refuse_too_many, set_aside
@@ -278,13 +277,15 @@ def credit_groups(groups: Sequence[Group], run: TrainingRun) -> dict[str, Credit
 
 
 def _credit(groups: Sequence[Group], policy: str, run: TrainingRun) -> CreditedSequences:
-    made, counts = list[TrainingSequence](), Counter[str]()
-    divisor = DIVISORS.get(run.config.train.advantage)
-    for group in groups if not policy else (group_of(group, policy) for group in groups):
-        if group.attempts:
-            result = sequences(group, run.advantage(group), divisor=divisor)
-            made += result.sequences
-            counts.update(result.counts)
+    made, counts, section = list[TrainingSequence](), Counter[str](), run.config.train
+    views = [view for view in (groups if not policy else (group_of(group, policy) for group in groups)) if view.attempts]
+    for view, credit in zip(views, credit_of(run.advantage, views), strict=True):
+        result = sequences(view, credit, divisor=loss_divisor(section))
+        made += result.sequences
+        counts.update(result.counts)
+    if is_token_mean(section):
+        weight = counts["rollouts"] / max(1, counts["tokens"])  # the mean over rollouts is taken later
+        made = [replace(sequence, weight=weight) for sequence in made]
     return CreditedSequences(made, counts)
 
 
