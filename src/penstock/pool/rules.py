@@ -260,7 +260,9 @@ def too_late(name: str, end: End) -> PoolError:
 
 
 def graded_before(rollout_id: str) -> PoolError:
-    return PoolError(f"rollout {rollout_id!r} has been graded already; neither its end nor the grades that came with it were stored")
+    return PoolError(
+        f"rollout {rollout_id!r} has been graded already; neither its end nor the grades that came with it were stored"
+    )
 
 
 def conflict(name: str) -> PoolConflict:
