@@ -129,7 +129,7 @@ def _exact_rows(summary: "Summary") -> list[tuple[str, str]]:
         rows.append(("unknown", f"behaviour log-probability of {summary.behaviour_unknown_tokens:,} sampled tokens: {fate}"))
     masked = {reason: count for reason, count in summary.masked.items() if reason != "zero_advantage"}  # that is no fault
     named = [("not exact", "tokens: ", summary.inexact), ("masked", "steps: ", masked), ("breaks", "", summary.breaks)]
-    named.append(("dropped", "groups: ", summary.dropped))
+    named += [("dropped", "groups: ", summary.dropped), ("not done", "calls: ", summary.notices)]
     return rows + [(label, f"{of}{counts(numbers)}") for label, of, numbers in named if numbers]
 
 
