@@ -21,10 +21,11 @@ from typing import Any, NamedTuple
 
 from penstock.config import RolloutSection
 from penstock.errors import TrainError
-from penstock.records import Group, Lease, PolicyVersion
+from penstock.records import Group, Lease, PolicyVersion, component_means
 from penstock.records import Sequence as TrainingSequence
 from penstock.rollout.author_tasks import one_line
 from penstock.rollout.scheduler import TOO_FEW
+from penstock.run.folder import COMPONENT
 from penstock.train.advantages import DIVISORS
 from penstock.train.batches import Batch
 from penstock.train.held_out import BackgroundEvaluation, refuse_all_failed
@@ -395,6 +396,7 @@ def step_metrics(
         "version": progress.version,
         "reward": sum(rewards) / len(rewards),
         "rewards": rewards,
+        **{f"{COMPONENT}{name}": mean for name, mean in component_means(attempts).items()},
         "groups": len(lease.groups),
         "group_ids": [group.id for group in lease.groups],
         "groups_equal": total.counts["groups_equal"],
