@@ -26,6 +26,7 @@ from penstock.records import Sequence as TrainingSequence
 from penstock.rollout.author_tasks import one_line
 from penstock.rollout.scheduler import TOO_FEW
 from penstock.run.folder import COMPONENT
+from penstock.system.heap import trim_heap
 from penstock.train.advantages import DIVISORS
 from penstock.train.batches import Batch
 from penstock.train.held_out import BackgroundEvaluation, refuse_all_failed
@@ -138,6 +139,8 @@ async def train_steps(
             break
         lease, version = ready.lease, progress.version
         metrics, progress = await update_policy(run, ready.update, progress)
+        if metrics:
+            await asyncio.to_thread(trim_heap)  # of the update's activations and gradients
         past = (*progress.past, progress.version)[-run.config.rollout.max_staleness - 1 :]
         progress = replace(progress, step=progress.step + 1, leases=(*progress.leases, lease.id), past=past)
         entry = step_metrics(run, ready, metrics, progress, version=version, train_s=clock.lap())
