@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal
 
+NO_LIMIT = 2**31 - 1
+"""`Sampling.max_tokens` of a reply that nobody limits: it may fill the model's context."""
 Message = dict[str, Any]
 """One chat message in the OpenAI form: role, content, tool_calls, tool_call_id."""
 
@@ -311,6 +313,8 @@ class Sequence:
     """Of each trained token in the loss: rollouts weigh the same, however many sequences they made."""
     versions: tuple[int, ...] = field(default=())
     """Per token: the policy version that sampled it; -1 where not trained."""
+    steps: tuple[int, ...] = field(default=())
+    """Per token: the step that sampled it; -1 where not trained."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from penstock.system.heap import share_heap
 from penstock.train import policy
 from penstock.train.held_out import BackgroundEvaluation, evaluate
 from penstock.train.loop import Fallback, TrainProgress, train_steps
-from penstock.train.summary import Summary, finished_summary, summarize
+from penstock.train.summary import Summary, finished_summary, notices, summarize
 from penstock.train.training_run import TrainingRun, open_training
 
 T = TypeVar("T")
@@ -49,6 +49,7 @@ async def train(
         use_code(folder, inputs.agent, events, allow_change=allow_code_change)
         async with open_training(config, inputs, folder, events) as run:
             summary = await run_training(run, stop)
+        summary = replace(summary, notices=await asyncio.to_thread(notices, folder.events))
         folder.write_summary(to_json(summary))
         events.emit("run.end", summary=asdict(summary))
         return summary

@@ -11,7 +11,7 @@ Fields marked *ours* are extensions. They are sent only when set, and a peer tha
 from enum import StrEnum
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, FiniteFloat
 
 from penstock.records import End
 from penstock.sdk.context import MAX_COMPONENTS
@@ -67,6 +67,14 @@ Segment = Annotated[str, AfterValidator(path_segment)]
 Seconds = Annotated[FiniteFloat, Field(gt=0)]
 
 
+def _object(value: Any) -> Any:
+    return {} if value is None else value
+
+
+JsonObject = Annotated[dict[str, Any], BeforeValidator(_object)]
+"""Null is an empty one: the upstream SDK sends null for what it does not have."""
+
+
 class ProtocolBody(BaseModel):
     """Unknown fields are ignored: a later version of the protocol may send more."""
 
@@ -88,7 +96,7 @@ class RolloutInitRequest(ProtocolBody):
     """None: the rollout is not graded."""
     agent_timeout_sec: Seconds | None = None
     grader_timeout_sec: Seconds | None = None
-    extra_fields: dict[str, Any] = Field(default_factory=dict[str, Any])
+    extra_fields: JsonObject = Field(default_factory=dict[str, Any])
     records: bool = False
     """*Ours*: the reply to the completion holds what was recorded; without it nothing is graded."""
 
@@ -102,7 +110,7 @@ class RolloutCompleteRequest(ProtocolBody):
 
     rollout_id: str
     status: RolloutStatus
-    extra_fields: dict[str, Any] = Field(default_factory=dict[str, Any])
+    extra_fields: JsonObject = Field(default_factory=dict[str, Any])
     err_message: str | None = None
     err_category: RolloutErrorCategory | None = None
     strays: list[str] | None = Field(default=None, max_length=10_000, fail_fast=True)
@@ -138,8 +146,8 @@ class SampleBody(ProtocolBody):
     label: str | None = None
     reward: FiniteFloat | None = None
     remove_sample: bool = False
-    metrics: dict[str, Any] = Field(default_factory=dict[str, Any])
-    extra_fields: dict[str, Any] = Field(default_factory=dict[str, Any])
+    metrics: JsonObject = Field(default_factory=dict[str, Any])
+    extra_fields: JsonObject = Field(default_factory=dict[str, Any])
 
 
 class GraderCompleteRequest(ProtocolBody):
@@ -147,7 +155,7 @@ class GraderCompleteRequest(ProtocolBody):
 
     rollout_id: str
     status: GraderStatus
-    samples: dict[str, SampleBody] = Field(default_factory=dict[str, SampleBody])
+    samples: Annotated[dict[str, SampleBody], BeforeValidator(_object)] = Field(default_factory=dict[str, SampleBody])
     err_message: str | None = None
     err_category: RolloutErrorCategory | None = None
     reward: FiniteFloat | None = None
