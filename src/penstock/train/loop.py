@@ -21,10 +21,12 @@ from typing import Any, NamedTuple
 
 from penstock.config import RolloutSection
 from penstock.errors import TrainError
-from penstock.records import Group, Lease, PolicyVersion
+from penstock.records import Group, Lease, PolicyVersion, component_means
 from penstock.records import Sequence as TrainingSequence
 from penstock.rollout.author_tasks import one_line
 from penstock.rollout.scheduler import TOO_FEW
+from penstock.run.folder import COMPONENT
+from penstock.system.heap import trim_heap
 from penstock.train.algorithm import credit_of, is_token_mean, loss_divisor
 from penstock.train.batches import Batch
 from penstock.train.held_out import BackgroundEvaluation, refuse_all_failed
@@ -329,6 +331,8 @@ async def update_policy(
             # The groups are in the weights already, so they count as trained. Only the remaining updates are skipped.
             run.events.emit("update.skip", step=progress.step + 1, updates=remaining, message=one_line(error))
             break
+    if any(learner.decoder.device.type == "cpu" for learner in run.learners.values()):
+        await asyncio.to_thread(trim_heap)  # of activations and gradients
     metrics = {policy: _final_metrics(run, policy, part.result.metrics, done[policy]) for policy, part in update.parts.items()}
     return metrics, replace(progress, version=version, last_version=version)
 
@@ -397,6 +401,7 @@ def step_metrics(
         "version": progress.version,
         "reward": sum(rewards) / len(rewards),
         "rewards": rewards,
+        **{f"{COMPONENT}{name}": mean for name, mean in component_means(attempts).items()},
         "groups": len(lease.groups),
         "group_ids": [group.id for group in lease.groups],
         "groups_equal": total.counts["groups_equal"],

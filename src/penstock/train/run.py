@@ -16,6 +16,7 @@ from penstock.run.folder import FRESH, locked, open_run_folder
 from penstock.run.inputs import Inputs, refuse_untrainable
 from penstock.run.opening import bind_pool
 from penstock.system.async_tools import leaf_errors
+from penstock.system.heap import share_heap
 from penstock.train import policy
 from penstock.train.held_out import BackgroundEvaluation, evaluate
 from penstock.train.loop import Fallback, TrainProgress, train_steps
@@ -39,6 +40,7 @@ async def train(
     A run whose agent or grader was edited meanwhile is refused, unless `allow_code_change`.
     """
     refuse_untrainable(config)
+    share_heap()
     folder = open_run_folder(config, fresh=fresh)
     with locked(folder.path), Events(folder.events) as events:
         events.listen(listener)
