@@ -306,7 +306,7 @@ class Sequence:
     trained: tuple[bool, ...]
     """Per token: whether it was sampled and carries credit here. A reply on several paths is trained on one of them."""
     logprobs: tuple[float, ...]
-    """Per token: the engine's, under the distribution sampled from; 0 where not trained, infinite where the learner uses its own."""
+    """Per token: the engine's, under the distribution sampled from; 0 where not trained, infinite: the learner uses its own."""
     temperatures: tuple[float, ...]
     """Per token: that it was sampled at; 1 where not trained."""
     advantages: tuple[float, ...]
