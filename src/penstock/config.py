@@ -157,9 +157,16 @@ class TrainSection(Section):
     weight_decay: float = Field(default=0.0, ge=0)
     """Of AdamW."""
     advantage: str = "grpo"
-    """`grpo` or `dr_grpo`."""
+    """How rewards become credit: `grpo`, `dr_grpo`, `rloo`, `gae` and others, see docs/algorithms.md."""
+    advantage_settings: dict[str, Any] = Field(default={}, exclude_if=lambda given: not given)
+    """Settings of that advantage, each with its default in docs/algorithms.md."""
     loss: str = "clip"
-    """`clip`: PPO's, with a truncated importance weight."""
+    """`clip`: PPO's, with a truncated importance weight. Others: `dapo`, `gspo`, `cispo`, `sapo`, `icepop`, `reinforce`."""
+    loss_settings: dict[str, Any] = Field(default={}, exclude_if=lambda given: not given)
+    """Settings of that loss."""
+    mean: Literal["auto", "rollout", "token", "constant"] = "auto"
+    """What the loss is a mean over: `rollout` weighs all rollouts the same, `token` all tokens of the batch, `constant` divides a
+    rollout's sum by 128 tokens. `auto` is `constant` for `dr_grpo`, `token` for `dapo`, else `rollout`."""
     clip_low: float = Field(default=0.2, gt=0, lt=1)
     """How far a token's probability may fall, on one batch, before its gradient stops."""
     clip_high: float = Field(default=0.28, gt=0)

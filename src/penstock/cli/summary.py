@@ -126,7 +126,7 @@ def _exact_rows(summary: "Summary") -> list[tuple[str, str]]:
     rows = [("exact", f"{percent(summary.exact_token_rate)} of {summary.sampled_tokens:,} sampled tokens{unhashed}")]
     masked = {reason: count for reason, count in summary.masked.items() if reason != "zero_advantage"}  # that is no fault
     named = [("not exact", "tokens: ", summary.inexact), ("masked", "steps: ", masked), ("breaks", "", summary.breaks)]
-    named.append(("dropped", "groups: ", summary.dropped))
+    named += [("dropped", "groups: ", summary.dropped), ("not done", "calls: ", summary.notices)]
     return rows + [(label, f"{of}{counts(numbers)}") for label, of, numbers in named if numbers]
 
 

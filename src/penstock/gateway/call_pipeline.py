@@ -21,7 +21,7 @@ from penstock.gateway.reply import Delta, ReplyBuilder, deltas_of
 from penstock.gateway.session import Session, SessionHistory
 from penstock.gateway.sources import ReplySource
 from penstock.pool.base import Pool
-from penstock.records import Sampling, Step
+from penstock.records import NO_LIMIT, Sampling, Step
 from penstock.system.async_tools import finish_shielded
 from penstock.system.redaction import Redactor
 
@@ -129,7 +129,7 @@ class CallPipeline:
     def _samplings(self, call: ModelCall, defaults: Sampling, prompt: Prompt) -> list[Sampling]:
         """The sampling of each choice, capped by the run's `max_tokens` and by the source."""
         samplings = self._source(call).samplings(call, defaults.max_tokens, prompt)
-        if samplings[0].max_tokens < call.sampling.max_tokens:
+        if samplings[0].max_tokens < call.sampling.max_tokens < NO_LIMIT:
             self.count("capped:max_tokens")
         return samplings
 
@@ -216,6 +216,8 @@ class CallPipeline:
             summary.sampled_tokens += reply.usage.completion_tokens
             if not reply.usage.completion_tokens:
                 self.count("usage_not_told")
+        if reply.finish == "length":
+            self.count("finish:length")
         step = await self._recorder.record(context.session, context.prompt, reply, metadata)
         summary.steps.append(step)
         return step

@@ -22,6 +22,7 @@ from penstock.gateway.session import RunningCall, Session
 from penstock.gateway.sources import no_tokens_error
 from penstock.http.asgi import ON_DISCONNECT, header, parse_json, read_body
 from penstock.records import Sampling, Step
+from penstock.sdk.routing import PLACEHOLDER_NAMES
 
 PROMPT_UID = "penstock.prompt_uid"
 """Scope key: the prompt's uid if the path or body names the rollout without a token of its own, else None."""
@@ -158,7 +159,7 @@ def parse_call(
     call = dialects[policy].parse(body, defaults, history)
     if not policy:
         return caller, call
-    if policy not in (body.get("model"), transcript):
+    if policy not in (body.get("model"), transcript) and body.get("model") not in PLACEHOLDER_NAMES:
         pipeline.count(f"answered_by_default:{call.model}")
     return caller._replace(transcript=transcript or policy), replace(call, policy=policy)
 

@@ -2,7 +2,7 @@
 
 import hashlib
 import secrets
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,15 @@ MAY_CHANGE = (
     "engine.cache_tokens",
 )  # fmt: skip
 """Keys, or prefixes of keys, that a resumed run may change: none has an influence on what was trained so far."""
+
+
+COMPONENT = "components/"
+"""Begins the keys of a step's metrics that hold the means of its rewards' named parts."""
+
+
+def component_values(entry: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the means of the reward's named parts in a line of `metrics.jsonl`, by name."""
+    return {key.removeprefix(COMPONENT): value for key, value in entry.items() if key.startswith(COMPONENT)}
 
 
 FRESH = "start over with --fresh, which keeps this run aside"

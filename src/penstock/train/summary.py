@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -51,6 +52,8 @@ class Summary:
     """Of the exact ones, those recorded without a digest of their context."""
     masked: dict[str, int] = field(default_factory=dict[str, int])
     """Steps of graded rollouts that were not trained, by reason."""
+    notices: dict[str, int] = field(default_factory=dict[str, int])
+    """What the gateway did not do as agents asked, by name: capped lengths, replies that were cut, ignored fields."""
     breaks: dict[str, int] = field(default_factory=dict[str, int])
     """How often a caller's messages were rendered anew although the rollout had earlier steps, by reason."""
     checkpoints_damaged: int = 0
@@ -109,6 +112,16 @@ async def summarize(run: TrainingRun, progress: TrainProgress, before: float | N
         code_changes=[change.text for change in code_changes(run.folder)],
         resumed=run.folder.resumed,
     )
+
+
+def notices(events: Path) -> dict[str, int]:
+    """Returns what the gateways of a run counted, from its event log; that of a process that was killed is not in it."""
+    total: Counter[str] = Counter()
+    with events.open("rb") as lines:
+        for line in lines:
+            if b'"gateway.stop"' in line:
+                total.update(orjson.loads(line).get("counts", {}))
+    return dict(total)
 
 
 def finished_summary(folder: RunFolder, config: RunConfig) -> Summary | None:

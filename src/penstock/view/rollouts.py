@@ -210,7 +210,8 @@ def why_reward(attempt: Attempt, credit: TrainingCredit) -> str:
         return "It has no reward: its grader gave none."
     whole = [grade for grade in attempt.grades if grade.transcript is None and grade.step is None]
     if whole:
-        return f"{whole[-1].source} gave {whole[-1].reward:g} to the whole rollout."
+        named = ", ".join(f"{name} {value:g}" for name, value in whole[-1].components.items())
+        return f"{whole[-1].source} gave {whole[-1].reward:g} to the whole rollout{f', with {named}' if named else ''}."
     parts = [grade for grade in attempt.grades if grade.transcript is not None and grade.step is None]
     if parts:
         return f"It is the mean of {len(parts)} grades of its transcripts."

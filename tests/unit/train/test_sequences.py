@@ -292,3 +292,32 @@ def test_with_a_second_reply_at_every_turn_each_is_trained_once_after_all_that_c
         (-1, -1, -1, -1, -1, -1, -1, 3),
     ]
     assert all(sequence.trained == tuple(version >= 0 for version in sequence.versions) for sequence in made)
+
+
+def test_credit_by_step_reaches_the_tokens_of_that_step_alone():
+    (only,) = sequences(group(two_turns()), [{1: 3.0}]).sequences
+    assert only.token_ids == (1, 2, 3, 4, 5, 6, 7)
+    assert only.advantages == (0, 0, 0, 0, 0, 0, 3.0)
+    assert [at for at, trained in enumerate(only.trained) if trained] == [6]
+    assert only.steps == (-1, -1, -1, -1, -1, -1, 1)
+    assert only.weight == pytest.approx(1 / 3)  # the tokens without credit count in the mean: one step weighs no more for them
+
+
+def test_credit_by_transcript_reaches_all_steps_of_it():
+    made = two_turns(transcript="other")
+    (only,) = sequences(group(made), [{"main": 1.0, "other": -2.0}]).sequences
+    assert only.advantages == (0, 0, 1.0, 1.0, 0, 0, -2.0) and only.steps == (-1, -1, 0, 0, -1, -1, 1)
+
+
+def test_steps_without_credit_are_counted():
+    result = sequences(group(two_turns()), [{0: 1.0}])
+    assert result.counts["masked.zero_advantage"] == 1 and result.counts["tokens"] == 2
+
+
+def test_a_group_without_any_step_credit_is_one_of_equal_reward():
+    assert sequences(group(two_turns()), [{0: 0.0}]).counts["groups_equal"] == 1
+
+
+def test_tokens_whose_credit_comes_later_are_kept():
+    (only,) = sequences(group(two_turns()), [0.0], without_credit=True).sequences
+    assert sum(only.trained) == 3 and not any(only.advantages)
