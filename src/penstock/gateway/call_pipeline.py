@@ -21,7 +21,7 @@ from penstock.gateway.reply import Delta, ReplyBuilder, deltas_of
 from penstock.gateway.session import Session, SessionHistory
 from penstock.gateway.sources import ReplySource
 from penstock.pool.base import Pool
-from penstock.records import ReplyGrammar, Sampling, Step
+from penstock.records import NO_LIMIT, ReplyGrammar, Sampling, Step
 from penstock.system.async_tools import finish_shielded
 from penstock.system.redaction import Redactor
 
@@ -141,7 +141,7 @@ class CallPipeline:
         if grammar is not None:
             call = replace(call, sampling=replace(call.sampling, grammar=grammar))
         samplings = self._source(call).samplings(call, defaults.max_tokens, prompt)
-        if samplings[0].max_tokens < call.sampling.max_tokens:
+        if samplings[0].max_tokens < call.sampling.max_tokens < NO_LIMIT:
             self.count("capped:max_tokens")
         return samplings
 
@@ -228,6 +228,10 @@ class CallPipeline:
             summary.sampled_tokens += reply.usage.completion_tokens
             if not reply.usage.completion_tokens:
                 self.count("usage_not_told")
+        if not reply.behaviour_known:
+            self.count("behaviour_logprob_unknown")
+        if reply.finish == "length":
+            self.count("finish:length")
         step = await self._recorder.record(context.session, context.prompt, reply, metadata)
         summary.steps.append(step)
         return step

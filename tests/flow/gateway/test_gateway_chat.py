@@ -64,7 +64,7 @@ def test_defaults_come_from_the_rollout_and_max_tokens_is_a_cap():
         answer = (await chat(http, USER, max_completion_tokens=100)).json()
         assert engine.samplings[0].temperature == 0.25
         assert answer["choices"][0]["finish_reason"] == "length"
-        assert bench.gateway.counts == {"capped:max_tokens": 1}
+        assert bench.gateway.counts == {"capped:max_tokens": 1, "finish:length": 1}
 
     run(["The answer is 42."], steps)
 
@@ -323,7 +323,7 @@ def test_a_reply_may_fill_the_context_and_no_more():
         engine.context_length = len(renderer().root([USER])) + 3
         answer = (await chat(http, USER)).json()
         assert (engine.samplings[0].max_tokens, answer["choices"][0]["finish_reason"]) == (3, "length")
-        assert bench.gateway.counts == {"capped:max_tokens": 1}
+        assert bench.gateway.counts == {"capped:max_tokens": 1, "finish:length": 1}
 
     run(["a long answer, longer than three tokens"], steps)
 

@@ -121,6 +121,7 @@ class EmbeddedEngine:
         self._core, self._name, self._seed = core, name, seed
         self._stop_ids = frozenset(stop_ids)
         self._grammars = grammars
+        self._context_length = min(core.decoder.shape.context_length, core.capacity)
         self._limit = core.slots + queue_limit
         self._versions: defaultdict[str, int] = defaultdict(int)
         """By policy."""
@@ -142,7 +143,8 @@ class EmbeddedEngine:
 
     @property
     def context_length(self) -> int:
-        return self.decoder.shape.context_length
+        """That of the model, or what fits into the cache if that is less."""
+        return self._context_length
 
     @property
     def version(self) -> int:
@@ -235,9 +237,9 @@ class EmbeddedEngine:
             raise EngineError(f"the prompt has a token id outside 0..{vocabulary - 1}; is it of another model's tokenizer?")
         if most < 1:
             raise EngineError(f"max_tokens = {most}: ask for at least one token")
-        if total > self.context_length:
+        if total > (context := self.decoder.shape.context_length):
             raise EngineError(
-                f"{length} prompt tokens and max_tokens = {most} exceed the context of {self.context_length}; shorten one of them"
+                f"{length} prompt tokens and max_tokens = {most} exceed the context of {context}; shorten one of them"
             )
         if total > room:
             raise EngineError(

@@ -9,9 +9,11 @@ import orjson
 from penstock.engines.text_endpoints.base import TextReplyReader, TextRequest
 from penstock.engines.text_endpoints.http import HttpTextEndpoint, TextEndpointSection
 from penstock.errors import RequestError
-from penstock.records import Message, Sampling
+from penstock.records import NO_LIMIT, Message, Sampling
 
 API_VERSION = "2023-06-01"
+DEFAULT_MAX_TOKENS = 8192
+"""The API requires a limit; every model of the vendor's last years takes this one."""
 
 
 class AnthropicSection(TextEndpointSection):
@@ -64,7 +66,8 @@ def _sampling_fields(sampling: Sampling) -> dict[str, Any]:
     fields: dict[str, Any] = {name: value for name, value in values.items() if value != getattr(neutral, name)}
     if sampling.stop:
         fields["stop_sequences"] = list(sampling.stop)
-    return {"max_tokens": sampling.max_tokens, **fields}
+    limit = DEFAULT_MAX_TOKENS if sampling.max_tokens == NO_LIMIT else sampling.max_tokens
+    return {"max_tokens": limit, **fields}
 
 
 def _conversation(messages: Sequence[Message]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import orjson
 
 from penstock.engines.text_endpoints.base import TextReplyReader, TextRequest
 from penstock.engines.text_endpoints.http import HttpTextEndpoint, TextEndpointSection
-from penstock.records import Message, ReplyFormat, Sampling
+from penstock.records import NO_LIMIT, Message, ReplyFormat, Sampling
 
 
 class OpenAISection(TextEndpointSection):
@@ -57,7 +57,9 @@ def open_engine(
 def chat_request(request: TextRequest, *, limit: str) -> dict[str, Any]:
     """The messages, tools and sampling settings. Defaults are not sent: some models refuse even those."""
     sampling, neutral = request.sampling, Sampling()
-    body: dict[str, Any] = {"messages": [_message(message) for message in request.messages], limit: sampling.max_tokens}
+    body: dict[str, Any] = {"messages": [_message(message) for message in request.messages]}
+    if sampling.max_tokens != NO_LIMIT:
+        body[limit] = sampling.max_tokens
     for name in ("temperature", "top_p", "top_k", "min_p", "seed"):
         if getattr(sampling, name) != getattr(neutral, name):
             body[name] = getattr(sampling, name)
