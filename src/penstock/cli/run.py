@@ -270,10 +270,8 @@ def as_text(recorded: RecordedCommand) -> str:
     fields = as_object(recorded)
     rows = [("calls", f"{fields['calls']:,} in {clock(recorded.seconds)}, ended as {fields['end']}")]
     if usage := fields.get("usage"):
-        told = (
-            f"{usage['completion_tokens']:,} sampled tokens after prompts of {usage['prompt_tokens']:,}, as the endpoint reported"
-        )
-        rows.append(("usage", told))
+        sampled, prompts = usage["completion_tokens"], usage["prompt_tokens"]
+        rows.append(("usage", f"{sampled:,} sampled tokens after prompts of {prompts:,}, as the endpoint reported"))
     else:
         rows.append(("exact", f"{percent(fields['exact_token_rate'])} of {fields['sampled_tokens']:,} sampled tokens"))
     rows += [("", line) for line in wrap(fields.get("hint", ""), 66)]

@@ -9,7 +9,7 @@ from penstock.config import GatewaySection
 from penstock.engines.base import TokenPath
 from penstock.errors import RequestError
 from penstock.gateway.last_request import LastRequest
-from penstock.records import Message, Sampling, Step
+from penstock.records import Message, ReplyFormat, Sampling, Step
 
 
 class Caller(NamedTuple):
@@ -69,6 +69,12 @@ class ModelCall:
     """Variables for the chat template, as a JSON object; empty if there are none."""
     extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Fields of the request that an endpoint gets as they are."""
+    strict: frozenset[str] = frozenset()
+    """The tools whose calls must follow their schemas."""
+    format: ReplyFormat | None = None
+    """The JSON that the reply must be; None if it may be any text."""
+    format_field: str = "response_format"
+    """Where the request holds `format`, for errors."""
     choices: int = 1
     stream: bool = False
     usage_in_stream: bool = False

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 import orjson
 
+from penstock.chat.grammars import grammar_problem
 from penstock.chat.media import as_text, media_of
 from penstock.chat.parsers.base import Reasoning, ReplyParser, Text
 from penstock.chat.renderer import Renderer
@@ -32,7 +33,16 @@ from penstock.gateway.dialects.base import DialectTokenizer
 from penstock.gateway.graph import TokenGraph
 from penstock.gateway.prompt import ContextBound, RootCache, make_prompt
 from penstock.gateway.reply import Delta, ReplyBuilder, ReplyText, SampledReply
-from penstock.records import Finish, Message, Sampling, Usage
+from penstock.records import Finish, Message, ReplyGrammar, Sampling, Usage
+
+
+class CallGrammar(NamedTuple):
+    """The grammar of a call's reply."""
+
+    grammar: ReplyGrammar | None = None
+    """None if the reply may be any text."""
+    ignored: tuple[str, ...] = ()
+    """What was asked for and cannot be enforced; see `ModelCall.ignored`."""
 
 
 class ReplySource(Protocol):
@@ -57,6 +67,10 @@ class ReplySource(Protocol):
 
     def unmet(self, call: ModelCall) -> Sequence[str]:
         """What the call asks for and is not done. They are counted."""
+        ...
+
+    def grammar(self, call: ModelCall, prompt: Prompt) -> CallGrammar:
+        """What the reply may consist of; RequestError if a schema cannot be enforced."""
         ...
 
     def samplings(self, call: ModelCall, max_tokens: int, prompt: Prompt) -> list[Sampling]:
@@ -114,6 +128,27 @@ class TokenSource:
     def unmet(self, call: ModelCall) -> Sequence[str]:
         return call.ignored
 
+    def grammar(self, call: ModelCall, prompt: Prompt) -> CallGrammar:
+        """See `ReplySource.grammar`. The schema of a tool that must be called binds if it can, that of a strict tool always."""
+        writer, tools = self._renderer.grammars, (*call.tools, *call.deferred) if call.reads_calls else ()
+        unmet = ("tools.strict",) if call.strict and tools else ()
+        if call.raw is not None:
+            return CallGrammar()
+        if call.forced is not None:
+            if not writer.constrains_calls:
+                return CallGrammar(None, unmet)
+            every = writer.forced_call(call.forced, tools, frozenset(tool["function"]["name"] for tool in tools))
+            if not grammar_problem(every.lark):
+                return CallGrammar(every)
+            return CallGrammar(_compilable(writer.forced_call(call.forced, tools, call.strict), "tools"), ("tools.parameters",))
+        if call.format is not None:
+            grammar = self._renderer.reply_grammar(call.format, tools, call.strict, prompt=prompt.ids)
+            return CallGrammar(_compilable(grammar, call.format_field), () if writer.constrains_calls else unmet)
+        if not call.strict or not tools:
+            return CallGrammar()
+        grammar = self._renderer.text_grammar(tools, call.strict, prompt=prompt.ids) if writer.constrains_calls else None
+        return CallGrammar(None, unmet) if grammar is None else CallGrammar(_compilable(grammar, "tools"))
+
     def samplings(self, call: ModelCall, max_tokens: int, prompt: Prompt) -> list[Sampling]:
         """See `ReplySource.samplings`; also limited by the model's context."""
         room = self.engine.context_length - len(prompt.ids)
@@ -161,6 +196,12 @@ class TokenSource:
         return Rendering(renderer, RootCache(renderer, self._bound))
 
 
+def _compilable(grammar: ReplyGrammar, field: str) -> ReplyGrammar:
+    if problem := grammar_problem(grammar.lark):
+        raise RequestError(f"{field}: the schema cannot be enforced: {problem}", code="invalid_schema", param=field)
+    return grammar
+
+
 def seeds(call: ModelCall) -> list[int | None]:
     """The seed of each choice."""
     asked = call.sampling.seed
@@ -193,6 +234,10 @@ class TextEndpointSource:
         lost = [name for name in self.engine.unknown_sampling if getattr(call.sampling, name) != getattr(neutral, name)]
         return [*lost, *(["logprobs"] if call.logprobs else [])]
 
+    def grammar(self, call: ModelCall, prompt: Prompt) -> CallGrammar:
+        """The endpoint has its own."""
+        return CallGrammar()
+
     def samplings(self, call: ModelCall, max_tokens: int, prompt: Prompt) -> list[Sampling]:
         asked = call.sampling
         if call.token_ids:
@@ -213,6 +258,8 @@ class TextEndpointSource:
             one_call=call.one_call,
             extra=call.extra,
             dialect=call.dialect,
+            strict=call.strict,
+            format=call.format,
         )
         return self.engine.complete(asked, rollout_id=rollout_id)
 

@@ -184,12 +184,26 @@ def test_what_an_anthropic_endpoint_has_no_word_for_is_counted(monkeypatch):
 
 PASSED_ON = {
     "/v1/chat/completions": {
-        "reasoning_effort": "low", "frequency_penalty": 0.5, "logit_bias": {"7": 3}, "top_logprobs": 2, "logprobs": True, "user": "ann",
-        "stop_token_ids": [3], "prediction": {"type": "content", "content": "4"}, "wild_idea": {"a": [1]}, "modalities": ["text", "audio"],
+        "reasoning_effort": "low",
+        "frequency_penalty": 0.5,
+        "logit_bias": {"7": 3},
+        "top_logprobs": 2,
+        "logprobs": True,
+        "user": "ann",
+        "stop_token_ids": [3],
+        "prediction": {"type": "content", "content": "4"},
+        "wild_idea": {"a": [1]},
+        "modalities": ["text", "audio"],
     },
-    "/v1/responses": {"reasoning": {"effort": "low"}, "text": {"verbosity": "low"}, "presence_penalty": 0.5, "wild_idea": 1, "user": "ann"},
+    "/v1/responses": {
+        "reasoning": {"effort": "low"},
+        "text": {"verbosity": "low"},
+        "presence_penalty": 0.5,
+        "wild_idea": 1,
+        "user": "ann",
+    },
     "/v1/messages": {"output_config": {"effort": "low"}, "metadata": {"user_id": "ann"}},
-}  # fmt: skip
+}
 ARRIVED = {
     "/v1/chat/completions": PASSED_ON["/v1/chat/completions"],
     "/v1/responses": {"reasoning_effort": "low", "verbosity": "low", "presence_penalty": 0.5, "wild_idea": 1, "user": "ann"},

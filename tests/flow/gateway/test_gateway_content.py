@@ -1,4 +1,4 @@
-"""What clients send besides plain text and is not refused: pictures, documents, deferred tools, begun replies, one call at a time."""
+"""What clients send besides plain text: pictures, documents, deferred tools, begun replies, one call at a time."""
 
 import asyncio
 import base64

@@ -40,8 +40,15 @@ class AnthropicEndpoint(HttpTextEndpoint):
     def body(self, request: TextRequest) -> dict[str, Any]:
         body = {"model": self.model, "stream": True, **_conversation(request.messages), **_sampling_fields(request.sampling)}
         if request.tools:
-            body |= {"tools": [_tool(tool["function"]) for tool in request.tools], "tool_choice": _tool_choice(request)}
-        return body | (dict(request.extra) if request.dialect == "messages" else _from_chat(request.extra))
+            tools = [_tool(tool["function"], strict=tool["function"]["name"] in request.strict) for tool in request.tools]
+            body |= {"tools": tools, "tool_choice": _tool_choice(request)}
+        if request.format is not None:
+            body["output_config"] = {"format": {"type": "json_schema", "schema": request.format.schema or {"type": "object"}}}
+        if request.dialect == "messages":
+            return body | dict(request.extra)
+        named = _from_chat(request.extra)
+        output = {**body.get("output_config", {}), **named.pop("output_config", {})}
+        return body | named | ({"output_config": output} if output else {})
 
     def reader(self) -> "AnthropicReader":
         return AnthropicReader()
@@ -135,12 +142,13 @@ def _input(function: dict[str, Any]) -> dict[str, Any]:
     return arguments if isinstance(arguments, dict) else {"value": arguments}  # pyright: ignore[reportUnknownVariableType]
 
 
-def _tool(function: dict[str, Any]) -> dict[str, Any]:
+def _tool(function: dict[str, Any], *, strict: bool = False) -> dict[str, Any]:
     description = {"description": function["description"]} if function.get("description") else {}
     return {
         "name": function["name"],
         **description,
         "input_schema": function.get("parameters") or {"type": "object", "properties": {}},
+        **({"strict": True} if strict else {}),
     }
 
 

@@ -18,6 +18,7 @@ from penstock.records import Message, Sampling, Step
 HONOURED = frozenset(
     {"model", "messages", "tools", "tool_choice", "n", "stream", "stream_options", "logprobs", "return_token_ids"}
     | {"max_tokens", "max_completion_tokens", "parallel_tool_calls", "chat_template_kwargs", "continue_final_message"}
+    | {"response_format"}
     | SAMPLING_FIELDS
 )
 LABELS = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"})
@@ -29,7 +30,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "repetition_penalty": (1,),
     "logit_bias": ({},),
     "top_logprobs": (0,),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "ignore_eos": (False,),
     "min_tokens": (0,),
@@ -94,6 +94,8 @@ class ChatDialect:
             template_options=fields.template_options(body.get("chat_template_kwargs"), "chat_template_kwargs"),
             extra={name: body[name] for name in body.keys() - CARRIED},
             forced=fields.forced_tool(body.get("tool_choice"), tools),
+            strict=fields.strict_tools(tools),
+            format=fields.reply_format(body.get("response_format"), "response_format"),
             choices=fields.integer(body, "n", 1, low=1, high=fields.MAX_CHOICES),
             stream=fields.flag(body, "stream"),
             usage_in_stream=fields.flag(options, "include_usage"),
