@@ -8,9 +8,9 @@ import pytest
 from anthropic import AsyncAnthropic
 from gateway_cases import TOOL, USER, renderer
 from openai import AsyncOpenAI
-from text_endpoint_cases import KEY, Both, Endpoint, gateway_before, open_endpoint
+from text_endpoint_cases import KEY, Both, Endpoint, gateway_before, gateway_to
 
-from penstock.testing import ScriptedEngine, ScriptedReply, workbench
+from penstock.testing import ScriptedEngine, ScriptedReply
 from penstock.train.sequences import exactness, read_graph, why_untrainable
 
 KINDS = ("openai", "anthropic")
@@ -215,7 +215,7 @@ ARRIVED = {
 def test_what_an_endpoint_might_do_reaches_it_and_nothing_is_refused(path, monkeypatch):
     async def work() -> None:
         monkeypatch.setenv(KEY, "k" * 20)
-        async with Endpoint() as far, workbench(open_endpoint("openai", far.url), None) as bench:
+        async with Endpoint() as far, gateway_to(far) as bench:
             session = await bench.rollout()
             said = {"input": "6 times 7?"} if path == "/v1/responses" else {"messages": [USER]}
             limit = {"max_tokens": 9} if path == "/v1/messages" else {}
@@ -231,7 +231,7 @@ def test_what_an_endpoint_might_do_reaches_it_and_nothing_is_refused(path, monke
 def test_pictures_pass_through_and_are_recorded_by_their_digest(monkeypatch):
     async def work() -> None:
         monkeypatch.setenv(KEY, "k" * 20)
-        async with Endpoint() as far, workbench(open_endpoint("openai", far.url), None) as bench:
+        async with Endpoint() as far, gateway_to(far) as bench:
             session = await bench.rollout()
             url = f"data:image/png;base64,{'A' * 5000}"
             said = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]

@@ -38,7 +38,12 @@ class AnthropicEndpoint(HttpTextEndpoint):
         return f"{section.address.removesuffix('/v1')}/v1"
 
     def body(self, request: TextRequest) -> dict[str, Any]:
-        body = {"model": self.model, "stream": True, **_conversation(request.messages), **_sampling_fields(request.sampling)}
+        body: dict[str, Any] = {
+            "model": self.model,
+            "stream": True,
+            **_conversation(request.messages),
+            **_sampling_fields(request.sampling),
+        }
         if request.tools:
             tools = [_tool(tool["function"], strict=tool["function"]["name"] in request.strict) for tool in request.tools]
             body |= {"tools": tools, "tool_choice": _tool_choice(request)}
@@ -47,7 +52,7 @@ class AnthropicEndpoint(HttpTextEndpoint):
         if request.dialect == "messages":
             return body | dict(request.extra)
         named = _from_chat(request.extra)
-        output = {**body.get("output_config", {}), **named.pop("output_config", {})}
+        output: dict[str, Any] = {**body.get("output_config", {}), **named.pop("output_config", {})}
         return body | named | ({"output_config": output} if output else {})
 
     def reader(self) -> "AnthropicReader":
