@@ -282,7 +282,9 @@ def _credit(groups: Sequence[Group], policy: str, run: TrainingRun) -> CreditedS
     made, counts, section = list[TrainingSequence](), Counter[str](), run.config.train
     views = [view for view in (groups if not policy else (group_of(group, policy) for group in groups)) if view.attempts]
     for view, credit in zip(views, credit_of(run.advantage, views), strict=True):
-        result = sequences(view, credit, divisor=loss_divisor(section), recompute=section.unknown_logprobs == "recompute")
+        result = sequences(
+            view, credit, divisor=loss_divisor(section), recompute=section.unknown_logprobs == "recompute", replay=run.replay
+        )
         made += result.sequences
         counts.update(result.counts)
     if is_token_mean(section):
@@ -292,12 +294,13 @@ def _credit(groups: Sequence[Group], policy: str, run: TrainingRun) -> CreditedS
 
 
 async def try_credit(run: TrainingRun, groups: Sequence[Group]) -> None:
-    credit_groups(groups, run)
+    await asyncio.to_thread(credit_groups, groups, run)
 
 
 async def compute_update(run: TrainingRun, groups: Sequence[Group]) -> ComputedUpdate:
     """Computes the first update of every policy from these groups; the weights stay as they are."""
-    credit, parts = credit_groups(groups, run), dict[str, LearnerUpdate]()
+    # In a thread, as grammars are compiled and replayed.
+    credit, parts = await asyncio.to_thread(credit_groups, groups, run), dict[str, LearnerUpdate]()
     async with run.rollouts.resting():
         for policy, learner in run.learners.items():
             learner.zero()  # an update that was set aside may have left gradients
