@@ -32,7 +32,7 @@ from penstock.train.learner import UpdateMetrics, UpdateResult, total_metrics
 from penstock.train.memory import peak_memory
 from penstock.train.policy import Publication, save
 from penstock.train.policy_groups import group_of
-from penstock.train.scores import write_scores
+from penstock.train.scores import ScoreWriter
 from penstock.train.sequences import breaks, exactness, sequences
 from penstock.train.set_aside import BEYOND, CRASHED, find_culprits, may_be_data, out_of_bounds, refuse_too_many, set_aside
 from penstock.train.stalled import STALLED_STEPS, reply_examples, why_idle
@@ -127,29 +127,30 @@ async def train_steps(
 ) -> TrainProgress:
     """Trains until `train.steps` are done or `stop` is set. On return, all trained steps are in a checkpoint."""
     section, idle = run.config.train, list[dict[str, Any]]()
-    while progress.step < section.steps and not stop.is_set():
-        background.begin(progress.step)
-        run.events.emit("step.start", step=progress.step + 1, version=progress.version)
-        clock = Stopwatch()
-        ready = await next_step(run, progress, clock, stop)
-        if ready is None:
-            break
-        lease, version = ready.lease, progress.version
-        metrics, progress = await update_policy(run, ready.update, progress)
-        past = (*progress.past, progress.version)[-run.config.rollout.max_staleness - 1 :]
-        progress = replace(progress, step=progress.step + 1, leases=(*progress.leases, lease.id), past=past)
-        entry = step_metrics(run, ready, metrics, progress, version=version, train_s=clock.lap())
-        entry |= {**background.ended(), **progress.fallback._asdict()}
-        progress = replace(progress, fallback=NO_FALLBACK)
-        await asyncio.to_thread(write_scores, run.folder.path, progress.step, ready.update.parts)
-        run.folder.add_metrics(entry)
-        if progress.step % section.checkpoint_every == 0:
-            progress = await save_checkpoint(run, progress)
-        run.events.emit("train.step", **entry)
-        idle = [*idle, entry] if progress.version == version else []
-        if idle and len(idle) % STALLED_STEPS == 0:
-            run.events.emit("train.stalled", steps=len(idle), text=f"step {progress.step}: {why_idle(idle)}")
-        run.rollouts.advance(progress.step)
+    async with ScoreWriter(run.folder.path) as scores:
+        while progress.step < section.steps and not stop.is_set():
+            background.begin(progress.step)
+            run.events.emit("step.start", step=progress.step + 1, version=progress.version)
+            clock = Stopwatch()
+            ready = await next_step(run, progress, clock, stop)
+            if ready is None:
+                break
+            lease, version = ready.lease, progress.version
+            metrics, progress = await update_policy(run, ready.update, progress)
+            past = (*progress.past, progress.version)[-run.config.rollout.max_staleness - 1 :]
+            progress = replace(progress, step=progress.step + 1, leases=(*progress.leases, lease.id), past=past)
+            entry = step_metrics(run, ready, metrics, progress, version=version, train_s=clock.lap())
+            entry |= {**background.ended(), **progress.fallback._asdict()}
+            progress = replace(progress, fallback=NO_FALLBACK)
+            await scores.write(progress.step, ready.update.parts)
+            run.folder.add_metrics(entry)
+            if progress.step % section.checkpoint_every == 0:
+                progress = await save_checkpoint(run, progress)
+            run.events.emit("train.step", **entry)
+            idle = [*idle, entry] if progress.version == version else []
+            if idle and len(idle) % STALLED_STEPS == 0:
+                run.events.emit("train.stalled", steps=len(idle), text=f"step {progress.step}: {why_idle(idle)}")
+            run.rollouts.advance(progress.step)
     return await save_checkpoint(run, progress) if progress.leases else progress
 
 
