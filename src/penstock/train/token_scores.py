@@ -78,8 +78,8 @@ def score(
 
     Entropies have a gradient if `entropy_slopes`.
     """
-    pairs = _PairScores.apply(states, weight, chunk.inverse, chunk.pair_rows, chunk.targets, compiled, entropy_slopes)
-    logprobs, entropy = cast(tuple[Tensor, Tensor], pairs)
+    given = (states, weight, chunk.inverse, chunk.pair_rows, chunk.targets, compiled, entropy_slopes)
+    logprobs, entropy = cast(tuple[Tensor, Tensor], _PairScores.apply(*given))
     return logprobs[chunk.term_pairs], entropy[chunk.pair_rows][chunk.term_pairs]
 
 
