@@ -9,6 +9,7 @@ from penstock.gateway.graph import prompts
 from penstock.records import End, Sampling
 from penstock.testing import ScriptedEngine, ScriptedReply, memory_pool, workbench
 
+STRICT = {"type": "function", "function": {"name": "f", "strict": True, "parameters": {"not": {}, "unevaluatedItems": False}}}
 CALL = '<tool_call>\n{"name": "multiply", "arguments": {"a": 6}}\n</tool_call>'
 
 
@@ -222,7 +223,13 @@ BAD = [
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tools": [TOOL], "tool_choice": "perhaps"}, "tool_choice"),
     ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "divide"}}}, "tool_choice"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"response_format": {"type": "xml"}}, "response_format"),
+    ({"response_format": "json"}, "response_format"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.schema"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"uniqueItems": True}}}}, "response_format"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "frob"}}}}, "response_format"),
+    ({"tools": [STRICT]}, "tools"),
+    ({"tools": [STRICT], "tool_choice": "required"}, "tools"),
     ({"frequency_penalty": 0.5}, "frequency_penalty"),
     ({"logit_bias": {"1": 5}}, "logit_bias"),
     ({"top_logprobs": 5}, "top_logprobs"),
