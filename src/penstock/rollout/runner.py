@@ -115,10 +115,7 @@ class Runner:
         return reward
 
     def _grades(self, rollout_id: str, rewards: Iterable[Reward]) -> tuple[Grade, ...]:
-        return tuple(
-            Grade(rollout_id=rollout_id, reward=value, source=self.grader, transcript=transcript, step=step)
-            for transcript, value, step in rewards
-        )
+        return tuple(each.as_grade(rollout_id, self.grader) for each in rewards)
 
     async def _attempt(self, rollout: Rollout, task: Task, sampling: Sampling) -> RolloutOutcome:
         session, limit_s = self.gateway.open(rollout, sampling, fresh=True), self.limits.agent_timeout_s

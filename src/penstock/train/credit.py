@@ -38,7 +38,13 @@ def _credit(groups: Sequence[Group], policy: str, run: TrainingRun) -> CreditedS
     by_token = level_of(run.advantage) == "token"
     credit = [[0.0] * len(view.graded) for view in views] if by_token else credit_of(run.advantage, views)
     for view, each in zip(views, credit, strict=True):
-        result = sequences(view, each, divisor=loss_divisor(section), without_credit=by_token)
+        result = sequences(
+            view,
+            each,
+            divisor=loss_divisor(section),
+            without_credit=by_token,
+            recompute=section.unknown_logprobs == "recompute",
+        )
         made += result.sequences
         counts.update(result.counts)
     if by_token and made:

@@ -21,10 +21,12 @@ from typing import Any, NamedTuple
 
 from penstock.config import RolloutSection
 from penstock.errors import TrainError
-from penstock.records import Group, Lease, PolicyVersion
+from penstock.records import Group, Lease, PolicyVersion, component_means
 from penstock.records import Sequence as TrainingSequence
 from penstock.rollout.author_tasks import one_line
 from penstock.rollout.scheduler import TOO_FEW
+from penstock.run.folder import COMPONENT
+from penstock.system.heap import trim_heap
 from penstock.train.batches import Batch
 from penstock.train.credit import CreditedSequences, credit_groups, teaches_nothing
 from penstock.train.held_out import BackgroundEvaluation, refuse_all_failed
@@ -33,7 +35,7 @@ from penstock.train.memory import peak_memory
 from penstock.train.policy import Publication, save
 from penstock.train.policy_groups import group_of
 from penstock.train.scores import ScoreWriter
-from penstock.train.sequences import breaks, exactness
+from penstock.train.sequences import behaviour_unknown_tokens, breaks, exactness
 from penstock.train.set_aside import BEYOND, CRASHED, EQUAL, find_culprits, may_be_data, out_of_bounds, refuse_too_many, set_aside
 from penstock.train.stalled import STALLED_STEPS, reply_examples, why_idle
 from penstock.train.training_run import TrainingRun
@@ -323,6 +325,8 @@ async def update_policy(
             # The groups are in the weights already, so they count as trained. Only the remaining updates are skipped.
             run.events.emit("update.skip", step=progress.step + 1, updates=remaining, message=one_line(error))
             break
+    if any(learner.decoder.device.type == "cpu" for learner in run.learners.values()):
+        await asyncio.to_thread(trim_heap)  # of activations and gradients
     metrics = {policy: _final_metrics(run, policy, part.result.metrics, done[policy]) for policy, part in update.parts.items()}
     return metrics, replace(progress, version=version, last_version=version)
 
@@ -391,6 +395,7 @@ def step_metrics(
         "version": progress.version,
         "reward": sum(rewards) / len(rewards),
         "rewards": rewards,
+        **{f"{COMPONENT}{name}": mean for name, mean in component_means(attempts).items()},
         "groups": len(lease.groups),
         "group_ids": [group.id for group in lease.groups],
         "groups_equal": total.counts["groups_equal"],
@@ -403,6 +408,8 @@ def step_metrics(
         "exact_tokens": exact.exact_tokens,
         "sampled_tokens": exact.sampled_tokens,
         "unhashed_tokens": exact.unhashed_tokens,
+        "behaviour_unknown_tokens": behaviour_unknown_tokens(*attempts),
+        "recomputed_tokens": total.counts["recomputed_tokens"],
         "exact_token_rate": exact.rate,
         **asdict(total_metrics(list(metrics.values()))),
         "rollout_s": round(ready.rollout_s, 3),
