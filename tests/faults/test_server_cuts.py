@@ -55,6 +55,15 @@ async def other(request: web.Request) -> web.StreamResponse:
     return web.json_response({"detail": "something else"})
 
 
+async def nulls(request: web.Request) -> web.StreamResponse:
+    """Every field that is asked for, and nothing in it."""
+    return web.json_response(dict.fromkeys(FIELDS))
+
+
+async def numbers(request: web.Request) -> web.StreamResponse:
+    return web.json_response({field: [1] for field in FIELDS})
+
+
 def status(code: int) -> Cut:
     async def answer(request: web.Request) -> web.StreamResponse:
         return trouble(code, "made-up trouble")
@@ -62,6 +71,10 @@ def status(code: int) -> Cut:
     return answer
 
 
+FIELDS = (
+    "choices", "data", "is_paused", "message", "paths", "results", "status", "success", "version", "vllm_config", "vllm_env",
+    "weight_version", "world_size",
+)  # fmt: skip
 CUTS: dict[str, Cut] = {
     "reset": reset,
     "hang": hang,
@@ -69,6 +82,8 @@ CUTS: dict[str, Cut] = {
     "null": null,
     "garbage": garbage,
     "other": other,
+    "nulls": nulls,
+    "numbers": numbers,
     "404": status(404),
     "400": status(400),
     "500": status(500),
