@@ -5,6 +5,7 @@ A broken agent must not look like a bad model: only what is graded and below the
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
 from textwrap import shorten
 from typing import Any, NamedTuple
 
@@ -23,7 +24,8 @@ class ScoredEnd(NamedTuple):
     reward: float | None
 
 
-class Shortfall(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Shortfall:
     count: int
     reason: str
     """The commonest one; empty if the count is 0."""
@@ -48,7 +50,7 @@ def shortfalls(ends: Iterable[ScoredEnd], passes: float) -> dict[str, Shortfall]
 
 
 def shortfalls_json(found: Mapping[str, Shortfall]) -> dict[str, dict[str, Any]]:
-    return {kind: each._asdict() for kind, each in found.items()}
+    return {kind: asdict(each) for kind, each in found.items()}
 
 
 def read_shortfalls(found: Mapping[str, Mapping[str, Any]] | None) -> dict[str, Shortfall]:
