@@ -173,6 +173,9 @@ class TrainSection(Section):
     """Wider above than below (DAPO's clip-higher): it keeps rare good tokens learning."""
     importance_cap: float = Field(default=2.0, gt=0)
     """Ceiling of the importance weight that corrects for stale or tempered behaviour."""
+    unknown_logprobs: Literal["mask", "recompute"] = "mask"
+    """For tokens whose engine did not tell the probabilities that it sampled with, such as a vLLM in its default log-probabilities
+    mode at another temperature than 1: `mask` does not train them; `recompute` takes the trainer's own, from before the update."""
     kl: float = Field(default=0.0, ge=0)
     """Weight of the KL penalty to the start policy; 0 keeps no second model in memory."""
     grad_clip: float = Field(default=1.0, gt=0)
@@ -349,6 +352,23 @@ class ScaleSection(Section):
     """Of a running cluster, such as `10.0.0.1:6379`, or `auto`; empty starts one on this machine for the run."""
 
 
+class TrackSection(Section):
+    """`[track]`: other dashboards in which the run can be followed, besides `penstock view`."""
+
+    to: tuple[str, ...] = ()
+    """Any of `tensorboard`, `wandb`, `mlflow`, `trackio`, each an extra of penstock, and plug-ins; several at once."""
+    project: str = Field(default="penstock", min_length=1)
+    """What they group runs by; MLflow calls it an experiment."""
+    name: str = ""
+    """Of the run there; empty takes `run.name`."""
+    mode: Literal["auto", "offline"] = "auto"
+    """`auto` is as each is set up by its own environment variables; `offline` keeps everything on this machine."""
+    rollouts: int = Field(default=8, ge=0, le=1000)
+    """Rollouts of each step, or of an evaluation, that they get with their conversations: the best and the worst of each group."""
+    checkpoint: bool = False
+    """Whether they get the last checkpoint when the run ends."""
+
+
 class RunConfig(Section):
     run: RunSection = RunSection()
     model: ModelSection = ModelSection()
@@ -363,6 +383,7 @@ class RunConfig(Section):
     pool: PoolSection = PoolSection()
     gateway: GatewaySection = GatewaySection()
     scale: ScaleSection = ScaleSection()
+    track: TrackSection = TrackSection()
     policies: dict[PolicyName, PolicySection] = Field(default_factory=dict[str, PolicySection], exclude_if=lambda named: not named)
     """By the model name that agents ask for. Empty: one policy, under every name."""
     executor: dict[str, Any] = Field(default_factory=dict[str, Any])
@@ -562,6 +583,11 @@ def secret(variable: str, key: str) -> str:
     if value := os.environ.get(variable, ""):
         return value
     raise ConfigError(f"{key}: the environment has no {variable}; set it")
+
+
+def first_variable(*names: str) -> str | None:
+    """Return the first of these environment variables that is set."""
+    return next((name for name in names if os.environ.get(name)), None)
 
 
 def run_secrets() -> tuple[str, ...]:

@@ -309,10 +309,11 @@ class Learner:
         def tensor(values: npt.NDArray[Any]) -> Tensor:
             return torch.from_numpy(values).to(device)  # pyright: ignore[reportUnknownMemberType]
 
+        old = new.detach() if proximal is None else proximal
         tokens = LossTokens(
             new,
-            new.detach() if proximal is None else proximal,
-            tensor(columns.logprob).float(),
+            old,
+            _behaviour(tensor(columns.logprob).float(), old),
             tensor(columns.advantage).float(),
             tensor(owners.sequence[columns.token]),
             tensor(owners.turn[columns.token]),
@@ -371,7 +372,8 @@ class Learner:
     ) -> "_ChunkResult":
         """Computes the loss of a chunk, and its gradients. `whole` has them already, where the loss is one of sequences."""
         new = terms.logprobs  # [terms], as all below
-        tokens = LossTokens(new, new.detach() if proximal is None else proximal, terms.behaviour, terms.advantages)
+        old = new.detach() if proximal is None else proximal
+        tokens = LossTokens(new, old, _behaviour(terms.behaviour, old), terms.advantages)
         loss = self._loss(tokens) if whole is None else whole.loss
         penalty = torch.zeros_like(new) if reference is None else k3(new, reference)
         weights = (terms.weights / rollouts).float()
@@ -425,6 +427,11 @@ class _WholeLoss(NamedTuple):
 
     def part(self, span: slice) -> "_WholeLoss":
         return _WholeLoss(Loss(*(each[span] for each in self.loss)), self.slopes[span])
+
+
+def _behaviour(recorded: Tensor, own: Tensor) -> Tensor:
+    """Returns what was recorded, and the learner's own log-probabilities where that is infinite; see `sequences`."""
+    return torch.where(recorded.isposinf(), own, recorded)
 
 
 class _ChunkResult(NamedTuple):

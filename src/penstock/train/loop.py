@@ -35,7 +35,7 @@ from penstock.train.memory import peak_memory
 from penstock.train.policy import Publication, checkpoint_interval, save
 from penstock.train.policy_groups import group_of
 from penstock.train.scores import ScoreWriter
-from penstock.train.sequences import breaks, exactness, sequences
+from penstock.train.sequences import behaviour_unknown_tokens, breaks, exactness, sequences
 from penstock.train.set_aside import BEYOND, CRASHED, find_culprits, may_be_data, out_of_bounds, refuse_too_many, set_aside
 from penstock.train.stalled import STALLED_STEPS, reply_examples, why_idle
 from penstock.train.training_run import TrainingRun
@@ -282,7 +282,7 @@ def _credit(groups: Sequence[Group], policy: str, run: TrainingRun) -> CreditedS
     made, counts, section = list[TrainingSequence](), Counter[str](), run.config.train
     views = [view for view in (groups if not policy else (group_of(group, policy) for group in groups)) if view.attempts]
     for view, credit in zip(views, credit_of(run.advantage, views), strict=True):
-        result = sequences(view, credit, divisor=loss_divisor(section))
+        result = sequences(view, credit, divisor=loss_divisor(section), recompute=section.unknown_logprobs == "recompute")
         made += result.sequences
         counts.update(result.counts)
     if is_token_mean(section):
@@ -414,6 +414,8 @@ def step_metrics(
         "exact_tokens": exact.exact_tokens,
         "sampled_tokens": exact.sampled_tokens,
         "unhashed_tokens": exact.unhashed_tokens,
+        "behaviour_unknown_tokens": behaviour_unknown_tokens(*attempts),
+        "recomputed_tokens": total.counts["recomputed_tokens"],
         "exact_token_rate": exact.rate,
         **asdict(total_metrics(list(metrics.values()))),
         "rollout_s": round(ready.rollout_s, 3),

@@ -15,6 +15,7 @@ from penstock.run.code import use_code
 from penstock.run.folder import FRESH, locked, open_run_folder
 from penstock.run.inputs import Inputs, refuse_untrainable
 from penstock.run.opening import bind_pool
+from penstock.run.tracking import tracking
 from penstock.system.async_tools import leaf_errors
 from penstock.system.heap import share_heap
 from penstock.train import policy
@@ -47,11 +48,12 @@ async def train(
         if done := await asyncio.to_thread(finished_summary, folder, config):
             return done
         use_code(folder, inputs.agent, events, allow_change=allow_code_change)
-        async with open_training(config, inputs, folder, events) as run:
-            summary = await run_training(run, stop)
-        summary = replace(summary, notices=await asyncio.to_thread(notices, folder.events))
-        folder.write_summary(to_json(summary))
-        events.emit("run.end", summary=asdict(summary))
+        async with tracking(config, folder, events):
+            async with open_training(config, inputs, folder, events) as run:
+                summary = await run_training(run, stop)
+            summary = replace(summary, notices=await asyncio.to_thread(notices, folder.events))
+            folder.write_summary(to_json(summary))
+            events.emit("run.end", summary=asdict(summary))
         return summary
 
 

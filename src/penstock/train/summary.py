@@ -50,6 +50,10 @@ class Summary:
     """The sampled tokens that are not exact, by reason."""
     unhashed_tokens: int = 0
     """Of the exact ones, those recorded without a digest of their context."""
+    behaviour_unknown_tokens: int = 0
+    """Sampled tokens whose engine did not tell the probabilities that it sampled with; see `train.unknown_logprobs`."""
+    recomputed_tokens: int = 0
+    """Of those, the ones that were trained with the trainer's own."""
     masked: dict[str, int] = field(default_factory=dict[str, int])
     """Steps of graded rollouts that were not trained, by reason."""
     notices: dict[str, int] = field(default_factory=dict[str, int])
@@ -101,6 +105,8 @@ async def summarize(run: TrainingRun, progress: TrainProgress, before: float | N
         ends=stats.ends,
         inexact=_total_counts(metrics, "inexact"),
         unhashed_tokens=sum(entry.get("unhashed_tokens", 0) for entry in metrics),
+        behaviour_unknown_tokens=sum(entry.get("behaviour_unknown_tokens", 0) for entry in metrics),
+        recomputed_tokens=sum(entry.get("recomputed_tokens", 0) for entry in metrics),
         masked=_total_counts(metrics, "masked"),
         breaks=stats.breaks,
         checkpoints_damaged=sum(entry.get("checkpoints_damaged", 0) for entry in metrics),
