@@ -67,6 +67,27 @@ class End(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReplyFormat:
+    """JSON that a caller asks for as the whole reply."""
+
+    schema: dict[str, Any] | None = None
+    """JSON schema; None for any object."""
+    name: str = "reply"
+    description: str = ""
+    strict: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplyGrammar:
+    """What a reply may consist of: at each token, those that the grammar does not allow have probability 0."""
+
+    lark: str
+    """The grammar's source, in the Lark form of llguidance. It begins where the reply's tokens begin."""
+    schema: str = ""
+    """The JSON schema that says the same, for servers that take no grammar; empty if none does."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
     """How the engine is to sample one reply."""
 
@@ -81,6 +102,8 @@ class Sampling:
     stop: tuple[str, ...] = ()
     """Strings; the tokens that complete one are kept in the record and cut from the text."""
     seed: int | None = None
+    grammar: ReplyGrammar | None = None
+    """None: every token is allowed."""
 
     @property
     def truncated(self) -> bool:
@@ -134,7 +157,9 @@ class Step:
     logprobs: tuple[float, ...]
     """Of `completion_ids`, under the distribution that they were sampled from; same length."""
     full_logprobs: tuple[float, ...] | None = None
-    """The same under the untempered, untruncated distribution; None where the two are the same, or the engine cannot tell it."""
+    """The same under the untempered, untruncated distribution; None where the two are the same, or the engine cannot tell it.
+
+    Tokens that the grammar does not allow are left out of both."""
     behaviour_known: bool = True
     """False: the engine told the plain log-probabilities only, which `logprobs` then holds, not those that it sampled with."""
     versions: tuple[int, ...]

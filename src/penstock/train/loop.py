@@ -34,7 +34,7 @@ from penstock.train.batches import Batch
 from penstock.train.held_out import BackgroundEvaluation, refuse_all_failed
 from penstock.train.learner import UpdateMetrics, UpdateResult, total_metrics
 from penstock.train.memory import peak_memory
-from penstock.train.policy import Publication, save
+from penstock.train.policy import Publication, checkpoint_interval, save
 from penstock.train.policy_groups import group_of
 from penstock.train.scores import ScoreWriter
 from penstock.train.sequences import behaviour_unknown_tokens, breaks, exactness, sequences
@@ -149,7 +149,7 @@ async def train_steps(
             progress = replace(progress, fallback=NO_FALLBACK)
             await scores.write(progress.step, ready.update.parts)
             run.folder.add_metrics(entry)
-            if progress.step % section.checkpoint_every == 0:
+            if progress.step % checkpoint_interval(section, run.learners) == 0:
                 progress = await save_checkpoint(run, progress)
             run.events.emit("train.step", **entry)
             idle = [*idle, entry] if progress.version == version else []

@@ -124,6 +124,8 @@ def why_untrainable(step: Step, graph: Graph) -> str | None:
         return "empty" if step.usage is None else "relayed"
     if step.finish in ("cancelled", "error"):
         return step.finish
+    if step.sampling.grammar is not None:
+        return "constrained"
     return "greedy" if step.sampling.temperature == 0 else None
 
 
