@@ -2,7 +2,6 @@
 
 from osmosis_ai.cli.eval_lines import results_of
 from osmosis_ai.cli.records import eval_summary
-
 from penstock.cli.submitted import as_text
 from penstock.config import EvalSection
 from penstock.controller.api.results import AttemptSummary, EvaluationProgress, eval_results
