@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from penstock.cli.output import NOTICES, aligned, clock, counts, misreported_text, reward_text
+from penstock.run.shortfalls import shortfall_rows
 
 if TYPE_CHECKING:
     from penstock.evals.compare import Comparison
@@ -121,12 +122,13 @@ def as_text(found: "Evaluation", page: Path | None, train: str) -> str:
     own = found.outcome
     status = "failed" if own.all_failed and found.status == "finished" else found.status
     head = f"Evaluation {found.name} {status}: {own.tasks} tasks x {own.samples} of {found.model} in {clock(found.seconds)}."
-    rows = [("reward", _estimate(own.reward))]
+    rows = [("reward", _estimate(own.reward)), *_components(own)]
     rows += [(f"pass@{k}", _estimate(value)) for k, value in own.passes.items()]
     rows.append(("rollouts", f"{own.rollouts:,}: {counts(own.ends)}" if own.ends else "0"))
     for end, messages in own.reasons.items():
         message, count = max(messages.items(), key=lambda item: item[1])
         rows.append(("", shorten(f"{end} ({count}x): {message or 'no message'}", 160, placeholder="…")))
+    rows += shortfall_rows(own.shortfalls)
     rows += _spent(own.spent)
     rows += [("", ""), ("folder", found.folder)]
     rows += [("report", str(page))] if page else []
@@ -142,8 +144,12 @@ def as_text(found: "Evaluation", page: Path | None, train: str) -> str:
 
 
 def regrade_text(own: "EvalOutcome", before: Path, folder: Path) -> str:
-    rows = [("reward", _estimate(own.reward)), *((f"pass@{k}", _estimate(value)) for k, value in own.passes.items())]
-    rows += [("rollouts", f"{own.rollouts:,}: {counts(own.ends)}"), ("folder", str(folder))]
+    rows = [
+        ("reward", _estimate(own.reward)),
+        *_components(own),
+        *((f"pass@{k}", _estimate(value)) for k, value in own.passes.items()),
+    ]
+    rows += [("rollouts", f"{own.rollouts:,}: {counts(own.ends)}"), *shortfall_rows(own.shortfalls), ("folder", str(folder))]
     rows.append(("next", f"penstock eval compare {before} {folder}"))
     return f"\n{aligned(rows)}\n"
 
@@ -169,6 +175,10 @@ def _spent(spent: "Spending") -> list[tuple[str, str]]:
 
 def _estimate(value: "Estimate | None") -> str:
     return "-" if value is None else f"{value.value:.3f}   95 % between {value.low:.3f} and {value.high:.3f}"
+
+
+def _components(own: "EvalOutcome") -> list[tuple[str, str]]:
+    return [(f"  {name}", _estimate(value)) for name, value in own.components.items()]
 
 
 def _difference(value: "Difference") -> str:
@@ -228,7 +238,10 @@ def comparison_lines(found: "Comparison") -> str:
 def _outcome(own: "EvalOutcome") -> list[PlainLine]:
     lines = [PlainLine("tasks", own.tasks), PlainLine("samples", own.samples), PlainLine("rollouts", own.rollouts)]
     lines += [_estimate_lines("reward", own.reward), *(_estimate_lines(f"pass@{k}", value) for k, value in own.passes.items())]
+    lines += [_estimate_lines(f"component.{name}", value) for name, value in own.components.items()]
     lines += [PlainLine(f"end.{end}", count) for end, count in own.ends.items()]
+    for kind, each in own.shortfalls.items():
+        lines += [PlainLine(kind, each.count), PlainLine(f"{kind}.reason", each.reason)]
     return [*lines, *_spent_lines(own.spent)]
 
 

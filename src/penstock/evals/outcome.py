@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from sys import intern
 from types import MappingProxyType
@@ -19,6 +19,7 @@ from penstock.evals.spending import Prices, RolloutUsage, Spending, prices_of, r
 from penstock.pool import POOLS
 from penstock.pool.base import Pool
 from penstock.records import End, Group
+from penstock.run.shortfalls import ScoredEnd, Shortfall, shortfalls, shortfalls_json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,9 +34,13 @@ class EvalOutcome:
     """Mean over tasks of the mean over their attempts; None if no attempt has ended."""
     passes: dict[int, Estimate]
     """pass@k by k."""
+    components: dict[str, Estimate] = field(default_factory=dict[str, Estimate])
+    """Of each named part of the reward, as `reward`: an attempt that lacks it counts as 0."""
     ends: dict[str, int]
     reasons: dict[str, dict[str, int]]
     """For each end other than completed: its ten most common messages, with counts."""
+    shortfalls: dict[str, Shortfall] = field(default_factory=dict[str, Shortfall])
+    """How many attempts failed, were not graded, and were wrong, each with its commonest reason."""
     spent: Spending
     """Usage of the attempts that have ended."""
 
@@ -49,7 +54,10 @@ class EvalOutcome:
         own = asdict(self)
         del own["spent"]
         passes = {str(k): value._asdict() for k, value in self.passes.items()}
-        return own | {"reward": self.reward and self.reward._asdict(), "passes": passes} | self.spent.as_json()
+        parts = {name: value._asdict() for name, value in self.components.items()}
+        short = shortfalls_json(self.shortfalls)
+        own |= {"reward": self.reward and self.reward._asdict(), "passes": passes, "components": parts, "shortfalls": short}
+        return own | self.spent.as_json()
 
 
 class EndedAttempt(NamedTuple):
@@ -60,6 +68,8 @@ class EndedAttempt(NamedTuple):
     reward: float
     """0 if the attempt failed."""
     usage: RolloutUsage
+    components: Mapping[str, float] = MappingProxyType({})
+    """Named parts of the reward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +88,9 @@ class TaskScores:
     @property
     def mean(self) -> float:
         return sum(self.rewards) / len(self.attempts)
+
+    def mean_of(self, component: str) -> float:
+        return sum(each.components.get(component, 0.0) for each in self.attempts) / len(self.attempts)
 
 
 async def score_tasks(groups: AsyncIterable[Group]) -> list[TaskScores]:
@@ -100,9 +113,11 @@ def outcome(
         samples=section.samples,
         rollouts=len(attempts),
         reward=estimate([each.mean for each in scored]) if scored else None,
+        components={name: estimate([each.mean_of(name) for each in scored]) for name in _component_names(attempts)},
         passes={k: estimate([_pass(each, k, section.passes) for each in whole]) for k in section.k if whole},
         ends=dict(Counter(str(each.end) for each in attempts)),
         reasons=_reasons(attempts),
+        shortfalls=shortfalls([ScoredEnd(str(each.end), each.message, each.reward) for each in attempts], section.passes),
         spent=spending([each.usage for each in attempts], prices=prices, seconds=seconds),
     )
 
@@ -110,8 +125,14 @@ def outcome(
 def _ended_attempts(group: Group) -> tuple[EndedAttempt, ...]:
     """Interns messages, as many attempts fail with the same one."""
     return tuple(
-        EndedAttempt(a.end, intern(a.message), a.reward or 0.0, rollout_usage(a)) for a in group.attempts if a.end is not None
+        EndedAttempt(a.end, intern(a.message), a.reward or 0.0, rollout_usage(a), a.components)
+        for a in group.attempts
+        if a.end is not None
     )
+
+
+def _component_names(attempts: Iterable[EndedAttempt]) -> list[str]:
+    return list(dict.fromkeys(name for each in attempts for name in each.components))
 
 
 def _pass(each: TaskScores, k: int, threshold: float) -> float:

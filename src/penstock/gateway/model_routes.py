@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import orjson
 from starlette.types import Receive, Scope, Send
 
-from penstock.errors import EngineBusy, EngineError, PenstockError, PoolError, RenderError, RequestError
+from penstock.errors import EngineBusy, EngineError, EngineRefused, PenstockError, PoolError, RenderError, RequestError
 from penstock.gateway.call import Caller, ConversationHistory, GatewayLimits, ModelCall, Prompt
 from penstock.gateway.call_pipeline import CallPipeline
 from penstock.gateway.dialects.base import Dialect, EventWriter, ModelAnswer, UnsentTokens
@@ -327,8 +327,10 @@ def as_request_error(error: PenstockError) -> RequestError:
     """The error as a caller gets it."""
     if isinstance(error, RequestError):
         return error
+    if isinstance(error, EngineBusy):
+        return RequestError(str(error), status=error.status, code="engine_busy", retry_after_s=error.retry_after_s)
     known: list[tuple[type[PenstockError], int, str]] = [
-        (EngineBusy, 503, "engine_busy"),
+        (EngineRefused, 400, "engine_refused"),
         (EngineError, 502, "engine_error"),
         (RenderError, 400, "invalid_messages"),
         (PoolError, 503, "not_recorded"),

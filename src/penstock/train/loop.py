@@ -21,19 +21,23 @@ from typing import Any, NamedTuple
 
 from penstock.config import RolloutSection
 from penstock.errors import TrainError
-from penstock.records import Group, Lease, PolicyVersion
+from penstock.pool.base import Pool
+from penstock.records import Attempt, Group, Lease, PolicyVersion, component_means
 from penstock.records import Sequence as TrainingSequence
 from penstock.rollout.author_tasks import one_line
 from penstock.rollout.scheduler import TOO_FEW
-from penstock.train.advantages import DIVISORS
+from penstock.run.folder import COMPONENT
+from penstock.run.shortfalls import ScoredEnd, shortfalls, shortfalls_json
+from penstock.system.heap import trim_heap
+from penstock.train.algorithm import credit_of, is_token_mean, loss_divisor
 from penstock.train.batches import Batch
 from penstock.train.held_out import BackgroundEvaluation, refuse_all_failed
 from penstock.train.learner import UpdateMetrics, UpdateResult, total_metrics
 from penstock.train.memory import peak_memory
-from penstock.train.policy import Publication, save
+from penstock.train.policy import Publication, checkpoint_interval, save
 from penstock.train.policy_groups import group_of
-from penstock.train.scores import write_scores
-from penstock.train.sequences import breaks, exactness, sequences
+from penstock.train.scores import ScoreWriter
+from penstock.train.sequences import behaviour_unknown_tokens, breaks, exactness, sequences
 from penstock.train.set_aside import BEYOND, CRASHED, find_culprits, may_be_data, out_of_bounds, refuse_too_many, set_aside
 from penstock.train.stalled import STALLED_STEPS, reply_examples, why_idle
 from penstock.train.training_run import TrainingRun
@@ -127,29 +131,31 @@ async def train_steps(
 ) -> TrainProgress:
     """Trains until `train.steps` are done or `stop` is set. On return, all trained steps are in a checkpoint."""
     section, idle = run.config.train, list[dict[str, Any]]()
-    while progress.step < section.steps and not stop.is_set():
-        background.begin(progress.step)
-        run.events.emit("step.start", step=progress.step + 1, version=progress.version)
-        clock = Stopwatch()
-        ready = await next_step(run, progress, clock, stop)
-        if ready is None:
-            break
-        lease, version = ready.lease, progress.version
-        metrics, progress = await update_policy(run, ready.update, progress)
-        past = (*progress.past, progress.version)[-run.config.rollout.max_staleness - 1 :]
-        progress = replace(progress, step=progress.step + 1, leases=(*progress.leases, lease.id), past=past)
-        entry = step_metrics(run, ready, metrics, progress, version=version, train_s=clock.lap())
-        entry |= {**background.ended(), **progress.fallback._asdict()}
-        progress = replace(progress, fallback=NO_FALLBACK)
-        await asyncio.to_thread(write_scores, run.folder.path, progress.step, ready.update.parts)
-        run.folder.add_metrics(entry)
-        if progress.step % section.checkpoint_every == 0:
-            progress = await save_checkpoint(run, progress)
-        run.events.emit("train.step", **entry)
-        idle = [*idle, entry] if progress.version == version else []
-        if idle and len(idle) % STALLED_STEPS == 0:
-            run.events.emit("train.stalled", steps=len(idle), text=f"step {progress.step}: {why_idle(idle)}")
-        run.rollouts.advance(progress.step)
+    speed = await SamplingSpeed.begin(run.pool)
+    async with ScoreWriter(run.folder.path) as scores:
+        while progress.step < section.steps and not stop.is_set():
+            background.begin(progress.step)
+            run.events.emit("step.start", step=progress.step + 1, version=progress.version)
+            clock = Stopwatch()
+            ready = await next_step(run, progress, clock, stop)
+            if ready is None:
+                break
+            lease, version = ready.lease, progress.version
+            metrics, progress = await update_policy(run, ready.update, progress)
+            past = (*progress.past, progress.version)[-run.config.rollout.max_staleness - 1 :]
+            progress = replace(progress, step=progress.step + 1, leases=(*progress.leases, lease.id), past=past)
+            entry = step_metrics(run, ready, metrics, progress, version=version, train_s=clock.lap())
+            entry |= {"tokens_per_s": await speed.lap(), **background.ended(), **progress.fallback._asdict()}
+            progress = replace(progress, fallback=NO_FALLBACK)
+            await scores.write(progress.step, ready.update.parts)
+            run.folder.add_metrics(entry)
+            if progress.step % checkpoint_interval(section, run.learners) == 0:
+                progress = await save_checkpoint(run, progress)
+            run.events.emit("train.step", **entry)
+            idle = [*idle, entry] if progress.version == version else []
+            if idle and len(idle) % STALLED_STEPS == 0:
+                run.events.emit("train.stalled", steps=len(idle), text=f"step {progress.step}: {why_idle(idle)}")
+            run.rollouts.advance(progress.step)
     return await save_checkpoint(run, progress) if progress.leases else progress
 
 
@@ -276,13 +282,15 @@ def credit_groups(groups: Sequence[Group], run: TrainingRun) -> dict[str, Credit
 
 
 def _credit(groups: Sequence[Group], policy: str, run: TrainingRun) -> CreditedSequences:
-    made, counts = list[TrainingSequence](), Counter[str]()
-    divisor = DIVISORS.get(run.config.train.advantage)
-    for group in groups if not policy else (group_of(group, policy) for group in groups):
-        if group.attempts:
-            result = sequences(group, run.advantage(group), divisor=divisor)
-            made += result.sequences
-            counts.update(result.counts)
+    made, counts, section = list[TrainingSequence](), Counter[str](), run.config.train
+    views = [view for view in (groups if not policy else (group_of(group, policy) for group in groups)) if view.attempts]
+    for view, credit in zip(views, credit_of(run.advantage, views), strict=True):
+        result = sequences(view, credit, divisor=loss_divisor(section), recompute=section.unknown_logprobs == "recompute")
+        made += result.sequences
+        counts.update(result.counts)
+    if is_token_mean(section):
+        weight = counts["rollouts"] / max(1, counts["tokens"])  # the mean over rollouts is taken later
+        made = [replace(sequence, weight=weight) for sequence in made]
     return CreditedSequences(made, counts)
 
 
@@ -326,6 +334,8 @@ async def update_policy(
             # The groups are in the weights already, so they count as trained. Only the remaining updates are skipped.
             run.events.emit("update.skip", step=progress.step + 1, updates=remaining, message=one_line(error))
             break
+    if any(learner.decoder.device.type == "cpu" for learner in run.learners.values()):
+        await asyncio.to_thread(trim_heap)  # of activations and gradients
     metrics = {policy: _final_metrics(run, policy, part.result.metrics, done[policy]) for policy, part in update.parts.items()}
     return metrics, replace(progress, version=version, last_version=version)
 
@@ -379,7 +389,7 @@ def step_metrics(
     version: int,
     train_s: float,
 ) -> dict[str, Any]:
-    """Returns a line of `metrics.jsonl`. `tokens_per_s` is sampled tokens over the time of the whole step.
+    """Returns a line of `metrics.jsonl`, but for the speed of sampling.
 
     `version` was served before the update: how stale tokens are is told against it.
     """
@@ -394,23 +404,26 @@ def step_metrics(
         "version": progress.version,
         "reward": sum(rewards) / len(rewards),
         "rewards": rewards,
+        **{f"{COMPONENT}{name}": mean for name, mean in component_means(attempts).items()},
         "groups": len(lease.groups),
         "group_ids": [group.id for group in lease.groups],
         "groups_equal": total.counts["groups_equal"],
         "groups_stale": lease.stale,
         "rollouts": len(attempts),
         "ends": dict(Counter(str(attempt.end) for attempt in attempts)),
+        "shortfalls": shortfalls_json(shortfalls(map(_scored_end, attempts), run.config.eval.passes)),
         "masked": _masked(total),
         "breaks": dict(breaks(*attempts)),
         "inexact": dict(exact.inexact),
         "exact_tokens": exact.exact_tokens,
         "sampled_tokens": exact.sampled_tokens,
         "unhashed_tokens": exact.unhashed_tokens,
+        "behaviour_unknown_tokens": behaviour_unknown_tokens(*attempts),
+        "recomputed_tokens": total.counts["recomputed_tokens"],
         "exact_token_rate": exact.rate,
         **asdict(total_metrics(list(metrics.values()))),
         "rollout_s": round(ready.rollout_s, 3),
         "train_s": round(train_s, 3),
-        "tokens_per_s": round(exact.sampled_tokens / (ready.rollout_s + train_s), 1),
         "peak_memory_mb": max((round(peak_memory(each.decoder.device) / 1e6, 1) for each in run.learners.values()), default=None),
         "groups_set_aside": ready.set_aside,
         "code_changes": max(0, len(run.folder.code_versions()) - 1),
@@ -419,6 +432,10 @@ def step_metrics(
         **_publication(run),
         **({"policies": policy_metrics(run, ready, metrics, version=version)} if run.config.policies else {}),
     }
+
+
+def _scored_end(attempt: Attempt) -> ScoredEnd:
+    return ScoredEnd(str(attempt.end), attempt.message, attempt.reward)
 
 
 def _publication(run: TrainingRun) -> dict[str, Any]:
@@ -479,6 +496,24 @@ def staleness(made: Sequence[TrainingSequence], version: int) -> dict[str, float
         found.update(version - each for each, trained in zip(sequence.versions, sequence.trained, strict=True) if trained)
     total = sum(age * count for age, count in found.items())
     return {"staleness": total / found.total() if found else 0.0, "staleness_max": max(found, default=0)}
+
+
+class SamplingSpeed:
+    """How many tokens are sampled in a second. In an asynchronous run a step's own tokens were sampled during earlier steps, so it
+    counts what the pool got since the last step, over the whole time since then.
+    """
+
+    def __init__(self, pool: Pool, tokens: int) -> None:
+        self._pool, self._tokens, self._clock = pool, tokens, Stopwatch()
+
+    @classmethod
+    async def begin(cls, pool: Pool) -> "SamplingSpeed":
+        return cls(pool, (await pool.stats("train")).tokens)
+
+    async def lap(self) -> float:
+        """Returns the speed since the last lap, in tokens per second."""
+        before, self._tokens = self._tokens, (await self._pool.stats("train")).tokens
+        return round((self._tokens - before) / max(self._clock.lap(), 1e-9), 1)
 
 
 class Stopwatch:

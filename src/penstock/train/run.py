@@ -15,7 +15,9 @@ from penstock.run.code import use_code
 from penstock.run.folder import FRESH, locked, open_run_folder
 from penstock.run.inputs import Inputs, refuse_untrainable
 from penstock.run.opening import bind_pool
+from penstock.run.tracking import tracking
 from penstock.system.async_tools import leaf_errors
+from penstock.system.heap import share_heap
 from penstock.train import policy
 from penstock.train.held_out import BackgroundEvaluation, evaluate
 from penstock.train.loop import Fallback, TrainProgress, train_steps
@@ -39,17 +41,19 @@ async def train(
     A run whose agent or grader was edited meanwhile is refused, unless `allow_code_change`.
     """
     refuse_untrainable(config)
+    share_heap()
     folder = open_run_folder(config, fresh=fresh)
     with locked(folder.path), Events(folder.events) as events:
         events.listen(listener)
         if done := await asyncio.to_thread(finished_summary, folder, config):
             return done
         use_code(folder, inputs.agent, events, allow_change=allow_code_change)
-        async with open_training(config, inputs, folder, events) as run:
-            summary = await run_training(run, stop)
-        summary = replace(summary, notices=await asyncio.to_thread(notices, folder.events))
-        folder.write_summary(to_json(summary))
-        events.emit("run.end", summary=asdict(summary))
+        async with tracking(config, folder, events):
+            async with open_training(config, inputs, folder, events) as run:
+                summary = await run_training(run, stop)
+            summary = replace(summary, notices=await asyncio.to_thread(notices, folder.events))
+            folder.write_summary(to_json(summary))
+            events.emit("run.end", summary=asdict(summary))
         return summary
 
 
@@ -66,6 +70,8 @@ async def run_training(run: TrainingRun, stop: asyncio.Event) -> Summary:
         first_step=progress.step + 1,
         resumed=run.folder.resumed,
     )
+    if text := policy.disk_problem(run.folder.checkpoints, run.config.train, run.learners):
+        run.events.emit("notice", text=text)
     before = run.folder.evaluations().get("before-0")
     if progress.step == 0:  # else the start policy is not served any more
         before = await _unless_stopped(stop, evaluate(run, "before", 0))

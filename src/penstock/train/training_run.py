@@ -1,7 +1,7 @@
 """A training run: all that a training step uses, opened in the order of the data and closed in reverse."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -21,14 +21,13 @@ from penstock.engines.servers.vllm import VllmEngine
 from penstock.errors import ConfigError, TrainError
 from penstock.events import Events
 from penstock.pool.base import Pool
-from penstock.records import Group
 from penstock.rollout.runner import Runner
 from penstock.rollout.scheduler import Scheduler, run_once
 from penstock.run.folder import RunFolder
 from penstock.run.inputs import Inputs
 from penstock.run.opening import open_pool, open_rollout_runner, sampling
 from penstock.run.policies import trained_policies
-from penstock.train.advantages import ADVANTAGES
+from penstock.train.algorithm import Advantage, load_advantage
 from penstock.train.learner import Learner
 from penstock.train.learner_device import load_learner_decoder, memory_split, refuse_learner_settings, sleeping
 from penstock.train.policy import AdapterPublisher, FolderPublisher, InPlacePublisher, PolicyPublishers, Publisher
@@ -113,7 +112,7 @@ class TrainingRun:
     publisher: Publisher
     learners: Mapping[str, Learner]
     """By policy; one under the empty name in a run without `[policies.*]`."""
-    advantage: Callable[[Group], list[float]]
+    advantage: Advantage
 
 
 @asynccontextmanager
@@ -152,7 +151,7 @@ async def open_training(config: RunConfig, inputs: Inputs, folder: RunFolder, ev
             rollouts=rollouts,
             publisher=publisher or _publisher(learners, rollouts.engine, inputs.folder, folder.path / "served"),
             learners=learners,
-            advantage=ADVANTAGES.load(config.train.advantage),
+            advantage=load_advantage(config.train),
         )
 
 

@@ -276,8 +276,17 @@ def test_replies_are_shown_in_the_panel_and_every_few_lines():
     assert [line.strip() for line in lines if "worst" in line] == ["worst reply, 0.000: I do not know."] * 2
 
 
+def test_a_step_line_has_the_named_parts_of_the_reward():
+    fields = trained(1, 0.5) | {"components/format": 0.2, "components/length": -0.125}
+    line = event_line("train.step", fields, followed(("run.start", start())))
+    assert line is not None
+    assert "reward 0.500  format 0.200  length -0.125  groups" in line
+
+
 def test_a_step_line_says_how_many_rollouts_failed():
     state = followed(("run.start", start()))
-    line = event_line("train.step", trained(1, 1.0, ends={"completed": 16, "agent_error": 16}), state)
+    failed, ungraded = {"count": 16, "reason": "agent_error: boom"}, {"count": 2, "reason": "no reward"}
+    found = {"failed": failed, "ungraded": ungraded, "wrong": {"count": 3, "reason": "reward 0, below 1"}}
+    line = event_line("train.step", trained(1, 1.0, shortfalls=found), state)
     assert line is not None
-    assert "reward 1.000  (16 of 32 rollouts failed)" in line
+    assert "reward 1.000  (16 of 32 rollouts failed: agent_error: boom; 2 of 32 rollouts ungraded: no reward)  groups" in line

@@ -40,7 +40,10 @@ class AnthropicEndpoint(HttpTextEndpoint):
     def body(self, request: TextRequest) -> dict[str, Any]:
         body = {"model": self.model, "stream": True, **_conversation(request.messages), **_sampling_fields(request.sampling)}
         if request.tools:
-            body |= {"tools": [_tool(tool["function"]) for tool in request.tools], "tool_choice": _tool_choice(request)}
+            tools = [_tool(tool["function"], strict=tool["function"]["name"] in request.strict) for tool in request.tools]
+            body |= {"tools": tools, "tool_choice": _tool_choice(request)}
+        if request.format is not None:
+            body["output_config"] = {"format": {"type": "json_schema", "schema": request.format.schema or {"type": "object"}}}
         return body
 
     def reader(self) -> "AnthropicReader":
@@ -106,12 +109,13 @@ def _input(function: dict[str, Any]) -> dict[str, Any]:
     return arguments if isinstance(arguments, dict) else {"value": arguments}  # pyright: ignore[reportUnknownVariableType]
 
 
-def _tool(function: dict[str, Any]) -> dict[str, Any]:
+def _tool(function: dict[str, Any], *, strict: bool = False) -> dict[str, Any]:
     description = {"description": function["description"]} if function.get("description") else {}
     return {
         "name": function["name"],
         **description,
         "input_schema": function.get("parameters") or {"type": "object", "properties": {}},
+        **({"strict": True} if strict else {}),
     }
 
 

@@ -268,7 +268,7 @@ def read_rewards(result: GraderCompleteRequest, samples: Mapping[str, RolloutSam
     steps = sorted((result.step_rewards or {}).items())
     if unknown := [step for step, _ in steps if step not in known]:
         raise GraderError(f"the rollout server rewards steps {unknown}; this rollout has {sorted(known)}")
-    whole = [] if result.reward is None else [Reward(None, finite_reward(result.reward))]
+    whole = [] if result.reward is None else [Reward(None, finite_reward(result.reward), None, result.components or {})]
     own = {name: each.reward for name, each in result.samples.items() if name not in (result.filled or ())}
     parts = [Reward(name, finite_reward(reward)) for name, reward in own.items() if reward is not None]
     rewards = [*whole, *parts, *(Reward(None, finite_reward(value), step) for step, value in steps)]

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, FiniteFloat
 
 from penstock.records import End
+from penstock.sdk.context import MAX_COMPONENTS
 
 LONGEST_ID = 256
 
@@ -161,6 +162,8 @@ class GraderCompleteRequest(ProtocolBody):
     """*Ours*: of the whole rollout."""
     step_rewards: dict[int, FiniteFloat] | None = None
     """*Ours*: by the index of the call."""
+    components: dict[str, FiniteFloat] | None = Field(default=None, max_length=MAX_COMPONENTS)
+    """*Ours*: named parts of `reward`."""
     filled: list[str] | None = Field(default=None, max_length=10_000, fail_fast=True)
     """*Ours*: samples without a reward of their own; they carry the rollout's, for peers that only read samples' rewards."""
     misreported: list[str] | None = None
