@@ -213,8 +213,9 @@ class TrainSection(Section):
     """Forward shared prompt prefixes once; false is the flat path, slower, with the same gradients."""
     eval_every: int = Field(default=0, ge=0)
     """Steps between held-out evaluations while training goes on; 0 evaluates before and after alone."""
-    checkpoint_every: int = Field(default=1, ge=1)
-    """Steps between checkpoints. Groups trained since the last one are trained again after a kill, from that checkpoint."""
+    checkpoint_every: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+    """Steps between checkpoints. Groups trained since the last one are trained again after a kill, from that checkpoint. `auto` is
+    1 for checkpoints of up to 200 MB, and one more for each further 200 MB, up to 10."""
     checkpoints_kept: int = Field(default=2, ge=2)
     """The newest ones; at least two."""
     device: str = "auto"

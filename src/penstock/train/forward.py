@@ -116,8 +116,8 @@ def _block(rows: list[PassRow], trunk: int, repeats: int, like: Tensor) -> RowBl
     return RowBlock(queries, keys.to(like.device), mask.repeat(1, repeats, 1).unsqueeze(1).to(like))
 
 
-MAX_LOGITS = 2**25
-"""Bound on the elements of one chunk of logits (128 MB in float32)."""
+MAX_LOGITS = 2**24
+"""Bound on the elements of one chunk of logits (64 MB in float32, and as much again for each of three steps of the loss)."""
 
 KeysValues = list[tuple[Tensor, Tensor]]
 """Keys and values per layer; each `PassForward` has its own layout of them."""

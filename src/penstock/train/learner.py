@@ -381,6 +381,12 @@ class Learner:
         for weight, master in zip(self._weights.values(), self._masters.values(), strict=True):
             weight.grad = master.grad = None
 
+    @property
+    def checkpoint_bytes(self) -> int:
+        """About how large a checkpoint is: the trained weights, two means for each, and masters that are not the weights."""
+        extra = 8 if self._rounded is None else 12
+        return sum(weight.numel() * (weight.element_size() + extra) for weight in self._weights.values())
+
     def state(self) -> dict[str, Tensor]:
         """Returns what a checkpoint needs besides the weights: the optimizer's state, and masters that are not the weights."""
         tensors = {} if self._rounded is None else {f"master.{name}": master for name, master in self._masters.items()}

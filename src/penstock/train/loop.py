@@ -21,18 +21,20 @@ from typing import Any, NamedTuple
 
 from penstock.config import RolloutSection
 from penstock.errors import TrainError
-from penstock.records import Group, Lease, PolicyVersion, component_means
+from penstock.pool.base import Pool
+from penstock.records import Attempt, Group, Lease, PolicyVersion, component_means
 from penstock.records import Sequence as TrainingSequence
 from penstock.rollout.author_tasks import one_line
 from penstock.rollout.scheduler import TOO_FEW
 from penstock.run.folder import COMPONENT
+from penstock.run.shortfalls import ScoredEnd, shortfalls, shortfalls_json
 from penstock.system.heap import trim_heap
 from penstock.train.batches import Batch
 from penstock.train.credit import CreditedSequences, credit_groups, teaches_nothing
 from penstock.train.held_out import BackgroundEvaluation, refuse_all_failed
 from penstock.train.learner import UpdateMetrics, UpdateResult, total_metrics
 from penstock.train.memory import peak_memory
-from penstock.train.policy import Publication, save
+from penstock.train.policy import Publication, checkpoint_interval, save
 from penstock.train.policy_groups import group_of
 from penstock.train.scores import ScoreWriter
 from penstock.train.sequences import behaviour_unknown_tokens, breaks, exactness
@@ -124,6 +126,7 @@ async def train_steps(
 ) -> TrainProgress:
     """Trains until `train.steps` are done or `stop` is set. On return, all trained steps are in a checkpoint."""
     section, idle = run.config.train, list[dict[str, Any]]()
+    speed = await SamplingSpeed.begin(run.pool)
     async with ScoreWriter(run.folder.path) as scores:
         while progress.step < section.steps and not stop.is_set():
             background.begin(progress.step)
@@ -137,11 +140,11 @@ async def train_steps(
             past = (*progress.past, progress.version)[-run.config.rollout.max_staleness - 1 :]
             progress = replace(progress, step=progress.step + 1, leases=(*progress.leases, lease.id), past=past)
             entry = step_metrics(run, ready, metrics, progress, version=version, train_s=clock.lap())
-            entry |= {**background.ended(), **progress.fallback._asdict()}
+            entry |= {"tokens_per_s": await speed.lap(), **background.ended(), **progress.fallback._asdict()}
             progress = replace(progress, fallback=NO_FALLBACK)
             await scores.write(progress.step, ready.update.parts)
             run.folder.add_metrics(entry)
-            if progress.step % section.checkpoint_every == 0:
+            if progress.step % checkpoint_interval(section, run.learners) == 0:
                 progress = await save_checkpoint(run, progress)
             run.events.emit("train.step", **entry)
             idle = [*idle, entry] if progress.version == version else []
@@ -380,7 +383,7 @@ def step_metrics(
     version: int,
     train_s: float,
 ) -> dict[str, Any]:
-    """Returns a line of `metrics.jsonl`. `tokens_per_s` is sampled tokens over the time of the whole step.
+    """Returns a line of `metrics.jsonl`, but for the speed of sampling.
 
     `version` was served before the update: how stale tokens are is told against it.
     """
@@ -402,6 +405,7 @@ def step_metrics(
         "groups_stale": lease.stale,
         "rollouts": len(attempts),
         "ends": dict(Counter(str(attempt.end) for attempt in attempts)),
+        "shortfalls": shortfalls_json(shortfalls(map(_scored_end, attempts), run.config.eval.passes)),
         "masked": _masked(total),
         "breaks": dict(breaks(*attempts)),
         "inexact": dict(exact.inexact),
@@ -414,7 +418,6 @@ def step_metrics(
         **asdict(total_metrics(list(metrics.values()))),
         "rollout_s": round(ready.rollout_s, 3),
         "train_s": round(train_s, 3),
-        "tokens_per_s": round(exact.sampled_tokens / (ready.rollout_s + train_s), 1),
         "peak_memory_mb": max((round(peak_memory(each.decoder.device) / 1e6, 1) for each in run.learners.values()), default=None),
         "groups_set_aside": ready.set_aside,
         "code_changes": max(0, len(run.folder.code_versions()) - 1),
@@ -423,6 +426,10 @@ def step_metrics(
         **_publication(run),
         **({"policies": policy_metrics(run, ready, metrics, version=version)} if run.config.policies else {}),
     }
+
+
+def _scored_end(attempt: Attempt) -> ScoredEnd:
+    return ScoredEnd(str(attempt.end), attempt.message, attempt.reward)
 
 
 def _publication(run: TrainingRun) -> dict[str, Any]:
@@ -483,6 +490,24 @@ def staleness(made: Sequence[TrainingSequence], version: int) -> dict[str, float
         found.update(version - each for each, trained in zip(sequence.versions, sequence.trained, strict=True) if trained)
     total = sum(age * count for age, count in found.items())
     return {"staleness": total / found.total() if found else 0.0, "staleness_max": max(found, default=0)}
+
+
+class SamplingSpeed:
+    """How many tokens are sampled in a second. In an asynchronous run a step's own tokens were sampled during earlier steps, so it
+    counts what the pool got since the last step, over the whole time since then.
+    """
+
+    def __init__(self, pool: Pool, tokens: int) -> None:
+        self._pool, self._tokens, self._clock = pool, tokens, Stopwatch()
+
+    @classmethod
+    async def begin(cls, pool: Pool) -> "SamplingSpeed":
+        return cls(pool, (await pool.stats("train")).tokens)
+
+    async def lap(self) -> float:
+        """Returns the speed since the last lap, in tokens per second."""
+        before, self._tokens = self._tokens, (await self._pool.stats("train")).tokens
+        return round((self._tokens - before) / max(self._clock.lap(), 1e-9), 1)
 
 
 class Stopwatch:

@@ -3,21 +3,33 @@
 import errno
 import json
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 from training_cases import SHAPE, compute, make_decoder, random_tree, section
 
-from penstock.engines.checkpoint_files import refuse_damaged_weights
+from penstock.engines.checkpoint_files import OPTIMIZER, refuse_damaged_weights
 from penstock.engines.embedded.weights import load_decoder
 from penstock.errors import ModelError, TrainError
 from penstock.records import PolicyVersion
 from penstock.train.algorithm import load_advantage
 from penstock.train.learner import Learner
-from penstock.train.policy import find_intact, has_checksums, latest, restore, save, set_aside, sync
+from penstock.train.policy import (
+    checkpoint_interval,
+    disk_problem,
+    find_intact,
+    has_checksums,
+    latest,
+    restore,
+    save,
+    set_aside,
+    sync,
+)
 
 
 class Killed(BaseException):
@@ -314,3 +326,26 @@ def test_an_engine_does_not_start_with_damaged_weights(tmp_path: Path, model: Pa
         refuse_damaged_weights(folder)
     (model / "state.json").write_text('{"of": "another program"}')
     refuse_damaged_weights(model)
+
+
+def test_large_checkpoints_are_saved_less_often_unless_the_config_says_how_often(tmp_path: Path, model: Path, monkeypatch):
+    learner = make_learner()
+    step(learner, 1)
+    folder = save(tmp_path / "checkpoints", PolicyVersion(number=1, step=1), learner, model)
+    tensors = sum((folder / name).stat().st_size for name in ("model.safetensors", OPTIMIZER))
+    assert learner.checkpoint_bytes == pytest.approx(tensors, rel=0.1)
+    assert checkpoint_interval(section(), {"": learner}) == 1
+    monkeypatch.setattr(Learner, "checkpoint_bytes", 1_600_000_000)
+    assert checkpoint_interval(section(), {"": learner}) == 9
+    assert checkpoint_interval(section(checkpoint_every=4), {"": learner}) == 4
+    monkeypatch.setattr(Learner, "checkpoint_bytes", 10**12)
+    assert checkpoint_interval(section(), {"": learner}) == 10
+
+
+def test_a_disk_that_is_too_small_for_the_checkpoints_is_told_before_training(tmp_path: Path, model: Path, monkeypatch):
+    learner = make_learner()
+    assert disk_problem(tmp_path / "checkpoints", section(), {"": learner}) == ""
+    monkeypatch.setattr(Learner, "checkpoint_bytes", 1_600_000_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=4_000_000_000))
+    text = disk_problem(tmp_path / "checkpoints", section(), {"": learner})
+    assert "has 4.0 GB free, and checkpoints take 4.8 GB more (3 of 1.6 GB while one is written)" in text
